@@ -1,0 +1,1 @@
+"""Hosts that run pipelines: Hugging Face transformers, the command line, the embedded model's demo."""

@@ -1,0 +1,86 @@
+"""sparseprefill: training-free sparse prefill attention as one framework of estimators, refiners and executors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import (
+    AttachError,
+    InvalidCallError,
+    MaskError,
+    MethodCollisionError,
+    ParameterError,
+    PluginLoadError,
+    SparsePrefillError,
+    StageError,
+    UnknownMethodError,
+    UnsupportedCallError,
+)
+from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.reference import ReferenceExecutor
+from sparseprefill.geometry import Geometry
+from sparseprefill.hookspecs import hookimpl
+from sparseprefill.lists import IndexLists
+from sparseprefill.mask import SparseMask
+from sparseprefill.memory import Memory
+from sparseprefill.method import Method
+from sparseprefill.metrics import output_error, recall
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Carry, Plan, Result
+from sparseprefill.registry import PluginRecord, Registry, default_registry
+from sparseprefill.softmax import SoftmaxState
+from sparseprefill.stages import MaskRefiner, Observer, PatternEstimator, SparseExecutor
+
+__version__ = "0.1.0"
+__all__ = [
+    "AttachError",
+    "AttentionCall",
+    "AutoExecutor",
+    "Carry",
+    "Geometry",
+    "IndexLists",
+    "InvalidCallError",
+    "MaskError",
+    "MaskRefiner",
+    "Memory",
+    "Method",
+    "MethodCollisionError",
+    "Observer",
+    "ParameterError",
+    "PatternEstimator",
+    "Pipeline",
+    "Plan",
+    "PluginLoadError",
+    "PluginRecord",
+    "ReferenceExecutor",
+    "Registry",
+    "Result",
+    "SoftmaxState",
+    "SparseExecutor",
+    "SparseMask",
+    "SparsePrefillError",
+    "StageError",
+    "UnknownMethodError",
+    "UnsupportedCallError",
+    "build",
+    "default_registry",
+    "hookimpl",
+    "methods",
+    "output_error",
+    "recall",
+]
+
+
+def methods() -> Mapping[str, str]:
+    """Name and one-line summary of every installed method."""
+    return {name: method.summary for name, method in default_registry().methods().items()}
+
+
+def build(name: str, **parameters: Any) -> Pipeline:
+    """A pipeline by method name, such as ``build("anchor-attention", theta=12.0, step=16)``.
+
+    Raises UnknownMethodError, ParameterError, or PluginLoadError, each with what would do.
+    """
+    return default_registry().build(name, **parameters)

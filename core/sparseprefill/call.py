@@ -1,0 +1,137 @@
+"""AttentionCall: one layer's prefill attention, checked once when it is made."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from sparseprefill.errors import InvalidCallError
+from sparseprefill.geometry import Geometry
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@frozen(eq=False)
+class AttentionCall:
+    """Query, key and value of one layer, with everything that decides who attends to whom.
+
+    q: ``[B, Hq, Nq, D]``; k: ``[B, Hkv, Nkv, D]``; v: ``[B, Hkv, Nkv, Dv]``, K/V not repeated for GQA, any strides.
+    scale: factor on ``q.k``; default ``1 / sqrt(D)``.
+    q_offset: index among the keys of query row 0; default ``Nkv - Nq`` (bottom-right causal).
+    layer: index of the layer, for methods that keep state per layer.
+    starts, lengths: int32 ``[B]``: first real key and number of real keys of each batch row (left / right padding).
+    window: keys a query sees, itself included. softcap: ``cap * tanh(logit / cap)``.
+    sinks: ``[Hq]`` logits that join each row's softmax denominator (GPT-OSS).
+
+    Raises InvalidCallError, naming the field, for anything that does not fit. Values on the device are never read.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None = field(default=None, kw_only=True)
+    q_offset: int | None = field(default=None, kw_only=True)
+    layer: int = field(default=0, kw_only=True)
+    starts: Tensor | None = field(default=None, kw_only=True)
+    lengths: Tensor | None = field(default=None, kw_only=True)
+    window: int | None = field(default=None, kw_only=True)
+    softcap: float | None = field(default=None, kw_only=True)
+    sinks: Tensor | None = field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        _check_tensors(self.q, self.k, self.v)
+        _check_rows(self)
+        _check_numbers(self)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @cached_property
+    def softmax_scale(self) -> float:
+        """The factor in use."""
+        return 1.0 / math.sqrt(self.q.shape[-1]) if self.scale is None else float(self.scale)
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """Positions, tiles and visibility of this call."""
+        offset = self.k.shape[2] - self.q.shape[2] if self.q_offset is None else self.q_offset
+        batch, heads, q_len = self.q.shape[:3]
+        return Geometry(
+            batch, heads, q_len, self.k.shape[2], offset, self.q.device, self.starts, self.lengths, self.window
+        )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InvalidCallError(name, type(x).__name__, "pass a torch.Tensor [B, H, N, D]")
+        if x.dim() != 4:
+            raise InvalidCallError(name, f"of shape {tuple(x.shape)}", "pass four dimensions [B, H, N, D]")
+        if x.dtype not in DTYPES:
+            raise InvalidCallError(name, f"of {x.dtype}", "use float16, bfloat16, float32 or float64")
+        if 0 in x.shape:
+            raise InvalidCallError(name, f"of shape {tuple(x.shape)}", "no dimension may be empty")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise InvalidCallError(name, f"of {x.dtype}", f"use one dtype for q, k and v; q is {q.dtype}")
+        if x.device != q.device:
+            raise InvalidCallError(name, f"on {x.device}", f"move it to q's device {q.device}")
+        if x.shape[0] != q.shape[0]:
+            raise InvalidCallError(name, f"of batch {x.shape[0]}", f"q has batch {q.shape[0]}")
+    if k.shape[-1] != q.shape[-1]:
+        raise InvalidCallError("k", f"of head dimension {k.shape[-1]}", f"q has {q.shape[-1]}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise InvalidCallError("v", f"of shape {tuple(v.shape)}", f"heads and length must be k's, {tuple(k.shape)}")
+    if q.shape[1] % k.shape[1]:
+        remedy = f"query heads must be a multiple of the {k.shape[1]} KV heads"
+        raise InvalidCallError("q", f"of {q.shape[1]} heads", remedy)
+
+
+def _check_rows(call: AttentionCall) -> None:
+    q_len, kv_len = call.q.shape[2], call.k.shape[2]
+    if call.q_offset is None:
+        if kv_len < q_len:
+            remedy = f"keys must cover the {q_len} query rows (bottom-right causal), or give q_offset"
+            raise InvalidCallError("k", f"of length {kv_len}", remedy)
+    elif not _is_int(call.q_offset) or not 0 <= call.q_offset <= kv_len - q_len:
+        remedy = f"the {q_len} query rows must stand among the {kv_len} keys: 0 to {kv_len - q_len}"
+        raise InvalidCallError("q_offset", repr(call.q_offset), remedy)
+    for name, rows in (("starts", call.starts), ("lengths", call.lengths)):
+        if rows is None:
+            continue
+        if not isinstance(rows, Tensor) or rows.shape != (call.q.shape[0],) or rows.dtype != torch.int32:
+            shown = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+            raise InvalidCallError(name, shown, f"pass an int32 tensor of shape ({call.q.shape[0]},)")
+        if rows.device != call.q.device:
+            raise InvalidCallError(name, f"on {rows.device}", f"move it to q's device {call.q.device}")
+
+
+def _check_numbers(call: AttentionCall) -> None:
+    for name, value in (("scale", call.scale), ("softcap", call.softcap)):
+        if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+            raise InvalidCallError(name, repr(value), "pass a finite positive number, or None")
+    if call.window is not None and not (_is_int(call.window) and call.window >= 1):
+        raise InvalidCallError("window", repr(call.window), "pass a positive number of keys, or None")
+    if not _is_int(call.layer):
+        raise InvalidCallError("layer", repr(call.layer), "pass an integer")
+    if call.sinks is not None:
+        heads = call.q.shape[1]
+        if not isinstance(call.sinks, Tensor) or call.sinks.shape != (heads,):
+            shown = f"of shape {tuple(call.sinks.shape)}" if isinstance(call.sinks, Tensor) else repr(call.sinks)
+            raise InvalidCallError("sinks", shown, f"pass one logit per query head, shape ({heads},)")
+        if call.sinks.device != call.q.device:
+            raise InvalidCallError("sinks", f"on {call.sinks.device}", f"move it to q's device {call.q.device}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,77 @@
+"""The exception tree: every error of the library is a `SparsePrefillError`.
+
+SparsePrefillError
+├── InvalidCallError (ValueError)       an AttentionCall field is wrong: names the field, the value, the remedy
+├── MaskError (ValueError)              a mask does not fit its call, or its index lists are malformed
+├── ParameterError (ValueError)         a method's parameter is unknown or out of bounds
+├── UnsupportedCallError                a stage cannot honour a feature of the call (window, softcap, dtype, ...)
+├── StageError                          a stage raised, or returned something that is no Plan / Result / SoftmaxState
+├── UnknownMethodError (LookupError)    no method of that name; lists the nearest
+├── MethodCollisionError                two plugins offer one name
+├── PluginLoadError                     the plugin that offers this method failed to load
+└── AttachError                         an adapter cannot bind this model
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class SparsePrefillError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class InvalidCallError(SparsePrefillError, ValueError):
+    """An argument of an attention call is wrong."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        super().__init__(f"AttentionCall.{field} is {value}: {remedy}")
+        self.field, self.value, self.remedy = field, value, remedy
+
+
+class MaskError(SparsePrefillError, ValueError):
+    """A mask does not fit its call, or its index lists break the contract."""
+
+
+class ParameterError(SparsePrefillError, ValueError):
+    """A parameter of a method or stage is unknown or out of bounds."""
+
+
+class UnsupportedCallError(SparsePrefillError):
+    """A stage cannot honour a feature of this call. `reasons` lists every objection."""
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__("; ".join(self.reasons))
+
+
+class StageError(SparsePrefillError):
+    """A stage raised a foreign exception or returned nonsense."""
+
+
+class UnknownMethodError(SparsePrefillError, LookupError):
+    """No registered method has this name."""
+
+
+class MethodCollisionError(SparsePrefillError):
+    """Two plugins offer a method of the same name."""
+
+
+class PluginLoadError(SparsePrefillError):
+    """A plugin failed to load; raised from the original error when its method is asked for."""
+
+
+class AttachError(SparsePrefillError):
+    """An adapter cannot bind this model; the message gives the reason."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint such as ``; did you mean 'theta'? Known: block, step, theta`` for error messages."""
+    names = sorted(known)
+    close = get_close_matches(word, names, n=2, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+    return f"{hint} Known: {', '.join(names) or 'none'}"

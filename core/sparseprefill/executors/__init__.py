@@ -1,0 +1,1 @@
+"""Executors: they turn a plan into output and know no method."""

@@ -1,0 +1,102 @@
+"""Where the rows and keys of a call stand: positions, tiles and who may see whom.
+
+Every batch row has its own token grid. Position 0 is the row's first real token, so that a left-padded row of a
+batch is computed exactly as it would be alone; tiles, bands and groups lie on that grid and do not move with the cut
+of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+
+@frozen(eq=False)
+class Geometry:
+    """The shape of one attention call, without its data.
+
+    batch, heads, q_len, kv_len: sizes of ``q [B, Hq, Nq, D]`` and of K/V ``[B, Hkv, Nkv, D]``.
+    q_offset: index among the keys of query row 0 (bottom-right causal: ``kv_len - q_len``).
+    starts: int32 ``[B]``, index of each row's first real key (left padding), or None for 0.
+    lengths: int32 ``[B]``, number of real keys of each row, counted from its start, or None for all.
+    window: keys a query sees, itself included (sliding window), or None.
+    """
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    q_offset: int
+    device: torch.device
+    starts: Tensor | None = None
+    lengths: Tensor | None = None
+    window: int | None = None
+
+    def fits(self, other: Geometry) -> bool:
+        """Whether a mask made for `other` may serve a call of this geometry (sizes only, no device sync)."""
+        mine = (self.batch, self.heads, self.q_len, self.kv_len, self.q_offset, self.window)
+        return mine == (other.batch, other.heads, other.q_len, other.kv_len, other.q_offset, other.window)
+
+    def describe(self) -> str:
+        """Short text for error messages."""
+        return f"[B={self.batch}, Hq={self.heads}, Nq={self.q_len}, Nkv={self.kv_len}, q_offset={self.q_offset}]"
+
+    def first_position(self) -> Tensor:
+        """int64 [B]: position of query row 0 on each row's grid; negative where it is padding."""
+        first = torch.full((self.batch,), self.q_offset, dtype=torch.int64, device=self.device)
+        return first if self.starts is None else first - self.starts
+
+    def query_positions(self) -> Tensor:
+        """int64 [B, Nq]."""
+        return self.first_position()[:, None] + torch.arange(self.q_len, device=self.device)
+
+    def key_positions(self) -> Tensor:
+        """int64 [B, Nkv]; negative before a row's start."""
+        index = torch.arange(self.kv_len, device=self.device).expand(self.batch, -1)
+        return index if self.starts is None else index - self.starts[:, None]
+
+    def key_counts(self) -> Tensor:
+        """int64 [B]: number of real keys of each row."""
+        if self.lengths is not None:
+            return self.lengths.to(torch.int64)
+        full = torch.full((self.batch,), self.kv_len, dtype=torch.int64, device=self.device)
+        return full if self.starts is None else full - self.starts
+
+    def tile_rows(self, tile: int) -> int:
+        """Number of query tiles of `tile` tokens that the call touches on any row's grid."""
+        if self.starts is None:
+            return (self.q_offset + self.q_len - 1) // tile - self.q_offset // tile + 1
+        return (self.q_len + 2 * tile - 2) // tile
+
+    def tile_columns(self, tile: int) -> int:
+        """Number of key tiles of `tile` tokens."""
+        return -(-self.kv_len // tile)
+
+    def first_tile(self, tile: int) -> Tensor:
+        """int64 [B]: index on each row's grid of query tile 0 of this call (floor, so negative for padding)."""
+        return torch.div(self.first_position(), tile, rounding_mode="floor")
+
+    def tiles(self, tile: int) -> Tensor:
+        """int64 [B, R]: index on each row's grid of every query tile of this call."""
+        return self.first_tile(tile)[:, None] + torch.arange(self.tile_rows(tile), device=self.device)
+
+    def real_queries(self) -> Tensor:
+        """bool [B, Nq]: query rows that are tokens, not padding."""
+        position = self.query_positions()
+        return (position >= 0) & (position < self.key_counts()[:, None])
+
+    def visible(self, rows: Tensor | None = None) -> Tensor:
+        """bool [B, n, Nkv]: which keys each query row may attend to (causal, window, padding), exact per token."""
+        query, key = self.query_positions(), self.key_positions()
+        real = self.real_queries()
+        if rows is not None:
+            query, real = query[:, rows], real[:, rows]
+        distance = query[:, :, None] - key[:, None, :]
+        seen = (distance >= 0) & (key[:, None, :] >= 0) & real[:, :, None]
+        return seen if self.window is None else seen & (distance < self.window)
+
+    def visible_counts(self) -> Tensor:
+        """int64 [B, Nq]: number of keys each query row may attend to."""
+        counts = (self.query_positions() + 1) * self.real_queries()
+        return counts if self.window is None else counts.clamp(max=self.window)

@@ -1,0 +1,1 @@
+"""Triton kernels, one family a file. Importing this package does not import triton; its modules do."""

@@ -1,0 +1,45 @@
+"""Memory: what one request carries from layer to layer and from chunk to chunk of one prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Memory:
+    """A small store, one per request and prefill. Stages read it; only observers write it.
+
+    Keys are chosen by the method, usually ``(method name, layer)``; values are the method's own frozen objects.
+    Sessions never share a Memory between requests or threads.
+    """
+
+    __slots__ = ("_slots",)
+
+    def __init__(self) -> None:
+        self._slots: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, default: T) -> T:
+        """The value under `key`, or `default`."""
+        return cast(T, self._slots.get(key, default))
+
+    def put(self, key: Hashable, value: object) -> None:
+        """Write a value; for observers."""
+        self._slots[key] = value
+
+    def setdefault(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value under `key`, made and stored on first use; for observers."""
+        if key not in self._slots:
+            self._slots[key] = make()
+        return cast(T, self._slots[key])
+
+    def clear(self) -> None:
+        """Forget everything: the request ended."""
+        self._slots.clear()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._slots

@@ -1,0 +1,70 @@
+"""Method: a named pipeline with validated parameters, as plugins offer it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import field, fields_dict, frozen, has
+
+from sparseprefill.errors import ParameterError, SparsePrefillError, StageError, nearest
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import EMPTY
+
+
+def _check_config(_: object, __: object, value: object) -> None:
+    if not (isinstance(value, type) and has(value)):
+        raise ParameterError(f"Method.config is {value!r}: pass an attrs class (frozen, kw_only) of the parameters")
+
+
+def _check_name(_: object, __: object, value: object) -> None:
+    if not isinstance(value, str) or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", value):
+        raise ParameterError(f"Method.name is {value!r}: use lower-case words joined by hyphens, such as 'my-method'")
+
+
+@frozen(kw_only=True)
+class Method:
+    """What a plugin registers.
+
+    name: how users ask for it. summary: one line. paper: title and section, or a link; empty if there is none.
+    config: attrs class of the parameters, with defaults and validators. build: makes the Pipeline of a config; stages
+    and kernels are imported there, so that listing methods stays cheap.
+    full: parameters at which the mask holds every causal key (the property "full mask == dense" uses them).
+    small: parameters that make the method sparse on a few hundred tokens, for contract checks.
+    """
+
+    name: str = field(validator=_check_name)
+    summary: str
+    config: type = field(validator=_check_config)
+    build: Callable[[Any], Pipeline]
+    paper: str = ""
+    full: Mapping[str, Any] = EMPTY
+    small: Mapping[str, Any] = EMPTY
+
+    def configure(self, parameters: Mapping[str, Any]) -> Any:
+        """A config; ParameterError names an unknown parameter, or the field, bound and value that do not fit."""
+        known = [name for name, attribute in fields_dict(self.config).items() if attribute.init]
+        for name in parameters:
+            if name not in known:
+                raise ParameterError(f"{self.name} has no parameter {name!r}{nearest(name, known)}")
+        try:
+            return self.config(**parameters)
+        except ParameterError:
+            raise
+        except (TypeError, ValueError) as error:
+            shown = ", ".join(f"{name}={value!r}" for name, value in parameters.items())
+            raise ParameterError(f"{self.name}({shown}): {error}") from error
+
+    def pipeline(self, **parameters: Any) -> Pipeline:
+        """Validate the parameters and build; StageError where the plugin's `build` raises or returns nonsense."""
+        config = self.configure(parameters)
+        try:
+            pipeline = self.build(config)
+        except SparsePrefillError:
+            raise
+        except Exception as error:
+            raise StageError(f"{self.name}: build() raised {type(error).__name__}: {error}") from error
+        if not isinstance(pipeline, Pipeline):
+            raise StageError(f"{self.name}: build() returned {type(pipeline).__name__}, not a Pipeline")
+        return pipeline

@@ -1,0 +1,63 @@
+"""How much a sparse call kept: exact recall from LSE, output error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparseprefill.errors import ParameterError
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.plan import Result
+
+
+def recall(call: AttentionCall, result: Result, rows: int | Sequence[int] | Tensor | None = None) -> Tensor:
+    """Attention mass kept by each row, ``[B, Hq, n]``: ``exp(lse_sparse - lse_dense)``; NaN in padding rows.
+
+    rows: indices of query rows, or how many to take evenly spaced (the last row among them), or None for all. The
+    dense LSE is computed for these rows alone, in chunks of keys, so a sample is cheap at any length.
+    """
+    index = sample_rows(call, rows)
+    return torch.exp(result.lse[:, :, index] - dense_lse(call, index))
+
+
+def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) -> Tensor:
+    """int64 [n] on the call's device."""
+    q_len = call.q.shape[2]
+    if rows is None:
+        return torch.arange(q_len, device=call.q.device)
+    if isinstance(rows, int):
+        if rows < 1:
+            raise ParameterError(f"rows is {rows}: pass a positive number of rows, their indices, or None for all")
+        return torch.linspace(0, q_len - 1, min(rows, q_len), dtype=torch.float64).round().long().to(call.q.device)
+    index = torch.as_tensor(rows, dtype=torch.int64, device=call.q.device)
+    if index.dim() != 1 or index.numel() == 0 or bool((index < -q_len).any()) or bool((index >= q_len).any()):
+        raise ParameterError(f"rows must be a list of row indices from 0 to {q_len - 1}")
+    return index % q_len
+
+
+def dense_lse(call: AttentionCall, rows: Tensor, chunk: int = 16384) -> Tensor:
+    """``[B, Hq, n]``: LSE of dense attention over the keys each row may see, float32 or better."""
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    batch, heads, _, width = call.q.shape
+    q = call.q[:, :, rows].to(dtype).reshape(batch, -1, call.group * rows.numel(), width)
+    seen = call.geometry.visible(rows)[:, None]
+    total = torch.full((batch, heads, rows.numel()), -torch.inf, dtype=dtype, device=call.q.device)
+    for first in range(0, call.k.shape[2], chunk):
+        keys = slice(first, first + chunk)
+        logits = q @ call.k[:, :, keys].to(dtype).transpose(-1, -2) * call.softmax_scale
+        if call.softcap is not None:
+            logits = call.softcap * torch.tanh(logits / call.softcap)
+        logits = logits.reshape(batch, heads, rows.numel(), -1).masked_fill(~seen[..., keys], -torch.inf)
+        total = torch.logaddexp(total, torch.logsumexp(logits, -1))
+    return total
+
+
+def output_error(out: Tensor, truth: Tensor) -> float:
+    """Relative norm of the difference, in float64 (host sync)."""
+    truth = truth.to(torch.float64)
+    return float((out.to(torch.float64) - truth).norm() / truth.norm())

@@ -1,0 +1,141 @@
+"""Pipeline: estimate -> refine* -> execute -> observe*, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from attrs import Attribute, field, frozen
+from torch import Tensor
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError, UnsupportedCallError
+from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.memory import Memory
+from sparseprefill.plan import Plan, Result
+from sparseprefill.stages import MaskRefiner, Observer, PatternEstimator, SparseExecutor, missing
+
+T = TypeVar("T")
+
+
+def _implements(interface: type) -> Callable[[Any, Attribute[Any], object], None]:
+    def check(_: object, attribute: Attribute[Any], value: object) -> None:
+        lacking = missing(value, interface)
+        if lacking:
+            shown = f"{type(value).__name__} has no {', '.join(f'{name}()' for name in lacking)}"
+            raise ParameterError(f"Pipeline.{attribute.name}: {shown}; a {interface.__name__} needs it")
+
+    return check
+
+
+def _each(interface: type) -> Callable[[Any, Attribute[Any], Iterable[object]], None]:
+    one = _implements(interface)
+
+    def check(owner: object, attribute: Attribute[Any], values: Iterable[object]) -> None:
+        for value in values:
+            one(owner, attribute, value)
+
+    return check
+
+
+@frozen(eq=False)
+class Pipeline:
+    """A method ready to run. Immutable and free of state, so one serves all threads and requests.
+
+    Compose with ``attrs.evolve(pipeline, refiners=(*pipeline.refiners, mine))`` or from stages of any plugin.
+    """
+
+    estimator: PatternEstimator = field(validator=_implements(PatternEstimator))
+    refiners: tuple[MaskRefiner, ...] = field(default=(), converter=tuple, validator=_each(MaskRefiner))
+    executor: SparseExecutor = field(factory=AutoExecutor, validator=_implements(SparseExecutor))
+    observers: tuple[Observer, ...] = field(default=(), converter=tuple, validator=_each(Observer))
+    name: str = "pipeline"
+
+    @property
+    def stages(self) -> tuple[object, ...]:
+        """Every stage, in the order in which they run."""
+        return (self.estimator, *self.refiners, self.executor, *self.observers)
+
+    @property
+    def grain(self) -> int | None:
+        """Tokens at whose multiples a prompt may be cut into chunks without changing the result, or None."""
+        grains = [getattr(stage, "grain", None) for stage in (self.estimator, *self.refiners, *self.observers)]
+        known = [grain for grain in grains if grain is not None]
+        return math.lcm(*known) if len(known) == len(grains) else None
+
+    def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
+        """Why this pipeline cannot honour the call: one reason per stage that objects; empty if it can."""
+        reasons = []
+        for stage in self.stages:
+            ask = getattr(stage, "unsupported", None)
+            reason = None if ask is None else ask(call)
+            if reason:
+                reasons.append(f"{type(stage).__name__}: {reason}")
+        return tuple(reasons)
+
+    def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
+        """One layer's attention.
+
+        memory: this request's Memory, shared by its layers and chunks; None for a call on its own.
+        Raises UnsupportedCallError where a stage objects to the call (there is no silent fallback), StageError where
+        a stage raises or returns nonsense, MaskError where a mask does not fit the call.
+        """
+        reasons = self.unsupported(call)
+        if reasons:
+            raise UnsupportedCallError(reasons)
+        memory = Memory() if memory is None else memory
+        plan = _ask(self.estimator, "estimate", Plan, lambda: self.estimator.estimate(call, memory))
+        _check_plan(self.estimator, call, plan)
+        for refiner in self.refiners:
+            plan = _refined(refiner, call, plan, memory)
+            _check_plan(refiner, call, plan)
+        result = _ask(self.executor, "execute", Result, lambda: self.executor.execute(call, plan))
+        for observer in self.observers:
+            _observed(observer, call, plan, result, memory)
+        return result
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        q_offset: int | None = None,
+        layer: int = 0,
+        memory: Memory | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attention output ``[B, Hq, Nq, Dv]``; `options` are AttentionCall's other fields."""
+        call = AttentionCall(q, k, v, scale=scale, q_offset=q_offset, layer=layer, **options)
+        return self.run(call, memory).out
+
+
+def _refined(refiner: MaskRefiner, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+    return _ask(refiner, "refine", Plan, lambda: refiner.refine(call, plan, memory))
+
+
+def _observed(observer: Observer, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
+    _ask(observer, "observe", type(None), lambda: observer.observe(call, plan, result, memory))
+
+
+def _ask(stage: object, verb: str, wanted: type[T], run: Callable[[], T]) -> T:
+    try:
+        answer = run()
+    except (SparsePrefillError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise StageError(f"{type(stage).__name__}.{verb}() raised {type(error).__name__}: {error}") from error
+    if not isinstance(answer, wanted):
+        given = type(answer).__name__
+        raise StageError(f"{type(stage).__name__}.{verb}() returned {given}: it must return {wanted.__name__}")
+    return answer
+
+
+def _check_plan(stage: object, call: AttentionCall, plan: Plan) -> None:
+    masks = [plan.mask] if plan.carry is None else [plan.mask, plan.carry.region]
+    for mask in masks:
+        if not mask.geometry.fits(call.geometry):
+            made, wanted = mask.geometry.describe(), call.geometry.describe()
+            raise MaskError(f"{type(stage).__name__} returned a mask for {made}; the call is {wanted}")

@@ -1,0 +1,66 @@
+"""What flows between stages: a Plan into the executor, a Result out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from attrs import field, frozen
+from torch import Tensor
+
+from sparseprefill.mask import SparseMask
+from sparseprefill.softmax import SoftmaxState
+
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+@frozen(eq=False)
+class Carry:
+    """Attention that an estimator has computed already: its softmax state and the region it covers."""
+
+    state: SoftmaxState
+    region: SparseMask
+
+
+@frozen(eq=False)
+class Plan:
+    """What an executor shall compute.
+
+    mask: tiles and stripes still to do; disjoint from `carry.region`. carry: real output made on the way, or None.
+    probe: bool ``[B, Hq]``, heads whose attention mass per tile of the mask is wanted in `Result.probe`, or None.
+    notes: evidence that a method keeps for its own observer.
+    """
+
+    mask: SparseMask
+    carry: Carry | None = None
+    probe: Tensor | None = field(default=None, kw_only=True)
+    notes: Mapping[str, Any] = field(default=EMPTY, kw_only=True)
+
+
+@frozen(eq=False)
+class Result:
+    """What was computed.
+
+    out: ``[B, Hq, Nq, Dv]`` in the call's dtype, zeros in padding rows. lse: ``[B, Hq, Nq]`` float32 (float64 for
+    float64 calls), natural log over the keys computed, sinks left out, -inf in padding rows.
+    probe: float32 ``[B, Hq, R, C]``, attention mass of each tile averaged over the tile's real rows; zero for heads
+    that were not probed and tiles that the mask does not hold. None if nothing was probed.
+    """
+
+    out: Tensor
+    lse: Tensor
+    plan: Plan
+    probe: Tensor | None = None
+
+    @cached_property
+    def mask(self) -> SparseMask:
+        """Everything computed, the carry's region included."""
+        carry = self.plan.carry
+        return self.plan.mask if carry is None else carry.region | self.plan.mask
+
+    @property
+    def density(self) -> float:
+        """Pairs computed / causal pairs (host sync)."""
+        return self.mask.density

@@ -1,0 +1,49 @@
+"""Validators for parameters; every message names the field, the value and what would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from attrs import Attribute
+
+from sparseprefill.errors import ParameterError
+
+Check = Callable[[Any, "Attribute[Any]", Any], None]
+
+
+def whole(least: int = 1, most: int | None = None) -> Check:
+    """An integer from `least` to `most`."""
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if not good or (most is not None and value > most):
+            bound = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+            raise ParameterError(f"{attribute.name} is {value!r}: pass {bound}")
+
+    check.__doc__ = f"integer >= {least}" if most is None else f"integer {least} to {most}"
+    return check
+
+
+def number(least: float = -math.inf, most: float = math.inf) -> Check:
+    """A number, not NaN, from `least` to `most` (infinity allowed where the bounds allow it)."""
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or math.isnan(value) or not least <= value <= most:
+            raise ParameterError(f"{attribute.name} is {value!r}: pass a number from {least:g} to {most:g}")
+
+    check.__doc__ = f"number {least:g} to {most:g}"
+    return check
+
+
+def flag() -> Check:
+    """True or False."""
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if not isinstance(value, bool):
+            raise ParameterError(f"{attribute.name} is {value!r}: pass True or False")
+
+    check.__doc__ = "true or false"
+    return check

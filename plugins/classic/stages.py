@@ -1,0 +1,62 @@
+"""Dense and streaming: masks that depend on positions alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from attrs import frozen
+
+from sparseprefill.mask import SparseMask
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.memory import Memory
+
+    from .config import DenseConfig, StreamingConfig
+
+
+@frozen
+class FullEstimator:
+    """Selects every causal key."""
+
+    block: int
+    grain: ClassVar[int] = 1
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """The full mask."""
+        return Plan(SparseMask.full(call, self.block))
+
+
+@frozen
+class StreamingEstimator:
+    """Selects the first `sink` keys and the nearest `window` keys, in whole tiles (StreamingLLM, section 3)."""
+
+    sink: int
+    window: int
+    block: int
+    grain: ClassVar[int] = 1
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """Two ranges of tiles per query tile."""
+        geometry, block = call.geometry, self.block
+        tile = geometry.tiles(block)
+        behind = torch.where(tile >= 0, tile + 1, 0).clamp(max=geometry.tile_columns(block))
+        near = torch.div(tile * block - self.window + 1, block, rounding_mode="floor").clamp(min=0)
+        sinks = behind.clamp(max=-(-self.sink // block))
+        first = torch.stack([torch.zeros_like(near), torch.maximum(near, sinks)], -1)
+        last = torch.stack([sinks, behind], -1)
+        width = min(-(-self.sink // block) + -(-self.window // block) + 1, geometry.tile_columns(block))
+        return Plan(SparseMask.from_ranges(call, first, last, width, block))
+
+
+def dense(config: DenseConfig) -> Pipeline:
+    """Build `dense`."""
+    return Pipeline(FullEstimator(config.block), name="dense")
+
+
+def streaming(config: StreamingConfig) -> Pipeline:
+    """Build `streaming`."""
+    return Pipeline(StreamingEstimator(config.sink, config.window, config.block), name="streaming")
