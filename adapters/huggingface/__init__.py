@@ -1,1 +1,7 @@
-"""Hugging Face transformers."""
+"""Hugging Face transformers: run a model's prefill through any method, without touching the model's code."""
+
+from __future__ import annotations
+
+from .api import attach
+
+__all__ = ["attach"]

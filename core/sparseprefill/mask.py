@@ -39,9 +39,7 @@ class SparseMask:
 
     def __attrs_post_init__(self) -> None:
         for name in ("tile_q", "tile_k", "group"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise MaskError(f"SparseMask.{name} is {value!r}: pass a positive number of tokens or tiles")
+            _check_size(name, getattr(self, name))
         for name, lists, rows in (
             ("tiles", self.tiles, self.geometry.tile_rows(self.tile_q)),
             ("stripes", self.stripes, self.geometry.tile_rows(self.group_rows)),
@@ -113,6 +111,7 @@ class SparseMask:
         grid. diagonal: also keep each query tile's own diagonal tiles, so that no row is empty.
         """
         geometry, (tile_q, tile_k) = _geometry(call), _pair(tile)
+        _check_size("group", group)
         shape = (geometry.batch, geometry.heads, geometry.tile_rows(tile_q * group), geometry.kv_len)
         lists = IndexLists.from_map(_broadcast(keep, shape, "groups, key positions"))
         mask = cls(geometry, tile_q, tile_k, None, group, lists)
@@ -197,8 +196,13 @@ def _geometry(call: AttentionCall | Geometry) -> Geometry:
     return geometry  # type: ignore[return-value]
 
 
+def _check_size(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise MaskError(f"SparseMask.{name} is {value!r}: pass a positive number of tokens or tiles")
+
+
 def _pair(tile: int | tuple[int, int]) -> tuple[int, int]:
-    pair = (tile, tile) if isinstance(tile, int) else tuple(tile)
+    pair = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
     if len(pair) != 2 or any(not isinstance(x, int) or isinstance(x, bool) or x < 1 for x in pair):
         raise MaskError(f"tile is {tile!r}: pass a positive number of tokens, or (query tokens, key tokens)")
     return pair[0], pair[1]

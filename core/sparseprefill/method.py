@@ -6,19 +6,19 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attrs import field, fields_dict, frozen, has
+from attrs import field, fields, frozen, has
 
 from sparseprefill.errors import ParameterError, SparsePrefillError, StageError, nearest
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import EMPTY
 
 
-def _check_config(_: object, __: object, value: object) -> None:
+def _check_config(_: object, __: object, value: Any) -> None:
     if not (isinstance(value, type) and has(value)):
         raise ParameterError(f"Method.config is {value!r}: pass an attrs class (frozen, kw_only) of the parameters")
 
 
-def _check_name(_: object, __: object, value: object) -> None:
+def _check_name(_: object, __: object, value: Any) -> None:
     if not isinstance(value, str) or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", value):
         raise ParameterError(f"Method.name is {value!r}: use lower-case words joined by hyphens, such as 'my-method'")
 
@@ -44,15 +44,15 @@ class Method:
 
     def configure(self, parameters: Mapping[str, Any]) -> Any:
         """A config; ParameterError names an unknown parameter, or the field, bound and value that do not fit."""
-        known = [name for name, attribute in fields_dict(self.config).items() if attribute.init]
+        known = [str(attribute.alias) for attribute in fields(self.config) if attribute.init]
         for name in parameters:
             if name not in known:
                 raise ParameterError(f"{self.name} has no parameter {name!r}{nearest(name, known)}")
         try:
             return self.config(**parameters)
-        except ParameterError:
+        except SparsePrefillError:
             raise
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # a plugin's own validator may raise anything
             shown = ", ".join(f"{name}={value!r}" for name, value in parameters.items())
             raise ParameterError(f"{self.name}({shown}): {error}") from error
 

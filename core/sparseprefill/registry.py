@@ -10,15 +10,21 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pluggy
-from attrs import frozen
+from attrs import evolve, frozen
 
 from sparseprefill import hookspecs
-from sparseprefill.errors import MethodCollisionError, PluginLoadError, UnknownMethodError, nearest
+from sparseprefill.errors import (
+    MethodCollisionError,
+    PluginLoadError,
+    UnknownMethodError,
+    nearest,
+)
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
 
 GROUP = hookspecs.PROJECT
 ONLY = "SPARSEPREFILL_PLUGINS"
+REMEDY = f"uninstall one, or name the plugins to load in {ONLY}"
 log = logging.getLogger(__name__)
 
 
@@ -30,7 +36,7 @@ class PluginRecord:
     distribution: str
     version: str
     methods: tuple[str, ...] = ()
-    error: Exception | None = None
+    error: BaseException | None = None
 
     @property
     def source(self) -> str:
@@ -45,52 +51,83 @@ class Registry:
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hookspecs)
         self._methods: dict[str, Method] = {}
-        self._records: dict[str, PluginRecord] = {}
+        self._records: list[PluginRecord] = []
+        self._left_out: set[str] = set()
 
     def load_entry_points(self, points: Iterable[EntryPoint] | None = None) -> None:
         """Load every installed plugin of the group. A broken one is recorded and never takes the others down.
 
         The environment variable SPARSEPREFILL_PLUGINS narrows what loads: names of entry points, comma-separated.
-        Raises MethodCollisionError where two of them offer one method.
+        Plugins that are loaded already stay as they are.
+        Raises MethodCollisionError where two of them offer one method or go by one name.
         """
+        found = list(entry_points(group=GROUP) if points is None else points)
         only = os.environ.get(ONLY)
-        names = None if only is None else {name.strip() for name in only.split(",") if name.strip()}
-        for point in entry_points(group=GROUP) if points is None else points:
-            if names is None or point.name in names:
-                self._load(point)
+        if only is not None:
+            names = {name.strip() for name in only.split(",") if name.strip()}
+            installed = {point.name for point in found}
+            self._left_out |= installed - names
+            if names - installed:
+                log.warning("%s names plugins that are not installed: %s", ONLY, ", ".join(sorted(names - installed)))
+            found = [point for point in found if point.name in names]
+        for point in found:
+            self._load(point)
 
     def _load(self, point: EntryPoint) -> None:
         dist = point.dist
-        found = (point.name, dist.name if dist else "unknown", dist.version if dist else "")
+        record = PluginRecord(point.name, dist.name if dist else "unknown", dist.version if dist else "")
         try:
-            self.register(point.load(), *found)
+            self.register(point.load(), record.name, record.distribution, record.version)
         except MethodCollisionError:
             raise
-        except Exception as error:  # one bad wheel must not take the others down
-            log.warning("%s failed to load: %s: %s", PluginRecord(*found).source, type(error).__name__, error)
-            self._records[point.name] = PluginRecord(*found, error=error)
+        except (Exception, SystemExit) as error:  # one bad wheel must not take the others down
+            cause = error.__cause__ if isinstance(error, PluginLoadError) and error.__cause__ else error
+            log.warning("%s failed to load: %s: %s", record.source, type(cause).__name__, cause)
+            self._keep(evolve(record, error=cause))
 
     def register(self, plugin: object, name: str, distribution: str = "local", version: str = "") -> PluginRecord:
         """Register a module or object with a hook implementation. Nothing stays registered if it fails.
 
-        Raises MethodCollisionError if one of its methods is taken, PluginLoadError if it offers no valid method.
+        Registering the same object under the same name again changes nothing. Raises MethodCollisionError if its
+        name or one of its methods is taken, PluginLoadError if it implements no hook, misspells it, raises, or
+        offers something that is no Method.
         """
-        known = self._records.get(name)
-        if known is not None and known.error is None:
-            raise MethodCollisionError(f"plugin {name!r} is registered already, by {known.source}")
-        self._manager.register(plugin, name)
+        record = PluginRecord(name, distribution, version)
+        known = self._known(plugin, record)
+        if known is not None:
+            return known
         try:
+            self._manager.register(plugin, name)
             self._manager.check_pending()
             offered = self._offered(name)
-            record = PluginRecord(name, distribution, version, tuple(method.name for method in offered))
-            for method in offered:
-                self._check_free(method, record)
-        except BaseException:
-            self._manager.unregister(plugin)
-            raise
+            self._check_free(offered, record)
+        except BaseException as error:
+            if self._manager.get_plugin(name) is plugin:  # pluggy keeps a plugin whose validation failed
+                self._manager.unregister(plugin)
+            if isinstance(error, PluginLoadError | MethodCollisionError) or not isinstance(error, Exception):
+                raise
+            raise PluginLoadError(f"{record.source}: {type(error).__name__}: {error}") from error
         self._methods.update({method.name: method for method in offered})
-        self._records[name] = record
+        record = evolve(record, methods=tuple(method.name for method in offered))
+        self._keep(record)
         return record
+
+    def _keep(self, record: PluginRecord) -> None:
+        """Add a record; an earlier failure of the same plugin is history."""
+        same = (record.name, record.distribution)
+        self._records = [old for old in self._records if old.error is None or (old.name, old.distribution) != same]
+        self._records.append(record)
+
+    def _known(self, plugin: object, record: PluginRecord) -> PluginRecord | None:
+        taken = self._manager.get_name(plugin) or record.name
+        for known in self._records:
+            if known.error is not None or known.name != taken:
+                continue
+            if known.name == record.name and self._manager.get_plugin(taken) is plugin:
+                return known
+            what = "come from one module" if known.name != record.name else "go by one name"
+            raise MethodCollisionError(f"{known.source} and {record.source} {what}: {REMEDY}")
+        return None
 
     def _offered(self, name: str) -> list[Method]:
         hooks = self._manager.hook.sparseprefill_methods.get_hookimpls()
@@ -98,50 +135,56 @@ class Registry:
         if not impls:
             raise PluginLoadError(f"plugin {name!r} implements no hook: add @hookimpl def sparseprefill_methods()")
         answer = impls[0].function()
-        offered = list(answer) if isinstance(answer, Iterable) else [answer]
+        offered: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
         for method in offered:
             if not isinstance(method, Method):
                 raise PluginLoadError(f"plugin {name!r} offers {method!r}: sparseprefill_methods() returns Methods")
         names = [method.name for method in offered]
         if len(set(names)) < len(names):
-            raise MethodCollisionError(f"plugin {name!r} offers one name twice: {', '.join(sorted(names))}")
+            raise PluginLoadError(f"plugin {name!r} offers one name twice: {', '.join(sorted(names))}")
         return offered
 
-    def _check_free(self, method: Method, record: PluginRecord) -> None:
-        if method.name in self._methods:
-            owner = next(r for r in self._records.values() if method.name in r.methods)
-            raise MethodCollisionError(
-                f"method {method.name!r} is offered by {owner.source} and by {record.source}: "
-                f"uninstall one, or name the plugins to load in {ONLY}"
-            )
+    def _check_free(self, offered: Iterable[Method], record: PluginRecord) -> None:
+        for method in offered:
+            if method.name in self._methods:
+                owner = next(known for known in self._records if method.name in known.methods)
+                both = f"{owner.source} and by {record.source}"
+                raise MethodCollisionError(f"method {method.name!r} is offered by {both}: {REMEDY}")
 
     def unregister(self, name: str) -> None:
         """Forget a plugin and its methods."""
-        record = self._records.pop(name, None)
-        for method in record.methods if record else ():
-            del self._methods[method]
+        for record in self._records:
+            if record.name == name:
+                for method in record.methods:
+                    del self._methods[method]
+        self._records = [record for record in self._records if record.name != name]
         plugin = self._manager.get_plugin(name)
         if plugin is not None:
             self._manager.unregister(plugin)
 
     def plugins(self) -> tuple[PluginRecord, ...]:
         """Every plugin found, in order of loading, broken ones with their error."""
-        return tuple(self._records.values())
+        return tuple(self._records)
 
     def methods(self) -> Mapping[str, Method]:
         """Method by name, sorted."""
         return dict(sorted(self._methods.items()))
 
     def get(self, name: str) -> Method:
-        """The method of this name; UnknownMethodError lists the nearest, PluginLoadError a plugin that broke."""
+        """The method of this name; UnknownMethodError lists the nearest, PluginLoadError a plugin that broke.
+
+        A plugin that failed to load could not say what it offers: it answers for the method of its own name.
+        """
         if name in self._methods:
             return self._methods[name]
-        for record in self._records.values():
-            if record.error is not None and name.replace("_", "-") == record.name.replace("_", "-"):
-                message = f"method {name!r}: {record.source} failed to load: {record.error}"
-                raise PluginLoadError(message) from record.error
-        broken = [record.source for record in self._records.values() if record.error is not None]
-        more = f" (failed to load: {'; '.join(broken)})" if broken else ""
+        broken = [record for record in self._records if record.error is not None]
+        for record in broken:
+            if str(name).replace("_", "-") == record.name.replace("_", "-"):
+                shown = f"{type(record.error).__name__}: {record.error}"
+                raise PluginLoadError(f"method {name!r}: {record.source} failed to load: {shown}") from record.error
+        more = f" (failed to load: {'; '.join(record.source for record in broken)})" if broken else ""
+        if self._left_out:
+            more += f" (left out by {ONLY}: {', '.join(sorted(self._left_out))})"
         raise UnknownMethodError(f"no method is named {name!r}{nearest(str(name), self._methods)}{more}")
 
     def build(self, name: str, **parameters: Any) -> Pipeline:

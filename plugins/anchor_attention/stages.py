@@ -54,6 +54,10 @@ class AnchorEstimator:
         anchor = tile_mean(state.m, geometry, regions.block)
         if not self.use_anchor:
             anchor = torch.zeros_like(anchor)
+        if geometry.starts is not None or geometry.lengths is not None:
+            # A block of padding alone asks for no column: else its group would depend on the rest of the batch.
+            real = tile_mean(geometry.real_queries()[:, None].float(), geometry, regions.block) > 0
+            anchor = anchor.masked_fill(~real, torch.inf)
         mask = SparseMask(
             geometry,
             regions.block,

@@ -87,6 +87,7 @@ def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
     for (b, h, rows), keys, logits, _ in _tiles(call, plan, lse.dtype, plan.probe):
         row = int(query[b, rows.start]) // mask.tile_q - first[b]
         column = torch.div(position[b][keys], mask.tile_k, rounding_mode="floor")
-        p = torch.exp(logits - lse[b, h, rows, None]).mean(0)
+        base = lse[b, h, rows, None]
+        p = torch.exp(logits - torch.where(base == -torch.inf, 0.0, base)).mean(0)
         mass[b, h, row].index_add_(0, column, p.to(torch.float32))
     return mass * chosen

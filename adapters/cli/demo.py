@@ -1,0 +1,81 @@
+"""The command `demo`: the embedded model answers questions about a long text, dense and with every method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from sparseprefill.registry import default_registry
+
+from . import render
+
+LAYER, HEAD = 0, 0
+"""Whose mask the picture shows unless told otherwise."""
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(demo)
+
+
+def demo(
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of the text and a question.")] = 16384,
+    method: Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 2,
+    seed: Annotated[int, typer.Option(help="Chooses the text, the needles and their places.")] = 0,
+    picture: Annotated[Path, typer.Option(help="Where the picture of the masks goes.")] = Path(
+        "sparseprefill-demo.png"
+    ),
+    layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = LAYER,
+    head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = HEAD,
+    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Compare dense and sparse prefill on the embedded model.
+
+    The model reads a long text with facts hidden in it, once with its own attention and once with each method, and
+    then answers questions about it.
+    """
+    from . import picture as pictures
+    from . import results
+    from .options import contenders
+    from .progress import bars
+    from .setup import Place, comparison
+
+    pictures.check_path(picture)
+    registry = default_registry()
+    found = contenders(registry, method or (), settings or ())
+    place = Place.of(device, dtype)
+    with bars(len(found)) as shown:
+        compared = comparison(tokens, questions, seed, (layer, head), place)
+        outcomes = []
+        for contender in found:
+            with shown.contender(contender.label) as told:
+                outcomes.append(compared.run(contender, told))
+        pictures.draw(outcomes, layer, head, tokens, picture)
+    facts = {
+        "tokens": tokens,
+        "questions": compared.exam.questions,
+        "seed": seed,
+        "rows": compared.rows,
+        "device": str(place.device),
+        "dtype": str(place.dtype).removeprefix("torch."),
+        "picture": {"path": str(picture), "layer": layer, "head": head},
+    }
+    if json:
+        render.write_json(results.as_json(outcomes, facts))
+    else:
+        title = f"{tokens:,} tokens, {compared.exam.questions} questions, seed {seed}, {place.device}, {facts['dtype']}"
+        results.as_table(outcomes, title, compared.rows, place.device.type == "cpu")
+        render.line(f"picture of layer {layer}, head {head}: {picture}")
+    render.broken(registry)
+    if any(outcome.error for outcome in outcomes):
+        raise typer.Exit(1)

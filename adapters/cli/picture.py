@@ -1,0 +1,92 @@
+"""The picture of the demo: each contender's mask for one layer and head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+from matplotlib.figure import Figure
+
+from sparseprefill.mask import SparseMask
+
+from ..demo.outcome import Outcome
+from .group import CommandError
+
+CELLS = 128
+COLUMNS = 4
+# One hue from white to near black, so that it reads in grey and with any colour vision.
+SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#a6c8e4", "#3f7fb8", "#10365f"])
+FUTURE, INK = "#ececec", "#333333"
+TICKS = (0.0, 0.01, 0.1, 0.3, 1.0)
+
+
+def check_path(path: Path) -> None:
+    """CommandError, before any work is done, where the picture cannot be written there."""
+    if path.suffix.lower() != ".png":
+        raise CommandError(f"--picture {path}: the picture is a PNG; pass a name that ends in .png")
+    there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise CommandError(f"--picture {path}: {error.strerror}; pass a path that can be written") from error
+    if not there:
+        path.unlink()
+
+
+def draw(outcomes: Sequence[Outcome], layer: int, head: int, tokens: int, path: Path) -> None:
+    """Write the picture: a panel per contender that came through, queries downwards and keys to the right."""
+    shown = [outcome for outcome in outcomes if not outcome.error]
+    if not shown:
+        return
+    rows = -(-len(shown) // COLUMNS)
+    columns = -(-len(shown) // rows)
+    figure = Figure(figsize=(2.75 * columns + 0.9, 3.05 * rows + 0.5), dpi=160, layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis in axes[len(shown) :]:
+        axis.set_axis_off()
+    for index, (axis, outcome) in enumerate(zip(axes, shown, strict=False)):
+        image = _panel(axis, outcome, (layer, head), tokens)
+        axis.set_ylabel("query" if index % columns == 0 else "", fontsize=9, color=INK)
+    title = f"What each prefill computes: layer {layer}, head {head}, {tokens:,} tokens (grey: the future)"
+    figure.suptitle(title, color=INK, fontsize=11)
+    bar = figure.colorbar(image, ax=axes, ticks=TICKS, shrink=0.8 if rows == 1 else 0.5, aspect=22, pad=0.012)
+    bar.ax.set_yticklabels([f"{tick:.0%}" for tick in TICKS])
+    bar.set_label("pairs computed in a cell", color=INK, fontsize=8)
+    bar.ax.tick_params(labelsize=7, colors=INK, length=2)
+    bar.outline.set_edgecolor(FUTURE)
+    figure.savefig(path, format="png")
+
+
+def _panel(axis: Any, outcome: Outcome, pictured: tuple[int, int], tokens: int) -> Any:
+    layer, head = pictured
+    mask = outcome.mask
+    figures = f"density {1.0 if mask is None else mask.density:.1%}, recall {outcome.layers[layer].recalls[head]:.1%}"
+    image = axis.imshow(
+        _shares(mask, min(CELLS, tokens)),
+        cmap=SHADES,
+        norm=PowerNorm(0.5, 0.0, 1.0),
+        extent=(0, tokens, tokens, 0),
+        interpolation="nearest",
+    )
+    axis.set_facecolor(FUTURE)
+    axis.text(0.5, 1.105, outcome.contender.label, transform=axis.transAxes, ha="center", color=INK, weight="bold")
+    axis.set_title(figures, fontsize=8.5, color=INK)
+    ticks = [tokens * i // 4 for i in range(5)]
+    labels = [f"{tick / 1024:.3g}K" if tick else "0" for tick in ticks]
+    axis.set_xticks(ticks, labels)
+    axis.set_yticks(ticks, labels)
+    axis.set_xlabel("key", fontsize=9, color=INK, labelpad=1)
+    axis.tick_params(labelsize=7, colors=INK, length=2)
+    for side in axis.spines.values():
+        side.set_visible(False)
+    return image
+
+
+def _shares(mask: SparseMask | None, cells: int) -> Any:
+    if mask is None:
+        return torch.ones(cells, cells).masked_fill(torch.ones(cells, cells).triu(1).bool(), torch.nan).numpy()
+    return mask.shade(cells)[0, 0].cpu().numpy()

@@ -1,0 +1,52 @@
+"""How results reach the terminal: lines, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sparseprefill.registry import Registry
+
+from .describe import plain
+
+
+def write_json(value: Any) -> None:
+    """JSON on standard output."""
+    typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False))
+
+
+def line(text: str, *, bold: bool = False) -> None:
+    """One paragraph on standard output."""
+    Console().print(Text(text, style="bold" if bold else ""))
+
+
+def note(text: str) -> None:
+    """One paragraph on standard error: what is not the result itself."""
+    Console(stderr=True).print(Text(text, style="dim"))
+
+
+def broken(registry: Registry) -> None:
+    """A note on every plugin that failed to load."""
+    for record in registry.plugins():
+        if record.error is not None:
+            note(f"{record.source} failed to load and is left out: {record.error}")
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), title: str | None = None
+) -> None:
+    """A table on standard output; columns named in `right` are aligned to the right."""
+    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for index, head in enumerate(heads):
+        narrow = index == 0 or head in right
+        made.add_column(head, justify="right" if head in right else "left", no_wrap=narrow, overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row))
+    Console().print(made)

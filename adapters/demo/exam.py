@@ -1,0 +1,103 @@
+"""One context with the needles of every family, and the questions about it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from .haystack import haystack_of
+from .tasks import FAMILIES, Family, Task, make_task, score
+
+MOST = 16
+"""The most questions of one family."""
+
+_DISTRACTORS: Mapping[Family, int] = {"single": 0, "multikey": 8, "multivalue": 0, "multiquery": 0}
+# Tokens within which a family's own task is made, before its needles move into the shared context.
+_ROOM = 1 << 13
+
+
+@frozen
+class Exam:
+    """Tasks of all families that share one context, so that one prefill serves every question."""
+
+    context: str
+    tasks: tuple[Task, ...]
+
+    @property
+    def questions(self) -> int:
+        """How many questions there are."""
+        return sum(len(task.questions) for task in self.tasks)
+
+
+def make_exam(tokenizer: Callable[..., Any], tokens: int, seed: int, questions: int) -> Exam:
+    """Bury the needles of all families in one text of the Python at hand.
+
+    tokens: of the longest prompt with its answer. questions: of each family (one for `single`, which has one needle).
+    Raises ValueError where the needles and questions alone need more tokens, or `questions` is not from 1 to MOST.
+    """
+    if not 1 <= questions <= MOST:
+        raise ValueError(f"questions is {questions}: pass 1 to {MOST}")
+    tasks: list[Task] = []
+    stems: set[str] = set()
+    for family in FAMILIES:
+        task = _apart(tokenizer, family, seed, questions, stems)
+        stems |= _stems(task)
+        tasks.append(task)
+    haystack, rng = haystack_of(tokenizer), random.Random(f"exam/{tokens}/{seed}")
+    spots = [(rng.random(), line) for task in tasks for line in task.needles]
+    longest = max(haystack.tokens(one.text + one.answer) for task in tasks for one in task.questions)
+    context = haystack.bury(rng, spots, tokens - 1 - longest)
+    return Exam(context, tuple(evolve(task, context=context, length=tokens) for task in tasks))
+
+
+def take(exam: Exam, answer: Callable[[str, str], str]) -> dict[str, tuple[int, int]]:
+    """Ask every question, ``answer(question, expected answer)``; values right and asked by family."""
+    return {task.family: score(task, [answer(one.text, one.answer) for one in task.questions]) for task in exam.tasks}
+
+
+@torch.inference_mode()
+def greedy(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> list[int]:
+    """As many tokens as `draft` has, decoded greedily after the cache and `prompt`; the cache is left as it was.
+
+    The draft saves time and changes nothing: a forward pass over it gives the model's own choice at each place, choices
+    are taken as long as they agree with it, and where one departs decoding goes on from that choice, in shorter steps.
+    """
+    length = cache.get_seq_length()
+    found: list[int] = []
+    pending, step = prompt, len(draft)
+    while len(found) < len(draft):
+        ahead = draft[len(found) :][:step]
+        ids = torch.tensor([[*pending, *ahead[:-1]]], device=model.device)
+        chosen = model(ids, past_key_values=cache, logits_to_keep=len(ahead)).logits[0].argmax(-1).tolist()
+        departed = next((i for i, (a, b) in enumerate(zip(chosen, ahead, strict=True)) if a != b), None)
+        taken = len(ahead) if departed is None else departed + 1
+        step = 4 * step if departed is None else 2
+        _drop(cache, len(ahead) - taken)
+        found += chosen[:taken]
+        pending = found[-1:]
+    _drop(cache, cache.get_seq_length() - length)
+    return found
+
+
+def _drop(cache: Any, tokens: int) -> None:
+    if tokens > 0:
+        cache.crop(-tokens)
+
+
+def _apart(tokenizer: Callable[..., Any], family: Family, seed: int, questions: int, stems: set[str]) -> Task:
+    """A task whose keys no other task has."""
+    asked = 1 if family == "single" else questions
+    attempt = seed
+    while True:
+        task = make_task(tokenizer, family, _ROOM, attempt, questions=asked, distractors=_DISTRACTORS[family])
+        if not stems & _stems(task):
+            return task
+        attempt += 1_000_003
+
+
+def _stems(task: Task) -> set[str]:
+    return {needle.rpartition(" is ")[0] for needle in task.needles}

@@ -1,0 +1,194 @@
+"""Retrieval tasks: a context with needles in it, and questions about them.
+
+Four families follow the needle tasks of RULER:
+
+- ``single``: one needle, one question;
+- ``multikey``: many needles with different keys, each question asks one;
+- ``multivalue``: one key has several needles, a question asks all its values,
+  in ascending order (the first digits of a key's values differ);
+- ``multiquery``: a question asks the values of several keys.
+
+A prompt is ``task.context + question.text``; the context can be prefilled once
+for all questions. Tasks are deterministic: the same tokenizer, text, arguments
+and seed give the same task.
+"""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+from attrs import frozen
+
+from . import formats
+from .haystack import Haystack, haystack_of
+from .words import ADJECTIVES, NOUNS, Key
+
+Family = Literal["single", "multikey", "multivalue", "multiquery"]
+"""The families of tasks."""
+
+FAMILIES: tuple[Family, ...] = get_args(Family)
+"""All families, in the order of the tables."""
+
+_ASKED: dict[Family, int] = {"single": 1, "multikey": 1, "multivalue": 4, "multiquery": 4}
+_DISTRACTORS: dict[Family, int] = {"single": 0, "multikey": 15, "multivalue": 4, "multiquery": 4}
+
+
+@frozen
+class Question:
+    """One question about a context.
+
+    Attributes:
+        text: What follows the context in the prompt; ends in a space.
+        answer: The whole expected continuation, up to its full stop.
+        values: The numbers of the answer, in order.
+    """
+
+    text: str
+    answer: str
+    values: tuple[str, ...]
+
+
+@frozen
+class Task:
+    """A context and the questions about it.
+
+    Attributes:
+        family: The family of the task.
+        length: The most tokens of a prompt together with its answer.
+        seed: The seed that the task was made with.
+        context: Lines of filler text and needles; ends in a line break.
+        needles: The needle lines, in the order in which they appear.
+        questions: The questions, each to be put after the context alone.
+    """
+
+    family: Family
+    length: int
+    seed: int
+    context: str
+    needles: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+    def prompt(self, index: int = 0) -> str:
+        """Return the prompt of the question at ``index``."""
+        return self.context + self.questions[index].text
+
+
+def make_task(
+    tokenizer: Callable[..., Any],
+    family: Family,
+    length: int,
+    seed: int,
+    *,
+    questions: int = 1,
+    asked: int | None = None,
+    distractors: int | None = None,
+    depth: float | None = None,
+    lines: tuple[str, ...] | None = None,
+) -> Task:
+    """Make the task of a family, length and seed.
+
+    Args:
+        tokenizer: The tokenizer of the embedded model.
+        family: One of `FAMILIES`.
+        length: Tokens of the longest prompt with its answer, the start token
+            included. No prompt is longer.
+        seed: Chooses the text, keys, values and places.
+        questions: How many questions to ask; 1 for ``single``.
+        asked: Values asked by one question; by default 4 for ``multivalue``
+            and ``multiquery``. Always 1 for the other two.
+        distractors: Needles with keys that no question asks; by default 0 for
+            ``single``, 15 for ``multikey``, 4 for the other two.
+        depth: Where in the filler text the asked needles lie, from 0 (start)
+            to 1 (end); by default each lies somewhere else.
+        lines: Filler text instead of `sparseprefill.adapters.demo.text`.
+
+    Raises:
+        ValueError: The arguments contradict each other, or the needles and
+            questions alone are longer than ``length``.
+    """
+    asked = _ASKED[family] if asked is None else asked
+    distractors = _DISTRACTORS[family] if distractors is None else distractors
+    _check(family, questions, asked, distractors, depth)
+    rng = random.Random(f"{family}/{length}/{seed}")
+    keys = _keys(rng, questions * (asked if family == "multiquery" else 1) + distractors)
+    made, needles = _questions(rng, family, questions, asked, keys)
+    spots = [(rng.random() if depth is None else depth, line) for line in needles]
+    for key in keys[len(keys) - distractors :]:
+        spots.append((rng.random(), formats.needle(key, _values(rng, 1)[0])))
+    rng.shuffle(spots)
+    hay: Haystack = haystack_of(tokenizer, lines)
+    longest = max(hay.tokens(question.text + question.answer) for question in made)
+    context = hay.bury(rng, spots, length - 1 - longest)
+    wanted = {line for _, line in spots}
+    order = tuple(line for line in context.splitlines() if line in wanted)
+    return Task(family, length, seed, context, order, made)
+
+
+def score(task: Task, answers: Sequence[str]) -> tuple[int, int]:
+    """Count the right values.
+
+    Args:
+        task: The task that was asked.
+        answers: The text generated after each prompt, one for each question.
+
+    Returns:
+        The number of right values and the number of values asked. A value is
+        right when it stands, whole, at its place in the first line of the
+        generated text, before the first full stop.
+    """
+    if len(answers) != len(task.questions):
+        raise ValueError(f"{len(task.questions)} answers wanted, {len(answers)} given")
+    right = 0
+    for question, text in zip(task.questions, answers, strict=True):
+        found = re.findall(r"\d+", re.split(r"[.\n]", text, maxsplit=1)[0])
+        right += sum(a == b for a, b in zip(question.values, found, strict=False))
+    return right, sum(len(question.values) for question in task.questions)
+
+
+def _check(family: Family, questions: int, asked: int, distractors: int, depth: float | None) -> None:
+    if questions < 1 or (family == "single" and questions > 1):
+        raise ValueError(f"{questions} questions do not fit the family {family!r}")
+    most = 9 if family in ("multivalue", "multiquery") else 1
+    if not 1 <= asked <= most:
+        raise ValueError(f"a question of the family {family!r} asks 1 to {most} values")
+    if distractors < 0:
+        raise ValueError("distractors must not be negative")
+    if depth is not None and not 0 <= depth <= 1:
+        raise ValueError("depth must lie between 0 and 1")
+
+
+def _keys(rng: random.Random, count: int) -> list[Key]:
+    total = len(ADJECTIVES) * len(NOUNS)
+    if count > total:
+        raise ValueError(f"there are only {total} keys, {count} wanted")
+    picked = rng.sample(range(total), count)
+    return [(ADJECTIVES[i // len(NOUNS)], NOUNS[i % len(NOUNS)]) for i in picked]
+
+
+def _values(rng: random.Random, count: int) -> list[str]:
+    tail = 10 ** (formats.DIGITS - 1)
+    return [str(d * tail + rng.randrange(tail)) for d in sorted(rng.sample(range(1, 10), count))]
+
+
+def _questions(
+    rng: random.Random, family: Family, count: int, asked: int, keys: list[Key]
+) -> tuple[tuple[Question, ...], list[str]]:
+    made: list[Question] = []
+    needles: list[str] = []
+    for index in range(count):
+        if family == "multiquery":
+            named = keys[index * asked : (index + 1) * asked]
+            values = [_values(rng, 1)[0] for _ in named]
+            text = formats.keys_question(named)
+        elif family == "multivalue":
+            named = [keys[index]] * asked
+            values = _values(rng, asked)
+            text = formats.values_question(keys[index], asked)
+        else:
+            named = [keys[index]]
+            values = _values(rng, 1)
+            text = formats.one_question(keys[index])
+        made.append(Question(text, formats.answer(named, values), tuple(values)))
+        needles += [formats.needle(key, value) for key, value in zip(named, values, strict=True)]
+    return tuple(made), needles

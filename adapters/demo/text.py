@@ -1,0 +1,65 @@
+"""Filler text, taken from the Python installation at hand.
+
+The haystack is made of the language reference topics that ``help()`` shows and
+of the docstrings of the standard library. The repository stores none of it.
+Other Python versions give slightly other text, and so other tasks for the same
+seed.
+"""
+
+import ast
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
+_SHORTEST, _LONGEST = 16, 120
+
+
+@lru_cache(maxsize=1)
+def text_lines() -> tuple[str, ...]:
+    """Return the filler text as lines, always in the same order.
+
+    A line holds printable ASCII only, with single spaces, and has neither a
+    space nor a line break at its ends.
+    """
+    texts = dict.fromkeys([*_topics(), *_docstrings()])
+    return tuple(line for text in texts for line in _clean(text))
+
+
+def _topics() -> Iterator[str]:
+    from pydoc_data.topics import topics
+
+    for key in sorted(topics):
+        yield topics[key]
+
+
+def _docstrings() -> Iterator[str]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts):
+            yield from _docstrings_of(path)
+
+
+def _docstrings_of(path: Path) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, kinds):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield docstring
+
+
+def _clean(text: str) -> Iterator[str]:
+    for raw in text.splitlines():
+        line = " ".join(raw.split())
+        fits = _SHORTEST <= len(line) <= _LONGEST
+        if fits and line.isascii() and line.isprintable() and "magic number" not in line:
+            yield line

@@ -1,0 +1,1 @@
+"""Training of the embedded model; nothing here is needed to use it."""

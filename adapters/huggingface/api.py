@@ -1,0 +1,93 @@
+"""attach(): the front door."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sparseprefill.errors import AttachError, ParameterError
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.registry import default_registry
+
+from ..session import Observe, Session
+
+if TYPE_CHECKING:
+    import torch
+
+    from .handle import Handle
+
+
+def attach(
+    model: torch.nn.Module,
+    method: str | Pipeline,
+    *,
+    strict: bool = False,
+    min_query: int = 16,
+    layers: Iterable[int] | None = None,
+    verify: bool = True,
+    measure: bool = False,
+    observe: Observe | None = None,
+    **parameters: Any,
+) -> Handle:
+    """Run the model's prefill through a sparse method, until the handle is detached.
+
+    method: a registered name, with its `parameters`, or a Pipeline. Used as a context manager the handle detaches by
+    itself. Decoding, and everything that the method or the adapter cannot honour, stays with the model's own
+    attention; ``handle.report()`` says what and why.
+
+    strict: raise where a prefill call would fall back to dense. min_query: query rows (tokens of one forward) from
+    which a call is prefill. layers: indices of the layers to run sparse; None for all. verify: compare the model with
+    itself under a full mask first. measure: count the density of every call at once, at the price of a host sync.
+    observe: called as ``observe(call, result)`` after every sparse layer.
+
+    Raises AttachError if the model cannot be attached, UnknownMethodError or ParameterError for a wrong method,
+    ImportError without transformers.
+    """
+    pipeline = _pipeline(method, parameters)
+    session = Session(pipeline, min_query=min_query, layers=layers, strict=strict, measure=measure, observe=observe)
+    try:
+        from .dry_run import dry_run
+        from .handle import PREFIX, Handle
+        from .inspection import check, find_decoder
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "transformers":
+            raise
+        raise ImportError('attaching needs transformers: pip install "sparseprefill[hf]"') from error
+    decoder = find_decoder(model)
+    check(decoder, PREFIX)
+    if verify:
+        findings = dry_run(model, decoder, pipeline)
+        session.expect(findings.layers)
+        _check_layers(session, findings.layers)
+        if strict:
+            _check_strict(session, findings.dense)
+        if findings.repeated:
+            session.note("layer indices repeat within a forward: methods that remember by layer mix them up")
+    handle = Handle(model, decoder, session)
+    handle.bind()
+    return handle
+
+
+def _pipeline(method: str | Pipeline, parameters: dict[str, Any]) -> Pipeline:
+    if isinstance(method, str):
+        return default_registry().build(method, **parameters)
+    if not isinstance(method, Pipeline):
+        raise ParameterError(f"method is {method!r}: pass the name of a method, or a Pipeline")
+    if parameters:
+        given = ", ".join(sorted(parameters))
+        raise ParameterError(f"a Pipeline is built already: parameters ({given}) go with the name of a method")
+    return method
+
+
+def _check_layers(session: Session, seen: tuple[int, ...]) -> None:
+    unknown = sorted((session.layers or frozenset()) - set(seen))
+    if unknown:
+        shown = ", ".join(map(str, seen))
+        raise ParameterError(f"layers names {', '.join(map(str, unknown))}: the model's attention layers are {shown}")
+
+
+def _check_strict(session: Session, dense: dict[int, tuple[str, ...]]) -> None:
+    chosen = {i: why for i, why in dense.items() if session.layers is None or i in session.layers}
+    if chosen:
+        shown = "; ".join(f"layer {i}: {', '.join(why)}" for i, why in sorted(chosen.items()))
+        raise AttachError(f"strict: these layers would fall back to dense: {shown}")

@@ -1,0 +1,143 @@
+"""The dry run: the stock model against the same model with a full mask through the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import AttachError
+from sparseprefill.mask import SparseMask
+from sparseprefill.memory import Memory
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan, Result
+
+from ..report import Report
+from ..session import Session
+from .handle import Handle
+from .inspection import allowed_ids
+
+TOKENS, SHORTEST = 64, 16
+# Relative norm of the difference in logits. Rounding stays below, a wrong mask is of the order of one.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+
+
+@frozen
+class FullEstimator:
+    """Selects every key, so that only the way there and back can go wrong."""
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """The full mask."""
+        return Plan(SparseMask.full(call))
+
+
+@frozen(eq=False)
+class Findings:
+    """Layers that were seen, in their report, and what the pipeline objects to in them."""
+
+    report: Report
+    objections: dict[int, tuple[str, ...]] = field(factory=dict)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the attention layers that reached the adapter."""
+        return tuple(layer.layer for layer in self.report.layers)
+
+    @property
+    def dense(self) -> dict[int, tuple[str, ...]]:
+        """Layers that will fall back, with the reasons."""
+        reasons = {layer.layer: tuple(layer.reasons) for layer in self.report.layers if layer.reasons}
+        return {**reasons, **self.objections}
+
+    @property
+    def repeated(self) -> bool:
+        """Whether one forward called a layer index twice."""
+        return any(layer.calls > 1 for layer in self.report.layers)
+
+
+def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, pipeline: Pipeline) -> Findings:
+    """Run 2 x 64 random tokens with left padding, before and after; the model is left as it was.
+
+    Raises AttachError where the logits differ, no layer can be bound, or either run fails.
+    """
+    objections: dict[int, tuple[str, ...]] = {}
+
+    def observe(call: AttentionCall, result: Result) -> None:
+        reasons = pipeline.unsupported(call)
+        if reasons:
+            objections[call.layer] = reasons
+
+    full = Pipeline(FullEstimator(), executor=pipeline.executor)
+    session = Session(full, min_query=SHORTEST, observe=observe, warn=False)
+    handle = Handle(model, decoder, session)
+    inputs = _inputs(model, decoder)
+    with torch.no_grad(), _evaluating(model):
+        stock = _run(model, inputs, "does not run on plain token ids")
+        handle.bind()
+        try:
+            ours = _run(model, inputs, "fails with another attention function")
+        finally:
+            handle.detach()
+            handle.forget()
+    findings = Findings(handle.report(), objections)
+    _compare(model, stock, ours, findings)
+    return findings
+
+
+def _inputs(model: torch.nn.Module, decoder: PreTrainedModel) -> dict[str, Any]:
+    config = getattr(model, "config", decoder.config)
+    low, high = allowed_ids(config if hasattr(config, "get_text_config") else decoder.config)
+    room = getattr(decoder.config, "max_position_embeddings", None)
+    tokens = min(TOKENS, room) if isinstance(room, int) and room > 0 else TOKENS
+    ids = torch.randint(low, high, (2, tokens), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, : tokens // 4] = 0
+    device = next(decoder.parameters()).device
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
+
+
+def _run(model: torch.nn.Module, inputs: dict[str, Any], complaint: str) -> Tensor:
+    """Logits, or hidden states, of the real tokens ``[n, width]``; of each row where the model gives one per row."""
+    try:
+        outputs = model(**inputs)
+    except Exception as error:
+        message = f"{type(model).__name__} {complaint}: {type(error).__name__}: {error}"
+        raise AttachError(f"{message} (verify=False skips this dry run)") from error
+    for name in ("logits", "last_hidden_state"):
+        x = getattr(outputs, name, None)
+        if isinstance(x, Tensor):
+            return x[inputs["attention_mask"].bool().to(x.device)] if x.dim() == 3 else x
+    raise AttachError(f"{type(model).__name__} gives neither logits nor hidden states to verify (verify=False skips)")
+
+
+def _compare(model: torch.nn.Module, stock: Tensor, ours: Tensor, findings: Findings) -> None:
+    name = type(model).__name__
+    if not any(layer.sparse_calls or layer.band_calls for layer in findings.report.layers):
+        why = "; ".join(findings.report.fallbacks) or "none of them calls the attention function"
+        raise AttachError(f"{name} has no attention layer that can be bound: {why}")
+    limit = TOLERANCE.get(stock.dtype, TOLERANCE[torch.bfloat16])
+    error = float((stock.double() - ours.double()).norm() / stock.double().norm())
+    if not error <= limit:
+        raise AttachError(
+            f"{name} computes something else through the attention interface: with a full mask its logits differ by "
+            f"{error:.2g} (relative norm; {limit:g} is allowed). Its layers use more than queries, keys and a mask."
+        )
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Switch dropout off, module by module restored."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,86 @@
+"""What a model must be like to be attached, told by looking at it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from sparseprefill.errors import AttachError
+
+# Such code treats every implementation that it does not know by name in another way, masks included.
+BY_NAME = re.compile(r"_attn_implementation\s*(?:(?:not\s+)?in\s*[(\[{]|[=!]=\s*[\"']sdpa)")
+
+
+def find_decoder(model: object) -> PreTrainedModel:
+    """The text decoder whose forward is the prefill. AttachError says why a model cannot be attached."""
+    if not isinstance(model, torch.nn.Module):
+        raise AttachError(f"{type(model).__name__} is no torch module: pass a transformers model")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise AttachError(f"{type(model).__name__} is an encoder-decoder: only decoders prefill causally")
+    decoder = next((c for c in _candidates(model) if isinstance(c, PreTrainedModel)), None)
+    if decoder is None:
+        raise AttachError(f"{type(model).__name__} holds no transformers decoder (PreTrainedModel)")
+    return decoder
+
+
+def _candidates(model: torch.nn.Module) -> list[Any]:
+    get = getattr(model, "get_decoder", None)
+    found = []
+    if callable(get):
+        with suppress(AttributeError, NotImplementedError):  # best effort in transformers, too
+            found.append(get())
+    return [*found, getattr(model, "base_model", None), model]
+
+
+def check(decoder: PreTrainedModel, prefix: str) -> None:
+    """Raise AttachError where the decoder cannot run another attention function."""
+    name, current = type(decoder).__name__, str(decoder.config._attn_implementation)
+    if current.startswith(prefix):
+        raise AttachError(f"{name} is attached already, or shares its config object with a model that is: detach first")
+    if not decoder._can_set_attn_implementation():
+        raise AttachError(f"{name} does not use transformers' AttentionInterface: its attention cannot be replaced")
+    branching = sorted({owner.__name__ for owner in map(type, decoder.modules()) if _branches(owner)})
+    if branching:
+        shown = ", ".join(branching)
+        raise AttachError(
+            f"{name} branches on the name of its attention implementation (in {shown}): unsafe to replace"
+        )
+    if current not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise AttachError(f"{name} runs {current!r}, for which transformers has no mask function: use sdpa or eager")
+
+
+def _branches(owner: type) -> bool:
+    if "Attention" not in owner.__name__ and "Indexer" not in owner.__name__:
+        return False
+    try:
+        return BY_NAME.search(inspect.getsource(owner)) is not None
+    except (OSError, TypeError):
+        return False  # made in a session without source: the dry run has to tell
+
+
+def implementations(decoder: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
+    """Every config below the decoder with its implementation, to be restored exactly."""
+    found: dict[int, PreTrainedConfig] = {}
+    for module in decoder.modules():
+        if isinstance(module, PreTrainedModel):
+            configs = [module.config, *(getattr(module.config, key, None) for key in module.config.sub_configs)]
+            found.update({id(config): config for config in configs if isinstance(config, PreTrainedConfig)})
+    return [(config, config._attn_implementation_internal) for config in found.values()]
+
+
+def allowed_ids(config: PreTrainedConfig) -> tuple[int, int]:
+    """Half-open range of token ids that stand for text, apart from those of images, video and sound."""
+    vocabulary = int(config.get_text_config().vocab_size)
+    special = [
+        value
+        for key, value in vars(config).items()
+        if isinstance(value, int) and re.search(r"(image|video|audio|vision).*_(token|token_id|token_index)$", key)
+    ]
+    first = min([value for value in special if value > 0], default=vocabulary)
+    return (0, min(first, vocabulary)) if first >= min(16, vocabulary) else (max(special) + 1, vocabulary)

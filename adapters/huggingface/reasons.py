@@ -1,0 +1,80 @@
+"""Why a prefill call of a layer has to stay with the host's own attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .masks import Compact, is_compact
+
+OUTSIDE = "called outside the attached decoder's forward (recomputed activations, or a layer run on its own)"
+GRADIENT = "gradients are recorded: wrap inference in torch.no_grad() or torch.inference_mode()"
+# Tensors that a layer may be given and that change nothing about who attends to whom.
+HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "s_aux",
+        "input_ids",
+        "inputs_embeds",
+        "labels",
+        "logits_to_keep",
+        "token_type_ids",
+        "mm_token_type_ids",
+    }
+)
+
+
+def layer_of(module: torch.nn.Module) -> int:
+    """The layer's index among the decoder's; -1 where it has none."""
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else -1
+
+
+def of_host(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+    *,
+    inside: bool,
+) -> str | None:
+    """What the host asks for that no pipeline does; None if nothing. Reads no value on the device."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return GRADIENT
+    if not inside:
+        return OUTSIDE
+    if kwargs.get("dropout"):
+        return "attention dropout is on"
+    if kwargs.get("output_attentions"):
+        return "attention weights are asked for"
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        return "the layer is not causal"
+    if kwargs.get("cache") is not None:
+        return "the cache is paged"
+    if not is_compact(mask):
+        return "the attention mask is custom, or neither causal nor a sliding window"
+    odd = [name for name, value in kwargs.items() if name not in HARMLESS and _holds_tensor(value)]
+    return f"the layer passes {', '.join(sorted(odd))}" if odd else None
+
+
+def of_mask(compact: Compact, query: Tensor, key: Tensor, mask: Tensor) -> str | None:
+    """What in the mask no AttentionCall can say."""
+    if compact.holes:
+        return "the attention mask has holes: padding must be a prefix or a suffix of each row"
+    if mask.shape[-1] != key.shape[2] or mask.shape[0] != query.shape[0]:
+        return f"the mask is for {mask.shape[0]} x {mask.shape[-1]} keys, the layer has {key.shape[0]} x {key.shape[2]}"
+    if compact.used < query.shape[2]:
+        return f"{query.shape[2]} queries stand behind {compact.used} keys"
+    return None
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_holds_tensor(part) for part in value)
+    return isinstance(value, Tensor)

@@ -1,0 +1,96 @@
+"""What an attached model did: one entry a layer, with the reason for every dense fallback."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+from attrs import field, frozen
+
+Mode = Literal["sparse", "band", "dense", "unused"]
+
+
+@frozen(kw_only=True)
+class LayerReport:
+    """One attention layer.
+
+    mode: how its last prefill call ran: the method's mask (sparse), an exact sliding window (band), the host's own
+    attention (dense), or not yet (unused). sparse_calls, band_calls, dense_calls: how many calls ran so.
+    reasons: why calls were dense, with counts. density: computed / causal pairs over the last prefill, all its chunks;
+    None where nothing was sparse or nothing was measured. mean_density: over all sparse calls, if each was measured.
+    batch, query_length, key_length: of the last call, in rows and tokens.
+    """
+
+    layer: int
+    mode: Mode = "unused"
+    sparse_calls: int = 0
+    band_calls: int = 0
+    dense_calls: int = 0
+    reasons: Mapping[str, int] = field(factory=dict)
+    density: float | None = None
+    mean_density: float | None = None
+    batch: int = 0
+    query_length: int = 0
+    key_length: int = 0
+
+    @property
+    def calls(self) -> int:
+        """Prefill calls of every mode."""
+        return self.sparse_calls + self.band_calls + self.dense_calls
+
+    def __str__(self) -> str:
+        if self.mode == "unused":
+            return f"layer {self.layer:>3}  unused"
+        sizes = f"{self.batch} x {self.query_length} queries, {self.key_length} keys"
+        text = f"layer {self.layer:>3}  {self.mode:<6}  {self.calls:>3} calls  {sizes}"
+        if self.density is not None:
+            text += f"  density {self.density:.3f}"
+        if self.mean_density is not None:
+            text += f" (mean {self.mean_density:.3f})"
+        why = "; ".join(f"{reason} ({count}x)" for reason, count in self.reasons.items())
+        return f"{text}  dense: {why}" if why else text
+
+
+@frozen(kw_only=True)
+class Report:
+    """An attached model.
+
+    method: the pipeline's name. host: what it is attached to. implementation: the host's own attention, which serves
+    decoding and every fallback. min_query: query rows from which a call is prefill. grain: tokens at whose multiples
+    a prompt may be cut into chunks, or None. short_forwards: forwards with fewer rows, all dense: decoding steps and
+    short prompts. layers: in order of their index. notes: what else is worth knowing, with counts.
+    """
+
+    method: str
+    host: str
+    implementation: str
+    min_query: int
+    grain: int | None = None
+    short_forwards: int = 0
+    layers: tuple[LayerReport, ...] = ()
+    notes: Mapping[str, int] = field(factory=dict)
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Reasons for dense prefill calls, summed over the layers."""
+        total: Counter[str] = Counter()
+        for layer in self.layers:
+            total.update(layer.reasons)
+        return dict(total)
+
+    @property
+    def density(self) -> float | None:
+        """Mean density of the layers whose last prefill was sparse and measured; None if there is none."""
+        known = [layer.density for layer in self.layers if layer.density is not None]
+        return sum(known) / len(known) if known else None
+
+    def __str__(self) -> str:
+        grain = "no grain" if self.grain is None else f"grain {self.grain} tokens"
+        lines = [
+            f"{self.method} on {self.host} (dense: {self.implementation}; {grain})",
+            *map(str, self.layers),
+            f"dense by length (fewer than {self.min_query} query rows): {self.short_forwards} forwards",
+            *(f"note: {note} ({count}x)" for note, count in self.notes.items()),
+        ]
+        return "\n".join(lines)

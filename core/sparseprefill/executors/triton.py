@@ -1,0 +1,66 @@
+"""TritonExecutor: the GPU path. Checks the call, runs the kernels; says why it cannot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve, frozen
+
+from sparseprefill.kernels import attention
+from sparseprefill.kernels.launch import HEAD_DIMS
+from sparseprefill.plan import Plan, Result
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.softmax import SoftmaxState
+
+from sparseprefill.errors import UnsupportedCallError
+
+
+@frozen
+class TritonExecutor:
+    """Tiles, stripes, carry and probes in Triton kernels, on CUDA tensors (or in Triton's interpreter on the CPU).
+
+    float16, bfloat16 and float32; head dimensions 64, 80, 96, 128, 256; mask tiles that are powers of two >= 16.
+    Softmax in float32. Honours padding, offsets, window, softcap and sinks.
+    """
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Why this executor cannot run the call, or None."""
+        q, v = call.q, call.v
+        if q.device.type != "cuda" and not attention.interpreted():
+            return f"q is on {q.device}; move q, k and v to a CUDA device, or use ReferenceExecutor"
+        if q.dtype == torch.float64:
+            return "float64 is not supported; use float16, bfloat16 or float32, or ReferenceExecutor"
+        if q.dtype == torch.bfloat16 and q.device.type != "cuda":
+            return "Triton's interpreter computes bfloat16 wrongly; use float16 or float32 there"
+        if q.shape[-1] not in HEAD_DIMS or v.shape[-1] != q.shape[-1]:
+            return f"head dimensions {q.shape[-1]} (q, k) and {v.shape[-1]} (v); both must be one of {HEAD_DIMS}"
+        return None
+
+    def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
+        """The carry, if any, resumed over the plan's mask; unnormalised, float32."""
+        call = self._checked(call)
+        if plan.mask.tiles is None and plan.mask.stripes is None and plan.carry is not None:
+            return plan.carry.state
+        state = attention.sparse_attention_fwd(call, plan, state=True).state
+        if state is None:
+            raise UnsupportedCallError(["Triton executor: no state was made"])
+        return state
+
+    def execute(self, call: AttentionCall, plan: Plan) -> Result:
+        """Output, LSE, and the tile mass of probed heads."""
+        call = self._checked(call)
+        filled = attention.sparse_attention_fwd(call, plan, state=False)
+        if filled.out is None or filled.lse is None:
+            raise UnsupportedCallError(["Triton executor: no output was made"])
+        probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan, filled.lse)
+        return Result(filled.out, filled.lse, plan, probe)
+
+    def _checked(self, call: AttentionCall) -> AttentionCall:
+        reason = self.unsupported(call)
+        if reason is not None:
+            raise UnsupportedCallError([f"TritonExecutor: {reason}"])
+        loose = {name: getattr(call, name) for name in ("q", "k", "v") if getattr(call, name).stride(-1) != 1}
+        return evolve(call, **{name: x.contiguous() for name, x in loose.items()}) if loose else call

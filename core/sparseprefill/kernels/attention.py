@@ -1,0 +1,155 @@
+"""Launchers of the attention kernels: tensors in, strides, flags and grids worked out here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from attrs import frozen
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sparseprefill.kernels.launch import Settings, settings
+from sparseprefill.kernels.sparse_attention import sparse_attention_fwd_kernel
+from sparseprefill.kernels.steps import LOG2E
+from sparseprefill.kernels.tile_mass import tile_mass_fwd_kernel
+from sparseprefill.softmax import SoftmaxState
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.plan import Plan
+
+
+@frozen(eq=False)
+class Outputs:
+    """Fresh tensors that one launch fills: either out and lse, or a state."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    state: SoftmaxState | None = None
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the kernels were imported)."""
+    return not isinstance(sparse_attention_fwd_kernel, triton.runtime.jit.JITFunction)
+
+
+def choose(call: AttentionCall, tile_q: int, tile_k: int) -> Settings:
+    """Launch settings for this call's device, head dimension and dtype."""
+    capability = torch.cuda.get_device_capability(call.q.device) if call.q.is_cuda else (0, 0)
+    return settings(capability, triton.next_power_of_2(call.q.shape[-1]), call.q.element_size(), tile_q, tile_k)
+
+
+def sparse_attention_fwd(call: AttentionCall, plan: Plan, *, state: bool) -> Outputs:
+    """Run the kernel over the plan's mask, from its carry: out and lse, or (state=True) the unnormalised state.
+
+    Two launches: the second repeats, with care for NaN and infinities of V in keys that a row may not see, only those
+    query blocks in which the first met a NaN.
+    """
+    mask, geometry = plan.mask, call.geometry
+    chosen = choose(call, mask.tile_q, mask.tile_k)
+    shape, width = call.q.shape[:3], call.v.shape[-1]
+    options = {"dtype": torch.float32, "device": call.q.device}
+    filled = _outputs(call, state, options)
+    rows = geometry.tile_rows(mask.tile_q)
+    blocks = rows * (mask.tile_q // chosen.block_m)
+    odd = torch.empty(shape[0] * shape[1] * blocks, dtype=torch.int8, device=call.q.device)
+    dedupe = mask.tiles is not None and mask.stripes is not None and not mask.disjoint
+    carry = None if plan.carry is None else plan.carry.state
+    tiles = mask.tiles or mask.stripes
+    stripes = mask.stripes or mask.tiles
+    arguments = (
+        call.q, call.k, call.v, *_descriptors(call, chosen, width),
+        geometry.starts, geometry.lengths, call.sinks,
+        *_lists(tiles), *_lists(stripes), mask.tile_map().contiguous().view(torch.uint8) if dedupe else None,
+        *_state(carry),
+        filled.out, filled.lse, *_state(filled.state), odd,
+        *_strides(call.q), *_strides(call.k), *_strides(call.v),
+        call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
+        rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k), call.window or 0, shape[1],
+    )  # fmt: skip
+    flags: dict[str, Any] = {
+        "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, "KV_GROUP": call.group,
+        "HAS_TILES": mask.tiles is not None, "HAS_STRIPES": mask.stripes is not None, "DEDUPE": dedupe,
+        "HAS_CARRY": carry is not None, "STORE_STATE": state, "HAS_SINKS": call.sinks is not None,
+        "TMA": _tma(call, chosen), **_common(call, chosen, width),
+    }  # fmt: skip
+    grid = (blocks, shape[0] * shape[1])
+    for careful in (False, True):
+        sparse_attention_fwd_kernel[grid](
+            *arguments, **flags, CAREFUL=careful, num_warps=chosen.warps, num_stages=chosen.stages
+        )
+    return filled
+
+
+def tile_mass_fwd(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
+    """float32 ``[B, Hq, R, C]``: `Result.probe` of the plan's probed heads."""
+    mask, geometry = plan.mask, call.geometry
+    chosen = choose(call, mask.tile_q, mask.tile_k)
+    rows, columns = geometry.tile_rows(mask.tile_q), geometry.tile_columns(mask.tile_k)
+    batch, heads = call.q.shape[:2]
+    mass = torch.zeros(batch, heads, rows, columns, dtype=torch.float32, device=call.q.device)
+    if mask.tiles is None or plan.probe is None:
+        return mass
+    tile_mass_fwd_kernel[(rows, batch * heads)](
+        call.q, call.k, lse, plan.probe.contiguous(), mass, geometry.starts, geometry.lengths,
+        *_lists(mask.tiles), *_strides(call.q), *_strides(call.k),
+        call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
+        rows, columns, call.window or 0, heads,
+        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, KV_GROUP=call.group, **_common(call, chosen, call.q.shape[-1]),
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    return mass
+
+
+def _common(call: AttentionCall, chosen: Settings, width: int) -> dict[str, Any]:
+    return {
+        "BLOCK_M": chosen.block_m,
+        "BLOCK_N": chosen.block_n,
+        "D": width,
+        "BLOCK_D": triton.next_power_of_2(width),
+        "HAS_STARTS": call.starts is not None,
+        "HAS_LENGTHS": call.lengths is not None,
+        "WINDOW": call.window is not None,
+        "SOFTCAP": call.softcap is not None,
+        "PRECISION": "ieee",
+    }
+
+
+def _outputs(call: AttentionCall, state: bool, options: dict[str, Any]) -> Outputs:
+    shape, width = tuple(call.q.shape[:3]), call.v.shape[-1]
+    if state:
+        acc = torch.empty(*shape, width, **options)
+        return Outputs(state=SoftmaxState(torch.empty(shape, **options), torch.empty(shape, **options), acc))
+    return Outputs(torch.empty(*shape, width, dtype=call.q.dtype, device=call.q.device), torch.empty(shape, **options))
+
+
+def _state(state: SoftmaxState | None) -> tuple[Tensor | None, ...]:
+    return (None, None, None) if state is None else tuple(x.contiguous() for x in (state.m, state.l, state.acc))
+
+
+def _lists(lists: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return lists.counts.contiguous(), lists.offsets.contiguous(), lists.indices
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Batch, head and row strides; that of a single batch row is never used and would only force a new compilation."""
+    return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)
+
+
+def _tma(call: AttentionCall, chosen: Settings) -> bool:
+    """Tensor descriptors need 16-byte aligned rows."""
+    size = call.k.element_size()
+    aligned = all(
+        x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:3]) for x in (call.k, call.v)
+    )
+    return chosen.tma and aligned
+
+
+def _descriptors(call: AttentionCall, chosen: Settings, width: int) -> tuple[Any, Any]:
+    if not _tma(call, chosen):
+        return None, None
+    block = [1, 1, chosen.block_n, triton.next_power_of_2(width)]
+    return TensorDescriptor.from_tensor(call.k, block), TensorDescriptor.from_tensor(call.v, block)
+

@@ -1,0 +1,41 @@
+"""Launch settings: a pure table by compute capability, head dimension, dtype and tile. No autotuning at run time."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from sparseprefill.errors import UnsupportedCallError
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+SMALLEST = 16
+
+
+@frozen
+class Settings:
+    """block_m, block_n: query rows and keys per step. warps, stages: of the program. tma: tensor descriptors."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    tma: bool
+
+
+def settings(capability: tuple[int, int], block_d: int, itemsize: int, tile_q: int, tile_k: int) -> Settings:
+    """Settings for one launch.
+
+    capability: of the device, (9, 0) for Hopper; (0, 0) for the interpreter. block_d: head dimension, rounded up to a
+    power of two. itemsize: bytes per element of q, k and v. tile_q, tile_k: of the mask.
+    Raises UnsupportedCallError for tiles that the kernel cannot run.
+    """
+    for name, tile in (("tile_q", tile_q), ("tile_k", tile_k)):
+        if tile < SMALLEST or tile & (tile - 1):
+            raise UnsupportedCallError([f"Triton executor: mask {name} is {tile}; use a power of two >= {SMALLEST}"])
+    wide, full_precision = block_d > 128, itemsize == 4
+    block_m = min(tile_q, 64 if full_precision else 128)
+    block_n = min(tile_k, (16 if wide else 32) if full_precision else (32 if wide else 64))
+    hopper = capability[0] >= 9
+    # Two programs per multiprocessor decide on Hopper: 4 warps with up to 255 registers, 3 stages within 114 KB.
+    warps = 8 if wide and block_m == 128 else 4
+    stages = 2 if full_precision or wide or not hopper else 3
+    return Settings(block_m, block_n, warps, stages, tma=hopper)

@@ -1,0 +1,104 @@
+"""Device functions that the attention kernels share: one online-softmax step, rows by pointer, positions."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def floor_div(x, y: tl.constexpr):
+    """Floor division that holds for negative x (Triton's // truncates)."""
+    return tl.where(x >= 0, x // y, -((y - 1 - x) // y))
+
+
+@triton.jit
+def load_rows(ptr, rows, keep, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[len(rows), BLOCK_D]: rows of a matrix by index, 0 where not kept."""
+    dims = tl.arange(0, BLOCK_D)
+    where = ptr + rows.to(tl.int64)[:, None] * stride + dims[None, :]
+    if D == BLOCK_D:
+        return tl.load(where, mask=keep[:, None], other=0.0)
+    return tl.load(where, mask=keep[:, None] & (dims < D)[None, :], other=0.0)
+
+
+@triton.jit
+def logits(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """[M, N] base-2 logits."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP:
+        # tanh(x) = 2 * sigmoid(2x) - 1; scale holds log2(e), which the cap must not see
+        s = (2.0 * tl.sigmoid(2.0 * s * LN2 / softcap) - 1.0) * softcap * LOG2E
+    return s
+
+
+@triton.jit
+def step(
+    acc, l, m, q, k, v, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """One online-softmax step over keys that every row may see."""
+    if SOFTCAP:
+        s = logits(q, k, scale, softcap, SOFTCAP, PRECISION)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        p = tl.math.exp2(s - m_new[:, None])
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+        p = tl.math.exp2(s * scale - m_new[:, None])
+    alpha = tl.math.exp2(m - m_new)
+    l = l * alpha + tl.sum(p, 1)  # noqa: E741
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, l, m_new
+
+
+@triton.jit
+def masked_step(
+    acc, l, m, q, k, v, keep, scale, softcap,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The same where `keep` [M, N] says which pairs count. Rows without a key so far stay at -inf, without NaN.
+
+    CAREFUL: a NaN or infinity of v reaches only the rows that may see its key (0 * NaN is NaN in a plain product).
+    """
+    s = tl.where(keep, logits(q, k, scale, softcap, SOFTCAP, PRECISION), float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(s - base[:, None])
+    alpha = tl.math.exp2(m - base)
+    l = l * alpha + tl.sum(p, 1)  # noqa: E741
+    acc = acc * alpha[:, None]
+    if CAREFUL:
+        wide = v.to(tl.float32)
+        odd = (wide - wide) != 0.0
+        acc = tl.dot(p.to(v.dtype), tl.where(odd, 0.0, wide).to(v.dtype), acc, input_precision=PRECISION)
+        number = tl.arange(0, BLOCK_N)
+        for j in range(BLOCK_N):
+            mine = number == j
+            value = tl.sum(tl.where(mine[:, None], wide, 0.0), 0)
+            strange = tl.max(tl.where(mine[:, None], odd.to(tl.int32), 0), 0) > 0
+            sees = tl.max(tl.where(mine[None, :], keep.to(tl.int32), 0), 1) > 0
+            weight = tl.sum(tl.where(mine[None, :], p, 0.0), 1)
+            add = sees[:, None] & strange[None, :]
+            acc = tl.where(add, acc + weight[:, None] * value[None, :], acc)
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, l, m_new
+
+
+@triton.jit
+def count_up_to(indices_ptr, offset, count, bound):
+    """How many entries of an ascending list are <= bound; free where all are."""
+    low, high = 0, count
+    if count > 0:
+        if tl.load(indices_ptr + offset + count - 1) <= bound:
+            low = count
+        while low < high:
+            middle = (low + high) // 2
+            if tl.load(indices_ptr + offset + middle) <= bound:
+                low = middle + 1
+            else:
+                high = middle
+    return low

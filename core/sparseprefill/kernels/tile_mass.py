@@ -1,0 +1,61 @@
+"""Attention mass of each selected tile, from the LSE: exact, for the heads that a plan probes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparseprefill.kernels.steps import LOG2E, floor_div, load_rows, logits
+
+
+@triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "tile_rows", "columns", "window", "heads"))
+def tile_mass_fwd_kernel(
+    q_ptr, k_ptr, lse_ptr, probe_ptr, mass_ptr, starts_ptr, lengths_ptr,
+    tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
+    scale, softcap, q_offset, q_len, kv_len, tile_rows, columns, window, heads,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, KV_GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(1)
+    if tl.load(probe_ptr + bh) == 0:
+        return
+    row = tile_rows - 1 - tl.program_id(0)
+    b, h = bh // heads, bh % heads
+    start = 0
+    if HAS_STARTS:
+        start = tl.load(starts_ptr + b)
+    length = kv_len - start
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + b)
+    first = q_offset - start
+    low = (floor_div(first, TILE_Q) + row) * TILE_Q
+    top = tl.maximum(tl.maximum(low, first), 0)
+    bottom = tl.minimum(tl.minimum(low + TILE_Q, first + q_len), length)
+    if bottom <= top:
+        return
+    share = 1.0 / (bottom - top).to(tl.float32)
+    k_base = k_ptr + b.to(tl.int64) * stride_kb + (h // KV_GROUP).to(tl.int64) * stride_kh
+    q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+    row_of_lists = bh.to(tl.int64) * tile_rows + row
+    list_ptr = tile_indices_ptr + tl.load(tile_offsets_ptr + row_of_lists)
+    for t in range(tl.load(tile_counts_ptr + row_of_lists)):
+        column = tl.load(list_ptr + t)
+        total = 0.0
+        for part in range(TILE_Q // BLOCK_M):
+            position = low + part * BLOCK_M + tl.arange(0, BLOCK_M)
+            real = (position >= top) & (position < bottom)
+            q = load_rows(q_base, position - first, real, stride_qn, D, BLOCK_D)
+            lse = tl.load(lse_ptr + bh.to(tl.int64) * q_len + position - first, mask=real, other=float("inf"))
+            for n in range(TILE_K // BLOCK_N):
+                at = column * TILE_K + n * BLOCK_N + tl.arange(0, BLOCK_N)
+                keep = (at[None, :] <= position[:, None]) & real[:, None]
+                if WINDOW:
+                    keep = keep & (position[:, None] - at[None, :] < window)
+                k = load_rows(k_base, at + start, at + start < kv_len, stride_kn, D, BLOCK_D)
+                s = logits(q, k, scale, softcap, SOFTCAP, PRECISION)
+                p = tl.where(keep, tl.math.exp2(s - (lse * LOG2E)[:, None]), 0.0)
+                total += tl.sum(tl.sum(p, 1), 0)
+        tl.store(mass_ptr + row_of_lists * columns + column, total * share)

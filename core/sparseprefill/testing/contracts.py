@@ -1,0 +1,160 @@
+"""Contract checks that any method can be put through, one by one or all at once with `check_method`.
+
+    from sparseprefill.testing import check_method
+
+    def test_contracts():
+        check_method("my-method")
+
+Each takes a Method, its registered name, a Pipeline, or a function that makes one from keyword arguments, and raises
+AssertionError with the method, the law and the shape. Calls with a feature that the pipeline declares unsupported are
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypedDict, Unpack
+
+import torch
+from attrs import frozen
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.testing import laws, laws_change
+from sparseprefill.testing.cases import chunked_call, describe, standard_calls
+from sparseprefill.testing.trial import BreachError, Candidate, NotApplicableError, Subject, Trial
+
+LONGEST_GRAIN = 1024
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of every check.
+
+    calls: AttentionCalls in place of `standard_calls(device, dtype)`. parameters: in place of `Method.small`.
+    full: in place of `Method.full`; for a pipeline function, what makes it full.
+    """
+
+    calls: Iterable[AttentionCall]
+    device: torch.device | str
+    dtype: torch.dtype
+    parameters: Mapping[str, Any]
+    full: Mapping[str, Any]
+
+
+@frozen
+class Report:
+    """What `check_method` did. cases: calls per law that held. skipped: reason per law that could not be tried."""
+
+    method: str
+    cases: Mapping[str, int]
+    skipped: Mapping[str, str]
+
+
+LAWS: Mapping[str, Callable[[Trial], None]] = {
+    "full mask == dense": laws.full_mask_is_dense,
+    "result == softmax over its own mask": laws.consistent,
+    "no empty row": laws.no_empty_row,
+    "no NaN for finite input": laws.no_nan,
+    "density in (0, 1]": laws.density_in_bounds,
+    "carry and mask disjoint": laws.disjoint,
+    "causality": laws_change.causal,
+    "NaN of an unselected key stays out": laws_change.unselected_nan,
+    "batch rows independent": laws_change.batch_rows_independent,
+    "chunk invariance at the grain": laws_change.chunk_invariant,
+}
+
+
+def check_method(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """Every law. The report says how many calls each held on, and which law was skipped and why."""
+    return check_laws(candidate, tuple(LAWS), **options)
+
+
+def assert_full_mask_is_dense(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """At its full parameters the method is dense attention."""
+    return check_laws(candidate, ("full mask == dense",), **options)
+
+
+def assert_consistent(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """Output and LSE are the softmax over the mask that the result reports."""
+    return check_laws(candidate, ("result == softmax over its own mask",), **options)
+
+
+def assert_no_empty_row(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """Every real row has a finite LSE and keeps its own diagonal."""
+    return check_laws(candidate, ("no empty row",), **options)
+
+
+def assert_no_nan(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """Finite input gives finite output."""
+    return check_laws(candidate, ("no NaN for finite input",), **options)
+
+
+def assert_density(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """Density lies in (0, 1] and counts what `mask.to_dense()` holds."""
+    return check_laws(candidate, ("density in (0, 1]",), **options)
+
+
+def assert_disjoint(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """Carry region and remaining mask share no pair."""
+    return check_laws(candidate, ("carry and mask disjoint",), **options)
+
+
+def assert_causal(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """Changing or poisoning the future changes no row before it."""
+    return check_laws(candidate, ("causality",), **options)
+
+
+def assert_nan_stays_out(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """NaN in an unselected key never reaches the output."""
+    return check_laws(candidate, ("NaN of an unselected key stays out",), **options)
+
+
+def assert_batch_rows_independent(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """A row of a padded batch equals the row alone."""
+    return check_laws(candidate, ("batch rows independent",), **options)
+
+
+def assert_chunk_invariant(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """Cutting a prompt at multiples of the declared grain changes nothing."""
+    return check_laws(candidate, ("chunk invariance at the grain",), **options)
+
+
+def check_laws(candidate: Candidate, names: tuple[str, ...], **options: Unpack[Options]) -> Report:
+    """The laws of these names; see `LAWS`."""
+    subject = Subject.of(candidate, options.get("parameters"), options.get("full"))
+    trials, refused = _trials(subject, options)
+    cases: dict[str, int] = {}
+    skipped: dict[str, str] = {}
+    for name in names:
+        reasons = list(refused)
+        for trial in trials:
+            try:
+                LAWS[name](trial)
+            except BreachError as breach:
+                message = f"{subject.name}: law '{name}' is broken on {describe(trial.call)}: {breach}"
+                raise AssertionError(message) from breach
+            except NotApplicableError as reason:
+                reasons.append(str(reason))
+            else:
+                cases[name] = cases.get(name, 0) + 1
+        if name not in cases:
+            skipped[name] = reasons[-1] if reasons else "no calls were given"
+    return Report(subject.name, cases, skipped)
+
+
+def _trials(subject: Subject, options: Options) -> tuple[list[Trial], list[str]]:
+    """A trial per call that the pipeline honours, and its objections to the others."""
+    device, dtype = options.get("device", "cpu"), options.get("dtype", torch.float32)
+    pipeline = subject.build(**subject.small)
+    full = subject.full
+    fulls = () if full is None else (subject.build(**full), subject.build(**{**subject.small, **full}))
+    calls = list(options["calls"]) if "calls" in options else list(standard_calls(device, dtype))
+    longest = max((call.q.shape[2] for call in calls), default=0)
+    if "calls" not in options and pipeline.grain is not None and longest <= pipeline.grain <= LONGEST_GRAIN:
+        calls.append(chunked_call(pipeline.grain, device, dtype))
+    trials, refused = [], []
+    for call in calls:
+        objections = [reason for each in (pipeline, *fulls) for reason in each.unsupported(call)]
+        refused += objections[:1]
+        if not objections:
+            trials.append(Trial(pipeline, call, fulls))
+    return trials, refused

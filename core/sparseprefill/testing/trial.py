@@ -1,0 +1,103 @@
+"""A trial: one pipeline on one call, run once, with the words in which a law reports a breach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.memory import Memory
+from sparseprefill.method import Method
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import EMPTY, Result
+from sparseprefill.registry import default_registry
+from sparseprefill.testing.truth import allowed_pairs, difference
+
+Candidate = Method | Pipeline | str | Callable[..., Pipeline]
+
+
+class BreachError(Exception):
+    """A law does not hold; the message says what was seen."""
+
+
+class NotApplicableError(Exception):
+    """A law says nothing about this trial; the message says why."""
+
+
+@frozen
+class Subject:
+    """What is put through the laws: a name, and how to build it sparse and full."""
+
+    name: str
+    build: Callable[..., Pipeline]
+    small: Mapping[str, Any]
+    full: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, candidate: Candidate, parameters: Mapping[str, Any] | None, full: Mapping[str, Any] | None) -> Subject:
+        """From a Method, its registered name, a Pipeline, or a function that makes one from keyword arguments."""
+        if isinstance(candidate, str):
+            candidate = default_registry().get(candidate)
+        if isinstance(candidate, Method):
+            small = candidate.small if parameters is None else parameters
+            return cls(candidate.name, candidate.pipeline, small, candidate.full if full is None else full)
+        small = EMPTY if parameters is None else parameters
+        if isinstance(candidate, Pipeline):
+            return cls(candidate.name, partial(evolve, candidate), small, full)
+        name = candidate(**small).name
+        return cls(name, candidate, small, full)
+
+
+@frozen(eq=False)
+class Trial:
+    """One pipeline on one call. `full` is the same method with the parameters that keep every causal key."""
+
+    pipeline: Pipeline
+    call: AttentionCall
+    full: tuple[Pipeline, ...] = ()
+
+    @cached_property
+    def result(self) -> Result:
+        """The result of the call as it is."""
+        return self.run(self.call)
+
+    @cached_property
+    def keep(self) -> Tensor:
+        """bool ``[B, Hq, Nq, Nkv]``: what that result says it computed."""
+        return self.result.mask.to_dense()
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        """bool ``[B, Nq, Nkv]``: what it may compute."""
+        return allowed_pairs(self.call)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """bool ``[B, Hq, Nq]``: rows that are tokens, not padding."""
+        return self.allowed.any(-1)[:, None].expand(self.call.q.shape[:3])
+
+    @cached_property
+    def offset(self) -> int:
+        """Index among the keys of query row 0."""
+        return self.call.k.shape[2] - self.call.q.shape[2] if self.call.q_offset is None else self.call.q_offset
+
+    def run(self, call: AttentionCall) -> Result:
+        """The pipeline on a variant of the call, with a Memory of its own."""
+        return self.pipeline.run(call, Memory())
+
+    def same(self, what: str, expected: Tensor, actual: Tensor) -> None:
+        """BreachError unless the two agree within the tolerance of the call's dtype."""
+        found = difference(expected, actual, self.call.q.dtype)
+        if found is not None:
+            raise BreachError(f"{what}: {found}")
+
+
+def require(holds: bool | Tensor, detail: str) -> None:
+    """BreachError with `detail` unless `holds`."""
+    if not bool(holds if isinstance(holds, bool) else torch.all(holds)):
+        raise BreachError(detail)

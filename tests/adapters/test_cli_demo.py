@@ -1,0 +1,219 @@
+"""The command `demo`, with the shipped checkpoint, at a small size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+from matplotlib.image import imread
+from sparseprefill.adapters.cli import demo
+from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.demo.settings import PARAMETERS
+from typer.testing import CliRunner, Result
+
+from sparseprefill import (
+    AttentionCall,
+    Memory,
+    Method,
+    Pipeline,
+    Plan,
+    Registry,
+    SparseMask,
+    default_registry,
+    hookimpl,
+)
+
+SMALL = ("--tokens", "1024", "--questions", "1", "--device", "cpu")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["demo", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """One run over everything, as JSON, and its picture."""
+    path = tmp_path_factory.mktemp("demo") / "masks.png"
+    settings = ("--set", "streaming.window=128", "--set", "anchor-attention.step=2")
+    result = run(*SMALL, "--json", "--picture", str(path), *settings)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), path
+
+
+def test_json(small: tuple[dict[str, Any], Path]) -> None:
+    facts, path = small
+    assert set(facts) == {
+        *("version", "tokens", "questions", "seed", "rows", "device", "dtype", "picture", "outcomes"),
+    }
+    assert (facts["tokens"], facts["questions"], facts["device"], facts["dtype"]) == (1024, 4, "cpu", "float32")
+    assert facts["picture"] == {"path": str(path), "layer": demo.LAYER, "head": demo.HEAD}
+    names = [outcome["method"] for outcome in facts["outcomes"]]
+    assert names == ["stock", *(name for name in default_registry().methods() if name != "dense")]
+    for outcome in facts["outcomes"]:
+        assert outcome["error"] is None
+        assert set(outcome["families"]) == {"single", "multikey", "multivalue", "multiquery"}
+        assert outcome["asked"] == sum(family["asked"] for family in outcome["families"].values()) == 10
+        assert outcome["right"] == sum(family["right"] for family in outcome["families"].values())
+        assert 0 < outcome["density"] <= 1
+        assert 0 < outcome["lowest_head_recall"] <= outcome["recall"] <= 1.0001
+        assert outcome["ratio"] == pytest.approx(outcome["seconds"] / facts["outcomes"][0]["seconds"])
+        assert [layer["index"] for layer in outcome["layers"]] == list(range(len(outcome["layers"])))
+        assert all(layer["reason"] == "" for layer in outcome["layers"])
+
+
+def test_the_stock_model_answers(small: tuple[dict[str, Any], Path]) -> None:
+    stock = small[0]["outcomes"][0]
+    assert stock["right"] >= stock["asked"] - 1
+    assert (stock["density"], stock["recall"], stock["parameters"]) == (1.0, 1.0, {})
+
+
+def test_parameters_come_from_the_table_and_from_the_options(small: tuple[dict[str, Any], Path]) -> None:
+    found = {outcome["method"]: outcome for outcome in small[0]["outcomes"]}
+    assert found["streaming"]["parameters"] == {**PARAMETERS["streaming"], "window": 128}
+    assert found["streaming"]["density"] < 0.6
+    assert found["anchor-attention"]["parameters"] == {**PARAMETERS["anchor-attention"], "step": 2}
+
+
+def test_the_table_of_parameters_suits_the_methods() -> None:
+    for name, parameters in PARAMETERS.items():
+        default_registry().build(name, **parameters)
+
+
+def test_picture_is_a_png(small: tuple[dict[str, Any], Path]) -> None:
+    assert small[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    height, width = imread(small[1]).shape[:2]
+    assert width > height > 200
+
+
+def test_table() -> None:
+    result = run(*SMALL, "--method", "streaming", "--method", "dense", "--seed", "2", "--layer", "1", "--head", "3")
+    assert result.exit_code == 0, result.output
+    assert "1,024 tokens, 4 questions, seed 2, cpu, float32" in result.stdout
+    for word in ("method", "answers", "density", "recall", "prefill", "ratio", "dense (stock)", "streaming"):
+        assert word in result.stdout
+    assert "anchor-attention" not in result.stdout
+    assert "picture of layer 1, head 3: sparseprefill-demo.png" in result.stdout
+    assert Path("sparseprefill-demo.png").stat().st_size > 10_000
+    assert "64 sampled rows" in result.stderr
+    dense = next(line.split() for line in result.stdout.splitlines() if line.strip().startswith("dense  "))
+    assert dense[4:7] == ["100.0%", "100.0%", "100.0%"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "anchor"), ("no method is named 'anchor'",)),
+        (("--set", "streaming.window"), ("--set streaming.window", "method.parameter=value")),
+        (("--set", "window=3"), ("method.parameter=value",)),
+        (("--set", "nothing.window=3"), ("'nothing' is not among the methods of this run",)),
+        (("--set", "dense.block=64"), ("'dense' is not among the methods of this run",)),
+        (("--set", "streaming.windov=3"), ("no parameter 'windov'", "did you mean 'window'?")),
+        (("--set", "streaming.window=0"), ("window is 0", "pass an integer >= 1")),
+        (("--set", "streaming.window=wide"), ("window is 'wide'",)),
+        (("--set", "anchor-attention.theta=nan"), ("theta is nan",)),
+        (("--tokens", "256"), ("--tokens 256", "tokens more")),
+        (("--tokens", "100000"), ("--tokens 100000", "at most")),
+        (("--layer", "99"), ("--layer 99", "pass 0 to")),
+        (("--head", "99"), ("--head 99", "pass 0 to")),
+        (("--device", "moon"), ("--device moon",)),
+        (("--picture", "nowhere/p.png"), ("--picture nowhere/p.png", "No such file or directory")),
+        (("--picture", "folder.png"), ("--picture folder.png", "Is a directory")),
+        (("--picture", "p.pdf"), ("ends in .png",)),
+    ],
+)
+def test_refused(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    Path("folder.png").mkdir()
+    before = set(Path().iterdir())
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    for word in words:
+        assert word in result.stderr
+    assert set(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--tokens", "many"), ("--tokens", "12"), ("--questions", "0"), ("--dtype", "int8"), ("--layer", "-1")],
+)
+def test_bad_values(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert arguments[0] in result.stderr
+
+
+def test_an_existing_picture_survives_a_refusal() -> None:
+    path = Path("mine.png")
+    path.write_text("kept")
+    assert run("--picture", str(path), "--method", "nope").exit_code == 1
+    assert path.read_text() == "kept"
+
+
+@frozen
+class _Config:
+    """No parameters."""
+
+
+class _Raises:
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        raise ZeroDivisionError("by zero")
+
+
+class _Objects:
+    def unsupported(self, call: AttentionCall) -> str | None:
+        return "odd layers are not honoured" if call.layer % 2 else None
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        return Plan(SparseMask.full(call))
+
+
+class _Plugin:
+    @hookimpl
+    def sparseprefill_methods(self) -> list[Method]:
+        return [
+            Method(name=name, summary="a test", config=_Config, build=lambda config, stage=stage: Pipeline(stage()))
+            for name, stage in (("objects", _Objects), ("raises", _Raises))
+        ]
+
+
+def test_a_method_that_fails_and_one_that_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    registry.register(_Plugin(), "mine")
+    monkeypatch.setattr(demo, "default_registry", lambda: registry)
+    result = run(*SMALL, "--json", "--layer", "1")
+    assert result.exit_code == 1
+    stock, objects, raises = json.loads(result.stdout)["outcomes"]
+    assert stock["error"] is None
+    assert "ZeroDivisionError: by zero" in raises["error"]
+    assert {layer["reason"] for layer in objects["layers"]} == {"", "_Objects: odd layers are not honoured"}
+    assert objects["density"] == 1.0
+    text = run(*SMALL, "--method", "objects").stdout
+    assert "objects: dense in layers 1, 3, 5: _Objects: odd layers are not honoured" in text
+
+
+def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        name, dist = "broken", None
+
+        def load(self) -> Any:
+            raise ImportError("no module named 'gone'")
+
+    registry = Registry()
+    registry.register(_Plugin(), "mine")
+    registry.load_entry_points([Point()])  # type: ignore[list-item]
+    monkeypatch.setattr(demo, "default_registry", lambda: registry)
+    result = run(*SMALL, "--method", "objects")
+    assert result.exit_code == 0
+    assert "failed to load and is left out: no module named 'gone'" in " ".join(result.stderr.split())

@@ -1,0 +1,218 @@
+"""The retrieval tasks of the embedded model."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+
+from sparseprefill.adapters.demo import formats, model
+from sparseprefill.adapters.demo.haystack import haystack_of
+from sparseprefill.adapters.demo.tasks import FAMILIES, Family, Task, make_task, score
+from sparseprefill.adapters.demo.text import text_lines
+from sparseprefill.adapters.demo.words import ADJECTIVES, NOUNS
+
+DISTRACTORS = {"single": 0, "multikey": 15, "multivalue": 4, "multiquery": 4}
+LEAD = "? The special magic number for "
+LENGTHS = (512, 1024, 4096)
+
+
+@pytest.fixture(scope="session")
+def raw_tokenizer() -> Any:
+    from sparseprefill.adapters.demo.training.tokenizer import train_tokenizer
+    from tokenizers import Tokenizer
+
+    shipped = model.CHECKPOINT / "tokenizer.json"
+    return Tokenizer.from_file(str(shipped)) if shipped.is_file() else train_tokenizer(text_lines())
+
+
+@pytest.fixture(scope="session")
+def tokenizer(raw_tokenizer: Any) -> Any:
+    import transformers
+
+    make: Any = transformers.PreTrainedTokenizerFast
+
+    return make(tokenizer_object=raw_tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+def count(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text)["input_ids"])
+
+
+def answers(task: Task) -> list[str]:
+    return [question.answer for question in task.questions]
+
+
+def test_text_is_stable_and_clean() -> None:
+    lines = text_lines()
+    assert lines is text_lines()
+    assert len(lines) > 10_000
+    for line in lines:
+        assert line == " ".join(line.split())
+        assert line.isascii()
+        assert "magic number" not in line
+
+
+def test_words_are_distinct_single_tokens(tokenizer: Any) -> None:
+    words = (*ADJECTIVES, *NOUNS)
+    assert len(ADJECTIVES) == len(NOUNS) == 64
+    assert len(set(words)) == len(words)
+    ids = tokenizer([f" {word}" for word in words], add_special_tokens=False)["input_ids"]
+    assert {len(row) for row in ids} == {1}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_length_is_kept(tokenizer: Any, family: Family, length: int) -> None:
+    for seed in range(8):
+        task = make_task(tokenizer, family, length, seed)
+        whole = count(tokenizer, task.prompt() + task.questions[0].answer)
+        assert length - 16 < whole <= length
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_tokenize_as_the_whole(tokenizer: Any, family: Family) -> None:
+    task = make_task(tokenizer, family, 2048, 5)
+    question = task.questions[0]
+    parts = tokenizer(task.context)["input_ids"]
+    for text in (question.text, question.answer):
+        parts += tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = task.prompt() + question.answer
+    assert tokenizer(whole)["input_ids"] == parts
+    assert tokenizer.decode(parts, skip_special_tokens=True) == whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_seed_same_task(tokenizer: Any, family: Family) -> None:
+    task = make_task(tokenizer, family, 1024, 7)
+    assert make_task(tokenizer, family, 1024, 7) == task
+    assert make_task(tokenizer, family, 1024, 8) != task
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_answer_is_in_the_context_once(tokenizer: Any, family: Family) -> None:
+    for seed in range(8):
+        task = make_task(tokenizer, family, 2048, seed)
+        lines = task.context.splitlines()
+        assert task.context.endswith("\n")
+        asked = sum(len(question.values) for question in task.questions)
+        assert len(task.needles) == asked + DISTRACTORS[family]
+        assert [line for line in lines if "magic number" in line] == list(task.needles)
+        for question in task.questions:
+            for value in question.values:
+                assert len(value) == formats.DIGITS
+                assert value[0] != "0"
+                assert sum(f" is {value}." in line for line in lines) == 1
+
+
+def test_values_of_one_key_ascend_and_differ_at_once(tokenizer: Any) -> None:
+    question = make_task(tokenizer, "multivalue", 1024, 3, asked=5).questions[0]
+    heads = [value[0] for value in question.values]
+    assert heads == sorted(set(heads))
+    assert "5 special magic numbers" in question.text
+
+
+def test_several_questions_ask_different_keys(tokenizer: Any) -> None:
+    for family in FAMILIES[1:]:
+        task = make_task(tokenizer, family, 4096, 1, questions=5)
+        assert len({question.text for question in task.questions}) == 5
+        assert score(task, answers(task)) == (sum(len(q.values) for q in task.questions),) * 2
+        longest = max(
+            count(tokenizer, task.prompt(index) + question.answer) for index, question in enumerate(task.questions)
+        )
+        assert longest <= 4096
+
+
+@pytest.mark.parametrize(("depth", "place"), [(0.0, 0), (1.0, -1)])
+def test_depth_reaches_both_ends(tokenizer: Any, depth: float, place: int) -> None:
+    task = make_task(tokenizer, "single", 1024, 2, depth=depth)
+    assert task.context.splitlines()[place] == task.needles[0]
+
+
+def test_score_counts_values_in_their_place(tokenizer: Any) -> None:
+    task = make_task(tokenizer, "multiquery", 1024, 4, asked=3)
+    one, two, three = task.questions[0].values
+    assert score(task, answers(task)) == (3, 3)
+    assert score(task, [f"{one}, for x is {three}, for y is {two}.\n"]) == (1, 3)
+    assert score(task, [f"{one}. {two} {three}"]) == (1, 3)
+    assert score(task, [f"{one}\n{two}"]) == (1, 3)
+    assert score(task, [f"{one}0, {two}, {three}."]) == (2, 3)
+    assert score(task, [""]) == (0, 3)
+    with pytest.raises(ValueError, match="1 answers wanted"):
+        score(task, [])
+
+
+def test_bad_arguments_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="questions"):
+        make_task(tokenizer, "single", 1024, 0, questions=2)
+    with pytest.raises(ValueError, match="values"):
+        make_task(tokenizer, "multivalue", 1024, 0, asked=10)
+    with pytest.raises(ValueError, match="values"):
+        make_task(tokenizer, "multikey", 1024, 0, asked=2)
+    with pytest.raises(ValueError, match="distractors"):
+        make_task(tokenizer, "multikey", 1024, 0, distractors=-1)
+    with pytest.raises(ValueError, match="depth"):
+        make_task(tokenizer, "multikey", 1024, 0, depth=1.5)
+    with pytest.raises(ValueError, match="keys"):
+        make_task(tokenizer, "multikey", 1024, 0, distractors=5000)
+    with pytest.raises(ValueError, match="tokens more"):
+        make_task(tokenizer, "multikey", 128, 0)
+
+
+def test_own_lines_are_used(tokenizer: Any) -> None:
+    lines = ("one line of filler text", "another line of filler text")
+    task = make_task(tokenizer, "single", 256, 0, lines=lines)
+    assert set(task.context.splitlines()) == {*lines, *task.needles}
+    assert haystack_of(tokenizer, lines) is haystack_of(tokenizer, lines)
+
+
+def test_training_batches_hold_the_same_sentences(raw_tokenizer: Any) -> None:
+    torch = pytest.importorskip("torch")
+    from sparseprefill.adapters.demo.training.batches import Batches
+    from sparseprefill.adapters.demo.training.plan import draw_mix
+    from sparseprefill.adapters.demo.training.templates import ANSWER, Words
+
+    words = Words(raw_tokenizer, torch.device("cpu"))
+    lines = [words.encode(f"{line}\n") for line in text_lines()[:3000]]
+    batches, rng = Batches(words, lines, raw_tokenizer.token_to_id("<s>"), 0), random.Random(0)
+    for length in (256, 512, 2048, 8192):
+        for _ in range(4):
+            ids, kinds = batches.make(draw_mix(rng, length), 2, length)
+            for row, kind in zip(ids, kinds, strict=True):
+                text = raw_tokenizer.decode(row.tolist(), skip_special_tokens=True)
+                assert raw_tokenizer.encode(text).ids == row.tolist()
+                answered = raw_tokenizer.decode(row[kind == ANSWER].tolist())
+                said = [line.split(LEAD)[1] for line in text.splitlines() if LEAD in line]
+                assert answered == "".join(part.split(" is ", 1)[1] for part in said)
+                assert_answers_are_right(text)
+
+
+def assert_answers_are_right(text: str) -> None:
+    known: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("The special magic number for "):
+            key, value = line.removeprefix("The special magic number for ").rstrip(".").split(" is ")
+            known.setdefault(key, set()).add(value)
+        elif LEAD in line:
+            said = line.split(LEAD)[1].rstrip(".").split(", for ")
+            pairs = [part.split(" is ") for part in said]
+            assert [v for _, v in pairs] == sorted(v for _, v in pairs) or len(dict(pairs)) > 1
+            for key in dict(pairs):
+                assert {v for k, v in pairs if k == key} == known[key]
+
+
+def test_missing_transformers_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "CHECKPOINT", Path(__file__).parent)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"sparseprefill\[hf\]"):
+        model.load_tokenizer()
+
+
+def test_missing_checkpoint_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(model, "CHECKPOINT", tmp_path)
+    with pytest.raises(FileNotFoundError, match="embedded model"):
+        model.load_model()

@@ -1,0 +1,321 @@
+"""The adapter's own behaviour: options, report, fallbacks, state, detaching."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import threading
+import weakref
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from sparseprefill.adapters import session as sessions
+from sparseprefill.adapters.huggingface import attach, forwards
+from transformers import LlamaForCausalLM
+
+import sparseprefill as sp
+
+from . import hf_models
+
+STREAMING: dict[str, int] = {"sink": 16, "window": 16, "block": 16}
+
+
+@pytest.fixture
+def model() -> Any:
+    return hf_models.build("llama")
+
+
+@torch.no_grad()
+def logits(model: Any, length: int = 90) -> torch.Tensor:
+    return model(hf_models.prompt(length)).logits
+
+
+def test_detach_restores_to_the_bit(model: Any) -> None:
+    wanted, implementation = logits(model), model.config._attn_implementation
+    hooks = len(model.model._forward_hooks), len(model.model._forward_pre_hooks)
+    handle = attach(model, "streaming", **STREAMING)
+    assert "attached: streaming on LlamaForCausalLM" in repr(handle)
+    assert not torch.equal(logits(model), wanted)
+    handle.detach()
+    handle.detach()
+    assert "detached" in repr(handle)
+    assert torch.equal(logits(model), wanted)
+    assert model.config._attn_implementation == implementation
+    assert (len(model.model._forward_hooks), len(model.model._forward_pre_hooks)) == hooks
+    with attach(model, "dense", block=16):
+        pass
+    assert torch.equal(logits(model), wanted)
+
+
+def test_two_models_have_two_methods(model: Any) -> None:
+    other = hf_models.build("qwen3", seed=3)
+    stock = logits(model), logits(other)
+    with attach(model, "dense", block=16) as first, attach(other, "streaming", **STREAMING) as second:
+        torch.testing.assert_close(logits(model), stock[0], atol=2e-5, rtol=1e-4)
+        assert not torch.allclose(logits(other), stock[1], atol=1e-2)
+    assert (first.report().method, second.report().method) == ("dense", "streaming")
+    assert (first.report().density, first.report().layers[0].calls) == (1.0, 1)
+    assert torch.equal(logits(other), stock[1])
+
+
+def test_models_that_share_a_config(model: Any) -> None:
+    torch.manual_seed(9)
+    other = LlamaForCausalLM(model.config).eval()
+    stock = logits(other)
+    with attach(model, "streaming", **STREAMING) as handle:
+        torch.testing.assert_close(logits(other), stock)
+        with pytest.raises(sp.AttachError, match="shares its config"):
+            attach(other, "dense")
+    assert handle.report().layers[0].calls == 0
+    with attach(model, "dense"), pytest.raises(sp.AttachError, match="attached already"):
+        attach(model, "dense")
+
+
+def test_copies_are_stock_models_before_and_after_detaching(model: Any) -> None:
+    wanted = logits(model)
+    with attach(model, "streaming", **STREAMING):
+        twin = copy.deepcopy(model)
+        torch.testing.assert_close(logits(twin), wanted)
+    torch.testing.assert_close(logits(twin), wanted)
+
+
+def test_a_dropped_model_takes_its_handle_along(model: Any) -> None:
+    fresh = hf_models.build("llama")
+    handle = weakref.ref(attach(fresh, "dense"))
+    gone = weakref.ref(fresh)
+    del fresh
+    gc.collect()
+    assert gone() is None
+    assert handle() is None
+
+
+@torch.no_grad()
+def test_report(model: Any) -> None:
+    with attach(model, "anchor-attention", theta=1.0, step=2, block=16, init_tokens=16) as handle:
+        assert [layer.mode for layer in handle.report().layers] == ["unused", "unused"]
+        model.generate(hf_models.prompt(120), max_new_tokens=4, do_sample=False)
+    report = handle.report()
+    assert (report.method, report.host, report.implementation) == ("anchor-attention", "LlamaForCausalLM", "sdpa")
+    assert (report.min_query, report.grain, report.short_forwards) == (16, 32, 3)
+    layer = report.layers[1]
+    assert (layer.layer, layer.mode, layer.sparse_calls, layer.dense_calls) == (1, "sparse", 1, 0)
+    assert (layer.batch, layer.query_length, layer.key_length) == (1, 120, 120)
+    assert layer.density is not None
+    assert 0 < layer.density < 1
+    assert layer.mean_density is None
+    assert report.fallbacks == {}
+    text = str(report)
+    assert "anchor-attention on LlamaForCausalLM (dense: sdpa; grain 32 tokens)" in text
+    assert f"density {layer.density:.3f}" in text
+    assert "dense by length (fewer than 16 query rows): 3 forwards" in text
+
+
+@torch.no_grad()
+def test_observe_and_measure(model: Any) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def observe(call: sp.AttentionCall, result: sp.Result) -> None:
+        seen.append((call.layer, result.density))
+
+    with attach(model, "streaming", measure=True, observe=observe, **STREAMING) as handle:
+        logits(model, 60)
+        logits(model, 120)
+    assert [layer for layer, _ in seen] == [0, 1, 0, 1]
+    layer = handle.report().layers[0]
+    assert layer.density == pytest.approx(seen[2][1])
+    assert layer.mean_density is not None
+    assert min(seen[0][1], seen[2][1]) < layer.mean_density < max(seen[0][1], seen[2][1])
+    assert "(mean" in str(layer)
+
+
+def test_density_sums_over_the_chunks_of_a_prefill(model: Any) -> None:
+    def density(**options: Any) -> float | None:
+        with attach(model, "streaming", **STREAMING) as handle:
+            model.generate(hf_models.prompt(120), max_new_tokens=2, do_sample=False, **options)
+        return handle.report().layers[0].density
+
+    assert density() == pytest.approx(density(prefill_chunk_size=48))
+
+
+def test_masks_beyond_the_budget_are_not_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "KEPT_BYTES", 0)
+    with attach(model, "streaming", **STREAMING) as handle:
+        logits(model)
+    assert handle.report().layers[0].mode == "sparse"
+    assert handle.report().density is None
+
+
+@torch.no_grad()
+def test_short_prompts_and_chosen_layers(model: Any) -> None:
+    wanted = logits(model, 15)
+    with attach(model, "streaming", layers=[1], strict=True, **STREAMING) as handle:
+        assert torch.equal(logits(model, 15), wanted)
+        assert handle.report().short_forwards == 1
+        logits(model)
+    first, second = handle.report().layers
+    assert (first.mode, second.mode) == ("dense", "sparse")
+    assert first.reasons == {"not among the layers asked for": 1}
+    with attach(model, "streaming", min_query=91, **STREAMING) as handle:
+        logits(model)
+    assert handle.report().layers[0].calls == 0
+
+
+def test_recorded_gradients_run_dense(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ids = hf_models.prompt()
+    wanted = model(ids).logits
+    with attach(model, "streaming", **STREAMING) as handle, caplog.at_level(logging.WARNING, "sparseprefill"):
+        got = model(ids).logits
+        got.sum().backward()
+        model(ids)
+    torch.testing.assert_close(got, wanted)
+    assert sum("gradients are recorded" in record.message for record in caplog.records) == 1
+    assert [list(layer.reasons.values()) for layer in handle.report().layers] == [[2], [2]]
+    with attach(model, "streaming", strict=True, **STREAMING), pytest.raises(sp.UnsupportedCallError, match="no_grad"):
+        model(ids)
+
+
+def test_frozen_weights_need_no_no_grad(model: Any) -> None:
+    model.requires_grad_(False)
+    with attach(model, "streaming", strict=True, **STREAMING) as handle:
+        model(hf_models.prompt())
+    assert handle.report().layers[0].mode == "sparse"
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:.*use_cache.*")
+def test_gradient_checkpointing_trains_as_ever(model: Any) -> None:
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        model(hf_models.prompt(), labels=hf_models.prompt()).loss.backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    model.train().gradient_checkpointing_enable()
+    wanted = gradient()
+    with attach(model, "streaming", **STREAMING) as handle:
+        assert model.training
+        torch.testing.assert_close(gradient(), wanted)
+    assert handle.report().fallbacks
+
+
+@torch.no_grad()
+def test_masks_that_no_call_can_express_run_dense(model: Any) -> None:
+    ids, square = hf_models.prompt(), torch.ones(90, 90, dtype=torch.bool).tril()
+    holes = torch.ones_like(ids)
+    holes[0, 30:40] = 0
+    square[60:, 3:9] = False
+    packed = torch.cat([torch.arange(50), torch.arange(40)])[None]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"attention_mask": holes}, "has holes"),
+        ({"attention_mask": square[None, None]}, "custom"),
+        ({"position_ids": packed, "use_cache": False}, "custom"),
+        ({"output_attentions": True}, "weights are asked for"),
+    ]
+    for inputs, reason in cases:
+        wanted = model(ids, **inputs).logits
+        with attach(model, "streaming", **STREAMING) as handle:
+            torch.testing.assert_close(model(ids, **inputs).logits, wanted)
+        assert any(reason in why for why in handle.report().fallbacks), handle.report()
+        assert f"{reason}" in str(handle.report())
+
+
+@attrs.frozen
+class Picky:
+    """An estimator that objects to sinks."""
+
+    inner: Any
+
+    def unsupported(self, call: sp.AttentionCall) -> str | None:
+        return None if call.sinks is None else "sinks are beyond me"
+
+    def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+        return self.inner.estimate(call, memory)
+
+
+def test_a_stage_that_objects_leaves_its_layers_to_the_host() -> None:
+    model = hf_models.build("gpt-oss")
+    wanted = logits(model)
+    streaming = sp.build("streaming", **STREAMING)
+    picky = attrs.evolve(streaming, estimator=Picky(streaming.estimator), name="picky")
+    with attach(model, picky) as handle:
+        torch.testing.assert_close(logits(model), wanted)
+    band, full = handle.report().layers
+    assert (band.mode, full.mode) == ("band", "dense")
+    assert full.reasons == {"Picky: sinks are beyond me": 1}
+    with pytest.raises(sp.AttachError, match="layer 1: Picky: sinks are beyond me"):
+        attach(model, picky, strict=True)
+
+
+def test_what_sdpa_ignores_is_ignored_and_noted() -> None:
+    model = hf_models.build("gemma2-sdpa")
+    with attach(model, "dense", block=32) as handle:
+        logits(model)
+    assert any("softcap" in note for note in handle.report().notes)
+    assert "note: sdpa ignores" in str(handle.report())
+
+
+@torch.no_grad()
+def test_an_error_inside_the_forward_closes_it(model: Any) -> None:
+    wanted = logits(model)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    with attach(model, "dense", block=32) as handle:
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            logits(model)
+        hook.remove()
+        assert forwards.current(handle) is None
+        torch.testing.assert_close(logits(model), wanted, atol=2e-5, rtol=1e-4)
+    assert not handle.report().fallbacks
+
+
+def test_an_observer_that_fails_is_heard(model: Any) -> None:
+    def fail(call: sp.AttentionCall, result: sp.Result) -> None:
+        raise KeyError("mine")
+
+    with attach(model, "dense", observe=fail) as handle, pytest.raises(KeyError, match="mine"):
+        logits(model)
+    assert forwards.current(handle) is None
+
+
+def test_threads_share_a_model(model: Any) -> None:
+    prompts = [hf_models.prompt(60 + 7 * i, seed=i) for i in range(6)]
+
+    @torch.no_grad()
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        return model.generate(ids, max_new_tokens=4, do_sample=False)
+
+    with attach(model, "streaming", **STREAMING) as handle:
+        wanted = [run(ids) for ids in prompts]
+        got: dict[int, torch.Tensor] = {}
+        jobs = [threading.Thread(target=lambda i=i: got.update({i: run(prompts[i])})) for i in range(6)]
+        for job in jobs:
+            job.start()
+        for job in jobs:
+            job.join()
+    assert all(torch.equal(got[i], wanted[i]) for i in range(6))
+    assert handle.report().layers[0].sparse_calls == 12
+    assert not handle.report().fallbacks
+
+
+@pytest.mark.parametrize(
+    "options", [{"min_query": 1}, {"min_query": 2.5}, {"layers": 3}, {"layers": ["a"]}, {"layers": [7]}]
+)
+def test_wrong_options(model: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(sp.ParameterError, match=next(iter(options))):
+        attach(model, "dense", **options)
+
+
+def test_wrong_methods(model: Any) -> None:
+    with pytest.raises(sp.UnknownMethodError, match="anchor-attention"):
+        attach(model, "anchor-atention")
+    with pytest.raises(sp.ParameterError, match="theta"):
+        attach(model, "anchor-attention", thetta=1.0)
+    with pytest.raises(sp.ParameterError, match=r"parameters \(block\) go with the name"):
+        attach(model, sp.build("dense"), block=16)
+    with pytest.raises(sp.ParameterError, match="pass the name of a method, or a Pipeline"):
+        attach(model, 5)  # type: ignore[arg-type]
+    assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,131 @@
+"""What outlives a forward: memory over the chunks of one prefill, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.huggingface.forwards import Requests
+from transformers import DynamicCache
+
+import sparseprefill as sp
+
+from . import hf_models
+
+
+class Diary:
+    """An observer that writes down the layers and offsets it saw, in the request's memory."""
+
+    grain = 1
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+
+    def observe(self, call: sp.AttentionCall, plan: sp.Plan, result: sp.Result, memory: sp.Memory) -> None:
+        past = memory.setdefault("past", list)
+        past.append(call.layer)
+        self.seen.append((call.layer, call.geometry.q_offset, len(past)))
+
+
+def with_diary() -> tuple[sp.Pipeline, Diary]:
+    diary = Diary()
+    return attrs.evolve(sp.build("dense", block=16), observers=(diary,)), diary
+
+
+@torch.no_grad()
+def test_memory_goes_on_over_chunks_and_ends_with_the_prefill() -> None:
+    model, (pipeline, diary) = hf_models.build("llama"), with_diary()
+    with attach(model, pipeline) as handle:
+        out = model.generate(
+            hf_models.prompt(96), max_new_tokens=3, do_sample=False, prefill_chunk_size=32, return_dict_in_generate=True
+        )
+        chunks = [(0, 0, 1), (1, 0, 2), (0, 32, 3), (1, 32, 4), (0, 64, 5), (1, 64, 6)]
+        assert diary.seen == chunks
+        turn = torch.cat([out.sequences, hf_models.prompt(20, seed=4)], -1)
+        model.generate(turn, past_key_values=out.past_key_values, max_new_tokens=1, do_sample=False)
+        assert diary.seen[6:] == [(0, 98, 1), (1, 98, 2)], "another turn is another prefill"
+        model(hf_models.prompt(40))
+        assert diary.seen[8:] == [(0, 0, 1), (1, 0, 2)]
+    assert handle.report().notes == {}
+
+
+@torch.no_grad()
+def test_a_cache_that_the_model_made_goes_on_too() -> None:
+    model, (pipeline, diary) = hf_models.build("llama"), with_diary()
+    ids = hf_models.prompt(96)
+    with attach(model, pipeline):
+        cache = model(ids[:, :48], use_cache=True).past_key_values
+        model(ids[:, 48:], past_key_values=cache)
+        assert diary.seen[2:] == [(0, 48, 3), (1, 48, 4)]
+        cache.crop(-16)
+        model(ids[:, 80:], past_key_values=cache)
+        assert diary.seen[4:] == [(0, 80, 1), (1, 80, 2)], "a cropped cache begins anew"
+
+
+@pytest.mark.parametrize("lefts", [(0,), (0, 0)])
+@torch.no_grad()
+def test_chunks_at_the_grain_change_nothing(lefts: tuple[int, ...]) -> None:
+    model, inputs = hf_models.build("llama"), hf_models.padded(128, lefts)
+    with attach(model, "anchor-attention", theta=1.0, step=2, block=16, init_tokens=16) as handle:
+        whole = model(**inputs).logits
+        assert handle.report().grain == 32
+        cache = DynamicCache(config=model.config)
+        parts = []
+        for first in range(0, 128, 64):
+            ids, mask = inputs["input_ids"][:, first : first + 64], inputs["attention_mask"][:, : first + 64]
+            parts.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
+    assert handle.report().notes == {}
+    assert (handle.report().density or 1.0) < 0.95
+
+
+@torch.no_grad()
+def test_a_cut_off_the_grain_is_noted() -> None:
+    model = hf_models.build("llama")
+    options = {"max_new_tokens": 1, "do_sample": False, "prefill_chunk_size": 40}
+    with attach(model, "anchor-attention", theta=1.0, step=2, block=16, init_tokens=16) as handle:
+        model.generate(hf_models.prompt(80), **options)
+    assert list(handle.report().notes) == [
+        "prefill was cut at token 40; its grain is 32 tokens, so the cut may change what is selected"
+    ]
+    with attach(model, "vertical-slash", gamma=0.6, block=16) as handle:
+        model.generate(hf_models.prompt(80), **options)
+    assert any("has no grain" in note for note in handle.report().notes)
+
+
+class Cache:
+    """Weakly referable, as transformers' caches are."""
+
+
+def test_requests() -> None:
+    requests, cache = Requests(), Cache()
+    progress, goes_on = requests.advance(cache, 0, 10, 1)
+    assert not goes_on
+    requests.keep(cache, progress)
+    for past, batch, wanted in ((10, 1, True), (11, 1, False), (0, 1, False), (10, 2, False)):
+        again, goes_on = requests.advance(cache, past, 5, batch)
+        assert goes_on is wanted
+        assert (again.prefill is progress.prefill) is wanted
+        assert again.end == past + 5
+    requests.drop(cache)
+    assert not requests.advance(cache, 10, 5, 1)[1]
+    requests.keep(cache, progress)
+    assert len(requests) == 1
+    del cache
+    gc.collect()
+    assert len(requests) == 0
+
+
+@torch.no_grad()
+def test_sparse_rows_do_not_depend_on_their_padding() -> None:
+    model: Any = hf_models.build("llama")
+    inputs = hf_models.padded(110, (0, 23))
+    with attach(model, "anchor-attention", theta=1.0, step=2, block=16, init_tokens=16) as handle:
+        batch = model(**inputs).logits[1, 23:]
+        alone = model(inputs["input_ids"][1:, 23:]).logits[0]
+    torch.testing.assert_close(batch, alone, atol=2e-5, rtol=1e-4)
+    assert not handle.report().fallbacks

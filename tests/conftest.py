@@ -1,0 +1,46 @@
+"""Settings for every test: interpreter, hypothesis profiles, markers, threads, and poisoned fresh memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel module is imported, so before any is
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
+
+# Many small operations: more threads cost more than they bring, and far more where cores are shared.
+torch.set_num_threads(1)
+
+SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
+settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=SLOW)
+settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=SLOW)
+settings.register_profile("gpu", max_examples=50, deadline=None, suppress_health_check=SLOW)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    # Poisoning needs deterministic mode; operations without such a variant only warn, which is of no interest here.
+    quiet = pytest.mark.filterwarnings("ignore:.*eterministic.*:UserWarning")
+    for item in items:
+        item.add_marker(quiet)
+        if not CUDA and item.get_closest_marker("gpu"):
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fresh memory (`torch.empty` and its kin) holds NaN, or the largest integer: a row left unwritten is seen."""
+    if "benchmark" in request.fixturenames:
+        yield
+        return
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,151 @@
+"""The documentation holds: its Python runs and prints what it says, its links resolve, every public name is there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import NOTHING, fields
+
+import sparseprefill as sp
+from docs.pages import ROOT, SKIP, anchors, blocks, headings, links, name, pages, section
+from sparseprefill import errors, hookspecs, stages, testing
+
+PAGES = pages()
+METHODS = ROOT / "docs" / "methods"
+PLUGINS = [record for record in sp.default_registry().plugins() if record.distribution == "sparseprefill"]
+OURS = {method for record in PLUGINS for method in record.methods}
+HEADINGS = ("Parameters", "What it computes", "Differences from the paper", "Grain")
+
+
+@pytest.fixture
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty directory to run in; plugins that a page registers are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    before = set(sp.default_registry().plugins())
+    with torch.random.fork_rng():
+        yield
+    for record in set(sp.default_registry().plugins()) - before:
+        sp.default_registry().unregister(record.name)
+
+
+WITH_PYTHON = [page for page in PAGES if any(block.runs for block in blocks(page.read_text()))]
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
+def test_python_blocks_run_and_print_what_the_page_says(page: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "__docs__"}
+    for block in blocks(page.read_text()):
+        if not block.runs:
+            continue
+        code = compile("\n" * (block.line - 1) + block.code, name(page), "exec", dont_inherit=True)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        if block.output is not None:
+            shown = [line.rstrip() for line in printed.getvalue().splitlines()]
+            assert [line.rstrip() for line in block.output.splitlines()] == shown, f"{name(page)}:{block.line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_quoted_files_are_quoted_as_they_are(page: Path) -> None:
+    quotes = [block for block in blocks(page.read_text()) if block.file is not None]
+    changed = [block.line for block in quotes if block.code not in (ROOT / "docs" / str(block.file)).read_text()]
+    assert changed == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_resolve(page: Path) -> None:
+    broken = []
+    for target in links(page.read_text()):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        there = file.exists() and (not anchor or file.suffix != ".md" or anchor in anchors(file.read_text()))
+        broken += [] if there else [target]
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_skipped_block_says_why(page: Path) -> None:
+    text = page.read_text()
+    comments = re.findall(r"^\s*<!-- skip.*$", text, flags=re.M)
+    assert [block.skip for block in blocks(text) if block.skip] == [
+        match["reason"] for comment in comments if (match := SKIP.fullmatch(comment.strip()))
+    ]
+    assert len(comments) == sum(block.skip is not None for block in blocks(text))
+
+
+def entries(page: Path) -> set[str]:
+    """Names that a page explains: in a heading, or in backticks at the start of a list or table entry."""
+    text = page.read_text()
+    listed = re.findall(r"^\s*(?:[-*] |\| ?)`(?:\w+\.)*(\w+)", text, flags=re.M)
+    return set(listed) | {word for title in headings(text) for word in re.findall(r"\w+", title)}
+
+
+def public() -> list[str]:
+    return [*sp.__all__, *testing.__all__]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    missing = sorted(set(public()) - entries(ROOT / "docs" / "reference.md"))
+    assert missing == []
+
+
+def test_every_error_is_in_the_reference() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    missing = sorted({kind.__name__ for kind in kinds} - entries(ROOT / "docs" / "reference.md"))
+    assert missing == []
+
+
+def test_every_hook_is_explained_to_plugin_authors() -> None:
+    hooks = {hook for hook in vars(hookspecs) if hook.startswith("sparseprefill_")}
+    for page in ("reference.md", "write-a-plugin.md"):
+        assert sorted(hooks - entries(ROOT / "docs" / page)) == []
+
+
+def test_every_stage_method_is_in_the_reference() -> None:
+    interfaces = (stages.PatternEstimator, stages.MaskRefiner, stages.SparseExecutor, stages.Observer)
+    verbs = {verb for interface in interfaces for verb in stages.missing(object(), interface)}
+    text = section((ROOT / "docs" / "reference.md").read_text(), "Stages")
+    assert sorted(verb for verb in verbs if f"{verb}(" not in text) == []
+
+
+@pytest.mark.parametrize("method", sorted(OURS))
+def test_every_method_has_its_page(method: str) -> None:
+    text = (METHODS / f"{method}.md").read_text()
+    assert headings(text)[0] == method
+    assert sorted(set(HEADINGS) - set(headings(text))) == []
+
+
+@pytest.mark.parametrize("method", sorted(OURS))
+def test_every_parameter_is_on_its_methods_page_with_its_default(method: str) -> None:
+    config = sp.default_registry().get(method).config
+    table = section((METHODS / f"{method}.md").read_text(), "Parameters")
+    for attribute in fields(config):
+        default = "" if attribute.default is NOTHING else f"`{attribute.default!r}`"
+        assert f"| `{attribute.alias}` | {default} |" in table
+
+
+def test_every_page_of_a_method_belongs_to_a_method() -> None:
+    stems = {page.stem for page in METHODS.glob("*.md")}
+    assert stems == OURS
+
+
+def test_the_changelog_knows_the_version() -> None:
+    titles = headings((ROOT / "CHANGELOG.md").read_text())
+    assert any(title.startswith(sp.__version__) for title in titles)
+
+
+def test_index_leads_to_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target.partition("#")[0]).resolve() for target in links(index.read_text())}
+    wanted = {page for page in PAGES if page.is_relative_to(index.parent) and page != index}
+    wanted -= set((ROOT / "docs" / "examples").rglob("*.md"))
+    assert sorted(name(page) for page in wanted - linked) == []

@@ -1,0 +1,142 @@
+"""The example packages of docs/examples, installed as a stranger would: found, built, run, listed; broken or sound."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+PACKAGES = ("sparseprefill-lastblock", "sparseprefill-broken")
+PIP = ("pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+
+SCRIPT = """
+import json, logging
+import torch
+import sparseprefill as sp
+
+logging.disable(logging.CRITICAL)
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, heads, 300, 32) for heads in (4, 2, 2))
+result = sp.build("last-block", keep=20, band=40, block=16).run(sp.AttentionCall(q, k, v))
+truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+full = sp.build("last-block", keep=300)(q, k, v)
+dense = sp.build("dense")(q, k, v)
+
+
+def failure(name, **parameters):
+    try:
+        sp.build(name, **parameters)
+    except sp.SparsePrefillError as error:
+        cause = error.__cause__
+        return [type(error).__name__, str(error), None if cause is None else type(cause).__name__]
+
+
+records = {
+    record.name: [record.distribution, record.version, list(record.methods), repr(record.error)]
+    for record in sp.default_registry().plugins()
+}
+answer = {
+    "methods": dict(sp.methods()),
+    "records": records,
+    "density": result.density,
+    "shape": list(result.out.shape),
+    "full": sp.output_error(full, truth),
+    "dense": sp.output_error(dense, truth),
+    "broken": failure("broken-example"),
+    "unknown": failure("last-blok"),
+    "parameter": failure("last-block", keep=-1),
+}
+print(json.dumps(answer))
+"""
+
+
+def run(site: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh Python that sees the installed packages, outside the repository."""
+    settings = {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", **environment}
+    kept = {name: value for name, value in os.environ.items() if name != "SPARSEPREFILL_PLUGINS"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=site, env=kept | settings, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with both packages installed in it."""
+    folder = tmp_path_factory.mktemp("third_party")
+    sources = []
+    for name in PACKAGES:  # pip builds in place: never in the working tree
+        unbuilt = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".*")
+        sources.append(str(shutil.copytree(EXAMPLES / name, folder / "source" / name, ignore=unbuilt)))
+    target = folder / "site"
+    done = run(folder, "-m", *PIP, "--target", str(target), *sources)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
+
+
+@pytest.fixture(scope="module")
+def answer(site: Path) -> dict[str, Any]:
+    """What a user sees with both packages installed."""
+    done = run(site, "-c", SCRIPT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_the_method_is_listed_among_the_others(answer: dict[str, Any]) -> None:
+    assert {"last-block", "dense", "anchor-attention"} <= set(answer["methods"])
+    expected = "the key columns that the last queries look at, and a local band"
+    assert expected == answer["methods"]["last-block"]
+    assert answer["records"]["last-block"] == ["sparseprefill-lastblock", "0.1.0", ["last-block"], "None"]
+
+
+def test_the_method_runs(answer: dict[str, Any]) -> None:
+    assert answer["shape"] == [1, 4, 300, 32]
+    assert 0.0 < answer["density"] < 0.8
+    assert answer["full"] < 1e-5
+
+
+def test_the_methods_parameters_are_checked(answer: dict[str, Any]) -> None:
+    assert answer["parameter"][:2] == ["ParameterError", "keep is -1: pass an integer >= 0"]
+
+
+def test_the_broken_package_is_listed_with_its_error(answer: dict[str, Any]) -> None:
+    distribution, version, methods, error = answer["records"]["broken-example"]
+    assert (distribution, version, methods) == ("sparseprefill-broken", "0.1.0", [])
+    assert error.startswith("ModuleNotFoundError")
+
+
+def test_asking_for_the_broken_method_raises_from_the_original(answer: dict[str, Any]) -> None:
+    kind, message, cause = answer["broken"]
+    assert (kind, cause) == ("PluginLoadError", "ModuleNotFoundError")
+    assert "plugin 'broken-example' of sparseprefill-broken 0.1.0 failed to load" in message
+
+
+def test_the_broken_package_takes_nothing_down(answer: dict[str, Any]) -> None:
+    assert answer["dense"] < 1e-5
+    assert answer["records"]["classic"][3] == "None"
+
+
+def test_an_unknown_name_gets_the_nearest_and_mentions_the_broken_package(answer: dict[str, Any]) -> None:
+    kind, message, _ = answer["unknown"]
+    assert kind == "UnknownMethodError"
+    assert "did you mean 'last-block'" in message
+    assert "plugin 'broken-example' of sparseprefill-broken 0.1.0" in message
+
+
+def test_the_examples_own_contract_test_passes(site: Path) -> None:
+    tests = site.parent / "source" / "sparseprefill-lastblock" / "tests"
+    done = run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+def test_the_environment_variable_leaves_the_broken_package_out(site: Path) -> None:
+    listing = "import sparseprefill as sp; print([r.name for r in sp.default_registry().plugins()])"
+    done = run(site, "-c", listing, SPARSEPREFILL_PLUGINS="last-block")
+    assert (done.stdout, done.stderr) == ("['last-block']\n", "")

@@ -1,0 +1,244 @@
+"""The contracts can fail: methods broken on purpose, each caught by the law it breaks, in words that help."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from attrs import evolve, field, frozen
+
+import sparseprefill as sp
+from sparseprefill import testing
+from sparseprefill.call import AttentionCall
+from sparseprefill.executors.reference import ReferenceExecutor
+from sparseprefill.mask import SparseMask
+from sparseprefill.memory import Memory
+from sparseprefill.method import Method
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Carry, Plan, Result
+from sparseprefill.softmax import SoftmaxState
+
+REFERENCE = ReferenceExecutor()
+NEAR = sp.build("streaming", sink=16, window=32, block=16).estimator
+CALLS = (
+    AttentionCall(*testing.tensors("random", batch=1, heads=2, kv_heads=1, q_len=70, kv_len=70, head_dim=8)),
+    AttentionCall(
+        *testing.tensors("sink", batch=2, heads=2, kv_heads=1, q_len=70, kv_len=70, head_dim=8),
+        starts=torch.tensor([0, 21], dtype=torch.int32),
+    ),
+)
+
+
+@frozen
+class Estimator:
+    """An estimator made of a function, which claims a grain."""
+
+    answer: Callable[[AttentionCall], Plan]
+    grain: int | None = None
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        return self.answer(call)
+
+
+@frozen
+class Executor:
+    """The reference, with its result or its plan spoilt."""
+
+    spoil: Callable[[AttentionCall, Result], Result]
+    replan: Callable[[AttentionCall, Plan], Plan] = field(default=lambda call, plan: plan)
+
+    def execute(self, call: AttentionCall, plan: Plan) -> Result:
+        return evolve(self.spoil(call, REFERENCE.execute(call, self.replan(call, plan))), plan=plan)
+
+    def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
+        return REFERENCE.accumulate(call, plan)
+
+
+def estimating(answer: Callable[[AttentionCall], Plan], grain: int | None = None) -> Pipeline:
+    return Pipeline(Estimator(answer, grain), name="broken")
+
+
+def spoiling(spoil: Callable[[AttentionCall, Result], Result]) -> Pipeline:
+    return Pipeline(NEAR, executor=Executor(spoil), name="broken")
+
+
+def softmax(call: AttentionCall, keep: torch.Tensor, leak: bool = False, shift: bool = True) -> torch.Tensor:
+    """A softmax over `keep` alone, causal or not; without care for NaN in values (`leak`) or for the maximum."""
+    k, v = (x.repeat_interleave(call.group, 1) for x in (call.k, call.v))
+    logits = (call.q @ k.transpose(-1, -2) * call.softmax_scale).masked_fill(~keep, -math.inf)
+    top = logits.amax(-1, keepdim=True) if shift else torch.zeros(1)
+    p = torch.exp(logits - torch.where(top == -math.inf, 0.0, top))
+    return p @ (v if leak else torch.nan_to_num(v)) / p.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def peeks(call: AttentionCall, result: Result) -> Result:
+    """Each row sees one key too many."""
+    keep = result.mask.to_dense()
+    keep[..., 1:] |= keep[..., :-1].clone()
+    return evolve(result, out=softmax(call, keep, leak=True))
+
+
+def leaks(call: AttentionCall, result: Result) -> Result:
+    """Weights of zero times NaN."""
+    return evolve(result, out=softmax(call, result.mask.to_dense(), leak=True))
+
+
+def overflows(call: AttentionCall, result: Result) -> Result:
+    """No maximum is taken off the logits."""
+    return evolve(result, out=softmax(call, result.mask.to_dense(), shift=False))
+
+
+def unwritten(call: AttentionCall, result: Result) -> Result:
+    """A kernel that forgets the last row."""
+    out = torch.empty_like(result.out)
+    out[:, :, :-1] = result.out[:, :, :-1]
+    return evolve(result, out=out)
+
+
+def batch_bound(call: AttentionCall, result: Result) -> Result:
+    """The batch decides on the numbers."""
+    return evolve(result, out=result.out * (1 + 0.01 * call.q.shape[0]))
+
+
+def empty_rows(call: AttentionCall) -> Plan:
+    return Plan(SparseMask.from_stripes(call, torch.arange(70)[None] > 3, 1, 16, diagonal=False))
+
+
+def by_last_query(call: AttentionCall) -> Plan:
+    """Looks at the last query, so cuts change it."""
+    score = (call.q[:, :, -1:] * call.k[:, :1]).sum(-1)
+    return Plan(SparseMask.from_stripes(call, (score > 0)[:, :, None], 99, 16))
+
+
+def overlapping_carry(call: AttentionCall) -> Plan:
+    plan = NEAR.estimate(call, Memory())
+    return Plan(plan.mask, Carry(REFERENCE.accumulate(call, plan), plan.mask))
+
+
+def false_disjoint(call: AttentionCall) -> Plan:
+    columns = torch.arange(70)[None] % 16 == 0
+    return Plan(evolve(SparseMask.from_stripes(call, columns, 1, 16), disjoint=True))
+
+
+def unsorted(call: AttentionCall) -> Plan:
+    mask = SparseMask.full(call, 16)
+    assert mask.tiles is not None
+    return Plan(evolve(mask, tiles=evolve(mask.tiles, indices=mask.tiles.indices.flip(0))))
+
+
+BROKEN: dict[str, tuple[Pipeline, Callable[..., Any], str]] = {
+    "non-causal": (spoiling(peeks), testing.assert_causal, "causality"),
+    "NaN leak": (spoiling(leaks), testing.assert_nan_stays_out, "NaN of an unselected key stays out"),
+    "overflow": (spoiling(overflows), testing.assert_no_nan, "no NaN for finite input"),
+    "unwritten row": (spoiling(unwritten), testing.assert_consistent, "softmax over its own mask"),
+    "unwritten row is NaN": (spoiling(unwritten), testing.assert_no_nan, "no NaN"),
+    "batch": (spoiling(batch_bound), testing.assert_batch_rows_independent, "batch rows independent"),
+    "wrong numbers": (
+        spoiling(lambda _, result: evolve(result, lse=result.lse + 0.01)),
+        testing.assert_consistent,
+        "LSE against softmax over its own mask",
+    ),
+    "wrong dtype": (
+        spoiling(lambda _, result: evolve(result, out=result.out.double())),
+        testing.assert_consistent,
+        "output is torch.float64",
+    ),
+    "padding not zero": (
+        spoiling(lambda _, result: evolve(result, out=torch.where(result.out == 0, 1.0, result.out))),
+        testing.assert_consistent,
+        "starts",
+    ),
+    "empty rows": (estimating(empty_rows), testing.assert_no_empty_row, "rows have LSE -inf"),
+    "no diagonal": (
+        estimating(lambda call: Plan(SparseMask.from_stripes(call, torch.arange(70)[None] < 1, 1, 16, diagonal=False))),
+        testing.assert_no_empty_row,
+        "do not keep their own diagonal",
+    ),
+    "nothing at all": (estimating(lambda call: Plan(SparseMask.empty(call))), testing.assert_density, "density is 0"),
+    "density counts twice": (estimating(false_disjoint), testing.assert_density, r"density is .*to_dense\(\) counts"),
+    "false disjoint": (estimating(false_disjoint), testing.assert_disjoint, "a tile and a stripe"),
+    "carry overlaps": (estimating(overlapping_carry), testing.assert_disjoint, "carry region"),
+    "unsorted lists": (estimating(unsorted), testing.assert_disjoint, "ascending, distinct"),
+    "grain lie": (estimating(by_last_query, 16), testing.assert_chunk_invariant, r"chunks cut at \[.*\(grain 16\)"),
+    "grain lie seen by causality": (estimating(by_last_query, 16), testing.assert_causal, "declared grain 16"),
+    "sparse at full": (
+        estimating(lambda call: NEAR.estimate(call, Memory())),
+        lambda one, **options: testing.assert_full_mask_is_dense(one, full={}, **options),
+        "allowed pairs are missing from the mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN.values(), ids=BROKEN)
+def test_broken_method_is_caught(case: tuple[Pipeline, Callable[..., Any], str]) -> None:
+    pipeline, check, said = case
+    with pytest.raises(AssertionError, match=said) as caught:
+        check(pipeline, calls=CALLS)
+    assert str(caught.value).startswith("broken: law '")
+    assert "q [" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", BROKEN.values(), ids=BROKEN)
+def test_broken_method_does_not_pass_as_a_whole(case: tuple[Pipeline, Callable[..., Any], str]) -> None:
+    with pytest.raises(AssertionError, match="broken: law '"):
+        testing.check_method(case[0], calls=CALLS, full={} if case[2].startswith("allowed") else None)
+
+
+def test_sound_pipeline_passes_and_says_what_was_skipped() -> None:
+    report = testing.check_method(spoiling(lambda _, result: result), calls=CALLS[:1])
+    assert "broken" == report.method
+    assert {"full mask == dense", "batch rows independent"} == set(report.skipped)
+    assert report.skipped["full mask == dense"].startswith("no parameters are known")
+
+
+def test_pipeline_without_a_grain_says_so() -> None:
+    report = testing.check_method(estimating(by_last_query), calls=CALLS[:1])
+    assert "declares no grain" in report.skipped["chunk invariance at the grain"]
+
+
+def test_calls_that_are_refused_are_left_out() -> None:
+    windowed = [evolve(call, window=9) for call in CALLS]
+    report = testing.check_method("anchor-attention", calls=windowed)
+    assert {} == dict(report.cases)
+    assert "sliding window" in report.skipped["causality"]
+    assert {"causality": 2} == testing.assert_causal("anchor-attention", calls=[*windowed, *CALLS]).cases
+
+
+@frozen(kw_only=True)
+class Config:
+    block: int = 64
+
+
+def test_method_name_and_factory_are_all_taken() -> None:
+    @frozen
+    class Everything:
+        block: int
+        grain: ClassVar[int] = 1
+
+        def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+            return Plan(SparseMask.full(call, self.block))
+
+    def factory(block: int = 64) -> Pipeline:
+        return Pipeline(Everything(block), name="everything")
+
+    def build(config: Config) -> Pipeline:
+        return factory(config.block)
+
+    method = Method(name="all-of-it", summary="", config=Config, build=build, small={"block": 8})
+    named = [testing.check_method(one, calls=CALLS, full={}).method for one in (method, "dense", factory)]
+    assert ["all-of-it", "dense", "everything"] == named
+    report = testing.check_method(factory, calls=CALLS, parameters={"block": 8}, full={"block": 16})
+    assert {} == dict(report.skipped)
+    assert set(testing.contracts.LAWS) == set(report.cases)
+
+
+def test_long_grain_gets_a_call_of_its_own() -> None:
+    pipeline = sp.build("anchor-attention", theta=0.5, step=8, block=32, init_tokens=32)
+    assert {"chunk invariance at the grain": 1} == testing.assert_chunk_invariant(pipeline).cases
+    too_long = testing.assert_chunk_invariant(sp.build("anchor-attention"))
+    assert "grain 2048" in too_long.skipped["chunk invariance at the grain"]

@@ -1,0 +1,50 @@
+"""Every registered method through every contract: on the standard calls, and on drawn ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+
+import sparseprefill as sp
+from sparseprefill.testing import calls, check_method, contracts, standard_calls
+
+METHODS = sorted(sp.default_registry().methods())
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("law", contracts.LAWS)
+@pytest.mark.parametrize("name", METHODS)
+def test_law_on_standard_calls(name: str, law: str) -> None:
+    report = contracts.check_laws(name, (law,))
+    tried = {*report.cases, *report.skipped}
+    assert {law} == tried
+    if report.skipped:
+        assert (law, None) == ("chunk invariance at the grain", sp.build(name).grain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_dtype(name: str, dtype: torch.dtype) -> None:
+    report = check_method(name, dtype=dtype)
+    assert "full mask == dense" in report.cases
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_small_parameters_are_sparse(name: str) -> None:
+    """Else the laws above would say nothing about sparse behaviour."""
+    method = sp.default_registry().get(name)
+    call = max(standard_calls(), key=lambda one: one.q.shape[2])
+    density = method.pipeline(**method.small).run(call).density
+    assert (name == "dense") == (density == 1.0)
+
+
+# float64, so that no score lies within rounding of a threshold and two runs choose the same keys.
+DRAWN = calls(dtypes=(torch.float64,), head_dims=(8, 16), max_batch=2, max_heads=4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@given(call=DRAWN)
+def test_every_law_on_drawn_calls(name: str, call: sp.AttentionCall) -> None:
+    report = check_method(name, calls=[call])
+    assert not (set(report.cases) & set(report.skipped))

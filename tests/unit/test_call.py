@@ -1,0 +1,108 @@
+"""AttentionCall: what it derives, and every bad input with the field, the value and the remedy."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import InvalidCallError, SparsePrefillError
+from unit.build import int32, make
+
+Q, K, V = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 9, 5)
+
+BAD_TENSORS = {
+    "q is no tensor": ([[1.0]], K, V, "q", "list", "torch.Tensor"),
+    "rank 3": (Q[0], K, V, "q", "(4, 6, 8)", "four dimensions"),
+    "rank 5": (Q, K[None], V, "k", "(1, 2, 2, 9, 8)", "four dimensions"),
+    "integer dtype": (Q.int(), K, V, "q", "torch.int32", "float16, bfloat16, float32 or float64"),
+    "empty": (Q, K, V[:, :, :0], "v", "(2, 2, 0, 5)", "no dimension may be empty"),
+    "dtype mix in k": (Q, K.half(), V, "k", "torch.float16", "q is torch.float32"),
+    "dtype mix in v": (Q, K, V.double(), "v", "torch.float64", "q is torch.float32"),
+    "device mix": (Q, K.to("meta"), V, "k", "meta", "q's device cpu"),
+    "batch mix": (Q, K, V[:1], "v", "batch 1", "q has batch 2"),
+    "head dimension": (Q, K[..., :4], V, "k", "head dimension 4", "q has 8"),
+    "v heads": (Q, K, V[:, :1], "v", "(2, 1, 9, 5)", "must be k's"),
+    "v length": (Q, K, V[:, :, :7], "v", "(2, 2, 7, 5)", "must be k's"),
+    "heads not divisible": (Q[:, :3], K, V, "q", "3 heads", "multiple of the 2 KV heads"),
+    "kv shorter than q": (Q, K[:, :, :5], V[:, :, :5], "k", "length 5", "cover the 6 query rows"),
+}
+
+BAD_FIELDS = {
+    "offset past the keys": ("q_offset", 4, "4", "0 to 3"),
+    "negative offset": ("q_offset", -1, "-1", "0 to 3"),
+    "offset is a bool": ("q_offset", True, "True", "0 to 3"),
+    "NaN scale": ("scale", math.nan, "nan", "finite positive number"),
+    "infinite scale": ("scale", math.inf, "inf", "finite positive number"),
+    "zero scale": ("scale", 0.0, "0.0", "finite positive number"),
+    "scale is text": ("scale", "1", "'1'", "finite positive number"),
+    "negative softcap": ("softcap", -2.0, "-2.0", "finite positive number"),
+    "zero window": ("window", 0, "0", "positive number of keys"),
+    "window is a float": ("window", 2.5, "2.5", "positive number of keys"),
+    "layer is text": ("layer", "first", "'first'", "integer"),
+    "starts as a list": ("starts", [0, 0], "[0, 0]", "int32 tensor of shape (2,)"),
+    "starts int64": ("starts", torch.zeros(2, dtype=torch.int64), "torch.int64", "int32 tensor of shape (2,)"),
+    "lengths of another batch": ("lengths", int32(1, 2, 3), "(3,)", "int32 tensor of shape (2,)"),
+    "lengths elsewhere": ("lengths", int32(1, 2).to("meta"), "meta", "q's device cpu"),
+    "sinks per KV head": ("sinks", torch.zeros(2), "(2,)", "shape (4,)"),
+    "sinks as a list": ("sinks", [0.0] * 4, "[0.0", "shape (4,)"),
+    "sinks elsewhere": ("sinks", torch.zeros(4, device="meta"), "meta", "q's device cpu"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_bad_tensor_is_named_with_value_and_remedy(case: tuple[Any, ...]) -> None:
+    q, k, v, field, value, remedy = case
+    with pytest.raises(InvalidCallError) as caught:
+        AttentionCall(q, k, v)
+    assert field == caught.value.field
+    assert f"AttentionCall.{field} is " in str(caught.value)
+    assert value in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("case", BAD_FIELDS.values(), ids=BAD_FIELDS)
+def test_bad_field_is_named_with_value_and_remedy(case: tuple[Any, ...]) -> None:
+    field, value, shown, remedy = case
+    with pytest.raises(InvalidCallError) as caught:
+        AttentionCall(Q, K, V, **{field: value})
+    assert field == caught.value.field
+    assert shown in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_error_belongs_to_the_tree_and_to_value_error() -> None:
+    assert issubclass(InvalidCallError, SparsePrefillError)
+    assert issubclass(InvalidCallError, ValueError)
+
+
+def test_defaults() -> None:
+    call = AttentionCall(Q, K, V)
+    assert 2 == call.group
+    assert pytest.approx(8**-0.5) == call.softmax_scale
+    assert 3 == call.geometry.q_offset
+    assert call.geometry.window is None
+
+
+def test_given_values_are_used() -> None:
+    call = AttentionCall(Q, K, V, scale=2, q_offset=1, window=4)
+    assert 2.0 == call.softmax_scale
+    assert (1, 4) == (call.geometry.q_offset, call.geometry.window)
+
+
+def test_value_width_may_differ_and_views_are_kept() -> None:
+    call = make(7)
+    strided = AttentionCall(call.q.transpose(2, 3).contiguous().transpose(2, 3), call.k, call.v[..., :3])
+    assert not strided.q.is_contiguous()
+    assert 3 == strided.v.shape[-1]
+
+
+def test_values_on_the_device_are_not_read() -> None:
+    """A tensor without storage passes, so checking a call cannot synchronise with a device."""
+    call = AttentionCall(Q.to("meta"), K.to("meta"), V.to("meta"), lengths=int32(1, 2).to("meta"))
+    assert "meta" == call.geometry.device.type

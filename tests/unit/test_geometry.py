@@ -1,0 +1,73 @@
+"""Geometry: positions, tiles and visibility on each row's own grid."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+
+from sparseprefill.testing import allowed_pairs
+from unit.build import int32, make
+
+
+def test_bottom_right_positions() -> None:
+    geometry = make(3, 5).geometry
+    assert [[2, 3, 4]] == geometry.query_positions().tolist()
+    assert [[0, 1, 2, 3, 4]] == geometry.key_positions().tolist()
+    assert [[3, 4, 5]] == geometry.visible_counts().tolist()
+
+
+def test_left_padding_moves_the_grid() -> None:
+    geometry = make(4, batch=2, starts=int32(0, 3)).geometry
+    assert [[0, 1, 2, 3], [-3, -2, -1, 0]] == geometry.query_positions().tolist()
+    assert [4, 1] == geometry.key_counts().tolist()
+    assert [[True] * 4, [False, False, False, True]] == geometry.real_queries().tolist()
+    assert [[1, 2, 3, 4], [0, 0, 0, 1]] == geometry.visible_counts().tolist()
+
+
+def test_right_padding_ends_the_row() -> None:
+    geometry = make(4, batch=2, lengths=int32(4, 2)).geometry
+    assert [[True] * 4, [True, True, False, False]] == geometry.real_queries().tolist()
+    assert [[True, False, False, False], [True, True, False, False]] + [[False] * 4] * 2 == geometry.visible()[
+        1
+    ].tolist()
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 99])
+@pytest.mark.parametrize("rows", [{}, {"starts": int32(0, 7)}, {"lengths": int32(20, 4)}])
+def test_visibility_agrees_with_the_fields(window: int | None, rows: dict[str, torch.Tensor]) -> None:
+    call = make(13, 20, batch=2, window=window, **rows)
+    expected = allowed_pairs(call)
+    assert torch.equal(expected, call.geometry.visible())
+    assert torch.equal(expected.sum(-1), call.geometry.visible_counts())
+    some = torch.tensor([0, 5, 12])
+    assert torch.equal(expected[:, some], call.geometry.visible(some))
+
+
+def test_tiles_lie_on_the_absolute_grid() -> None:
+    geometry = make(10, 25).geometry  # query positions 15..24
+    assert 3 == geometry.tile_rows(8)
+    assert [[1, 2, 3]] == geometry.tiles(8).tolist()
+    assert 4 == geometry.tile_columns(8)
+
+
+@pytest.mark.parametrize("tile", [1, 7, 16, 128])
+@pytest.mark.parametrize("start", [0, 1, 15, 39])
+def test_tile_rows_cover_every_row_of_a_padded_batch(tile: int, start: int) -> None:
+    geometry = make(40, batch=2, starts=int32(0, start)).geometry
+    tiles, wanted = geometry.tiles(tile), torch.div(geometry.query_positions(), tile, rounding_mode="floor")
+    assert bool((wanted >= tiles[:, :1]).all())
+    assert bool((wanted <= tiles[:, -1:]).all())
+
+
+def test_fits_compares_sizes() -> None:
+    geometry = make(4, 6).geometry
+    assert geometry.fits(make(4, 6, kind="sink").geometry)
+    for other in ({"batch": 2}, {"heads": 1}, {"q_len": 3}, {"kv_len": 7}, {"q_offset": 1}, {"window": 2}):
+        assert not geometry.fits(evolve(geometry, **other))
+
+
+def test_description_names_the_sizes() -> None:
+    assert "[B=1, Hq=2, Nq=4, Nkv=6, q_offset=2]" == make(4, 6).geometry.describe()

@@ -1,0 +1,34 @@
+"""What `import sparseprefill` and listing the methods pull in."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("transformers", "triton", "matplotlib", "hypothesis", "rich", "typer", "vllm")
+SCRIPT = "import sys; {code}; print(*sorted(set(sys.modules) & set({heavy!r})))"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sparseprefill",
+        "import sparseprefill as sp; assert 'dense' in sp.methods(); sp.default_registry().plugins()",
+        "import sparseprefill as sp; [m.configure({}) for m in sp.default_registry().methods().values()]",
+    ],
+)
+def test_nothing_heavy_is_imported(code: str) -> None:
+    command = [sys.executable, "-c", SCRIPT.format(code=code, heavy=HEAVY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (0, "") == (done.returncode, done.stdout.strip()), done.stderr
+
+
+def test_face_is_sorted_and_complete() -> None:
+    import sparseprefill as sp
+
+    assert sorted(sp.__all__) == sp.__all__
+    assert [] == [name for name in sp.__all__ if not hasattr(sp, name)]

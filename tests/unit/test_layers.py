@@ -1,0 +1,97 @@
+"""The layers, read from the imports of every file: core <- plugins, core <- adapters, and nothing sideways."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLACES = {"core": ROOT / "core" / "sparseprefill", "plugins": ROOT / "plugins", "adapters": ROOT / "adapters"}
+PREFIX = {"core": "sparseprefill", "plugins": "sparseprefill.plugins", "adapters": "sparseprefill.adapters"}
+FILES = [(layer, path) for layer, place in PLACES.items() for path in sorted(place.rglob("*.py"))]
+IDS = [str(path.relative_to(ROOT)) for _, path in FILES]
+
+
+def module_name(layer: str, path: Path) -> str:
+    parts = path.relative_to(PLACES[layer]).with_suffix("").parts
+    return ".".join([PREFIX[layer], *(part for part in parts if part != "__init__")])
+
+
+def imported(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """Absolute names of all modules that a file imports, at any depth of its code."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            target = ".".join(part for part in (base, node.module) if part)
+            yield target
+            yield from (f"{target}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def offences(layer: str, module: str, names: Iterator[str]) -> list[str]:
+    bad = []
+    for name in names:
+        upward = layer == "core" and (within(name, PREFIX["plugins"]) or within(name, PREFIX["adapters"]))
+        to_plugin = layer == "adapters" and within(name, PREFIX["plugins"])
+        sideways = layer == "plugins" and (
+            within(name, PREFIX["adapters"])
+            or (within(name, PREFIX["plugins"]) and not within(name, ".".join(module.split(".")[:3])))
+        )
+        if upward or to_plugin or sideways:
+            bad.append(name)
+    return bad
+
+
+@pytest.mark.parametrize(("layer", "path"), FILES, ids=IDS)
+def test_imports_respect_the_layers(layer: str, path: Path) -> None:
+    module = module_name(layer, path)
+    names = imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+    assert [] == offences(layer, module, names)
+
+
+@pytest.mark.parametrize(("layer", "path"), FILES, ids=IDS)
+def test_modules_import_from_the_file_that_defines_a_name(layer: str, path: Path) -> None:
+    """The face is for users; inside, an import through it would make loops."""
+    module = module_name(layer, path)
+    if layer == "core" and module == "sparseprefill":
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules = {file.stem for file in PLACES["core"].iterdir()} | {"plugins", "adapters", "__version__"}
+    from_face = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "sparseprefill" and node.level == 0
+        for alias in node.names
+        if alias.name not in modules
+    ]
+    assert [] == from_face
+
+
+@pytest.mark.parametrize(
+    ("layer", "module", "source", "bad"),
+    [
+        ("core", "sparseprefill.mask", "from sparseprefill.plugins import classic", True),
+        ("core", "sparseprefill.mask", "def f():\n    import sparseprefill.adapters.cli", True),
+        ("core", "sparseprefill.mask", "from . import adapters", True),
+        ("core", "sparseprefill.executors.auto", "from ..lists import IndexLists", False),
+        ("adapters", "sparseprefill.adapters.cli.app", "from sparseprefill import plugins", True),
+        ("adapters", "sparseprefill.adapters.cli.app", "from ..session import Session", False),
+        ("plugins", "sparseprefill.plugins.classic.stages", "from .config import X", False),
+        ("plugins", "sparseprefill.plugins.classic.stages", "from ..anchor_attention import regions", True),
+        ("plugins", "sparseprefill.plugins.classic.stages", "from sparseprefill.adapters import session", True),
+    ],
+)
+def test_the_rule_itself(layer: str, module: str, source: str, bad: bool) -> None:
+    assert bad == bool(offences(layer, module, imported(source, module, False)))

@@ -1,0 +1,71 @@
+"""The package list by hand against the folders on disk, and the size of files."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SETUP = PROJECT["tool"]["setuptools"]
+
+
+def packages_on_disk() -> list[str]:
+    """Folders with an `__init__.py` under the three places that the mapping names."""
+    found = []
+    for prefix, folder in SETUP["package-dir"].items():
+        place = ROOT / folder
+        for init in place.rglob("__init__.py"):
+            found.append(".".join([prefix, *init.parent.relative_to(place).parts]))
+    return sorted(found)
+
+
+def test_package_list_equals_the_folders() -> None:
+    assert packages_on_disk() == sorted(SETUP["packages"])
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    bare = {
+        path.parent.relative_to(ROOT)
+        for folder in SETUP["package-dir"].values()
+        for path in (ROOT / folder).rglob("*.py")
+        if not (path.parent / "__init__.py").exists()
+    }
+    assert set() == bare
+
+
+def test_entry_points_name_packages() -> None:
+    for target in PROJECT["project"]["entry-points"]["sparseprefill"].values():
+        assert target in SETUP["packages"]
+
+
+def test_typing_marker_is_shipped() -> None:
+    assert "py.typed" in SETUP["package-data"]["sparseprefill"]
+    assert (ROOT / "core" / "sparseprefill" / "py.typed").exists()
+
+
+def python_files() -> list[str]:
+    """Files that git tracks or would track."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [name for name in listed if name and (ROOT / name).exists()]
+
+
+def test_no_file_is_longer_than_300_lines() -> None:
+    lines = {name: (ROOT / name).read_text(encoding="utf-8").count("\n") for name in python_files()}
+    assert {} == {name: count for name, count in lines.items() if count > 300}
+
+
+def test_own_version_is_the_project_version() -> None:
+    import sparseprefill as sp
+
+    assert PROJECT["project"]["version"] == sp.__version__

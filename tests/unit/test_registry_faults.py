@@ -1,0 +1,165 @@
+"""Registry and Method: whatever a plugin does wrong is named, recorded, and takes nothing else down."""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sparseprefill.errors import (
+    MethodCollisionError,
+    ParameterError,
+    PluginLoadError,
+    SparsePrefillError,
+    StageError,
+    UnknownMethodError,
+)
+from sparseprefill.hookspecs import hookimpl
+from sparseprefill.registry import Registry
+from unit.registry_plugins import Config, Point, load, method, plugin
+
+
+@pytest.fixture(autouse=True)
+def _all_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPARSEPREFILL_PLUGINS", raising=False)
+
+
+def test_a_broken_plugin_is_recorded_and_takes_nothing_down(caplog: pytest.LogCaptureFixture) -> None:
+    original = ImportError("no such kernel")
+    with caplog.at_level(logging.WARNING):
+        registry = load(Point("one", plugin("alpha")), Point("bad", original), Point("two", plugin("beta")))
+    assert list(registry.methods()) == ["alpha", "beta"]
+    assert [None, original, None] == [record.error for record in registry.plugins()]
+    assert "plugin 'bad' of some-dist 1.2 failed to load: ImportError: no such kernel" in caplog.text
+
+
+def test_asking_for_a_broken_plugins_method_raises_from_the_original() -> None:
+    original = ImportError("no such kernel")
+    registry = load(Point("my_method", original))
+    with pytest.raises(PluginLoadError, match="ImportError: no such kernel") as caught:
+        registry.build("my-method")
+    assert original is caught.value.__cause__
+
+
+def test_another_unknown_name_mentions_the_broken_plugin() -> None:
+    registry = load(Point("bad", ImportError("x")), Point("one", plugin("alpha")))
+    with pytest.raises(UnknownMethodError, match=r"'alpa'; did you mean 'alpha'.*failed to load: plugin 'bad'"):
+        registry.get("alpa")
+
+
+def test_a_broken_plugin_never_hides_a_sound_one_of_the_same_name() -> None:
+    registry = load(Point("one", plugin("alpha"), "first-dist"), Point("one", ImportError("x"), "second-dist"))
+    assert list(registry.methods()) == ["alpha"]
+    assert [(record.distribution, record.error is not None) for record in registry.plugins()] == [
+        ("first-dist", False),
+        ("second-dist", True),
+    ]
+    with pytest.raises(MethodCollisionError, match="first-dist"):
+        registry.register(plugin("alpha"), "other")
+
+
+def test_a_repaired_plugin_replaces_its_failure() -> None:
+    registry = load(Point("one", ImportError("x")))
+    registry.load_entry_points([Point("one", plugin("alpha"))])  # type: ignore[list-item]
+    assert [record.error for record in registry.plugins()] == [None]
+
+
+BROKEN: dict[str, tuple[ModuleType, str]] = {
+    "misspelt hook": (plugin("alpha", hook="sparseprefill_method"), "unknown hook 'sparseprefill_method'"),
+    "no hook": (ModuleType("empty"), "implements no hook"),
+    "surplus argument": (ModuleType("surplus"), r"Argument\(s\) {'extra'}"),
+    "returns nothing": (plugin(answer=0), "offers 0"),
+    "returns one method bare": (plugin(answer=method("alpha")), "Methods"),
+    "returns a dict": (plugin(answer={"alpha": method("alpha")}), "offers 'alpha'"),
+    "raises": (plugin(answer=ZeroDivisionError("division by zero")), "ZeroDivisionError: division by zero"),
+    "one name twice": (plugin("alpha", "alpha"), "one name twice"),
+}
+BROKEN["surplus argument"][0].sparseprefill_methods = hookimpl(lambda extra: [])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BROKEN if kind != "returns one method bare"])
+def test_a_faulty_plugin_is_refused_and_leaves_nothing_behind(kind: str) -> None:
+    module, message = BROKEN[kind]
+    registry = Registry()
+    with pytest.raises(PluginLoadError, match=message):
+        registry.register(module, "mine")
+    assert registry.plugins() == ()
+    registry.register(plugin("alpha"), "mine")
+    assert list(registry.methods()) == ["alpha"]
+
+
+def test_a_single_method_needs_no_list() -> None:
+    registry = Registry()
+    registry.register(BROKEN["returns one method bare"][0], "mine")
+    assert list(registry.methods()) == ["alpha"]
+
+
+@pytest.mark.parametrize("kind", ["misspelt hook", "surplus argument", "raises"])
+def test_loading_records_a_faulty_plugin(kind: str) -> None:
+    registry = load(Point("bad", BROKEN[kind][0]), Point("one", plugin("beta")))
+    assert list(registry.methods()) == ["beta"]
+    with pytest.raises(PluginLoadError, match=BROKEN[kind][1]):
+        registry.get("bad")
+
+
+def test_a_plugin_that_exits_takes_nothing_down() -> None:
+    registry = load(Point("bad", SystemExit(3)), Point("one", plugin("alpha")))
+    assert list(registry.methods()) == ["alpha"]
+    with pytest.raises(PluginLoadError, match="SystemExit: 3"):
+        registry.get("bad")
+
+
+@pytest.mark.parametrize("name", [None, 3, ""])
+def test_a_name_of_another_kind_is_unknown(name: Any) -> None:
+    registry = load(Point("bad", ImportError("x")))
+    with pytest.raises(UnknownMethodError, match="Known: none"):
+        registry.get(name)
+
+
+@pytest.mark.parametrize("name", ["My-Method", "my_method", "-x", "x-", "", "a b", None])
+def test_a_bad_method_name_is_refused(name: Any) -> None:
+    with pytest.raises(ParameterError, match=r"Method\.name"):
+        method(name)
+
+
+@pytest.mark.parametrize("config", [dict, Config(), None])
+def test_a_config_must_be_an_attrs_class(config: Any) -> None:
+    with pytest.raises(ParameterError, match=r"Method\.config"):
+        method("alpha", config=config)
+
+
+def test_parameters_are_known_by_the_name_users_type() -> None:
+    expected = 0.1
+    assert expected == method("alpha").configure({"share": expected})._share
+    with pytest.raises(
+        ParameterError, match=r"alpha has no parameter 'sise'; did you mean 'size'\? Known: share, size"
+    ):
+        method("alpha").configure({"sise": 1})
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(None, "returned NoneType, not a Pipeline"), (1, "returned int"), (KeyError("k"), "KeyError")],
+)
+def test_a_build_that_raises_or_returns_nonsense_is_named(answer: Any, message: str) -> None:
+    def build(config: Config) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with pytest.raises(StageError, match=message):
+        method("alpha", build=build).pipeline()
+
+
+def test_a_validator_that_raises_anything_is_a_parameter_error() -> None:
+    with pytest.raises(ParameterError, match=r"alpha\(size=0\)"):
+        method("alpha").pipeline(size=0)
+
+
+def test_every_error_of_the_registry_is_of_the_tree() -> None:
+    assert all(
+        issubclass(error, SparsePrefillError) for error in (MethodCollisionError, PluginLoadError, UnknownMethodError)
+    )
+    assert issubclass(UnknownMethodError, LookupError)

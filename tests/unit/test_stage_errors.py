@@ -1,0 +1,106 @@
+"""Stages and methods that raise or return nonsense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve, frozen
+
+from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError
+from sparseprefill.mask import SparseMask
+from sparseprefill.method import Method
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Carry, Plan
+from sparseprefill.softmax import SoftmaxState
+from unit.build import make
+from unit.stubs import Estimate, Observe, Refine
+
+CALL = make(20)
+
+
+def fail(*_: Any) -> Any:
+    raise KeyError("lost")
+
+
+class Broken:
+    def execute(self, call: Any, plan: Any) -> Any:
+        return call.q
+
+    def accumulate(self, call: Any, plan: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        (Pipeline(Estimate(fail)), r"Estimate\.estimate\(\) raised KeyError: 'lost'"),
+        (Pipeline(Estimate(lambda *_: None)), r"Estimate\.estimate\(\) returned NoneType: it must return Plan"),
+        (Pipeline(Estimate(lambda call, _: SparseMask.full(call))), r"returned SparseMask: it must return Plan"),
+        (Pipeline(Estimate(), (Refine(fail),)), r"Refine\.refine\(\) raised KeyError"),
+        (Pipeline(Estimate(), (Refine(lambda *_: 3),)), r"Refine\.refine\(\) returned int: it must return Plan"),
+        (Pipeline(Estimate(), (), Broken()), r"Broken\.execute\(\) returned Tensor: it must return Result"),
+        (Pipeline(Estimate(), observers=(Observe(fail),)), r"Observe\.observe\(\) raised KeyError"),
+        (Pipeline(Estimate(), observers=(Observe(lambda *_: 1),)), r"observe\(\) returned int: .*NoneType"),
+    ],
+)
+def test_stage_that_misbehaves_is_named(pipeline: Pipeline, said: str) -> None:
+    with pytest.raises(StageError, match=said):
+        pipeline.run(CALL)
+
+
+def test_original_error_is_the_cause() -> None:
+    with pytest.raises(StageError) as caught:
+        Pipeline(Estimate(fail)).run(CALL)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("error", [MaskError("mine"), SparsePrefillError("mine"), torch.OutOfMemoryError("full")])
+def test_own_errors_and_lack_of_memory_pass_unchanged(error: Exception) -> None:
+    def stop(*_: Any) -> Any:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        Pipeline(Estimate(stop)).run(CALL)
+    assert error is caught.value
+
+
+@pytest.mark.parametrize("other", [make(19), make(10, 20), make(20, heads=4), make(20, batch=2), make(20, window=3)])
+def test_mask_for_another_shape(other: Any) -> None:
+    pipeline = Pipeline(Estimate(lambda *_: Plan(SparseMask.full(other))))
+    with pytest.raises(MaskError, match=r"Estimate returned a mask for \[B=.*; the call is \[B=1, Hq=2, Nq=20, Nkv=20"):
+        pipeline.run(CALL)
+
+
+def test_refiner_and_carry_with_a_mask_for_another_shape() -> None:
+    other = SparseMask.full(make(19))
+    with pytest.raises(MaskError, match="Refine returned a mask"):
+        Pipeline(Estimate(), (Refine(lambda _, plan, __: evolve(plan, mask=other)),)).run(CALL)
+    state = SoftmaxState.empty((1, 2, 20), 8, torch.float32, torch.device("cpu"))
+    with pytest.raises(MaskError, match="Refine returned a mask"):
+        Pipeline(Estimate(), (Refine(lambda _, plan, __: evolve(plan, carry=Carry(state, other))),)).run(CALL)
+
+
+@frozen(kw_only=True)
+class Config:
+    size: int = 1
+
+
+def method(build: Any) -> Method:
+    return Method(name="mine", summary="", config=Config, build=build)
+
+
+def test_build_that_raises_or_returns_nonsense() -> None:
+    with pytest.raises(StageError, match=r"mine: build\(\) raised KeyError: 'lost'") as caught:
+        method(fail).pipeline()
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(StageError, match=r"mine: build\(\) returned Config, not a Pipeline"):
+        method(lambda config: config).pipeline()
+
+
+def test_own_error_of_build_passes() -> None:
+    def refuse(_: Config) -> Any:
+        raise ParameterError("size is even")
+
+    with pytest.raises(ParameterError, match="size is even"):
+        method(refuse).pipeline()
