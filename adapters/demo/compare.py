@@ -111,7 +111,8 @@ class Comparison:
             found: str = self.tokenizer.decode(greedy(self.model, cache, prompt, draft))
             return found
 
-        answers = take(self.exam, answer)
+        with _one_thread(self.model):
+            answers = take(self.exam, answer)
         told("questions", done, self.exam.questions)
         return answers
 
@@ -130,6 +131,18 @@ def _counted(model: Any, told: Callable[[int, int], None]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _one_thread(model: Any) -> Iterator[None]:
+    """Decoding on a CPU is many small operations, where more threads cost more than they bring."""
+    threads = torch.get_num_threads()
+    if model.device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _wait(ids: torch.Tensor) -> None:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attrs import evolve
@@ -37,7 +39,7 @@ def test_right_padding_ends_the_row() -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 3, 99])
 @pytest.mark.parametrize("rows", [{}, {"starts": int32(0, 7)}, {"lengths": int32(20, 4)}])
-def test_visibility_agrees_with_the_fields(window: int | None, rows: dict[str, torch.Tensor]) -> None:
+def test_visibility_agrees_with_the_fields(window: int | None, rows: dict[str, Any]) -> None:
     call = make(13, 20, batch=2, window=window, **rows)
     expected = allowed_pairs(call)
     assert torch.equal(expected, call.geometry.visible())

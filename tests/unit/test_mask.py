@@ -133,7 +133,7 @@ def test_lists_of_another_shape() -> None:
 
 def test_union_of_different_calls_names_both() -> None:
     with pytest.raises(MaskError, match=r"Nq=10, Nkv=12.*Nq=9, Nkv=12"):
-        SparseMask.full(CALL) | SparseMask.full(make(9, 12))
+        _ = SparseMask.full(CALL) | SparseMask.full(make(9, 12))
 
 
 @pytest.mark.parametrize("indices", [[1, 0, 2], [0, 0, 2], [0, 1, 3], [-1, 0, 1]])

@@ -146,8 +146,9 @@ def test_anchor_attention_refuses_a_window() -> None:
     ],
 )
 def test_stage_without_its_method_is_refused(stages: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"estimator": Estimate()} | stages
     with pytest.raises(ParameterError, match=said):
-        Pipeline(**({"estimator": Estimate()} | stages))
+        Pipeline(**given)
 
 
 def test_subclass_without_its_method_is_refused_by_python() -> None:

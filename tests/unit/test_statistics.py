@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from unit.build import int32, make
 
 @pytest.mark.parametrize("rows", [{}, {"starts": int32(0, 13)}, {"lengths": int32(20, 3)}])
 @pytest.mark.parametrize("tile", [1, 4, 7, 64])
-def test_tile_mean_is_over_the_real_rows(rows: dict[str, torch.Tensor], tile: int) -> None:
+def test_tile_mean_is_over_the_real_rows(rows: dict[str, Any], tile: int) -> None:
     call = make(20, batch=2, **rows)
     geometry = call.geometry
     pooled = tile_mean(call.q, geometry, tile)
@@ -34,7 +36,7 @@ def test_last_rows_of_a_padded_batch() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"window": 9}, {"softcap": 2.0}, {"starts": int32(0, 13)}])
-def test_sampled_mass_sums_columns_and_diagonals(fields: dict[str, object]) -> None:
+def test_sampled_mass_sums_columns_and_diagonals(fields: dict[str, Any]) -> None:
     call = make(20, 26, batch=2, dtype=torch.float64, **fields)
     rows, real = last_rows(call, 5)
     mass = sampled_mass(call, rows, real, 4, chunk=7)

@@ -67,10 +67,10 @@ def sparse_attention_fwd(call: AttentionCall, plan: Plan, *, state: bool) -> Out
         filled.out, filled.lse, *_state(filled.state), odd,
         *_strides(call.q), *_strides(call.k), *_strides(call.v),
         call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
-        rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k), call.window or 0, shape[1],
+        rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k), call.window or 0, shape[1], call.group,
     )  # fmt: skip
     flags: dict[str, Any] = {
-        "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, "KV_GROUP": call.group,
+        "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group,
         "HAS_TILES": mask.tiles is not None, "HAS_STRIPES": mask.stripes is not None, "DEDUPE": dedupe,
         "HAS_CARRY": carry is not None, "STORE_STATE": state, "HAS_SINKS": call.sinks is not None,
         "TMA": _tma(call, chosen), **_common(call, chosen, width),
@@ -96,8 +96,8 @@ def tile_mass_fwd(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
         call.q, call.k, lse, plan.probe.contiguous(), mass, geometry.starts, geometry.lengths,
         *_lists(mask.tiles), *_strides(call.q), *_strides(call.k),
         call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
-        rows, columns, call.window or 0, heads,
-        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, KV_GROUP=call.group, **_common(call, chosen, call.q.shape[-1]),
+        rows, columns, call.window or 0, heads, call.group,
+        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, **_common(call, chosen, call.q.shape[-1]),
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     return mass

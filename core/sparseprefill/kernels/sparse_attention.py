@@ -7,7 +7,7 @@ import triton.language as tl
 
 from sparseprefill.kernels.steps import LN2, LOG2E, count_up_to, floor_div, load_rows, masked_step, step
 
-RUNTIME = ("q_offset", "q_len", "kv_len", "tile_rows", "group_rows", "columns", "window", "heads")
+RUNTIME = ("q_offset", "q_len", "kv_len", "tile_rows", "group_rows", "columns", "window", "heads", "kv_group")
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -18,8 +18,8 @@ def sparse_attention_fwd_kernel(
     carry_m_ptr, carry_l_ptr, carry_acc_ptr,
     out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    scale, softcap, q_offset, q_len, kv_len, tile_rows, group_rows, columns, window, heads,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr,
+    scale, softcap, q_offset, q_len, kv_len, tile_rows, group_rows, columns, window, heads, kv_group,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_TILES: tl.constexpr, HAS_STRIPES: tl.constexpr, DEDUPE: tl.constexpr, HAS_CARRY: tl.constexpr,
     STORE_STATE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -30,7 +30,7 @@ def sparse_attention_fwd_kernel(
     block = tile_rows * blocks - 1 - tl.program_id(0)
     bh = tl.program_id(1)
     b, h = bh // heads, bh % heads
-    hk = h // KV_GROUP
+    hk = h // kv_group
     row = block // blocks
     row_of_lists = bh.to(tl.int64) * tile_rows + row
     if CAREFUL:
@@ -95,8 +95,8 @@ def sparse_attention_fwd_kernel(
         for j in tl.range(0, whole):
             key = tl.load(list_ptr + j // parts) * TILE_K + (j % parts) * BLOCK_N + start
             if TMA == 2:
-                k = k_desc.load([(b * (heads // KV_GROUP) + hk) * kv_len + key, 0])
-                v = v_desc.load([(b * (heads // KV_GROUP) + hk) * kv_len + key, 0])
+                k = k_desc.load([(b * (heads // kv_group) + hk) * kv_len + key, 0])
+                v = v_desc.load([(b * (heads // kv_group) + hk) * kv_len + key, 0])
             elif TMA:
                 k = k_desc.load([b, hk, key, 0]).reshape([BLOCK_N, BLOCK_D])
                 v = v_desc.load([b, hk, key, 0]).reshape([BLOCK_N, BLOCK_D])

@@ -8,13 +8,13 @@ import triton.language as tl
 from sparseprefill.kernels.steps import LOG2E, floor_div, load_rows, logits
 
 
-@triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "tile_rows", "columns", "window", "heads"))
+@triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "tile_rows", "columns", "window", "heads", "kv_group"))
 def tile_mass_fwd_kernel(
     q_ptr, k_ptr, lse_ptr, probe_ptr, mass_ptr, starts_ptr, lengths_ptr,
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
-    scale, softcap, q_offset, q_len, kv_len, tile_rows, columns, window, heads,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, KV_GROUP: tl.constexpr,
+    scale, softcap, q_offset, q_len, kv_len, tile_rows, columns, window, heads, kv_group,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -37,7 +37,7 @@ def tile_mass_fwd_kernel(
     if bottom <= top:
         return
     share = 1.0 / (bottom - top).to(tl.float32)
-    k_base = k_ptr + b.to(tl.int64) * stride_kb + (h // KV_GROUP).to(tl.int64) * stride_kh
+    k_base = k_ptr + b.to(tl.int64) * stride_kb + (h // kv_group).to(tl.int64) * stride_kh
     q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     row_of_lists = bh.to(tl.int64) * tile_rows + row
     list_ptr = tile_indices_ptr + tl.load(tile_offsets_ptr + row_of_lists)

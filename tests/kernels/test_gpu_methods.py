@@ -1,0 +1,59 @@
+"""On the GPU: every method keeps its laws there, masks equal the CPU's, nothing synchronises, nothing recompiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sparseprefill import AttentionCall, Memory, build, default_registry, output_error
+from sparseprefill.testing import check_method, tensors
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", default_registry().methods())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_contracts_hold(name: str, dtype: torch.dtype) -> None:
+    check_method(name, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["random", "sink", "stripes"])
+def test_anchor_attention_selects_what_the_reference_selects(kind: str, dtype: torch.dtype) -> None:
+    shape = {"batch": 2, "heads": 8, "kv_heads": 2, "q_len": 1500, "kv_len": 1700, "head_dim": 128}
+    q, k, v = tensors(kind, dtype=dtype, **shape)
+    pipeline = build("anchor-attention", theta=3.0, step=4, block=64, init_tokens=64)
+    expected = pipeline.run(AttentionCall(q, k, v))
+    actual = pipeline.run(AttentionCall(q.cuda(), k.cuda(), v.cuda()))
+    differ = int((expected.mask.to_dense() ^ actual.mask.to_dense().cpu()).sum())
+    assert differ <= 1e-4 * int(expected.mask.to_dense().sum())
+    assert 0.05 < expected.density < 1
+    if differ == 0:
+        assert output_error(actual.out.cpu(), expected.out) <= 1e-2
+
+
+@pytest.mark.parametrize("name", ["anchor-attention", "dense", "streaming", "vertical-slash"])
+def test_no_host_synchronisation(name: str) -> None:
+    q, k, v = tensors(
+        "sink", batch=1, heads=8, kv_heads=2, q_len=4096, kv_len=4096, head_dim=128, device="cuda", dtype=torch.bfloat16
+    )
+    pipeline, memory, call = build(name), Memory(), AttentionCall(q, k, v)
+    pipeline.run(call, memory)
+    torch.cuda.synchronize()
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pipeline.run(call, memory)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_recompiles_when_only_the_length_changes() -> None:
+    from sparseprefill.kernels.sparse_attention import sparse_attention_fwd_kernel as kernel
+
+    pipeline = build("anchor-attention", step=2)
+    compiled = []
+    for length in (4096, 4097, 5000, 6144, 1):
+        q, k, v = (torch.randn(1, h, length, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+        pipeline(q, k, v)
+        compiled.append(sum(len(cache[0]) for cache in kernel.device_caches.values()))
+    assert len(set(compiled)) == 1, compiled
