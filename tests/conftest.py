@@ -40,7 +40,7 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     if "benchmark" in request.fixturenames:
         yield
         return
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

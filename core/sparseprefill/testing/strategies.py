@@ -66,7 +66,7 @@ def calls(
     fields: dict[str, Any] = draw(_padding(draw(st.sampled_from(list(padding))), batch, kv_len))
     if features:
         fields |= draw(_features(group * kv_heads, kv_len))
-    rows = {
+    rows: dict[str, Any] = {
         name: torch.tensor(values, dtype=torch.int32, device=device)
         for name, values in fields.items()
         if name in ("starts", "lengths")
