@@ -42,7 +42,7 @@ def show(name: Annotated[str, typer.Argument(help="A method's name.")], json: Js
         facts["parameters"] = [asdict(parameter) for parameter in parameters]
         render.write_json(facts)
         return
-    render.line(f"{method.name}: {method.summary}", bold=True)
+    render.line(f"{method.name}: {method.summary}", "bold")
     render.line(f"paper: {method.paper or 'none'}")
     render.line(f"grain: {_grain(grain)}")
     render.table(("stage", "class", "what it does"), [(one.role, one.name, one.doc) for one in stages])

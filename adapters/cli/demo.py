@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -11,10 +12,17 @@ from sparseprefill.registry import default_registry
 
 from . import render
 
-LAYER, HEAD = 0, 0
+LAYER, HEAD = 3, 1
 """Whose mask the picture shows unless told otherwise."""
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+class Dtype(StrEnum):
+    """Types to compute in; AUTO depends on the device."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +36,7 @@ def demo(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
     ] = None,
-    questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 2,
+    questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the text, the needles and their places.")] = 0,
     picture: Annotated[Path, typer.Option(help="Where the picture of the masks goes.")] = Path(
         "sparseprefill-demo.png"
@@ -36,7 +44,7 @@ def demo(
     layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = LAYER,
     head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = HEAD,
     device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Compare dense and sparse prefill on the embedded model.
@@ -53,7 +61,7 @@ def demo(
     pictures.check_path(picture)
     registry = default_registry()
     found = contenders(registry, method or (), settings or ())
-    place = Place.of(device, dtype)
+    place = Place.of(device, dtype.value)
     with bars(len(found)) as shown:
         compared = comparison(tokens, questions, seed, (layer, head), place)
         outcomes = []

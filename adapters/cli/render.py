@@ -22,9 +22,9 @@ def write_json(value: Any) -> None:
     typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False))
 
 
-def line(text: str, *, bold: bool = False) -> None:
+def line(text: str, style: str = "") -> None:
     """One paragraph on standard output."""
-    Console().print(Text(text, style="bold" if bold else ""))
+    Console().print(Text(text, style=style))
 
 
 def note(text: str) -> None:

@@ -39,7 +39,7 @@ def as_table(outcomes: Sequence[Outcome], title: str, rows: int, on_cpu: bool) -
             render.line(f"{outcome.contender.label} failed: {outcome.error}")
         for reason, layers in _dense_layers(outcome).items():
             render.line(f"{outcome.contender.label}: dense in layers {', '.join(map(str, layers))}: {reason}")
-    render.note(NOTES.format(rows=rows) + (f" {ON_CPU}" if on_cpu else ""))
+    render.line(NOTES.format(rows=rows) + (f" {ON_CPU}" if on_cpu else ""), style="dim")
 
 
 def as_json(outcomes: Sequence[Outcome], settings: Mapping[str, Any]) -> dict[str, Any]:

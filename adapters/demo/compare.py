@@ -46,7 +46,7 @@ class Comparison:
     rows: int = ROWS
 
     def run(self, contender: Contender, told: Told = lambda what, done, of: None) -> Outcome:
-        """Prefill, measure, ask. An error of the library, or too little memory, ends the contender and not the comparison."""
+        """Prefill, measure, ask. An error of the library, or lack of memory, ends the contender alone."""
         try:
             return self._run(contender, told)
         except (SparsePrefillError, torch.OutOfMemoryError) as error:

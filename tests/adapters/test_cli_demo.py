@@ -103,7 +103,7 @@ def test_table() -> None:
     assert "anchor-attention" not in result.stdout
     assert "picture of layer 1, head 3: sparseprefill-demo.png" in result.stdout
     assert Path("sparseprefill-demo.png").stat().st_size > 10_000
-    assert "64 sampled rows" in result.stderr
+    assert "64 sampled rows" in result.stdout
     dense = next(line.split() for line in result.stdout.splitlines() if line.strip().startswith("dense  "))
     assert dense[4:7] == ["100.0%", "100.0%", "100.0%"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseprefill.kernels.launch import Settings, settings
-from sparseprefill.kernels.sparse_attention import sparse_attention_fwd_kernel
+from sparseprefill.kernels.sparse_attention import sparse_attention_fwd_kernel, sparse_attention_repair_kernel
 from sparseprefill.kernels.steps import LOG2E
 from sparseprefill.kernels.tile_mass import tile_mass_fwd_kernel
 from sparseprefill.softmax import SoftmaxState
@@ -75,11 +75,10 @@ def sparse_attention_fwd(call: AttentionCall, plan: Plan, *, state: bool) -> Out
         "HAS_CARRY": carry is not None, "STORE_STATE": state, "HAS_SINKS": call.sinks is not None,
         "TMA": _tma(call, chosen), **_common(call, chosen, width),
     }  # fmt: skip
-    grid = (blocks, shape[0] * shape[1])
-    for careful in (False, True):
-        sparse_attention_fwd_kernel[grid](
-            *arguments, **flags, CAREFUL=careful, num_warps=chosen.warps, num_stages=chosen.stages
-        )
+    launch: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages, **chosen.registers}
+    sparse_attention_fwd_kernel[(blocks, shape[0] * shape[1])](*arguments, **flags, **launch)
+    programs = min(triton.cdiv(odd.numel(), 128), 256)
+    sparse_attention_repair_kernel[(programs,)](odd.numel(), *arguments, **flags, **launch)
     return filled
 
 
@@ -152,4 +151,3 @@ def _descriptors(call: AttentionCall, chosen: Settings, width: int) -> tuple[Any
         return None, None
     block = [1, 1, chosen.block_n, triton.next_power_of_2(width)]
     return TensorDescriptor.from_tensor(call.k, block), TensorDescriptor.from_tensor(call.v, block)
-

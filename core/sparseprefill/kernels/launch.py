@@ -12,13 +12,22 @@ SMALLEST = 16
 
 @frozen
 class Settings:
-    """block_m, block_n: query rows and keys per step. warps, stages: of the program. tma: tensor descriptors."""
+    """block_m, block_n: query rows and keys per step. warps, stages: of the program. tma: tensor descriptors.
+
+    maxnreg: cap on registers per thread, or None.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     tma: bool
+    maxnreg: int | None = None
+
+    @property
+    def registers(self) -> dict[str, int]:
+        """The cap as a launch option; the interpreter and the uncapped case get none."""
+        return {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
 
 
 def settings(capability: tuple[int, int], block_d: int, itemsize: int, tile_q: int, tile_k: int) -> Settings:
@@ -35,7 +44,8 @@ def settings(capability: tuple[int, int], block_d: int, itemsize: int, tile_q: i
     block_m = min(tile_q, 64 if full_precision else 128)
     block_n = min(tile_k, (16 if wide else 32) if full_precision else (32 if wide else 64))
     hopper = capability[0] >= 9
-    # Two programs per multiprocessor decide on Hopper: 4 warps with up to 255 registers, 3 stages within 114 KB.
-    warps = 8 if wide and block_m == 128 else 4
+    # Two programs per multiprocessor decide on Hopper: 8 warps with at most 128 registers, 3 stages within 114 KB.
+    pair = hopper and block_m == 128 and not wide and not full_precision
+    warps = 8 if block_m == 128 and (wide or pair) else 4
     stages = 2 if full_precision or wide or not hopper else 3
-    return Settings(block_m, block_n, warps, stages, tma=hopper)
+    return Settings(block_m, block_n, warps, stages, tma=hopper, maxnreg=128 if pair else None)

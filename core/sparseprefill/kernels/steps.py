@@ -89,6 +89,29 @@ def masked_step(
 
 
 @triton.jit
+def crossing_steps(list_ptr, count, low, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many of a list's last steps (BLOCK_N keys each) hold a key beyond row `low`, so that they need a mask.
+
+    Lists ascend. Only the few last tiles can cross, which one load shows; a list that names tiles of the future, as
+    callers may make it, is searched on.
+    """
+    parts: tl.constexpr = TILE_K // BLOCK_N
+    few: tl.constexpr = 2 * max(TILE_Q // TILE_K, 1)
+    entry = count - few + tl.arange(0, few)
+    tile = tl.load(list_ptr + entry, mask=entry >= 0, other=0)
+    below = tl.minimum(tl.maximum((low + 1 - tile * TILE_K) // BLOCK_N, 0), parts)
+    total = tl.sum(tl.where(entry >= 0, parts - below, 0), 0)
+    more = (total >= few * parts) & (count > few)
+    while more:
+        end = (tl.load(list_ptr + count - 1 - total // parts) + 1) * TILE_K - 1
+        more = end > low
+        if more:
+            total += parts
+            more = total < count * parts
+    return total
+
+
+@triton.jit
 def count_up_to(indices_ptr, offset, count, bound):
     """How many entries of an ascending list are <= bound; free where all are."""
     low, high = 0, count

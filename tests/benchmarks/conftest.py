@@ -1,0 +1,30 @@
+"""Prints what the benchmarks noted as a Markdown table, ready for docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    session = getattr(config, "_benchmarksession", None)
+    rows = [bench for bench in getattr(session, "benchmarks", []) if bench.extra_info]
+    if not rows:
+        return
+    import triton
+
+    terminalreporter.section("figures")
+    line = terminalreporter.write_line
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    line(f"{torch.cuda.get_device_name()}, {versions}, cuDNN {torch.backends.cudnn.version()}")
+    line("")
+    line("| tokens | what | median ms | density | cuDNN time / time | efficiency | recall |")
+    line("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
+    for bench in rows:
+        info, stats = bench.extra_info, bench.stats
+        what = bench.name.removeprefix("test_")
+        kept = f"{info['recall']:.3f}" if "recall" in info else ""
+        figures = f"{stats.median * 1e3:.2f} | {info['density']:.4f} | {info['speedup']:.2f} | {info['efficiency']:.2f}"
+        line(f"| {bench.group.split()[0]} | {what} | {figures} | {kept} |")
