@@ -99,13 +99,8 @@ def attend(
             keep = at[None, :] <= position[:, None]
             if WINDOW:
                 keep = keep & (position[:, None] - at[None, :] < window)
-            if TMA:
-                key = tl.load(list_ptr + j // parts) * TILE_K + (j % parts) * BLOCK_N + start
-                k = k_desc.load([b, hk, key, 0]).reshape([BLOCK_N, BLOCK_D])
-                v = v_desc.load([b, hk, key, 0]).reshape([BLOCK_N, BLOCK_D])
-            else:
-                k = load_rows(k_base, at + start, at + start < kv_len, stride_kn, D, BLOCK_D)
-                v = load_rows(v_base, at + start, at + start < kv_len, stride_vn, D, BLOCK_D)
+            k = load_rows(k_base, at + start, at + start < kv_len, stride_kn, D, BLOCK_D)
+            v = load_rows(v_base, at + start, at + start < kv_len, stride_vn, D, BLOCK_D)
             acc, l, m = masked_step(acc, l, m, q, k, v, keep, scale, softcap, SOFTCAP, PRECISION, CAREFUL, BLOCK_N)
 
     if HAS_STRIPES:

@@ -96,11 +96,14 @@ def crossing_steps(list_ptr, count, low, TILE_Q: tl.constexpr, TILE_K: tl.conste
     callers may make it, is searched on.
     """
     parts: tl.constexpr = TILE_K // BLOCK_N
-    few: tl.constexpr = 2 * max(TILE_Q // TILE_K, 1)
-    entry = count - few + tl.arange(0, few)
-    tile = tl.load(list_ptr + entry, mask=entry >= 0, other=0)
-    below = tl.minimum(tl.maximum((low + 1 - tile * TILE_K) // BLOCK_N, 0), parts)
-    total = tl.sum(tl.where(entry >= 0, parts - below, 0), 0)
+    few: tl.constexpr = TILE_Q // TILE_K + 1 if TILE_Q < 4 * TILE_K else 4
+    total = 0
+    for entry in tl.static_range(few):
+        # Scalars, loaded side by side: a vector here would cost the main loop its uniform registers.
+        there = entry < count
+        tile = tl.load(list_ptr + count - 1 - entry, mask=there, other=0)
+        below = tl.minimum(tl.maximum((low + 1 - tile * TILE_K) // BLOCK_N, 0), parts)
+        total += tl.where(there, parts - below, 0)
     more = (total >= few * parts) & (count > few)
     while more:
         end = (tl.load(list_ptr + count - 1 - total // parts) + 1) * TILE_K - 1
