@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     if "benchmark" in request.fixturenames:
         yield
         return
-    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

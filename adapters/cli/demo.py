@@ -45,6 +45,7 @@ def demo(
     head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = HEAD,
     device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; more pay off where no one else uses it.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Compare dense and sparse prefill on the embedded model.
@@ -61,27 +62,28 @@ def demo(
     pictures.check_path(picture)
     registry = default_registry()
     found = contenders(registry, method or (), settings or ())
-    place = Place.of(device, dtype.value)
-    with bars(len(found)) as shown:
+    place = Place.of(device, dtype.value, threads)
+    with bars(len(found)) as shown, place.threaded():
         compared = comparison(tokens, questions, seed, (layer, head), place)
         outcomes = []
         for contender in found:
             with shown.contender(contender.label) as told:
                 outcomes.append(compared.run(contender, told))
-        pictures.draw(outcomes, layer, head, tokens, picture)
+        pictures.draw(outcomes, layer, head, picture)
     facts = {
         "tokens": tokens,
         "questions": compared.exam.questions,
         "seed": seed,
         "rows": compared.rows,
         "device": str(place.device),
-        "dtype": str(place.dtype).removeprefix("torch."),
+        "dtype": place.dtype_name,
+        "threads": threads,
         "picture": {"path": str(picture), "layer": layer, "head": head},
     }
     if json:
         render.write_json(results.as_json(outcomes, facts))
     else:
-        title = f"{tokens:,} tokens, {compared.exam.questions} questions, seed {seed}, {place.device}, {facts['dtype']}"
+        title = f"{tokens:,} tokens, {compared.exam.questions} questions, seed {seed}, {place}"
         results.as_table(outcomes, title, compared.rows, place.device.type == "cpu")
         render.line(f"picture of layer {layer}, head {head}: {picture}")
     render.broken(registry)

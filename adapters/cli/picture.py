@@ -37,7 +37,7 @@ def check_path(path: Path) -> None:
         path.unlink()
 
 
-def draw(outcomes: Sequence[Outcome], layer: int, head: int, tokens: int, path: Path) -> None:
+def draw(outcomes: Sequence[Outcome], layer: int, head: int, path: Path) -> None:
     """Write the picture: a panel per contender that came through, queries downwards and keys to the right."""
     shown = [outcome for outcome in outcomes if not outcome.error]
     if not shown:
@@ -48,12 +48,16 @@ def draw(outcomes: Sequence[Outcome], layer: int, head: int, tokens: int, path: 
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes[len(shown) :]:
         axis.set_axis_off()
+    images = []
     for index, (axis, outcome) in enumerate(zip(axes, shown, strict=False)):
-        image = _panel(axis, outcome, (layer, head), tokens)
+        images.append(_panel(axis, outcome, layer, head))
         axis.set_ylabel("query" if index % columns == 0 else "", fontsize=9, color=INK)
-    title = f"What each prefill computes: layer {layer}, head {head}, {tokens:,} tokens (grey: the future)"
-    figure.suptitle(title, color=INK, fontsize=11)
-    bar = figure.colorbar(image, ax=axes, ticks=TICKS, shrink=0.8 if rows == 1 else 0.5, aspect=22, pad=0.012)
+    parts = (
+        "What each prefill computes:",
+        f"layer {layer}, head {head}, {shown[0].tokens:,} tokens (grey: the future)",
+    )
+    figure.suptitle(("\n" if columns == 1 else " ").join(parts), color=INK, fontsize=11)
+    bar = figure.colorbar(images[0], ax=axes, ticks=TICKS, shrink=0.8 if rows == 1 else 0.5, aspect=22, pad=0.012)
     bar.ax.set_yticklabels([f"{tick:.0%}" for tick in TICKS])
     bar.set_label("pairs computed in a cell", color=INK, fontsize=8)
     bar.ax.tick_params(labelsize=7, colors=INK, length=2)
@@ -61,9 +65,8 @@ def draw(outcomes: Sequence[Outcome], layer: int, head: int, tokens: int, path: 
     figure.savefig(path, format="png")
 
 
-def _panel(axis: Any, outcome: Outcome, pictured: tuple[int, int], tokens: int) -> Any:
-    layer, head = pictured
-    mask = outcome.mask
+def _panel(axis: Any, outcome: Outcome, layer: int, head: int) -> Any:
+    mask, tokens = outcome.mask, outcome.tokens
     figures = f"density {1.0 if mask is None else mask.density:.1%}, recall {outcome.layers[layer].recalls[head]:.1%}"
     image = axis.imshow(
         _shares(mask, min(CELLS, tokens)),
@@ -75,8 +78,9 @@ def _panel(axis: Any, outcome: Outcome, pictured: tuple[int, int], tokens: int) 
     axis.set_facecolor(FUTURE)
     axis.text(0.5, 1.105, outcome.contender.label, transform=axis.transAxes, ha="center", color=INK, weight="bold")
     axis.set_title(figures, fontsize=8.5, color=INK)
-    ticks = [tokens * i // 4 for i in range(5)]
-    labels = [f"{tick / 1024:.3g}K" if tick else "0" for tick in ticks]
+    step = 1 << max(0, (tokens - 1).bit_length() - 2)
+    ticks = range(0, tokens + 1, step)
+    labels = [f"{tick // 1024}K" if tick % 1024 == 0 and tick else str(tick) for tick in ticks]
     axis.set_xticks(ticks, labels)
     axis.set_yticks(ticks, labels)
     axis.set_xlabel("key", fontsize=9, color=INK, labelpad=1)

@@ -82,6 +82,7 @@ def _facts(outcome: Outcome, stock: Outcome) -> dict[str, Any]:
     if outcome.error:
         return facts
     return facts | {
+        "tokens": outcome.tokens,
         "right": outcome.right,
         "asked": outcome.asked,
         "families": {name: {"right": right, "asked": asked} for name, (right, asked) in outcome.families.items()},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +17,34 @@ if TYPE_CHECKING:
 
 @frozen
 class Place:
-    """Where the model computes, and in which type."""
+    """Where the model computes, in which type, and with how many threads of PyTorch."""
 
     device: torch.device
     dtype: torch.dtype
+    threads: int
+
+    def __str__(self) -> str:
+        threads = "thread" if self.threads == 1 else "threads"
+        where = f"{self.device} ({self.threads} {threads})" if self.device.type == "cpu" else str(self.device)
+        return f"{where}, {self.dtype_name}"
+
+    @property
+    def dtype_name(self) -> str:
+        """Without PyTorch's name."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @contextmanager
+    def threaded(self) -> Iterator[None]:
+        """Runs the block with this many threads."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     @classmethod
-    def of(cls, device: str, dtype: str) -> Place:
+    def of(cls, device: str, dtype: str, threads: int) -> Place:
         """From the options; CommandError where there is no such device."""
         try:
             found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -32,7 +55,7 @@ class Place:
         if dtype == "auto":
             dtype = "float32" if found.type == "cpu" else "bfloat16"
         chosen: torch.dtype = getattr(torch, dtype)
-        return cls(found, chosen)
+        return cls(found, chosen, threads)
 
 
 def comparison(tokens: int, questions: int, seed: int, pictured: tuple[int, int], place: Place) -> Comparison:
@@ -58,7 +81,7 @@ def _load(place: Place) -> tuple[Any, Any]:
     try:
         from transformers.utils import logging
 
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
         return load_model(place.dtype, place.device), load_tokenizer()
     except ImportError as error:
         raise CommandError('the demo needs transformers: pip install "sparseprefill[hf]"') from error

@@ -70,7 +70,7 @@ class Comparison:
         picked = kept.get(self.layer)
         mask = None if picked is None else picked[1].mask.head(0, self.head)
         kept.clear()
-        outcome = Outcome(contender, seconds=seconds, layers=tuple(layers), mask=mask)
+        outcome = Outcome(contender, ids.shape[1], seconds=seconds, layers=tuple(layers), mask=mask)
         return evolve(outcome, families=self._ask(cache, told))
 
     def _attached(

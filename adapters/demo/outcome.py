@@ -43,11 +43,12 @@ class Layer:
 class Outcome:
     """What one contender did.
 
-    families: values right and asked. seconds: of the prefill. mask: of the one head that was asked for, None where the
-    layer ran dense. error: what stopped the contender; the other figures are then empty.
+    tokens: that were prefilled. families: values right and asked. seconds: of the prefill. mask: of the one head that
+    was asked for, None where the layer ran dense. error: what stopped the contender; the other figures are then empty.
     """
 
     contender: Contender
+    tokens: int = 0
     families: Mapping[str, tuple[int, int]] = field(factory=dict)
     seconds: float = 0.0
     layers: tuple[Layer, ...] = ()

@@ -13,4 +13,4 @@ T = TypeVar("T")
 
 def eagerly(function: Callable[P, T]) -> Callable[P, T]:
     """Run `function` outside of compiled graphs: context variables and weak references cannot be traced."""
-    return cast(Callable[P, T], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    return cast(Callable[P, T], torch.compiler.disable(function))

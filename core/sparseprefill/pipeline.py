@@ -20,6 +20,14 @@ from sparseprefill.stages import MaskRefiner, Observer, PatternEstimator, Sparse
 T = TypeVar("T")
 
 
+def _refiners(given: Iterable[MaskRefiner]) -> tuple[MaskRefiner, ...]:
+    return tuple(given)
+
+
+def _observers(given: Iterable[Observer]) -> tuple[Observer, ...]:
+    return tuple(given)
+
+
 def _implements(interface: type) -> Callable[[Any, Attribute[Any], object], None]:
     def check(_: object, attribute: Attribute[Any], value: object) -> None:
         lacking = missing(value, interface)
@@ -48,9 +56,9 @@ class Pipeline:
     """
 
     estimator: PatternEstimator = field(validator=_implements(PatternEstimator))
-    refiners: tuple[MaskRefiner, ...] = field(default=(), converter=tuple, validator=_each(MaskRefiner))
+    refiners: tuple[MaskRefiner, ...] = field(default=(), converter=_refiners, validator=_each(MaskRefiner))
     executor: SparseExecutor = field(factory=AutoExecutor, validator=_implements(SparseExecutor))
-    observers: tuple[Observer, ...] = field(default=(), converter=tuple, validator=_each(Observer))
+    observers: tuple[Observer, ...] = field(default=(), converter=_observers, validator=_each(Observer))
     name: str = "pipeline"
 
     @property

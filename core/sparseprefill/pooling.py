@@ -24,7 +24,7 @@ def tile_mean(x: Tensor, geometry: Geometry, tile: int) -> Tensor:
         back = rows * tile - front - geometry.q_len
         if front or back:
             x = functional.pad(x, [0, 0] * (x.dim() - 3) + [front, back])
-        total = x.unflatten(2, (rows, tile)).sum(3, dtype=dtype)
+        total: Tensor = x.unflatten(2, (rows, tile)).sum(3, dtype=dtype)
         first = torch.arange(rows, device=x.device) * tile - front
         count = (first + tile).clamp(max=geometry.q_len) - first.clamp(min=0)
         return total / count.view(1, 1, rows, *[1] * (x.dim() - 3))
@@ -41,6 +41,6 @@ def _ragged(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Ten
     where = index.view(geometry.batch, 1, -1, *[1] * tail).expand(-1, x.shape[1], -1, *x.shape[3:])
     keep = real.view(geometry.batch, 1, -1, *[1] * tail)
     picked = torch.where(keep, torch.gather(x, 2, where), 0)
-    total = picked.unflatten(2, (rows, tile)).sum(3, dtype=dtype)
-    count = real.unflatten(1, (rows, tile)).sum(2).clamp(min=1)
+    total: Tensor = picked.unflatten(2, (rows, tile)).sum(3, dtype=dtype)
+    count: Tensor = real.unflatten(1, (rows, tile)).sum(2).clamp(min=1)
     return total / count.view(geometry.batch, 1, rows, *[1] * tail)

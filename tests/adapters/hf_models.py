@@ -8,7 +8,7 @@ import torch
 import transformers
 
 VOCABULARY, WINDOW = 97, 24
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt-oss": ("GptOss", {**MIXED, **EXPERTS}, "eager"),
     "mixtral": ("Mixtral", {**EXPERTS, "sliding_window": None}, "sdpa"),
 }
+STREAMING: dict[str, Any] = {"sink": 16, "window": 16, "block": 16}
 SLIDING_LAYERS = {"qwen2": 1, "mistral-sliding": 2, "gemma2": 1, "gemma2-sdpa": 1, "gemma3": 1, "gpt-oss": 1}
 
 
@@ -69,3 +70,9 @@ def padded(length: int = 90, lefts: tuple[int, ...] = (0, 7, 41), seed: int = 2)
     for row, left in enumerate(lefts):
         ids[row, :left], mask[row, :left] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def logits(model: Any, length: int = 90) -> Any:
+    """The model's logits for a prompt."""
+    return model(prompt(length)).logits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from sparseprefill.adapters.demo.exam import MOST, greedy, make_exam, take
@@ -24,7 +26,8 @@ def model() -> LlamaForCausalLM:
         num_key_value_heads=1,
         initializer_range=0.5,
     )
-    return LlamaForCausalLM(config).eval()
+    made: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return made
 
 
 def _plain(model: LlamaForCausalLM, ids: list[int], count: int) -> list[int]:
@@ -42,7 +45,7 @@ def test_greedy_is_greedy_whatever_the_draft(model: LlamaForCausalLM, agreed: in
     text, prompt = (torch.randint(64, (n,)).tolist() for n in (TEXT, 7))
     truth = _plain(model, text + prompt, 12)
     draft = truth[:agreed] + [(token + 1) % 64 for token in truth[agreed:]]
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     with torch.inference_mode():
         model(torch.tensor([text]), past_key_values=cache)
     before = [layer.keys.clone() for layer in cache.layers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
 def test_json(small: tuple[dict[str, Any], Path]) -> None:
     facts, path = small
     assert set(facts) == {
-        *("version", "tokens", "questions", "seed", "rows", "device", "dtype", "picture", "outcomes"),
+        *("version", "tokens", "questions", "seed", "rows", "device", "dtype", "threads", "picture", "outcomes"),
     }
     assert (facts["tokens"], facts["questions"], facts["device"], facts["dtype"]) == (1024, 4, "cpu", "float32")
     assert facts["picture"] == {"path": str(path), "layer": demo.LAYER, "head": demo.HEAD}
@@ -63,6 +64,7 @@ def test_json(small: tuple[dict[str, Any], Path]) -> None:
         assert set(outcome["families"]) == {"single", "multikey", "multivalue", "multiquery"}
         assert outcome["asked"] == sum(family["asked"] for family in outcome["families"].values()) == 10
         assert outcome["right"] == sum(family["right"] for family in outcome["families"].values())
+        assert 800 < outcome["tokens"] < 1024
         assert 0 < outcome["density"] <= 1
         assert 0 < outcome["lowest_head_recall"] <= outcome["recall"] <= 1.0001
         assert outcome["ratio"] == pytest.approx(outcome["seconds"] / facts["outcomes"][0]["seconds"])
@@ -97,7 +99,7 @@ def test_picture_is_a_png(small: tuple[dict[str, Any], Path]) -> None:
 def test_table() -> None:
     result = run(*SMALL, "--method", "streaming", "--method", "dense", "--seed", "2", "--layer", "1", "--head", "3")
     assert result.exit_code == 0, result.output
-    assert "1,024 tokens, 4 questions, seed 2, cpu, float32" in result.stdout
+    assert "1,024 tokens, 4 questions, seed 2, cpu (1 thread), float32" in result.stdout
     for word in ("method", "answers", "density", "recall", "prefill", "ratio", "dense (stock)", "streaming"):
         assert word in result.stdout
     assert "anchor-attention" not in result.stdout
@@ -145,7 +147,14 @@ def test_refused(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--tokens", "many"), ("--tokens", "12"), ("--questions", "0"), ("--dtype", "int8"), ("--layer", "-1")],
+    [
+        ("--tokens", "many"),
+        ("--tokens", "12"),
+        ("--questions", "0"),
+        ("--dtype", "int8"),
+        ("--layer", "-1"),
+        ("--threads", "0"),
+    ],
 )
 def test_bad_values(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
@@ -179,11 +188,15 @@ class _Objects:
         return Plan(SparseMask.full(call))
 
 
+def _built(stage: type[_Objects] | type[_Raises], config: _Config) -> Pipeline:
+    return Pipeline(stage())
+
+
 class _Plugin:
     @hookimpl
     def sparseprefill_methods(self) -> list[Method]:
         return [
-            Method(name=name, summary="a test", config=_Config, build=lambda config, stage=stage: Pipeline(stage()))
+            Method(name=name, summary="a test", config=_Config, build=partial(_built, stage))
             for name, stage in (("objects", _Objects), ("raises", _Raises))
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,8 +52,10 @@ class NamedAttention(modeling_llama.LlamaAttention):
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         if self.config._attn_implementation in ("eager", "sdpa"):
-            return super().forward(*args, attention_mask=attention_mask, **kwargs)
-        return super().forward(*args, attention_mask=None, **kwargs)
+            kwargs["attention_mask"] = attention_mask
+        else:
+            kwargs["attention_mask"] = None
+        return super().forward(*args, **kwargs)
 
 
 class BiasedAttention(modeling_llama.LlamaAttention):
@@ -68,7 +70,7 @@ def llama_with(attention: type[nn.Module]) -> nn.Module:
     model = hf_models.build("llama")
     for layer in model.model.layers:
         layer.self_attn.__class__ = attention
-    return model
+    return cast(nn.Module, model)
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -162,6 +164,7 @@ def test_a_compact_mask_says_what_the_stock_mask_says(
         function = masking_utils.sliding_window_causal_mask_function(window)
     sizes: dict[str, Any] = {"batch_size": len(padding), "q_length": rows, "kv_length": total + spare, "q_offset": past}
     pattern = masks.classify(function, window, True)
+    assert pattern is not None
     assert pattern == masks.Pattern(window)
     mask = masks.encode(pattern, len(padding), rows, total + spare, past, 0, padding, "cpu")
     assert masks.is_compact(mask)
@@ -195,20 +198,25 @@ def test_masks_of_other_patterns_are_left_alone() -> None:
     assert not masks.is_compact(torch.ones(1, 1, 1, 4, dtype=torch.bool))
 
 
+def reset_compiler() -> None:
+    compiler: Any = torch._dynamo
+    compiler.reset()
+
+
 @torch.no_grad()
 def test_compiled_decoding() -> None:
     model, ids = hf_models.build("llama"), hf_models.prompt(40, 2)
     wanted = model.generate(ids, max_new_tokens=5, do_sample=False)[:, 40:]
-    torch._dynamo.reset()
+    reset_compiler()
     with attach(model, "dense", block=32) as handle:
         cache = StaticCache(config=model.config, max_cache_len=64)
-        step = torch.compile(model.forward, backend="eager", fullgraph=True)
+        step: Any = torch.compile(model.forward, backend="eager", fullgraph=True)
         token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
         tokens = [token]
         for _ in range(4):
             token = step(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
             tokens.append(token)
-    torch._dynamo.reset()
+    reset_compiler()
     assert torch.equal(torch.cat(tokens, 1), wanted)
     assert [layer.sparse_calls for layer in handle.report().layers] == [1, 1]
 
@@ -217,10 +225,11 @@ def test_compiled_decoding() -> None:
 def test_compiled_prefill_breaks_the_graph_and_stays_right() -> None:
     model = hf_models.build("mistral-sliding")
     wanted = model(hf_models.prompt()).logits
-    torch._dynamo.reset()
+    reset_compiler()
     with attach(model, "dense", block=32) as handle:
-        got = torch.compile(model, backend="eager")(hf_models.prompt()).logits
-    torch._dynamo.reset()
+        compiled: Any = torch.compile(model, backend="eager")
+        got = compiled(hf_models.prompt()).logits
+    reset_compiler()
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
     assert [layer.band_calls for layer in handle.report().layers] == [1, 1]
 
@@ -254,5 +263,6 @@ def test_a_class_made_in_a_session_can_be_attached() -> None:
         pass
 
     torch.manual_seed(0)
-    with attach(Mine(transformers.LlamaConfig(**hf_models.SIZES)).eval(), "dense") as handle:
+    make: Any = Mine
+    with attach(make(transformers.LlamaConfig(**hf_models.SIZES)).eval(), "dense") as handle:
         assert handle.report().host == "Mine"

@@ -19,54 +19,54 @@ def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
     return model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, **options)
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model: Any) -> Any:
     return model(hf_models.prompt()).logits
 
 
-def padded_logits(model: Any) -> torch.Tensor:
+def padded_logits(model: Any) -> Any:
     inputs = hf_models.padded()
     return model(**inputs).logits[inputs["attention_mask"].bool()]
 
 
-def right_padded_logits(model: Any) -> torch.Tensor:
+def right_padded_logits(model: Any) -> Any:
     inputs = hf_models.padded()
     inputs = {name: x.flip(-1) for name, x in inputs.items()}
     return model(**inputs).logits[inputs["attention_mask"].bool()]
 
 
-def plain(model: Any) -> torch.Tensor:
+def plain(model: Any) -> Any:
     return generate(model, {"input_ids": hf_models.prompt()})
 
 
-def left_padded(model: Any) -> torch.Tensor:
+def left_padded(model: Any) -> Any:
     return generate(model, hf_models.padded())
 
 
-def chunked(model: Any) -> torch.Tensor:
+def chunked(model: Any) -> Any:
     return generate(model, hf_models.padded(), prefill_chunk_size=32)
 
 
-def static(model: Any) -> torch.Tensor:
+def static(model: Any) -> Any:
     return generate(model, hf_models.padded(), cache_implementation="static", disable_compile=True)
 
 
-def beams(model: Any) -> torch.Tensor:
+def beams(model: Any) -> Any:
     return generate(model, hf_models.padded(lefts=(0, 11)), num_beams=3)
 
 
-def second_turn(model: Any) -> torch.Tensor:
+def second_turn(model: Any) -> Any:
     first = generate(model, {"input_ids": hf_models.prompt(60)}, return_dict_in_generate=True)
     more = torch.cat([first.sequences, hf_models.prompt(40, seed=5)], -1)
     return generate(model, {"input_ids": more}, past_key_values=first.past_key_values)
 
 
-def by_hand(model: Any) -> torch.Tensor:
+def by_hand(model: Any) -> Any:
     ids = hf_models.prompt(90)
     first = model(ids[:, :48], use_cache=True)
     return torch.cat([first.logits, model(ids[:, 48:], past_key_values=first.past_key_values).logits], 1)
 
 
-def lookup(model: Any) -> torch.Tensor:
+def lookup(model: Any) -> Any:
     ids = hf_models.prompt(30).repeat(1, 3)
     return generate(model, {"input_ids": ids}, prompt_lookup_num_tokens=4)
 

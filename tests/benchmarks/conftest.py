@@ -27,4 +27,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         what = bench.name.removeprefix("test_")
         kept = f"{info['recall']:.3f}" if "recall" in info else ""
         figures = f"{stats.median * 1e3:.2f} | {info['density']:.4f} | {info['speedup']:.2f} | {info['efficiency']:.2f}"
-        line(f"| {bench.group.split()[0]} | {what} | {figures} | {kept} |")
+        line(f"| {info['length']} | {what} | {figures} | {kept} |")

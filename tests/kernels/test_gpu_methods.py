@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+
 from sparseprefill import AttentionCall, Memory, build, default_registry, output_error
 from sparseprefill.testing import check_method, tensors
 
@@ -19,7 +22,7 @@ def test_contracts_hold(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kind", "theta"), [("random", 2.4), ("sink", 7.0), ("stripes", 3.0)])
 def test_anchor_attention_selects_what_the_reference_selects(kind: str, theta: float, dtype: torch.dtype) -> None:
-    shape = {"batch": 2, "heads": 8, "kv_heads": 2, "q_len": 1500, "kv_len": 1700, "head_dim": 128}
+    shape: dict[str, Any] = {"batch": 2, "heads": 8, "kv_heads": 2, "q_len": 1500, "kv_len": 1700, "head_dim": 128}
     q, k, v = tensors(kind, dtype=dtype, **shape)
     pipeline = build("anchor-attention", theta=theta, step=4, block=64, init_tokens=64)
     expected = pipeline.run(AttentionCall(q, k, v))

@@ -9,11 +9,11 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kernels.device import BOUNDS, CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, UnsupportedCallError, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.testing import calls, masks
-
-from kernels.device import BOUNDS, CUDA, DEVICE, DTYPES
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from kernels.device import BOUNDS, CUDA, DEVICE, DTYPES, HEAD_DIMS, TMA
 from sparseprefill import AttentionCall, Carry, Plan, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.testing import attention, tensors
-
-from kernels.device import BOUNDS, CUDA, DEVICE, DTYPES, HEAD_DIMS, TMA
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

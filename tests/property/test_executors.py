@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attrs import evolve
@@ -105,7 +107,7 @@ def test_any_cut_of_the_prompt(call: AttentionCall, data: st.DataObject) -> None
         end = offset + last
         lengths = None if call.lengths is None else call.lengths.clamp(max=end)
         rows = slice(first, last)
-        fields = {"q": call.q[:, :, rows], "k": call.k[:, :, :end], "v": call.v[:, :, :end]}
+        fields: dict[str, Any] = {"q": call.q[:, :, rows], "k": call.k[:, :, :end], "v": call.v[:, :, :end]}
         chunk = evolve(call, q_offset=offset + first, lengths=lengths, **fields)
         parts.append(EXECUTOR.execute(chunk, Plan(on_single_pairs(chunk, keep[:, :, rows, :end]))))
     out, lse = torch.cat([one.out for one in parts], 2), torch.cat([one.lse for one in parts], 2)

@@ -67,7 +67,15 @@ def test_tile_rows_cover_every_row_of_a_padded_batch(tile: int, start: int) -> N
 def test_fits_compares_sizes() -> None:
     geometry = make(4, 6).geometry
     assert geometry.fits(make(4, 6, kind="sink").geometry)
-    for other in ({"batch": 2}, {"heads": 1}, {"q_len": 3}, {"kv_len": 7}, {"q_offset": 1}, {"window": 2}):
+    others: list[dict[str, Any]] = [
+        {"batch": 2},
+        {"heads": 1},
+        {"q_len": 3},
+        {"kv_len": 7},
+        {"q_offset": 1},
+        {"window": 2},
+    ]
+    for other in others:
         assert not geometry.fits(evolve(geometry, **other))
 
 

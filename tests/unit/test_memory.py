@@ -18,9 +18,15 @@ def test_read_and_write() -> None:
 
 
 def test_setdefault_makes_once() -> None:
-    memory, made = Memory(), []
-    first = memory.setdefault("key", lambda: made.append(1) or [1])
-    assert first is memory.setdefault("key", lambda: made.append(2) or [2])
+    memory = Memory()
+    made: list[int] = []
+
+    def make(value: int) -> list[int]:
+        made.append(value)
+        return [value]
+
+    first = memory.setdefault("key", lambda: make(1))
+    assert first is memory.setdefault("key", lambda: make(2))
     assert [1] == made
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -69,3 +70,17 @@ def test_own_version_is_the_project_version() -> None:
     import sparseprefill as sp
 
     assert PROJECT["project"]["version"] == sp.__version__
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command = next(line for line in readme.splitlines() if ".venv/bin/pytest" in line)
+    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_constraints_agree_with_what_is_declared() -> None:
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = dict(line.split("==") for line in text.splitlines() if "==" in line)
+    needs = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["hf"]]
+    for need in map(Requirement, needs):
+        assert need.name not in pinned or pinned[need.name] in need.specifier

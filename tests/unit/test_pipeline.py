@@ -11,6 +11,7 @@ import torch
 from attrs import evolve
 
 import sparseprefill as sp
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError, UnsupportedCallError
 from sparseprefill.mask import SparseMask
 from sparseprefill.memory import Memory
@@ -93,9 +94,18 @@ def test_observer_sees_the_result_and_writes_memory() -> None:
 
 def test_memory_is_the_same_object_for_every_stage() -> None:
     seen: list[Memory] = []
+
+    def estimate(call: AttentionCall, memory: Memory) -> Plan:
+        seen.append(memory)
+        return narrow(call)
+
+    def refine(_: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        seen.append(memory)
+        return plan
+
     pipeline = Pipeline(
-        Estimate(lambda call, memory: (seen.append(memory), narrow(call))[1]),
-        refiners=(Refine(lambda _, plan, memory: (seen.append(memory), plan)[1]),),
+        Estimate(estimate),
+        refiners=(Refine(refine),),
         observers=(Observe(lambda *args: seen.append(args[-1])),),
     )
     memory = Memory()

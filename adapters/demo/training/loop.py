@@ -126,7 +126,7 @@ def train(
         rows = max(1, round(settings.tokens / length))
         ids, kinds = batches.make(draw_mix(rng, length), rows, length)
         text, answer, accuracy = _losses(network, ids, kinds)
-        (settings.text_weight * text + answer).backward()  # type: ignore[no-untyped-call]
+        (settings.text_weight * text + answer).backward()
         masters.step(_rate(settings, step, progress))
         step += 1
         if step % 8 == 0 and cuda:

@@ -49,7 +49,7 @@ class TileKeys:
 
     def _positions(self, batch: int, head: int, row: int, group: int) -> Tensor:
         """int64, ascending and distinct: key positions that the lists name."""
-        parts = []
+        parts: list[Tensor] = []
         if self._tiles is not None:
             offset, count = self._tiles[0][batch][head][row], self._tiles[1][batch][head][row]
             tiles = self._tiles[2][offset : offset + count, None].to(torch.int64)
@@ -59,7 +59,8 @@ class TileKeys:
             offset, count = self._stripes[0][batch][head][group], self._stripes[1][batch][head][group]
             parts.append(self._stripes[2][offset : offset + count].to(torch.int64))
         if len(parts) == 2:
-            return torch.unique(torch.cat(parts))
+            union: Tensor = torch.unique(torch.cat(parts))
+            return union
         return parts[0] if parts else torch.empty(0, dtype=torch.int64, device=self.mask.geometry.device)
 
 
