@@ -22,6 +22,7 @@ from .report import Report
 
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
+MIN_QUERY = 16  # query rows from which a forward is prefill; fewer are decoding, a draft's check among them
 NOT_CHOSEN = "not among the layers asked for"
 _serials = itertools.count()
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Session:
         self,
         pipeline: Pipeline,
         *,
-        min_query: int = 16,
+        min_query: int = MIN_QUERY,
         layers: Iterable[int] | None = None,
         strict: bool = False,
         measure: bool = False,

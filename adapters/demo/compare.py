@@ -1,9 +1,9 @@
 """Dense and sparse prefill of one model, side by side: answers, recall, density and time.
 
 Each contender prefills one context once. The clock runs over that forward pass alone; its observer only keeps
-references to the layers' calls and results, and recall and density are computed after the clock has stopped. The
-questions are then answered by the stock model on the cache that the prefill left, as a server does: sparse prefill,
-dense decoding.
+references to the layers' calls and results, and recall and density are computed after the clock has stopped. Each
+question is then read by the same method, as one more chunk of the prompt, so that what it needs of the text must pass
+the method's mask; the answer is decoded with dense attention, as a server does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
@@ -57,21 +57,27 @@ class Comparison:
         ids = torch.tensor([self.tokenizer(self.exam.context)["input_ids"]], device=self.model.device)
         kept: dict[int, tuple[AttentionCall, Result]] = {}
         told("warm-up", 0, 1)
-        with self._attached(contender, lambda call, result: kept.update({call.layer: (call, result)})) as handle:
+        recording = True
+
+        def observe(call: AttentionCall, result: Result) -> None:
+            if recording:
+                kept[call.layer] = call, result
+
+        with self._attached(contender, observe) as handle:
             self._prefill(ids if ids.is_cuda else ids[:, :WARM])
             kept.clear()
             with _counted(self.model, lambda done, of: told("prefill", done, of)):
                 seconds, cache = self._prefill(ids)
+            recording = False
             reasons = {} if handle is None else _reasons(handle)
+            families = self._ask(cache, told)
         layers = []
         for index in range(self.model.config.num_hidden_layers):
             told("recall", index, self.model.config.num_hidden_layers)
             layers.append(self._layer(index, kept.get(index), reasons))
         picked = kept.get(self.layer)
         mask = None if picked is None else picked[1].mask.head(0, self.head)
-        kept.clear()
-        outcome = Outcome(contender, ids.shape[1], seconds=seconds, layers=tuple(layers), mask=mask)
-        return evolve(outcome, families=self._ask(cache, told))
+        return Outcome(contender, ids.shape[1], families, seconds, tuple(layers), mask)
 
     def _attached(
         self, contender: Contender, observe: Callable[[AttentionCall, Result], None]

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
+from ..session import MIN_QUERY
 from .haystack import haystack_of
 from .tasks import FAMILIES, Family, Task, make_task, score
 
 MOST = 16
 """The most questions of one family."""
+
+SHORT = MIN_QUERY - 1
+"""Tokens of one step of decoding, at most."""
 
 _DISTRACTORS: Mapping[Family, int] = {"single": 0, "multikey": 8, "multivalue": 0, "multiquery": 0}
 # Tokens within which a family's own task is made, before its needles move into the shared context.
@@ -63,19 +67,21 @@ def take(exam: Exam, answer: Callable[[str, str], str]) -> dict[str, tuple[int, 
 def greedy(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> list[int]:
     """As many tokens as `draft` has, decoded greedily after the cache and `prompt`; the cache is left as it was.
 
-    The draft saves time and changes nothing: a forward pass over it gives the model's own choice at each place, choices
-    are taken as long as they agree with it, and where one departs decoding goes on from that choice, in shorter steps.
+    The prompt is one forward pass, as a chunk of prefill is. The draft saves time and changes nothing: a forward pass
+    over a part of it gives the model's own choice at each place, choices are taken as long as they agree with it, and
+    where one departs decoding goes on from that choice. These steps are short, so that an adapter takes them for
+    decoding.
     """
     length = cache.get_seq_length()
     found: list[int] = []
-    pending, step = prompt, len(draft)
+    pending, step = prompt, 1
     while len(found) < len(draft):
         ahead = draft[len(found) :][:step]
         ids = torch.tensor([[*pending, *ahead[:-1]]], device=model.device)
         chosen = model(ids, past_key_values=cache, logits_to_keep=len(ahead)).logits[0].argmax(-1).tolist()
         departed = next((i for i, (a, b) in enumerate(zip(chosen, ahead, strict=True)) if a != b), None)
         taken = len(ahead) if departed is None else departed + 1
-        step = 4 * step if departed is None else 2
+        step = SHORT if departed is None else 2
         _drop(cache, len(ahead) - taken)
         found += chosen[:taken]
         pending = found[-1:]

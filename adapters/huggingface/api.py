@@ -9,7 +9,7 @@ from sparseprefill.errors import AttachError, ParameterError
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry
 
-from ..session import Observe, Session
+from ..session import MIN_QUERY, Observe, Session
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ def attach(
     method: str | Pipeline,
     *,
     strict: bool = False,
-    min_query: int = 16,
+    min_query: int = MIN_QUERY,
     layers: Iterable[int] | None = None,
     verify: bool = True,
     measure: bool = False,

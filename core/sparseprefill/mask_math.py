@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,8 @@ from sparseprefill.lists import IndexLists
 if TYPE_CHECKING:
     from sparseprefill.geometry import Geometry
     from sparseprefill.mask import SparseMask
+
+SHADED = 16  # query rows that stand for a cell of a picture
 
 
 def span(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor]:
@@ -34,7 +37,7 @@ def full_lists(geometry: Geometry, tile_q: int, tile_k: int) -> IndexLists:
     indices = torch.arange(columns, dtype=torch.int32, device=geometry.device)
     shape = (-1, geometry.heads, -1)
     counts = (last - first).clamp(min=0).to(torch.int32)[:, None].expand(shape).contiguous()
-    return IndexLists(counts, first[:, None].expand(shape).contiguous(), indices)
+    return IndexLists(counts, first[:, None].expand(shape).contiguous(), indices, same_heads=True)
 
 
 def reachable_map(geometry: Geometry, tile_q: int, tile_k: int) -> Tensor:
@@ -64,23 +67,19 @@ def union(a: SparseMask, b: SparseMask) -> SparseMask:
             group = stripes.group_rows // tiles.tile_q
             return evolve(tiles, group=group, stripes=stripes.stripes, disjoint=False)
     tile_q, tile_k = math.gcd(a.tile_q, b.tile_q), math.gcd(a.tile_k, b.tile_k)
-    group_rows = _common_group(a, b, tile_q)
-    keep_tiles = _tiles_on(a, tile_q, tile_k) | _tiles_on(b, tile_q, tile_k)
+    keep_tiles = tiles_on(a, tile_q, tile_k) | tiles_on(b, tile_q, tile_k)
     mask = evolve(
         a, tile_q=tile_q, tile_k=tile_k, tiles=IndexLists.from_map(keep_tiles), group=1, stripes=None, disjoint=False
     )
-    if a.stripes is None and b.stripes is None:
-        return mask
-    keep = _stripes_on(a, group_rows) | _stripes_on(b, group_rows)
-    return evolve(mask, group=group_rows // tile_q, stripes=IndexLists.from_map(keep))
+    if a.stripes is not None and b.stripes is not None:
+        group_rows = math.gcd(a.group_rows, b.group_rows)
+        keep = stripes_on(a, group_rows) | stripes_on(b, group_rows)
+        return evolve(mask, group=group_rows // tile_q, stripes=IndexLists.from_map(keep))
+    striped = b if a.stripes is None else a
+    return evolve(mask, group=striped.group_rows // tile_q, stripes=striped.stripes)
 
 
-def _common_group(a: SparseMask, b: SparseMask, tile_q: int) -> int:
-    rows = [mask.group_rows for mask in (a, b) if mask.stripes is not None]
-    return max(math.gcd(*rows) if rows else tile_q, tile_q)
-
-
-def _regrid(geometry: Geometry, keep: Tensor, old: int, new: int) -> Tensor:
+def regrid(geometry: Geometry, keep: Tensor, old: int, new: int) -> Tensor:
     """Rows of a map ``[B, H, R, C]`` on tiles of `old` tokens, repeated on the finer grid of `new` tokens."""
     if old == new:
         return keep
@@ -90,15 +89,17 @@ def _regrid(geometry: Geometry, keep: Tensor, old: int, new: int) -> Tensor:
     return torch.gather(keep, 2, index)
 
 
-def _tiles_on(mask: SparseMask, tile_q: int, tile_k: int) -> Tensor:
+def tiles_on(mask: SparseMask, tile_q: int, tile_k: int) -> Tensor:
+    """bool [B, Hq, R, C]: the mask's tiles on a grid that divides its own, those within reach."""
     columns = mask.geometry.tile_columns(tile_k)
     keep = mask.tile_map().repeat_interleave(mask.tile_k // tile_k, dim=-1)[..., :columns]
-    keep = _regrid(mask.geometry, keep, mask.tile_q, tile_q)
+    keep = regrid(mask.geometry, keep, mask.tile_q, tile_q)
     return keep & reachable_map(mask.geometry, tile_q, tile_k)[:, None]
 
 
-def _stripes_on(mask: SparseMask, rows: int) -> Tensor:
-    return _regrid(mask.geometry, mask.stripe_map(), mask.group_rows, rows)
+def stripes_on(mask: SparseMask, rows: int) -> Tensor:
+    """bool [B, Hq, G, Nkv]: the mask's stripes on groups of `rows` query tokens that divide its own."""
+    return regrid(mask.geometry, mask.stripe_map(), mask.group_rows, rows)
 
 
 def dense(mask: SparseMask, rows: Tensor | None) -> Tensor:
@@ -130,10 +131,10 @@ def _lookup(keep: Tensor, row: Tensor, column: Tensor) -> Tensor:
     return torch.gather(picked, 3, column)
 
 
-def row_chunks(geometry: Geometry, pairs: int = 1 << 26) -> list[Tensor]:
-    """Query rows in chunks of about `pairs` (query, key) pairs over batch and heads."""
+def row_chunks(geometry: Geometry, step: int, pairs: int = 1 << 24) -> Sequence[Tensor]:
+    """Every `step`-th query row, in chunks of about `pairs` (query, key) pairs over batch and heads."""
     size = max(1, pairs // (geometry.batch * geometry.heads * geometry.kv_len))
-    return list(torch.arange(geometry.q_len, device=geometry.device).split(size))
+    return torch.arange(0, geometry.q_len, step, device=geometry.device).split(size)
 
 
 def head(mask: SparseMask, batch: int, head: int) -> SparseMask:
@@ -159,7 +160,7 @@ def shade(mask: SparseMask, cells: int) -> Tensor:
     chosen = torch.zeros(g.batch, g.heads, cells, cells, device=device)
     allowed = torch.zeros(g.batch, 1, cells, cells, device=device)
     column = torch.arange(g.kv_len, device=device) * cells // g.kv_len
-    for rows in row_chunks(g):
+    for rows in row_chunks(g, max(1, g.q_len // (cells * SHADED))):
         row = rows * cells // g.q_len
         for total, keep in ((chosen, mask.to_dense(rows)), (allowed, g.visible(rows)[:, None])):
             by_column = torch.zeros(*keep.shape[:3], cells, device=device)

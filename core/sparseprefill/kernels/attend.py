@@ -110,15 +110,25 @@ def attend(
         count = tl.load(stripe_counts_ptr + row_of_stripes, mask=live, other=0)
         seen = count_up_to(stripe_indices_ptr, offset, count, last)
         whole = 0
-        if not (WINDOW or DEDUPE):
+        if not WINDOW:
             whole = count_up_to(stripe_indices_ptr, offset, seen, low) // BLOCK_N
         list_ptr = stripe_indices_ptr + offset
         number = tl.arange(0, BLOCK_N)
-        for j in tl.range(0, whole):
-            at = tl.load(list_ptr + j * BLOCK_N + number) + start
-            k = load_rows(k_base, at, number >= 0, stride_kn, D, BLOCK_D)
-            v = load_rows(v_base, at, number >= 0, stride_vn, D, BLOCK_D)
-            acc, l, m = step(acc, l, m, q, k, v, scale, softcap, SOFTCAP, PRECISION)
+        if DEDUPE:
+            for j in tl.range(0, whole):
+                at = tl.load(list_ptr + j * BLOCK_N + number)
+                k = load_rows(k_base, at + start, number >= 0, stride_kn, D, BLOCK_D)
+                v = load_rows(v_base, at + start, number >= 0, stride_vn, D, BLOCK_D)
+                free = tl.load(chosen_ptr + row_of_lists * columns + at // TILE_K) == 0
+                acc, l, m = masked_step(
+                    acc, l, m, q, k, v, free[None, :], scale, softcap, SOFTCAP, PRECISION, CAREFUL, BLOCK_N
+                )
+        else:
+            for j in tl.range(0, whole):
+                at = tl.load(list_ptr + j * BLOCK_N + number) + start
+                k = load_rows(k_base, at, number >= 0, stride_kn, D, BLOCK_D)
+                v = load_rows(v_base, at, number >= 0, stride_vn, D, BLOCK_D)
+                acc, l, m = step(acc, l, m, q, k, v, scale, softcap, SOFTCAP, PRECISION)
         for j in tl.range(whole, tl.cdiv(seen, BLOCK_N), num_stages=1):
             some = j * BLOCK_N + number < seen
             at = tl.load(list_ptr + j * BLOCK_N + number, mask=some, other=0)
