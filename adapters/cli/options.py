@@ -47,10 +47,10 @@ def _setting(text: str) -> tuple[str, str, Any]:
     method, dot, parameter = target.strip().rpartition(".")
     if not (equals and dot and method and parameter and value.strip()):
         raise CommandError(f"--set {text}: write method.parameter=value, such as --set anchor-attention.theta=4")
-    return method, parameter, _value(value.strip())
+    return method, parameter, value_of(value.strip())
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """JSON where it is JSON, True and False, numbers such as inf, else the text itself."""
     for read in (json.loads, {"True": True, "False": False, "None": None}.__getitem__, float):
         try:

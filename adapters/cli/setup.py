@@ -1,18 +1,23 @@
-"""Loading what `demo` compares on: the embedded model, its text and questions, the device."""
+"""Loading what `demo` and `tune` run on: the model, its text and questions, the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .group import CommandError
 
 if TYPE_CHECKING:
+    from sparseprefill.identity import ModelIdentity
+
     from ..demo.compare import Comparison
+    from ..tuning import Measure
+
+EMBEDDED = "embedded"
 
 
 @frozen
@@ -75,6 +80,41 @@ def comparison(tokens: int, questions: int, seed: int, pictured: tuple[int, int]
     return Comparison(model, tokenizer, exam, *pictured)
 
 
+def measure_of(
+    model: str | None, lengths: Sequence[int], texts: int, questions: int, seed: int, place: Place
+) -> tuple[Measure, ModelIdentity]:
+    """The tasks of every length as a measure of a model, and the model's identity.
+
+    model: folder or name of a transformers model, None for the embedded one. Raises CommandError for what the model
+    cannot do, AttachError for a model that no method can be attached to.
+    """
+    found, tokenizer = _load(place) if model is None else _load_other(place, model)
+    from ..demo.measure import ExamMeasure
+    from ..huggingface.identity import identity
+    from ..huggingface.inspection import find_decoder
+
+    measure = ExamMeasure(found, tokenizer, texts, questions, seed)
+    for tokens in lengths:
+        _check(found.config, tokens)
+        try:
+            measure.exams(tokens)
+        except ValueError as error:
+            raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
+    known = identity(find_decoder(found))
+    return measure, evolve(known, name=EMBEDDED) if model is None else known
+
+
+def model_of(model: str | None, tokens: int, place: Place) -> tuple[Any, Any, ModelIdentity]:
+    """A model that reads so many tokens, its tokenizer and its identity; errors as those of `measure_of`."""
+    found, tokenizer = _load(place) if model is None else _load_other(place, model)
+    from ..huggingface.identity import identity
+    from ..huggingface.inspection import find_decoder
+
+    _check(found.config, tokens)
+    known = identity(find_decoder(found))
+    return found, tokenizer, evolve(known, name=EMBEDDED) if model is None else known
+
+
 def _load(place: Place) -> tuple[Any, Any]:
     from ..demo.model import load_model, load_tokenizer
 
@@ -84,14 +124,28 @@ def _load(place: Place) -> tuple[Any, Any]:
         logging.disable_progress_bar()
         return load_model(place.dtype, place.device), load_tokenizer()
     except ImportError as error:
-        raise CommandError('the demo needs transformers: pip install "sparseprefill[hf]"') from error
+        raise CommandError('the embedded model needs transformers: pip install "sparseprefill[hf]"') from error
     except FileNotFoundError as error:
         raise CommandError(f"{error}: install the package with its checkpoint, or train one") from error
 
 
-def _check(config: Any, tokens: int, layer: int, head: int) -> None:
+def _load_other(place: Place, path: str) -> tuple[Any, Any]:
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as error:
+        raise CommandError('--model needs transformers: pip install "sparseprefill[hf]"') from error
+    logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=place.dtype)
+        return model.to(place.device).eval(), AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--model {path}: {str(error).splitlines()[0]}") from error
+
+
+def _check(config: Any, tokens: int, layer: int = 0, head: int = 0) -> None:
     if tokens > config.max_position_embeddings:
-        raise CommandError(f"--tokens {tokens}: the embedded model reads at most {config.max_position_embeddings}")
+        raise CommandError(f"--tokens {tokens}: the model reads at most {config.max_position_embeddings}")
     for option, value, count in (
         ("layer", layer, config.num_hidden_layers),
         ("head", head, config.num_attention_heads),

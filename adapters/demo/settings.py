@@ -16,6 +16,7 @@ PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "anchor-attention": {"theta": 11.0, "step": 2},
         "sample-attention": {"alpha_c": 0.9, "alpha_s": 0.9},
+        "star-attention": {"block_size": 1024, "context_length": -128},
         "streaming": {"sink": 128, "window": 512},
         "vertical-slash": {"gamma": 0.9},
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseprefill.errors import AttachError, ParameterError
 from sparseprefill.pipeline import Pipeline
+from sparseprefill.profile import Profile
 from sparseprefill.registry import default_registry
 
 from ..session import MIN_QUERY, Observe, Session
@@ -27,6 +29,7 @@ def attach(
     verify: bool = True,
     measure: bool = False,
     observe: Observe | None = None,
+    profile: str | Path | Profile | None = None,
     **parameters: Any,
 ) -> Handle:
     """Run the model's prefill through a sparse method, until the handle is detached.
@@ -38,16 +41,19 @@ def attach(
     strict: raise where a prefill call would fall back to dense. min_query: query rows (tokens of one forward) from
     which a call is prefill. layers: indices of the layers to run sparse; None for all. verify: compare the model with
     itself under a full mask first. measure: count the density of every call at once, at the price of a host sync.
-    observe: called as ``observe(call, result)`` after every sparse layer.
+    observe: called as ``observe(call, result)`` after every sparse layer. profile: a file that ``sparseprefill tune``
+    wrote for this method and this model; the length of each call chooses its parameters, and `parameters` go over them.
 
-    Raises AttachError if the model cannot be attached, UnknownMethodError or ParameterError for a wrong method,
-    ImportError without transformers.
+    Raises AttachError if the model cannot be attached, UnknownMethodError or ParameterError for a wrong method, or for
+    a profile or a cluster table of another model, ImportError without transformers.
     """
-    pipeline = _pipeline(method, parameters)
+    profile = None if profile is None else Profile.load(profile)
+    pipeline = _pipeline(method, profile, parameters)
     session = Session(pipeline, min_query=min_query, layers=layers, strict=strict, measure=measure, observe=observe)
     try:
         from .dry_run import dry_run
         from .handle import PREFIX, Handle
+        from .identity import identity
         from .inspection import check, find_decoder
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "transformers":
@@ -55,6 +61,10 @@ def attach(
         raise ImportError('attaching needs transformers: pip install "sparseprefill[hf]"') from error
     decoder = find_decoder(model)
     check(decoder, PREFIX)
+    if profile is not None:
+        profile.check_model(identity(decoder))
+    for ask in filter(None, (getattr(stage, "check_model", None) for stage in pipeline.stages)):
+        ask(identity(decoder))
     if verify:
         findings = dry_run(model, decoder, pipeline)
         session.expect(findings.layers)
@@ -68,11 +78,13 @@ def attach(
     return handle
 
 
-def _pipeline(method: str | Pipeline, parameters: dict[str, Any]) -> Pipeline:
+def _pipeline(method: str | Pipeline, profile: Profile | None, parameters: dict[str, Any]) -> Pipeline:
     if isinstance(method, str):
-        return default_registry().build(method, **parameters)
+        return default_registry().build(method, profile=profile, **parameters)
     if not isinstance(method, Pipeline):
         raise ParameterError(f"method is {method!r}: pass the name of a method, or a Pipeline")
+    if profile is not None:
+        raise ParameterError("a Pipeline is built already: a profile goes with the name of a method")
     if parameters:
         given = ", ".join(sorted(parameters))
         raise ParameterError(f"a Pipeline is built already: parameters ({given}) go with the name of a method")

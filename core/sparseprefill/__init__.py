@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.combine import UnionEstimator
+from sparseprefill.config import from_config
 from sparseprefill.errors import (
     AttachError,
     InvalidCallError,
@@ -29,6 +32,12 @@ from sparseprefill.method import Method
 from sparseprefill.metrics import output_error, recall
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan, Result
+from sparseprefill.profile import Profile
+from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
+from sparseprefill.refiners.heads import GqaUnion
+from sparseprefill.refiners.priority import TilePriority
+from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
+from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.registry import PluginRecord, Registry, default_registry
 from sparseprefill.softmax import SoftmaxState
 from sparseprefill.stages import MaskRefiner, Observer, PatternEstimator, SparseExecutor
@@ -38,10 +47,15 @@ __all__ = [
     "AttachError",
     "AttentionCall",
     "AutoExecutor",
+    "BudgetCeiling",
+    "BudgetFloor",
     "Carry",
+    "DenseRows",
     "Geometry",
+    "GqaUnion",
     "IndexLists",
     "InvalidCallError",
+    "LocalBand",
     "MaskError",
     "MaskRefiner",
     "Memory",
@@ -54,18 +68,25 @@ __all__ = [
     "Plan",
     "PluginLoadError",
     "PluginRecord",
+    "Profile",
+    "RandomRescue",
     "ReferenceExecutor",
     "Registry",
     "Result",
+    "Sink",
     "SoftmaxState",
     "SparseExecutor",
     "SparseMask",
     "SparsePrefillError",
     "StageError",
+    "StrideRescue",
+    "TilePriority",
+    "UnionEstimator",
     "UnknownMethodError",
     "UnsupportedCallError",
     "build",
     "default_registry",
+    "from_config",
     "hookimpl",
     "methods",
     "output_error",
@@ -78,9 +99,12 @@ def methods() -> Mapping[str, str]:
     return {name: method.summary for name, method in default_registry().methods().items()}
 
 
-def build(name: str, **parameters: Any) -> Pipeline:
+def build(name: str, *, profile: str | Path | Profile | None = None, **parameters: Any) -> Pipeline:
     """A pipeline by method name, such as ``build("anchor-attention", theta=12.0, step=16)``.
+
+    profile: a file that ``sparseprefill tune`` wrote for this method; the number of keys of each call then chooses its
+    parameters, and `parameters` go over them.
 
     Raises UnknownMethodError, ParameterError, or PluginLoadError, each with what would do.
     """
-    return default_registry().build(name, **parameters)
+    return default_registry().build(name, profile=profile, **parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import MaskError
@@ -15,12 +15,14 @@ class IndexLists:
 
     counts: int32 ``[B, H, R]``. offsets: int64 ``[B, H, R]``, where each list begins in `indices`, int32 ``[L]``.
     Rows may share storage (a full mask needs one `arange`); entries behind a count are never read. No constructor
-    reads a value on the host, so building lists does not synchronise with the device.
+    reads a value on the host, so building lists does not synchronise with the device. same_heads: the maker's word
+    that all heads of a batch row have the same lists.
     """
 
     counts: Tensor
     offsets: Tensor
     indices: Tensor
+    same_heads: bool = field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         wanted = (("counts", torch.int32), ("offsets", torch.int64), ("indices", torch.int32))
@@ -60,7 +62,7 @@ class IndexLists:
         counts = ends[..., -1].to(torch.int32)[:, None].expand(-1, heads, -1).contiguous()
         offsets = (torch.arange(batch * rows, device=first.device) * width).view(batch, 1, rows)
         indices = (begin + slot).to(torch.int32)
-        return cls(counts, offsets.expand(-1, heads, -1).contiguous(), indices.reshape(-1))
+        return cls(counts, offsets.expand(-1, heads, -1).contiguous(), indices.reshape(-1), same_heads=True)
 
     @classmethod
     def empty(cls, batch: int, heads: int, rows: int, device: torch.device) -> IndexLists:

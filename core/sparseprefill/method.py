@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import field, fields, frozen, has
@@ -32,6 +32,7 @@ class Method:
     and kernels are imported there, so that listing methods stays cheap.
     full: parameters at which the mask holds every causal key (the property "full mask == dense" uses them).
     small: parameters that make the method sparse on a few hundred tokens, for contract checks.
+    search: values to try of each parameter that `sparseprefill tune` may tune; empty if there is nothing to tune.
     """
 
     name: str = field(validator=_check_name)
@@ -41,6 +42,7 @@ class Method:
     paper: str = ""
     full: Mapping[str, Any] = EMPTY
     small: Mapping[str, Any] = EMPTY
+    search: Mapping[str, Sequence[Any]] = EMPTY
 
     def configure(self, parameters: Mapping[str, Any]) -> Any:
         """A config; ParameterError names an unknown parameter, or the field, bound and value that do not fit."""

@@ -94,15 +94,20 @@ class Pipeline:
         if reasons:
             raise UnsupportedCallError(reasons)
         memory = Memory() if memory is None else memory
+        plan = self.plan(call, memory)
+        result = _ask(self.executor, "execute", Result, lambda: self.executor.execute(call, plan))
+        for observer in self.observers:
+            _observed(observer, call, plan, result, memory)
+        return result
+
+    def plan(self, call: AttentionCall, memory: Memory) -> Plan:
+        """What `run` would execute: the estimate, refined. For stages that hold a pipeline; errors as of `run`."""
         plan = _ask(self.estimator, "estimate", Plan, lambda: self.estimator.estimate(call, memory))
         _check_plan(self.estimator, call, plan)
         for refiner in self.refiners:
             plan = _refined(refiner, call, plan, memory)
             _check_plan(refiner, call, plan)
-        result = _ask(self.executor, "execute", Result, lambda: self.executor.execute(call, plan))
-        for observer in self.observers:
-            _observed(observer, call, plan, result, memory)
-        return result
+        return plan
 
     def __call__(
         self,

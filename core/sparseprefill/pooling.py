@@ -1,10 +1,11 @@
-"""Means over query tiles on each row's own token grid."""
+"""Means over query tiles and key tiles on each row's own token grid."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import evolve
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,6 +30,24 @@ def tile_mean(x: Tensor, geometry: Geometry, tile: int) -> Tensor:
         count = (first + tile).clamp(max=geometry.q_len) - first.clamp(min=0)
         return total / count.view(1, 1, rows, *[1] * (x.dim() - 3))
     return _ragged(x, geometry, tile, dtype)
+
+
+def key_tile_mean(k: Tensor, geometry: Geometry, tile: int) -> Tensor:
+    """Mean of k ``[B, H, Nkv, *]`` over the real keys of each key tile: ``[B, H, C, *]``, float32 or better.
+
+    Keys after the call's last query count for nothing, as no query may see them; a tile without a key gives 0.
+    """
+    end = geometry.q_offset + geometry.q_len
+    keys = evolve(geometry, q_len=end, q_offset=0)
+    mean = tile_mean(k[:, :, :end], keys, tile)
+    columns, tail = geometry.tile_columns(tile), mean.dim() - 3
+    if geometry.starts is None:
+        return functional.pad(mean, [0, 0] * tail + [0, columns - mean.shape[2]])
+    # Rows of `mean` begin with the tile of index 0 among the keys, which is padding where the row starts later.
+    at = torch.arange(columns, device=k.device) - keys.first_tile(tile)[:, None]
+    inside = (at < mean.shape[2]).view(geometry.batch, 1, columns, *[1] * tail)
+    where = at.clamp(max=mean.shape[2] - 1).view(geometry.batch, 1, columns, *[1] * tail)
+    return torch.where(inside, torch.gather(mean, 2, where.expand(-1, k.shape[1], -1, *k.shape[3:])), 0)
 
 
 def _ragged(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -21,6 +22,8 @@ from sparseprefill.errors import (
 )
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
+from sparseprefill.profile import Profile
+from sparseprefill.profiled import profiled
 
 GROUP = hookspecs.PROJECT
 ONLY = "SPARSEPREFILL_PLUGINS"
@@ -187,9 +190,13 @@ class Registry:
             more += f" (left out by {ONLY}: {', '.join(sorted(self._left_out))})"
         raise UnknownMethodError(f"no method is named {name!r}{nearest(str(name), self._methods)}{more}")
 
-    def build(self, name: str, **parameters: Any) -> Pipeline:
-        """A pipeline by name. ParameterError where a parameter is wrong, StageError where the plugin's build fails."""
-        return self.get(name).pipeline(**parameters)
+    def build(self, name: str, *, profile: str | Path | Profile | None = None, **parameters: Any) -> Pipeline:
+        """A pipeline by name. ParameterError where a parameter is wrong, StageError where the plugin's build fails.
+
+        profile: a file of ``sparseprefill tune``; each call's parameters then follow its length, under `parameters`.
+        """
+        method = self.get(name)
+        return method.pipeline(**parameters) if profile is None else profiled(method, Profile.load(profile), parameters)
 
 
 @cache

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparseprefill.lists import IndexLists
 from sparseprefill.mask import SparseMask
@@ -33,16 +34,19 @@ def vertical_slash(call: AttentionCall, gamma: float, block: int) -> SparseMask:
     return SparseMask(geometry, block, block, tiles.tiles, group, stripes)
 
 
-def slash_tiles(geometry: Geometry, slashes: Tensor, block: int) -> Tensor:
+def slash_tiles(geometry: Geometry, slashes: Tensor, block: int, part: Tensor | None = None) -> Tensor:
     """bool ``[B, H, R, C]``: tiles on the diagonals of bins ``[B, H, S]``, and the diagonal tiles.
 
     A bin s holds distances ``[s * block, (s + 1) * block)``, whose pairs fall in the tile diagonals s and s + 1.
+    part: int64 ``[B, R]``, for bins ``[B, H, P, S]``: which of the P sets governs each query tile.
     """
-    column = torch.arange(geometry.tile_columns(block), device=geometry.device)
-    lag = geometry.tiles(block)[..., None] - column
-    keep = torch.zeros(*slashes.shape[:2], slashes.shape[2] + 2, dtype=torch.bool, device=slashes.device)
-    keep[..., 0], keep[..., 1:-1] = True, slashes
-    keep[..., 2:] |= slashes
-    where = torch.where((lag >= 0) & (lag <= slashes.shape[2]), lag + 1, 0)[:, None]
-    at = where.expand(-1, slashes.shape[1], -1, -1).flatten(2)
-    return torch.gather(keep, 2, at).view(*slashes.shape[:2], *lag.shape[1:]) & (lag >= 0)[:, None]
+    if part is None:
+        slashes, part = slashes[:, :, None], torch.zeros_like(geometry.tiles(block))
+    heads, bins = slashes.shape[1], slashes.shape[3]
+    lags = functional.pad(slashes, (0, 1)) | functional.pad(slashes, (1, 0))
+    lags[..., 0] = True
+    lag = geometry.tiles(block)[..., None] - torch.arange(geometry.tile_columns(block), device=geometry.device)
+    at = part[..., None] * (bins + 1) + lag.clamp(0, bins)
+    picked: Tensor = torch.gather(lags.flatten(2), 2, at.flatten(1)[:, None].expand(-1, heads, -1))
+    keep: Tensor = picked.unflatten(2, lag.shape[1:]) & ((lag >= 0) & (lag <= bins))[:, None]
+    return keep

@@ -1,6 +1,6 @@
 """The interfaces that a method composes: estimator, refiners, executor, observers.
 
-Strangers pass by shape; classes that inherit get the missing-method error when they are made. Two more attributes are
+Strangers pass by shape; classes that inherit get the missing-method error when they are made. Three more attributes are
 read where a stage has them:
 
 ``unsupported(call) -> str | None``
@@ -9,6 +9,8 @@ read where a stage has them:
 ``grain: int | None``
     the number of tokens at whose multiples a prompt may be cut into chunks without changing the result. None, or no
     attribute: the stage looks at the call as a whole and has none.
+``check_model(model: ModelIdentity) -> None``
+    raises ParameterError where the stage was made for another model; adapters that know the model ask.
 """
 
 from __future__ import annotations

@@ -47,3 +47,26 @@ def flag() -> Check:
 
     check.__doc__ = "true or false"
     return check
+
+
+def one_of(*names: str) -> Check:
+    """One of a few words."""
+    listed = " or ".join(f"'{name}'" for name in names)
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if value not in names:
+            raise ParameterError(f"{attribute.name} is {value!r}: pass {listed}")
+
+    check.__doc__ = listed
+    return check
+
+
+def maybe(inner: Check) -> Check:
+    """None, or what `inner` takes."""
+
+    def check(owner: Any, attribute: Attribute[Any], value: Any) -> None:
+        if value is not None:
+            inner(owner, attribute, value)
+
+    check.__doc__ = f"{inner.__doc__}, or none"
+    return check

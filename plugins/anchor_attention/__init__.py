@@ -32,5 +32,6 @@ def sparseprefill_methods() -> list[Method]:
             build=_build,
             full={"theta": math.inf},
             small={"theta": 1.0, "step": 2, "block": 16, "init_tokens": 16},
+            search={"theta": (7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 15.0)},
         )
     ]

@@ -34,13 +34,30 @@ def test_anchor_attention_selects_what_the_reference_selects(kind: str, theta: f
         assert output_error(actual.out.cpu(), expected.out) <= 1e-2
 
 
+def given(name: str) -> dict[str, object]:
+    """Parameters without which a method cannot be built."""
+    return {"clusters": "single"} if name == "share-prefill" else {}
+
+
+@pytest.mark.parametrize("kind", ["random", "sink", "stripes"])
+@pytest.mark.parametrize("name", default_registry().methods())
+def test_masks_are_those_of_the_cpu(name: str, kind: str) -> None:
+    shape = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 290, "kv_len": 353, "head_dim": 64}
+    q, k, v = tensors(kind, **shape)
+    method = default_registry().get(name)
+    pipeline = method.pipeline(**method.small)
+    expected = pipeline.run(AttentionCall(q, k, v)).mask.to_dense()
+    actual = pipeline.run(AttentionCall(q.cuda(), k.cuda(), v.cuda())).mask.to_dense().cpu()
+    assert int((expected ^ actual).sum()) == 0
+
+
 @pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
-@pytest.mark.parametrize("name", ["anchor-attention", "dense", "streaming", "vertical-slash"])
+@pytest.mark.parametrize("name", default_registry().methods())
 def test_no_host_synchronisation(name: str) -> None:
     q, k, v = tensors(
         "sink", batch=1, heads=8, kv_heads=2, q_len=4096, kv_len=4096, head_dim=128, device="cuda", dtype=torch.bfloat16
     )
-    pipeline, memory, call = build(name), Memory(), AttentionCall(q, k, v)
+    pipeline, memory, call = build(name, **given(name)), Memory(), AttentionCall(q, k, v)
     pipeline.run(call, memory)
     torch.cuda.synchronize()
     torch.use_deterministic_algorithms(False)

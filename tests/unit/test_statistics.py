@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from sparseprefill.metrics import dense_lse
 from sparseprefill.pooling import tile_mean
 from sparseprefill.sampling import last_rows, sampled_mass
 from sparseprefill.selection import top_mass
+from sparseprefill.slashes import slash_tiles
 from sparseprefill.testing import allowed_pairs
 from unit.build import int32, make
 
@@ -53,6 +55,36 @@ def test_sampled_mass_sums_columns_and_diagonals(fields: dict[str, Any]) -> None
         lag = (rows[b][real[b]] + 6)[:, None] - torch.arange(26)
         slashes = torch.stack([picked[:, (lag >= 0) & (lag // 4 == s)].sum(-1) for s in range(7)], -1)
         torch.testing.assert_close(mass.slashes[b], slashes)
+
+
+def test_sampled_mass_by_blocks_of_columns_and_up_to_a_key() -> None:
+    """Blocks lie on the row's own grid; the LSE is that of every key; keys that no row sees may be left out."""
+    call = make(20, 26, batch=2, dtype=torch.float64, starts=int32(0, 13))
+    rows, real = last_rows(call, 5)
+    fine, coarse = (sampled_mass(call, rows, real, 4, column=column) for column in (1, 4))
+    padded = torch.nn.functional.pad(fine.columns, (0, 2)).unflatten(-1, (7, 4)).sum(-1)
+    torch.testing.assert_close(padded, coarse.columns)
+    index = rows[0]
+    torch.testing.assert_close(dense_lse(call, index)[0], coarse.lse[0])
+    early = sampled_mass(call, rows - 10, real, 4)
+    bounded = sampled_mass(call, rows - 10, real, 4, until=16)
+    torch.testing.assert_close(early.columns, bounded.columns)
+    torch.testing.assert_close(early.slashes, bounded.slashes)
+
+
+def test_slash_tiles_of_several_sets() -> None:
+    """Each query tile follows the set that governs it; the diagonal tile is kept by all."""
+    geometry = make(32, 40).geometry  # query tiles 2 to 9 of 4 tokens, 10 key tiles
+    slashes = torch.zeros(1, 2, 2, 10, dtype=torch.bool)
+    slashes[:, :, 0, 1], slashes[:, 0, 1, 4] = True, True
+    part = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+    found = slash_tiles(geometry, slashes, 4, part)[0]
+    for head, expected in ((0, {0, 4, 5}), (1, {0})):
+        for row in range(8):
+            lags = {row + 2 - int(c) for c in found[head, row].nonzero()}
+            assert ({0, 1, 2} if row < 4 else expected) == lags
+    one = slash_tiles(geometry, slashes[:, :, 0], 4)
+    assert torch.equal(slash_tiles(geometry, slashes[:, :, :1], 4, torch.zeros_like(part)), one)
 
 
 def test_top_mass_includes_the_crossing_entry() -> None:

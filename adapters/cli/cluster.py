@@ -1,0 +1,117 @@
+"""The command `cluster`: find heads of a model that look alike, and write the table for share-prefill."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from sparseprefill import __version__
+
+from . import render
+from .demo import Dtype
+from .group import CommandError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(cluster)
+
+
+def cluster(
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of a sample.")] = 4096,
+    samples: Annotated[int, typer.Option(min=1, help="Samples; their compressed maps are averaged.")] = 4,
+    block: Annotated[int, typer.Option(min=16, help="Tokens of a block of the maps.")] = 128,
+    threshold: Annotated[float, typer.Option(min=0.0, help="Distance up to which heads are one cluster.")] = 10.0,
+    min_size: Annotated[int, typer.Option(min=1, help="Heads of a cluster; smaller ones are noise.")] = 5,
+    latent: Annotated[int, typer.Option(min=1, help="Numbers that a map is compressed to.")] = 64,
+    epochs: Annotated[int, typer.Option(min=1, help="Most epochs of the autoencoder's training.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Chooses the samples, and how the training begins.")] = 0,
+    output: Annotated[Path, typer.Option(help="Where the table goes.")] = Path("clusters.json"),
+    picture: Annotated[Path, typer.Option(help="Where the picture of the similarities goes.")] = Path("clusters.png"),
+    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Cluster the attention heads of a model for share-prefill.
+
+    The model reads samples densely; the block maps of its heads are compressed by an autoencoder and clustered.
+    """
+    if find_spec("scipy") is None:
+        raise CommandError('cluster needs scipy: pip install "sparseprefill[cluster]"')
+    from sparseprefill.cluster_file import dump
+
+    from ..clustering import autoencoder, capture, group
+    from ..clustering.picture import draw
+    from ..demo.samples import key_value_prompts
+    from .picture import check_path
+    from .progress import bars
+    from .setup import Place, model_of
+
+    if not output.absolute().parent.is_dir():
+        raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
+    check_path(picture)
+    place = Place.of(device, dtype.value, threads)
+    with bars(2) as shown, place.threaded():
+        found, tokenizer, identity = model_of(model, tokens, place)
+        try:
+            prompts = key_value_prompts(tokenizer, tokens, samples, seed)
+        except ValueError as error:
+            raise CommandError(f"--tokens {tokens}: {error}") from error
+        with shown.contender("maps") as told:
+            by_layer = capture.block_maps(found, prompts, block, lambda done, of: told("layers", done, of))
+        heads = [(layer, head) for layer, maps in by_layer.items() for head in range(maps.shape[1])]
+        maps = torch.cat(list(by_layer.values()), 1)
+        with shown.contender("autoencoder") as told:
+            codes, error_left = autoencoder.compress(
+                maps.flatten(0, 1),
+                latent=latent,
+                epochs=epochs,
+                seed=seed,
+                device=place.device,
+                told=lambda done, of: told("epochs", done, of),
+            )
+        chosen = group.labels(group.features(codes.unflatten(0, maps.shape[:2])), threshold, min_size)
+        made: dict[str, Any] = {
+            **{"tokens": tokens, "samples": samples, "block": block, "latent": latent, "threshold": threshold},
+            **{"min_size": min_size, "epochs": epochs, "seed": seed, "sparseprefill": __version__},
+        }
+        table = group.table(heads, chosen, identity, made)
+        similar = sum(group.similarity(one) for one in maps) / len(maps)
+        draw(similar, heads, table, picture)
+    try:
+        output.write_text(dump(table), encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--output {output}: {error.strerror}") from error
+    within, across = _means(similar, chosen)
+    if json:
+        groups = {"clusters": table.clusters, "noise": table.noise}
+        figures = {"restored_error": error_left, "similarity_within": within, "similarity_across": across}
+        render.write_json({"model": identity.name, **made, **groups, **figures, "output": output, "picture": picture})
+        return
+    rows = [(str(i), str(len(group)), _words(group)) for i, group in enumerate(table.clusters)]
+    rows += [("noise", str(len(table.noise)), _words(table.noise))] if table.noise else []
+    title = f"{len(heads)} heads of {identity.name}, {samples} samples of {tokens:,} tokens"
+    render.table(("cluster", "heads", "layer.head"), rows, right=("heads",), title=title)
+    render.line(f"similarity of the patterns: {within:.2f} within clusters, {across:.2f} across")
+    render.line(f"table: {output}")
+    render.line(f"picture: {picture}")
+
+
+def _means(similar: torch.Tensor, chosen: list[int]) -> tuple[float, float]:
+    """Mean similarity of two heads of one cluster, and of any other two; NaN where there are none."""
+    label = torch.tensor(chosen)
+    other = ~torch.eye(len(label), dtype=torch.bool)
+    same = (label[:, None] == label) & (label >= 0) & other
+    return float(similar[same].mean()), float(similar[~same & other].mean())
+
+
+def _words(heads: tuple[tuple[int, int], ...]) -> str:
+    return " ".join(f"{layer}.{head}" for layer, head in heads)

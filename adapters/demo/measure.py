@@ -1,0 +1,54 @@
+"""The embedded model's tasks as a measure for tuning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import field, frozen
+
+from sparseprefill.pipeline import Pipeline
+
+from ..tuning import Measured
+from .compare import Comparison
+from .exam import Exam, make_exam
+from .outcome import Contender
+
+ROWS = 1  # recall plays no part in tuning
+
+
+@frozen
+class ExamMeasure:
+    """Runs a pipeline on several exams of one length; see `sparseprefill.adapters.tuning.Measure`.
+
+    texts: exams of each length. questions: of each family. seed: of the first exam. Works with any causal language
+    model of transformers that answers the tasks, and its tokenizer.
+    """
+
+    model: Any
+    tokenizer: Any
+    texts: int = 2
+    questions: int = 4
+    seed: int = 1000
+    _exams: dict[int, list[Exam]] = field(factory=dict, init=False)
+
+    def __call__(self, pipeline: Pipeline | None, tokens: int) -> Measured:
+        """Sum of answers and seconds, mean of densities; the first error ends it."""
+        outcomes = []
+        for exam in self.exams(tokens):
+            outcome = Comparison(self.model, self.tokenizer, exam, rows=ROWS).run(Contender("tuning", pipeline))
+            if outcome.error:
+                return Measured(0, 0, 1.0, 0.0, outcome.error)
+            outcomes.append(outcome)
+        return Measured(
+            sum(one.right for one in outcomes),
+            sum(one.asked for one in outcomes),
+            sum(one.density for one in outcomes) / len(outcomes),
+            sum(one.seconds for one in outcomes),
+        )
+
+    def exams(self, tokens: int) -> list[Exam]:
+        """The exams of a length, made once; ValueError where the questions do not fit in it."""
+        if tokens not in self._exams:
+            seeds = range(self.seed, self.seed + self.texts)
+            self._exams[tokens] = [make_exam(self.tokenizer, tokens, seed, self.questions) for seed in seeds]
+        return self._exams[tokens]

@@ -1,0 +1,34 @@
+"""Which model this is, as a tuned file remembers it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from sparseprefill.identity import ModelIdentity
+
+SIZES = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "layer_types"),
+)
+"""Fields of a configuration that the digest covers, where a model has them."""
+
+
+def identity(decoder: PreTrainedModel) -> ModelIdentity:
+    """The identity of a model's decoder. A fine-tuned copy has that of its base: weights play no part."""
+    config: Any = decoder.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    sizes = {name: getattr(config, name, None) for name in SIZES}
+    digest = hashlib.sha256(json.dumps(sizes, sort_keys=True, default=str).encode()).hexdigest()
+    return ModelIdentity(
+        name=str(getattr(config, "_name_or_path", "") or type(decoder).__name__).rstrip("/").rpartition("/")[2],
+        architecture=type(decoder).__name__,
+        layers=int(config.num_hidden_layers),
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        digest=digest[:16],
+    )

@@ -1,0 +1,176 @@
+"""from_config: a pipeline from plain data, a dict or a TOML or JSON file."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import NOTHING, evolve, fields, frozen
+
+from sparseprefill.combine import UnionEstimator
+from sparseprefill.errors import ParameterError, UnknownMethodError, nearest
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
+from sparseprefill.refiners.heads import GqaUnion
+from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
+from sparseprefill.refiners.rows import DenseRows
+from sparseprefill.registry import Registry, default_registry
+from sparseprefill.stages import MaskRefiner
+
+REFINERS: Mapping[str, type] = {
+    "budget-ceiling": BudgetCeiling,
+    "budget-floor": BudgetFloor,
+    "dense-rows": DenseRows,
+    "gqa-union": GqaUnion,
+    "local-band": LocalBand,
+    "random-rescue": RandomRescue,
+    "sink": Sink,
+    "stride-rescue": StrideRescue,
+}
+"""The refiners that a configuration may name."""
+KEYS = ("method", "name", "parameters", "profile", "refiners", "union")
+
+
+def from_config(source: Mapping[str, Any] | str | Path, *, registry: Registry | None = None, at: str = "") -> Pipeline:
+    """The pipeline that a table describes.
+
+    source: the table, or the path of a ``.toml`` or ``.json`` file that holds it. Its keys are ``method`` with its
+    ``parameters`` and ``profile``, or ``union``, a list of such tables; then ``refiners``, a list of tables with a
+    ``name`` and the refiner's own parameters; and a ``name`` for the pipeline. registry: where methods are looked up;
+    by default all that are installed. at: path of keys that leads to the table, for messages.
+
+    Raises ParameterError, or UnknownMethodError, whose message begins with the path of the key at fault.
+    """
+    registry = default_registry() if registry is None else registry
+    if not isinstance(source, str | Path):
+        return _Reader(registry, Path()).pipeline(source, at)
+    path = Path(source)
+    try:
+        return _Reader(registry, path.parent).pipeline(_load(path), at)
+    except (ParameterError, UnknownMethodError) as error:
+        raise type(error)(f"{source}: {error}") from error
+
+
+def _load(path: Path) -> Any:
+    readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
+    if path.suffix not in readers:
+        raise ParameterError(f"is a file of kind {path.suffix!r}: pass the path of a .toml or .json file")
+    try:
+        return readers[path.suffix](path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"cannot be read: {error}") from error
+
+
+@frozen
+class _Reader:
+    """Turns tables into pipelines. folder: where paths in them start."""
+
+    registry: Registry
+    folder: Path
+
+    def pipeline(self, given: Any, at: str) -> Pipeline:
+        table = _table(given, at)
+        _known(table, KEYS, at)
+        if ("method" in table) == ("union" in table):
+            both = "both method and union" if "method" in table else "neither method nor union"
+            raise ParameterError(f"{at or 'the configuration'} has {both}: give one of them")
+        made = self._union(table, at) if "union" in table else self._method(table, at)
+        refiners = [_refiner(one, _join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
+        name = _text(table["name"], _join(at, "name")) if "name" in table else made.name
+        return evolve(made, refiners=(*made.refiners, *refiners), name=name)
+
+    def _method(self, table: Mapping[str, Any], at: str) -> Pipeline:
+        name = _text(table["method"], _join(at, "method"))
+        here = _join(at, "parameters")
+        parameters = _table(table.get("parameters", {}), here)
+        try:
+            method = self.registry.get(name)
+        except UnknownMethodError as error:
+            raise UnknownMethodError(f"{_join(at, 'method')}: {error}") from error
+        _known(parameters, _names(method.config), here)
+        try:
+            if "profile" not in table:
+                return method.pipeline(**parameters)
+            path = self.folder / _text(table["profile"], _join(at, "profile"))
+            return self.registry.build(name, profile=path, **parameters)
+        except (ParameterError, UnknownMethodError) as error:
+            raise _located(error, parameters, here if "profile" not in table else at) from error
+
+    def _union(self, table: Mapping[str, Any], at: str) -> Pipeline:
+        for key in ("parameters", "profile"):
+            if key in table:
+                raise ParameterError(f"{_join(at, key)} means nothing beside union: each of its tables has its own")
+        parts = [self.pipeline(one, _join(at, f"union[{i}]")) for i, one in _items(table, "union", at)]
+        if not parts:
+            raise ParameterError(f"{_join(at, 'union')} is empty: give the tables of the methods to unite")
+        observers = tuple(observer for part in parts for observer in part.observers)
+        return Pipeline(UnionEstimator(*parts), observers=observers, name=" + ".join(part.name for part in parts))
+
+
+def _refiner(table: Any, at: str) -> MaskRefiner:
+    table = _table(table, at)
+    if "name" not in table:
+        raise ParameterError(f"{_join(at, 'name')} is missing{nearest('', REFINERS)}")
+    name = _text(table["name"], _join(at, "name"))
+    if name not in REFINERS:
+        raise ParameterError(f"{_join(at, 'name')} is {name!r}{nearest(name, REFINERS)}")
+    kind = REFINERS[name]
+    parameters = {key: value for key, value in table.items() if key != "name"}
+    _known(parameters, _names(kind), at)
+    lacking = [key for key in _names(kind, required=True) if key not in parameters]
+    if lacking:
+        raise ParameterError(f"{_join(at, lacking[0])} is missing: {name} needs it")
+    try:
+        made: MaskRefiner = kind(**parameters)
+    except ParameterError as error:
+        raise _located(error, parameters, at) from error
+    return made
+
+
+def _names(kind: type, *, required: bool = False) -> list[str]:
+    """Names of a refiner's parameters; those without a default alone if `required`."""
+    known = [attribute for attribute in fields(kind) if attribute.init]
+    return [str(attribute.alias) for attribute in known if attribute.default is NOTHING or not required]
+
+
+def _located(error: Exception, given: Iterable[str], at: str) -> Exception:
+    """The error with the path in front; validators begin their message with the name of the field."""
+    text = str(error)
+    named = any(re.match(rf"{re.escape(name)}\b(?!-)", text) for name in given)
+    return type(error)(_join(at, text) if named else f"{at}: {text}" if at else text)
+
+
+def _join(at: str, key: str) -> str:
+    return f"{at}.{key}" if at else key
+
+
+def _known(table: Mapping[str, Any], keys: Sequence[str], at: str) -> None:
+    for key in table:
+        if key not in keys:
+            raise ParameterError(f"{_join(at, str(key))} is unknown{nearest(str(key), keys)}")
+
+
+def _table(value: Any, at: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ParameterError(f"{at or 'the configuration'} is {value!r}: give a table of keys and values")
+    for key in value:
+        if not isinstance(key, str):
+            raise ParameterError(f"{at or 'the configuration'} has the key {key!r}: keys are names")
+    return value
+
+
+def _text(value: Any, at: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ParameterError(f"{at} is {value!r}: give a name")
+    return value
+
+
+def _items(table: Mapping[str, Any], key: str, at: str) -> Iterable[tuple[int, Any]]:
+    value = table.get(key, ())
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        raise ParameterError(f"{_join(at, key)} is {value!r}: give a list of tables")
+    return enumerate(value)

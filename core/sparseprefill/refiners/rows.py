@@ -1,0 +1,38 @@
+"""Dense attention for the last rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import field, frozen
+
+from sparseprefill.refiners.widen import grid_of, widen
+from sparseprefill.validate import maybe, whole
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.memory import Memory
+    from sparseprefill.plan import Plan
+
+
+@frozen
+class DenseRows:
+    """Gives the last `last` real query rows of each batch row every key, rounded up to whole query tiles.
+
+    It has no grain: in a prompt that comes in chunks, the last rows of every chunk become dense. tile: size in tokens,
+    by default the tiles of the plan.
+    """
+
+    last: int = field(validator=whole())
+    tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
+
+    def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        """Adds all tiles of the last rows."""
+        grid = tile_q, _ = grid_of(plan, self.tile)
+        geometry = call.geometry
+        first = geometry.first_position()
+        behind = torch.minimum(first + geometry.q_len, geometry.key_counts())[:, None]
+        tile = geometry.tiles(tile_q)
+        dense = ((tile + 1) * tile_q > behind - self.last) & (tile * tile_q < behind)
+        return widen(call, plan, dense[:, None, :, None], grid)

@@ -1,0 +1,44 @@
+"""BFLA: Block-Filtered Long-Context Attention (Wu et al., 2026)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparseprefill.hookspecs import hookimpl
+from sparseprefill.method import Method
+
+from .config import BflaConfig
+
+if TYPE_CHECKING:
+    from sparseprefill.pipeline import Pipeline
+
+
+def _build(config: BflaConfig) -> Pipeline:
+    from .stages import pipeline
+
+    return pipeline(config)
+
+
+@hookimpl
+def sparseprefill_methods() -> list[Method]:
+    """The one method of this package."""
+    return [
+        Method(
+            name="bfla",
+            summary="blocks that carry the mass of pooled scores, and tiles rescued around them",
+            paper="BFLA: Block-Filtered Long-Context Attention Mechanism (Wu et al., 2026)",
+            config=BflaConfig,
+            build=_build,
+            full={"keep_mass": 1.0},
+            small={
+                "block": 32,
+                "group": 8,
+                "tile": 16,
+                "keep_mass": 0.7,
+                "score_norm": "mean",
+                "local_tiles": 1,
+                "stride": 5,
+                "random": 0.05,
+            },
+        )
+    ]

@@ -1,0 +1,88 @@
+"""The estimator of BFLA: blocks by softmax mass. The rescues are the core's refiners."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from sparseprefill.mask import SparseMask
+from sparseprefill.mask_math import reachable_map, regrid
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan
+from sparseprefill.refiners.heads import GqaUnion
+from sparseprefill.refiners.priority import NOTE, TilePriority
+from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
+from sparseprefill.selection import top_mass
+
+from .scores import block_scores
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.memory import Memory
+    from sparseprefill.stages import MaskRefiner
+
+    from .config import BflaConfig
+
+
+@frozen
+class BflaEstimator:
+    """Section 3.2: block scores, softmax over causal blocks, keep mass, expansion to tiles."""
+
+    block: int
+    group: int
+    keep_mass: float
+    mean: bool
+    tile: int
+
+    @property
+    def grain(self) -> int:
+        """A block row looks at its own queries and the keys up to them."""
+        return self.block
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """Tiles of the blocks that reach the mass; the blocks' shares are left as priorities."""
+        geometry, block, tile = call.geometry, self.block, self.tile
+        causal = reachable_map(geometry, block, block)[:, None]
+        scores = block_scores(call, block, self.group).mul_(self._alpha(call))
+        if call.softcap is not None and self.mean:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        keep, mass = keep_blocks(scores, causal, self.keep_mass)
+        keep = regrid(geometry, keep, block, tile).repeat_interleave(block // tile, dim=-1)
+        mask = SparseMask.from_tiles(call, keep[..., : geometry.tile_columns(tile)], tile)
+        return Plan(mask, notes={NOTE: TilePriority(mass, block, block)})
+
+    def _alpha(self, call: AttentionCall) -> float:
+        return call.softmax_scale / self.group if self.mean else call.softmax_scale
+
+
+def keep_blocks(scores: Tensor, causal: Tensor, keep_mass: float) -> tuple[Tensor, Tensor]:
+    """Eq. 8 to 12: bool ``[B, Hq, R, L]``, kept blocks, and the softmax mass of each.
+
+    Blocks of a NaN or infinite score are kept beside the mass, so that it reaches the output as in dense attention.
+    """
+    scores = torch.where(causal, scores, -torch.inf)
+    odd = ~(scores < torch.inf)
+    mass = torch.softmax(scores.masked_fill(odd, -torch.inf), -1)
+    mass = torch.nan_to_num(mass, nan=0.0)  # rows of padding alone, which have no causal block
+    return (top_mass(mass, keep_mass) | odd) & causal, mass
+
+
+def pipeline(config: BflaConfig) -> Pipeline:
+    """Build `bfla`."""
+    refiners: list[MaskRefiner] = []
+    if config.local_tiles:
+        refiners.append(LocalBand(config.local_tiles))
+    if config.sink_tiles:
+        refiners.append(Sink(config.sink_tiles))
+    if config.stride is not None:
+        refiners.append(StrideRescue(config.stride, config.seed))
+    if config.random:
+        refiners.append(RandomRescue(config.random, config.seed))
+    if config.gqa_union:
+        refiners.append(GqaUnion())
+    mean = config.score_norm == "mean"
+    estimator = BflaEstimator(config.block, config.group, config.keep_mass, mean, config.tile)
+    return Pipeline(estimator, refiners=tuple(refiners), name="bfla")

@@ -1,0 +1,47 @@
+"""Parameters of FlexPrefill, as the paper names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import Attribute, field, frozen
+
+from sparseprefill.errors import ParameterError
+from sparseprefill.validate import number, whole
+
+COVERAGES = ("row", "global")
+
+
+def _coverage(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    """row or global."""
+    if value not in COVERAGES:
+        raise ParameterError(f"{attribute.name} is {value!r}: pass 'row' or 'global'")
+
+
+def _ceiling(config: FlexConfig, attribute: Attribute[Any], value: Any) -> None:
+    """integer >= min_budget, or None."""
+    if value is None:
+        return
+    whole()(config, attribute, value)
+    if value < config.min_budget:
+        raise ParameterError(f"{attribute.name} is {value!r}: pass at least min_budget, {config.min_budget}, or None")
+
+
+@frozen(kw_only=True)
+class FlexConfig:
+    """Settings of `flexprefill`.
+
+    gamma: share of the scores that the chosen tiles of a query-aware head, and the columns and diagonals each of
+    another, must reach. tau: a head is query-aware where the Jensen-Shannon distance (0 to 1) between estimated and
+    true attention of the last block lies below. block: tile size, number of representative queries, and width of a
+    diagonal bin, in tokens. min_budget, max_budget: bounds in tokens, rounded up to whole blocks, on the tiles per
+    query tile, the columns, and the diagonals. coverage: "row" takes gamma of each query tile's scores, "global" of
+    the whole map's.
+    """
+
+    gamma: float = field(default=0.95, validator=number(0.0, 1.0))
+    tau: float = field(default=0.1, validator=number(0.0))
+    block: int = field(default=128, validator=whole())
+    min_budget: int = field(default=1024, validator=whole(0))
+    max_budget: int | None = field(default=None, validator=_ceiling)
+    coverage: str = field(default="row", validator=_coverage)

@@ -1,0 +1,44 @@
+"""Algorithm 2: which heads pooled queries and keys describe well enough to choose tiles by them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparseprefill.divergence import js_distance
+
+from .pooled import scores
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+
+def distance(call: AttentionCall, keys: Tensor, rows: Tensor, real: Tensor, columns: Tensor, block: int) -> Tensor:
+    """Jensen-Shannon distance ``[B, Hq]`` between the estimated and the true attention of the sampled queries.
+
+    keys: mean key per tile ``[B, Hkv, C, D]``. rows, real: the sampled queries, index and existence ``[B, n]``.
+    columns: their exact attention mass by key ``[B, Hq, Nkv]``.
+    """
+    true = functional.pad(columns, [0, keys.shape[2] * block - columns.shape[2]]).unflatten(-1, (-1, block)).sum(-1)
+    true = true / true.sum(-1, keepdim=True).clamp(min=torch.finfo(true.dtype).tiny)
+    where = rows[:, None, :, None].expand(-1, call.q.shape[1], -1, call.q.shape[3])
+    picked = torch.where(real[:, None, :, None], torch.gather(call.q, 2, where), 0)
+    query = picked.sum(2, keepdim=True, dtype=keys.dtype) / real.sum(1).clamp(min=1)[:, None, None, None]
+    estimate = scores(call, query, keys, _seen(call, rows, real, block)[:, None])
+    return js_distance(estimate[:, :, 0], true)
+
+
+def _seen(call: AttentionCall, rows: Tensor, real: Tensor, block: int) -> Tensor:
+    """bool ``[B, C]``: tiles with a key that any of the sampled queries may see."""
+    geometry = call.geometry
+    position = torch.gather(geometry.query_positions(), 1, rows)
+    last = torch.where(real, position, -1).amax(1, keepdim=True)
+    first = torch.arange(geometry.tile_columns(block), device=geometry.device) * block
+    seen = first <= last
+    if geometry.window is None:
+        return seen
+    nearest = torch.where(real, position, geometry.kv_len).amin(1, keepdim=True)
+    return seen & (first + block - 1 > nearest - geometry.window)

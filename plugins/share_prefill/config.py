@@ -1,0 +1,46 @@
+"""Parameters of SharePrefill, as the paper names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attrs import Attribute, field, frozen
+
+from sparseprefill.cluster_file import load, parse
+from sparseprefill.validate import number, one_of, whole
+
+SINGLE = "single"
+"""The value of `clusters` that needs no table: all heads of all layers are one cluster."""
+
+
+def _table(value: Any) -> Any:
+    if value is None or value == SINGLE:
+        return value
+    return load(value) if isinstance(value, str | Path) else parse(value)
+
+
+def _is_table(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    """path, mapping, 'single', or none"""
+
+
+@frozen(kw_only=True)
+class ShareConfig:
+    """Settings of `share-prefill`.
+
+    gamma: share of the attention that a pivot's tiles, and vertical-slash's columns and diagonals, must reach. tau: a
+    head shares its cluster's pivot where their distance (JS, 0 to 1) is below; 0 switches sharing off. delta: a head
+    whose distance to the uniform distribution is not below is very sparse and takes vertical-slash; above 1 no head
+    is. block: tile size and number of sampled last queries, in tokens. clusters: the table of clusters, as the path of
+    a JSON file or a mapping; 'single' puts all heads into one. Without one the method refuses to run. block_score:
+    'mass' scores a block by its exact attention, 'mean_qk' by the softmax of its mean logit. coverage: gamma holds for
+    each 'row' of blocks, or is 'global' for the map of a head.
+    """
+
+    gamma: float = field(default=0.9, validator=number(0.0, 1.0))
+    tau: float = field(default=0.2, validator=number(0.0))
+    delta: float = field(default=0.3, validator=number(0.0))
+    block: int = field(default=128, validator=whole())
+    clusters: Any = field(default=None, converter=_table, validator=_is_table)
+    block_score: str = field(default="mass", validator=one_of("mass", "mean_qk"))
+    coverage: str = field(default="row", validator=one_of("row", "global"))

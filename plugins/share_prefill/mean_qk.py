@@ -1,0 +1,100 @@
+"""The paper's block scores: the softmax over blocks of the mean logit in each, over the pairs that causality allows.
+
+A softcap applies to the mean. Sliding windows are refused: they would cut tiles in two at both ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparseprefill.mask_math import reachable_map
+from sparseprefill.pooling import key_tile_mean, tile_mean
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+KEYS = 8192
+"""Keys, or query rows, of which products are in memory at once."""
+
+
+def last_scores(call: AttentionCall, rows: Tensor, real: Tensor, seen: Tensor, block: int) -> Tensor:
+    """``[B, H, C]`` of the sampled rows (index ``[B, n]``, where `real`); seen: bool ``[B, C]``, blocks in reach."""
+    geometry, heads, width = call.geometry, call.q.shape[1], call.q.shape[-1]
+    batch, count, bins = rows.shape[0], rows.shape[1], geometry.tile_columns(block)
+    dtype = _dtype(call)
+    q = torch.gather(call.q, 2, rows[:, None, :, None].expand(-1, heads, -1, width)).to(dtype)
+    q = torch.where(real[:, None, :, None], q, 0).reshape(batch, -1, call.group * count, width)
+    query, key = torch.gather(geometry.query_positions(), 1, rows), geometry.key_positions()
+    total = torch.zeros(batch, heads, bins, dtype=dtype, device=q.device)
+    pairs = torch.zeros(batch, 1, bins, dtype=dtype, device=q.device)
+    for first in range(0, geometry.kv_len, KEYS):
+        keys = slice(first, first + KEYS)
+        position = key[:, None, keys]
+        sees = (query[:, :, None] >= position) & (position >= 0) & real[:, :, None]
+        logits = (q @ call.k[:, :, keys].to(dtype).transpose(-1, -2)).view(batch, heads, count, -1)
+        at = torch.div(position, block, rounding_mode="floor").clamp(min=0)
+        total.scatter_add_(2, at.expand(-1, heads, -1), torch.where(sees[:, None], logits, 0).sum(2))
+        pairs.scatter_add_(2, at, sees.sum(1, keepdim=True).to(dtype))
+    return _softmax(call, total / pairs.clamp(min=1), seen[:, None])
+
+
+def map_scores(call: AttentionCall, block: int) -> Tensor:
+    """``[B, H, R, C]`` of the whole call; 0 in rows of blocks without a real query."""
+    geometry, dtype = call.geometry, _dtype(call)
+    batch, heads, width = call.q.shape[0], call.q.shape[1], call.q.shape[-1]
+    rows, bins = geometry.tile_rows(block), geometry.tile_columns(block)
+    pooled = tile_mean(call.q, geometry, block).to(dtype).reshape(batch, -1, call.group * rows, width)
+    keys = key_tile_mean(call.k, geometry, block).to(dtype)
+    mean = (pooled @ keys.transpose(-1, -2)).view(batch, heads, rows, bins)
+    step = max(1, KEYS // block)
+    tiles = geometry.tiles(block)
+    own = torch.cat([_diagonal(call, part, block) for part in tiles.split(step, 1)], 2)
+    at = tiles.clamp(0, bins - 1)[:, None, :, None].expand(-1, heads, -1, -1)
+    mean = mean.scatter(3, at, own[..., None])
+    real = tile_mean(geometry.real_queries()[:, None].float(), geometry, block) > 0
+    return _softmax(call, mean, reachable_map(geometry, block, block)[:, None] & real[..., None])
+
+
+def _diagonal(call: AttentionCall, tiles: Tensor, block: int) -> Tensor:
+    """``[B, H, r]``: mean of q.k over the causal pairs of the diagonal tiles ``[B, r]``, without scale.
+
+    The keys that a row sees are added up first, so that a tile needs no matrix of pairs.
+    """
+    geometry, heads, width = call.geometry, call.q.shape[1], call.q.shape[-1]
+    position = (tiles[..., None] * block + torch.arange(block, device=tiles.device)).flatten(1)
+    index = position - geometry.first_position()[:, None]
+    inside = (index >= 0) & (index < geometry.q_len)
+    index = index.clamp(0, geometry.q_len - 1)
+    real = inside & torch.gather(geometry.real_queries(), 1, index)
+    q = torch.gather(call.q, 2, index[:, None, :, None].expand(-1, heads, -1, width)).to(_dtype(call))
+    seen = _key_tiles(call, tiles, block).cumsum(3).flatten(2, 3)
+    dots = (q.unflatten(1, (-1, call.group)) * seen[:, :, None]).sum(-1).flatten(1, 2)
+    dots = torch.where(real[:, None], dots, 0).unflatten(2, (-1, block)).sum(-1)
+    pairs = torch.where(real, position % block + 1, 0).unflatten(1, (-1, block)).sum(-1)
+    mean: Tensor = dots / pairs.clamp(min=1)[:, None]
+    return mean
+
+
+def _key_tiles(call: AttentionCall, tiles: Tensor, block: int) -> Tensor:
+    """``[B, Hkv, r, block, D]``: keys of key tiles ``[B, r]``; where there is no key, some other one."""
+    geometry = call.geometry
+    index = (tiles[..., None] * block + torch.arange(block, device=tiles.device)).flatten(1)
+    index = index if geometry.starts is None else index + geometry.starts[:, None]
+    index = index.clamp(0, geometry.kv_len - 1)[:, None, :, None].expand(-1, call.k.shape[1], -1, call.k.shape[-1])
+    keys: Tensor = torch.gather(call.k, 2, index).to(_dtype(call)).unflatten(2, (-1, block))
+    return keys
+
+
+def _softmax(call: AttentionCall, mean: Tensor, seen: Tensor) -> Tensor:
+    logits = mean * call.softmax_scale
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    scores = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
+    return torch.where(seen, scores, 0.0)
+
+
+def _dtype(call: AttentionCall) -> torch.dtype:
+    return torch.float64 if call.q.dtype == torch.float64 else torch.float32

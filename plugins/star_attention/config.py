@@ -1,0 +1,47 @@
+"""Parameters of Star Attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from attrs import Attribute, field, frozen
+
+from sparseprefill.errors import ParameterError
+from sparseprefill.validate import maybe, whole
+
+
+def _context(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    """integer, negative from the end, or None"""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ParameterError(f"{attribute.name} is {value!r}: pass a number of tokens, negative from the end, or None")
+
+
+def _inner(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    """method name, table or None"""
+    if value is not None and not isinstance(value, str | Mapping):
+        wanted = "a method's name, a table as of sparseprefill.from_config, or None"
+        raise ParameterError(f"{attribute.name} is {value!r}: pass {wanted}")
+
+
+def _table(value: Any) -> Any:
+    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
+
+
+@frozen(kw_only=True)
+class StarConfig:
+    """Settings of `star-attention`, in tokens; all but `tile` are rounded to whole tiles.
+
+    block_size: tokens per context block; None: a quarter of the context, 32768 where that is longer than 131072.
+    anchor_length: first tokens that every block sees; None: one block. context_length: tokens of the prompt that are
+    context (phase 1), the rest attends to everything (phase 2); None: all of them; negative: all but the last of each
+    row of the call. inner: a method that runs inside each block, by name or as a table of `from_config`.
+    tile: tile size; a power of two from 16 on CUDA devices.
+    """
+
+    block_size: int | None = field(default=None, validator=maybe(whole()))
+    anchor_length: int | None = field(default=None, validator=maybe(whole(0)))
+    context_length: int | None = field(default=None, validator=_context)
+    inner: str | Mapping[str, Any] | None = field(default=None, converter=_table, validator=_inner)
+    tile: int = field(default=128, validator=whole())

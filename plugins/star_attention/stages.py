@@ -1,0 +1,91 @@
+"""The estimator of Star Attention on one device. The executor is the shared one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from sparseprefill.config import from_config
+from sparseprefill.errors import ParameterError
+from sparseprefill.memory import Memory
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Carry, Plan
+
+from .blocks import Blocks
+from .scatter import Places
+from .sizes import Rule
+from .tiles import star_mask
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.identity import ModelIdentity
+
+    from .config import StarConfig
+
+
+@frozen
+class StarEstimator:
+    """Section 2: context rows attend to the anchor and to their block, all others to everything.
+
+    inner: a pipeline whose estimator and refiners choose, in place of all, among the keys of (anchor, block); it sees
+    each as a call of its own, so that hosts which hold one block each would choose the same.
+    """
+
+    rule: Rule
+    inner: Pipeline | None = None
+
+    @property
+    def grain(self) -> int | None:
+        """One token where the sizes do not depend on the call; with an inner method one block."""
+        if not self.rule.static:
+            return None
+        return 1 if self.inner is None else self.rule.block
+
+    def check_model(self, model: ModelIdentity) -> None:
+        """The inner method's, where it was made for another model."""
+        stages = () if self.inner is None else self.inner.stages
+        for ask in filter(None, (getattr(stage, "check_model", None) for stage in stages)):
+            ask(model)
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """The inner method's objections, and sliding windows: inside (anchor, block) distances are others."""
+        if self.inner is None:
+            return None
+        if call.window is not None:
+            return f"a sliding window ({call.window} keys) means nothing to an inner method"
+        reasons = self.inner.unsupported(call)
+        return f"inner {self.inner.name}: {'; '.join(reasons)}" if reasons else None
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """The mask of both phases; the inner method's carry, where it has one, for the rows of phase 1."""
+        geometry, tile = call.geometry, self.rule.tile
+        sizes = self.rule.sizes(geometry)
+        if self.inner is None:
+            return Plan(star_mask(geometry, sizes, tile))
+        blocks = Blocks.of(call, sizes, tile)
+        plan = self.inner.plan(blocks.call, Memory())
+        places = Places.of(geometry, blocks, sizes, tile)
+        mask = places.mask(plan.mask, dense=sizes.phases)
+        if plan.carry is None:
+            return Plan(mask)
+        return Plan(mask, Carry(places.state(plan.carry.state), places.mask(plan.carry.region, dense=False)))
+
+
+def pipeline(config: StarConfig) -> Pipeline:
+    """Build `star-attention`."""
+    rule = Rule(config.block_size, config.anchor_length, config.context_length, config.tile)
+    inner = None if config.inner is None else _inner(config.inner)
+    return Pipeline(StarEstimator(rule, inner), name="star-attention")
+
+
+def _inner(given: str | Mapping[str, Any]) -> Pipeline:
+    made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
+    if made.observers:
+        seen = ", ".join(type(observer).__name__ for observer in made.observers)
+        raise ParameterError(
+            f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and blocks have no memory of "
+            "their own; pass a method without observers"
+        )
+    return made

@@ -1,0 +1,44 @@
+"""The anchored-block mask of Star Attention, as lists of key tiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve
+
+from sparseprefill.lists import IndexLists
+from sparseprefill.mask import SparseMask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparseprefill.geometry import Geometry
+
+    from .sizes import Sizes
+
+
+def star_mask(geometry: Geometry, sizes: Sizes, tile: int) -> SparseMask:
+    """Section 2: a context row sees the anchor and its own block (phase 1), any other row every key (phase 2)."""
+    columns = geometry.tile_columns(tile)
+    row = geometry.tiles(tile)
+    behind = torch.where(row >= 0, row + 1, 0).clamp(max=columns)
+    block = sizes.block[:, None]
+    start = torch.div(row.clamp(min=0), block, rounding_mode="floor") * block
+    anchor = torch.minimum(sizes.anchor[:, None], start)
+    first = torch.stack([torch.zeros_like(start), start], -1)
+    last = torch.stack([torch.minimum(anchor, behind), behind], -1)
+    width = min(sizes.most_anchor + sizes.most_block, columns)
+    lists = IndexLists.from_ranges(first, last, geometry.heads, width)
+    if sizes.phases:
+        lists = with_dense_rows(lists, row >= sizes.context[:, None], behind, columns)
+    return SparseMask(geometry, tile, tile, lists)
+
+
+def with_dense_rows(lists: IndexLists, rows: Tensor, behind: Tensor, columns: int) -> IndexLists:
+    """The lists, with every tile before `behind` in the rows marked; those share one `arange`. Both ``[B, R]``."""
+    every = torch.arange(columns, dtype=torch.int32, device=rows.device)
+    rows = rows[:, None]
+    counts = torch.where(rows, behind[:, None].to(torch.int32), lists.counts)
+    offsets = torch.where(rows, lists.indices.numel(), lists.offsets)
+    return evolve(lists, counts=counts, offsets=offsets, indices=torch.cat([lists.indices, every]))

@@ -1,0 +1,131 @@
+"""Hybrids that no paper has, as docs/compose.md shows them, through every contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+
+import sparseprefill as sp
+from sparseprefill.testing import calls, check_method, contracts, standard_calls
+
+REGISTRY = sp.default_registry()
+METHODS = sorted(REGISTRY.methods())
+
+
+def method(name: str, full: bool = False, **more: Any) -> sp.Pipeline:
+    """A method small enough for a few hundred tokens, or the same with every key."""
+    one = REGISTRY.get(name)
+    return one.pipeline(**{**one.small, **(one.full if full else {}), **more})
+
+
+def refined(name: str, *refiners: sp.MaskRefiner) -> Callable[..., sp.Pipeline]:
+    """A method with refiners after its own."""
+
+    def build(full: bool = False) -> sp.Pipeline:
+        made = method(name, full)
+        return evolve(made, refiners=(*made.refiners, *refiners), name=f"{name} refined")
+
+    return build
+
+
+def stripes_and_slashes(second: str) -> Callable[..., sp.Pipeline]:
+    """AnchorAttention's stripes and another method's slashes."""
+
+    def build(full: bool = False) -> sp.Pipeline:
+        return sp.Pipeline(sp.UnionEstimator(method("anchor-attention", full), method(second, full)))
+
+    return build
+
+
+def star_around(inner: str) -> Callable[..., sp.Pipeline]:
+    """Star Attention with a method inside its blocks."""
+
+    def build(full: bool = False) -> sp.Pipeline:
+        one = REGISTRY.get(inner)
+        parameters = {**one.small, **(one.full if full else {})}
+        return method("star-attention", full, inner={"method": inner, "parameters": parameters}, context_length=112)
+
+    return build
+
+
+def budget(refiner: type[sp.BudgetFloor | sp.BudgetCeiling], share: float) -> Callable[..., sp.Pipeline]:
+    """A method held to a share of the tiles from below or above; the whole share is the full mask."""
+
+    def build(full: bool = False) -> sp.Pipeline:
+        return evolve(method("anchor-attention", full), refiners=(refiner(share=1.0 if full else share),))
+
+    return build
+
+
+HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
+    "share-prefill + rescue": refined("share-prefill", sp.LocalBand(1), sp.Sink(1), sp.StrideRescue(3)),
+    "anchor-attention + sample-attention": stripes_and_slashes("sample-attention"),
+    "anchor-attention + vertical-slash": stripes_and_slashes("vertical-slash"),
+    "anchor-attention in star-attention": star_around("anchor-attention"),
+    "bfla in star-attention": star_around("bfla"),
+    "vertical-slash in star-attention": star_around("vertical-slash"),
+    "budget floor": budget(sp.BudgetFloor, 0.5),
+    "budget ceiling": budget(sp.BudgetCeiling, 0.5),
+    **{f"{name} + dense rows": refined(name, sp.DenseRows(20)) for name in METHODS},
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_every_law_on_standard_calls(name: str) -> None:
+    report = check_method(HYBRIDS[name], full={"full": True})
+    assert set(report.skipped) <= {"chunk invariance at the grain"}
+    assert set(contracts.LAWS) == {*report.cases, *report.skipped}
+
+
+# float64, so that no score lies within rounding of a threshold and two runs choose the same keys.
+DRAWN = calls(dtypes=(torch.float64,), head_dims=(8, 16), max_batch=2, max_heads=4)
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if not name.endswith("dense rows")])
+@given(call=DRAWN)
+def test_every_law_on_drawn_calls(name: str, call: sp.AttentionCall) -> None:
+    report = check_method(HYBRIDS[name], full={"full": True}, calls=[call])
+    assert not (set(report.cases) & set(report.skipped))
+
+
+LONGEST = max(standard_calls(), key=lambda one: one.q.shape[2])
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "dense + dense rows"])
+def test_a_hybrid_is_sparse(name: str) -> None:
+    """Else the laws would say nothing about sparse behaviour."""
+    assert HYBRIDS[name]().run(LONGEST).density < 1.0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_last_rows_are_dense_under_any_method(name: str) -> None:
+    result = HYBRIDS[f"{name} + dense rows"]().run(LONGEST)
+    rows = torch.arange(LONGEST.q.shape[2])[-20:]
+    allowed = LONGEST.geometry.visible(rows)[:, None].expand(-1, LONGEST.q.shape[1], -1, -1)
+    assert torch.equal(allowed, result.mask.to_dense(rows))
+
+
+def test_the_union_holds_the_masks_of_both_and_resumes_from_the_carry() -> None:
+    parts = [method(name).run(LONGEST).mask.to_dense() for name in ("anchor-attention", "sample-attention")]
+    result = HYBRIDS["anchor-attention + sample-attention"]().run(LONGEST)
+    assert torch.equal(parts[0] | parts[1], result.mask.to_dense())
+    assert result.plan.carry is not None
+
+
+def test_star_with_a_method_inside_chooses_among_the_stars_keys() -> None:
+    star = method("star-attention", context_length=112).run(LONGEST)
+    inside = HYBRIDS["anchor-attention in star-attention"]().run(LONGEST)
+    assert inside.density < star.density
+    assert not (inside.mask.to_dense() & ~star.mask.to_dense()).any()
+
+
+def test_the_floor_is_above_and_the_ceiling_below() -> None:
+    plain = method("anchor-attention").run(LONGEST).density
+    floor, ceiling = (HYBRIDS[f"budget {name}"]().run(LONGEST).density for name in ("floor", "ceiling"))
+    assert plain < floor
+    assert ceiling <= plain

@@ -1,0 +1,181 @@
+"""from_config: what it builds, and how it names the key at fault."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import fields
+
+import sparseprefill as sp
+from sparseprefill import refiners
+from sparseprefill.config import REFINERS
+from sparseprefill.errors import ParameterError, UnknownMethodError
+from unit.build import make
+
+CALL = make(60)
+ANCHOR: dict[str, Any] = {"method": "anchor-attention", "parameters": {"theta": 1.0, "step": 1, "block": 8, "init_tokens": 8}}
+STREAMING: dict[str, Any] = {"method": "streaming", "parameters": {"sink": 8, "window": 8, "block": 8}}
+
+
+def test_a_method_with_its_parameters() -> None:
+    made = sp.from_config(ANCHOR)
+    expected = sp.build("anchor-attention", **ANCHOR["parameters"])
+    assert expected.name == made.name
+    assert torch.equal(expected.run(CALL).out, made.run(CALL).out)
+    assert sp.build("dense").name == sp.from_config({"method": "dense"}).name
+
+
+def test_refiners_come_after_the_methods_own_in_order() -> None:
+    table = {
+        **ANCHOR,
+        "refiners": [{"name": "stride-rescue", "every": 3, "seed": 5}, {"name": "gqa-union"}],
+        "name": "mine",
+    }
+    made = sp.from_config(table)
+    assert (sp.StrideRescue(3, seed=5), sp.GqaUnion()) == made.refiners
+    assert "mine" == made.name
+
+
+def test_a_union_of_tables() -> None:
+    dense_rows = {**STREAMING, "refiners": [{"name": "dense-rows", "last": 8}]}
+    made = sp.from_config({"union": [ANCHOR, dense_rows], "refiners": [{"name": "sink", "tiles": 1}]})
+    parts = [sp.from_config(table).run(CALL).mask.to_dense() for table in (ANCHOR, dense_rows)]
+    result = made.run(CALL)
+    assert "anchor-attention + streaming" == made.name
+    assert (sp.Sink(1),) == made.refiners
+    assert not ((parts[0] | parts[1]) & ~result.mask.to_dense()).any()
+    assert result.plan.carry is not None
+
+
+def test_unions_keep_the_observers() -> None:
+    registry = sp.Registry()
+
+    class Plugin:
+        @staticmethod
+        @sp.hookimpl
+        def sparseprefill_methods() -> list[sp.Method]:
+            dense = sp.default_registry().get("dense")
+            watch = type("Watch", (), {"observe": lambda *_: None, "grain": 1})()
+            build = lambda config: sp.Pipeline(dense.build(config).estimator, observers=(watch,))  # noqa: E731
+            return [sp.Method(name="watched", summary="", config=dense.config, build=build)]
+
+    registry.register(Plugin, "watched")
+    made = sp.from_config({"union": [{"method": "watched"}, {"method": "watched"}]}, registry=registry)
+    assert ["Watch", "Watch"] == [type(observer).__name__ for observer in made.observers]
+
+
+TOML = """
+method = "anchor-attention"
+name = "from a file"
+
+[parameters]
+theta = inf
+
+[[refiners]]
+name = "dense-rows"
+last = 64
+"""
+
+
+def test_files(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(TOML)
+    table = {"method": "anchor-attention", "parameters": {"theta": math.inf}, "name": "from a file"}
+    (tmp_path / "a.json").write_text(json.dumps({**table, "refiners": [{"name": "dense-rows", "last": 64}]}))
+    for made in (sp.from_config(tmp_path / "a.toml"), sp.from_config(str(tmp_path / "a.json"))):
+        assert ("from a file", (sp.DenseRows(64),)) == (made.name, made.refiners)
+
+
+def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    cases = {
+        '{"method": "dense", "parameters": {"block": 0}}': "parameters.block is 0: pass an integer >= 1",
+        '{"method": "dens"}': "method: no method is named 'dens'",
+        "{": "cannot be read: ",
+        "[]": r"the configuration is \[\]",
+    }
+    for text, message in cases.items():
+        path.write_text(text)
+        with pytest.raises((ParameterError, UnknownMethodError), match=f"a.json: {message}"):
+            sp.from_config(path)
+    with pytest.raises(ParameterError, match=r"b.json: cannot be read: .*No such file"):
+        sp.from_config(tmp_path / "b.json")
+    with pytest.raises(ParameterError, match=r"a.yaml: is a file of kind '.yaml'"):
+        sp.from_config(tmp_path / "a.yaml")
+
+
+def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('method = "dense"\nprofile = "none.json"')
+    with pytest.raises(ParameterError, match=r"a.toml: profile is '.*none.json': No such file"):
+        sp.from_config(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (3, "the configuration is 3: give a table"),
+        ({}, "the configuration has neither method nor union"),
+        ({"method": "dense", "union": []}, "the configuration has both method and union"),
+        ({1: "dense"}, "the configuration has the key 1"),
+        ({"methd": "dense"}, "methd is unknown; did you mean 'method'"),
+        ({"method": 3}, "method is 3: give a name"),
+        ({"method": "anchor-atention"}, "method: no method is named 'anchor-atention'; did you mean"),
+        ({"method": "dense", "name": ""}, "name is '': give a name"),
+        ({"method": "dense", "parameters": []}, r"parameters is \[\]: give a table"),
+        ({"method": "dense", "parameters": {"blok": 1}}, "parameters.blok is unknown; did you mean 'block'"),
+        ({"method": "dense", "parameters": {"block": 0}}, "parameters.block is 0: pass an integer >= 1"),
+        ({"method": "dense", "profile": 1}, "profile is 1: give a name"),
+        ({"method": "dense", "refiners": {}}, "refiners is {}: give a list of tables"),
+        ({"method": "dense", "refiners": "sink"}, "refiners is 'sink': give a list of tables"),
+        ({"method": "dense", "refiners": ["sink"]}, r"refiners\[0\] is 'sink': give a table"),
+        ({"method": "dense", "refiners": [{}]}, r"refiners\[0\].name is missing"),
+        (
+            {"method": "dense", "refiners": [{"name": "stride"}]},
+            r"refiners\[0\].name is 'stride'; did you mean 'stride-",
+        ),
+        ({"method": "dense", "refiners": [{"name": "sink"}]}, r"refiners\[0\].tiles is missing: sink needs it"),
+        (
+            {"method": "dense", "refiners": [{"name": "gqa-union"}, {"name": "stride-rescue", "every": 0}]},
+            r"refiners\[1\].every is 0: pass an integer >= 1",
+        ),
+        (
+            {"method": "dense", "refiners": [{"name": "stride-rescue", "evry": 1}]},
+            r"refiners\[0\].evry is unknown; did you mean 'every'",
+        ),
+        (
+            {"method": "dense", "refiners": [{"name": "budget-floor"}]},
+            r"refiners\[0\]: BudgetFloor\(.*pass tiles, or share",
+        ),
+        ({"union": []}, "union is empty"),
+        ({"union": [{"method": "dense"}], "parameters": {}}, "parameters means nothing beside union"),
+        (
+            {"union": [{"method": "dense"}, {"method": "dense", "parameters": {"block": -1}}]},
+            r"union\[1\].parameters.block is -1",
+        ),
+        (
+            {"method": "star-attention", "parameters": {"inner": {"method": "dense", "parameters": {"block": 0}}}},
+            "parameters.inner.parameters.block is 0",
+        ),
+        ({"method": "star-attention", "parameters": {"inner": "dens"}}, "parameters.inner.method: no method is named"),
+    ],
+)
+def test_the_key_at_fault_is_named(table: Any, message: str) -> None:
+    with pytest.raises((ParameterError, UnknownMethodError), match=f"^{message}"):
+        sp.from_config(table)
+
+
+def test_every_refiner_of_the_core_has_its_name() -> None:
+    kinds = {
+        value for value in vars(sp).values() if isinstance(value, type) and callable(getattr(value, "refine", None))
+    }
+    assert kinds - {sp.MaskRefiner} == set(REFINERS.values())
+    for name, kind in REFINERS.items():
+        assert kind.__module__.startswith(refiners.__name__)
+        assert name.replace("-", "") == kind.__name__.lower()
+        assert "name" not in [attribute.alias for attribute in fields(kind)]

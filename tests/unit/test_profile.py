@@ -1,0 +1,185 @@
+"""Profiles: what is read, what is refused and how, and which parameters a call gets."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparseprefill as sp
+from sparseprefill.identity import ModelIdentity
+from sparseprefill.memory import Memory
+from sparseprefill.profile import LengthRange, Profile
+from unit.build import make
+
+MODEL = ModelIdentity(
+    name="tiny", architecture="TinyModel", layers=2, heads=2, kv_heads=1, head_dim=8, digest="0123456789abcdef"
+)
+SHORT: dict[str, Any] = {"sink": 0, "window": 4, "block": 4}
+LONG: dict[str, Any] = {"sink": 8, "window": 16, "block": 8}
+
+
+def profile(*parameters: dict[str, Any] | None, method: str = "streaming", step: int = 40) -> Profile:
+    """One range per setting, from 0, `step`, two `step`, ..."""
+    ranges = tuple(LengthRange(least=i * step, tokens=i * step + 1, parameters=p) for i, p in enumerate(parameters))
+    return Profile(method=method, model=MODEL, ranges=ranges, versions={"torch": "2"}, tuned={"loss": 0.01})
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    made = profile(SHORT, None, LONG)
+    path.write_text(made.to_json(), encoding="utf-8")
+    assert made == Profile.load(path)
+    assert made is Profile.load(made)
+
+
+@pytest.mark.parametrize(("kv_len", "expected"), [(1, SHORT), (39, SHORT), (40, LONG), (300, LONG)])
+def test_the_number_of_keys_chooses_the_parameters(kv_len: int, expected: dict[str, Any]) -> None:
+    call = make(1, kv_len)
+    result = sp.build("streaming", profile=profile(SHORT, LONG)).run(call)
+    truth = sp.build("streaming", **expected).run(call)
+    assert torch.equal(truth.mask.to_dense(), result.mask.to_dense())
+    assert torch.equal(truth.out, result.out)
+
+
+def test_parameters_given_go_over_those_of_the_profile() -> None:
+    call = make(60)
+    result = sp.build("streaming", profile=profile(SHORT), sink=12).run(call)
+    assert torch.equal(sp.build("streaming", **{**SHORT, "sink": 12}).run(call).out, result.out)
+
+
+def test_a_length_without_a_setting_is_refused_with_the_reason() -> None:
+    pipeline = sp.build("streaming", profile=profile(SHORT, None))
+    assert () == pipeline.unsupported(make(39))
+    with pytest.raises(sp.UnsupportedCallError, match="no setting of streaming that is accurate enough at 50 keys"):
+        pipeline.run(make(50))
+
+
+def test_a_call_of_another_model_is_refused() -> None:
+    pipeline = sp.build("streaming", profile=profile(SHORT))
+    with pytest.raises(sp.UnsupportedCallError, match=r"another model: model.heads is 2 \(tiny\), the call has 4"):
+        pipeline.run(make(20, heads=4))
+    with pytest.raises(sp.UnsupportedCallError, match=r"model\.layers is 2"):
+        pipeline.run(make(20, layer=2))
+
+
+def test_objections_of_the_chosen_method_are_passed_on() -> None:
+    pipeline = sp.build("anchor-attention", profile=profile({"theta": 1.0}, method="anchor-attention"))
+    (reason,) = pipeline.unsupported(make(20, window=4))
+    assert "sliding window" in reason
+
+
+def test_grain_of_one_range_is_the_methods_and_of_several_none() -> None:
+    assert sp.build("streaming", profile=profile(SHORT)).grain == 1
+    assert sp.build("streaming", profile=profile(SHORT, LONG)).grain is None
+
+
+def test_observers_and_refiners_of_the_chosen_pipeline_run() -> None:
+    seen: list[int] = []
+
+    class Watcher:
+        def refine(self, call: sp.AttentionCall, plan: sp.Plan, memory: Memory) -> sp.Plan:
+            seen.append(1)
+            return plan
+
+        def observe(self, call: sp.AttentionCall, plan: sp.Plan, result: sp.Result, memory: Memory) -> None:
+            seen.append(2)
+
+    streaming = sp.default_registry().get("streaming")
+    watched = evolve(
+        streaming,
+        build=lambda config: evolve(streaming.build(config), refiners=(Watcher(),), observers=(Watcher(),)),
+    )
+    from sparseprefill.profiled import profiled
+
+    profiled(watched, profile(SHORT), {}).run(make(20))
+    assert [1, 2] == seen
+
+
+def test_a_profile_of_another_method_or_with_wrong_parameters_is_refused() -> None:
+    with pytest.raises(sp.ParameterError, match="the profile is for 'streaming', not for 'vertical-slash'"):
+        sp.build("vertical-slash", profile=profile(SHORT))
+    with pytest.raises(sp.ParameterError, match=r"ranges\[1\].parameters: streaming has no parameter 'windov'"):
+        sp.build("streaming", profile=profile(SHORT, {"windov": 1}))
+    with pytest.raises(sp.ParameterError, match=r"ranges\[0\].parameters: window is 0"):
+        sp.build("streaming", profile=profile({"window": 0}))
+
+
+def test_models_differ_by_any_field_but_the_name() -> None:
+    assert MODEL.differs(evolve(MODEL, name="other")) is None
+    with pytest.raises(sp.ParameterError, match=r"model.digest is '0123456789abcdef' \(tiny\), here it is 'f'"):
+        profile(SHORT).check_model(evolve(MODEL, digest="f"))
+
+
+FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
+    (("schema",), "sparseprefill.clusters", "schema is 'sparseprefill.clusters'"),
+    (("version",), 2, "version is 2: this library reads 1"),
+    (("version",), True, "version is True"),
+    (("method",), 3, "method is 3"),
+    (("model", "layers"), 0, "model.layers is 0"),
+    (("model", "digest"), None, "model.digest is None"),
+    (("model", "more"), 1, "model is"),
+    (("ranges",), [], "ranges is empty"),
+    (("ranges",), {}, "ranges is {}"),
+    (("ranges", 0, "from"), 5, r"ranges\[0\].from is 5: the first range starts at 0"),
+    (("ranges", 1, "from"), 0, r"ranges\[1\].from is 0: ranges must ascend"),
+    (("ranges", 1, "from"), 40.0, r"ranges\[1\].from is 40.0"),
+    (("ranges", 0, "tokens"), 0, r"ranges\[0\].tokens is 0"),
+    (("ranges", 0, "parameters"), [1], r"ranges\[0\].parameters is \[1\]"),
+    (("ranges", 0, "parameters", "sink"), float("nan"), r"ranges\[0\].parameters.sink is nan: pass a finite"),
+    (("ranges", 0, "measured", "seconds"), float("inf"), r"ranges\[0\].measured.seconds is inf"),
+    (("ranges", 0, "note"), 1, r"ranges\[0\].note is no field"),
+    (("notes",), 1, "notes is no field"),
+]
+
+
+@pytest.mark.parametrize(("at", "value", "message"), FAULTS)
+def test_a_wrong_file_is_refused_by_field(at: tuple[Any, ...], value: Any, message: str, tmp_path: Path) -> None:
+    facts: Any = json.loads(profile(SHORT, LONG).to_json())
+    inner = facts
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = value
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    with pytest.raises(sp.ParameterError, match=f"wrong.json: {message}"):
+        sp.build("streaming", profile=path)
+
+
+@pytest.mark.parametrize("name", ["schema", "version", "method", "model", "versions", "tuned", "ranges"])
+def test_a_missing_field_is_named(name: str) -> None:
+    facts = json.loads(profile(SHORT).to_json())
+    del facts[name]
+    with pytest.raises(sp.ParameterError, match=name):
+        Profile.of(facts)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{", "is no JSON"), (b"[]", r"the file is \[\]"), (b"\xff\xfe", "is no text file")]
+)
+def test_a_file_that_is_no_profile(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_bytes(content)
+    with pytest.raises(sp.ParameterError, match=message):
+        Profile.load(path)
+    with pytest.raises(sp.ParameterError, match="No such file"):
+        Profile.load(tmp_path / "none.json")
+
+
+@given(
+    bounds=st.lists(st.integers(1, 500), unique=True, max_size=6).map(sorted),
+    kv_len=st.integers(1, 600),
+)
+def test_every_length_falls_in_the_last_range_that_begins_before_it(bounds: list[int], kv_len: int) -> None:
+    ranges = tuple(LengthRange(least=least, tokens=1, parameters=SHORT) for least in [0, *bounds])
+    index = Profile(method="streaming", model=MODEL, ranges=ranges).index(kv_len)
+    assert ranges[index].least <= kv_len
+    assert index + 1 == len(ranges) or ranges[index + 1].least > kv_len
