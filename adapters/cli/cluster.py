@@ -84,7 +84,7 @@ def cluster(
             **{"min_size": min_size, "epochs": epochs, "seed": seed, "sparseprefill": __version__},
         }
         table = group.table(heads, chosen, identity, made)
-        similar = sum(group.similarity(one) for one in maps) / len(maps)
+        similar = torch.stack([group.similarity(one) for one in maps]).mean(0)
         draw(similar, heads, table, picture)
     try:
         output.write_text(dump(table), encoding="utf-8")

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparseprefill.clusters import NOISE, ClusterTable
 
 SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#a6c8e4", "#3f7fb8", "#10365f"])
-INK, EDGE = "#333333", "#d1495b"
+INK, GREY, EDGE = "#333333", "#999999", "#d1495b"
 NAMED = 48
 """Up to so many heads have their names at the axes."""
 
@@ -34,15 +34,16 @@ def draw(similar: Tensor, heads: list[tuple[int, int]], table: ClusterTable, pat
         names = ["{}.{}".format(*heads[i]) for i in order]
         axis.set_xticks(range(len(order)), names, rotation=90)
         axis.set_yticks(range(len(order)), names)
+        for text, i in zip(axis.get_yticklabels(), order, strict=True):
+            text.set_color(GREY if table.label(*heads[i]) == NOISE else INK)
     else:
         axis.set_xticks([])
         axis.set_yticks([])
-    axis.tick_params(labelsize=6, colors=INK, length=0)
-    for label in heads if len(heads) <= NAMED else ():
-        if table.label(*label) == NOISE:
-            axis.get_yticklabels()[order.index(heads.index(label))].set_color("#999999")
+    axis.tick_params(labelsize=6, length=0)
     axis.set_xlabel("layer.head, by cluster; grey names: noise", fontsize=8, color=INK)
-    title = f"Similarity of {len(heads)} heads: {len(table.clusters)} clusters, {len(table.noise)} heads of noise"
+    title = (
+        f"Similarity of {len(heads)} heads. Clusters: {len(table.clusters)}, heads that are noise: {len(table.noise)}"
+    )
     axis.set_title(title, fontsize=10, color=INK)
     bar = figure.colorbar(image, ax=axis, shrink=0.8, aspect=26)
     bar.set_label("blocks in both patterns / blocks in either", color=INK, fontsize=8)

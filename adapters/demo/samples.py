@@ -15,7 +15,8 @@ def key_value_prompts(tokenizer: Callable[..., Any], tokens: int, count: int, se
 
     Any tokenizer of transformers will do. Raises ValueError where the needles alone need more tokens.
     """
-    prompts, length = [], tokens + _MORE
+    prompts: list[list[int]] = []
+    length = tokens + _MORE
     while len(prompts) < count:
         task = make_task(tokenizer, "multikey", length, seed + len(prompts))
         ids = list(tokenizer(task.context)["input_ids"])[:tokens]

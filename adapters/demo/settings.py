@@ -9,15 +9,23 @@ density of the others and cannot answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+CLUSTERS = Path(__file__).parent / "clusters.json"
+"""The embedded model's clusters of heads, as `sparseprefill cluster` finds them at its defaults."""
 
 PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "anchor-attention": {"theta": 11.0, "step": 2},
-        "sample-attention": {"alpha_c": 0.9, "alpha_s": 0.9},
+        "bfla": {"block": 64, "group": 8, "tile": 64, "score_norm": "mean", "local_tiles": 4, "stride": None},
+        "flexprefill": {"gamma": 0.9, "min_budget": 256},
+        "sample-attention": {"alpha_c": 0.9, "alpha_s": 0.8},
         "star-attention": {"block_size": 1024, "context_length": -128},
+        "share-prefill": {"clusters": str(CLUSTERS), "delta": 1.01},
         "streaming": {"sink": 128, "window": 512},
         "vertical-slash": {"gamma": 0.9},
+        "xattention": {"stride": 8, "threshold": 0.95, "block": 64},
     }
 )

@@ -40,5 +40,6 @@ def sparseprefill_methods() -> list[Method]:
                 "stride": 5,
                 "random": 0.05,
             },
+            search={"keep_mass": (0.8, 0.9, 0.95, 0.98, 0.99, 0.995), "group": (4, 8, 16, 32, 64)},
         )
     ]

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 HALVES = (torch.float16, torch.bfloat16)
+CHUNK = 1 << 23
+"""Scores of groups at a time: enough to fill a GPU, and few enough that most of what is not causal is left out."""
 
 
-def block_scores(call: AttentionCall, block: int, size: int, entries: int = 1 << 24) -> Tensor:
+def block_scores(call: AttentionCall, block: int, size: int, entries: int | None = None) -> Tensor:
     """``[B, Hq, R, L]`` of query blocks and key blocks, float32 (float64 for float64 calls); -inf without a pair.
 
     Works on chunks of query blocks, so that about `entries` scores of groups exist at a time, and leaves out the key
     blocks behind a chunk. K is not repeated for GQA.
     """
+    entries = entries or (CHUNK if call.q.is_cuda else CHUNK >> 2)
     geometry, per = call.geometry, block // size
     rows, behind = geometry.tile_rows(block), (geometry.q_offset + geometry.q_len - 1) // block + 1
     keys = key_groups(call, size, behind * block)

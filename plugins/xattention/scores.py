@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 LOGITS = 1 << 25
 """Logits of groups that are in memory at once, over batch and heads."""
 
+LEAST, PARTS = 16, 8
+"""Query tiles of a part at least, and parts of a call: each part looks at the keys up to its own end alone."""
+
 
 def tile_scores(call: AttentionCall, stride: int, block: int) -> Iterator[tuple[slice, Tensor]]:
     """Query tiles, and their scores ``[B, Hq, r, c]`` of the first c key tiles; no later one is in reach.
@@ -26,6 +29,7 @@ def tile_scores(call: AttentionCall, stride: int, block: int) -> Iterator[tuple[
     geometry, per_tile = call.geometry, block // stride
     rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
     size = max(1, LOGITS // (geometry.batch * geometry.heads * per_tile * per_tile * columns))
+    size = min(size, max(LEAST, -(-rows // PARTS)))
     keys = key_groups(call, columns * block, stride)
     for first in range(0, rows, size):
         last = min(first + size, rows)
@@ -49,7 +53,7 @@ def _group_attention(call: AttentionCall, q: Tensor, real: Tensor, keys: Tensor,
     if window is not None:
         seen &= (lag == 0) | (lag * stride - stride + 1 < window)
     own = groups.clamp(0, keys.shape[2] - 1)
-    logits = _products(q, keys) / all_rows.clamp(min=1)[:, None, :, None]
+    logits = _products(q, keys).div_(all_rows.clamp(min=1)[:, None, :, None])
     diagonal = _own_products(q, keys, real, own, half) / late_rows.clamp(min=1)[:, None]
     at = own[:, None, :, None].expand(-1, q.shape[1], -1, 1)
     logits.scatter_(3, at, diagonal[..., None]).mul_(call.softmax_scale)

@@ -201,7 +201,7 @@ def test_the_table_names_what_runs_dense() -> None:
         (("--method", "anchor-attention", "--try", "teta=1"), ("no parameter 'teta'",)),
         (("--method", "anchor-attention", "--set", "theta=1", "--try", "theta=1,2"), ("--set theta", "--try")),
         (("--method", "anchor-attention", "--output", "no/such.json"), ("--output no/such.json", "no folder")),
-        (("--method", "anchor-attention", "--model", "no-such-folder/x"), ("--model no-such-folder/x",)),
+        (("--method", "anchor-attention", "--model", "/no/such/folder"), ("--model /no/such/folder",)),
         (("--method", "anchor-attention", "--tokens", "99999"), ("--tokens 99999", "reads at most")),
         (("--method", "anchor-attention", "--tokens", "256", "--questions", "9"), ("--questions 9", "tokens more")),
     ],

@@ -16,7 +16,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparseprefill import AttentionCall, Memory, Plan, SparseMask, build, recall
+from sparseprefill import AttentionCall, Memory, Plan, SparseMask, build, default_registry, recall
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.testing import tensors
 
@@ -48,19 +48,24 @@ def timed(benchmark: BenchmarkFixture, run: Callable[[], Any], rounds: int = 10)
     return float(benchmark.stats.stats.median)  # type: ignore[union-attr]
 
 
-@cache
-def dense_seconds(length: int) -> float:
-    """Median of cuDNN's time, by events, measured once in this run."""
-    call = call_of(length)
-    times: list[float] = []
+def events(run: Callable[[], Any]) -> float:
+    """Median seconds of ten runs by the device's own clock, after three for warming up."""
+    times = []
     for _ in range(13):
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
-        dense(call)
+        run()
         last.record()
         torch.cuda.synchronize()
         times.append(first.elapsed_time(last) / 1000)
     return sorted(times[3:])[5]
+
+
+@cache
+def dense_seconds(length: int) -> float:
+    """cuDNN's time, measured once in this run."""
+    call = call_of(length)
+    return events(lambda: dense(call))
 
 
 def note(benchmark: BenchmarkFixture, length: int, density: float, seconds: float, **more: float) -> None:
@@ -106,21 +111,19 @@ def test_executor(benchmark: BenchmarkFixture, kind: str, length: int) -> None:
     note(benchmark, length, plan.mask.density, timed(benchmark, lambda: executor.execute(call, plan)))
 
 
+METHODS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in default_registry().methods() if name != "dense"},
+    "share-prefill": {"clusters": "single"},
+}
+
+
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("anchor-attention", {"theta": 6.0}),
-        ("anchor-attention", {"theta": 12.0}),
-        ("streaming", {}),
-        ("vertical-slash", {}),
-    ],
-    ids=str,
-)
-def test_method(benchmark: BenchmarkFixture, name: str, parameters: dict[str, float], length: int) -> None:
-    """Whole calls, the estimator's time inside, on keys of which 5 % stand out."""
-    call, pipeline, memory = call_of(length, "stripes"), build(name, **parameters), Memory()
+@pytest.mark.parametrize("name", METHODS)
+def test_method(benchmark: BenchmarkFixture, name: str, length: int) -> None:
+    """Whole calls at the methods' defaults, the estimator's time inside, on keys of which 5 % stand out."""
+    call, pipeline, memory = call_of(length, "stripes"), build(name, **METHODS[name]), Memory()
     result = pipeline.run(call, memory)
     seconds = timed(benchmark, lambda: pipeline.run(call, memory))
     kept = float(recall(call, result, rows=64).mean())
-    note(benchmark, length, result.density, seconds, recall=kept)
+    estimate = events(lambda: pipeline.estimator.estimate(call, memory))
+    note(benchmark, length, result.density, seconds, recall=kept, estimate=estimate)

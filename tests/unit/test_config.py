@@ -20,7 +20,10 @@ from sparseprefill.errors import ParameterError, UnknownMethodError
 from unit.build import make
 
 CALL = make(60)
-ANCHOR: dict[str, Any] = {"method": "anchor-attention", "parameters": {"theta": 1.0, "step": 1, "block": 8, "init_tokens": 8}}
+ANCHOR: dict[str, Any] = {
+    "method": "anchor-attention",
+    "parameters": {"theta": 1.0, "step": 1, "block": 8, "init_tokens": 8},
+}
 STREAMING: dict[str, Any] = {"method": "streaming", "parameters": {"sink": 8, "window": 8, "block": 8}}
 
 

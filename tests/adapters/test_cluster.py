@@ -1,0 +1,147 @@
+"""Clustering of heads: captured maps, the autoencoder, groups, and the command on the embedded model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.image import imread
+from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.clustering import autoencoder, capture, group
+from sparseprefill.adapters.demo.model import load_model, load_tokenizer
+from sparseprefill.adapters.demo.samples import key_value_prompts
+from sparseprefill.adapters.demo.settings import CLUSTERS, PARAMETERS
+from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.huggingface.identity import identity
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+import sparseprefill as sp
+from sparseprefill import cluster_file
+
+SMALL = ("--tokens", "512", "--block", "32", "--samples", "1", "--epochs", "20", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Any:
+    return load_model(torch.float32)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["cluster", *arguments])
+
+
+def kinds() -> Tensor:
+    """``[8, 24, 24]``: four maps with mass in the first column, four on the diagonal, each a little different."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(8, 24, 24, generator=generator) * 0.2
+    noise[:4, :, 0] += 3
+    noise[4:, range(24), range(24)] += 3
+    maps = noise.tril()
+    return maps / maps.sum(-1, keepdim=True)
+
+
+def test_captured_maps_are_the_models_attention(embedded: Any) -> None:
+    """Rows sum to 1, nothing lies in the future, and a block is the mean over rows of the attention's sum."""
+    ids = key_value_prompts(load_tokenizer(), 256, 1, 3)
+    maps = capture.block_maps(embedded, ids, 64)
+    assert dict.fromkeys(range(6), (1, 4, 4, 4)) == {layer: tuple(one.shape) for layer, one in maps.items()}
+    stock = load_model(torch.float32)
+    stock.set_attn_implementation("eager")
+    with torch.inference_mode():
+        attentions = stock(torch.tensor(ids), output_attentions=True).attentions
+    for layer, truth in enumerate(attentions):
+        blocks = truth.unflatten(3, (4, 64)).sum(4).unflatten(2, (4, 64)).mean(3)
+        torch.testing.assert_close(blocks, maps[layer], rtol=1e-3, atol=1e-5)
+
+
+def test_the_network_is_that_of_table_3() -> None:
+    layers = [type(layer).__name__ for layer in autoencoder.Autoencoder(32).encoder]
+    assert layers == ["Conv2d", "ReLU", "MaxPool2d", "Conv2d", "ReLU", "MaxPool2d", "Flatten", "Linear"]
+    net = autoencoder.Autoencoder(48, latent=7)
+    x = torch.rand(2, 1, 48, 48)
+    assert tuple(net.encoder(x).shape) == (2, 7)
+    assert x.shape == net(x).shape
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(3, 16), (16, 16), (17, 32), (300, 256)])
+def test_maps_are_scaled_to_what_the_network_takes(blocks: int, size: int) -> None:
+    x = autoencoder.scaled(torch.rand(2, blocks, blocks).tril() / blocks)
+    assert (2, 1, size, size) == tuple(x.shape)
+    assert bool((x.amax(-1) == 1).all())
+    assert bool((x >= 0).all())
+
+
+def test_two_kinds_of_heads_are_two_clusters() -> None:
+    maps = kinds()
+    codes, error = autoencoder.compress(maps.repeat(2, 1, 1), epochs=60, latent=8)
+    again, _ = autoencoder.compress(maps.repeat(2, 1, 1), epochs=60, latent=8)
+    assert torch.equal(codes, again)
+    assert error < 0.2
+    found = group.features(codes.unflatten(0, (2, 8)))
+    chosen = group.labels(found, threshold=2.0, min_size=3)
+    assert chosen == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert group.labels(found, threshold=0.0, min_size=2) == [-1] * 8
+    assert group.labels(found, threshold=1e9, min_size=5) == [0] * 8
+    similar = group.similarity(maps, 0.5)
+    assert bool((similar.diagonal() == 1).all())
+    assert float(similar[:4, :4].min()) > float(similar[:4, 4:].max())
+
+
+def test_heads_that_are_all_alike() -> None:
+    codes = torch.ones(2, 3, 4)
+    assert tuple(group.features(codes).shape) == (3, 0)
+    assert group.labels(group.features(codes), 1.0, 2) == [0, 0, 0]
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*SMALL, "--min-size", "2", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert (facts["output"], facts["picture"], facts["model"]) == ("clusters.json", "clusters.png", "embedded")
+    assert imread("clusters.png").ndim == 3
+    table = cluster_file.load("clusters.json")
+    heads = [head for heads in (*table.clusters, table.noise) for head in heads]
+    assert sorted(heads) == [(layer, head) for layer in range(6) for head in range(4)]
+    assert all(len(one) >= 2 for one in table.clusters)
+    table.check_model(identity(embedded.get_decoder()))
+
+
+def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments, words in (
+        (("--picture", "a.jpg"), "ends in .png"),
+        (("--output", "nowhere/a.json"), "there is no folder"),
+        (("--tokens", "50000", "--device", "cpu"), "reads at most"),
+        (("--model", str(tmp_path / "nothing"), "--device", "cpu"), "--model"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: ")
+        assert words in result.stderr
+
+
+def test_the_shipped_table_fits_the_embedded_model(embedded: Any) -> None:
+    table = cluster_file.load(CLUSTERS)
+    table.check_model(identity(embedded.get_decoder()))
+    assert len(table.clusters) >= 2
+    ids = torch.tensor(key_value_prompts(load_tokenizer(), 512, 1, 5))
+    with (
+        torch.inference_mode(),
+        attach(embedded, "share-prefill", strict=True, **PARAMETERS["share-prefill"]) as handle,
+    ):
+        embedded(ids, logits_to_keep=1)
+    assert all(layer.mode == "sparse" for layer in handle.report().layers)
+
+
+def test_a_table_of_another_model_is_refused_when_attaching(embedded: Any) -> None:
+    facts = json.loads(CLUSTERS.read_text())
+    facts["model"]["digest"] = "0" * 16
+    with pytest.raises(sp.ParameterError, match=r"another model: model.digest is '0000"):
+        attach(embedded, "share-prefill", clusters=facts)
+    with pytest.raises(sp.AttachError, match="sparseprefill cluster --model PATH"):
+        attach(embedded, "share-prefill", strict=True)

@@ -1,0 +1,38 @@
+"""docs/config.md names every key and refiner, and its TOML says what its Python says."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from attrs import fields
+
+import sparseprefill as sp
+from docs.pages import ROOT, blocks, section
+from sparseprefill.config import KEYS, REFINERS
+
+PAGE = (ROOT / "docs" / "config.md").read_text()
+
+
+def test_every_key_has_its_row() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \|", section(PAGE, "Keys"), flags=re.M)
+    assert sorted([*KEYS, *REFINERS]) == sorted(rows)
+
+
+def test_every_refiners_row_has_its_parameters() -> None:
+    for name, kind in REFINERS.items():
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+        words = re.findall(r"`([\w-]+)`", row)
+        assert [name, kind.__name__, *[one.alias for one in fields(kind)]] == words
+
+
+def test_the_file_is_the_table() -> None:
+    first, *_ = (block for block in blocks(PAGE) if block.runs)
+    (toml,) = (block for block in blocks(PAGE) if block.language == "toml")
+    namespace: dict[str, sp.Pipeline] = {}
+    exec(first.code.replace("print(", "str("), namespace)
+    made, expected = sp.from_config(tomllib.loads(toml.code)), namespace["pipeline"]
+    assert (expected.name, expected.refiners) == (made.name, made.refiners)
+    assert repr(expected.estimator) == repr(made.estimator)
