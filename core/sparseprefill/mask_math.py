@@ -134,7 +134,8 @@ def _lookup(keep: Tensor, row: Tensor, column: Tensor) -> Tensor:
 def row_chunks(geometry: Geometry, step: int, pairs: int = 1 << 24) -> Sequence[Tensor]:
     """Every `step`-th query row, in chunks of about `pairs` (query, key) pairs over batch and heads."""
     size = max(1, pairs // (geometry.batch * geometry.heads * geometry.kv_len))
-    return torch.arange(0, geometry.q_len, step, device=geometry.device).split(size)
+    chunks: Sequence[Tensor] = torch.arange(0, geometry.q_len, step, device=geometry.device).split(size)
+    return chunks
 
 
 def head(mask: SparseMask, batch: int, head: int) -> SparseMask:

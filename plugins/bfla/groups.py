@@ -48,12 +48,13 @@ def query_groups(call: AttentionCall, block: int, size: int, blocks: range) -> G
 
 
 def key_groups(call: AttentionCall, size: int, tokens: int) -> Groups:
-    """Groups of `size` keys of the positions 0 to `tokens` - 1."""
-    geometry = call.geometry
+    """Groups of `size` keys of the positions 0 to `tokens` - 1. Keys after the call's last query do not count."""
+    geometry, end = call.geometry, call.geometry.q_offset + call.geometry.q_len
     zero = torch.zeros_like(geometry.first_position())
     row_zero = zero if geometry.starts is None else -geometry.starts.to(torch.int64)
     plain = geometry.starts is None and geometry.lengths is None
-    return _groups(call.k, zero, row_zero, zero, geometry.key_counts(), tokens, size, 0 if plain else None)
+    high = torch.minimum(geometry.first_position() + geometry.q_len, geometry.key_counts())
+    return _groups(call.k[:, :, :end], zero, row_zero, zero, high, tokens, size, 0 if plain else None)
 
 
 def _groups(

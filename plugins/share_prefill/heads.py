@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from attrs import frozen
@@ -58,11 +58,16 @@ class Clusters:
             return LayerHeads((NOISE,) * heads, (False,) * heads)
         if self.table is None:
             return LayerHeads((0,) * heads, (True,) * heads)
-        first = [min(at for at, _ in cluster) for cluster in self.table.clusters]
-        last = [max(at for at, _ in cluster) for cluster in self.table.clusters]
+        spans = self._spans
         found = [self.table.label(layer, head) for head in range(heads)]
-        found = [c if c != NOISE and first[c] < last[c] else NOISE for c in found]
-        return LayerHeads(tuple(found), tuple(c != NOISE and layer < last[c] for c in found))
+        found = [c if c != NOISE and spans[c][0] < spans[c][1] else NOISE for c in found]
+        return LayerHeads(tuple(found), tuple(c != NOISE and layer < spans[c][1] for c in found))
+
+    @cached_property
+    def _spans(self) -> tuple[tuple[int, int], ...]:
+        """First and last layer of each cluster."""
+        layers = [[layer for layer, _ in heads] for heads in self.table.clusters] if self.table else []
+        return tuple((min(one), max(one)) for one in layers)
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,5 @@
 """docs/config.md names every key and refiner, and its TOML says what its Python says."""
 
-# ruff: noqa: SIM300 - asserts read expected == actual
-
 from __future__ import annotations
 
 import re

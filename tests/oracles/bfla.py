@@ -4,6 +4,7 @@ Shares no code with the plugin or the core. Settled where the paper is silent or
 
 - Blocks, groups and tiles lie on the batch row's own grid, position 0 being its first real token (eq. 5 counts query
   blocks from the call's first row, which is the same where a chunk begins at a block).
+- Keys after the call's last query are not there: no query may see them, and the next chunk brings them.
 - A pair of groups is compared over the positions within the group where both have a token. With none it is -inf: a
   pair of padding must not win the maximum of eq. 4 with a score of 0.
 - alpha is the call's scale; score_norm "mean" divides the score by g, and there the softcap, if any, applies.
@@ -145,7 +146,7 @@ def bfla(
         rows = {offset + n - start: n for n in range(q_len) if 0 <= offset + n - start < length}
         for h in range(heads):
             kv = h // (heads // k.shape[1])
-            keys = {x: k[b, kv, start + x] for x in range(length)}
+            keys = {x: k[b, kv, start + x] for x in range(max(rows, default=-1) + 1)}
             queries = {x: q[b, h, n] for x, n in rows.items()}
             for i in sorted({x // p.b for x in rows}):
                 blocks = mass_blocks(queries, keys, i, p, scale, softcap, window)
