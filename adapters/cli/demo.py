@@ -36,6 +36,8 @@ def demo(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
     ] = None,
+    hybrids: Annotated[bool, typer.Option("--hybrids", help="Also run hybrids of several methods.")] = False,
+    config: Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")] = None,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the text, the needles and their places.")] = 0,
     picture: Annotated[Path, typer.Option(help="Where the picture of the masks goes.")] = Path(
@@ -45,7 +47,7 @@ def demo(
     head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = HEAD,
     device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
-    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; more pay off where no one else uses it.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; 1 is better where others use it.")] = 2,
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Compare dense and sparse prefill on the embedded model.
@@ -55,13 +57,13 @@ def demo(
     """
     from . import picture as pictures
     from . import results
-    from .options import contenders
+    from .options import configured, contenders
     from .progress import bars
     from .setup import Place, comparison
 
     pictures.check_path(picture)
     registry = default_registry()
-    found = contenders(registry, method or (), settings or ())
+    found = contenders(registry, method or (), settings or ()) + configured(config or (), hybrids)
     place = Place.of(device, dtype.value, threads)
     with bars(len(found)) as shown, place.threaded():
         compared = comparison(tokens, questions, seed, (layer, head), place)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from sparseprefill.config import from_config
 from sparseprefill.errors import nearest
 from sparseprefill.registry import Registry
 
+from ..demo.hybrids import HYBRIDS
 from ..demo.outcome import Contender
 from ..demo.settings import PARAMETERS
 from .group import CommandError
@@ -39,6 +42,16 @@ def contenders(registry: Registry, names: Sequence[str], settings: Sequence[str]
     for name, changed in changes.items():
         parameters = {**PARAMETERS.get(name, {}), **changed}
         made.append(Contender(name, registry.build(name, **parameters), parameters))
+    return made
+
+
+def configured(paths: Sequence[Path], hybrids: bool) -> list[Contender]:
+    """Contenders from configuration files, named by their `name` or the file, and the hybrids that ship."""
+    tables = HYBRIDS if hybrids else {}
+    made = [Contender(name, from_config(dict(table)), table) for name, table in tables.items()]
+    for path in paths:
+        pipeline = from_config(path)
+        made.append(Contender(pipeline.name, pipeline, {"config": str(path)}))
     return made
 
 

@@ -12,6 +12,7 @@ from attrs import frozen
 from matplotlib.image import imread
 from sparseprefill.adapters.cli import demo
 from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.demo.hybrids import HYBRIDS
 from sparseprefill.adapters.demo.settings import PARAMETERS
 from typer.testing import CliRunner, Result
 
@@ -31,7 +32,7 @@ SMALL = ("--tokens", "1024", "--questions", "1", "--device", "cpu")
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["demo", *arguments])
+    return CliRunner().invoke(app, ["demo", "--threads", "1", *arguments])
 
 
 @pytest.fixture(autouse=True)
@@ -230,3 +231,22 @@ def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(*SMALL, "--method", "objects")
     assert result.exit_code == 0
     assert "failed to load and is left out: no module named 'gone'" in " ".join(result.stderr.split())
+
+
+def test_hybrids_and_configured_pipelines_run_beside_methods(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\nmethod = "streaming"\n\n[parameters]\nwindow = 256\nsink = 128\n')
+    result = run(*SMALL, "--json", "--method", "streaming", "--hybrids", "--config", str(path))
+    assert result.exit_code == 0, result.output
+    outcomes = {outcome["method"]: outcome for outcome in json.loads(result.stdout)["outcomes"]}
+    assert {"stock", "streaming", *HYBRIDS, "mine"} == set(outcomes)
+    assert all(0 < outcome["density"] <= 1 for outcome in outcomes.values())
+    assert not any(outcome["error"] for outcome in outcomes.values())
+
+
+def test_a_wrong_configuration_is_one_line_with_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text('{"method": "streaming", "parameters": {"windw": 1}}')
+    result = run(*SMALL, "--config", str(path))
+    assert result.exit_code == 1
+    assert "parameters.windw is unknown; did you mean 'window'?" in " ".join(result.stderr.split())

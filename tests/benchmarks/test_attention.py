@@ -50,7 +50,7 @@ def timed(benchmark: BenchmarkFixture, run: Callable[[], Any], rounds: int = 10)
 
 def events(run: Callable[[], Any]) -> float:
     """Median seconds of ten runs by the device's own clock, after three for warming up."""
-    times = []
+    times: list[float] = []
     for _ in range(13):
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()

@@ -34,7 +34,7 @@ def test_anchor_attention_selects_what_the_reference_selects(kind: str, theta: f
         assert output_error(actual.out.cpu(), expected.out) <= 1e-2
 
 
-def given(name: str) -> dict[str, object]:
+def given(name: str) -> dict[str, Any]:
     """Parameters without which a method cannot be built."""
     return {"clusters": "single"} if name == "share-prefill" else {}
 
@@ -42,8 +42,7 @@ def given(name: str) -> dict[str, object]:
 @pytest.mark.parametrize("kind", ["random", "sink", "stripes"])
 @pytest.mark.parametrize("name", default_registry().methods())
 def test_masks_are_those_of_the_cpu(name: str, kind: str) -> None:
-    shape = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 290, "kv_len": 353, "head_dim": 64}
-    q, k, v = tensors(kind, **shape)
+    q, k, v = tensors(kind, batch=2, heads=4, kv_heads=2, q_len=290, kv_len=353, head_dim=64)
     method = default_registry().get(name)
     pipeline = method.pipeline(**method.small)
     expected = pipeline.run(AttentionCall(q, k, v)).mask.to_dense()
