@@ -53,7 +53,7 @@ class UnionEstimator:
     parts: tuple[Pipeline, ...] = field(converter=_parts)
 
     def __init__(self, *parts: PatternEstimator | Pipeline) -> None:
-        self.__attrs_init__(parts)
+        self.__attrs_init__(parts)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def grain(self) -> int | None:

@@ -24,7 +24,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     line("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for bench in rows:
         info, stats = bench.extra_info, bench.stats
-        what = bench.name.removeprefix("test_").replace("]", "").replace("[", " ").rpartition("-")[0]
+        name, _, case = bench.name.removeprefix("test_").rstrip("]").partition("[")
+        what = f"{name} {case.removesuffix(str(info['length'])).rstrip('-')}".strip()
         kept = f"{info['recall']:.3f}" if "recall" in info else ""
         estimate = f"{info['estimate'] * 1e3:.2f}" if "estimate" in info else ""
         figures = f"{info['density']:.4f} | {info['speedup']:.2f} | {info['efficiency']:.2f} | {kept}"

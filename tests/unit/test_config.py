@@ -65,7 +65,7 @@ def test_unions_keep_the_observers() -> None:
         @sp.hookimpl
         def sparseprefill_methods() -> list[sp.Method]:
             dense = sp.default_registry().get("dense")
-            watch = type("Watch", (), {"observe": lambda *_: None, "grain": 1})()
+            watch: Any = type("Watch", (), {"observe": lambda *_: None, "grain": 1})()
             build = lambda config: sp.Pipeline(dense.build(config).estimator, observers=(watch,))  # noqa: E731
             return [sp.Method(name="watched", summary="", config=dense.config, build=build)]
 
