@@ -34,8 +34,8 @@ class FlexConfig:
     gamma: share of the scores that the chosen tiles of a query-aware head, and the columns and diagonals each of
     another, must reach. tau: a head is query-aware where the Jensen-Shannon distance (0 to 1) between estimated and
     true attention of the last block lies below. block: tile size, number of representative queries, and width of a
-    diagonal bin, in tokens. min_budget, max_budget: bounds in tokens, rounded up to whole blocks, on the tiles per
-    query tile, the columns, and the diagonals. coverage: "row" takes gamma of each query tile's scores, "global" of
+    diagonal bin, in tokens. min_budget: least tokens, rounded up to whole blocks, of the tiles per query tile, of
+    the columns, and of the diagonals. max_budget: most tokens of the same, or None. coverage: "row" takes gamma of each query tile's scores, "global" of
     the whole map's.
     """
 

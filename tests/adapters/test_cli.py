@@ -141,7 +141,7 @@ def test_plugins_shows_what_broke(registry: Registry) -> None:
 
 
 def test_unknown_method_lists_the_nearest() -> None:
-    refused(invoke("show", "anchor-atention"), "'anchor-atention'", "did you mean 'anchor-attention'?")
+    refused(invoke("show", "anchor-atention"), "'anchor-atention'", "did you mean 'anchor-attention'")
 
 
 def test_an_error_of_the_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
