@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask import SparseMask
     from sparseprefill.plan import Plan
 
 
@@ -41,6 +44,24 @@ def choose(call: AttentionCall, tile_q: int, tile_k: int) -> Settings:
     return settings(capability, triton.next_power_of_2(call.q.shape[-1]), call.q.element_size(), tile_q, tile_k)
 
 
+def specialised(call: AttentionCall, mask: SparseMask) -> Any:
+    """The module with a faster kernel for this call and device (`kernels.hopper.launch`), or None."""
+    if not call.q.is_cuda or torch.cuda.get_device_capability(call.q.device) != (9, 0):
+        return None
+    module = _hopper()
+    return None if module is None or module.objection(call, mask) is not None else module
+
+
+@cache
+def _hopper() -> Any:
+    try:
+        from sparseprefill.kernels.hopper import launch
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go with Triton's versions
+        logging.getLogger(__name__).warning("no Hopper kernel with triton %s: %s", triton.__version__, error)
+        return None
+    return launch
+
+
 def sparse_attention_fwd(call: AttentionCall, plan: Plan, *, state: bool) -> Outputs:
     """Run the kernel over the plan's mask, from its carry: out and lse, or (state=True) the unnormalised state.
 
@@ -54,15 +75,19 @@ def sparse_attention_fwd(call: AttentionCall, plan: Plan, *, state: bool) -> Out
     filled = _outputs(call, state, options)
     rows = geometry.tile_rows(mask.tile_q)
     blocks = rows * (mask.tile_q // chosen.block_m)
-    odd = torch.empty(shape[0] * shape[1] * blocks, dtype=torch.int8, device=call.q.device)
     dedupe = mask.tiles is not None and mask.stripes is not None and not mask.disjoint
     carry = None if plan.carry is None else plan.carry.state
-    tiles = mask.tiles or mask.stripes
-    stripes = mask.stripes or mask.tiles
+    lists = (*_lists(mask.tiles or mask.stripes), *_lists(mask.stripes or mask.tiles))
+    overlap = mask.tile_map().contiguous().view(torch.uint8) if dedupe else None
+    special = specialised(call, mask)
+    if special is not None:
+        odd = special.launch(call, mask, lists, overlap, carry, filled.out, filled.lse, filled.state)
+    else:
+        odd = torch.empty(shape[0] * shape[1] * blocks, dtype=torch.int8, device=call.q.device)
     arguments = (
         call.q, call.k, call.v, *_descriptors(call, chosen, width),
         geometry.starts, geometry.lengths, call.sinks,
-        *_lists(tiles), *_lists(stripes), mask.tile_map().contiguous().view(torch.uint8) if dedupe else None,
+        *lists, overlap,
         *_state(carry),
         filled.out, filled.lse, *_state(filled.state), odd,
         *_strides(call.q), *_strides(call.k), *_strides(call.v),
@@ -76,7 +101,8 @@ def sparse_attention_fwd(call: AttentionCall, plan: Plan, *, state: bool) -> Out
         "TMA": _tma(call, chosen), **_common(call, chosen, width),
     }  # fmt: skip
     launch: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages, **chosen.registers}
-    sparse_attention_fwd_kernel[(blocks, shape[0] * shape[1])](*arguments, **flags, **launch)
+    if special is None:
+        sparse_attention_fwd_kernel[(blocks, shape[0] * shape[1])](*arguments, **flags, **launch)
     programs = min(triton.cdiv(odd.numel(), 128), 256)
     sparse_attention_repair_kernel[(programs,)](odd.numel(), *arguments, **flags, **launch)
     return filled

@@ -1,0 +1,53 @@
+"""Which calls the Hopper kernel takes; no GPU is needed to say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparseprefill import AttentionCall, SparseMask
+from sparseprefill.kernels import attention
+from sparseprefill.testing import tensors
+
+launch = pytest.importorskip("sparseprefill.kernels.hopper.launch")
+
+
+def call(dtype: torch.dtype = torch.bfloat16, width: int = 128, **more: Any) -> AttentionCall:
+    q, k, v = tensors("random", batch=1, heads=2, kv_heads=1, q_len=200, kv_len=200, head_dim=width, dtype=dtype)
+    return AttentionCall(q, k, v, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("tile", [(128, 128), (128, 64), (256, 256)])
+def test_takes_half_precision_and_large_tiles(dtype: torch.dtype, width: int, tile: tuple[int, int]) -> None:
+    given = call(dtype, width)
+    assert launch.objection(given, SparseMask.full(given, tile)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "tile", "reason"),
+    [
+        (call(torch.float32), 128, "float32"),
+        (call(width=96), 128, "head dimension 96"),
+        (call(), 64, "tiles of 64 x 64"),
+        (call(), (128, 32), "tiles of 128 x 32"),
+        (call(window=50), 128, "window"),
+        (call(softcap=30.0), 128, "softcap"),
+    ],
+)
+def test_leaves_the_rest_to_the_portable_kernel(given: AttentionCall, tile: Any, reason: str) -> None:
+    assert reason in launch.objection(given, SparseMask.full(given, tile))
+
+
+def test_rows_must_be_aligned() -> None:
+    q, k, v = (torch.zeros(1, 2, 200, 130, dtype=torch.bfloat16)[..., :128] for _ in range(3))
+    given = AttentionCall(q, k, v)
+    assert "16 bytes" in launch.objection(given, SparseMask.full(given))
+
+
+def test_a_cpu_has_no_special_kernel() -> None:
+    given = call()
+    assert attention.specialised(given, SparseMask.full(given)) is None
