@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.lists import IndexLists
-from sparseprefill.mask_math import stripes_on, tiles_on
+from sparseprefill.mask_union import stripes_on, tiles_on
+from sparseprefill.tile_map import TileMap
 
 if TYPE_CHECKING:
     from sparseprefill.mask import SparseMask
@@ -21,33 +22,37 @@ def difference(a: SparseMask, b: SparseMask) -> SparseMask:
 
     A tile of `a` that a stripe of `b` runs through is broken up: what is left of it becomes stripes.
     """
-    if (a.tiles is None and a.stripes is None) or (b.tiles is None and b.stripes is None):
+    if not (a.has_tiles or a.stripes is not None) or not (b.has_tiles or b.stripes is not None):
         return a
     tile_q, tile_k = math.gcd(a.tile_q, b.tile_q), math.gcd(a.tile_k, b.tile_k)
     keep = tiles_on(a, tile_q, tile_k) & ~tiles_on(b, tile_q, tile_k)
     grid = evolve(a, tile_q=tile_q, tile_k=tile_k, tiles=None, group=1, stripes=None)
     if a.stripes is None and b.stripes is None:
-        return evolve(grid, tiles=IndexLists.from_map(keep))
+        return evolve(grid, tiles=_mapped(grid, keep))
     rows = _rows(a, b, tile_q)
     left = stripes_on(a, rows)
-    if b.tiles is not None:
+    if b.has_tiles:
         left = left & ~_columns(tiles_on(b, rows, tile_k), tile_k, left.shape[3])
     if b.stripes is not None:
         cut = stripes_on(b, rows)
-        if a.tiles is not None:  # then rows == tile_q, so `keep` and `cut` have the same rows
+        if a.has_tiles:  # then rows == tile_q, so `keep` and `cut` have the same rows
             broken = keep & _any_column(cut, tile_k)
             keep = keep & ~broken
             left = left | _columns(broken, tile_k, left.shape[3])
         left = left & ~cut
-    return evolve(grid, tiles=IndexLists.from_map(keep), group=rows // tile_q, stripes=IndexLists.from_map(left))
+    return evolve(grid, tiles=_mapped(grid, keep), group=rows // tile_q, stripes=IndexLists.from_map(left))
+
+
+def _mapped(grid: SparseMask, keep: Tensor) -> TileMap:
+    return TileMap(geometry=grid.geometry, tile_q=grid.tile_q, tile_k=grid.tile_k, keep=keep)
 
 
 def _rows(a: SparseMask, b: SparseMask, tile_q: int) -> int:
     """Query rows per group of the stripes left: the most that serve every side."""
-    if a.tiles is not None and b.stripes is not None:
+    if a.has_tiles and b.stripes is not None:
         return tile_q
     sizes = [mask.group_rows for mask in (a, b) if mask.stripes is not None]
-    return math.gcd(*sizes, b.tile_q) if b.tiles is not None else math.gcd(*sizes)
+    return math.gcd(*sizes, b.tile_q) if b.has_tiles else math.gcd(*sizes)
 
 
 def _columns(tiles: Tensor, tile_k: int, kv_len: int) -> Tensor:

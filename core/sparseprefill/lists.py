@@ -6,6 +6,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from sparseprefill import kernels
 from sparseprefill.errors import MaskError
 
 
@@ -34,9 +35,19 @@ class IndexLists:
             shapes = tuple(tuple(getattr(self, name).shape) for name, _ in wanted)
             raise MaskError(f"IndexLists shapes are {shapes}: pass counts and offsets [B, H, R] and indices [L]")
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch rows, heads, lists of each."""
+        batch, heads, rows = self.counts.shape
+        return batch, heads, rows
+
     @classmethod
     def from_map(cls, keep: Tensor) -> IndexLists:
-        """From a bool map ``[B, H, R, C]``."""
+        """From a bool map ``[B, H, R, C]`` with any strides; one launch on a GPU."""
+        if kernels.serve(keep):
+            from sparseprefill.kernels.encode import encode_map
+
+            return cls(*encode_map(keep), same_heads=keep.stride(1) == 0)
         batch, heads, rows, columns = keep.shape
         order = torch.where(keep, keep.cumsum(-1) - 1, columns)
         entries = torch.empty(batch, heads, rows, columns + 1, dtype=torch.int32, device=keep.device)
@@ -53,6 +64,10 @@ class IndexLists:
         first, last: int64 ``[B, R, P]``, P ascending, non-overlapping ranges per row (empty where last <= first).
         width: an upper bound on the length of a list, known on the host.
         """
+        if kernels.serve(first):
+            from sparseprefill.kernels.encode import encode_ranges
+
+            return cls(*encode_ranges(first, last, heads, width), same_heads=True)
         sizes = (last - first).clamp(min=0)
         ends = sizes.cumsum(-1)
         slot = torch.arange(width, device=first.device)
@@ -72,6 +87,10 @@ class IndexLists:
 
     def to_map(self, columns: int) -> Tensor:
         """bool ``[B, H, R, columns]``."""
+        if kernels.serve(self.counts):
+            from sparseprefill.kernels.encode import decode
+
+            return decode((self.counts, self.offsets, self.indices), columns)
         entry, index = self.padded(columns)
         keep = torch.zeros(*self.counts.shape, columns + 1, dtype=torch.bool, device=self.counts.device)
         inside = entry & (index >= 0) & (index < columns)
@@ -89,6 +108,11 @@ class IndexLists:
         """int32 [count]: one list (reads its count on the host)."""
         offset, count = int(self.offsets[batch, head, row]), int(self.counts[batch, head, row])
         return self.indices[offset : offset + count]
+
+    def for_group(self, group: int) -> IndexLists:
+        """Each head's lists for `group` neighbouring heads: ``[B, H * group, R]``, in the same storage."""
+        counts, offsets = (x.repeat_interleave(group, dim=1) for x in (self.counts, self.offsets))
+        return IndexLists(counts, offsets, self.indices, same_heads=self.same_heads)
 
     def narrow(self, batch: int, head: int) -> IndexLists:
         """The lists of one head, as ``[1, 1, R]`` (a view)."""

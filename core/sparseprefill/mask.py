@@ -8,9 +8,10 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill import density, difference, mask_math
+from sparseprefill import density, difference, mask_math, mask_union
 from sparseprefill.errors import MaskError
 from sparseprefill.lists import IndexLists
+from sparseprefill.tile_map import TileMap
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -24,7 +25,8 @@ class SparseMask:
     Tiles of ``tile_q x tile_k`` tokens lie on each batch row's own token grid (`Geometry`). A stripe is a single key
     column, shared by `group` consecutive query tiles. A key selected twice counts once.
 
-    tiles: lists ``[B, Hq, R]`` of key-tile indices per query tile, or None.
+    tiles: lists ``[B, Hq, R]`` of key-tile indices per query tile, or None; or a `TileMap` of this grid, which becomes
+    lists when `tiles` is first read.
     stripes: lists ``[B, Hq, G]`` of key positions per group of query tiles, or None.
     disjoint: the maker's word that no stripe lies in a selected tile of its group; spares executors the test.
     """
@@ -32,7 +34,7 @@ class SparseMask:
     geometry: Geometry
     tile_q: int
     tile_k: int
-    tiles: IndexLists | None = None
+    _tiles: IndexLists | TileMap | None = None
     group: int = 1
     stripes: IndexLists | None = None
     disjoint: bool = field(default=False, kw_only=True)
@@ -41,13 +43,33 @@ class SparseMask:
         for name in ("tile_q", "tile_k", "group"):
             _check_size(name, getattr(self, name))
         for name, lists, rows in (
-            ("tiles", self.tiles, self.geometry.tile_rows(self.tile_q)),
+            ("tiles", self._tiles, self.geometry.tile_rows(self.tile_q)),
             ("stripes", self.stripes, self.geometry.tile_rows(self.group_rows)),
         ):
             wanted = (self.geometry.batch, self.geometry.heads, rows)
-            if lists is not None and tuple(lists.counts.shape) != wanted:
-                shape = tuple(lists.counts.shape)
-                raise MaskError(f"SparseMask.{name} has lists {shape}: the call needs [B, Hq, rows] = {wanted}")
+            if lists is not None and lists.shape != wanted:
+                raise MaskError(f"SparseMask.{name} has lists {lists.shape}: the call needs [B, Hq, rows] = {wanted}")
+        mine = (self.tile_q, self.tile_k)
+        if isinstance(self._tiles, TileMap) and (self._tiles.tile_q, self._tiles.tile_k) != mine:
+            theirs = (self._tiles.tile_q, self._tiles.tile_k)
+            raise MaskError(f"SparseMask.tiles is a map of {theirs} tokens per tile: the mask has {mine}")
+
+    @property
+    def tiles(self) -> IndexLists | None:
+        """The tiles as lists, which are made here where the mask holds a map; None for no tiles."""
+        return self._tiles.lists if isinstance(self._tiles, TileMap) else self._tiles
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether there are tiles, without making lists of them."""
+        return self._tiles is not None
+
+    def as_map(self) -> TileMap:
+        """The tiles as a map with rules, to which more can be added before lists are made."""
+        if isinstance(self._tiles, TileMap):
+            return self._tiles
+        keep = None if self._tiles is None else self.tile_map()
+        return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=keep)
 
     @property
     def group_rows(self) -> int:
@@ -85,15 +107,16 @@ class SparseMask:
         """From a bool map of tiles, broadcastable to ``[B, Hq, R, C]``.
 
         R = `Geometry.tile_rows(tile_q)` query tiles of the call, C = `Geometry.tile_columns(tile_k)` key tiles.
-        diagonal: also keep each query tile's own diagonal tiles, so that no row is empty.
+        diagonal: also keep each query tile's own diagonal tiles, so that no row is empty. Tiles that no row of theirs
+        may see are left out. The map is read when the mask is used: nobody may write to it after this.
         """
         geometry, (tile_q, tile_k) = _geometry(call), _pair(tile)
         shape = (geometry.batch, geometry.heads, geometry.tile_rows(tile_q), geometry.tile_columns(tile_k))
         keep = _broadcast(keep, shape, "query tiles, key tiles")
-        if diagonal:
-            keep = keep | mask_math.diagonal_map(geometry, tile_q, tile_k)[:, None]
-        keep = keep & mask_math.reachable_map(geometry, tile_q, tile_k)[:, None]
-        return cls(geometry, tile_q, tile_k, IndexLists.from_map(keep))
+        band = 0 if diagonal else None
+        return cls(
+            geometry, tile_q, tile_k, TileMap(geometry=geometry, tile_q=tile_q, tile_k=tile_k, keep=keep, band=band)
+        )
 
     @classmethod
     def from_stripes(
@@ -117,8 +140,7 @@ class SparseMask:
         mask = cls(geometry, tile_q, tile_k, None, group, lists)
         if not diagonal:
             return mask
-        own = mask_math.diagonal_map(geometry, tile_q, tile_k)[:, None].expand(-1, geometry.heads, -1, -1)
-        return evolve(mask, tiles=IndexLists.from_map(own))
+        return evolve(mask, tiles=TileMap(geometry=geometry, tile_q=tile_q, tile_k=tile_k, band=0))
 
     def __or__(self, other: SparseMask) -> SparseMask:
         """The union: commutative and idempotent in what it selects, a key selected twice counts once."""
@@ -127,7 +149,7 @@ class SparseMask:
         if not self.geometry.fits(other.geometry):
             mine, theirs = self.geometry.describe(), other.geometry.describe()
             raise MaskError(f"cannot unite masks of different calls: {mine} and {theirs}")
-        return mask_math.union(self, other)
+        return mask_union.union(self, other)
 
     def __sub__(self, other: SparseMask) -> SparseMask:
         """What this mask selects and `other` does not: how a mask is kept disjoint from a carry's region.
@@ -157,12 +179,14 @@ class SparseMask:
         return density.density(self, tiles=False)
 
     def tile_map(self) -> Tensor:
-        """bool ``[B, Hq, R, C]``."""
+        """bool ``[B, Hq, R, C]``; may be what the mask itself holds, so not to be written to."""
         geometry = self.geometry
         shape = (geometry.batch, geometry.heads, geometry.tile_rows(self.tile_q), geometry.tile_columns(self.tile_k))
-        if self.tiles is None:
+        if isinstance(self._tiles, TileMap):
+            return self._tiles.resolved
+        if self._tiles is None:
             return torch.zeros(shape, dtype=torch.bool, device=geometry.device)
-        return self.tiles.to_map(shape[-1])
+        return self._tiles.to_map(shape[-1])
 
     def stripe_map(self) -> Tensor:
         """bool ``[B, Hq, G, Nkv]``."""

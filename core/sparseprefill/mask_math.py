@@ -1,8 +1,7 @@
-"""The arithmetic behind SparseMask: tile maps, union, dense form, density, shades."""
+"""The arithmetic behind SparseMask: who reaches which tile, other grids, dense form, shades."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -56,29 +55,6 @@ def diagonal_map(geometry: Geometry, tile_q: int, tile_k: int) -> Tensor:
     return (column >= first) & (column <= last)
 
 
-def union(a: SparseMask, b: SparseMask) -> SparseMask:
-    """Lists are kept where only one side has them on a grid that suits; else both go through bool maps."""
-    if a.tiles is None and a.stripes is None:
-        return b
-    if b.tiles is None and b.stripes is None:
-        return a
-    for tiles, stripes in ((a, b), (b, a)):
-        if tiles.stripes is None and stripes.tiles is None and stripes.group_rows % tiles.tile_q == 0:
-            group = stripes.group_rows // tiles.tile_q
-            return evolve(tiles, group=group, stripes=stripes.stripes, disjoint=False)
-    tile_q, tile_k = math.gcd(a.tile_q, b.tile_q), math.gcd(a.tile_k, b.tile_k)
-    keep_tiles = tiles_on(a, tile_q, tile_k) | tiles_on(b, tile_q, tile_k)
-    mask = evolve(
-        a, tile_q=tile_q, tile_k=tile_k, tiles=IndexLists.from_map(keep_tiles), group=1, stripes=None, disjoint=False
-    )
-    if a.stripes is not None and b.stripes is not None:
-        group_rows = math.gcd(a.group_rows, b.group_rows)
-        keep = stripes_on(a, group_rows) | stripes_on(b, group_rows)
-        return evolve(mask, group=group_rows // tile_q, stripes=IndexLists.from_map(keep))
-    striped = b if a.stripes is None else a
-    return evolve(mask, group=striped.group_rows // tile_q, stripes=striped.stripes)
-
-
 def regrid(geometry: Geometry, keep: Tensor, old: int, new: int) -> Tensor:
     """Rows of a map ``[B, H, R, C]`` on tiles of `old` tokens, repeated on the finer grid of `new` tokens."""
     if old == new:
@@ -87,19 +63,6 @@ def regrid(geometry: Geometry, keep: Tensor, old: int, new: int) -> Tensor:
     row = row.clamp(0, keep.shape[2] - 1)
     index = row[:, None, :, None].expand(-1, keep.shape[1], -1, keep.shape[3])
     return torch.gather(keep, 2, index)
-
-
-def tiles_on(mask: SparseMask, tile_q: int, tile_k: int) -> Tensor:
-    """bool [B, Hq, R, C]: the mask's tiles on a grid that divides its own, those within reach."""
-    columns = mask.geometry.tile_columns(tile_k)
-    keep = mask.tile_map().repeat_interleave(mask.tile_k // tile_k, dim=-1)[..., :columns]
-    keep = regrid(mask.geometry, keep, mask.tile_q, tile_q)
-    return keep & reachable_map(mask.geometry, tile_q, tile_k)[:, None]
-
-
-def stripes_on(mask: SparseMask, rows: int) -> Tensor:
-    """bool [B, Hq, G, Nkv]: the mask's stripes on groups of `rows` query tokens that divide its own."""
-    return regrid(mask.geometry, mask.stripe_map(), mask.group_rows, rows)
 
 
 def dense(mask: SparseMask, rows: Tensor | None) -> Tensor:
@@ -111,7 +74,7 @@ def dense(mask: SparseMask, rows: Tensor | None) -> Tensor:
     chosen = torch.zeros(
         geometry.batch, geometry.heads, query.shape[1], geometry.kv_len, dtype=torch.bool, device=geometry.device
     )
-    if mask.tiles is not None:
+    if mask.has_tiles:
         column = torch.div(key, mask.tile_k, rounding_mode="floor")
         chosen |= _lookup(mask.tile_map(), _local(geometry, query, mask.tile_q), column)
     if mask.stripes is not None:

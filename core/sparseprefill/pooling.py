@@ -19,17 +19,23 @@ def tile_mean(x: Tensor, geometry: Geometry, tile: int) -> Tensor:
     Rows of padding count for nothing, whatever they hold; a tile without a real row gives 0.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows = geometry.tile_rows(tile)
     if geometry.starts is None and geometry.lengths is None:
-        front = geometry.q_offset % tile
-        back = rows * tile - front - geometry.q_len
-        if front or back:
-            x = functional.pad(x, [0, 0] * (x.dim() - 3) + [front, back])
-        total: Tensor = x.unflatten(2, (rows, tile)).sum(3, dtype=dtype)
-        first = torch.arange(rows, device=x.device) * tile - front
-        count = (first + tile).clamp(max=geometry.q_len) - first.clamp(min=0)
-        return total / count.view(1, 1, rows, *[1] * (x.dim() - 3))
+        return _whole(x, geometry, tile, dtype)
     return _ragged(x, geometry, tile, dtype)
+
+
+def _whole(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Tensor:
+    """Without padding: whole tiles in one sum over a view, the two that the call may cut apart; no copy of x."""
+    front = min(-geometry.q_offset % tile, geometry.q_len)
+    back = (geometry.q_len - front) % tile
+    whole = (geometry.q_len - front) // tile
+    middle = x[:, :, front : geometry.q_len - back].unflatten(2, (whole, tile)).mean(3, dtype=dtype)
+    means = [middle]
+    if front:
+        means.insert(0, x[:, :, :front].sum(2, keepdim=True, dtype=dtype) / front)
+    if back:
+        means.append(x[:, :, geometry.q_len - back :].sum(2, keepdim=True, dtype=dtype) / back)
+    return torch.cat(means, 2) if front or back else middle
 
 
 def key_tile_mean(k: Tensor, geometry: Geometry, tile: int) -> Tensor:
@@ -42,7 +48,8 @@ def key_tile_mean(k: Tensor, geometry: Geometry, tile: int) -> Tensor:
     mean = tile_mean(k[:, :, :end], keys, tile)
     columns, tail = geometry.tile_columns(tile), mean.dim() - 3
     if geometry.starts is None:
-        return functional.pad(mean, [0, 0] * tail + [0, columns - mean.shape[2]])
+        missing = columns - mean.shape[2]
+        return functional.pad(mean, [0, 0] * tail + [0, missing]) if missing else mean
     # Rows of `mean` begin with the tile of index 0 among the keys, which is padding where the row starts later.
     at = torch.arange(columns, device=k.device) - keys.first_tile(tile)[:, None]
     inside = (at < mean.shape[2]).view(geometry.batch, 1, columns, *[1] * tail)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
+
+from sparseprefill import kernels
+from sparseprefill.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -22,7 +26,7 @@ class SampledMass:
 
     columns: ``[B, Hq, ceil(Nkv / column)]`` by key position on the row's grid. slashes: ``[B, Hq, ceil(Nkv / slash)]``
     by ``(row position - key position) // slash``. lse: ``[B, Hq, n]`` of each sampled row over all keys it may see,
-    natural log, -inf where there is no such row.
+    natural log, -inf where there is no such row. With several samples S comes before the last dimension of each.
     """
 
     columns: Tensor
@@ -31,13 +35,24 @@ class SampledMass:
 
 
 def last_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
-    """The last `count` real query rows of each batch row: int64 index ``[B, n]`` and bool ``[B, n]``, which exist."""
+    """The last `count` real query rows of each batch row: int64 index ``[B, n]`` and bool ``[B, n]``, which exist.
+
+    Not to be written to: without padding the same tensors serve every layer.
+    """
     geometry = call.geometry
     count = min(count, geometry.q_len)
+    if geometry.starts is None and geometry.lengths is None:
+        return _last(geometry.batch, geometry.q_len, count, geometry.device)
     behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
     index = behind[:, None] - count + torch.arange(count, device=geometry.device)
     safe = index.clamp(min=0)
     return safe, (index >= 0) & torch.gather(geometry.real_queries(), 1, safe)
+
+
+@kept
+def _last(batch: int, q_len: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    index = torch.arange(q_len - count, q_len, device=device).repeat(batch, 1)
+    return index, torch.ones_like(index, dtype=torch.bool)
 
 
 @torch.no_grad()
@@ -49,14 +64,34 @@ def sampled_mass(
     chunk: int | None = None,
     *,
     column: int = 1,
-    until: int | None = None,
+    until: int | Sequence[int] | None = None,
 ) -> SampledMass:
     """Softmax rows of the queries `rows` (index ``[B, n]``, where `real`) over all keys they may see.
 
     rows: neighbours in ascending order, as `last_rows` gives them; before the first real one any index may stand.
-    slash, column: tokens per diagonal bin and per column bin. until: no sampled row sees a key from this index on, a
-    promise that spares work. Two passes over the keys, `chunk` at a time: no matrix of rows and all keys is made.
+    ``[B, S, n]`` for several samples apart. slash, column: tokens per diagonal bin and per column bin. until: no
+    sampled row sees a key from this index on, a promise that spares work; or one for each sample. Two passes over the
+    keys, `chunk` at a time where PyTorch makes them: no matrix of rows and all keys is made.
     """
+    if kernels.serve(call.q):
+        from sparseprefill.kernels import sampled
+
+        if sampled.fits(call):
+            if rows.dim() == 3:
+                return SampledMass(*sampled.sampled_mass(call, rows, real, slash, column))
+            found = sampled.sampled_mass(call, rows[:, None], real[:, None], slash, column)
+            return SampledMass(*(x[:, :, 0] for x in found))
+    if rows.dim() == 2:
+        end = until if until is None or isinstance(until, int) else until[0]
+        return _one_sample(call, rows, real, slash, chunk, column, end)
+    ends = [until] * rows.shape[1] if until is None or isinstance(until, int) else until
+    each = [_one_sample(call, rows[:, i], real[:, i], slash, chunk, column, end) for i, end in enumerate(ends)]
+    return SampledMass(*(torch.stack([getattr(x, name) for x in each], 2) for name in ("columns", "slashes", "lse")))
+
+
+def _one_sample(
+    call: AttentionCall, rows: Tensor, real: Tensor, slash: int, chunk: int | None, column: int, until: int | None
+) -> SampledMass:
     geometry, count = call.geometry, rows.shape[1]
     if chunk is None:
         pairs = PAIRS_ON_CPU if call.q.device.type == "cpu" else PAIRS

@@ -61,7 +61,7 @@ def check(call: AttentionCall, plan: Plan, keep: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("tile", [(128, 128), (128, 64), (256, 128)], ids=str)
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_masks_match_float64(dtype: torch.dtype, width: int, tile: tuple[int, int], feature: str) -> None:
     for number, lengths in enumerate(LENGTHS):
@@ -70,7 +70,7 @@ def test_masks_match_float64(dtype: torch.dtype, width: int, tile: tuple[int, in
             check(call, Plan(mask), mask.to_dense())
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_resuming_from_a_carry_matches_float64(dtype: torch.dtype, width: int) -> None:
     for lengths in LENGTHS:

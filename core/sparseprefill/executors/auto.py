@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from sparseprefill.executors.into import execute_into
 from sparseprefill.executors.reference import ReferenceExecutor
+from sparseprefill.split import workspace
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sparseprefill.call import AttentionCall
     from sparseprefill.plan import Plan, Result
     from sparseprefill.softmax import SoftmaxState
@@ -38,6 +42,14 @@ class AutoExecutor:
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """See SparseExecutor."""
         return self.choose(call).execute(call, plan)
+
+    def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
+        """See `executors.into`."""
+        return execute_into(self.choose(call), call, plan, out, lse)
+
+    def workspace(self, call: AttentionCall) -> int:
+        """The chosen executor's."""
+        return workspace((self.choose(call),), call)
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """See SparseExecutor."""

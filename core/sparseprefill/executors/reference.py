@@ -37,6 +37,11 @@ class ReferenceExecutor:
             state.acc[b, h, rows] = weigh(p, call.v[b, h // call.group][keys].to(dtype), keep)
         return state if plan.carry is None else plan.carry.state.merge(state)
 
+    def workspace(self, call: AttentionCall) -> int:
+        """The state in full precision, a few times over; logits are those of one query tile of one head."""
+        rows, width = call.q.numel() // call.q.shape[-1], call.v.shape[-1] + 2
+        return rows * width * 4 * max(4, call.q.element_size())
+
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
         out, lse = self.accumulate(call, plan).finish(call.sinks)

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, frozen
+from torch import Tensor
 
 from sparseprefill.kernels import attention
 from sparseprefill.kernels.launch import HEAD_DIMS
 from sparseprefill.plan import Plan, Result
+from sparseprefill.split import default_workspace
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -49,10 +51,26 @@ class TritonExecutor:
             raise UnsupportedCallError(["Triton executor: no state was made"])
         return state
 
+    def workspace(self, call: AttentionCall) -> int:
+        """A map of tiles, for masks of tiles and stripes."""
+        return default_workspace(call, per_pair=4)
+
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
+        return self._execute(call, plan, None)
+
+    def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
+        """See `executors.into`: without a copy where rows are contiguous."""
+        if out.stride(-1) == 1 and lse.stride(-1) == 1:
+            return self._execute(call, plan, (out, lse))
+        result = self._execute(call, plan, None)
+        out.copy_(result.out)
+        lse.copy_(result.lse)
+        return evolve(result, out=out, lse=lse)
+
+    def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call)
-        filled = attention.sparse_attention_fwd(call, plan, state=False)
+        filled = attention.sparse_attention_fwd(call, plan, state=False, into=into)
         if filled.out is None or filled.lse is None:
             raise UnsupportedCallError(["Triton executor: no output was made"])
         probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan, filled.lse)

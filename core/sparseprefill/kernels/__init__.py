@@ -1,1 +1,26 @@
 """Triton kernels, one family a file. Importing this package does not import triton; its modules do."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def serve(x: Tensor) -> bool:
+    """Whether kernels may run on a tensor's device: CUDA, with Triton installed. Else plain PyTorch does the work."""
+    return bool(x.is_cuda) and _installed()
+
+
+def serve_device(device: torch.device) -> bool:
+    """The same by device."""
+    return device.type == "cuda" and _installed()
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None

@@ -26,6 +26,7 @@ def attend(
     carry_m_ptr, carry_l_ptr, carry_acc_ptr,
     out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
     scale, softcap, q_offset, q_len, kv_len, tile_rows, group_rows, columns, window, heads, kv_group,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -154,10 +155,12 @@ def attend(
         tl.store(acc_ptr + out_row[:, None] * D + dims[None, :], acc, mask=inside_out)
     else:
         lse = tl.where(l == 0.0, float("-inf"), (m + tl.math.log2(tl.where(l == 0.0, 1.0, l))) * LN2)
-        tl.store(lse_ptr + out_row, lse, mask=inside)
+        tl.store(lse_ptr + b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + index, lse, mask=inside)
         total = l
         if HAS_SINKS:
             base = tl.where(m == float("-inf"), 0.0, m)
             total += tl.math.exp2(tl.load(sinks_ptr + h).to(tl.float32) * LOG2E - base)
         out = tl.where(real[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
-        tl.store(out_ptr + out_row[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=inside_out)
+        out_base = out_ptr + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
+        where = out_base + index.to(tl.int64)[:, None] * stride_on + dims[None, :]
+        tl.store(where, out.to(out_ptr.dtype.element_ty), mask=inside_out)

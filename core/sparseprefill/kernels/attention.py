@@ -32,6 +32,13 @@ class Outputs:
     lse: Tensor | None = None
     state: SoftmaxState | None = None
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Batch, head and row strides of out, batch and head strides of lse; zeros where a state is filled."""
+        if self.out is None or self.lse is None:
+            return (0,) * 5
+        return (*_strides(self.out), *_strides(self.lse)[:2])
+
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the kernels were imported)."""
@@ -62,9 +69,12 @@ def _hopper() -> Any:
     return launch
 
 
-def sparse_attention_fwd(call: AttentionCall, plan: Plan, *, state: bool) -> Outputs:
+def sparse_attention_fwd(
+    call: AttentionCall, plan: Plan, *, state: bool, into: tuple[Tensor, Tensor] | None = None
+) -> Outputs:
     """Run the kernel over the plan's mask, from its carry: out and lse, or (state=True) the unnormalised state.
 
+    into: tensors for out and lse, whose rows are contiguous, in place of fresh ones.
     Two launches: the second repeats, with care for NaN and infinities of V in keys that a row may not see, only those
     query blocks in which the first met a NaN.
     """
@@ -72,7 +82,7 @@ def sparse_attention_fwd(call: AttentionCall, plan: Plan, *, state: bool) -> Out
     chosen = choose(call, mask.tile_q, mask.tile_k)
     shape, width = call.q.shape[:3], call.v.shape[-1]
     options = {"dtype": torch.float32, "device": call.q.device}
-    filled = _outputs(call, state, options)
+    filled = _outputs(call, state, options) if into is None else Outputs(*into)
     rows = geometry.tile_rows(mask.tile_q)
     blocks = rows * (mask.tile_q // chosen.block_m)
     dedupe = mask.tiles is not None and mask.stripes is not None and not mask.disjoint
@@ -81,7 +91,7 @@ def sparse_attention_fwd(call: AttentionCall, plan: Plan, *, state: bool) -> Out
     overlap = mask.tile_map().contiguous().view(torch.uint8) if dedupe else None
     special = specialised(call, mask)
     if special is not None:
-        odd = special.launch(call, mask, lists, overlap, carry, filled.out, filled.lse, filled.state)
+        odd = special.launch(call, mask, lists, overlap, carry, filled)
     else:
         odd = torch.empty(shape[0] * shape[1] * blocks, dtype=torch.int8, device=call.q.device)
     arguments = (
@@ -90,7 +100,7 @@ def sparse_attention_fwd(call: AttentionCall, plan: Plan, *, state: bool) -> Out
         *lists, overlap,
         *_state(carry),
         filled.out, filled.lse, *_state(filled.state), odd,
-        *_strides(call.q), *_strides(call.k), *_strides(call.v),
+        *_strides(call.q), *_strides(call.k), *_strides(call.v), *filled.strides,
         call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k), call.window or 0, shape[1], call.group,
     )  # fmt: skip
@@ -118,7 +128,7 @@ def tile_mass_fwd(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
     if mask.tiles is None or plan.probe is None:
         return mass
     tile_mass_fwd_kernel[(rows, batch * heads)](
-        call.q, call.k, lse, plan.probe.contiguous(), mass, geometry.starts, geometry.lengths,
+        call.q, call.k, lse.contiguous(), plan.probe.contiguous(), mass, geometry.starts, geometry.lengths,
         *_lists(mask.tiles), *_strides(call.q), *_strides(call.k),
         call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, columns, call.window or 0, heads, call.group,
@@ -147,7 +157,8 @@ def _outputs(call: AttentionCall, state: bool, options: dict[str, Any]) -> Outpu
     if state:
         acc = torch.empty(*shape, width, **options)
         return Outputs(state=SoftmaxState(torch.empty(shape, **options), torch.empty(shape, **options), acc))
-    return Outputs(torch.empty(*shape, width, dtype=call.q.dtype, device=call.q.device), torch.empty(shape, **options))
+    # Laid out as q is, which spares a host that keeps heads beside tokens a copy.
+    return Outputs(torch.empty_like(call.q), torch.empty(shape, **options))
 
 
 def _state(state: SoftmaxState | None) -> tuple[Tensor | None, ...]:

@@ -49,3 +49,13 @@ def settings(capability: tuple[int, int], block_d: int, itemsize: int, tile_q: i
     warps = 8 if block_m == 128 and (wide or pair) else 4
     stages = 2 if full_precision or wide or not hopper else 3
     return Settings(block_m, block_n, warps, stages, tma=hopper, maxnreg=128 if pair else None)
+
+
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up. Triton's own counts as device code, and on the host takes as long as half a launch."""
+    return -(-x // y)
+
+
+def power_of_two(x: int) -> int:
+    """The smallest power of two that is not below x, which is at least 1."""
+    return 1 << (x - 1).bit_length()

@@ -7,7 +7,19 @@ import triton.language as tl
 
 from sparseprefill.kernels.attend import attend
 
-RUNTIME = ("q_offset", "q_len", "kv_len", "tile_rows", "group_rows", "columns", "window", "heads", "kv_group")
+RUNTIME = (
+    "stride_lb",
+    "stride_lh",
+    "q_offset",
+    "q_len",
+    "kv_len",
+    "tile_rows",
+    "group_rows",
+    "columns",
+    "window",
+    "heads",
+    "kv_group",
+)
 FLAGS = tl.constexpr(128)
 
 
@@ -19,6 +31,7 @@ def sparse_attention_fwd_kernel(
     carry_m_ptr, carry_l_ptr, carry_acc_ptr,
     out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
     scale, softcap, q_offset, q_len, kv_len, tile_rows, group_rows, columns, window, heads, kv_group,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -33,7 +46,8 @@ def sparse_attention_fwd_kernel(
         q_ptr, k_ptr, v_ptr, k_desc, v_desc, starts_ptr, lengths_ptr, sinks_ptr, tile_counts_ptr, tile_offsets_ptr,
         tile_indices_ptr, stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, chosen_ptr, carry_m_ptr,
         carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr, stride_qb, stride_qh,
-        stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, scale, softcap, q_offset, q_len,
+        stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob,
+        stride_oh, stride_on, stride_lb, stride_lh, scale, softcap, q_offset, q_len,
         kv_len, tile_rows, group_rows, columns, window, heads, kv_group, TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D,
         BLOCK_D, HAS_TILES, HAS_STRIPES, DEDUPE, HAS_CARRY, STORE_STATE, HAS_STARTS, HAS_LENGTHS, HAS_SINKS, WINDOW,
         SOFTCAP, TMA, False, PRECISION,
@@ -49,6 +63,7 @@ def sparse_attention_repair_kernel(
     carry_m_ptr, carry_l_ptr, carry_acc_ptr,
     out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
     scale, softcap, q_offset, q_len, kv_len, tile_rows, group_rows, columns, window, heads, kv_group,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -69,7 +84,8 @@ def sparse_attention_repair_kernel(
                         q_ptr, k_ptr, v_ptr, k_desc, v_desc, starts_ptr, lengths_ptr, sinks_ptr, tile_counts_ptr, tile_offsets_ptr,
                         tile_indices_ptr, stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, chosen_ptr, carry_m_ptr,
                         carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr, stride_qb, stride_qh,
-                        stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, scale, softcap, q_offset, q_len,
+                        stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob,
+                        stride_oh, stride_on, stride_lb, stride_lh, scale, softcap, q_offset, q_len,
                         kv_len, tile_rows, group_rows, columns, window, heads, kv_group, TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D,
                         BLOCK_D, HAS_TILES, HAS_STRIPES, DEDUPE, HAS_CARRY, STORE_STATE, HAS_STARTS, HAS_LENGTHS, HAS_SINKS, WINDOW,
                         SOFTCAP, TMA, True, PRECISION,

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from sparseprefill.errors import ParameterError
 from sparseprefill.lists import IndexLists
-from sparseprefill.mask_math import diagonal_map, reachable_map, tiles_on
+from sparseprefill.mask_math import diagonal_map, reachable_map
+from sparseprefill.mask_union import tiles_on
 from sparseprefill.refiners.priority import TOP, highest, priority
 from sparseprefill.refiners.widen import widen
+from sparseprefill.stages import HeadScope
+from sparseprefill.tile_map import TileMap
 from sparseprefill.validate import maybe, number, whole
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class BudgetFloor(_Budget):
     """
 
     grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the tiles of highest priority."""
@@ -60,7 +64,7 @@ class BudgetFloor(_Budget):
             have = have | tiles_on(plan.carry.region, *grid)
         wanted = torch.ceil(self._exact(reach.sum(-1))).to(torch.int64)
         added = highest(priority(plan, geometry, *grid), reach & ~have, wanted - have.sum(-1))
-        return widen(call, plan, added, grid)
+        return widen(call, plan, grid, keep=added)
 
 
 @frozen(kw_only=True)
@@ -78,6 +82,7 @@ class BudgetCeiling(_Budget):
     sink: int = field(default=1, validator=whole(0))
     local: int = field(default=1, validator=whole(0))
     grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Drops the tiles of lowest priority, and stripes that do not fit."""
@@ -93,7 +98,7 @@ class BudgetCeiling(_Budget):
         spare = (budget - kept.sum(-1)).clamp(min=0) * grid[1]
         group = mask.group_rows // grid[0]
         stripes = None if mask.stripes is None else IndexLists.from_map(_nearest_stripes(mask, spare, grid[0]))
-        tiles = IndexLists.from_map(kept)
+        tiles = TileMap(geometry=geometry, tile_q=grid[0], tile_k=grid[1], keep=kept)
         narrow = evolve(mask, tile_q=grid[0], tile_k=grid[1], tiles=tiles, group=group, stripes=stripes, disjoint=False)
         if plan.carry is not None and plan.carry.region.stripes is not None:
             narrow = narrow - plan.carry.region  # a diagonal tile that was added may hold its stripes

@@ -29,12 +29,20 @@ def fold(state: Word, word: Word) -> Word:
     return mix(((state ^ (word & WORD)) + 0x9E3779B9) & WORD)
 
 
-def query_hash(geometry: Geometry, tile_q: int, use: int, seed: int, layer: int) -> Tensor:
-    """int64 ``[B, Hq, R]``: hash of (use, seed, layer, head, index of the query tile on its row's grid)."""
+def begin(use: int, seed: int, layer: int) -> int:
+    """The hash of what all tiles of a layer have in common."""
     state = 0
     for word in (use, seed & WORD, seed >> 32, layer):
         state = fold(state, word)
-    head = torch.arange(geometry.heads, device=geometry.device)
+    return state
+
+
+def row_hash(geometry: Geometry, tile_q: int, state: int, first_head: int = 0) -> Tensor:
+    """int64 ``[B, Hq, R]``: hash of (state, head, index of the query tile on its row's grid).
+
+    first_head: number among the layer's heads of the first one here.
+    """
+    head = first_head + torch.arange(geometry.heads, device=geometry.device)
     heads = fold(torch.full_like(head, state), head)
     return fold(heads[None, :, None], geometry.tiles(tile_q)[:, None])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import evolve, frozen
-from torch import Tensor
 
 from sparseprefill.lists import IndexLists
+from sparseprefill.stages import HeadScope
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -25,6 +25,7 @@ class GqaUnion:
     """
 
     grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "group"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Unites the masks of each group."""
@@ -40,11 +41,8 @@ class GqaUnion:
 
 def over_group(mask: SparseMask, group: int) -> SparseMask:
     """The union over each `group` consecutive heads, given to all of them."""
-
-    def unite(keep: Tensor) -> IndexLists:
-        shared = keep.unflatten(1, (-1, group)).any(2, keepdim=True)
-        return IndexLists.from_map(shared.expand(-1, -1, group, -1, -1).flatten(1, 2))
-
-    tiles = None if mask.tiles is None else unite(mask.tile_map())
-    stripes = None if mask.stripes is None else unite(mask.stripe_map())
+    tiles = mask.as_map().united(group) if mask.has_tiles else None
+    stripes = mask.stripes
+    if stripes is not None and not stripes.same_heads:
+        stripes = IndexLists.from_map(mask.stripe_map().unflatten(1, (-1, group)).any(2)).for_group(group)
     return evolve(mask, tiles=tiles, stripes=stripes, disjoint=False)

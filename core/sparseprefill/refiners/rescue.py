@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from attrs import field, frozen
 
-from sparseprefill.mask_math import diagonal_map
 from sparseprefill.refiners import hashing
 from sparseprefill.refiners.widen import grid_of, widen
+from sparseprefill.stages import HeadScope
+from sparseprefill.tile_map import Random, Stride
 from sparseprefill.validate import maybe, number, whole
 
 if TYPE_CHECKING:
@@ -31,15 +31,11 @@ class LocalBand:
     tiles: int = field(validator=whole(0))
     tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
     grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the band."""
-        grid = tile_q, tile_k = grid_of(plan, self.tile)
-        geometry = call.geometry
-        first = torch.div(geometry.tiles(tile_q) * tile_q, tile_k, rounding_mode="floor")[..., None]
-        column = torch.arange(geometry.tile_columns(tile_k), device=geometry.device)
-        before = (column < first) & (column >= first - self.tiles)
-        return widen(call, plan, (before | diagonal_map(geometry, tile_q, tile_k))[:, None], grid)
+        return widen(call, plan, grid_of(plan, self.tile), band=self.tiles)
 
 
 @frozen
@@ -49,12 +45,11 @@ class Sink:
     tiles: int = field(validator=whole(0))
     tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
     grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the first tiles."""
-        grid = grid_of(plan, self.tile)
-        column = torch.arange(call.geometry.tile_columns(grid[1]), device=call.q.device)
-        return widen(call, plan, (column < self.tiles)[None, None, None], grid)
+        return widen(call, plan, grid_of(plan, self.tile), sink=self.tiles)
 
 
 @frozen
@@ -69,14 +64,12 @@ class StrideRescue:
     seed: int = field(default=0, validator=SEEDS)
     tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
     grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds a tile in `every`."""
-        grid = grid_of(plan, self.tile)
-        phase = hashing.query_hash(call.geometry, grid[0], hashing.STRIDE, self.seed, call.layer) % self.every
-        column = torch.arange(call.geometry.tile_columns(grid[1]), device=call.q.device) % self.every
-        keep = column == ((self.every - phase) % self.every)[..., None]
-        return widen(call, plan, keep, grid)
+        rule = Stride(self.every, hashing.begin(hashing.STRIDE, self.seed, call.layer))
+        return widen(call, plan, grid_of(plan, self.tile), stride=rule, first_head=call.first_head)
 
 
 @frozen
@@ -91,10 +84,12 @@ class RandomRescue:
     seed: int = field(default=0, validator=SEEDS)
     tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
     grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the share."""
-        grid = grid_of(plan, self.tile)
-        states = hashing.query_hash(call.geometry, grid[0], hashing.RANDOM, self.seed, call.layer)
         bound = int(self.share * 2**32)
-        return widen(call, plan, hashing.below(states, call.geometry.tile_columns(grid[1]), bound), grid)
+        if bound == 0:
+            return plan
+        rule = Random(bound, hashing.begin(hashing.RANDOM, self.seed, call.layer))
+        return widen(call, plan, grid_of(plan, self.tile), random=rule, first_head=call.first_head)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from attrs import field, frozen
 
 from sparseprefill.refiners.widen import grid_of, widen
+from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, whole
 
 if TYPE_CHECKING:
@@ -26,13 +27,15 @@ class DenseRows:
 
     last: int = field(validator=whole())
     tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
+    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds all tiles of the last rows."""
-        grid = tile_q, _ = grid_of(plan, self.tile)
+        grid = tile_q, tile_k = grid_of(plan, self.tile)
         geometry = call.geometry
         first = geometry.first_position()
         behind = torch.minimum(first + geometry.q_len, geometry.key_counts())[:, None]
         tile = geometry.tiles(tile_q)
         dense = ((tile + 1) * tile_q > behind - self.last) & (tile * tile_q < behind)
-        return widen(call, plan, dense[:, None, :, None], grid)
+        columns = geometry.tile_columns(tile_k)
+        return widen(call, plan, grid, keep=dense[:, None, :, None].expand(-1, -1, -1, columns))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from sparseprefill.lists import IndexLists
 from sparseprefill.mask import SparseMask
-from sparseprefill.mask_math import reachable_map
+from sparseprefill.tile_map import TileMap
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sparseprefill.call import AttentionCall
     from sparseprefill.plan import Plan
 
@@ -22,14 +19,12 @@ def grid_of(plan: Plan, tile: int | None) -> tuple[int, int]:
     return (plan.mask.tile_q, plan.mask.tile_k) if tile is None else (tile, tile)
 
 
-def widen(call: AttentionCall, plan: Plan, keep: Tensor, grid: tuple[int, int]) -> Plan:
-    """The plan with the tiles of `keep`, bool, broadcastable to ``[B, Hq, R, C]`` on `grid`, as well."""
-    mask = plan.mask
-    if plan.carry is None and mask.tiles is not None and (mask.tile_q, mask.tile_k) == grid:
-        keep = keep & reachable_map(call.geometry, *grid)[:, None]
-        tiles = IndexLists.from_map(mask.tile_map() | keep)
-        return evolve(plan, mask=evolve(mask, tiles=tiles, disjoint=False))
-    extra = SparseMask.from_tiles(call, keep, grid, diagonal=False)
+def widen(call: AttentionCall, plan: Plan, grid: tuple[int, int], **rules: Any) -> Plan:
+    """The plan with the tiles that a `TileMap` of these rules has on `grid` as well."""
+    tile_q, tile_k = grid
+    extra = SparseMask(
+        call.geometry, tile_q, tile_k, TileMap(geometry=call.geometry, tile_q=tile_q, tile_k=tile_k, **rules)
+    )
     if plan.carry is not None:
         extra = extra - plan.carry.region
-    return evolve(plan, mask=mask | extra)
+    return evolve(plan, mask=plan.mask | extra)

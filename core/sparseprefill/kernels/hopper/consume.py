@@ -40,7 +40,8 @@ def softmax(s, m, l, scale):
 def consume(
     q_smem, k_smem, v_smem, at_smem, work_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
     work_ready, work_empty, starts_ptr, lengths_ptr, sinks_ptr, carry_m_ptr, carry_l_ptr, carry_acc_ptr,
-    out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr, scale, q_offset, q_len, kv_len, blocks, items, heads,
+    out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
+    stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale, q_offset, q_len, kv_len, blocks, items, heads,
     HALF_NUMBER: gl.constexpr, TILE_Q: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, HAS_CARRY: gl.constexpr, STORE_STATE: gl.constexpr, HAS_STARTS: gl.constexpr,
     HAS_LENGTHS: gl.constexpr, HAS_SINKS: gl.constexpr,
@@ -51,8 +52,10 @@ def consume(
     2024, Algorithm 2).
     """
     half: gl.constexpr = BLOCK_M // 2
+    width: gl.constexpr = D if D <= 128 else 128  # of one accumulator; a second one, `o_high`, holds what lies beyond
+    wide: gl.constexpr = D > 128
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -87,18 +90,21 @@ def consume(
             inside = (index >= 0) & (index < q_len)
             o_index = row + gl.arange(0, half, layout=o_rows)
             o_inside = (o_index >= 0) & (o_index < q_len)
-            dims = gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
+            dims = gl.arange(0, width, layout=gl.SliceLayout(0, o_layout))
             head_row = bh.to(gl.int64) * q_len
             if HAS_CARRY:
                 m = gl.load(carry_m_ptr + head_row + index, mask=inside, other=float("-inf")) * LOG2E
                 l = gl.load(carry_l_ptr + head_row + index, mask=inside, other=0.0)  # noqa: E741
-                o = gl.load(
-                    carry_acc_ptr + (head_row + o_index)[:, None] * D + dims[None, :], mask=o_inside[:, None], other=0.0
-                )
+                at = carry_acc_ptr + (head_row + o_index)[:, None] * D + dims[None, :]
+                o = gl.load(at, mask=o_inside[:, None], other=0.0)
+                if wide:
+                    o_high = gl.load(at + width, mask=o_inside[:, None], other=0.0)
             else:
                 m = gl.full([half], float("-inf"), gl.float32, s_rows)
                 l = gl.full([half], 0.0, gl.float32, s_rows)  # noqa: E741
-                o = gl.full([half, D], 0.0, gl.float32, o_layout)
+                o = gl.full([half, width], 0.0, gl.float32, o_layout)
+                if wide:
+                    o_high = gl.full([half, width], 0.0, gl.float32, o_layout)
             q = q_smem.index(HALF_NUMBER).reshape([half, D])
             mbarrier.wait(q_ready, turn & 1)
             if steps > 0:
@@ -112,7 +118,10 @@ def consume(
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 p, alpha, l, m = softmax(s, m, l, scale)
                 if HAS_CARRY:
-                    o = o * gl.convert_layout(alpha, o_rows)[:, None]
+                    factor = gl.convert_layout(alpha, o_rows)[:, None]
+                    o = o * factor
+                    if wide:
+                        o_high = o_high * factor
                 p16 = gl.convert_layout(p.to(dtype), p_layout)
                 for j in range(1, steps):
                     before = stage
@@ -125,8 +134,13 @@ def consume(
                     k = k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
                     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
                     mbarrier.wait(v_ready.index(before), phase_before)
-                    o = warpgroup_mma(p16, v_smem.index(before).reshape([BLOCK_N, D]), o, is_async=True)
-                    s = warpgroup_mma_wait(1, deps=[s])
+                    v = v_smem.index(before).reshape([BLOCK_N, D])
+                    if wide:
+                        o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)
+                        o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
+                    else:
+                        o = warpgroup_mma(p16, v, o, is_async=True)
+                    s = warpgroup_mma_wait(2 if wide else 1, deps=[s])
                     if (j < crossing) | (j >= masked):
                         s = hide(s, at_smem.index(stage), position, s_columns)
                     mbarrier.arrive(k_empty.index(stage), count=1)
@@ -135,14 +149,26 @@ def consume(
                     # A wait that is over already (a loop in the machine code) holds it in place.
                     l = pin(l)  # noqa: E741
                     mbarrier.wait(k_ready.index(stage), phase)
-                    o = warpgroup_mma_wait(0, deps=[o])
+                    if wide:
+                        o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
+                    else:
+                        o = warpgroup_mma_wait(0, deps=[o])
                     mbarrier.arrive(v_empty.index(before), count=1)
-                    o = o * gl.convert_layout(alpha, o_rows)[:, None]
+                    factor = gl.convert_layout(alpha, o_rows)[:, None]
+                    o = o * factor
+                    if wide:
+                        o_high = o_high * factor
                     p16 = gl.convert_layout(p.to(dtype), p_layout)
                 mbarrier.arrive(q_empty, count=1)
                 mbarrier.wait(v_ready.index(stage), phase)
-                o = warpgroup_mma(p16, v_smem.index(stage).reshape([BLOCK_N, D]), o, is_async=True)
-                o = warpgroup_mma_wait(0, deps=[o])
+                v = v_smem.index(stage).reshape([BLOCK_N, D])
+                if wide:
+                    o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)
+                    o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
+                    o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
+                else:
+                    o = warpgroup_mma(p16, v, o, is_async=True)
+                    o = warpgroup_mma_wait(0, deps=[o])
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 stage += 1
                 if stage == STAGES:
@@ -154,6 +180,8 @@ def consume(
             o_real = o_inside & (o_index + first >= 0) & (o_index + first < length)
             # A NaN, or an infinity, shows in a row's sum: one flag for the block, whoever writes it.
             checked = gl.sum(o, 1)
+            if wide:
+                checked += gl.sum(o_high, 1)
             flag = gl.full([half], 1, gl.int8, o_rows)
             where = odd_ptr + bh.to(gl.int64) * blocks + block + 0 * o_index
             gl.store(where, flag, mask=o_real & (checked - checked != 0.0))
@@ -162,16 +190,24 @@ def consume(
             if STORE_STATE:
                 gl.store(m_ptr + head_row + index, m * LN2, mask=inside)
                 gl.store(l_ptr + head_row + index, l, mask=inside)
-                o = gl.where(o_real[:, None], o, 0.0)
-                gl.store(acc_ptr + (head_row + o_index)[:, None] * D + dims[None, :], o, mask=o_inside[:, None])
+                at = acc_ptr + (head_row + o_index)[:, None] * D + dims[None, :]
+                gl.store(at, gl.where(o_real[:, None], o, 0.0), mask=o_inside[:, None])
+                if wide:
+                    gl.store(at + width, gl.where(o_real[:, None], o_high, 0.0), mask=o_inside[:, None])
             else:
                 lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(gl.where(l == 0.0, 1.0, l))) * LN2)
-                gl.store(lse_ptr + head_row + index, lse, mask=inside)
+                b = (bh // heads).to(gl.int64)
+                h = (bh % heads).to(gl.int64)
+                gl.store(lse_ptr + b * stride_lb + h * stride_lh + index, lse, mask=inside)
                 total = l
                 if HAS_SINKS:
-                    base = gl.where(m == float("-inf"), 0.0, m)
-                    total += gl.exp2(gl.load(sinks_ptr + bh % heads).to(gl.float32) * LOG2E - base)
+                    floor = gl.where(m == float("-inf"), 0.0, m)
+                    total += gl.exp2(gl.load(sinks_ptr + bh % heads).to(gl.float32) * LOG2E - floor)
                 inverse = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), o_rows)
                 out = gl.where(o_real[:, None], o * inverse[:, None], 0.0).to(out_ptr.dtype.element_ty)
-                store_rows(out_ptr, head_row, row, q_len, out, half, D)
+                base_ptr = out_ptr + b * stride_ob + h * stride_oh
+                store_rows(base_ptr, stride_on, row, q_len, out, half, width)
+                if wide:
+                    out = gl.where(o_real[:, None], o_high * inverse[:, None], 0.0).to(out_ptr.dtype.element_ty)
+                    store_rows(base_ptr + width, stride_on, row, q_len, out, half, width)
         turn += 1

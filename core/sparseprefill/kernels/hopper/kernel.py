@@ -11,7 +11,8 @@ from sparseprefill.kernels.hopper.produce import produce
 from sparseprefill.kernels.hopper.work import FIELDS, SLOTS, schedule
 
 RUNTIME = (
-    "q_offset", "q_len", "kv_len", "blocks", "tile_rows", "group_rows", "columns", "items", "heads", "kv_group",
+    "stride_lb", "stride_lh", "q_offset", "q_len", "kv_len", "blocks", "tile_rows", "group_rows", "columns", "items",
+    "heads", "kv_group",
 )  # fmt: skip
 """Sizes that change from call to call and must not cause a compilation."""
 
@@ -22,7 +23,8 @@ def hopper_attention_fwd_kernel(
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
     stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, chosen_ptr,
     carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr, next_ptr,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, scale,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale,
     q_offset, q_len, kv_len, blocks, tile_rows, group_rows, columns, items, heads, kv_group,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, HAS_TILES: gl.constexpr, HAS_STRIPES: gl.constexpr, DEDUPE: gl.constexpr,
@@ -65,13 +67,17 @@ def hopper_attention_fwd_kernel(
             (consume, (
                 q_smem, k_smem, v_smem, at_smem, work_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
                 work_ready, work_empty, starts_ptr, lengths_ptr, sinks_ptr, carry_m_ptr, carry_l_ptr, carry_acc_ptr,
-                out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr, scale, q_offset, q_len, kv_len, blocks, items, heads,
+                out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
+                stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale,
+                q_offset, q_len, kv_len, blocks, items, heads,
                 0, TILE_Q, BLOCK_M, BLOCK_N, D, STAGES, HAS_CARRY, STORE_STATE, HAS_STARTS, HAS_LENGTHS, HAS_SINKS,
             )),
             (consume, (
                 q_smem, k_smem, v_smem, at_smem, work_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
                 work_ready, work_empty, starts_ptr, lengths_ptr, sinks_ptr, carry_m_ptr, carry_l_ptr, carry_acc_ptr,
-                out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr, scale, q_offset, q_len, kv_len, blocks, items, heads,
+                out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
+                stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale,
+                q_offset, q_len, kv_len, blocks, items, heads,
                 1, TILE_Q, BLOCK_M, BLOCK_N, D, STAGES, HAS_CARRY, STORE_STATE, HAS_STARTS, HAS_LENGTHS, HAS_SINKS,
             )),
             (produce, (

@@ -15,12 +15,15 @@ from sparseprefill.kernels.steps import LOG2E
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.kernels.attention import Outputs
     from sparseprefill.mask import SparseMask
     from sparseprefill.softmax import SoftmaxState
 
 BLOCK_M = 128
-STAGES = {64: 4, 128: 3}
+STAGES = {64: 4, 128: 3, 256: 2}
 """Steps of K and V in shared memory, by head dimension."""
+BLOCK_N = {64: 128, 128: 128, 256: 64}
+"""Most keys of a step, by head dimension."""
 REGISTERS = (216, 48, 32)
 """Per thread of the consumers, the producer and the scheduler: 216 + 216 + 48 + 32 is a multiprocessor's share."""
 SCRATCH = 16
@@ -47,36 +50,34 @@ def launch(
     lists: tuple[Tensor, ...],
     chosen: Tensor | None,
     carry: SoftmaxState | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-    state: SoftmaxState | None,
+    filled: Outputs,
 ) -> Tensor:
     """Run the kernel; int8 flags ``[B * Hq * blocks]`` of the query blocks that met a NaN or infinity.
 
     lists: counts, offsets and indices of tiles, then of stripes. chosen: uint8 tile map, where stripes and tiles of the
-    mask may overlap. out, lse or state: what to fill.
+    mask may overlap. filled: out and lse, or a state, to fill.
     """
     geometry, (batch, heads, _, width) = call.geometry, call.q.shape
-    block_n = min(mask.tile_k, 128)
+    block_n = min(mask.tile_k, BLOCK_N[width])
     rows = geometry.tile_rows(mask.tile_q)
     blocks = rows * (mask.tile_q // BLOCK_M)
     items = batch * heads * blocks
     scratch = torch.zeros(SCRATCH + items, dtype=torch.int8, device=call.q.device)
-    none = (None, None, None)
+    none, state = (None, None, None), filled.state
     flags: dict[str, Any] = {
         "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, "BLOCK_M": BLOCK_M, "BLOCK_N": block_n,
         "D": width, "STAGES": STAGES[width], "HAS_TILES": mask.tiles is not None,
         "HAS_STRIPES": mask.stripes is not None, "DEDUPE": chosen is not None, "HAS_CARRY": carry is not None,
-        "STORE_STATE": state is not None, "HAS_STARTS": geometry.starts is not None,
+        "STORE_STATE": filled.state is not None, "HAS_STARTS": geometry.starts is not None,
         "HAS_LENGTHS": geometry.lengths is not None, "HAS_SINKS": call.sinks is not None, "REGISTERS": REGISTERS,
     }  # fmt: skip
     hopper_attention_fwd_kernel[(min(items, _multiprocessors(call.q.device)),)](
         _descriptor(call.q, BLOCK_M // 2), _descriptor(call.k, block_n), _descriptor(call.v, block_n),
         call.k, call.v, geometry.starts, geometry.lengths, call.sinks, *lists, chosen,
         *(none if carry is None else (carry.m.contiguous(), carry.l.contiguous(), carry.acc.contiguous())),
-        out, lse, *(none if state is None else (state.m, state.l, state.acc)),
+        filled.out, filled.lse, *(none if state is None else (state.m, state.l, state.acc)),
         scratch[SCRATCH:], scratch[:4].view(torch.int32),
-        *_strides(call.k), *_strides(call.v), call.softmax_scale * LOG2E.value,
+        *_strides(call.k), *_strides(call.v), *filled.strides, call.softmax_scale * LOG2E.value,
         geometry.q_offset, geometry.q_len, geometry.kv_len, blocks, rows, geometry.tile_rows(mask.group_rows),
         geometry.tile_columns(mask.tile_k), items, heads, call.group, **flags, num_warps=4,
     )  # fmt: skip

@@ -25,11 +25,11 @@ def quad_layout(width, step):
 
 
 @gluon.jit
-def store_rows(ptr, head_row, first, q_len, x, ROWS: gl.constexpr, D: gl.constexpr):
-    """Rows x [ROWS, D], 16-bit, to row `first` and on of a head that begins at `head_row`."""
-    layout: gl.constexpr = quad_layout(D, 2)
-    x = gl.convert_layout(gl.convert_layout(x, quad_layout(D, 1)), layout)
+def store_rows(ptr, stride, first, q_len, x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Rows x [ROWS, WIDTH], 16-bit, to row `first` and on of the head at `ptr`; those within [0, q_len)."""
+    layout: gl.constexpr = quad_layout(WIDTH, 2)
+    x = gl.convert_layout(gl.convert_layout(x, quad_layout(WIDTH, 1)), layout)
     index = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    dims = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    dims = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     inside = (index >= 0) & (index < q_len)
-    gl.store(ptr + (head_row + index)[:, None] * D + dims[None, :], x, mask=inside[:, None])
+    gl.store(ptr + index.to(gl.int64)[:, None] * stride + dims[None, :], x, mask=inside[:, None])

@@ -1,0 +1,167 @@
+"""Launching kernels over `group_products`: tiles of groups, settings, tensor descriptors, and who may use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+HIGHEST = 128  # rows of the largest tile, and so groups of a block
+RUNTIME = ("q_shift", "q_offset", "q_len", "kv_len", "tiles", "skipped", "base", "heads", "kv_group", "rows", "columns")
+"""Arguments that change with the length: kernels must not be specialised on their values."""
+
+
+@frozen
+class GroupSettings:
+    """block_m, block_n: query and key groups per tile. block_k: entries per step. warps, stages, tma, maxnreg."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    tma: bool
+    maxnreg: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Launch options."""
+        cap = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
+        return {"num_warps": self.warps, "num_stages": self.stages, **cap}
+
+
+def group_settings(capability: tuple[int, int], itemsize: int) -> GroupSettings:
+    """Settings by compute capability, (0, 0) for the interpreter, and bytes per element of q and k."""
+    hopper = capability[0] >= 9
+    if itemsize == 4:
+        return GroupSettings(64, 64, 16, 8, 3, tma=hopper)
+    if hopper:
+        # Bytes from L2 per product decide: two warp groups of 64 x 256, one program per multiprocessor.
+        return GroupSettings(128, 256, 64, 8, 4, tma=True)
+    return GroupSettings(128, 128, 32, 8, 3, tma=False)
+
+
+def supported(call: AttentionCall, block: int, size: int) -> bool:
+    """Whether the kernels can take groups of `size` tokens in blocks of `block`: a power of two of them, 1 to 64."""
+    per = block // size
+    return call.q.dtype != torch.float64 and per & (per - 1) == 0 and per <= HIGHEST // 2
+
+
+@frozen(eq=False)
+class Part:
+    """One launch: its grid, the arguments that `group_products` and `program_tile` need, and flags."""
+
+    programs: int
+    rows: range
+    arguments: tuple[Any, ...]
+    flags: dict[str, Any]
+
+
+@frozen(eq=False)
+class GroupTiles:
+    """The causal map of groups of a call, in tiles. block: tokens per block of groups. size: tokens per group."""
+
+    call: AttentionCall
+    block: int
+    size: int
+    settings: GroupSettings
+    q: Tensor = field(init=False)
+    k: Tensor = field(init=False)
+
+    @q.default
+    def _make_q(self) -> Tensor:
+        return self.call.q if self.call.q.stride(-1) == 1 else self.call.q.contiguous()
+
+    @k.default
+    def _make_k(self) -> Tensor:
+        return self.call.k if self.call.k.stride(-1) == 1 else self.call.k.contiguous()
+
+    @classmethod
+    def of(cls, call: AttentionCall, block: int, size: int) -> GroupTiles:
+        """With the settings for the call's device."""
+        capability = torch.cuda.get_device_capability(call.q.device) if call.q.is_cuda else (0, 0)
+        return cls(call, block, size, group_settings(capability, call.q.element_size()))
+
+    @property
+    def count(self) -> int:
+        """Rows of tiles."""
+        per = self.block // self.size
+        return -(-self.call.geometry.tile_rows(self.block) * per // self.settings.block_m)
+
+    def parts(self, rows: range) -> Iterator[Part]:
+        """The launches for some rows of tiles: by tensor descriptors, and by pointers where groups are not whole."""
+        smooth = self._smooth(rows)
+        descriptors = self._descriptors() if smooth else (None, None)
+        pieces = ((rows.start, smooth.start, False), (smooth.start, smooth.stop, True), (smooth.stop, rows.stop, False))
+        for first, last, tma in pieces:
+            if first < last:
+                yield self._part(range(first, last), descriptors if tma else (None, None))
+
+    def reach(self, row: int) -> int:
+        """Columns of tiles in which the row of tiles `row` has causal pairs, at most."""
+        return (self._base + row) // self._ratio + 1
+
+    @property
+    def _ratio(self) -> int:
+        return self.settings.block_n // self.settings.block_m
+
+    @property
+    def _base(self) -> int:
+        first = self.call.geometry.q_offset // self.block * (self.block // self.size)
+        return -(-first // self.settings.block_m)
+
+    def _smooth(self, rows: range) -> range:
+        """Rows of tiles that hold only whole groups, which tensor descriptors can take."""
+        geometry, nothing = self.call.geometry, range(rows.start, rows.start)
+        if not self.settings.tma or geometry.starts is not None or geometry.lengths is not None:
+            return nothing
+        step = 16 // self.q.element_size()
+        if any(x.data_ptr() % 16 or any(stride % step for stride in x.stride()[:3]) for x in (self.q, self.k)):
+            return nothing
+        end = geometry.q_offset + geometry.q_len
+        first = max(rows.start, 1 if geometry.q_offset % self.size else 0)
+        last = min(rows.stop, self.count - 1 if end % self.size else self.count)
+        return range(first, last) if first < last else nothing
+
+    def _descriptors(self) -> tuple[TensorDescriptor, TensorDescriptor]:
+        geometry, chosen = self.call.geometry, self.settings
+        q = self.q[:, :, -geometry.q_offset % self.size :]
+        k = self.k[:, :, : geometry.q_offset + geometry.q_len]
+        return self._descriptor(q, chosen.block_m), self._descriptor(k, chosen.block_n)
+
+    def _descriptor(self, x: Tensor, groups: int) -> TensorDescriptor:
+        """Of the whole groups of x: ``[B, H, size, n, D]``, a view. Places lead, so that a load drops to two dimensions."""
+        batch, heads, row, one = x.stride()
+        whole = x.shape[2] // self.size
+        shape, strides = [*x.shape[:2], self.size, whole, x.shape[3]], [batch, heads, row, row * self.size, one]
+        return TensorDescriptor(x, shape, strides, [1, 1, 1, groups, self.settings.block_k])
+
+    def _part(self, rows: range, descriptors: tuple[Any, Any]) -> Part:
+        call, chosen = self.call, self.settings
+        geometry, ratio, base = call.geometry, self._ratio, self._base
+        tiles = sum((base + row) // ratio + 1 for row in rows)
+        pairs = geometry.batch * geometry.heads
+        arguments = (
+            self.q, self.k, *descriptors, geometry.starts, geometry.lengths,
+            *_strides(self.q), *_strides(self.k), -(-geometry.q_offset // self.size),
+            geometry.q_offset, geometry.q_len, geometry.kv_len, tiles, rows.start, base, geometry.heads, call.group,
+        )  # fmt: skip
+        flags = {
+            "BLOCK": self.block, "SIZE": self.size, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n,
+            "BLOCK_K": chosen.block_k, "D": self.q.shape[3], "TMA": descriptors[0] is not None,
+            "HAS_STARTS": geometry.starts is not None, "HAS_LENGTHS": geometry.lengths is not None,
+            "PRECISION": "ieee",
+        }  # fmt: skip
+        return Part(tiles * pairs, rows, arguments, flags)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Batch, head and row strides; that of a single batch row is never used and would only force a new compilation."""
+    return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)

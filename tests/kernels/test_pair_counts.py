@@ -1,0 +1,50 @@
+"""Pairs counted by the kernel, against the dense form of the mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.device import CUDA, DEVICE
+from sparseprefill import AttentionCall, SparseMask
+from sparseprefill.kernels.pair_counts import pair_counts
+from sparseprefill.testing import calls, masks, tensors
+
+SOME = settings(max_examples=100 if CUDA else 12)
+
+
+def counted(mask: SparseMask) -> None:
+    assert torch.equal(mask.to_dense().sum((2, 3)), pair_counts(mask, mask.tiles))
+
+
+@SOME
+@given(data=st.data())
+def test_every_kind_of_mask(data: st.DataObject) -> None:
+    mask = data.draw(masks(data.draw(calls(head_dims=(8,), device=DEVICE))))
+    counted(mask)
+    assert torch.equal(evolve(mask, tiles=None).to_dense().sum((2, 3)), pair_counts(mask, None))
+
+
+@pytest.mark.parametrize("length", [1, 127, 601])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 530])
+def test_lists_longer_than_a_step(length: int, padded: bool, window: int | None) -> None:
+    """More entries in a list than a program takes at once."""
+    shape: dict[str, Any] = {"heads": 2, "kv_heads": 1, "q_len": length, "kv_len": length, "head_dim": 8}
+    rows: dict[str, Any] = {"starts": [0, length // 3], "lengths": [length, length // 2 + 1]} if padded else {}
+    fields: dict[str, Any] = {name: torch.tensor(one, dtype=torch.int32, device=DEVICE) for name, one in rows.items()}
+    call = AttentionCall(*tensors("random", batch=2, device=DEVICE, **shape), window=window, **fields)
+    g, source = call.geometry, torch.Generator().manual_seed(length)
+
+    def some(rows: int, share: float) -> torch.Tensor:
+        return (torch.rand(2, 2, rows, length, generator=source) < share).to(DEVICE)
+
+    tiles = SparseMask.from_tiles(call, some(g.tile_rows(64), 0.95), (64, 1))
+    stripes = SparseMask.from_stripes(call, some(g.tile_rows(128), 0.95), 2, (64, 1), diagonal=False)
+    for mask in (tiles, stripes, SparseMask(g, 64, 1, tiles.tiles, 2, stripes.stripes)):
+        counted(mask)
