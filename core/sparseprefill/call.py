@@ -26,6 +26,8 @@ class AttentionCall:
     starts, lengths: int32 ``[B]``: first real key and number of real keys of each batch row (left / right padding).
     window: keys a query sees, itself included. softcap: ``cap * tanh(logit / cap)``.
     sinks: ``[Hq]`` logits that join each row's softmax denominator (GPT-OSS).
+    first_head: index among the layer's query heads of query head 0, where the call holds only some of them: a part of
+    a call (`split`), or one device's share of the heads. Stages that know heads by number go by it.
 
     Raises InvalidCallError, naming the field, for anything that does not fit. Values on the device are never read.
     """
@@ -41,6 +43,7 @@ class AttentionCall:
     window: int | None = field(default=None, kw_only=True)
     softcap: float | None = field(default=None, kw_only=True)
     sinks: Tensor | None = field(default=None, kw_only=True)
+    first_head: int = field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         _check_tensors(self.q, self.k, self.v)
@@ -120,6 +123,8 @@ def _check_numbers(call: AttentionCall) -> None:
         raise InvalidCallError("window", repr(call.window), "pass a positive number of keys, or None")
     if not _is_int(call.layer):
         raise InvalidCallError("layer", repr(call.layer), "pass an integer")
+    if not _is_int(call.first_head) or call.first_head < 0:
+        raise InvalidCallError("first_head", repr(call.first_head), "pass an integer >= 0")
     if call.sinks is not None:
         heads = call.q.shape[1]
         if not isinstance(call.sinks, Tensor) or call.sinks.shape != (heads,):

@@ -12,7 +12,8 @@ from attrs import field, frozen
 from sparseprefill.errors import ParameterError
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
-from sparseprefill.stages import PatternEstimator, missing
+from sparseprefill.split import default_workspace, workspace
+from sparseprefill.stages import HeadScope, PatternEstimator, head_scope, missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,6 +62,16 @@ class UnionEstimator:
         grains = [part.grain for part in self.parts]
         known = [grain for grain in grains if grain is not None]
         return math.lcm(*known) if len(known) == len(grains) else None
+
+    @property
+    def head_scope(self) -> HeadScope | None:
+        """The widest of the parts' scopes; observers of parts do not run."""
+        return head_scope(self.stages)
+
+    def workspace(self, call: AttentionCall) -> int:
+        """The parts' plans together, and maps to unite them."""
+        plans = sum(workspace((part.estimator,), call) + workspace(part.refiners, call) for part in self.parts)
+        return plans + (default_workspace(call) if len(self.parts) > 1 else 0)
 
     @property
     def stages(self) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +14,20 @@ from torch import Tensor
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError, UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.into import execute_into
 from sparseprefill.memory import Memory
+from sparseprefill.parts import Recorder
 from sparseprefill.plan import Plan, Result
-from sparseprefill.stages import MaskRefiner, Observer, PatternEstimator, SparseExecutor, missing
+from sparseprefill.split import Limit, Part, limit_of, parts
+from sparseprefill.stages import (
+    HeadScope,
+    MaskRefiner,
+    Observer,
+    PatternEstimator,
+    SparseExecutor,
+    head_scope,
+    missing,
+)
 
 T = TypeVar("T")
 
@@ -48,11 +60,21 @@ def _each(interface: type) -> Callable[[Any, Attribute[Any], Iterable[object]], 
     return check
 
 
+def _limit(_: object, attribute: Attribute[Any], value: object) -> None:
+    known = value is None or value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+    if not known:
+        raise ParameterError(f"Pipeline.{attribute.name} is {value!r}: pass a positive number of bytes, 'auto' or None")
+
+
 @frozen(eq=False)
 class Pipeline:
     """A method ready to run. Immutable and free of state, so one serves all threads and requests.
 
     Compose with ``attrs.evolve(pipeline, refiners=(*pipeline.refiners, mine))`` or from stages of any plugin.
+
+    workspace: bytes that a call may hold beyond q, k, v and the result; a longer call is cut into parts, by heads where
+    `head_scope` allows it and by rows where there is a `grain`, one after the other. "auto": 3 GiB on CUDA devices,
+    no limit elsewhere. None: no limit. A call that cannot be cut runs whole, whatever it needs.
     """
 
     estimator: PatternEstimator = field(validator=_implements(PatternEstimator))
@@ -60,6 +82,7 @@ class Pipeline:
     executor: SparseExecutor = field(factory=AutoExecutor, validator=_implements(SparseExecutor))
     observers: tuple[Observer, ...] = field(default=(), converter=_observers, validator=_each(Observer))
     name: str = "pipeline"
+    workspace: Limit = field(default="auto", kw_only=True, validator=_limit)
 
     @property
     def stages(self) -> tuple[object, ...]:
@@ -72,6 +95,11 @@ class Pipeline:
         grains = [getattr(stage, "grain", None) for stage in (self.estimator, *self.refiners, *self.observers)]
         known = [grain for grain in grains if grain is not None]
         return math.lcm(*known) if len(known) == len(grains) else None
+
+    @property
+    def head_scope(self) -> HeadScope | None:
+        """What its stages look at when they decide for a head: "head", "group" (of a KV head), or None, all heads."""
+        return head_scope((self.estimator, *self.refiners, *self.observers))
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
         """Why this pipeline cannot honour the call: one reason per stage that objects; empty if it can."""
@@ -94,11 +122,37 @@ class Pipeline:
         if reasons:
             raise UnsupportedCallError(reasons)
         memory = Memory() if memory is None else memory
+        cut = parts(self, call, limit_of(self.workspace, call.q.device))
+        if len(cut) > 1:
+            return self._run_parts(call, memory, cut)
         plan = self.plan(call, memory)
         result = _ask(self.executor, "execute", Result, lambda: self.executor.execute(call, plan))
+        self._observe(call, plan, result, memory)
+        return result
+
+    def _run_parts(self, call: AttentionCall, memory: Memory, cut: tuple[Part, ...]) -> Result:
+        """Part after part into one output; nothing of a part stays but what `Recorder` keeps."""
+        shape, exact = call.q.shape[:3], call.q.dtype == torch.float64
+        same = call.q.shape[-1] == call.v.shape[-1]
+        out = torch.empty_like(call.q) if same else call.q.new_empty(*shape, call.v.shape[-1])
+        lse = call.q.new_empty(shape, dtype=torch.float64 if exact else torch.float32)
+        recorder = Recorder(call.geometry)
+        for part in cut:
+            here = (slice(None), slice(*part.heads), slice(*part.rows))
+            self._run_part(part.of(call), memory, out[here], lse[here], partial(recorder.add, part))
+        return Result(out, lse, None, parts=recorder.done())
+
+    def _run_part(
+        self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor, record: Callable[[Plan], None]
+    ) -> None:
+        plan = self.plan(call, memory)
+        result = _ask(self.executor, "execute", Result, lambda: execute_into(self.executor, call, plan, out, lse))
+        self._observe(call, plan, result, memory)
+        record(plan)
+
+    def _observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         for observer in self.observers:
             _observed(observer, call, plan, result, memory)
-        return result
 
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:
         """What `run` would execute: the estimate, refined. For stages that hold a pipeline; errors as of `run`."""

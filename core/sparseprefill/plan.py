@@ -10,7 +10,10 @@ from typing import Any
 from attrs import field, frozen
 from torch import Tensor
 
+from sparseprefill import density
+from sparseprefill.errors import MaskError
 from sparseprefill.mask import SparseMask
+from sparseprefill.parts import Parts
 from sparseprefill.softmax import SoftmaxState
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -45,22 +48,39 @@ class Result:
 
     out: ``[B, Hq, Nq, Dv]`` in the call's dtype, zeros in padding rows. lse: ``[B, Hq, Nq]`` float32 (float64 for
     float64 calls), natural log over the keys computed, sinks left out, -inf in padding rows.
+    plan: what was executed; MaskError of a call that ran in parts, which keep theirs only while they run.
     probe: float32 ``[B, Hq, R, C]``, attention mass of each tile averaged over the tile's real rows; zero for heads
-    that were not probed and tiles that the mask does not hold. None if nothing was probed.
+    that were not probed and tiles that the mask does not hold. None if nothing was probed, or in parts.
+    parts: of a call that ran in parts (`Pipeline.workspace`), what is known of their plans; None otherwise.
+    dense: why a gated pipeline ran dense attention instead of its stages; empty where the stages ran.
     """
 
     out: Tensor
     lse: Tensor
-    plan: Plan
+    _plan: Plan | None
     probe: Tensor | None = None
+    parts: Parts | None = field(default=None, kw_only=True)
+    dense: str = field(default="", kw_only=True)
+
+    @property
+    def plan(self) -> Plan:
+        """What was executed."""
+        if self._plan is None:
+            count = "several" if self.parts is None else self.parts.count
+            raise MaskError(f"the call ran in {count} parts, and their plans are gone: result.parts has what is left")
+        return self._plan
 
     @cached_property
     def mask(self) -> SparseMask:
-        """Everything computed, the carry's region included."""
+        """Everything computed, the carry's region included. MaskError where parts had masks too large to keep."""
+        if self.parts is not None:
+            return self.parts.mask
         carry = self.plan.carry
         return self.plan.mask if carry is None else carry.region | self.plan.mask
 
     @property
     def density(self) -> float:
         """Pairs computed / causal pairs (host sync)."""
+        if self.parts is not None:
+            return density.share(self.parts.pairs, self.parts.geometry)
         return self.mask.density

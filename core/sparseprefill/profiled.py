@@ -9,11 +9,16 @@ from attrs import evolve, frozen
 
 from sparseprefill.errors import ParameterError, UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.into import execute_into
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profile import Profile
+from sparseprefill.split import workspace
+from sparseprefill.stages import HeadScope, head_scope
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
     from sparseprefill.method import Method
@@ -59,6 +64,16 @@ class ProfiledEstimator:
         pipelines = self.by_length.pipelines
         return pipelines[0].grain if len(pipelines) == 1 and pipelines[0] is not None else None
 
+    @property
+    def head_scope(self) -> HeadScope | None:
+        """The widest scope of the pipelines."""
+        return head_scope(one for one in self.by_length.pipelines if one is not None)
+
+    def workspace(self, call: AttentionCall) -> int:
+        """That of the chosen pipeline's plan."""
+        chosen = self.by_length.choose(call)
+        return workspace((chosen.estimator,), call) + workspace(chosen.refiners, call)
+
     def unsupported(self, call: AttentionCall) -> str | None:
         """The objection of the profile, or those of the chosen pipeline's stages; the executor speaks for itself."""
         reason = self.by_length.objection(call)
@@ -93,6 +108,14 @@ class ProfiledExecutor:
         """See SparseExecutor."""
         return self.choose(call).execute(call, plan)
 
+    def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
+        """See `executors.into`."""
+        return execute_into(self.choose(call), call, plan, out, lse)
+
+    def workspace(self, call: AttentionCall) -> int:
+        """The chosen executor's."""
+        return workspace((self.choose(call),), call)
+
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """See SparseExecutor."""
         return self.choose(call).accumulate(call, plan)
@@ -103,6 +126,15 @@ class ProfiledObserver:
     """Runs the chosen pipeline's observers."""
 
     by_length: ByLength
+
+    @property
+    def head_scope(self) -> HeadScope | None:
+        """The widest scope of the pipelines' observers."""
+        return head_scope(each for one in self.by_length.pipelines if one is not None for each in one.observers)
+
+    def workspace(self, call: AttentionCall) -> int:
+        """That of the chosen pipeline's observers."""
+        return workspace(self.by_length.choose(call).observers, call)
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """See Observer."""

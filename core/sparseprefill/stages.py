@@ -1,7 +1,7 @@
 """The interfaces that a method composes: estimator, refiners, executor, observers.
 
-Strangers pass by shape; classes that inherit get the missing-method error when they are made. Three more attributes are
-read where a stage has them:
+Strangers pass by shape; classes that inherit get the missing-method error when they are made. More attributes are read
+where a stage has them:
 
 ``unsupported(call) -> str | None``
     why this stage cannot honour a feature of the call (window, softcap, sinks, padding, dtype); the caller then falls
@@ -11,18 +11,32 @@ read where a stage has them:
     attribute: the stage looks at the call as a whole and has none.
 ``check_model(model: ModelIdentity) -> None``
     raises ParameterError where the stage was made for another model; adapters that know the model ask.
+``head_scope: HeadScope | None``
+    what an estimator, refiner or observer looks at when it decides for a query head: "head", that head alone (with its
+    number, ``call.first_head + h``, and what memory holds); "group", all query heads of its KV head. A pipeline may
+    then cut a long call into parts by heads, which run in the order of their heads with one memory. None, or no
+    attribute: the stage looks at all heads together, and no call is cut by heads.
+``workspace(call) -> int``
+    an upper bound in bytes of the memory that the stage holds for such a call, beyond q, k, v and the output, with
+    what it leaves in its plan; from sizes alone, no value on the device is read. `split.default_workspace` stands in.
+``execute_into(call, plan, out, lse) -> Result``
+    of an executor: as `execute`, into tensors of the caller, which may be views of larger ones.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan, Result
     from sparseprefill.softmax import SoftmaxState
+
+HeadScope = Literal["head", "group"]
+"""See `head_scope` above."""
 
 
 @runtime_checkable
@@ -82,3 +96,11 @@ def missing(stage: object, interface: type) -> list[str]:
     """Names of the interface's methods that `stage` lacks."""
     wanted = [name for name, value in vars(interface).items() if getattr(value, "__isabstractmethod__", False)]
     return [name for name in wanted if not callable(getattr(stage, name, None))]
+
+
+def head_scope(stages: Iterable[object]) -> HeadScope | None:
+    """What all stages together look at: the widest of their scopes, None where one looks at all heads."""
+    scopes = {getattr(stage, "head_scope", None) for stage in stages}
+    if scopes <= {"head", "group"}:
+        return "group" if "group" in scopes else "head"
+    return None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseprefill.lists import IndexLists
+from sparseprefill.pooling import tile_mean
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -15,12 +16,25 @@ if TYPE_CHECKING:
     from .regions import Regions
 
 
-def stripes(call: AttentionCall, regions: Regions, pooled: Tensor, anchor: Tensor, theta: float) -> IndexLists:
+def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, use_anchor: bool = True) -> IndexLists:
     """Lists ``[B, Hq, G]`` of the keys in [init, group start) that any block of the group selects (eq. 2).
 
-    pooled: mean query per block ``[B, Hq, R, D]``. anchor: mean row maximum per block ``[B, Hq, R]``. A key is kept
-    unless ``anchor - logit > theta``, so that a NaN logit travels as it would in dense attention.
+    m: row maxima of the anchor pass ``[B, Hq, Nq]``; their mean over a block is its anchor, unless `use_anchor` is
+    False (0 then). A key is kept unless ``anchor - logit > theta``, so that a NaN logit travels as it would in dense
+    attention.
     """
+    pooled, anchor = tile_mean(call.q, call.geometry, regions.block), tile_mean(m, call.geometry, regions.block)
+    if not use_anchor:
+        anchor = torch.zeros_like(anchor)
+    if call.starts is not None or call.lengths is not None:
+        # A block of padding alone asks for no column: else its group would depend on the rest of the batch.
+        real = tile_mean(call.geometry.real_queries()[:, None].float(), call.geometry, regions.block) > 0
+        anchor = anchor.masked_fill(~real, torch.inf)
+    return select(call, regions, pooled, anchor, theta)
+
+
+def select(call: AttentionCall, regions: Regions, pooled: Tensor, anchor: Tensor, theta: float) -> IndexLists:
+    """The same from the mean query per block ``[B, Hq, R, D]`` and its anchor ``[B, Hq, R]``."""
     geometry, group = call.geometry, call.group
     block, first = geometry.tiles(regions.block), geometry.first_tile(regions.group)
     which = torch.div(block, regions.step, rounding_mode="floor") - first[:, None]
@@ -33,7 +47,7 @@ def stripes(call: AttentionCall, regions: Regions, pooled: Tensor, anchor: Tenso
         start = 0 if geometry.starts is None else int(geometry.starts[b])
         for g in range(groups):
             end = (int(first[b]) + g) * regions.group
-            if end <= regions.init_tokens:
+            if not regions.init_tokens < end < geometry.q_offset - start + geometry.q_len:
                 continue
             rows = torch.nonzero(which[b] == g)[:, 0]
             keys = call.k[b, :, start + regions.init_tokens : start + end].to(pooled.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from attrs import field, frozen
@@ -11,16 +11,16 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
-from sparseprefill.pooling import tile_mean
 
 from . import identify
+from .launch import workspace
 from .regions import Regions
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.lists import IndexLists
     from sparseprefill.memory import Memory
-    from sparseprefill.stages import SparseExecutor
+    from sparseprefill.stages import HeadScope, SparseExecutor
 
     from .config import AnchorConfig
 
@@ -33,6 +33,7 @@ class AnchorEstimator:
     regions: Regions
     use_anchor: bool = True
     executor: SparseExecutor = field(factory=AutoExecutor)
+    head_scope: ClassVar[HeadScope] = "head"
 
     @property
     def grain(self) -> int:
@@ -46,34 +47,30 @@ class AnchorEstimator:
         return None
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Anchor pass, pooled queries and anchors, then the stripes of each group."""
+        """Anchor pass, then the stripes of each group."""
         geometry, regions = call.geometry, self.regions
         region = regions.anchor(geometry)
         state = self.executor.accumulate(call, Plan(region))
-        pooled = tile_mean(call.q, geometry, regions.block)
-        anchor = tile_mean(state.m, geometry, regions.block)
-        if not self.use_anchor:
-            anchor = torch.zeros_like(anchor)
-        if geometry.starts is not None or geometry.lengths is not None:
-            # A block of padding alone asks for no column: else its group would depend on the rest of the batch.
-            real = tile_mean(geometry.real_queries()[:, None].float(), geometry, regions.block) > 0
-            anchor = anchor.masked_fill(~real, torch.inf)
         mask = SparseMask(
             geometry,
             regions.block,
             regions.tile_k,
             group=regions.step,
-            stripes=self._stripes(call, pooled, anchor),
+            stripes=self._stripes(call, state.m),
             disjoint=True,
         )
         return Plan(mask, Carry(state, region))
 
-    def _stripes(self, call: AttentionCall, pooled: torch.Tensor, anchor: torch.Tensor) -> IndexLists:
-        if call.q.device.type == "cuda":
-            from . import kernels
+    def workspace(self, call: AttentionCall) -> int:
+        """Bytes that `estimate` asks for on a CUDA device, what its plan keeps included: an upper bound."""
+        return workspace(call, self.regions)
 
-            return kernels.stripes(call, self.regions, pooled, anchor, self.theta)
-        return identify.stripes(call, self.regions, pooled, anchor, self.theta)
+    def _stripes(self, call: AttentionCall, m: torch.Tensor) -> IndexLists:
+        if call.q.device.type == "cuda":
+            from . import identify_triton
+
+            return identify_triton.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)
+        return identify.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)
 
 
 def pipeline(config: AnchorConfig) -> Pipeline:

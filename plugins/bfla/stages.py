@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.kernels import serve
 from sparseprefill.mask import SparseMask
 from sparseprefill.mask_math import reachable_map, regrid
 from sparseprefill.pipeline import Pipeline
@@ -16,13 +17,14 @@ from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.priority import NOTE, TilePriority
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.selection import top_mass
+from sparseprefill.split import default_workspace
 
 from .scores import block_scores
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
-    from sparseprefill.stages import MaskRefiner
+    from sparseprefill.stages import HeadScope, MaskRefiner
 
     from .config import BflaConfig
 
@@ -36,26 +38,55 @@ class BflaEstimator:
     keep_mass: float
     mean: bool
     tile: int
+    head_scope: ClassVar[HeadScope] = "head"
 
     @property
     def grain(self) -> int:
         """A block row looks at its own queries and the keys up to them."""
         return self.block
 
+    def workspace(self, call: AttentionCall) -> int:
+        """Maps of tiles, and their lists."""
+        return default_workspace(call, self.tile)
+
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of the blocks that reach the mass; the blocks' shares are left as priorities."""
-        geometry, block, tile = call.geometry, self.block, self.tile
-        causal = reachable_map(geometry, block, block)[:, None]
-        scores = block_scores(call, block, self.group).mul_(self._alpha(call))
-        if call.softcap is not None and self.mean:
-            scores = call.softcap * torch.tanh(scores / call.softcap)
-        keep, mass = keep_blocks(scores, causal, self.keep_mass)
-        keep = regrid(geometry, keep, block, tile).repeat_interleave(block // tile, dim=-1)
-        mask = SparseMask.from_tiles(call, keep[..., : geometry.tile_columns(tile)], tile)
-        return Plan(mask, notes={NOTE: TilePriority(mass, block, block)})
+        softcap = call.softcap if self.mean else None
+        keep, mass = kept_tiles(call, self.block, self.group, self._alpha(call), softcap, self.keep_mass, self.tile)
+        return Plan(
+            SparseMask.from_tiles(call, keep, self.tile), notes={NOTE: TilePriority(mass, self.block, self.block)}
+        )
 
     def _alpha(self, call: AttentionCall) -> float:
         return call.softmax_scale / self.group if self.mean else call.softmax_scale
+
+
+def kept_tiles(
+    call: AttentionCall, block: int, size: int, alpha: float, softcap: float | None, keep_mass: float, tile: int
+) -> tuple[Tensor, Tensor]:
+    """Tiles of the kept blocks, bool ``[B, Hq, R, C]``, and the softmax mass of each block.
+
+    size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it (`fused`).
+    """
+    if serve(call.q):
+        from sparseprefill.kernels.group_launch import supported
+
+        if supported(call, block, size):
+            from . import fused
+
+            return fused.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
+    geometry = call.geometry
+    scores = capped(block_scores(call, block, size).mul_(alpha), softcap)
+    keep, mass = keep_blocks(scores, reachable_map(geometry, block, block)[:, None], keep_mass)
+    keep = regrid(geometry, keep, block, tile).repeat_interleave(block // tile, dim=-1)
+    return keep[..., : geometry.tile_columns(tile)], mass
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores under the softcap; -inf, where there is no pair, stays."""
+    if softcap is None:
+        return scores
+    return torch.where(scores == -torch.inf, scores, softcap * torch.tanh(scores / softcap))
 
 
 def keep_blocks(scores: Tensor, causal: Tensor, keep_mass: float) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,12 @@ from attrs import frozen
 from sparseprefill.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
+from sparseprefill.split import ranges_workspace
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
+    from sparseprefill.stages import HeadScope
 
     from .config import DenseConfig, StreamingConfig
 
@@ -24,6 +26,11 @@ class FullEstimator:
 
     block: int
     grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "head"
+
+    def workspace(self, call: AttentionCall) -> int:
+        """One list for all rows."""
+        return ranges_workspace(call, self.block, 0)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """The full mask."""
@@ -38,6 +45,11 @@ class StreamingEstimator:
     window: int
     block: int
     grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "head"
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Lists of one head, for all."""
+        return ranges_workspace(call, self.block, self._width(call))
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Two ranges of tiles per query tile."""
@@ -48,8 +60,11 @@ class StreamingEstimator:
         sinks = behind.clamp(max=-(-self.sink // block))
         first = torch.stack([torch.zeros_like(near), torch.maximum(near, sinks)], -1)
         last = torch.stack([sinks, behind], -1)
-        width = min(-(-self.sink // block) + -(-self.window // block) + 1, geometry.tile_columns(block))
-        return Plan(SparseMask.from_ranges(call, first, last, width, block))
+        return Plan(SparseMask.from_ranges(call, first, last, self._width(call), block))
+
+    def _width(self, call: AttentionCall) -> int:
+        tiles = -(-self.sink // self.block) + -(-self.window // self.block) + 1
+        return min(tiles, call.geometry.tile_columns(self.block))
 
 
 def dense(config: DenseConfig) -> Pipeline:

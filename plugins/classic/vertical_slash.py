@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.slashes import vertical_slash
+from sparseprefill.split import default_workspace
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
+    from sparseprefill.stages import HeadScope
 
     from .config import VerticalSlashConfig
 
@@ -26,6 +28,11 @@ class VerticalSlashEstimator:
 
     gamma: float
     block: int
+    head_scope: ClassVar[HeadScope] = "head"
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Maps of tiles, and their lists."""
+        return default_workspace(call, self.block)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Columns and diagonals whose mass reaches gamma."""

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill import kernels
 from sparseprefill.divergence import js_distance
 
-from .pooled import scores
+from .pooled import products, scores
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -22,13 +23,27 @@ def distance(call: AttentionCall, keys: Tensor, rows: Tensor, real: Tensor, colu
     keys: mean key per tile ``[B, Hkv, C, D]``. rows, real: the sampled queries, index and existence ``[B, n]``.
     columns: their exact attention mass by key ``[B, Hq, Nkv]``.
     """
-    true = functional.pad(columns, [0, keys.shape[2] * block - columns.shape[2]]).unflatten(-1, (-1, block)).sum(-1)
+    missing = keys.shape[2] * block - columns.shape[2]
+    padded = functional.pad(columns, [0, missing]) if missing else columns
+    true = padded.unflatten(-1, (-1, block)).sum(-1)
+    query = _mean_query(call, rows, real, keys.dtype)
+    if kernels.serve(true) and true.dtype == torch.float32:
+        from . import fused
+
+        return fused.distance(call, products(query, keys)[:, :, 0], true, rows.shape[1], block)
     true = true / true.sum(-1, keepdim=True).clamp(min=torch.finfo(true.dtype).tiny)
-    where = rows[:, None, :, None].expand(-1, call.q.shape[1], -1, call.q.shape[3])
-    picked = torch.where(real[:, None, :, None], torch.gather(call.q, 2, where), 0)
-    query = picked.sum(2, keepdim=True, dtype=keys.dtype) / real.sum(1).clamp(min=1)[:, None, None, None]
     estimate = scores(call, query, keys, _seen(call, rows, real, block)[:, None])
     return js_distance(estimate[:, :, 0], true)
+
+
+def _mean_query(call: AttentionCall, rows: Tensor, real: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[B, Hq, 1, D]``: of the sampled queries."""
+    if call.starts is None and call.lengths is None:
+        return call.q[:, :, -rows.shape[1] :].mean(2, keepdim=True, dtype=dtype)
+    where = rows[:, None, :, None].expand(-1, call.q.shape[1], -1, call.q.shape[3])
+    picked = torch.where(real[:, None, :, None], torch.gather(call.q, 2, where), 0)
+    total: Tensor = picked.sum(2, keepdim=True, dtype=dtype)
+    return total / real.sum(1).clamp(min=1)[:, None, None, None]
 
 
 def _seen(call: AttentionCall, rows: Tensor, real: Tensor, block: int) -> Tensor:

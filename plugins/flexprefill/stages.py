@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from attrs import frozen
-from torch import Tensor
 
-from sparseprefill.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.pooling import key_tile_mean
 from sparseprefill.sampling import last_rows, sampled_mass
 from sparseprefill.selection import top_mass
-from sparseprefill.slashes import slash_tiles
+from sparseprefill.slashes import slash_tiles, strips_mask
+from sparseprefill.split import default_workspace
 
 from .config import FlexConfig
 from .pattern import distance
@@ -23,6 +21,7 @@ from .pooled import query_aware_tiles
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
+    from sparseprefill.stages import HeadScope
 
 
 @frozen
@@ -33,6 +32,11 @@ class FlexEstimator:
     """
 
     config: FlexConfig
+    head_scope: ClassVar[HeadScope] = "head"
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Maps of tiles, and their lists."""
+        return default_workspace(call, self.config.block)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of every head, and stripes of those that are not query-aware.
@@ -48,21 +52,12 @@ class FlexEstimator:
         far = distance(call, keys, rows, real, mass.columns, block)
         aware = far < config.tau
         slashes = top_mass(mass.slashes, config.gamma, least, most)
-        tiles = torch.where(
-            aware[..., None, None],
-            query_aware_tiles(call, keys, config, least, most),
-            slash_tiles(call.geometry, slashes, block),
-        )
-        tiles[..., 0] = True  # the first tile of every row, as the paper's kernels keep it
         columns = top_mass(mass.columns, config.gamma, least * block, None if most is None else most * block)
-        mask = SparseMask.from_tiles(call, tiles, block) | _stripes(call, columns & ~aware[..., None], block)
+        queries = query_aware_tiles(call, keys, config, least, most)
+        tiles = slash_tiles(call.geometry, slashes, block, but=(aware, queries))
+        # The first tile of every row too, as the paper's kernels keep it.
+        mask = strips_mask(call, tiles, columns, block, but=aware, sink=1)
         return Plan(mask, notes={"distance": far, "query_aware": aware})
-
-
-def _stripes(call: AttentionCall, columns: Tensor, block: int) -> SparseMask:
-    """Columns ``[B, Hq, Nkv]`` for every query of the call."""
-    group = call.geometry.tile_columns(block)
-    return SparseMask.from_stripes(call, columns[:, :, None], group, block, diagonal=False)
 
 
 def pipeline(config: FlexConfig) -> Pipeline:

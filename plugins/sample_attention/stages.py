@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from attrs import frozen
-from torch import Tensor
 
 from sparseprefill.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.sampling import SampledMass, sampled_mass
+from sparseprefill.sampling import sampled_mass
 from sparseprefill.selection import top_mass
 from sparseprefill.slashes import slash_tiles
+from sparseprefill.split import default_workspace
+from sparseprefill.tile_map import TileMap
 
 from .cra import SAMPLED, Sampled
 from .samples import Samples
@@ -21,6 +22,7 @@ from .samples import Samples
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
+    from sparseprefill.stages import HeadScope
 
     from .config import SampleConfig
 
@@ -37,29 +39,25 @@ class SampleEstimator:
     chunk_n: int
     block: int
     extend: str
+    head_scope: ClassVar[HeadScope] = "head"
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Maps of tiles, and their lists."""
+        return default_workspace(call, self.block)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of column and slash strips; `Plan.notes` keeps what `cra` needs."""
         samples = Samples.of(call.geometry, self.block, self.chunk_n)
-        found = [self._mass(call, samples, chunk) for chunk in range(len(samples.until))]
-        columns = top_mass(torch.stack([mass.columns for mass in found], 2), self.alpha_c)
-        slashes = top_mass(torch.stack([mass.slashes for mass in found], 2), self.alpha_s)
-        keep = self._tiles(call, samples.part, columns, slashes)
-        keep[..., 0] = True
-        notes = Sampled(samples.rows.flatten(1), samples.real.flatten(1), torch.cat([mass.lse for mass in found], 2))
-        return Plan(SparseMask.from_tiles(call, keep, self.block), notes={SAMPLED: notes})
-
-    def _mass(self, call: AttentionCall, samples: Samples, chunk: int) -> SampledMass:
-        """One chunk at a time, so that memory is that of one sample."""
-        rows, real = samples.rows[:, chunk], samples.real[:, chunk]
-        return sampled_mass(call, rows, real, self.block, column=self.block, until=samples.until[chunk])
-
-    def _tiles(self, call: AttentionCall, part: Tensor, columns: Tensor, slashes: Tensor) -> Tensor:
-        """bool ``[B, Hq, R, C]`` from strips ``[B, Hq, S, C]`` of every chunk."""
+        mass = sampled_mass(call, samples.rows, samples.real, self.block, column=self.block, until=samples.until)
+        columns, slashes = top_mass(mass.columns, self.alpha_c), top_mass(mass.slashes, self.alpha_s)
+        part = samples.part
         if self.extend == "union":
             columns, slashes, part = columns.any(2, keepdim=True), slashes.any(2, keepdim=True), torch.zeros_like(part)
-        index = part[:, None, :, None].expand(-1, columns.shape[1], -1, columns.shape[3])
-        return torch.gather(columns, 2, index) | slash_tiles(call.geometry, slashes, self.block, part)
+        keep = slash_tiles(call.geometry, slashes, self.block, part, columns)
+        notes = Sampled(samples.rows.flatten(1), samples.real.flatten(1), mass.lse.flatten(2))
+        # The first tile of every row is kept as well as the diagonal one.
+        tiles = TileMap(geometry=call.geometry, tile_q=self.block, tile_k=self.block, keep=keep, band=0, sink=1)
+        return Plan(SparseMask(call.geometry, self.block, self.block, tiles), notes={SAMPLED: notes})
 
 
 def pipeline(config: SampleConfig) -> Pipeline:

@@ -8,26 +8,51 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill import kernels
 from sparseprefill.divergence import js_distance
+from sparseprefill.slashes import slash_tiles
 
 if TYPE_CHECKING:
+    from sparseprefill.geometry import Geometry
+
     from .heads import LayerHeads
     from .pivots import Pivots
 
 
 @frozen(eq=False)
 class Choice:
-    """bool ``[B, H]`` each: heads that share their cluster's pivot; heads that run dense. The rest: vertical-slash."""
+    """What each head runs, vertical-slash where neither flag is set.
 
-    share: Tensor
-    dense: Tensor
+    flags: bool ``[3, B, H]``: heads that share their cluster's pivot, heads that run dense, either. own: ``[B, H, C]``,
+    the block-averaged attention that decided.
+    """
+
+    flags: Tensor
+    own: Tensor
+
+    @property
+    def share(self) -> Tensor:
+        """bool ``[B, H]``."""
+        return self.flags[0]
+
+    @property
+    def dense(self) -> Tensor:
+        """bool ``[B, H]``."""
+        return self.flags[1]
+
+    @property
+    def either(self) -> Tensor:
+        """bool ``[B, H]``."""
+        return self.flags[2]
 
 
-def choose(own: Tensor, seen: Tensor, heads: LayerHeads, pivots: Pivots | None, tau: float, delta: float) -> Choice:
+def choose(
+    own: Tensor, seen: Tensor, heads: LayerHeads, pivots: Pivots | None, layer: int, tau: float, delta: float
+) -> Choice:
     """From the heads' block-averaged attention `own` ``[B, H, C]`` over the blocks `seen` (bool ``[B, C]``).
 
-    All heads at once: of a cluster without a pivot the first head that may make one runs dense, and the others do not
-    wait for it.
+    All heads of a layer at once: of a cluster without a pivot the first head that may make one runs dense, and the
+    others do not wait for it, nor do heads of the layer that come in a later part of the call.
     """
     cluster = heads.clusters(own.device)
     uniform = seen.to(own.dtype) / seen.sum(-1, keepdim=True).clamp(min=1)
@@ -36,8 +61,24 @@ def choose(own: Tensor, seen: Tensor, heads: LayerHeads, pivots: Pivots | None, 
     if pivots is None:
         share = torch.zeros_like(able)
     else:
-        ready = pivots.ready[:, cluster]
+        ready = pivots.ready(layer)[:, cluster]
         share = able & ready & (js_distance(own, pivots.last[:, cluster].to(own.dtype)) < tau)
-        makes = makes & ~ready
+        makes = makes & ~pivots.taken[:, cluster]
     before = (cluster[:, None] == cluster).tril(-1)
-    return Choice(share, makes & ~(makes[:, None] & before).any(-1))
+    dense = makes & ~(makes[:, None] & before).any(-1)
+    return Choice(torch.stack([share, dense, share | dense]), own)
+
+
+def pattern_tiles(
+    geometry: Geometry, slashes: Tensor, block: int, choice: Choice, heads: LayerHeads, pivots: Pivots | None
+) -> Tensor:
+    """bool ``[B, H, R, C]``: by choice the tiles of the cluster's pivot, all, or those of slashes ``[B, H, S]``."""
+    if kernels.serve(slashes):
+        from . import fused
+
+        return fused.pattern_tiles(geometry, slashes, block, choice, heads, pivots)
+    tiles = slash_tiles(geometry, slashes, block)
+    if pivots is not None:
+        shared = pivots.pattern(heads.clusters(slashes.device))
+        tiles = torch.where(choice.share[..., None, None], shared, tiles)
+    return tiles | choice.dense[..., None, None]

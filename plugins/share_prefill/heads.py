@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.clusters import NOISE, ClusterTable
@@ -22,10 +22,19 @@ class LayerHeads:
     cluster: tuple[int, ...]
     makes: tuple[bool, ...]
 
-    @property
+    @cached_property
     def open(self) -> tuple[int, ...]:
         """Clusters whose pivot this layer may make."""
         return tuple(sorted({c for c, makes in zip(self.cluster, self.makes, strict=True) if makes}))
+
+    @cached_property
+    def _codes(self) -> tuple[int, ...]:
+        labels = zip(self.cluster, self.makes, strict=True)
+        return tuple(NOISE if c == NOISE else 2 * c + makes for c, makes in labels)
+
+    def codes(self, device: torch.device) -> Tensor:
+        """int64 [H]: twice the cluster of each head, plus one where it may make the pivot; -1 for noise."""
+        return index(self._codes, device)
 
     def clusters(self, device: torch.device) -> Tensor:
         """int64 [H]: cluster of each head, 0 for noise."""
@@ -34,6 +43,12 @@ class LayerHeads:
     def members(self, device: torch.device) -> Tensor:
         """bool [H]: heads that belong to a cluster."""
         return index(tuple(int(c != NOISE) for c in self.cluster), device).bool()
+
+    def dense(self, dense: Tensor) -> tuple[Tensor, Tensor]:
+        """Of heads that run dense, bool ``[B, H]``: each open cluster's, int64 ``[B, S]``, and whether there is one."""
+        chosen = dense[:, None] & (self.clusters(dense.device) == index(self.open, dense.device)[:, None])
+        chosen = chosen & self.members(dense.device)
+        return chosen.to(torch.uint8).argmax(-1), chosen.any(-1)
 
     def makers(self, device: torch.device) -> Tensor:
         """bool [H]: heads that may make a pivot."""
@@ -46,20 +61,28 @@ class Clusters:
 
     table: ClusterTable | None
     sharing: bool = True
+    _layers: dict[tuple[int, int, int], LayerHeads] = field(factory=dict, init=False, eq=False, repr=False)
 
     @property
     def count(self) -> int:
         """How many clusters there are."""
         return 1 if self.table is None else len(self.table.clusters)
 
-    def layer(self, layer: int, heads: int) -> LayerHeads:
-        """Of a layer with so many query heads."""
+    def layer(self, layer: int, heads: int, first: int = 0) -> LayerHeads:
+        """Of so many query heads of a layer, from the head `first` on."""
+        key = (layer, heads, first)
+        known = self._layers.get(key)
+        if known is None:
+            known = self._layers[key] = self._layer(layer, heads, first)
+        return known
+
+    def _layer(self, layer: int, heads: int, first: int) -> LayerHeads:
         if not self.sharing:
             return LayerHeads((NOISE,) * heads, (False,) * heads)
         if self.table is None:
             return LayerHeads((0,) * heads, (True,) * heads)
         spans = self._spans
-        found = [self.table.label(layer, head) for head in range(heads)]
+        found = [self.table.label(layer, head) for head in range(first, first + heads)]
         found = [c if c != NOISE and spans[c][0] < spans[c][1] else NOISE for c in found]
         return LayerHeads(tuple(found), tuple(c != NOISE and layer < spans[c][1] for c in found))
 
@@ -68,6 +91,11 @@ class Clusters:
         """First and last layer of each cluster."""
         layers = [[layer for layer, _ in heads] for heads in self.table.clusters] if self.table else []
         return tuple((min(one), max(one)) for one in layers)
+
+
+def of_heads(x: Tensor, head: Tensor) -> Tensor:
+    """x ``[B, H, *]`` at head ``[B, S]``: ``[B, S, *]``."""
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], head]
 
 
 @lru_cache(maxsize=4096)

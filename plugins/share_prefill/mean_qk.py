@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparseprefill.mask_math import reachable_map
 from sparseprefill.pooling import key_tile_mean, tile_mean
@@ -17,28 +18,36 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 KEYS = 8192
-"""Keys, or query rows, of which products are in memory at once."""
+"""Keys, or query rows, whose sums are in memory at once."""
 
 
 def last_scores(call: AttentionCall, rows: Tensor, real: Tensor, seen: Tensor, block: int) -> Tensor:
-    """``[B, H, C]`` of the sampled rows (index ``[B, n]``, where `real`); seen: bool ``[B, C]``, blocks in reach."""
+    """``[B, H, C]`` of the sampled rows (index ``[B, n]``, where `real`); seen: bool ``[B, C]``, blocks in reach.
+
+    In a block that every row sees the mean logit is the product of the means; pairs are formed for the others alone.
+    """
     geometry, heads, width = call.geometry, call.q.shape[1], call.q.shape[-1]
-    batch, count, bins = rows.shape[0], rows.shape[1], geometry.tile_columns(block)
+    batch, count = rows.shape
     dtype = _dtype(call)
     q = torch.gather(call.q, 2, rows[:, None, :, None].expand(-1, heads, -1, width)).to(dtype)
-    q = torch.where(real[:, None, :, None], q, 0).reshape(batch, -1, call.group * count, width)
-    query, key = torch.gather(geometry.query_positions(), 1, rows), geometry.key_positions()
-    total = torch.zeros(batch, heads, bins, dtype=dtype, device=q.device)
-    pairs = torch.zeros(batch, 1, bins, dtype=dtype, device=q.device)
-    for first in range(0, geometry.kv_len, KEYS):
-        keys = slice(first, first + KEYS)
-        position = key[:, None, keys]
-        sees = (query[:, :, None] >= position) & (position >= 0) & real[:, :, None]
-        logits = (q @ call.k[:, :, keys].to(dtype).transpose(-1, -2)).view(batch, heads, count, -1)
-        at = torch.div(position, block, rounding_mode="floor").clamp(min=0)
-        total.scatter_add_(2, at.expand(-1, heads, -1), torch.where(sees[:, None], logits, 0).sum(2))
-        pairs.scatter_add_(2, at, sees.sum(1, keepdim=True).to(dtype))
-    return _softmax(call, total / pairs.clamp(min=1), seen[:, None])
+    q = torch.where(real[:, None, :, None], q, 0).unflatten(1, (-1, call.group))
+    pooled = q.sum(3) / real.sum(1).clamp(min=1)[:, None, None, None]
+    mean = (pooled @ key_tile_mean(call.k, geometry, block).to(dtype).transpose(-1, -2)).flatten(1, 2)
+    query = torch.gather(geometry.query_positions(), 1, rows)
+    first = torch.where(real, query, geometry.kv_len).amin(1, keepdim=True)
+    tiles = torch.div(first, block, rounding_mode="floor")
+    tiles = tiles + torch.arange((count + block - 2) // block + 1, device=q.device)
+    position = (tiles[..., None] * block + torch.arange(block, device=q.device)).flatten(1)
+    sees = (query[:, :, None] >= position[:, None]) & real[:, :, None]
+    keys = _key_tiles(call, tiles, block).flatten(2, 3)
+    logits = (q.flatten(2, 3) @ keys.transpose(-1, -2)).view(batch, heads, count, -1)
+    total = torch.where(sees[:, None], logits, 0).sum(2).unflatten(2, (-1, block)).sum(3)
+    pairs = sees.sum(1).unflatten(1, (-1, block)).sum(2).clamp(min=1)
+    # Tiles behind the last go to a column of their own, which is dropped.
+    bins = mean.shape[2]
+    at = tiles.clamp(max=bins)[:, None].expand(-1, heads, -1)
+    mean = functional.pad(mean, (0, 1)).scatter(2, at, total / pairs[:, None])[..., :bins]
+    return _softmax(call, mean, seen[:, None])
 
 
 def map_scores(call: AttentionCall, block: int) -> Tensor:

@@ -17,25 +17,38 @@ if TYPE_CHECKING:
 
 
 def seen_blocks(geometry: Geometry, rows: Tensor, real: Tensor, block: int) -> Tensor:
-    """bool ``[B, C]``: blocks with a key that one of the sampled rows may see."""
+    """bool ``[B, C]``: blocks with a key that one of the sampled rows, the call's last ones, may see."""
+    column = torch.arange(geometry.tile_columns(block), device=geometry.device)
+    if geometry.starts is None and geometry.lengths is None:
+        end = geometry.q_offset + geometry.q_len
+        seen = column < -(-end // block)
+        if geometry.window is not None:
+            seen = seen & (column >= max(end - rows.shape[1] - geometry.window + 1, 0) // block)
+        return seen.expand(geometry.batch, -1)
     query = torch.gather(geometry.query_positions(), 1, rows)
     last = torch.where(real, query, -1).amax(1)
     first = torch.zeros_like(last)
     if geometry.window is not None:
         near = torch.where(real, query, geometry.kv_len).amin(1)
         first = (near - geometry.window + 1).clamp(min=0)
-    column = torch.arange(geometry.tile_columns(block), device=geometry.device)
     low, high = (torch.div(x, block, rounding_mode="floor")[:, None] for x in (first, last))
     return (column >= low) & (column <= high)
 
 
-def block_mass(mass: SampledMass, block: int) -> Tensor:
-    """``[B, H, C]``: share of the sampled rows' attention in each block (a-hat, Algorithm 3)."""
+def block_sums(mass: SampledMass, block: int) -> Tensor:
+    """``[B, H, C]``: the sampled rows' attention in each block."""
     columns = mass.columns
-    bins = -(-columns.shape[-1] // block)
-    total = functional.pad(columns, (0, bins * block - columns.shape[-1])).unflatten(-1, (bins, block)).sum(-1)
-    whole = total.sum(-1, keepdim=True)
-    share: Tensor = total / torch.where(whole == 0, 1.0, whole)
+    missing = -columns.shape[-1] % block
+    if missing:
+        columns = functional.pad(columns, (0, missing))
+    total: Tensor = columns.unflatten(-1, (-1, block)).sum(-1)
+    return total
+
+
+def shares(sums: Tensor) -> Tensor:
+    """The same as shares of each head's whole (a-hat, Algorithm 3); 0 where that is 0."""
+    whole = sums.sum(-1, keepdim=True)
+    share: Tensor = sums / torch.where(whole == 0, 1.0, whole)
     return share
 
 

@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill import kernels
 from sparseprefill.errors import StageError
-from sparseprefill.lists import IndexLists
-from sparseprefill.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.sampling import last_rows, sampled_mass
+from sparseprefill.sampling import SampledMass, last_rows, sampled_mass
 from sparseprefill.selection import top_mass
-from sparseprefill.slashes import slash_tiles
+from sparseprefill.slashes import slash_tiles, strips_mask
+from sparseprefill.split import default_workspace
 
 from . import mean_qk, scores
 from .config import SINGLE, ShareConfig
-from .decide import choose
-from .heads import Clusters, LayerHeads, index
-from .pivots import KEY, Pivots, earlier
+from .decide import Choice, choose, pattern_tiles
+from .heads import Clusters, LayerHeads, of_heads
+from .pivots import KEY, Pivots, earlier, renewed
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.identity import ModelIdentity
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Result
+    from sparseprefill.stages import HeadScope
 
 MISSING = (
     "no table of head clusters; make one with `sparseprefill cluster --model PATH` and pass clusters=TABLE, or "
     "clusters='single' to put all heads into one cluster"
 )
 PART = 256
-"""Rows of a block map that are sorted at once."""
+"""Rows of a block map that are sorted at once; the kernel sorts nothing and takes all."""
 
 
 @frozen(eq=False)
 class Evidence:
-    """What the estimator leaves for the observer: who runs dense, bool ``[B, H]``, and a-hat ``[B, H, C]``."""
+    """What the estimator leaves for the observer."""
 
     heads: LayerHeads
-    dense: Tensor
-    own: Tensor
+    choice: Choice
 
 
 @frozen(eq=False)
@@ -55,6 +55,11 @@ class ShareEstimator:
 
     config: ShareConfig
     clusters: Clusters
+    head_scope: ClassVar[HeadScope] = "head"
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Maps of tiles and their lists, a pivot's pattern for each head, and the probe."""
+        return default_workspace(call, self.config.block, 24)
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """A missing table, or one for another model; a window, with mean_qk."""
@@ -75,37 +80,37 @@ class ShareEstimator:
         config, geometry = self.config, call.geometry
         rows, real = last_rows(call, config.block)
         mass = sampled_mass(call, rows, real, config.block)
-        stripes = top_mass(mass.columns, config.gamma)
-        tiles = slash_tiles(geometry, top_mass(mass.slashes, config.gamma), config.block)
-        heads = self.clusters.layer(call.layer, geometry.heads)
+        stripes, slashes = top_mass(mass.columns, config.gamma), top_mass(mass.slashes, config.gamma)
+        heads = self.clusters.layer(call.layer, geometry.heads, call.first_head)
         pivots = earlier(call, memory)
         if pivots is None and not heads.open:
-            return Plan(self._mask(call, tiles, stripes))
-        seen = scores.seen_blocks(geometry, rows, real, config.block)
-        if config.block_score == "mass":
-            own = scores.block_mass(mass, config.block)
-        else:
-            own = mean_qk.last_scores(call, rows, real, seen, config.block)
-        choice = choose(own, seen, heads, pivots, config.tau, config.delta)
-        if pivots is not None:
-            shared = pivots.tiles[:, heads.clusters(own.device)]
-            tiles = torch.where(choice.share[..., None, None], shared, tiles)
-        tiles = tiles | choice.dense[..., None, None]
-        stripes = stripes & ~(choice.share | choice.dense)[..., None]
-        mask = self._mask(call, tiles, stripes)
+            return Plan(strips_mask(call, slash_tiles(geometry, slashes, config.block), stripes, config.block))
+        choice = self._choice(call, mass, rows, real, heads, pivots)
+        tiles = pattern_tiles(geometry, slashes, config.block, choice, heads, pivots)
+        mask = strips_mask(call, tiles, stripes, config.block, but=choice.either)
         if not heads.open:
             return Plan(mask)
         probe = choice.dense if config.block_score == "mass" else None
-        return Plan(mask, probe=probe, notes={KEY: Evidence(heads, choice.dense, own)})
+        return Plan(mask, probe=probe, notes={KEY: Evidence(heads, choice)})
 
-    def _mask(self, call: AttentionCall, tiles: Tensor, stripes: Tensor) -> SparseMask:
-        """Tiles ``[B, H, R, C]`` and the diagonal; columns ``[B, H, Nkv]`` for all rows of their head."""
-        geometry, block = call.geometry, self.config.block
-        chosen = SparseMask.from_tiles(call, tiles, block).tiles
-        group = geometry.tile_columns(block)
-        groups = geometry.tile_rows(group * block)
-        lists = IndexLists.from_map(stripes[:, :, None].expand(-1, -1, groups, -1))
-        return SparseMask(geometry, block, block, chosen, group, lists)
+    def _choice(
+        self, call: AttentionCall, mass: SampledMass, rows: Tensor, real: Tensor, heads: LayerHeads,
+        pivots: Pivots | None,
+    ) -> Choice:  # fmt: skip
+        config, geometry = self.config, call.geometry
+        sums = config.block_score == "mass"
+        if sums:
+            blocks = scores.block_sums(mass, config.block)
+        else:
+            seen = scores.seen_blocks(geometry, rows, real, config.block)
+            blocks = mean_qk.last_scores(call, rows, real, seen, config.block)
+        if kernels.serve(blocks) and blocks.dtype == torch.float32:
+            from . import fused
+
+            return fused.choose(geometry, blocks, rows.shape[1], heads, pivots, call.layer, config, sums=sums)
+        if sums:
+            blocks, seen = scores.shares(blocks), scores.seen_blocks(geometry, rows, real, config.block)
+        return choose(blocks, seen, heads, pivots, call.layer, config.tau, config.delta)
 
 
 @frozen(eq=False)
@@ -114,44 +119,47 @@ class PivotObserver:
 
     config: ShareConfig
     clusters: Clusters
+    head_scope: ClassVar[HeadScope] = "head"
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Maps of the heads that make a pivot, and for a whole map's cover its sort in float64."""
+        return default_workspace(call, self.config.block, 8 if self.config.coverage == "row" else 48)
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Nothing where the estimator is another one, or the layer makes no pivot."""
         evidence = plan.notes.get(KEY)
         if not isinstance(evidence, Evidence):
             return
-        device, own = call.q.device, evidence.own
-        which = index(evidence.heads.open, device)
-        chosen = evidence.dense[:, None] & (evidence.heads.clusters(device) == which[:, None])
-        chosen = chosen & evidence.heads.members(device)
-        head = chosen.to(torch.uint8).argmax(-1)
-        maps = _of_heads(self._map(call, plan, result), head)
-        pivots = earlier(call, memory)
-        if pivots is None:
-            pivots = Pivots.none(call, self.config.block, self.clusters.count, own.dtype)
-        new = pivots.updated(call.layer, which, chosen.any(-1), _of_heads(own, head), self._cover(maps))
-        memory.put(KEY, new)
+        cover = self._cover(self._maps(call, plan, result, evidence))
+        memory.put(
+            KEY, renewed(call, earlier(call, memory), self.clusters.count, evidence.heads, evidence.choice, cover)
+        )
 
-    def _map(self, call: AttentionCall, plan: Plan, result: Result) -> Tensor:
+    def _maps(self, call: AttentionCall, plan: Plan, result: Result, evidence: Evidence) -> Tensor:
+        """``[B, S, R, C]``: block scores of the heads that run dense, by open cluster."""
+        heads, dense, block = evidence.heads, evidence.choice.dense, self.config.block
         if self.config.block_score == "mean_qk":
-            return mean_qk.map_scores(call, self.config.block)
+            head = heads.dense(dense)[0]
+            q, k = of_heads(call.q, head), of_heads(call.k, torch.div(head, call.group, rounding_mode="floor"))
+            return mean_qk.map_scores(evolve(call, q=q, k=k, v=k, sinks=None), block)
         if result.probe is None:
             raise StageError("the executor gave no probe, from which share-prefill makes its pivots")
-        return scores.on_blocks(result.probe, plan.mask, self.config.block)
+        if kernels.serve(result.probe):
+            from .fused import maker_maps
+
+            return scores.on_blocks(maker_maps(result.probe, dense, heads), plan.mask, block)
+        return scores.on_blocks(of_heads(result.probe, heads.dense(dense)[0]), plan.mask, block)
 
     def _cover(self, maps: Tensor) -> Tensor:
         """bool ``[B, S, R, C]``: the fewest tiles that carry gamma, of each row or of the map as a whole."""
         gamma = self.config.gamma
         if self.config.coverage == "row":
+            if kernels.serve(maps):
+                return top_mass(maps, gamma)
             return torch.cat([top_mass(part, gamma) for part in maps.split(PART, 2)], 2)
         # A map has many small numbers, whose running sum in float32 could fall short of gamma.
         whole = [top_mass(maps[:, i].flatten(1).double(), gamma) for i in range(maps.shape[1])]
         return torch.stack(whole, 1).view_as(maps)
-
-
-def _of_heads(x: Tensor, head: Tensor) -> Tensor:
-    """x ``[B, H, *]`` at head ``[B, S]``: ``[B, S, *]``."""
-    return x[torch.arange(x.shape[0], device=x.device)[:, None], head]
 
 
 def pipeline(config: ShareConfig) -> Pipeline:

@@ -67,6 +67,7 @@ class Blocks:
             lengths=lengths,
             softcap=call.softcap,
             sinks=call.sinks,
+            first_head=call.first_head,
         )
         return cls(made, start, prefix, first, query, count)
 

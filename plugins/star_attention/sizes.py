@@ -55,6 +55,12 @@ class Rule:
             return self._up(self.block_size) * self.tile
         return self._up(_quarter(self.context_length or 0)) * self.tile if self.static else None
 
+    def most(self, geometry: Geometry) -> int:
+        """Most tiles in the lists of a context row: those of anchor and block."""
+        block = BLOCK if self.block_size is None else self.block_size
+        anchor = block if self.anchor_length is None else self.anchor_length
+        return min(self._up(block) + self._up(anchor), geometry.tile_columns(self.tile))
+
     def sizes(self, geometry: Geometry) -> Sizes:
         """The sizes for a call, without host synchronisation. Nothing is longer than the call's keys."""
         columns = geometry.tile_columns(self.tile)

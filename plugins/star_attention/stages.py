@@ -12,6 +12,7 @@ from sparseprefill.errors import ParameterError
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
+from sparseprefill.split import default_workspace, ranges_workspace, workspace
 
 from .blocks import Blocks
 from .scatter import Places
@@ -21,6 +22,7 @@ from .tiles import star_mask
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.identity import ModelIdentity
+    from sparseprefill.stages import HeadScope
 
     from .config import StarConfig
 
@@ -42,6 +44,20 @@ class StarEstimator:
         if not self.rule.static:
             return None
         return 1 if self.inner is None else self.rule.block
+
+    @property
+    def head_scope(self) -> HeadScope | None:
+        """The inner method's; without one, each head for itself."""
+        return "head" if self.inner is None else self.inner.head_scope
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Lists of one head, for all; with an inner method its bounds, the blocks' tensors, and what is moved back."""
+        if self.inner is None:
+            return ranges_workspace(call, self.rule.tile, self.rule.most(call.geometry))
+        tensors = sum(x.numel() * x.element_size() for x in (call.q, call.k, call.k, call.v, call.v))
+        states = call.q.numel() // call.q.shape[-1] * call.v.shape[-1] * 4
+        inner = workspace((self.inner.estimator,), call) + workspace(self.inner.refiners, call)
+        return 2 * tensors + states + inner + default_workspace(call)
 
     def check_model(self, model: ModelIdentity) -> None:
         """The inner method's, where it was made for another model."""

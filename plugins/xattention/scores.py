@@ -16,8 +16,18 @@ if TYPE_CHECKING:
 LOGITS = 1 << 25
 """Logits of groups that are in memory at once, over batch and heads."""
 
+PARTIALS = 1 << 27
+"""Partial sums that the kernels leave in memory at once, float32, over batch and heads."""
+
 LEAST, PARTS = 16, 8
 """Query tiles of a part at least, and parts of a call: each part looks at the keys up to its own end alone."""
+
+
+def scores_workspace(call: AttentionCall, stride: int, block: int) -> int:
+    """Bytes that the scores of tiles take, with the logits or sums of groups that are in memory on the way."""
+    geometry = call.geometry
+    pairs = geometry.batch * geometry.heads * geometry.tile_rows(block) * geometry.tile_columns(block)
+    return 4 * pairs + 5 * min(PARTIALS, max(4 * LOGITS, 2 * pairs * (block // stride)))
 
 
 def tile_scores(call: AttentionCall, stride: int, block: int) -> Iterator[tuple[slice, Tensor]]:

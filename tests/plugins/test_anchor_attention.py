@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sparseprefill.plugins.anchor_attention.regions import Regions
 
 import sparseprefill as sp
 from oracles.anchor_attention import Answer, Parameters, anchor_attention
@@ -190,3 +191,30 @@ def test_a_sliding_window_is_refused_with_the_reason() -> None:
     q, k, v = tensors(10, (1, 1), 40, 40)
     with pytest.raises(sp.UnsupportedCallError, match="sliding window"):
         run(Parameters(1.0, 2, 8, 8), q, k, v, window=16)
+
+
+def test_layers_of_one_shape_share_the_lists_of_the_anchor_region() -> None:
+    regions, call = Regions(8, 2, 8), sp.AttentionCall(*tensors(11, (2, 1), 60, 90))
+    first, again = regions.anchor(call.geometry), regions.anchor(call.geometry)
+    assert first.tiles is again.tiles
+    fresh = regions.lists(call.geometry)
+    assert torch.equal(fresh.counts, first.tiles.counts)
+    assert torch.equal(fresh.indices, first.tiles.indices)
+    starts = torch.tensor([3], dtype=torch.int32)
+    padded = sp.AttentionCall(call.q, call.k, call.v, starts=starts)
+    assert regions.anchor(padded.geometry).tiles is not regions.anchor(padded.geometry).tiles
+
+
+def test_workspace_grows_with_the_candidates() -> None:
+    estimator: Any = sp.build("anchor-attention").estimator
+
+    def need(q_len: int, kv_len: int, heads: int = 4) -> int:
+        q, k = (
+            torch.empty(1, h, n, 128, dtype=torch.bfloat16, device="meta") for h, n in ((heads, q_len), (1, kv_len))
+        )
+        return int(estimator.workspace(sp.AttentionCall(q, k, k)))
+
+    million = 1 << 20
+    assert need(million // 8, million) < 2.5 * 2**30 < need(million, million)
+    assert need(4096, 4096) < need(4096, 8192) < need(8192, 8192)
+    assert need(8192, 8192) < need(8192, 8192, heads=8)

@@ -37,10 +37,11 @@ CALLS = (
 
 @frozen
 class Estimator:
-    """An estimator made of a function, which claims a grain."""
+    """An estimator made of a function, which claims a grain, or a head scope."""
 
     answer: Callable[[AttentionCall], Plan]
     grain: int | None = None
+    head_scope: sp.HeadScope | None = None
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         return self.answer(call)
@@ -116,6 +117,12 @@ def by_last_query(call: AttentionCall) -> Plan:
     return Plan(SparseMask.from_stripes(call, (score > 0)[:, :, None], 99, 16))
 
 
+def by_first_head(call: AttentionCall) -> Plan:
+    """All heads keep what the first one wants."""
+    score = (call.q[:, :1, -1:] * call.k[:, :1]).sum(-1)
+    return Plan(SparseMask.from_stripes(call, (score > 0)[:, :, None], 99, 16))
+
+
 def overlapping_carry(call: AttentionCall) -> Plan:
     plan = NEAR.estimate(call, Memory())
     return Plan(plan.mask, Carry(REFERENCE.accumulate(call, plan), plan.mask))
@@ -167,6 +174,11 @@ BROKEN: dict[str, tuple[Pipeline, Callable[..., Any], str]] = {
     "unsorted lists": (estimating(unsorted), testing.assert_disjoint, "ascending, distinct"),
     "grain lie": (estimating(by_last_query, 16), testing.assert_chunk_invariant, r"chunks cut at \[.*\(grain 16\)"),
     "grain lie seen by causality": (estimating(by_last_query, 16), testing.assert_causal, "declared grain 16"),
+    "head scope lie": (
+        Pipeline(Estimator(by_first_head, head_scope="head"), name="broken"),
+        testing.assert_parts_equal_whole,
+        "in 2 parts by heads",
+    ),
     "sparse at full": (
         estimating(lambda call: NEAR.estimate(call, Memory())),
         lambda one, **options: testing.assert_full_mask_is_dense(one, full={}, **options),
@@ -221,6 +233,7 @@ def test_method_name_and_factory_are_all_taken() -> None:
     class Everything:
         block: int
         grain: ClassVar[int] = 1
+        head_scope: ClassVar[sp.HeadScope] = "head"
 
         def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
             return Plan(SparseMask.full(call, self.block))

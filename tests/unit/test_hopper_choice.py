@@ -20,7 +20,7 @@ def call(dtype: torch.dtype = torch.bfloat16, width: int = 128, **more: Any) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("tile", [(128, 128), (128, 64), (256, 256)])
 def test_takes_half_precision_and_large_tiles(dtype: torch.dtype, width: int, tile: tuple[int, int]) -> None:
     given = call(dtype, width)

@@ -138,7 +138,8 @@ def test_the_hash_has_the_same_bits_on_the_gpu() -> None:
     x = torch.arange(1 << 20)
     assert torch.equal(hashing.mix(x), hashing.mix(x.cuda()).cpu())
     call = make(300, heads=4)
-    states = hashing.query_hash(call.geometry, 16, hashing.RANDOM, 2**40 + 3, 7)
+    begun = hashing.begin(hashing.RANDOM, 2**40 + 3, 7)
+    states = hashing.row_hash(call.geometry, 16, begun)
     assert torch.equal(hashing.below(states, 50, 2**30), hashing.below(states.cuda(), 50, 2**30).cpu())
 
 

@@ -60,6 +60,7 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
     "NaN of an unselected key stays out": laws_change.unselected_nan,
     "batch rows independent": laws_change.batch_rows_independent,
     "chunk invariance at the grain": laws_change.chunk_invariant,
+    "parts by heads == whole": laws_change.parts_equal_the_whole,
 }
 
 
@@ -116,6 +117,11 @@ def assert_batch_rows_independent(candidate: Candidate, **options: Unpack[Option
 def assert_chunk_invariant(candidate: Candidate, **options: Unpack[Options]) -> Report:
     """Cutting a prompt at multiples of the declared grain changes nothing."""
     return check_laws(candidate, ("chunk invariance at the grain",), **options)
+
+
+def assert_parts_equal_whole(candidate: Candidate, **options: Unpack[Options]) -> Report:
+    """Cutting a call by heads, as the declared `head_scope` allows, changes nothing."""
+    return check_laws(candidate, ("parts by heads == whole",), **options)
 
 
 def check_laws(candidate: Candidate, names: tuple[str, ...], **options: Unpack[Options]) -> Report:

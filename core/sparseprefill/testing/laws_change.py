@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.memory import Memory
+from sparseprefill.split import parts
 from sparseprefill.testing.trial import NotApplicableError, Trial, require
 from sparseprefill.testing.truth import attention
 
@@ -150,3 +151,22 @@ def _in_chunks(trial: Trial, bounds: list[int]) -> tuple[Tensor, Tensor]:
         part = evolve(call, q=call.q[:, :, rows], k=call.k[:, :, :last], v=call.v[:, :, :last], q_offset=first)
         results.append(trial.pipeline.run(part, memory))
     return torch.cat([part.out for part in results], 2), torch.cat([part.lse for part in results], 2)
+
+
+def parts_equal_the_whole(trial: Trial) -> None:
+    """A call cut by heads, at the declared `head_scope`, gives what the whole gives: two layers of one request."""
+    pipeline = trial.pipeline
+    cut = evolve(pipeline, workspace=1)
+    heads = len({part.heads for part in parts(cut, trial.call, 1)})
+    if heads == 1:
+        scope = pipeline.head_scope
+        if scope is None:
+            raise NotApplicableError("the pipeline declares no head_scope: a stage looks at all heads together")
+        raise NotApplicableError(f"the call has a single {scope} of query heads")
+    memories = Memory(), Memory()
+    for layer in range(2):
+        call = evolve(trial.call, layer=trial.call.layer + layer)
+        whole, result = evolve(pipeline, workspace=None).run(call, memories[0]), cut.run(call, memories[1])
+        what = f"of layer {call.layer} in {heads} parts by heads (head_scope {pipeline.head_scope}) against the whole"
+        trial.same(f"output {what}", whole.out, result.out)
+        trial.same(f"LSE {what}", whole.lse, result.lse)

@@ -1,0 +1,173 @@
+"""Which parts a long call is cut into, so that what its stages hold at a time stays within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from math import lcm
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from attrs import evolve, frozen
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.pipeline import Pipeline
+
+Limit = int | Literal["auto"] | None
+LIMIT = 3 << 30
+"""Bytes on CUDA devices by default: with the LSE, and with what bounds leave out, a layer stays within 4 GiB."""
+SPARE = 4
+"""Of a limit that a call does not keep as a whole, one part in so many is left free: for the LSE, for counting pairs,
+and for what of the part before is not yet let go."""
+ROWS = 2048
+"""Calls are cut at multiples of it (and of the grain), so that a query tile or group of tiles lies in one part."""
+TILE, PER_PAIR, PER_KEY = 128, 16, 48
+"""Of `default_workspace`: tokens per tile; bytes per pair of tiles (bool maps and their lists), and per key."""
+
+
+@frozen
+class Part:
+    """Query heads and query rows of a call, as half-open ranges; all of both is the call itself."""
+
+    heads: tuple[int, int]
+    rows: tuple[int, int]
+
+    def of(self, call: AttentionCall) -> AttentionCall:
+        """The part as a call: views. Keys behind its last row are left out where rows are."""
+        (head, end), (row, last) = self.heads, self.rows
+        group = call.group
+        kv = slice(head // group, -(-end // group))
+        sinks = None if call.sinks is None else call.sinks[head:end]
+        part = evolve(
+            call,
+            q=call.q[:, head:end],
+            k=call.k[:, kv],
+            v=call.v[:, kv],
+            sinks=sinks,
+            q_offset=call.geometry.q_offset,
+            first_head=call.first_head + head,
+        )
+        if (row, last) == (0, call.q.shape[2]):
+            return part
+        offset = call.geometry.q_offset
+        keys = offset + last
+        return evolve(
+            part,
+            q=part.q[:, :, row:last],
+            k=part.k[:, :, :keys],
+            v=part.v[:, :, :keys],
+            q_offset=offset + row,
+            lengths=None if call.lengths is None else call.lengths.clamp(max=keys),
+        )
+
+
+def limit_of(workspace: Limit, device: torch.device) -> int | None:
+    """The limit in bytes on a device; None for none."""
+    if workspace == "auto":
+        return LIMIT if device.type == "cuda" else None
+    return workspace
+
+
+def default_workspace(call: AttentionCall, tile: int = TILE, per_pair: int = PER_PAIR) -> int:
+    """The bound of a stage that states none: maps and lists of square tiles of each head, and vectors over the keys.
+
+    tile: tokens of a tile. per_pair: bytes that the maps and lists take for each pair of tiles.
+    """
+    geometry = call.geometry
+    pairs = geometry.tile_rows(tile) * geometry.tile_columns(tile)
+    return geometry.batch * geometry.heads * (pairs * per_pair + geometry.kv_len * PER_KEY)
+
+
+def ranges_workspace(call: AttentionCall, tile: int, width: int) -> int:
+    """The bound of a mask of `IndexLists.from_ranges`: lists of at most `width` tiles, shared by all heads."""
+    geometry = call.geometry
+    return geometry.batch * geometry.tile_rows(tile) * (64 * width + 32 * geometry.heads)
+
+
+def workspace(stages: Iterable[object], call: AttentionCall) -> int:
+    """The largest bound of the stages, 0 of none: one works at a time."""
+    bounds = [getattr(stage, "workspace", default_workspace)(call) for stage in stages]
+    return max(bounds, default=0)
+
+
+def bound(pipeline: Pipeline, call: AttentionCall) -> int:
+    """Bytes that a pipeline may hold for a call at once: the plan, and the stage that works on it."""
+    after = (*pipeline.refiners, pipeline.executor, *pipeline.observers)
+    return workspace((pipeline.estimator,), call) + workspace(after, call)
+
+
+def parts(pipeline: Pipeline, call: AttentionCall, limit: int | None) -> tuple[Part, ...]:
+    """The fewest parts whose bounds keep to the limit, less `SPARE`, or the smallest that the stages allow.
+
+    By groups of query heads that share a KV head first; then by rows, at multiples of the grain, where the pipeline
+    has one and all batch rows begin at 0; then by query heads. Rows outside, heads inside: as chunks of a prompt, each
+    cut by heads.
+    """
+    whole = Part((0, call.q.shape[1]), (0, call.q.shape[2]))
+    if limit is None or bound(pipeline, call) <= limit:
+        return (whole,)
+    room = limit - limit // SPARE
+
+    def fits(part: Part) -> bool:
+        return bound(pipeline, part.of(call)) <= room
+
+    sizes, rows = _head_sizes(pipeline, call), [whole.rows]
+    together = [size for size in sizes if size >= call.group]
+    size = next((n for n in together if fits(evolve(whole, heads=(0, n)))), None)
+    if size is None and pipeline.grain is not None and call.starts is None:
+        cuts = _cuts(call, lcm(pipeline.grain, ROWS))
+        few = sizes[len(together) - 1 :]
+        size = next((n for n in few if fits(Part((0, n), (cuts[-2], cuts[-1])))), few[-1])
+        rows = _cut_rows(cuts, size, fits)
+    if size is None:
+        size = next((n for n in sizes if fits(evolve(whole, heads=(0, n)))), sizes[-1])
+    heads = _even(call.q.shape[1], size, call.group)
+    return tuple(Part(columns, one) for one in rows for columns in heads)
+
+
+def _head_sizes(pipeline: Pipeline, call: AttentionCall) -> list[int]:
+    """Numbers of query heads that a part may have, descending."""
+    heads, group, scope = call.q.shape[1], call.group, pipeline.head_scope
+    if scope is None:
+        return [heads]
+    inside = range(group - 1, 0, -1) if scope == "head" else ()
+    return [*range(heads, 0, -group), *inside]
+
+
+def _even(heads: int, size: int, group: int) -> list[tuple[int, int]]:
+    """Ranges of about equally many heads, at most `size`: whole groups of a KV head, or parts of one."""
+    if size >= group:
+        groups = heads // group
+        return [(a * group, b * group) for a, b in _ranges(groups, size // group)]
+    inner = _ranges(group, size)
+    return [(first + a, first + b) for first in range(0, heads, group) for a, b in inner]
+
+
+def _ranges(total: int, size: int) -> list[tuple[int, int]]:
+    count = -(-total // size)
+    ends = [total * i // count for i in range(count + 1)]
+    return list(pairwise(ends))
+
+
+def _cuts(call: AttentionCall, unit: int) -> list[int]:
+    """Rows at which the call may be cut, its first and its end among them."""
+    offset, length = call.geometry.q_offset, call.q.shape[2]
+    inside = range((offset // unit + 1) * unit - offset, length, unit)
+    return [0, *inside, length]
+
+
+def _cut_rows(cuts: list[int], heads: int, fits: Callable[[Part], bool]) -> list[tuple[int, int]]:
+    """As many rows at a time as fit, at least those between two cuts."""
+    at, found = 0, []
+    while at < len(cuts) - 1:
+        low, high = at + 1, len(cuts) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if fits(Part((0, heads), (cuts[at], cuts[middle]))):
+                low = middle
+            else:
+                high = middle - 1
+        found.append((cuts[at], cuts[low]))
+        at = low
+    return found

@@ -1,0 +1,133 @@
+"""Sizes of the identification kernels' launches: a pure table by capability, and what a call makes of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.geometry import Geometry
+
+    from .regions import Regions
+
+WORD = 16  # keys per word of flags: a bit "sure" and a bit "unsure" each
+STEP_PART = 16  # blocks of a group that are scored side by side
+
+
+@frozen
+class Settings:
+    """block_m: keys per program. block_n: pooled queries per step. warps, stages: of the program. tma: descriptors."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    tma: bool
+    maxnreg: int | None = None
+
+    @property
+    def registers(self) -> dict[str, int]:
+        """The cap as a launch option."""
+        return {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
+
+
+def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settings:
+    """Settings of the scoring launch: (9, 0) is Hopper, (0, 0) the interpreter.
+
+    block_d: head dimension, rounded up to a power of two. itemsize: bytes per element of k.
+    """
+    if capability[0] < 9:
+        return Settings(64, 64, 4, 2, tma=False)
+    if block_d > 128:
+        return Settings(128, 64, 8, 2, tma=True)
+    # 256 keys x 64 queries: each pooled query is read half as often as with 128 x 128, and two programs still fit.
+    return Settings(256, 64, 8, 3, tma=True, maxnreg=128 if itemsize == 2 else None)
+
+
+@frozen(kw_only=True)
+class Layout:
+    """How one call's pooled queries lie in memory, and the words of flags per key range.
+
+    A *set* is the blocks of one group and head that one step scores; `heads` heads share a KV head's keys; `parts` is
+    how many such shares a GQA group needs, `chunks` how many steps a group of many blocks needs. A *tile* is `rows`
+    groups. Pooled queries are ``[shares, chunks, tiles, block_n, D]``, columns as pool.py orders them.
+    """
+
+    heads: int
+    parts: int
+    step: int
+    chunks: int
+    sets: int
+    rows: int
+    groups: int
+    tiles: int
+    shares: int
+    first_key: int
+    key_tiles: int
+    words: int
+    room: int
+
+    @classmethod
+    def of(cls, geometry: Geometry, kv_heads: int, regions: Regions, block_m: int, block_n: int) -> Layout:
+        """From sizes alone."""
+        group = geometry.heads // kv_heads
+        step = min(max(_power(regions.step), 2), STEP_PART)
+        sets = block_n // step
+        heads = min(_power(group), sets)
+        parts, chunks = -(-group // heads), -(-regions.step // step)
+        rows = sets // heads
+        groups = geometry.tile_rows(regions.group)
+        first_key = regions.init_tokens // WORD * WORD
+        # No row of the batch has a candidate at or after the last group's start; rows that start later have fewer.
+        end = (geometry.q_offset + geometry.q_len - 1) // regions.group * regions.group
+        key_tiles = -(-max(end - first_key, 0) // block_m)
+        return cls(
+            heads=heads,
+            parts=parts,
+            step=step,
+            chunks=chunks,
+            sets=sets,
+            rows=rows,
+            groups=groups,
+            tiles=-(-groups // rows),
+            shares=geometry.batch * kv_heads * parts,
+            first_key=first_key,
+            key_tiles=key_tiles,
+            words=key_tiles * block_m // WORD,
+            room=before(geometry.q_offset // regions.group, groups, regions),
+        )
+
+
+def before(first: int, row: int, regions: Regions) -> int:
+    """Candidate keys of the rows in front of `row`, where row 0 is group `first`: where its list begins.
+
+    A row of group g has ``max(0, g * group - init_tokens)``. The kernel computes the same (`compact.py`).
+    """
+    skip = min(max(regions.init_tokens // regions.group + 1 - first, 0), row)
+    pairs = (row * (row - 1) - skip * (skip - 1)) // 2
+    return (row - skip) * (first * regions.group - regions.init_tokens) + regions.group * pairs
+
+
+def _power(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+def workspace(call: AttentionCall, regions: Regions) -> int:
+    """Bytes on the device that the anchor pass and the identification need, their results included: an upper bound.
+
+    Most of it is 4 bytes for every candidate key of every group and head, the room of the lists; and the state of the
+    anchor pass, 4 bytes for each element of the output.
+    """
+    geometry, width = call.geometry, call.q.shape[-1]
+    plan = Layout.of(geometry, call.k.shape[1], regions, 256, 64)
+    lists = geometry.batch * geometry.heads * plan.groups
+    blocks = geometry.batch * geometry.tile_rows(regions.block)
+    places = plan.shares * plan.chunks * plan.tiles
+    state = geometry.batch * geometry.heads * geometry.q_len * (call.v.shape[-1] + 2) * 4
+    ranges = blocks * 32 * ((regions.init_tokens + regions.group) // regions.tile_k)
+    found = geometry.batch * geometry.heads * plan.room * 4 + lists * (12 + plan.words * 4)
+    means = blocks * geometry.heads * (width + 4) * 4 + places * (64 * (width * 2 + 4) + plan.sets * 12)
+    small = 1 << 20  # counters and flags of the launches; the allocator rounds each tensor up to 512 bytes
+    return state + ranges + found + means + small

@@ -1,0 +1,128 @@
+"""Equations 3 to 14 in three Triton kernels: block scores without a score matrix, their softmax, tiles of the blocks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparseprefill.kernels.group_launch import RUNTIME
+from sparseprefill.kernels.group_products import (
+    first_query_group,
+    group_products,
+    places,
+    program_tile,
+    row_of_batch,
+)
+from sparseprefill.kernels.steps import LOG2E, floor_div
+
+
+@triton.jit
+def _highest(x, PER: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """[M / PER, N / PER]: the maximum of each cell of x [M, N]."""
+    if PER > 1:
+        x = tl.max(tl.reshape(x, [M, N // PER, PER]), 2)
+        x = tl.max(tl.reshape(x, [M // PER, PER, N // PER]), 1)
+    return x
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def block_scores_kernel(
+    scores_ptr, q_ptr, k_ptr, q_desc, k_desc, starts_ptr, lengths_ptr,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift,
+    q_offset, q_len, kv_len, tiles, skipped, base, heads, kv_group, rows, columns,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, TMA: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Eq. 3 and 4, for one tile of group pairs. Blocks without a query or a key, and of the future, may stay unwritten."""
+    per: tl.constexpr = BLOCK // SIZE
+    b, h, hk, row, column = program_tile(tl.program_id(0), tiles, skipped, base, heads, kv_group, BLOCK_M, BLOCK_N)
+    start, first, low, high = row_of_batch(
+        b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, HAS_STARTS, HAS_LENGTHS
+    )  # fmt: skip
+    first_q, first_k = first_query_group(first, row, BLOCK, SIZE, BLOCK_M), column * BLOCK_N
+    if (first_k >= first_q + BLOCK_M) | (first_k * SIZE >= high) | (first_q * SIZE >= high):
+        return
+    acc = group_products(
+        b, h, hk, first_q, first_k, q_shift, start, first, low, high,
+        q_ptr, k_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, False,
+        SIZE, False, 0, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PRECISION,
+    )  # fmt: skip
+    # A pair of groups counts where both hold a token at some place; keys do from place 0 on.
+    q_low, q_high = places(first_q + tl.arange(0, BLOCK_M), low, high, SIZE)
+    _, k_high = places(first_k + tl.arange(0, BLOCK_N), 0, high, SIZE)
+    acc = tl.where(q_low[:, None] < tl.minimum(q_high[:, None], k_high[None, :]), acc, float("-inf"))
+    score = _highest(acc, per, BLOCK_M, BLOCK_N)
+    odd = _highest((acc != acc).to(tl.int32), per, BLOCK_M, BLOCK_N)  # tl.max passes a NaN over
+    score = tl.where(odd > 0, float("nan"), score)
+    r = row * (BLOCK_M // per) + tl.arange(0, BLOCK_M // per)
+    c = column * (BLOCK_N // per) + tl.arange(0, BLOCK_N // per)
+    where = ((b * heads + h).to(tl.int64) * rows + r)[:, None] * columns + c[None, :]
+    tl.store(scores_ptr + where, score, mask=(r < rows)[:, None] & (c < columns)[None, :])
+
+
+@triton.jit
+def _logits(line_ptr, c, begin, end, alpha, softcap, SOFTCAP: tl.constexpr):
+    """Base-2 logits of the blocks `c`, -inf for odd ones and where out of sight; and which are odd."""
+    seen = (c >= begin) & (c < end)
+    x = tl.load(line_ptr + c, mask=seen, other=0.0) * alpha
+    if SOFTCAP:
+        x = tl.where(x == float("-inf"), x, (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0) * softcap)
+    odd = (x < float("inf")) == 0
+    return tl.where(seen & (odd == 0), x, float("-inf")) * LOG2E, seen & odd
+
+
+@triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "rows", "columns", "window", "heads"))
+def block_mass_kernel(
+    scores_ptr, odd_ptr, starts_ptr, lengths_ptr, alpha, softcap, q_offset, q_len, kv_len, rows, columns, window, heads,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Eq. 5 to 8: the softmax of one row of scores over its causal blocks, in their place, and which blocks are odd."""
+    bh, r = tl.program_id(1), tl.program_id(0)
+    _start, first, low, high = row_of_batch(
+        bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, HAS_STARTS, HAS_LENGTHS
+    )  # fmt: skip
+    block = floor_div(first, BLOCK) + r
+    live = (tl.minimum((block + 1) * BLOCK, high) > tl.maximum(block * BLOCK, low)).to(tl.int32)
+    begin, end = 0, tl.minimum(block + 1, columns) * live
+    if WINDOW:
+        begin = tl.maximum(floor_div(block * BLOCK - window + 1, BLOCK), 0)
+    line = (bh.to(tl.int64) * rows + r) * columns
+    top, total = float("-inf"), 0.0
+    for at in tl.range(0, end, WIDTH):
+        c = at + tl.arange(0, WIDTH)
+        x, _odd = _logits(scores_ptr + line, c, begin, end, alpha, softcap, SOFTCAP)
+        higher = tl.maximum(top, tl.max(x, 0))
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.math.exp2(top - level) + tl.sum(tl.math.exp2(x - level), 0)
+        top = higher
+    level = tl.where(top == float("-inf"), 0.0, top)
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    for at in tl.range(0, columns, WIDTH):
+        c = at + tl.arange(0, WIDTH)
+        x, odd = _logits(scores_ptr + line, c, begin, end, alpha, softcap, SOFTCAP)
+        tl.store(odd_ptr + line + c, odd.to(tl.uint8), mask=c < columns)
+        tl.store(scores_ptr + line + c, tl.math.exp2(x - level) * share, mask=c < columns)
+
+
+@triton.jit(do_not_specialize=("q_offset", "rows", "columns", "tile_rows", "tile_columns", "heads"))
+def block_tiles_kernel(
+    keep_ptr, top_ptr, odd_ptr, starts_ptr, q_offset, rows, columns, tile_rows, tile_columns, heads,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, HAS_STARTS: tl.constexpr,
+):  # fmt: skip
+    """Eq. 13 and 14: one row of tiles, each of which takes its block's choice."""
+    bh, t = tl.program_id(1), tl.program_id(0)
+    first = q_offset
+    if HAS_STARTS:
+        first -= tl.load(starts_ptr + bh // heads)
+    r = floor_div(floor_div(first, TILE) + t, BLOCK // TILE) - floor_div(first, BLOCK)
+    r = tl.minimum(tl.maximum(r, 0), rows - 1)
+    line = (bh.to(tl.int64) * rows + r) * columns
+    for at in tl.range(0, tile_columns, WIDTH):
+        c = at + tl.arange(0, WIDTH)
+        inside = c < tile_columns
+        block = c // (BLOCK // TILE)
+        keep = tl.load(top_ptr + line + block, mask=inside, other=0) | tl.load(
+            odd_ptr + line + block, mask=inside, other=0
+        )
+        tl.store(keep_ptr + (bh.to(tl.int64) * tile_rows + t) * tile_columns + c, keep, mask=inside)

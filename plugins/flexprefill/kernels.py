@@ -1,0 +1,93 @@
+"""Softmax of pooled products, and its distance to the true attention."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparseprefill.kernels.distance import js_distance, js_terms, seen_blocks
+from sparseprefill.kernels.steps import LOG2E, floor_div
+from sparseprefill.kernels.tile_bits import span
+
+TINY = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit
+def _logits(line_ptr, c, begin, end, scale, softcap, SOFTCAP: tl.constexpr):
+    """Base-2 logits of the tiles `c`, -inf outside [begin, end)."""
+    seen = (c >= begin) & (c < end)
+    x = tl.load(line_ptr + c, mask=seen, other=0.0) * scale
+    if SOFTCAP:
+        x = (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0) * softcap
+    return tl.where(seen, x, float("-inf")) * LOG2E
+
+
+@triton.jit
+def _level(line_ptr, begin, end, scale, softcap, SOFTCAP: tl.constexpr, WIDTH: tl.constexpr):
+    """The largest logit, 0 for none, and one over the sum of exponentials."""
+    top, total = float("-inf"), 0.0
+    for at in tl.range(0, end, WIDTH):
+        x = _logits(line_ptr, at + tl.arange(0, WIDTH), begin, end, scale, softcap, SOFTCAP)
+        higher = tl.maximum(top, tl.max(x, 0))
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.math.exp2(top - level) + tl.sum(tl.math.exp2(x - level), 0)
+        top = higher
+    return tl.where(top == float("-inf"), 0.0, top), 1.0 / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "first_row", "columns", "window", "heads"))
+def tile_softmax_kernel(
+    scores_ptr, starts_ptr, lengths_ptr, scale, softcap, q_offset, q_len, kv_len, first_row, columns, window, heads,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One row of products becomes its softmax over the key tiles within reach, in place; 0 elsewhere."""
+    bh, r = tl.program_id(1), tl.program_id(0)
+    b = bh // heads
+    first, keys = q_offset, kv_len
+    if HAS_STARTS:
+        start = tl.load(starts_ptr + b)
+        first -= start
+        keys -= start
+    if HAS_LENGTHS:
+        keys = tl.load(lengths_ptr + b)
+    tile = floor_div(first, BLOCK) + first_row + r
+    high, low = tl.minimum(first + q_len, keys), tl.maximum(first, 0)
+    live = (tl.minimum((tile + 1) * BLOCK, high) > tl.maximum(tile * BLOCK, low)).to(tl.int32)
+    begin, end = span(tile, columns, window, BLOCK, BLOCK, WINDOW)
+    end *= live
+    line = scores_ptr + (bh.to(tl.int64) * tl.num_programs(0) + r) * columns
+    level, share = _level(line, begin, end, scale, softcap, SOFTCAP, WIDTH)
+    for at in tl.range(0, columns, WIDTH):
+        c = at + tl.arange(0, WIDTH)
+        x = _logits(line, c, begin, end, scale, softcap, SOFTCAP)
+        tl.store(line + c, tl.math.exp2(x - level) * share, mask=c < columns)
+
+
+@triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "count", "columns", "window", "heads"))
+def distance_kernel(
+    products_ptr, true_ptr, far_ptr, starts_ptr, lengths_ptr, scale, softcap,
+    q_offset, q_len, kv_len, count, columns, window, heads,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """far ``[B * heads]``: distance of the softmax of products ``[B * heads, columns]`` to the true mass, alike."""
+    bh = tl.program_id(0)
+    begin, last = seen_blocks(
+        bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, count, window,
+        BLOCK, HAS_STARTS, HAS_LENGTHS, WINDOW,
+    )  # fmt: skip
+    end = tl.minimum(last + 1, columns)
+    products, true = products_ptr + bh.to(tl.int64) * columns, true_ptr + bh.to(tl.int64) * columns
+    level, share = _level(products, begin, end, scale, softcap, SOFTCAP, WIDTH)
+    mass = tl.zeros([WIDTH], tl.float32)
+    for at in tl.range(0, columns, WIDTH):
+        c = at + tl.arange(0, WIDTH)
+        mass += tl.load(true + c, mask=c < columns, other=0.0)
+    whole = tl.maximum(tl.sum(mass, 0), TINY)
+    total = tl.zeros([WIDTH], tl.float32)
+    for at in tl.range(0, columns, WIDTH):
+        c = at + tl.arange(0, WIDTH)
+        estimate = tl.math.exp2(_logits(products, c, begin, end, scale, softcap, SOFTCAP) - level) * share
+        total += js_terms(estimate, tl.load(true + c, mask=c < columns, other=0.0) / whole)
+    tl.store(far_ptr + bh, js_distance(tl.sum(total, 0)))

@@ -1,0 +1,185 @@
+"""Algorithms 2 to 4 on the device: which heads share, run dense or neither, their tiles, and new pivots."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparseprefill.kernels.distance import js_distance, js_terms, seen_blocks
+from sparseprefill.kernels.sampled_strips import strips
+from sparseprefill.kernels.steps import floor_div
+
+FAR = tl.constexpr(1 << 30)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "q_offset", "q_len", "kv_len", "count", "window", "layer", "batch", "heads", "clusters", "columns",
+    )
+)  # fmt: skip
+def choose_kernel(
+    blocks_ptr, own_ptr, choice_ptr, codes_ptr, made_ptr, last_ptr, starts_ptr, lengths_ptr, tau, delta,
+    q_offset, q_len, kv_len, count, window, layer, batch, heads, clusters, columns,
+    BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, NEVER: tl.constexpr,
+    SUMS: tl.constexpr, HAS_PIVOTS: tl.constexpr,
+    HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """choice ``[3, batch, heads]``: shares, runs dense, either. One program: all heads of a batch row.
+
+    blocks: ``[batch, heads, columns]``, shares or, with SUMS, sums that become shares in `own`.
+    """
+    b = tl.program_id(0)
+    h = tl.arange(0, BLOCK_H)
+    code = tl.load(codes_ptr + h, mask=h < heads, other=-1).to(tl.int32)
+    cluster = tl.maximum(code, 0) // 2
+    line = (b * heads + h).to(tl.int64) * columns
+    pivot = (b * clusters + cluster).to(tl.int64) * columns
+    low, high = seen_blocks(
+        b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, count, window, BLOCK, HAS_STARTS, HAS_LENGTHS, WINDOW
+    )  # fmt: skip
+    even = 1.0 / tl.maximum(tl.minimum(high, columns - 1) - low + 1, 1).to(tl.float32)
+    nothing = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
+    mass = nothing
+    if SUMS:
+        for first in range(0, columns, BLOCK_C):
+            c = first + tl.arange(0, BLOCK_C)
+            there = (h < heads)[:, None] & (c < columns)[None, :]
+            mass += tl.load(blocks_ptr + line[:, None] + c[None, :], mask=there, other=0.0)
+    whole = tl.sum(mass, 1)
+    whole = tl.where(whole == 0.0, 1.0, whole)
+    far, near = nothing, nothing
+    for first in range(0, columns, BLOCK_C):
+        c = first + tl.arange(0, BLOCK_C)
+        there = (h < heads)[:, None] & (c < columns)[None, :]
+        own = tl.load(blocks_ptr + line[:, None] + c[None, :], mask=there, other=0.0)
+        if SUMS:
+            own = own / whole[:, None]
+            tl.store(own_ptr + line[:, None] + c[None, :], own, mask=there)
+        uniform = tl.where(((c >= low) & (c <= high))[None, :] & there, even, 0.0)
+        far += js_terms(own, uniform)
+        if HAS_PIVOTS:
+            other = tl.load(last_ptr + pivot[:, None] + c[None, :], mask=there, other=0.0)
+            near += js_terms(own, other)
+    able = (code >= 0) & (js_distance(tl.sum(far, 1)) < delta)
+    makes = able & (code % 2 == 1)
+    share = code < -1
+    if HAS_PIVOTS:
+        made = tl.load(made_ptr + b * clusters + cluster)
+        share = able & (made < layer) & (js_distance(tl.sum(near, 1)) < tau)
+        makes = makes & (made == NEVER)
+    # Of a cluster's heads the first that may make its pivot does.
+    before = (h[:, None] < h[None, :]) & (cluster[:, None] == cluster[None, :]) & makes[:, None]
+    dense = makes & (tl.max(before.to(tl.int32), 0) == 0)
+    out = choice_ptr + b * heads + h
+    tl.store(out, share.to(tl.uint8), mask=h < heads)
+    tl.store(out + batch * heads, dense.to(tl.uint8), mask=h < heads)
+    tl.store(out + 2 * batch * heads, (share | dense).to(tl.uint8), mask=h < heads)
+
+
+@triton.jit(do_not_specialize=("q_offset", "batch", "heads", "clusters", "bins", "rows", "columns"))
+def pattern_tiles_kernel(
+    slashes_ptr, choice_ptr, codes_ptr, packed_ptr, starts_ptr, keep_ptr,
+    q_offset, batch, heads, clusters, bins, rows, columns,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, HAS_PIVOTS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+):  # fmt: skip
+    """keep ``[batch * heads, rows, columns]``: all tiles, those of the cluster's pivot, or those of slashes."""
+    bh = tl.program_id(2)
+    b, h = bh // heads, bh % heads
+    start = 0
+    if HAS_STARTS:
+        start = tl.load(starts_ptr + b)
+    dense = tl.load(choice_ptr + batch * heads + bh)
+    # Heads of another pattern lie out of reach of their strips.
+    hidden = tl.load(choice_ptr + 2 * batch * heads + bh).to(tl.int32) * FAR
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    lag = (floor_div(q_offset - start, BLOCK) + row)[:, None] - column[None, :]
+    keep = strips(slashes_ptr + bh.to(tl.int64) * bins, lag, bins, inside & (lag > hidden))
+    keep = tl.where(lag == hidden, 1, keep).to(tl.uint8) | dense
+    if HAS_PIVOTS:
+        reach = tl.where(tl.load(choice_ptr + bh) != 0, columns, 0)
+        cluster = tl.maximum(tl.load(codes_ptr + h).to(tl.int32), 0) // 2
+        line = ((b * clusters + cluster).to(tl.int64) * rows + row) * tl.cdiv(columns, 8)
+        bits = tl.load(
+            packed_ptr + line[:, None] + column[None, :] // 8, mask=inside & (column < reach)[None, :], other=0
+        )
+        keep |= (bits >> (column % 8)[None, :].to(tl.uint8)) & 1
+    tl.store(keep_ptr + (bh.to(tl.int64) * rows + row[:, None]) * columns + column[None, :], keep, mask=inside)
+
+
+@triton.jit
+def _maker(dense_ptr, codes_ptr, b, cluster, heads, BLOCK_H: tl.constexpr):
+    """The cluster's head that runs dense, BLOCK_H where none does."""
+    h = tl.arange(0, BLOCK_H)
+    code = tl.load(codes_ptr + h, mask=h < heads, other=-1).to(tl.int32)
+    dense = tl.load(dense_ptr + b * heads + h, mask=h < heads, other=0) != 0
+    mine = dense & (code >= 0) & (code // 2 == cluster)
+    return tl.min(tl.where(mine, h, BLOCK_H), 0)
+
+
+@triton.jit(do_not_specialize=("stride_b", "stride_h", "stride_r", "heads", "rows", "columns"))
+def pivot_maps_kernel(
+    probe_ptr, dense_ptr, codes_ptr, which_ptr, maps_ptr, stride_b, stride_h, stride_r, heads, rows, columns,
+    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """maps ``[batch, slots, rows, columns]`` of a probe ``[batch, heads, rows, columns]``; 0 for no head."""
+    row, slot, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head = _maker(dense_ptr, codes_ptr, b, tl.load(which_ptr + slot).to(tl.int32), heads, BLOCK_H)
+    line = probe_ptr + b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + row.to(tl.int64) * stride_r
+    there = tl.where(head < BLOCK_H, columns, 0)
+    out = maps_ptr + ((b * tl.num_programs(1) + slot).to(tl.int64) * rows + row) * columns
+    for first in range(0, columns, BLOCK_C):
+        c = first + tl.arange(0, BLOCK_C)
+        x = tl.load(line + c, mask=c < there, other=0.0)
+        tl.store(out + c, x, mask=c < columns)
+
+
+@triton.jit(do_not_specialize=("layer", "heads", "clusters", "slots", "rows", "columns"))
+def pivot_update_kernel(
+    dense_ptr, codes_ptr, which_ptr, own_ptr, tiles_ptr, old_made_ptr, old_last_ptr, old_packed_ptr,
+    made_ptr, last_ptr, packed_ptr, layer, heads, clusters, slots, rows, columns,
+    BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+    NEVER: tl.constexpr, HAS_OLD: tl.constexpr,
+):  # fmt: skip
+    """made, last and packed of `Pivots`: those of a head that runs dense, else the old ones.
+
+    own ``[batch, heads, columns]``, tiles ``[batch, slots, rows, columns]`` of the clusters `which` ``[slots]``.
+    """
+    bk = tl.program_id(1)
+    b, cluster = bk // clusters, bk % clusters
+    s = tl.arange(0, BLOCK_S)
+    mine = tl.load(which_ptr + s, mask=s < slots, other=-1).to(tl.int32) == cluster
+    slot = tl.max(tl.where(mine, s, -1), 0)
+    head = _maker(dense_ptr, codes_ptr, b, cluster, heads, BLOCK_H)
+    fresh = (slot >= 0) & (head < BLOCK_H)
+    width = tl.cdiv(columns, 8)
+    new, kept = tl.where(fresh, columns, 0), tl.where(fresh, 0, columns)
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    line = tiles_ptr + ((b * slots + slot).to(tl.int64) * rows + row)[:, None] * columns
+    place = (bk.to(tl.int64) * rows + row)[:, None] * width
+    for first in range(0, width, BLOCK_W):
+        byte = first + tl.arange(0, BLOCK_W)
+        inside = (row < rows)[:, None] & (byte < width)[None, :]
+        bits = tl.zeros([BLOCK_R, BLOCK_W], tl.int32)
+        for bit in tl.static_range(8):
+            column = (byte * 8 + bit)[None, :]
+            tile = tl.load(line + column, mask=inside & (column < new), other=0)
+            bits |= tile.to(tl.int32) << bit
+        if HAS_OLD:
+            bits |= tl.load(
+                old_packed_ptr + place + byte[None, :], mask=inside & (byte * 8 < kept)[None, :], other=0
+            ).to(tl.int32)
+        tl.store(packed_ptr + place + byte[None, :], bits.to(tl.uint8), mask=inside)
+    if tl.program_id(0) == 0:
+        made = NEVER
+        if HAS_OLD:
+            made = tl.load(old_made_ptr + bk)
+        tl.store(made_ptr + bk, tl.where(fresh, layer, made))
+        for first in range(0, columns, 1024):
+            c = first + tl.arange(0, 1024)
+            x = tl.load(own_ptr + (b * heads + head).to(tl.int64) * columns + c, mask=c < new, other=0.0)
+            if HAS_OLD:
+                x += tl.load(old_last_ptr + bk.to(tl.int64) * columns + c, mask=c < kept, other=0.0)
+            tl.store(last_ptr + bk.to(tl.int64) * columns + c, x, mask=c < columns)

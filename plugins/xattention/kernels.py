@@ -1,0 +1,132 @@
+"""Algorithm 1 in two Triton kernels: partial softmaxes of tiles of groups, then the scores of key tiles.
+
+No logit is stored: of each row of groups and key tile, the sum of exponentials is, an eighth of them by default.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparseprefill.kernels.group_launch import RUNTIME
+from sparseprefill.kernels.group_products import (
+    first_query_group,
+    group_products,
+    places,
+    program_tile,
+    row_of_batch,
+)
+from sparseprefill.kernels.steps import LN2, LOG2E, floor_div
+
+
+@triton.jit
+def _seen_rows(group, low, high, window, SIZE: tl.constexpr, WINDOW: tl.constexpr):
+    """Of query groups: their queries, those on the late half of the places, and whether any key group is seen."""
+    begin, end = places(group, low, high, SIZE)
+    count = tl.maximum(end - begin, 0)
+    late = tl.maximum(end - tl.maximum(begin, SIZE // 2), 0)
+    before = (count > 0) & (group > 0)
+    if WINDOW:
+        before = before & (window > 1)
+    return count, late, before | (late > 0)
+
+
+@triton.jit(do_not_specialize=(*RUNTIME, "window", "first_row", "stride_rows", "width", "blocks"))
+def partial_softmax_kernel(
+    sums_ptr, tops_ptr, totals_ptr, q_ptr, k_ptr, q_desc, k_desc, starts_ptr, lengths_ptr,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift,
+    q_offset, q_len, kv_len, tiles, skipped, base, heads, kv_group,
+    scale, softcap, window, first_row, stride_rows, width, blocks,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, TMA: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of group pairs: of each row the maximum logit (base 2) and, against it, sums by key tile and in all."""
+    per: tl.constexpr = BLOCK // SIZE
+    parts: tl.constexpr = BLOCK_N // per
+    b, h, hk, row, column = program_tile(tl.program_id(0), tiles, skipped, base, heads, kv_group, BLOCK_M, BLOCK_N)
+    start, first, low, high = row_of_batch(
+        b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, HAS_STARTS, HAS_LENGTHS
+    )  # fmt: skip
+    first_q, first_k = first_query_group(first, row, BLOCK, SIZE, BLOCK_M), column * BLOCK_N
+    if (first_k >= first_q + BLOCK_M) | (first_q * SIZE >= high):
+        return
+    crossing = first_k + BLOCK_N > first_q
+    acc = group_products(
+        b, h, hk, first_q, first_k, q_shift, start, first, low, high,
+        q_ptr, k_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, crossing,
+        SIZE, True, SIZE // 2, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PRECISION,
+    )  # fmt: skip
+    group, key = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
+    count, late, _ = _seen_rows(group, low, high, window, SIZE, WINDOW)
+    acc = acc * (scale / tl.maximum(count, 1).to(tl.float32))[:, None]
+    lag = group[:, None] - key[None, :]
+    if crossing:
+        # The diagonal holds the sum over the late places alone.
+        again = tl.maximum(count, 1).to(tl.float32) / tl.maximum(late, 1).to(tl.float32)
+        acc = tl.where(lag == 0, acc * again[:, None], acc)
+    if SOFTCAP:
+        acc = (2.0 * tl.sigmoid(2.0 * acc * LN2 / softcap) - 1.0) * softcap * LOG2E
+    if crossing | (first_q * SIZE < low) | ((first_q + BLOCK_M) * SIZE > high) | WINDOW:
+        seen = ((lag > 0) & (count > 0)[:, None]) | ((lag == 0) & (late > 0)[:, None])
+        if WINDOW:
+            seen = seen & ((lag == 0) | (lag * SIZE - SIZE + 1 < window))
+        acc = tl.where(seen, acc, float("-inf"))
+    top = tl.max(acc, 1)
+    e = tl.math.exp2(acc - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    sums = tl.sum(tl.reshape(e, [BLOCK_M, parts, per]), 2)
+    total = tl.sum(sums, 1)
+    r = row * BLOCK_M + tl.arange(0, BLOCK_M) - first_row
+    line = (b * heads + h).to(tl.int64) * stride_rows + r
+    c = column * parts + tl.arange(0, parts)
+    tl.store(sums_ptr + line[:, None] * width + c[None, :], sums)
+    tl.store(tops_ptr + line * blocks + column, top)
+    tl.store(totals_ptr + line * blocks + column, total)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "q_offset", "q_len", "kv_len", "window", "first_row", "stride_rows", "width", "blocks", "heads", "rows", "columns"
+    )
+)  # fmt: skip
+def tile_scores_kernel(
+    scores_ptr, sums_ptr, tops_ptr, totals_ptr, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, window,
+    first_row, stride_rows, width, blocks, heads, rows, columns,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The scores of one query tile: sums over its groups' softmaxes. Key tiles of the future get 0."""
+    per: tl.constexpr = BLOCK // SIZE
+    parts: tl.constexpr = BLOCK_N // per
+    bh, r = tl.program_id(1), first_row // per + tl.program_id(0)
+    _, first, low, high = row_of_batch(
+        bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, HAS_STARTS, HAS_LENGTHS
+    )  # fmt: skip
+    tile = floor_div(first, BLOCK) + r
+    group = tile * per + tl.arange(0, per)
+    _, _, real = _seen_rows(group, low, high, window, SIZE, WINDOW)
+    # Behind the call's end and in padding there is nothing to read.
+    live = (tl.minimum((tile + 1) * BLOCK, high) > tl.maximum(tile * BLOCK, low)).to(tl.int32)
+    end = tl.minimum(tile + 1, columns) * live
+    met = tl.cdiv(end, parts)
+    line = bh.to(tl.int64) * stride_rows + r * per - first_row + tl.arange(0, per)
+    top, total = tl.full([per], float("-inf"), tl.float32), tl.zeros([per], tl.float32)
+    for at in tl.range(0, met, PARTS):
+        n = at + tl.arange(0, PARTS)
+        inside = (n < met)[None, :]
+        m = tl.load(tops_ptr + line[:, None] * blocks + n[None, :], mask=inside, other=float("-inf"))
+        t = tl.load(totals_ptr + line[:, None] * blocks + n[None, :], mask=inside, other=0.0)
+        higher = tl.maximum(top, tl.max(m, 1))
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.math.exp2(top - level) + tl.sum(t * tl.math.exp2(m - level[:, None]), 1)
+        top = higher
+    level = tl.where(top == float("-inf"), 0.0, top)
+    share = 1.0 / total
+    for at in tl.range(0, columns, COLUMNS):
+        c = at + tl.arange(0, COLUMNS)
+        inside = (c < end)[None, :]
+        m = tl.load(tops_ptr + line[:, None] * blocks + (c // parts)[None, :], mask=inside, other=float("-inf"))
+        s = tl.load(sums_ptr + line[:, None] * width + c[None, :], mask=inside, other=0.0)
+        p = s * tl.math.exp2(m - level[:, None]) * share[:, None]
+        score = tl.sum(tl.where(real[:, None] & inside, p, 0.0), 0)
+        tl.store(scores_ptr + (bh.to(tl.int64) * rows + r) * columns + c, score, mask=c < columns)

@@ -1,0 +1,79 @@
+"""A call cut into parts gives what the whole call gives: masks bit for bit, numbers to rounding, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparseprefill as sp
+from sparseprefill import split
+from sparseprefill.testing import calls
+
+REGISTRY = sp.default_registry()
+METHODS = sorted(REGISTRY.methods())
+ROWS = 16
+CLUSTERS = {(layer, head): (layer + head) % 3 for layer in range(3) for head in range(6)}
+
+
+def method(name: str, **more: object) -> sp.Pipeline:
+    one = REGISTRY.get(name)
+    return one.pipeline(**{**one.small, **more})
+
+
+def refined(name: str, *refiners: sp.MaskRefiner) -> sp.Pipeline:
+    made = method(name)
+    return evolve(made, refiners=(*made.refiners, *refiners))
+
+
+BUILT: dict[str, Callable[[], sp.Pipeline]] = {
+    **{name: partial(method, name) for name in METHODS},
+    "share-prefill mean": lambda: method("share-prefill", block_score="mean_qk", coverage="global"),
+    "share-prefill table": lambda: method("share-prefill", clusters=CLUSTERS),
+    "streaming + rescue": lambda: refined("streaming", sp.StrideRescue(3, seed=7), sp.RandomRescue(0.2)),
+    "bfla + budget": lambda: refined("bfla", sp.BudgetFloor(share=0.3), sp.BudgetCeiling(share=0.6)),
+    "anchor-attention + GQA": lambda: refined("anchor-attention", sp.LocalBand(1, tile=16), sp.GqaUnion()),
+    "xattention + dense rows": lambda: refined("xattention", sp.DenseRows(20), sp.Sink(1)),
+    "union": lambda: sp.Pipeline(sp.UnionEstimator(method("anchor-attention"), method("vertical-slash"))),
+    "anchor-attention in star": lambda: method("star-attention", inner={"method": "anchor-attention", "parameters": {
+        "theta": 1.0, "step": 2, "block": 16, "init_tokens": 16}}, context_length=112),
+}  # fmt: skip
+DRAWN = calls(dtypes=(torch.float64,), head_dims=(8,), max_batch=2, max_heads=8, max_kv_heads=4)
+
+
+@pytest.fixture(autouse=True)
+def _short_rows() -> Iterator[None]:
+    """The row unit of production would leave the calls of a test whole."""
+    with patch.object(split, "ROWS", ROWS):
+        yield
+
+
+def same(expected: sp.Result, actual: sp.Result) -> None:
+    torch.testing.assert_close(actual.out, expected.out, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(actual.lse, expected.lse, rtol=1e-11, atol=1e-11)
+    assert torch.equal(expected.mask.to_dense(), actual.mask.to_dense())
+    assert expected.density == actual.density
+
+
+@pytest.mark.parametrize("name", BUILT)
+@settings(max_examples=20)
+@given(call=DRAWN, limit=st.sampled_from([1, 1, 20_000, 100_000]))
+def test_parts_equal_the_whole(name: str, call: sp.AttentionCall, limit: int) -> None:
+    """Three layers of one request: memory is written between them, and between the parts of each."""
+    pipeline = BUILT[name]()
+    if pipeline.unsupported(call):
+        call = evolve(call, window=None, softcap=None)
+    cut, memories = evolve(pipeline, workspace=limit), (sp.Memory(), sp.Memory())
+    for layer in range(3):
+        one = evolve(call, q=call.q * (1 + layer / 4), layer=layer)
+        parts = split.parts(cut, one, limit)
+        same(pipeline.run(one, memories[0]), cut.run(one, memories[1]))
+        if limit == 1 and pipeline.head_scope == "head":
+            rows = 1 if pipeline.grain is None or call.starts is not None else len({part.rows for part in parts})
+            assert rows * call.q.shape[1] == len(parts)

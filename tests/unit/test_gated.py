@@ -1,0 +1,223 @@
+"""Pipelines behind a gate: what they compute below break-even, what they say, and where a gate comes from."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparseprefill as sp
+from sparseprefill import breakeven_gate
+from sparseprefill.breakeven import BELOW, BreakEven, Verdict
+from sparseprefill.breakeven_gate import AutoGate, gate_of
+from sparseprefill.dense_attention import attend, dense
+from sparseprefill.testing import attention
+from unit import tables
+from unit.build import int32, make
+from unit.tables import from_length
+
+SMALL: dict[str, Any] = {"sink": 4, "window": 16, "block": 8}
+SHAPE: dict[str, Any] = {"heads": 2, "kv_heads": 1}
+
+
+def table(least: int = 128) -> BreakEven:
+    return from_length(least, **SHAPE)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "table.json"
+    file.write_text(table().to_json(), encoding="utf-8")
+    return file
+
+
+class Never:
+    """Finds no call worth it."""
+
+    def judge(self, call: sp.AttentionCall, method: str) -> Verdict:
+        return Verdict(False, 2.0, f"never {method}")
+
+
+NEVER = Never()
+
+
+def test_below_break_even_the_result_is_dense_and_says_why() -> None:
+    pipeline, call = sp.build("streaming", gate=table(), **SMALL), make(60)
+    result, truth = pipeline.run(call), sp.build("dense", block=8).run(call)
+    assert BELOW == result.dense
+    assert (1.0, False) == (result.density, result.parts is not None)
+    assert torch.equal(truth.mask.to_dense(), result.mask.to_dense())
+    torch.testing.assert_close(result.out, truth.out)
+    torch.testing.assert_close(result.lse, truth.lse)
+    torch.testing.assert_close(pipeline(call.q, call.k, call.v), truth.out)
+
+
+def test_above_break_even_the_method_runs() -> None:
+    pipeline, call = sp.build("streaming", gate=table(), **SMALL), make(140)
+    assert isinstance(pipeline, sp.GatedPipeline)
+    result = pipeline.run(call)
+    assert "" == result.dense
+    assert torch.equal(sp.build("streaming", **SMALL).run(call).out, result.out)
+    assert pipeline.worth(call)
+    assert not pipeline.worth(make(60))
+
+
+def test_a_dense_call_meets_no_stage_and_is_not_remembered() -> None:
+    memory, call = sp.Memory(), make(60, window=5)
+    refusing = sp.build("anchor-attention")
+    assert refusing.unsupported(call)
+    result = sp.gated(refusing, NEVER).run(call, memory)
+    assert ("never anchor-attention", 0) == (result.dense, len(memory))
+
+
+@given(
+    q_len=st.integers(1, 40),
+    past=st.integers(0, 30),
+    behind=st.integers(0, 9),
+    group=st.sampled_from([1, 2, 4]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    scale=st.sampled_from([None, 0.3]),
+)
+def test_dense_attention_is_exact_at_any_place(
+    q_len: int, past: int, behind: int, group: int, dtype: torch.dtype, scale: float | None
+) -> None:
+    kv_len = past + q_len + behind
+    call = make(q_len, kv_len, heads=4, kv_heads=4 // group, dtype=dtype, scale=scale, q_offset=past)
+    found = attend(call)
+    assert found is not None
+    truth = attention(call, sp.SparseMask.full(call).to_dense())
+    torch.testing.assert_close(found[0].double(), truth[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[1].double(), truth[1], atol=1e-5, rtol=1e-4)
+    assert (dtype, dtype) == (found[0].dtype, found[1].dtype)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 7},
+        {"softcap": 3.0},
+        {"starts": int32(2, 0), "batch": 2},
+        {"lengths": int32(30, 9), "batch": 2},
+        {"sinks": torch.tensor([0.5, -1.0])},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_torch_has_no_kernel_for_runs_through_the_executor(options: dict[str, Any]) -> None:
+    call = make(40, **options)
+    assert attend(call) is None
+    expected = sp.build("dense").run(call)
+    found = dense(call, sp.ReferenceExecutor())
+    assert torch.equal(expected.out, found.out)
+    assert torch.equal(expected.lse, found.lse)
+
+
+def test_values_of_another_width_run_through_the_executor() -> None:
+    q, k, v = torch.randn(1, 2, 9, 8), torch.randn(1, 1, 9, 8), torch.randn(1, 1, 9, 4)
+    call = sp.AttentionCall(q, k, v)
+    assert attend(call) is None
+    assert (1, 2, 9, 4) == dense(call, sp.ReferenceExecutor()).out.shape
+
+
+def test_a_gate_is_put_on_changed_and_taken_off(path: Path) -> None:
+    plain = sp.build("streaming", **SMALL)
+    assert plain is sp.gated(plain, None)
+    assert plain is sp.gated(plain, False)
+    gated = sp.gated(plain, path)
+    assert isinstance(gated, sp.GatedPipeline)
+    assert (table(), "streaming") == (gated.gate, gated.name)
+    again = sp.gated(gated, NEVER)
+    assert isinstance(again, sp.GatedPipeline)
+    assert again.gate is NEVER
+    off = sp.gated(again, None)
+    assert not isinstance(off, sp.GatedPipeline)
+    assert off.stages == plain.stages
+    assert (1, None) == (off.grain, gated.grain)
+    wider = evolve(gated, refiners=(sp.LocalBand(2),))
+    assert "" != wider.run(make(60)).dense
+    assert (sp.LocalBand(2),) == wider.ungated().refiners
+
+
+def test_the_name_of_a_pipeline_is_what_the_table_knows() -> None:
+    found = tables.table(tables.whole({256: 4.0, 1024: 4.0}, **SHAPE))
+    call = make(600)
+    assert sp.gated(sp.build("streaming", **SMALL), found).run(call).dense
+    named = evolve(sp.build("streaming", **SMALL), name="mine")
+    assert not sp.gated(named, found).run(call).dense  # judged by the executor alone
+
+
+def test_auto_without_a_table_runs_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(breakeven_gate.TABLE, raising=False)
+    gate = gate_of("auto")
+    assert isinstance(gate, AutoGate)
+    assert Verdict(True) == gate.judge(make(60), "streaming")
+    assert "" == str(gate)
+
+
+def test_auto_takes_the_table_of_the_environment(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setenv(breakeven_gate.TABLE, str(path))
+    gate = gate_of("auto")
+    assert gate is not None
+    assert not gate.judge(make(60), "streaming").worth
+    assert "break-even table of test (cpu)" == str(gate)
+    monkeypatch.setenv(breakeven_gate.TABLE, " ")
+    assert gate_of("auto") is None
+    monkeypatch.setenv(breakeven_gate.TABLE, str(path.with_name("none.json")))
+    with pytest.raises(sp.ParameterError, match=r"SPARSEPREFILL_BREAKEVEN: break-even table .*none.json"):
+        gate_of("auto")
+
+
+def test_auto_leaves_a_table_of_another_device_alone(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    facts = json.loads(path.read_text())
+    facts["device"] |= {"type": "cuda", "capability": [9, 0]}
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    monkeypatch.setenv(breakeven_gate.TABLE, str(path))
+    gate = gate_of("auto")
+    assert gate is not None
+    assert Verdict(True) == gate.judge(make(60), "streaming")
+
+
+def test_a_shipped_table_is_found_by_capability(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(breakeven_gate, "files", lambda _: tmp_path)
+    assert breakeven_gate.shipped(9, 0) is None
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "breakeven-cuda-9.0.json").write_text(table().to_json(), encoding="utf-8")
+    assert table() == breakeven_gate.shipped(9, 0)
+    assert breakeven_gate.shipped(8, 0) is None
+
+
+@pytest.mark.parametrize("given", [True, 3, object()])
+def test_no_gate(given: Any) -> None:
+    with pytest.raises(sp.ParameterError, match=r'gate is .*: pass "auto", the path'):
+        sp.gated(sp.build("streaming"), given)
+
+
+def test_a_configuration_names_its_gate(path: Path) -> None:
+    config = path.with_name("pipeline.json")
+    config.write_text(json.dumps({"method": "streaming", "parameters": SMALL, "gate": path.name}), encoding="utf-8")
+    found = sp.from_config(config)
+    assert isinstance(found, sp.GatedPipeline)
+    assert table() == found.gate
+    assert isinstance(sp.from_config({"method": "streaming", "gate": "auto"}), sp.GatedPipeline)
+    assert not isinstance(sp.from_config({"method": "streaming", "gate": False}), sp.GatedPipeline)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "streaming", "gate": 3}, 'gate is 3: give "auto", the path'),
+        ({"method": "streaming", "gate": ""}, "gate is ''"),
+        ({"method": "streaming", "gate": "nowhere.json"}, "gate: break-even table 'nowhere.json'"),
+        ({"union": [{"method": "streaming", "gate": "auto"}]}, r"union\[0\].gate means nothing there"),
+    ],
+)
+def test_a_wrong_gate_of_a_configuration_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(sp.ParameterError, match=message):
+        sp.from_config(given)

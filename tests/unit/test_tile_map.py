@@ -1,0 +1,90 @@
+"""TileMap: rules and maps meet without lists being made; lists once; what does not fit is refused."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparseprefill as sp
+from sparseprefill.errors import MaskError
+from sparseprefill.geometry import Geometry
+from sparseprefill.lists import IndexLists
+from sparseprefill.tile_map import Random, Stride, TileMap
+from unit.build import int32, make
+
+GEOMETRIES = st.sampled_from(
+    [make(60, 70, heads=4).geometry, make(40, heads=4, batch=2, starts=int32(0, 13), window=30).geometry]
+)
+STATES = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def maps(draw: st.DrawFn, geometry: Geometry) -> TileMap:
+    rules: dict[str, Any] = {
+        "band": draw(st.none() | st.integers(0, 3)),
+        "sink": draw(st.integers(0, 2)),
+        "stride": draw(st.none() | st.builds(Stride, st.integers(1, 5), st.integers(0, 1))),
+        "random": draw(st.none() | st.builds(Random, st.integers(1, 2**32), st.integers(0, 1))),
+        "first_head": draw(st.integers(0, 1)),
+    }
+    heads = draw(st.sampled_from([None, 1, 2, 4]))
+    if heads is not None:
+        source = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        shape = (geometry.batch, heads, geometry.tile_rows(8), geometry.tile_columns(8))
+        rules["keep"] = torch.rand(shape, generator=source) < 0.3
+    return TileMap(geometry=geometry, tile_q=8, tile_k=8, **rules)
+
+
+@given(data=st.data(), geometry=GEOMETRIES)
+def test_union_is_the_or_of_the_maps(data: st.DataObject, geometry: Geometry) -> None:
+    a, b, c = (data.draw(maps(geometry)) for _ in range(3))
+    assert torch.equal(a.resolved | b.resolved, (a | b).resolved)
+    assert torch.equal(((a | b) | c).resolved, (a | (b | c)).resolved)
+    assert torch.equal(a.resolved, (a | a).resolved)
+    assert torch.equal(a.resolved, a.lists.to_map(a.resolved.shape[-1]))
+
+
+@given(data=st.data(), geometry=GEOMETRIES, group=st.sampled_from([1, 2, 4]))
+def test_united_heads_have_what_any_of_them_has(data: st.DataObject, geometry: Geometry, group: int) -> None:
+    tiles = data.draw(maps(geometry))
+    expected = tiles.resolved.unflatten(1, (-1, group)).any(2).repeat_interleave(group, dim=1)
+    assert torch.equal(expected, tiles.united(group).resolved)
+
+
+def test_a_chain_of_refiners_makes_lists_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make(64, heads=4, kv_heads=2)
+    made: list[int] = []
+    one = IndexLists.from_map
+
+    def counted(keep: torch.Tensor) -> IndexLists:
+        made.append(1)
+        return one(keep)
+
+    monkeypatch.setattr(IndexLists, "from_map", counted)
+    plan = sp.Plan(sp.SparseMask.from_tiles(call, torch.zeros(8, 8, dtype=torch.bool), 8))
+    for refiner in (sp.LocalBand(1), sp.Sink(1), sp.StrideRescue(4), sp.RandomRescue(0.1), sp.GqaUnion()):
+        plan = refiner.refine(call, plan, sp.Memory())
+    assert [] == made
+    assert plan.mask.has_tiles
+    lists = plan.mask.tiles
+    assert lists is plan.mask.tiles
+    assert [1] == made
+
+
+def test_a_mask_of_another_grid_is_refused() -> None:
+    mask = sp.SparseMask.from_tiles(make(64), torch.zeros(8, 8, dtype=torch.bool), 8)
+    with pytest.raises(MaskError, match=r"a map of \(8, 8\) tokens per tile: the mask has \(8, 16\)"):
+        evolve(mask, tile_k=16)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (1, 2, 8, 7), (1, 2, 7, 8), (2, 2, 8, 8), (1, 3, 8, 8)])
+def test_a_map_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(MaskError, match=r"pass \[1, 2 or a divisor, 8, 8\]"):
+        TileMap(geometry=make(64, heads=2).geometry, tile_q=8, tile_k=8, keep=torch.zeros(shape, dtype=torch.bool))
