@@ -5,24 +5,56 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from attrs import define, field
+from attrs import define, field, frozen
 
-from sparseprefill.density import selected_pairs
+from sparseprefill.density import allowed_pairs
+from sparseprefill.pairs import selected_pairs
+from sparseprefill.parts import computed, stored_bytes
 
 from .report import LayerReport, Mode
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sparseprefill.call import AttentionCall
+    from sparseprefill.geometry import Geometry
     from sparseprefill.mask import SparseMask
-    from sparseprefill.plan import Plan
+    from sparseprefill.plan import Result
+
+
+@frozen(eq=False)
+class Uncounted:
+    """What tells how many pairs a result computed: its masks, or, where it ran in parts, the count on the device."""
+
+    geometry: Geometry
+    masks: tuple[SparseMask, ...] = ()
+    pairs: Tensor | None = None
+
+    @classmethod
+    def of(cls, result: Result) -> Uncounted:
+        """Nothing is read on the host."""
+        if result.parts is not None:
+            return cls(result.parts.geometry, pairs=result.parts.pairs)
+        masks = computed(result.plan)
+        return cls(masks[0].geometry, masks)
+
+    @property
+    def held(self) -> int:
+        """Memory that keeping it would hold, in bytes."""
+        return stored_bytes(self.masks) if self.pairs is None else self.pairs.nbytes
+
+    def count(self) -> tuple[int, int]:
+        """Computed and allowed pairs over batch and heads (host sync)."""
+        found = [selected_pairs(mask) for mask in self.masks] if self.pairs is None else [self.pairs]
+        return sum(int(pairs.sum()) for pairs in found), allowed_pairs(self.geometry)
 
 
 @define(eq=False)
 class LayerRecord:
     """Counts of one layer, and what the density of its last prefill needs.
 
-    pairs: (computed, allowed) pairs measured in the last prefill. waiting: masks of it that are not measured yet.
-    lost: some mask was neither kept nor measured, so that the density is unknown.
+    pairs: (computed, allowed) pairs measured in the last prefill. waiting: results of it that are not measured yet.
+    lost: some result was neither kept nor measured, so that the density is unknown.
     """
 
     layer: int
@@ -32,7 +64,7 @@ class LayerRecord:
     sizes: tuple[int, int, int] = (0, 0, 0)
     serial: int = -1
     pairs: tuple[int, int] = (0, 0)
-    waiting: list[tuple[SparseMask, ...]] = field(factory=list)
+    waiting: list[Uncounted] = field(factory=list)
     held: int = 0
     lost: bool = False
     total: tuple[int, int] = (0, 0)
@@ -43,25 +75,25 @@ class LayerRecord:
         self.last, self.sizes = mode, sizes
 
     def begin(self, serial: int) -> None:
-        """Forget the masks of the prefill before, if `serial` is another."""
+        """Forget the results of the prefill before, if `serial` is another."""
         if serial != self.serial:
             self.serial, self.pairs, self.held, self.lost = serial, (0, 0), 0, False
             self.waiting.clear()
 
-    def measure(self, masks: tuple[SparseMask, ...]) -> None:
+    def measure(self, result: Uncounted) -> None:
         """Count the pairs now (host sync)."""
-        pairs = count_pairs(masks)
+        pairs = result.count()
         self.pairs, self.total = _add(self.pairs, pairs), _add(self.total, pairs)
 
-    def keep(self, masks: tuple[SparseMask, ...], size: int) -> None:
+    def keep(self, result: Uncounted) -> None:
         """Count the pairs when a report asks."""
-        self.waiting.append(masks)
-        self.held += size
+        self.waiting.append(result)
+        self.held += result.held
 
     def report(self, *, mean: bool) -> LayerReport:
-        """The record as it stands; measures the masks that wait (host sync)."""
+        """The record as it stands; measures the results that wait (host sync)."""
         while self.waiting:
-            self.pairs = _add(self.pairs, count_pairs(self.waiting.pop()))
+            self.pairs = _add(self.pairs, self.waiting.pop().count())
         self.held = 0
         batch, queries, keys = self.sizes
         return LayerReport(
@@ -82,24 +114,6 @@ class LayerRecord:
 def sizes(call: AttentionCall) -> tuple[int, int, int]:
     """Batch rows, queries and keys of a call."""
     return call.q.shape[0], call.q.shape[2], call.k.shape[2]
-
-
-def computed(plan: Plan) -> tuple[SparseMask, ...]:
-    """The masks of a plan, carry region included. They are disjoint, so no union has to be built to count them."""
-    return (plan.mask,) if plan.carry is None else (plan.carry.region, plan.mask)
-
-
-def count_pairs(masks: tuple[SparseMask, ...]) -> tuple[int, int]:
-    """Computed and allowed pairs over batch and heads (host sync)."""
-    geometry = masks[0].geometry
-    allowed = int(geometry.visible_counts().sum()) * geometry.heads
-    return sum(int(selected_pairs(mask).sum()) for mask in masks), allowed
-
-
-def stored_bytes(masks: tuple[SparseMask, ...]) -> int:
-    """Memory that keeping the masks would hold, in bytes."""
-    lists = [part for mask in masks for part in (mask.tiles, mask.stripes) if part is not None]
-    return sum(x.untyped_storage().nbytes() for part in lists for x in (part.counts, part.offsets, part.indices))
 
 
 def _add(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:

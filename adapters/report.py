@@ -59,7 +59,8 @@ class Report:
     method: the pipeline's name. host: what it is attached to. implementation: the host's own attention, which serves
     decoding and every fallback. min_query: query rows from which a call is prefill. grain: tokens at whose multiples
     a prompt may be cut into chunks, or None. short_forwards: forwards with fewer rows, all dense: decoding steps and
-    short prompts. layers: in order of their index. notes: what else is worth knowing, with counts.
+    short prompts. layers: in order of their index. notes: what else is worth knowing, with counts. gate: the tables
+    by which calls were judged too small for the method; empty if none was.
     """
 
     method: str
@@ -70,6 +71,7 @@ class Report:
     short_forwards: int = 0
     layers: tuple[LayerReport, ...] = ()
     notes: Mapping[str, int] = field(factory=dict)
+    gate: str = ""
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -91,6 +93,7 @@ class Report:
             f"{self.method} on {self.host} (dense: {self.implementation}; {grain})",
             *map(str, self.layers),
             f"dense by length (fewer than {self.min_query} query rows): {self.short_forwards} forwards",
+            *([f"dense by break-even: {self.gate}"] if self.gate else []),
             *(f"note: {note} ({count}x)" for note, count in self.notes.items()),
         ]
         return "\n".join(lines)

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable
 
 from attrs import field, frozen
 
+from sparseprefill.breakeven_gate import GateChoice, gate_of
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError, UnsupportedCallError
+from sparseprefill.gated import GatedPipeline
 from sparseprefill.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 
-from .ledger import LayerRecord, computed, sizes, stored_bytes
+from .ledger import LayerRecord, Uncounted, sizes
 from .report import Report
 
 Observe = Callable[[AttentionCall, Result], None]
@@ -50,6 +52,8 @@ class Session:
     strict: raise UnsupportedCallError instead of falling back. measure: count every call's pairs at once (host sync);
     otherwise the masks of the last prefill wait for `report`, as long as they fit in `KEPT_BYTES`.
     observe: called as ``observe(call, result)`` after every sparse call. warn: log the first fallback of each reason.
+    gate: judges each call by its sizes ("auto", a table or its path, a Gate; None for none); what it finds too small
+    for the method the host computes, which is no failure and so nothing that `strict` raises for.
     """
 
     def __init__(
@@ -62,9 +66,14 @@ class Session:
         measure: bool = False,
         observe: Observe | None = None,
         warn: bool = True,
+        gate: GateChoice = None,
     ) -> None:
         if not isinstance(min_query, int) or isinstance(min_query, bool) or min_query < 2:
             raise ParameterError(f"min_query is {min_query!r}: pass an integer >= 2, so that decoding stays dense")
+        self.gate = gate_of(gate)
+        if isinstance(pipeline, GatedPipeline):
+            self.gate = self.gate or pipeline.gate
+            pipeline = pipeline.ungated()
         self.pipeline, self.min_query, self.strict = pipeline, min_query, strict
         self.layers = None if layers is None else _indices(layers)
         self._measure, self._observe, self._warn = measure, observe, warn
@@ -82,6 +91,12 @@ class Session:
             return self._dense(call.layer, NOT_CHOSEN, sizes(call))
         if call.window is not None:
             return self._band(call)
+        if self.gate is not None:
+            verdict = self.gate.judge(call, self.pipeline.name)
+            if not verdict.worth:
+                return self._dense(call.layer, verdict.reason, sizes(call))
+            if verdict.reason:
+                self.note(verdict.reason)
         try:
             result = self.pipeline.run(call, prefill.memory)
         except UnsupportedCallError as error:
@@ -133,6 +148,7 @@ class Session:
                 implementation=implementation,
                 min_query=self.min_query,
                 grain=self.pipeline.grain,
+                gate="" if self.gate is None else str(self.gate),
                 short_forwards=self._short,
                 layers=tuple(r.report(mean=self._measure) for _, r in sorted(self._records.items())),
                 notes=dict(self._notes),
@@ -156,15 +172,13 @@ class Session:
         return Fallback(reason)
 
     def _account(self, record: LayerRecord, result: Result) -> None:
-        masks = computed(result.plan)
+        uncounted = Uncounted.of(result)
         if self._measure:
-            record.measure(masks)
-            return
-        size = stored_bytes(masks)
-        if sum(r.held for r in self._records.values()) + size > KEPT_BYTES:
+            record.measure(uncounted)
+        elif sum(r.held for r in self._records.values()) + uncounted.held > KEPT_BYTES:
             record.lost = True
         else:
-            record.keep(masks, size)
+            record.keep(uncounted)
 
     def _record(self, layer: int) -> LayerRecord:
         return self._records.setdefault(layer, LayerRecord(layer))

@@ -32,7 +32,7 @@ def contenders(registry: Registry, names: Sequence[str], settings: Sequence[str]
     chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
     changes: dict[str, dict[str, Any]] = {registry.get(name).name: {} for name in chosen}
     for text in settings:
-        method, parameter, value = _setting(text)
+        method, parameter, value = setting(text)
         if method not in changes:
             raise CommandError(
                 f"--set {text}: {method!r} is not among the methods of this run{nearest(method, changes)}"
@@ -55,7 +55,8 @@ def configured(paths: Sequence[Path], hybrids: bool) -> list[Contender]:
     return made
 
 
-def _setting(text: str) -> tuple[str, str, Any]:
+def setting(text: str) -> tuple[str, str, Any]:
+    """Method, parameter and value of a text ``method.parameter=value``; CommandError for another."""
     target, equals, value = text.partition("=")
     method, dot, parameter = target.strip().rpartition(".")
     if not (equals and dot and method and parameter and value.strip()):

@@ -17,9 +17,14 @@ from sparseprefill.registry import Registry
 from .describe import plain
 
 
+def to_json(value: Any) -> str:
+    """JSON text; what JSON cannot hold becomes text."""
+    return json.dumps(plain(value), indent=2, ensure_ascii=False)
+
+
 def write_json(value: Any) -> None:
     """JSON on standard output."""
-    typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False))
+    typer.echo(to_json(value))
 
 
 def line(text: str, style: str = "") -> None:

@@ -52,7 +52,9 @@ def block_maps(
         maps.setdefault(call.layer, []).append(result.probe[0].to("cpu", torch.float32))
         told(sum(map(len, maps.values())), total)
 
-    with attach(model, Pipeline(ProbedDense(block), name="block-maps"), strict=True, observe=observe) as handle:
+    with attach(
+        model, Pipeline(ProbedDense(block), name="block-maps"), strict=True, observe=observe, gate=None
+    ) as handle:
         for ids in samples:
             model(torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
         seen = [layer.layer for layer in handle.report().layers]

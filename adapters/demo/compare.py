@@ -84,7 +84,7 @@ class Comparison:
     ) -> AbstractContextManager[Any]:
         if contender.pipeline is None:
             return nullcontext()
-        handle: AbstractContextManager[Any] = attach(self.model, contender.pipeline, observe=observe)
+        handle: AbstractContextManager[Any] = attach(self.model, contender.pipeline, observe=observe, gate=None)
         return handle
 
     def _prefill(self, ids: torch.Tensor) -> tuple[float, Any]:

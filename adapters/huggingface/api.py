@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseprefill.breakeven_gate import AUTO, GateChoice
 from sparseprefill.errors import AttachError, ParameterError
+from sparseprefill.gated import GatedPipeline
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profile import Profile
 from sparseprefill.registry import default_registry
@@ -30,6 +32,7 @@ def attach(
     measure: bool = False,
     observe: Observe | None = None,
     profile: str | Path | Profile | None = None,
+    gate: GateChoice = AUTO,
     **parameters: Any,
 ) -> Handle:
     """Run the model's prefill through a sparse method, until the handle is detached.
@@ -43,13 +46,20 @@ def attach(
     itself under a full mask first. measure: count the density of every call at once, at the price of a host sync.
     observe: called as ``observe(call, result)`` after every sparse layer. profile: a file that ``sparseprefill tune``
     wrote for this method and this model; the length of each call chooses its parameters, and `parameters` go over them.
+    gate: judges each call by its sizes, so that one too small for the method runs dense. "auto": the break-even table
+    that fits the device, if there is one; or the path of a table, a BreakEven or Gate, None for no gate.
 
     Raises AttachError if the model cannot be attached, UnknownMethodError or ParameterError for a wrong method, or for
-    a profile or a cluster table of another model, ImportError without transformers.
+    a profile or a cluster table of another model, or a break-even table that cannot be read; ImportError without
+    transformers.
     """
     profile = None if profile is None else Profile.load(profile)
     pipeline = _pipeline(method, profile, parameters)
-    session = Session(pipeline, min_query=min_query, layers=layers, strict=strict, measure=measure, observe=observe)
+    if isinstance(pipeline, GatedPipeline):
+        gate, pipeline = pipeline.gate if gate == AUTO else gate, pipeline.ungated()
+    session = Session(
+        pipeline, min_query=min_query, layers=layers, strict=strict, measure=measure, observe=observe, gate=gate
+    )
     try:
         from .dry_run import dry_run
         from .handle import PREFIX, Handle

@@ -19,13 +19,19 @@ SIZES = (
 
 def identity(decoder: PreTrainedModel) -> ModelIdentity:
     """The identity of a model's decoder. A fine-tuned copy has that of its base: weights play no part."""
-    config: Any = decoder.config.get_text_config()
+    config = decoder.config.get_text_config()
+    name = str(getattr(config, "_name_or_path", "") or type(decoder).__name__)
+    return of_config(config, type(decoder).__name__, name)
+
+
+def of_config(config: Any, architecture: str, name: str) -> ModelIdentity:
+    """The same from a text configuration. architecture: class of the decoder. name: of the model, or its path."""
     heads = int(config.num_attention_heads)
-    sizes = {name: getattr(config, name, None) for name in SIZES}
+    sizes = {field: getattr(config, field, None) for field in SIZES}
     digest = hashlib.sha256(json.dumps(sizes, sort_keys=True, default=str).encode()).hexdigest()
     return ModelIdentity(
-        name=str(getattr(config, "_name_or_path", "") or type(decoder).__name__).rstrip("/").rpartition("/")[2],
-        architecture=type(decoder).__name__,
+        name=name.rstrip("/").rpartition("/")[2],
+        architecture=architecture,
         layers=int(config.num_hidden_layers),
         heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),

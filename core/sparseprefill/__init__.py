@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparseprefill.breakeven import BreakEven, Verdict
+from sparseprefill.breakeven_gate import Gate, GateChoice
 from sparseprefill.call import AttentionCall
 from sparseprefill.combine import UnionEstimator
 from sparseprefill.config import from_config
@@ -23,6 +25,7 @@ from sparseprefill.errors import (
 )
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.reference import ReferenceExecutor
+from sparseprefill.gated import GatedPipeline, gated
 from sparseprefill.geometry import Geometry
 from sparseprefill.hookspecs import hookimpl
 from sparseprefill.lists import IndexLists
@@ -40,19 +43,23 @@ from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideR
 from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.registry import PluginRecord, Registry, default_registry
 from sparseprefill.softmax import SoftmaxState
-from sparseprefill.stages import MaskRefiner, Observer, PatternEstimator, SparseExecutor
+from sparseprefill.stages import HeadScope, MaskRefiner, Observer, PatternEstimator, SparseExecutor
 
 __version__ = "0.1.0"
 __all__ = [
     "AttachError",
     "AttentionCall",
     "AutoExecutor",
+    "BreakEven",
     "BudgetCeiling",
     "BudgetFloor",
     "Carry",
     "DenseRows",
+    "Gate",
+    "GatedPipeline",
     "Geometry",
     "GqaUnion",
+    "HeadScope",
     "IndexLists",
     "InvalidCallError",
     "LocalBand",
@@ -84,9 +91,11 @@ __all__ = [
     "UnionEstimator",
     "UnknownMethodError",
     "UnsupportedCallError",
+    "Verdict",
     "build",
     "default_registry",
     "from_config",
+    "gated",
     "hookimpl",
     "methods",
     "output_error",
@@ -99,12 +108,16 @@ def methods() -> Mapping[str, str]:
     return {name: method.summary for name, method in default_registry().methods().items()}
 
 
-def build(name: str, *, profile: str | Path | Profile | None = None, **parameters: Any) -> Pipeline:
+def build(
+    name: str, *, profile: str | Path | Profile | None = None, gate: GateChoice = None, **parameters: Any
+) -> Pipeline:
     """A pipeline by method name, such as ``build("anchor-attention", theta=12.0, step=16)``.
 
     profile: a file that ``sparseprefill tune`` wrote for this method; the number of keys of each call then chooses its
     parameters, and `parameters` go over them.
+    gate: judges each call by its sizes, so that one too small for the method runs dense attention, and says so in
+    `Result.dense`: "auto", the path of a break-even table, a BreakEven or Gate. None: every call runs the method.
 
     Raises UnknownMethodError, ParameterError, or PluginLoadError, each with what would do.
     """
-    return default_registry().build(name, profile=profile, **parameters)
+    return gated(default_registry().build(name, profile=profile, **parameters), gate)

@@ -11,8 +11,10 @@ from typing import Any
 
 from attrs import NOTHING, evolve, fields, frozen
 
+from sparseprefill.breakeven_gate import AUTO
 from sparseprefill.combine import UnionEstimator
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest
+from sparseprefill.gated import gated
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
 from sparseprefill.refiners.heads import GqaUnion
@@ -32,7 +34,7 @@ REFINERS: Mapping[str, type] = {
     "stride-rescue": StrideRescue,
 }
 """The refiners that a configuration may name."""
-KEYS = ("method", "name", "parameters", "profile", "refiners", "union")
+KEYS = ("gate", "method", "name", "parameters", "profile", "refiners", "union")
 
 
 def from_config(source: Mapping[str, Any] | str | Path, *, registry: Registry | None = None, at: str = "") -> Pipeline:
@@ -40,7 +42,8 @@ def from_config(source: Mapping[str, Any] | str | Path, *, registry: Registry | 
 
     source: the table, or the path of a ``.toml`` or ``.json`` file that holds it. Its keys are ``method`` with its
     ``parameters`` and ``profile``, or ``union``, a list of such tables; then ``refiners``, a list of tables with a
-    ``name`` and the refiner's own parameters; and a ``name`` for the pipeline. registry: where methods are looked up;
+    ``name`` and the refiner's own parameters; a ``name`` for the pipeline; and its ``gate``, "auto" or the path of a
+    break-even table. registry: where methods are looked up;
     by default all that are installed. at: path of keys that leads to the table, for messages.
 
     Raises ParameterError, or UnknownMethodError, whose message begins with the path of the key at fault.
@@ -81,7 +84,19 @@ class _Reader:
         made = self._union(table, at) if "union" in table else self._method(table, at)
         refiners = [_refiner(one, _join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
         name = _text(table["name"], _join(at, "name")) if "name" in table else made.name
-        return evolve(made, refiners=(*made.refiners, *refiners), name=name)
+        made = evolve(made, refiners=(*made.refiners, *refiners), name=name)
+        return self._gated(made, table["gate"], at) if "gate" in table else made
+
+    def _gated(self, made: Pipeline, given: Any, at: str) -> Pipeline:
+        here = _join(at, "gate")
+        if given is False:
+            return made
+        if not isinstance(given, str) or not given:
+            raise ParameterError(f'{here} is {given!r}: give "auto", the path of a break-even table, or false')
+        try:
+            return gated(made, AUTO if given == AUTO else self.folder / given)
+        except ParameterError as error:
+            raise ParameterError(f"{here}: {error}") from error
 
     def _method(self, table: Mapping[str, Any], at: str) -> Pipeline:
         name = _text(table["method"], _join(at, "method"))
@@ -104,6 +119,9 @@ class _Reader:
         for key in ("parameters", "profile"):
             if key in table:
                 raise ParameterError(f"{_join(at, key)} means nothing beside union: each of its tables has its own")
+        for i, one in _items(table, "union", at):
+            if isinstance(one, Mapping) and "gate" in one:
+                raise ParameterError(f"{_join(at, f'union[{i}].gate')} means nothing there: put gate beside union")
         parts = [self.pipeline(one, _join(at, f"union[{i}]")) for i, one in _items(table, "union", at)]
         if not parts:
             raise ParameterError(f"{_join(at, 'union')} is empty: give the tables of the methods to unite")

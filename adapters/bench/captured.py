@@ -1,0 +1,70 @@
+"""q, k, v of the embedded model on one of its own prompts, as one layer of a larger model.
+
+Its KV heads, two in each of six layers, become the KV heads of one layer, and the query heads of each are repeated to
+the wanted number. A smaller head dimension is padded with zeros, which leaves every logit as it was; the model's own
+scale is kept. Nothing is repeated along the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import ParameterError
+from sparseprefill.plan import Result
+from sparseprefill.registry import default_registry
+
+from .case import Shape
+
+
+def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCall:
+    """One call of so many heads. ParameterError where the sizes do not suit the model; ImportError without the
+    extra ``hf``."""
+    from transformers.utils import logging
+
+    from ..demo.model import load_model, load_tokenizer
+    from ..demo.samples import key_value_prompts
+
+    logging.disable_progress_bar()
+    dtype = getattr(torch, shape.dtype)
+    model = load_model(dtype, device)
+    config = model.config
+    if shape.length > config.max_position_embeddings:
+        raise ParameterError(f"length is {shape.length}: captured inputs have at most {config.max_position_embeddings}")
+    if shape.head_dim < config.head_dim:
+        raise ParameterError(f"head_dim is {shape.head_dim}: captured inputs need {config.head_dim} or more")
+    if shape.batch != 1:
+        raise ParameterError(f"batch is {shape.batch}: captured inputs are one prompt; pass 1")
+    ids = torch.tensor(key_value_prompts(load_tokenizer(), shape.length, 1, seed), device=device)
+    calls = _layers(model, ids)
+    first = calls[0]
+    group, ratio = shape.heads // shape.kv_heads, first.group
+    if group % ratio:
+        raise ParameterError(f"heads is {shape.heads}: captured inputs need a multiple of {ratio} for each KV head")
+    # The last layers first, whose heads differ most from plain locality.
+    found = [(call, head) for call in reversed(calls) for head in range(call.k.shape[1])]
+    taken = [found[i % len(found)] for i in range(shape.kv_heads)]
+    q = torch.cat([c.q[:, h * ratio : (h + 1) * ratio].repeat(1, group // ratio, 1, 1) for c, h in taken], 1)
+    k, v = (torch.cat([getattr(c, name)[:, h : h + 1] for c, h in taken], 1) for name in ("k", "v"))
+    wide: Callable[[Tensor], Tensor] = lambda x: functional.pad(x, (0, shape.head_dim - x.shape[-1]))  # noqa: E731
+    return AttentionCall(wide(q), wide(k), wide(v), scale=first.softmax_scale)
+
+
+@torch.inference_mode()
+def _layers(model: Any, ids: Tensor) -> list[AttentionCall]:
+    """The calls of every layer, of a prefill with every key."""
+    from ..huggingface import attach
+
+    calls: dict[int, AttentionCall] = {}
+
+    def observe(call: AttentionCall, result: Result) -> None:
+        calls[call.layer] = call
+
+    with attach(model, default_registry().build("dense"), strict=True, verify=False, observe=observe, gate=None):
+        model(ids, use_cache=False, logits_to_keep=1)
+    return [call for _, call in sorted(calls.items())]

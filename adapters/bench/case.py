@@ -1,0 +1,105 @@
+"""What is measured: sizes of a call, inputs, and a mask or a method."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from sparseprefill.errors import ParameterError
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import EMPTY
+from sparseprefill.validate import number, one_of, whole
+
+INPUTS = ("heads", "random", "stripes", "sink", "local", "captured")
+"""Kinds of inputs: those of `sparseprefill.testing.tensors`, and q, k, v of the embedded model."""
+DTYPES = ("bfloat16", "float16", "float32")
+SHARE = number(0.0, 1.0)
+
+
+@frozen(kw_only=True)
+class Shape:
+    """Sizes of a causal prefill call. A batch has rows of unequal lengths, the first of `length` tokens."""
+
+    length: int = field(validator=whole(2))
+    heads: int = field(default=32, validator=whole())
+    kv_heads: int = field(default=8, validator=whole())
+    head_dim: int = field(default=128, validator=whole(32))
+    dtype: str = field(default="bfloat16", validator=one_of(*DTYPES))
+    batch: int = field(default=1, validator=whole(1, 64))
+
+    def __attrs_post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ParameterError(f"heads is {self.heads}: pass a multiple of the {self.kv_heads} kv_heads")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each batch row: n, n (b - 1) / b, ..., n / b."""
+        return tuple(max(1, self.length * (self.batch - row) // self.batch) for row in range(self.batch))
+
+    def __str__(self) -> str:
+        rows = f"batch {self.batch}, " if self.batch > 1 else ""
+        return f"{rows}{self.heads} / {self.kv_heads} heads, d {self.head_dim}, {self.dtype}"
+
+
+@frozen
+class Part:
+    """Tiles of 128 x 128, or columns before each group of 2,048 rows, at random; or everything."""
+
+    kind: str = field(validator=one_of("full", "tiles", "stripes"))
+    share: float = field(default=1.0, validator=SHARE)
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "full" else f"{self.kind} {self.share:.3g}"
+
+
+def parse_mask(text: str) -> tuple[Part, ...]:
+    """Parts of a mask such as ``full``, ``tiles:0.1``, or ``tiles:0.05+stripes:0.05``; ParameterError else."""
+    parts = []
+    for one in text.split("+"):
+        found = re.fullmatch(r"\s*(?:(full)|(tiles|stripes):([0-9.eE-]+))\s*", one)
+        try:
+            if found is None:
+                raise ValueError
+            parts.append(Part("full") if found[1] else Part(found[2], float(found[3])))
+        except ValueError:
+            what = "full, tiles:SHARE or stripes:SHARE with a share from 0 to 1, joined by +"
+            raise ParameterError(f"mask is {text!r}: pass {what}, such as tiles:0.05+stripes:0.05") from None
+    return tuple(parts)
+
+
+@frozen(kw_only=True)
+class Case:
+    """One row of a table: a random mask through the executor alone, or a method's whole call.
+
+    table: that it belongs to. name: of the method, or the mask as text. pipeline: of a method, None for a mask.
+    parameters: those that differ from the method's defaults. gate: whether the break-even gate may choose dense.
+    """
+
+    table: str
+    name: str
+    shape: Shape
+    input: str = field(default="heads", validator=one_of(*INPUTS))
+    mask: tuple[Part, ...] = ()
+    pipeline: Pipeline | None = field(default=None, eq=False)
+    parameters: Mapping[str, Any] = field(default=EMPTY, eq=False)
+    gate: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name, with what differs from the defaults."""
+        said = [f"{name}={value}" for name, value in self.parameters.items()]
+        said += ["gated"] if self.gate else []
+        return f"{self.name} ({', '.join(said)})" if said else self.name
+
+    def __str__(self) -> str:
+        sizes = "" if self.shape == evolve(Shape(length=2), length=self.shape.length) else f" {self.shape}"
+        return re.sub(r"[^\w.=()%+/, -]", "", f"{self.label} {self.shape.length}{sizes}")
+
+
+def of_mask(text: str, shape: Shape, table: str = "") -> Case:
+    """A random mask through the executor, on Gaussian inputs; ParameterError for a text that is none."""
+    mask = parse_mask(text)
+    return Case(table=table, name=" + ".join(map(str, mask)), shape=shape, input="random", mask=mask)

@@ -1,0 +1,85 @@
+"""Seconds of a piece of work by the device's clock, next to dense attention in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import frozen
+
+Run = Callable[[], Any]
+WARM = 3
+ROW, MOST = 0.02, 50
+"""Seconds that a round shall take at least on a GPU, and most runs in it."""
+
+
+@frozen
+class Clock:
+    """Medians of repeated rounds. On a GPU a round runs short work several times in a row, as the layers of a model do:
+    what the host spends on one launch hides behind the launch before it, unless it takes longer than the device's work.
+
+    rounds: at most. budget: seconds that one piece of work may take in all. It runs twice in any case, and of what
+    takes longer than the budget the second run alone counts.
+    """
+
+    device: torch.device
+    rounds: int = 10
+    budget: float = 2.0
+
+    def median(self, run: Run) -> float:
+        """Median seconds of `run`, after warming up."""
+        return statistics.median(self.times(run))
+
+    def beside(self, run: Run, dense: Run) -> tuple[float, float]:
+        """Median seconds of `run` and of `dense`, which runs before it and after it.
+
+        The clock of a GPU follows its power limit, so that what ran a minute ago is no measure for what runs now.
+        Where `dense` takes longer than the budget, one run of it, before, is all, and two where it is not much longer.
+        """
+        once = self.once(dense)
+        if self.budget < once < 5 * self.budget:
+            once = min(once, self.once(dense))
+        if once > self.budget:
+            return self.median(run), once
+        before = self.times(dense, share=0.5)
+        middle = self.times(run)
+        return statistics.median(middle), statistics.median([*before, *self.times(dense, share=0.5)])
+
+    def times(self, run: Run, share: float = 1.0) -> list[float]:
+        """Seconds of each round after warming up. share: of the budget and the rounds."""
+        budget, begin = self.budget * share, time.perf_counter()
+        self.once(run)  # may compile kernels
+        once = self.once(run)
+        if once > budget:
+            return [once]
+        for _ in range(WARM - 2):
+            self.once(run)
+        spent = time.perf_counter() - begin
+        count = self.in_a_row(once)
+        left = budget - min(spent, budget / 2)
+        rounds = max(2, round(min(self.rounds * share, left / max(once * count, 1e-6))))
+        return [self.once(run, count) for _ in range(rounds)]
+
+    def in_a_row(self, once: float) -> int:
+        """How often a round repeats work that took `once` seconds."""
+        return 1 if self.device.type != "cuda" else min(MOST, max(1, round(ROW / max(once, 1e-6))))
+
+    def once(self, run: Run, count: int = 1) -> float:
+        """Seconds of one run, the mean of `count` in a row."""
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            for _ in range(count):
+                run()
+            return (time.perf_counter() - begin) / count
+        with torch.cuda.device(self.device):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            first.record()
+            for _ in range(count):
+                run()
+            last.record()
+            torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) / 1000 / count

@@ -1,0 +1,57 @@
+"""A model of Llama-3-8B's shape with random weights, made on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from sparseprefill.errors import ParameterError
+from sparseprefill.validate import one_of, whole
+
+
+@frozen(kw_only=True)
+class ModelShape:
+    """A Llama of random weights; by default Llama-3-8B's, with a small vocabulary to save memory."""
+
+    layers: int = field(default=32, validator=whole())
+    hidden: int = field(default=4096, validator=whole(32))
+    inner: int = field(default=14336, validator=whole())
+    heads: int = field(default=32, validator=whole())
+    kv_heads: int = field(default=8, validator=whole())
+    head_dim: int = field(default=128, validator=whole(32))
+    vocabulary: int = field(default=1024, validator=whole(16))
+    dtype: str = field(default="bfloat16", validator=one_of("bfloat16", "float16", "float32"))
+
+    def __attrs_post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ParameterError(f"heads is {self.heads}: pass a multiple of the {self.kv_heads} kv_heads")
+
+    def build(self, tokens: int, device: torch.device, seed: int = 0) -> Any:
+        """The model, made on the device. ImportError without transformers."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
+        sizes["attn_implementation"] = "sdpa"
+        config = LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=tokens,
+            bos_token_id=0,
+            eos_token_id=1,
+            **sizes,
+        )
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, self.dtype))
+        try:
+            with torch.device(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                return LlamaForCausalLM(config).eval()
+        finally:
+            torch.set_default_dtype(before)

@@ -1,0 +1,200 @@
+"""Time to the first token of a model of Llama-3-8B's shape with random weights, through the Hugging Face adapter.
+
+Random weights give attention without any structure: nothing is sparse there, and no method has anything to find. So
+by default every layer computes its attention on q and k of the made-up heads, in place of its own, and on its own v:
+the work is that of a model whose layers look so, while the text that comes out means nothing. With the model's own q
+and k the figures say what a method costs where it finds nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import evolve, field, fields, frozen
+from torch import Tensor
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import SparsePrefillError
+from sparseprefill.mask import SparseMask
+from sparseprefill.memory import Memory
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan, Result
+from sparseprefill.testing.heads import head_tensors
+from sparseprefill.validate import one_of, whole
+
+from .baseline import ANY, KERNELS, forced
+from .case import Part
+from .masks import random_mask
+from .model import ModelShape
+
+STRUCTURES = ("heads", "model")
+Told = Callable[[str, int, int], None]
+"""Hears of progress: what is being done, how much of it is done, of how much."""
+
+
+@frozen(eq=False)
+class Injected(Pipeline):
+    """A pipeline whose calls of one length run on other queries and keys. given: q and k."""
+
+    given: tuple[Tensor, Tensor] = field(kw_only=True)
+
+    def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
+        """See Pipeline."""
+        q, k = self.given
+        same = call.q.shape == q.shape and call.k.shape == k.shape
+        return super().run(evolve(call, q=q, k=k) if same else call, memory)
+
+
+@frozen(eq=False)
+class RandomTiles:
+    """A share of the tiles at random, the same for every layer, so that no time goes into estimating."""
+
+    share: float
+    _kept: dict[str, SparseMask] = field(factory=dict, init=False)
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """The mask."""
+        sizes = call.geometry.describe()
+        if sizes not in self._kept:
+            self._kept[sizes] = random_mask(call, [Part("tiles", self.share)], seed=0)
+        return Plan(self._kept[sizes])
+
+
+def tiles(share: float) -> Pipeline:
+    """Random tiles as a contender: what the executor alone gives at that density."""
+    return Pipeline(RandomTiles(share), name=f"tiles {share:g}")
+
+
+@frozen(kw_only=True)
+class Timed:
+    """One model run. name: of the method, or of the dense kernel. density: mean over layers; None for the stock model.
+
+    dense_layers: reasons of layers that ran dense, with their number.
+    """
+
+    name: str
+    tokens: int
+    structure: str
+    seconds: float = 0.0
+    stock: float = 0.0
+    density: float | None = None
+    dense_layers: dict[str, int] = field(factory=dict)
+    error: str = ""
+
+    @property
+    def speedup(self) -> float:
+        """The stock model's time over this one."""
+        return self.stock / self.seconds if self.seconds else 0.0
+
+
+@frozen(eq=False, kw_only=True)
+class Prefill:
+    """Times one prompt through a model: one forward with a cache, logits of the last token alone.
+
+    rounds: of each contender, of which the median counts, after one that does not.
+    """
+
+    shape: ModelShape
+    device: torch.device
+    tokens: int
+    structure: str = field(default="heads", validator=one_of(*STRUCTURES))
+    rounds: int = field(default=3, validator=whole())
+    seed: int = 0
+
+    def run(self, methods: Sequence[tuple[str, Pipeline]], told: Told = lambda what, done, of: None) -> list[Timed]:
+        """The stock model with cuDNN's attention, then each method through `attach`, then the stock model again."""
+        told("model", 0, len(methods) + 2)
+        model = self.shape.build(self.tokens, self.device, self.seed)
+        source = torch.Generator().manual_seed(self.seed)
+        ids = torch.randint(2, self.shape.vocabulary, (1, self.tokens), generator=source).to(self.device)
+        given = self._given()
+        told("stock model", 0, len(methods) + 2)
+        kernel, stock = self._stock(model, ids)
+        rows = []
+        for done, (name, pipeline) in enumerate(methods, 1):
+            told(name, done, len(methods) + 2)
+            rows.append(self._attached(model, ids, name, pipeline, given))
+        told("stock model", len(methods) + 1, len(methods) + 2)
+        stock = (stock + self._stock(model, ids)[1]) / 2
+        first = Timed(name=f"stock ({kernel})", tokens=self.tokens, structure=self.structure, seconds=stock)
+        return [evolve(one, stock=stock) for one in (first, *rows)]
+
+    def _given(self) -> tuple[Tensor, Tensor] | None:
+        if self.structure == "model":
+            return None
+        one = self.shape
+        q, k, _ = head_tensors(
+            q_len=self.tokens,
+            heads=one.heads,
+            kv_heads=one.kv_heads,
+            head_dim=one.head_dim,
+            strided=True,
+            device=self.device,
+            dtype=getattr(torch, one.dtype),
+            seed=self.seed,
+        )
+        return q, k
+
+    def _stock(self, model: Any, ids: Tensor) -> tuple[str, float]:
+        for kernel in KERNELS if self.device.type == "cuda" else ():
+            try:
+                with forced(kernel):
+                    return kernel, self._median(model, ids)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                continue
+        return ANY, self._median(model, ids)
+
+    def _attached(
+        self, model: Any, ids: Tensor, name: str, pipeline: Pipeline, given: tuple[Tensor, Tensor] | None
+    ) -> Timed:
+        from ..huggingface import attach
+
+        row = Timed(name=name, tokens=self.tokens, structure=self.structure)
+        try:
+            with attach(model, _injected(pipeline, given), verify=False, gate=None):
+                seconds = self._median(model, ids)
+            with attach(model, _injected(pipeline, given), verify=False, gate=None, measure=True) as handle:
+                _forward(model, ids)
+            layers = handle.report().layers
+        except (SparsePrefillError, torch.OutOfMemoryError) as error:
+            return evolve(row, error=str(error).split("\n")[0])
+        densities = [1.0 if layer.density is None else layer.density for layer in layers]
+        reasons = Counter(reason for layer in layers for reason in layer.reasons)
+        return evolve(
+            row,
+            seconds=seconds,
+            density=sum(densities) / len(densities),
+            dense_layers=dict(reasons),
+        )
+
+    def _median(self, model: Any, ids: Tensor) -> float:
+        _forward(model, ids)
+        times = sorted(_forward(model, ids) for _ in range(self.rounds))
+        return times[len(times) // 2]
+
+
+def _injected(pipeline: Pipeline, given: tuple[Tensor, Tensor] | None) -> Pipeline:
+    if given is None:
+        return pipeline
+    return Injected(**{str(one.alias): getattr(pipeline, one.name) for one in fields(Pipeline)}, given=given)
+
+
+@torch.inference_mode()
+def _forward(model: Any, ids: Tensor) -> float:
+    """Seconds of one prefill, by the wall clock; the cache goes at its end."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    if ids.is_cuda:
+        torch.cuda.synchronize(ids.device)
+    began = time.perf_counter()
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    if ids.is_cuda:
+        torch.cuda.synchronize(ids.device)
+    return time.perf_counter() - began

@@ -1,0 +1,116 @@
+"""The command `bench`: times of the executor, of methods and of a whole model, next to dense attention."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparseprefill.registry import default_registry
+
+from . import render
+from .demo import Dtype
+
+
+class Input(StrEnum):
+    """Inputs of methods."""
+
+    HEADS = "heads"
+    RANDOM = "random"
+    STRIPES = "stripes"
+    SINK = "sink"
+    LOCAL = "local"
+    CAPTURED = "captured"
+
+
+class Structure(StrEnum):
+    """On what a model's layers compute their attention."""
+
+    HEADS = "heads"
+    MODEL = "model"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(bench)
+
+
+def bench(
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A table of the benchmark page: executor, methods, curves, shapes, short, long, captured, or all."
+        ),
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
+    ] = None,
+    config: Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")] = None,
+    executor: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MASK", help="A random mask through the executor: full, tiles:0.1, tiles:0.05+stripes:0.05."
+        ),
+    ] = None,
+    length: Annotated[list[int] | None, typer.Option(min=16, help="Tokens of the prompt; repeat for several.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=32, help="Head dimension.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, max=64, help="Rows, of unequal lengths.")] = 1,
+    inputs: Annotated[Input | None, typer.Option("--input", help="Inputs of the methods; by default heads.")] = None,
+    gate: Annotated[bool, typer.Option("--gate", help="Let the break-even gate choose dense attention.")] = False,
+    ttft: Annotated[bool, typer.Option("--ttft", help="Time a whole model's prefill in place of one layer.")] = False,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of that model.")] = 32,
+    structure: Annotated[
+        Structure, typer.Option(help="What its attention runs on: made-up heads, or the model's own random q and k.")
+    ] = Structure.HEADS,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Runs of each, fewer where they take long; the median counts.")
+    ] = 10,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, help="Seconds that one piece of work, or dense beside it, may take in all.")
+    ] = 2.0,
+    seed: Annotated[int, typer.Option(help="Chooses inputs and masks.")] = 0,
+    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Where a picture goes: time by length, recall by density.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Where the tables go as Markdown.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Where the figures go as JSON; - prints nothing else.")
+    ] = None,
+) -> None:
+    """Measure attention's time next to dense attention, as a ratio in the same run.
+
+    Without --table, --method or --executor: every method at its defaults. The tables of docs/benchmarks.md come from
+    --table all.
+    """
+    from ..bench.clock import Clock
+    from . import bench_run
+    from .bench_options import Files, Wanted
+    from .setup import Place
+
+    files = Files(plot=plot, markdown=markdown, json=json)
+    registry = default_registry()
+    place = Place.of(device, dtype.value, threads)
+    wanted = Wanted(
+        tables=table or (),
+        methods=method or (),
+        settings=settings or (),
+        configs=config or (),
+        masks=executor or (),
+        lengths=length or (),
+        input=None if inputs is None else inputs.value,
+        gate=gate,
+        sizes={"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name, "batch": batch},
+    )
+    if ttft:
+        failed = bench_run.models(wanted, registry, place, files, layers, structure.value, rounds, seed)
+    else:
+        failed = bench_run.layers(wanted, registry, place, files, Clock(place.device, rounds, seconds), seed)
+    render.broken(registry)
+    if failed:
+        raise typer.Exit(1)

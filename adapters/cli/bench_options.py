@@ -1,0 +1,146 @@
+"""What the options of `bench` mean: the cases to measure, the files to write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from sparseprefill.config import from_config
+from sparseprefill.errors import ParameterError, nearest
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.registry import Registry
+
+from ..bench import tables
+from ..bench.case import Case, Shape, of_mask
+from .group import CommandError
+from .options import setting
+
+ALL = "all"
+LENGTHS = {"cuda": (32768, 131072), "cpu": (512, 1024)}
+"""Lengths unless a table or an option says otherwise."""
+
+
+@frozen(kw_only=True)
+class Wanted:
+    """The options that choose what is measured, as they were given. sizes: of a call, all but its length."""
+
+    tables: Sequence[str] = ()
+    methods: Sequence[str] = ()
+    settings: Sequence[str] = ()
+    configs: Sequence[Path] = ()
+    masks: Sequence[str] = ()
+    lengths: Sequence[int] = ()
+    input: str | None = None
+    gate: bool = False
+    sizes: Mapping[str, Any]
+
+    def cases(self, registry: Registry, device: str) -> list[Case]:
+        """Every case, in order. Raises CommandError, or the library's own errors, for what does not fit."""
+        try:
+            return self._of_tables(registry, device) if self.tables else self._chosen(registry, device)
+        except ParameterError as error:
+            raise CommandError(str(error)) from error
+
+    def pipelines(self, registry: Registry) -> list[tuple[str, Pipeline]]:
+        """The methods and configurations for a whole model, by label; errors as those of `cases`."""
+        for option, value in (("--table", self.tables), ("--executor", self.masks), ("--input", self.input)):
+            if value:
+                raise CommandError(f"{option} means nothing beside --ttft; leave one of them out")
+        if self.sizes["batch"] != 1:
+            raise CommandError(f"--batch {self.sizes['batch']}: --ttft times one prompt; pass 1")
+        cases = self._methods(registry, [self._shape(16)])
+        return [(case.label, case.pipeline) for case in cases if case.pipeline is not None]
+
+    def _of_tables(self, registry: Registry, device: str) -> list[Case]:
+        given = {"--set": self.settings, "--config": self.configs, "--executor": self.masks, "--input": self.input}
+        for option, value in {**given, "--gate": self.gate}.items():
+            if value:
+                raise CommandError(f"{option} means nothing beside --table, whose cases are set; leave one of them out")
+        names = list(tables.TABLES) if ALL in self.tables else list(dict.fromkeys(self.tables))
+        for name in names:
+            if name not in tables.TABLES:
+                raise CommandError(f"--table {name}: there is no such table{nearest(name, [*tables.TABLES, ALL])}")
+        made = []
+        for name in names:
+            lengths = self.lengths or tables.lengths(name, device)
+            made += tables.cases(name, registry, [self._shape(length) for length in lengths])
+        wanted = [registry.get(name).name for name in self.methods]
+        kept = [case for case in made if not wanted or case.name in wanted]
+        if not kept:
+            raise CommandError(f"--method {', '.join(wanted)}: no case of --table {', '.join(names)} is of it")
+        return kept
+
+    def _chosen(self, registry: Registry, device: str) -> list[Case]:
+        shapes = [self._shape(length) for length in self.lengths or LENGTHS.get(device, LENGTHS["cpu"])]
+        masks = [of_mask(mask, shape) for shape in shapes for mask in self.masks]
+        if self.masks and not (self.methods or self.configs or self.settings):
+            return masks
+        return [*masks, *self._methods(registry, shapes)]
+
+    def _methods(self, registry: Registry, shapes: Sequence[Shape]) -> list[Case]:
+        names = list(dict.fromkeys(self.methods)) or ([] if self.configs else tables.names(registry))
+        changes: dict[str, dict[str, Any]] = {registry.get(name).name: {} for name in names}
+        for text in self.settings:
+            method, parameter, value = setting(text)
+            if method not in changes:
+                raise CommandError(f"--set {text}: {method!r} is not a method of this run{nearest(method, changes)}")
+            changes[method][parameter] = value
+        more: dict[str, Any] = {"input": self.input or "heads", "gate": self.gate}
+        configured = [from_config(path) for path in self.configs]
+        made = []
+        for shape in shapes:
+            made += [
+                tables.method_case(registry, name, shape, "", parameters=given, **more)
+                for name, given in changes.items()
+            ]
+            made += [
+                Case(table="", name=pipeline.name, shape=shape, pipeline=pipeline, parameters={"config": path}, **more)
+                for path, pipeline in zip(map(str, self.configs), configured, strict=True)
+            ]
+        return made
+
+    def _shape(self, length: int) -> Shape:
+        try:
+            return Shape(length=length, **self.sizes)
+        except ParameterError as error:
+            raise CommandError(str(error)) from error
+
+
+@frozen(kw_only=True)
+class Files:
+    """Where results go besides the terminal. Raises CommandError, before any work is done, for what cannot be written.
+
+    json: "-" for standard output, and nothing else there.
+    """
+
+    plot: Path | None = None
+    markdown: Path | None = None
+    json: Path | None = None
+
+    def __attrs_post_init__(self) -> None:
+        _writable("--plot", self.plot, ".png", ".svg", ".pdf")
+        _writable("--markdown", self.markdown)
+        _writable("--json", None if self.alone else self.json)
+
+    @property
+    def alone(self) -> bool:
+        """Whether JSON is all that is printed."""
+        return self.json is not None and str(self.json) == "-"
+
+
+def _writable(option: str, path: Path | None, *endings: str) -> None:
+    if path is None:
+        return
+    if endings and path.suffix.lower() not in endings:
+        raise CommandError(f"{option} {path}: pass a name that ends in {' or '.join(endings)}")
+    there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise CommandError(f"{option} {path}: {error.strerror}; pass a path that can be written") from error
+    if not there:
+        path.unlink()

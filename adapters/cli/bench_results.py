@@ -1,0 +1,104 @@
+"""What `bench` reports: tables, JSON, Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparseprefill import __version__
+
+from ..bench import facts
+from ..bench.measure import ROWS, Row
+from ..bench.model import ModelShape
+from ..bench.ttft import Timed
+from . import render
+
+COLUMNS = ("what", "ms", "mask", "density", "speed-up", "eff.", "recall", "least")
+NOTES = (
+    "ms: median of the whole call, by the device's clock; mask: of it, until the mask is there. density: pairs "
+    "computed / causal pairs. speed-up: dense attention's time, beside the row, over this one. eff.: density x "
+    "speed-up. recall: attention mass kept, exact, mean over heads and {rows} sampled rows; least: the same for the "
+    "head that keeps least."
+)
+ON_CPU = (
+    "These are times of the plain PyTorch reference on a CPU, which is made to be exact and not to be fast. They say "
+    "nothing about the kernels, which need a GPU."
+)
+TTFT = ("method", "seconds", "stock / seconds", "density")
+TTFT_NOTES = {
+    "heads": (
+        "Random weights attend to nothing in particular: each layer's attention runs on q and k of made-up heads in "
+        "place of its own. density: mean over layers, of pairs computed / causal pairs."
+    ),
+    "model": (
+        "Random weights attend to nothing in particular, so that these are the costs where a method finds no "
+        "structure. density: mean over layers, of pairs computed / causal pairs."
+    ),
+}
+
+
+def as_tables(rows: Sequence[Row], on_cpu: bool) -> None:
+    """Print a table for each length and shape, and what the columns mean."""
+    for group in facts.grouped(rows):
+        render.table(COLUMNS, [_cells(row) for row in group], right=COLUMNS[1:], title=facts.title(group[0]))
+        render.line(facts.dense_text(group))
+        for row in group:
+            if row.error:
+                render.line(f"{row.case.label} failed: {row.error}")
+            if row.note:
+                render.line(f"{row.case.label} ran dense: {row.note}")
+        _memory(group)
+    render.line(NOTES.format(rows=ROWS) + (f" {ON_CPU}" if on_cpu else ""), style="dim")
+
+
+def as_json(rows: Sequence[Row], timed: Sequence[Timed], settings: dict[str, Any], device: torch.device) -> Any:
+    """Everything that was measured."""
+    from attrs import asdict
+
+    model = [{**asdict(one), "speedup": one.speedup, "error": one.error or None} for one in timed]
+    found = {"version": __version__, "machine": facts.machine(device), **settings}
+    return {**found, "rows": [facts.fact(row) for row in rows], "ttft": model}
+
+
+def as_ttft(timed: Sequence[Timed], shape: ModelShape, on_cpu: bool) -> None:
+    """Print the times of whole models."""
+    for tokens in dict.fromkeys(one.tokens for one in timed):
+        group = [one for one in timed if one.tokens == tokens]
+        head = f"first token of {tokens:,}, {shape.layers} layers of Llama-3-8B's shape, {shape.dtype}, random weights"
+        if shape.hidden != ModelShape().hidden:
+            head = f"first token of {tokens:,}, {shape.layers} layers of width {shape.hidden}, {shape.dtype}"
+        render.table(TTFT, [_timed(one) for one in group], right=TTFT[1:], title=head)
+        for one in group:
+            if one.error:
+                render.line(f"{one.name} failed: {one.error}")
+            for reason, count in one.dense_layers.items():
+                render.line(f"{one.name}: {count} layers ran dense: {reason}")
+        render.line(TTFT_NOTES[group[0].structure] + (f" {ON_CPU}" if on_cpu else ""), style="dim")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """As for Markdown, narrower: parameters under the name, density in percent, fewer digits."""
+    _, *figures = facts.cells(row)
+    if not row.error:
+        figures[0] = f"{row.seconds * 1e3:.4g}"
+        figures[1] = "" if row.estimate is None else f"{row.estimate * 1e3:.3g}"
+        figures[2] = f"{row.density * 100:.3g}%"
+    parameters = [f"  {name}={value}" for name, value in row.case.parameters.items()]
+    name = f"{row.case.name}, gated" if row.case.gate else row.case.name
+    return "\n".join([name, *parameters]), *figures
+
+
+def _timed(one: Timed) -> tuple[str, ...]:
+    if one.error:
+        return one.name, "failed", "", ""
+    density = "" if one.density is None else f"{one.density:.4f}"
+    return one.name, f"{one.seconds:.3f}", f"{one.speedup:.2f}", density
+
+
+def _memory(rows: Sequence[Row]) -> None:
+    most = max(rows, key=lambda row: row.extra or 0)
+    if most.extra:
+        parts = f", in {most.parts} parts" if most.parts > 1 else ""
+        render.line(f"most memory beyond inputs and result: {most.extra / 2**30:.2f} GiB, {most.case.label}{parts}")

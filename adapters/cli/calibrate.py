@@ -1,0 +1,144 @@
+"""The command `calibrate`: times dense and sparse attention on this machine, and writes the break-even table."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from attrs import evolve
+
+from sparseprefill import __version__
+from sparseprefill.breakeven import BreakEven, device_kind
+from sparseprefill.breakeven_points import DeviceKind, HeadShape
+from sparseprefill.registry import default_registry
+
+from . import calibrated, render
+from .demo import Dtype
+from .group import CommandError
+from .options import value_of
+
+DENSE = "dense"
+HEADS = {"cpu": (4, 2, 64), "cuda": (32, 8, 128)}
+"""Query heads, KV heads and head dimension unless told otherwise: the embedded model's, and a common model of 8B."""
+LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536)}
+CHUNK = {"cpu": 1024, "cuda": 2048}
+REPEATS = {"cpu": 3, "cuda": 20}
+NEEDED: Mapping[str, Mapping[str, Any]] = {"share-prefill": {"clusters": "single"}}
+"""What a method cannot run without, where it has no default."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(calibrate)
+
+
+def calibrate(
+    method: Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads; 32 on a GPU, 4 on a CPU.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads; 8 on a GPU, 2 on a CPU.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Head dimension; 128 on a GPU, 64 on a CPU.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=16, help="Length in tokens; repeat for several. By default 1K to 64K on GPUs."),
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(min=0, help="Rows of a prompt's chunk, timed too; 0 for none. 2048 on a GPU.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(min=2, help="Runs of each; the fastest counts.")] = None,
+    output: Annotated[Path, typer.Option("--output", "--out", help="Where the table goes.")] = Path("breakeven.json"),
+    append: Annotated[bool, typer.Option("--append", help="Keep the other shapes that the file holds.")] = False,
+    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU: as many as the calls will have.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Measure from which length each method is faster than dense attention on this machine.
+
+    Times dense attention, the sparse executor and the methods by length, and writes the table by which `attach` and
+    `build` decide whether a call is worth running sparse.
+    """
+    from .. import calibrate as calibration
+    from ..calibrate_clock import Clock
+    from .progress import bars
+    from .setup import Place
+
+    if not output.absolute().parent.is_dir():
+        raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
+    place = Place.of(device, dtype.value, threads)
+    kind = place.device.type if place.device.type in HEADS else "cpu"
+    usual = HEADS[kind]
+    shape = calibration.HeadSizes(
+        heads=heads or usual[0], kv_heads=kv_heads or usual[1], head_dim=head_dim or usual[2], dtype=place.dtype_name
+    )
+    parameters = _parameters(method or (), settings or ())
+    before = _before(output, place.device) if append else None
+    rows = CHUNK[kind] if chunk is None else chunk
+    sizes = calibration.sizes(length or LENGTHS[kind], rows or None)
+    clock = Clock(place.device, repeats or REPEATS[kind])
+    pipelines = {name: default_registry().build(name, **given) for name, given in parameters.items()}
+    with bars(1) as shown, place.threaded(), shown.contender(str(shape)) as told:
+        found = calibration.calibrate(shape, sizes, pipelines, clock, told)
+    how = {"parameters": {name: given for name, given in parameters.items() if given}, "repeats": clock.repeats}
+    if place.device.type == "cpu":
+        how["threads"] = threads
+    made = _table(found.shape, place.device, how, before)
+    try:
+        output.write_text(made.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--output {output}: {error.strerror}") from error
+    if json:
+        render.write_json(calibrated.as_json(made, found.shape, list(pipelines), found.failed, output))
+        return
+    calibrated.as_table(made, found.shape, list(pipelines))
+    for name, reason in found.failed.items():
+        render.line(f"{name} failed at {reason}")
+    render.line(f"table: {output}")
+
+
+def _parameters(names: Any, settings: Any) -> dict[str, dict[str, Any]]:
+    registry = default_registry()
+    chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
+    made: dict[str, dict[str, Any]] = {registry.get(name).name: dict(NEEDED.get(name, {})) for name in chosen}
+    for text in settings:
+        target, equals, value = text.partition("=")
+        name, dot, parameter = target.strip().rpartition(".")
+        if not (equals and dot and value.strip()):
+            raise CommandError(f"--set {text}: write method.parameter=value, such as --set anchor-attention.theta=4")
+        if name not in made:
+            raise CommandError(f"--set {text}: {name!r} is not among the methods of this run: {', '.join(made)}")
+        made[name][parameter] = value_of(value.strip())
+    return made
+
+
+def _before(path: Path, device: torch.device) -> BreakEven:
+    found, here = BreakEven.load(path), device_kind(device)
+    if (found.device.type, found.device.capability) != (here.type, here.capability):
+        raise CommandError(f"--append: {path} is a {found}, this is {here}: write to another file")
+    return found
+
+
+def _table(shape: HeadShape, device: torch.device, how: dict[str, Any], before: BreakEven | None) -> BreakEven:
+    kind = device_kind(device)
+    kind = kind if kind.name else evolve(kind, name=platform.machine())
+    same = (shape.heads, shape.kv_heads, shape.head_dim, shape.dtype)
+    others = () if before is None else before.shapes
+    kept = [one for one in others if (one.heads, one.kv_heads, one.head_dim, one.dtype) != same]
+    return BreakEven(device=kind, shapes=(*kept, shape), versions=_versions(kind), measured=how)
+
+
+def _versions(kind: DeviceKind) -> dict[str, str]:
+    found = {"sparseprefill": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if kind.type == "cuda":
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        with suppress(PackageNotFoundError):
+            found["triton"] = version("triton")
+    return found

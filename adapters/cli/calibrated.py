@@ -1,0 +1,73 @@
+"""What `calibrate` reports: tables of ratios to dense attention, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict
+
+from sparseprefill.breakeven import BreakEven
+from sparseprefill.breakeven_points import HeadShape, Point
+from sparseprefill.breakeven_rule import lines, too_dense
+
+from . import render
+
+DOUBT = (
+    "{methods}: too dense on these inputs to win at any length, so counted with half of the pairs: the model decides, "
+    "not the length. Calibrate with --set, if your parameters are others."
+)
+
+
+def as_table(table: BreakEven, shape: HeadShape, methods: Sequence[str]) -> None:
+    """Print whole prompts, then chunks: predicted time over dense attention's at the sizes measured."""
+    whole = [point for point in shape.points if point.whole]
+    heads = ("method", "worth it", *(f"{point.keys:,}" for point in whole))
+    rows = [("dense, ms", "", *_milliseconds(whole))]
+    rows += [(name, _from(table, shape, name), *_ratios(shape, name, whole)) for name in methods]
+    render.table(heads, rows, right=heads[2:], title=f"{shape} on {table.device}: time / dense time")
+    for queries in sorted({point.queries for point in shape.points if not point.whole}):
+        points = [point for point in shape.points if point.queries == queries and not point.whole]
+        heads = ("method", *(f"{point.keys:,}" for point in points))
+        rows = [("dense, ms", *_milliseconds(points))]
+        rows += [(name, *_ratios(shape, name, points)) for name in methods]
+        render.table(heads, rows, right=heads[1:], title=f"the last {queries:,} rows of so many keys")
+    doubtful = [name for name in methods if too_dense(shape, name)]
+    if doubtful:
+        render.line(DOUBT.format(methods=", ".join(doubtful)), style="dim")
+
+
+def as_json(
+    table: BreakEven, shape: HeadShape, methods: Sequence[str], failed: Mapping[str, str], output: Path
+) -> dict[str, Any]:
+    """The shape that was measured; the file holds the times."""
+    return {
+        "device": str(table.device),
+        "versions": dict(table.versions),
+        "measured": dict(table.measured),
+        **{"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "dtype": shape.dtype},
+        "worth_from": {name: table.length(name, shape) for name in methods},
+        "ratios": {name: [asdict(one) for one in lines(shape, name)] for name in methods},
+        "failed": dict(failed),
+        "output": str(output),
+    }
+
+
+def _from(table: BreakEven, shape: HeadShape, method: str) -> str:
+    least = table.length(method, shape)
+    longest = max(point.keys for point in shape.points if point.whole)
+    return f"not up to {longest:,}" if least is None else f"from {least:,}"
+
+
+def _ratios(shape: HeadShape, method: str, points: Sequence[Point]) -> list[str]:
+    known = {
+        (line.queries or keys, keys): ratio
+        for line in lines(shape, method)
+        for keys, ratio in zip(line.keys, line.ratios, strict=True)
+    }
+    return [f"{known[at]:.2f}" if (at := (point.queries, point.keys)) in known else "" for point in points]
+
+
+def _milliseconds(points: Sequence[Point]) -> list[str]:
+    return [f"{point.dense * 1e3:.3g}" for point in points]

@@ -1,0 +1,233 @@
+"""What stands behind `bench`: cases, tables, measuring on a CPU, captured inputs, and a model's first token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from sparseprefill.adapters.bench import facts, tables
+from sparseprefill.adapters.bench.baseline import baseline
+from sparseprefill.adapters.bench.captured import captured_call
+from sparseprefill.adapters.bench.case import Part, Shape, of_mask, parse_mask
+from sparseprefill.adapters.bench.clock import Clock
+from sparseprefill.adapters.bench.inputs import call_of
+from sparseprefill.adapters.bench.masks import random_mask
+from sparseprefill.adapters.bench.measure import Bench, prepare
+from sparseprefill.adapters.bench.model import ModelShape
+from sparseprefill.adapters.bench.ttft import Prefill, tiles
+from torch import Tensor
+
+from sparseprefill import ParameterError, ReferenceExecutor, SparseMask, default_registry
+from sparseprefill.plan import Plan
+
+CPU = torch.device("cpu")
+SMALL = Shape(length=320, heads=4, kv_heads=2, head_dim=32, dtype="float32")
+
+
+def quick() -> Bench:
+    return Bench(Clock(CPU, rounds=1, budget=0.01))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("full", (Part("full"),)),
+        ("tiles:0.1", (Part("tiles", 0.1),)),
+        ("tiles:.05 + stripes:5e-2", (Part("tiles", 0.05), Part("stripes", 0.05))),
+    ],
+)
+def test_masks_are_read(text: str, parts: tuple[Part, ...]) -> None:
+    assert parse_mask(text) == parts
+
+
+@pytest.mark.parametrize("text", ["", "tiles", "tiles:2", "tiles:x", "full:0.5", "rows:0.1", "tiles:0.1+", "tiles:1-"])
+def test_other_masks_are_refused(text: str) -> None:
+    with pytest.raises(ParameterError, match="tiles:SHARE"):
+        parse_mask(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"heads": 3}, "heads is 3"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"length": 1}, "length is 1"),
+        ({"batch": 0}, "batch is 0"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ParameterError, match=words):
+        evolve(SMALL, **change)
+
+
+def test_batch_rows_have_unequal_lengths() -> None:
+    assert Shape(length=1000, batch=4).lengths == (1000, 750, 500, 250)
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_tables_have_cases_that_differ(name: str) -> None:
+    shapes = [Shape(length=length) for length in tables.lengths(name, "cuda")]
+    cases = tables.cases(name, default_registry(), shapes)
+    assert len({str(case) for case in cases}) == len(cases) > 0
+    assert {case.table for case in cases} == {name}
+
+
+def test_an_unknown_table_is_named() -> None:
+    with pytest.raises(ParameterError, match="did you mean 'methods'"):
+        tables.cases("method", default_registry(), [SMALL])
+
+
+def test_random_masks_repeat_and_have_about_their_share() -> None:
+    shape = evolve(SMALL, length=4200)
+    call = call_of(shape, "random", 0, CPU)
+    one, same, other = (random_mask(call, [Part("stripes", 0.1)], seed) for seed in (1, 1, 2))
+    assert torch.equal(one.to_dense(), same.to_dense())
+    assert not torch.equal(one.to_dense(), other.to_dense())
+    behind = one.to_dense()[..., 2048:4096, :2048].double().mean()
+    assert float(behind) == pytest.approx(0.1, abs=0.01)
+    assert not one.to_dense()[..., :2048, :].any()
+    both = random_mask(call, [Part("tiles", 0.2), Part("stripes", 0.1)], 1)
+    assert both.tiles is not None
+    assert both.stripes is not None
+
+
+@pytest.mark.parametrize("text", ["full", "tiles:0.2", "stripes:0.1", "tiles:0.1+stripes:0.1"])
+def test_a_mask_is_measured(text: str) -> None:
+    row = quick().measure(of_mask(text, SMALL))
+    assert row.error == ""
+    assert row.seconds > 0 < row.dense
+    assert row.speedup == pytest.approx(row.dense / row.seconds)
+    assert row.efficiency == pytest.approx(row.speedup * row.density)
+    assert (row.recall, row.estimate) == (None, None)
+    assert row.baseline == "SDPA"
+    if text == "full":
+        assert row.density == 1.0
+
+
+@pytest.mark.parametrize("name", tables.names(default_registry()))
+def test_every_method_is_measured(name: str) -> None:
+    row = quick().measure(tables.method_case(default_registry(), name, SMALL, "methods"))
+    assert row.error == ""
+    assert row.recall is not None
+    assert 0 < row.recall <= 1 + 1e-4
+    assert row.lowest is not None
+    assert row.lowest <= row.recall
+    assert row.estimate is not None
+    assert row.estimate > 0
+
+
+def test_an_error_is_told_in_the_row() -> None:
+    row = quick().measure(
+        tables.method_case(default_registry(), "streaming", evolve(SMALL, head_dim=64, batch=2), "", input="captured")
+    )
+    assert "batch is 2" in row.error
+    assert facts.cells(row)[1] == "failed"
+    assert facts.fact(row)["error"] == row.error
+
+
+def test_rows_of_a_batch_are_padded_for_nobody() -> None:
+    shape = evolve(SMALL, batch=3)
+    ready = prepare(of_mask("full", shape), CPU)
+    assert [out.shape[2] for out in ready.dense.run()] == list(shape.lengths)
+    result = ready.run()
+    for row, (length, out) in enumerate(zip(shape.lengths, ready.dense.run(), strict=True)):
+        torch.testing.assert_close(result.out[row, :, :length], out[0], atol=1e-4, rtol=1e-4)
+    assert result.density == 1.0
+
+
+def test_large_calls_run_dense_by_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparseprefill.adapters.bench import baseline as module
+
+    call = call_of(SMALL, "heads", 0, CPU)
+    (whole,) = baseline(call, SMALL.lengths).run()
+    monkeypatch.setattr(module, "LARGE", 1)
+    parts = baseline(call, SMALL.lengths).run()
+    assert len(parts) == SMALL.kv_heads
+    torch.testing.assert_close(torch.cat(list(parts), 1), whole)
+
+
+def test_dense_attention_that_takes_long_runs_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(Clock(CPU, rounds=1, budget=0.0))
+    first = bench.measure(of_mask("tiles:0.1", SMALL))
+    again = bench.measure(of_mask("tiles:0.2", SMALL))
+    other = bench.measure(of_mask("tiles:0.2", evolve(SMALL, length=300)))
+    assert first.dense == again.dense != other.dense
+
+
+def test_the_clock_keeps_to_its_budget() -> None:
+    ran: list[int] = []
+    assert len(Clock(CPU, rounds=5, budget=10.0).times(lambda: ran.append(1))) == 5
+    assert len(ran) == 8
+    assert len(Clock(CPU, rounds=5, budget=0.0).times(lambda: ran.append(1))) == 1
+    assert len(ran) == 10
+
+
+def test_captured_inputs_keep_the_models_logits() -> None:
+    """Wider heads, more of them: the logits of each are still those of a head of the model."""
+    narrow = captured_call(evolve(SMALL, length=600, heads=4, kv_heads=2, head_dim=64), 0, CPU)
+    wide = captured_call(evolve(SMALL, length=600, heads=16, kv_heads=4, head_dim=96), 0, CPU)
+    assert wide.softmax_scale == narrow.softmax_scale == pytest.approx(1 / 8)
+
+    def logits(q: Tensor, k: Tensor) -> Tensor:
+        return q[0] @ k[0].repeat_interleave(q.shape[1] // k.shape[1], 0).mT
+
+    few, many = logits(narrow.q, narrow.k), logits(wide.q, wide.k)
+    torch.testing.assert_close(many[:8], torch.cat([few[:2], few[:2], few[2:], few[2:]]))
+    full = ReferenceExecutor().execute(wide, Plan(SparseMask.full(wide)))
+    assert bool(torch.isfinite(full.out).all())
+    assert float(full.out[..., 64:].abs().max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"length": 50000}, "length is 50000"), ({"head_dim": 32}, "head_dim is 32"), ({"heads": 2}, "heads is 2")],
+)
+def test_captured_inputs_say_what_they_need(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ParameterError, match=words):
+        captured_call(evolve(SMALL, **{"length": 512, "head_dim": 64, **change}), 0, CPU)
+
+
+def test_markdown_has_a_table_for_each_length() -> None:
+    bench = quick()
+    rows = [bench.measure(of_mask("full", evolve(SMALL, length=length))) for length in (200, 300)]
+    text = facts.markdown(rows)
+    assert text.count("| what |") == 2
+    assert "### 200 tokens, 4 / 2 heads, d 32, float32, inputs random" in text
+
+
+@pytest.mark.parametrize("structure", ["heads", "model"])
+def test_first_token(structure: str) -> None:
+    shape = ModelShape(layers=2, hidden=64, inner=64, heads=4, kv_heads=2, head_dim=32, vocabulary=64, dtype="float32")
+    prefill = Prefill(shape=shape, device=CPU, tokens=200, structure=structure, rounds=1)
+    registry = default_registry()
+    streaming = registry.build("streaming", sink=1, window=64, block=32)
+    rows = prefill.run([("streaming", streaming), ("tiles", tiles(0.1))])
+    stock, method, fixed = rows
+    assert [row.error for row in rows] == [""] * 3
+    assert stock.density is None
+    assert stock.name == "stock (SDPA)"
+    assert stock.speedup == 1.0
+    assert method.density is not None
+    assert 0 < method.density < 1
+    assert fixed.density is not None
+    assert method.stock == stock.seconds
+
+
+def test_layers_run_on_the_heads_that_are_given() -> None:
+    """The density is that of the made-up heads and not of the model's own, for a method that looks at them."""
+    shape = ModelShape(layers=1, hidden=128, inner=64, heads=4, kv_heads=2, head_dim=32, vocabulary=64, dtype="float32")
+    method = default_registry().build("anchor-attention", theta=4.0, step=1, block=32, init_tokens=1)
+    found = {}
+    for structure in ("heads", "model"):
+        prefill = Prefill(shape=shape, device=CPU, tokens=700, structure=structure, rounds=1)
+        found[structure] = prefill.run([("anchor-attention", method)])[1].density
+    assert found["heads"] is not None
+    assert found["model"] is not None
+    assert found["heads"] < 0.6 * found["model"]
+
+
+def test_a_model_shape_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ParameterError, match="heads is 5"):
+        ModelShape(heads=5)

@@ -1,0 +1,139 @@
+"""The gate in a host: calls below break-even stay with the model's own attention, and the report counts them."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.session import Fallback, Prefill, Session
+
+import sparseprefill as sp
+from sparseprefill.breakeven import BELOW, BreakEven, Verdict
+from sparseprefill.breakeven_gate import GateChoice
+from unit.tables import from_length, point, shape_of, table, whole
+
+from . import hf_models
+from .hf_models import STREAMING, logits, padded, prompt
+
+HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8}
+
+
+def pays_from(least: int) -> BreakEven:
+    return from_length(least, **HEADS)
+
+
+@pytest.fixture
+def model() -> Any:
+    return hf_models.build("llama")
+
+
+def test_below_break_even_the_model_computes_what_it_did_and_says_so(model: Any, tmp_path: Path) -> None:
+    stock = logits(model, 90)
+    path = tmp_path / "table.json"
+    path.write_text(pays_from(120).to_json(), encoding="utf-8")
+    with attach(model, "streaming", gate=path, **STREAMING) as handle:
+        assert torch.equal(stock, logits(model, 90))
+        assert not torch.equal(stock, logits(model, 150)[:, :90])
+        logits(model, 90)
+    report = handle.report()
+    assert [("dense", 1, 2)] * 2 == [(one.mode, one.sparse_calls, one.dense_calls) for one in report.layers]
+    assert {BELOW: 4} == report.fallbacks
+    assert "dense by break-even: break-even table of test (cpu)" in str(report)
+
+
+@torch.no_grad()
+def test_a_padded_batch_below_break_even_is_the_stock_models(model: Any) -> None:
+    inputs = padded(90)
+    stock = model(**inputs).logits
+    with attach(model, "streaming", gate=pays_from(500), **STREAMING) as handle:
+        assert torch.equal(stock, model(**inputs).logits)
+    assert {BELOW: 2} == handle.report().fallbacks
+
+
+def test_strict_does_not_object_to_break_even(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    stock = logits(model)
+    with attach(model, "streaming", strict=True, gate=pays_from(500), **STREAMING) as handle:
+        assert torch.equal(stock, logits(model))
+    assert {BELOW: 2} == handle.report().fallbacks
+    assert [] == caplog.records
+
+
+def test_auto_is_the_default_and_takes_the_table_of_the_environment(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(pays_from(500).to_json(), encoding="utf-8")
+    monkeypatch.setenv("SPARSEPREFILL_BREAKEVEN", str(path))
+    with attach(model, "streaming", **STREAMING) as handle:
+        logits(model)
+    assert {BELOW: 2} == handle.report().fallbacks
+    off: tuple[GateChoice, ...] = (None, False)
+    for gate in off:
+        with attach(model, "streaming", gate=gate, **STREAMING) as handle:
+            logits(model)
+        assert ({}, "") == (handle.report().fallbacks, handle.report().gate)
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(sp.ParameterError, match=r"SPARSEPREFILL_BREAKEVEN: .*schema is None"):
+        attach(model, "streaming", **STREAMING)
+
+
+def test_auto_without_a_table_runs_sparse(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPARSEPREFILL_BREAKEVEN", raising=False)
+    with attach(model, "streaming", **STREAMING) as handle:
+        logits(model)
+    assert ({}, "", {}) == (handle.report().fallbacks, handle.report().gate, handle.report().notes)
+
+
+def test_a_gated_pipeline_brings_its_gate(model: Any) -> None:
+    pipeline = sp.build("streaming", gate=pays_from(500), **STREAMING)
+    with attach(model, pipeline) as handle:
+        logits(model)
+    assert {BELOW: 2} == handle.report().fallbacks
+    assert 1 == handle.report().grain
+    with attach(model, pipeline, gate=None) as handle:
+        logits(model)
+    assert not handle.report().fallbacks
+
+
+def test_a_table_that_does_not_know_the_device_is_noted(model: Any) -> None:
+    other = table(whole({64: 4.0}, **HEADS), kind="cuda", capability=(9, 0))
+    with attach(model, "streaming", gate=other, **STREAMING) as handle:
+        logits(model)
+    (note,) = handle.report().notes
+    assert "says nothing of cpu" in note
+    assert not handle.report().fallbacks
+
+
+@torch.no_grad()
+def test_chunks_are_judged_one_by_one(model: Any) -> None:
+    sizes = ((32, 64, 3.0), (32, 128, 0.5), (64, 64, 3.0), (128, 128, 0.5))
+    gate = table(shape_of(*(point(queries, keys, streaming=ratio) for queries, keys, ratio in sizes), **HEADS))
+    with attach(model, "streaming", gate=gate, **STREAMING) as handle:
+        model.generate(prompt(160), max_new_tokens=3, do_sample=False, prefill_chunk_size=64)
+    (first, _) = handle.report().layers
+    assert (2, 1) == (first.sparse_calls, first.dense_calls)
+    assert not handle.report().notes
+
+
+def test_sliding_windows_stay_bands() -> None:
+    model = hf_models.build("mistral-sliding")
+    with attach(model, "streaming", gate=pays_from(500), **STREAMING) as handle:
+        logits(model)
+    assert all(layer.mode == "band" for layer in handle.report().layers)
+
+
+def test_any_gate_will_do() -> None:
+    class Odd:
+        def judge(self, call: sp.AttentionCall, method: str) -> Verdict:
+            return Verdict(call.layer != 1, reason="layer 1 is not worth it" if call.layer == 1 else "")
+
+    session = Session(sp.build("streaming", **STREAMING), gate=Odd(), strict=True)
+    x = torch.randn(1, 2, 40, 8)
+    found = [session.run(sp.AttentionCall(x, x, x, layer=layer), Prefill()) for layer in range(3)]
+    assert [False, True, False] == [isinstance(one, Fallback) for one in found]
+    assert {"layer 1 is not worth it": 1} == session.report("host", "sdpa").fallbacks

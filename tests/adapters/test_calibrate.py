@@ -1,0 +1,151 @@
+"""Calibration on a small scale, the file that it writes, and how the command fails."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sparseprefill.adapters.calibrate import HeadSizes, calibrate, sizes
+from sparseprefill.adapters.calibrate_clock import Clock
+from sparseprefill.adapters.cli.commands import app
+from typer.testing import CliRunner, Result
+
+import sparseprefill as sp
+from sparseprefill.breakeven import BreakEven
+
+from .test_cli import refused
+
+TINY = HeadSizes(heads=2, kv_heads=1, head_dim=32, dtype="float32")
+CLOCK = Clock(torch.device("cpu"), 2, 0.01)
+OPTIONS = ("calibrate", "--method", "streaming", "--length", "64", "--length", "128", "--chunk", "32", "--repeats", "2")
+SHAPE = ("--heads", "2", "--kv-heads", "1", "--head-dim", "32")
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_sizes_are_whole_prompts_and_chunks_of_the_longer_ones() -> None:
+    assert [(32, 64), (32, 100), (50, 50), (64, 64), (100, 100)] == sizes((100, 50, 64, 64), 32)
+    assert [(64, 64)] == sizes((64,), None)
+    for lengths, chunk in (((), None), ((0,), None), ((64,), 0)):
+        with pytest.raises(sp.ParameterError, match="pass"):
+            sizes(lengths, chunk)
+
+
+def test_heads_must_be_a_multiple_of_the_kv_heads() -> None:
+    with pytest.raises(sp.ParameterError, match="heads is 3: pass a multiple of the 2 KV heads"):
+        HeadSizes(heads=3, kv_heads=2, head_dim=32, dtype="float32")
+
+
+def test_every_size_has_its_figures() -> None:
+    told: list[tuple[str, int, int]] = []
+    method = sp.build("streaming", sink=16, window=16, block=16)
+    found = calibrate(TINY, sizes((64, 300), 32), {"streaming": method}, CLOCK, lambda *what: told.append(what))
+    assert [(32, 64), (32, 300), (64, 64), (300, 300)] == [(one.queries, one.keys) for one in found.shape.points]
+    assert {} == found.failed
+    for point in found.shape.points:
+        one = point.methods["streaming"]
+        assert 0 < one.estimate < 10
+        assert 0 < one.density <= 1
+        assert point.dense > 0
+        assert point.executor
+        assert list(point.executor) == sorted(point.executor)
+    assert ("streaming", 1, 4) in told
+    assert ("done", 4, 4) == told[-1]
+
+
+def test_a_method_that_fails_is_left_out_with_its_reason() -> None:
+    class Fails:
+        def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+            if call.k.shape[2] > 64:
+                raise RuntimeError("too long for me")
+            return sp.Plan(sp.SparseMask.full(call))
+
+    methods = {"fails": sp.Pipeline(Fails()), "streaming": sp.build("streaming")}
+    found = calibrate(TINY, sizes((64, 128), None), methods, CLOCK)
+    assert [{"fails", "streaming"}, {"streaming"}] == [set(point.methods) for point in found.shape.points]
+    assert "128 x 128: Fails.estimate() raised RuntimeError: too long for me" == found.failed["fails"]
+
+
+def test_every_method_can_be_calibrated() -> None:
+    from sparseprefill.adapters.cli.calibrate import NEEDED
+
+    methods = {name: sp.build(name, **NEEDED.get(name, {})) for name in sp.methods()}
+    found = calibrate(TINY, sizes((128,), None), methods, CLOCK)
+    assert {} == found.failed
+    assert set(methods) == set(found.shape.points[0].methods)
+
+
+def test_the_clock_takes_the_fastest_run_that_counts() -> None:
+    runs: list[int] = []
+    assert 0 <= Clock(torch.device("cpu"), 5, 10.0).seconds(lambda: runs.append(1)) < 1
+    assert 6 == len(runs)
+
+
+def test_the_command_writes_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    result = invoke(*OPTIONS, *SHAPE, "--out", path)
+    assert result.exit_code == 0, result.output
+    for word in ("2 / 1 heads, d 32, float32", "streaming", "64", "128", "the last 32 rows", "table:"):
+        assert word in result.stdout
+    found = BreakEven.load(path)
+    assert ("cpu", None) == (found.device.type, found.device.capability)
+    assert {"sparseprefill", "torch", "python"} == set(found.versions)
+    assert {"parameters": {}, "repeats": 2, "threads": 1} == found.measured
+    (shape,) = found.shapes
+    assert [(32, 64), (32, 128), (64, 64), (128, 128)] == [(one.queries, one.keys) for one in shape.points]
+
+
+def test_append_keeps_the_other_shapes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    assert invoke(*OPTIONS, *SHAPE, "--out", path).exit_code == 0
+    for _ in range(2):
+        done = invoke(*OPTIONS, "--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--append", "--out", path)
+        assert done.exit_code == 0, done.output
+    assert [(2, 1, 32), (4, 2, 64)] == [(one.heads, one.kv_heads, one.head_dim) for one in BreakEven.load(path).shapes]
+
+
+def test_json_and_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    result = invoke(*OPTIONS, *SHAPE, "--set", "streaming.window=32", "--output", path, "--json")
+    facts = json.loads(result.stdout)
+    assert {"streaming": {"window": 32}} == facts["measured"]["parameters"]
+    assert {"streaming"} == set(facts["worth_from"]) == set(facts["ratios"])
+    assert [{"queries": 32, "keys": [64, 128]}, {"queries": None, "keys": [64, 128]}] == [
+        {name: line[name] for name in ("queries", "keys")} for line in facts["ratios"]["streaming"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "streamin"), ("no method is named 'streamin'",)),
+        (("--method", "streaming", "--set", "streaming"), ("--set streaming: write method.parameter=value",)),
+        (("--method", "streaming", "--set", "dense.block=8"), ("'dense' is not among the methods",)),
+        (("--method", "streaming", "--set", "streaming.windov=8"), ("did you mean 'window'",)),
+        (("--heads", "3", "--kv-heads", "2"), ("heads is 3: pass a multiple of the 2 KV heads",)),
+        (("--out", "nowhere/at/all.json"), ("there is no folder",)),
+        (("--device", "cuda:99"), ("--device cuda:99",)),
+        (("--append", "--out", "none.json"), ("No such file",)),
+    ],
+)
+def test_what_cannot_be_done(
+    arguments: tuple[Any, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(invoke("calibrate", *arguments), *words)
+
+
+def test_append_refuses_a_table_of_another_device(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    assert invoke(*OPTIONS, *SHAPE, "--out", path).exit_code == 0
+    facts = json.loads(path.read_text())
+    facts["device"] |= {"type": "cuda", "capability": [9, 0], "name": "far"}
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    refused(invoke(*OPTIONS, *SHAPE, "--append", "--out", path), "far (cuda 9.0), this is cpu")

@@ -1,0 +1,96 @@
+"""The command `bench` on a CPU: what it prints and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sparseprefill.adapters.cli.commands import app
+from typer.testing import CliRunner, Result
+
+TINY = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--rounds", "1", "--length", "300", "--device", "cpu")
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def test_methods_and_masks(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"figures.{name}" for name in ("png", "md", "json")}
+    written = ("--plot", str(paths["png"]), "--markdown", str(paths["md"]), "--json", str(paths["json"]))
+    result = invoke(*TINY, "--method", "streaming", "--set", "streaming.window=64", "--executor", "tiles:0.2", *written)
+    assert result.exit_code == 0, result.output
+    assert "reference on a CPU" in result.stdout
+    assert "window=64" in result.stdout
+    assert paths["png"].read_bytes().startswith(b"\x89PNG")
+    assert "| tiles 0.2 |" in paths["md"].read_text()
+    found = json.loads(paths["json"].read_text())
+    assert set(found) == {"version", "machine", "seed", "rounds", "rows", "ttft"}
+    mask, method = found["rows"]
+    assert (mask["kind"], mask["what"], mask["input"]) == ("executor", "tiles 0.2", "random")
+    assert (method["kind"], method["what"], method["input"]) == ("method", "streaming", "heads")
+    assert method["parameters"] == {"window": 64}
+    assert method["baseline"] == "SDPA"
+    assert 0 < method["density"] <= 1
+    assert method["speedup"] == pytest.approx(method["dense_seconds"] / method["seconds"])
+
+
+def test_a_table_at_another_length() -> None:
+    result = invoke(*TINY, "--table", "executor", "--json", "-")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert len(rows) == 9
+    assert {row["table"] for row in rows} == {"executor"}
+    assert rows[0]["density"] == 1.0
+
+
+def test_a_table_of_one_method_with_and_without_the_gate() -> None:
+    rows = json.loads(invoke(*TINY, "--table", "short", "--method", "bfla", "--json", "-").stdout)["rows"]
+    assert [row["gate"] for row in rows] == [False, True]
+
+
+def test_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('method = "streaming"\nname = "narrow"\n[parameters]\nwindow = 32\n')
+    rows = json.loads(invoke(*TINY, "--config", str(path), "--json", "-").stdout)["rows"]
+    assert [row["what"] for row in rows] == ["narrow"]
+
+
+def test_first_token_of_a_model() -> None:
+    result = invoke(*TINY, "--ttft", "--layers", "1", "--method", "streaming")
+    assert result.exit_code == 0, result.output
+    assert "stock (SDPA)" in result.stdout
+    assert "made-up heads" in " ".join(result.stdout.split())
+
+
+def test_a_method_that_fails_ends_with_1() -> None:
+    result = invoke(*TINY, "--method", "streaming", "--input", "captured")
+    assert result.exit_code == 1
+    assert "head_dim is 32" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--table", "method"), "did you mean 'methods'"),
+        (("--table", "executor", "--gate"), "--gate means nothing beside --table"),
+        (("--table", "executor", "--method", "bfla"), "no case of --table executor"),
+        (("--executor", "tile:1"), "tiles:SHARE"),
+        (("--heads", "5"), "heads is 5"),
+        (("--method", "blfa"), "did you mean 'bfla'"),
+        (("--set", "bfla=1"), "method.parameter=value"),
+        (("--set", "bfla.blok=1"), "did you mean 'block'"),
+        (("--plot", "a.txt"), ".png"),
+        (("--json", "/nowhere/a.json"), "pass a path that can be written"),
+        (("--ttft", "--table", "long"), "--table means nothing beside --ttft"),
+        (("--ttft", "--plot", "a.png"), "--plot means nothing beside --ttft"),
+        (("--ttft", "--batch", "2"), "--batch 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    result = invoke("--device", "cpu", *arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1

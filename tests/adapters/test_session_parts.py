@@ -1,0 +1,46 @@
+"""A session's record of calls that run in parts: counted on the device, read when a report asks."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+from sparseprefill.adapters.ledger import Uncounted
+from sparseprefill.adapters.report import LayerReport
+from sparseprefill.adapters.session import Prefill, Session
+
+import sparseprefill as sp
+from sparseprefill import parts
+from unit.build import make
+
+CALL = make(96, heads=4, kv_heads=2)
+
+
+def report(measure: bool, workspace: int | None) -> LayerReport:
+    """Two chunks of one prompt through a session."""
+    session = Session(evolve(sp.build("streaming", sink=16, window=16, block=16), workspace=workspace), measure=measure)
+    prefill = Prefill()
+    for end in (48, 96):
+        q, k, v = CALL.q[:, :, end - 48 : end], CALL.k[:, :, :end], CALL.v[:, :, :end]
+        session.run(sp.AttentionCall(q, k, v, layer=2), prefill)
+    return session.report("none", "none").layers[0]
+
+
+@pytest.mark.parametrize("measure", [False, True])
+@pytest.mark.parametrize("kept", [parts.KEPT, 1], ids=["masks kept", "masks dropped"])
+def test_the_density_of_a_prefill_in_parts(measure: bool, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "KEPT", kept)
+    whole, cut = report(measure, None), report(measure, 1)
+    assert whole == cut
+    assert cut.density is not None
+    assert 0 < cut.density < 1
+    assert (cut.mean_density == cut.density) == measure
+
+
+def test_what_waits_is_small_where_the_masks_are_large() -> None:
+    result = evolve(sp.build("dense"), workspace=1).run(CALL)
+    waiting = Uncounted.of(result)
+    assert () == waiting.masks
+    assert 4 * 8 == waiting.held
+    assert waiting.count()[0] == waiting.count()[1] == 4 * 96 * 97 // 2

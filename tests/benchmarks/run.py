@@ -1,0 +1,46 @@
+"""Runs a case of `sparseprefill bench` as a benchmark of pytest, and keeps its row for the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from sparseprefill.adapters.bench import facts, tables
+from sparseprefill.adapters.bench.case import Case, Shape
+from sparseprefill.adapters.bench.clock import Clock
+from sparseprefill.adapters.bench.measure import Row, prepare
+
+from sparseprefill import default_registry
+
+ROWS: list[Row] = []
+CLOCK = Clock(torch.device("cuda"))
+
+
+def cases(table: str) -> Callable[..., Any]:
+    """Parametrizes a test over the cases of a table, at its lengths on a GPU."""
+    shapes = [Shape(length=length) for length in tables.lengths(table, "cuda")]
+    return pytest.mark.parametrize("case", tables.cases(table, default_registry(), shapes), ids=str)
+
+
+def bench(benchmark: BenchmarkFixture, case: Case) -> Row:
+    """Benchmark a case with dense attention before and after it. Figures are by the device's own clock; a round of
+    pytest-benchmark holds several runs where they are short (`Clock.in_a_row`)."""
+    ready = prepare(case, CLOCK.device)
+    first = CLOCK.once(ready.dense.run)
+    long = first > CLOCK.budget
+    dense = [first] if long else CLOCK.times(ready.dense.run, share=0.5)
+    times: list[float] = []
+    benchmark.group = facts.title(Row(case=case))
+    rounds, warm = (1, 1) if long else (CLOCK.rounds, 3)
+    count = 1 if long else CLOCK.in_a_row(min(CLOCK.once(ready.run) for _ in range(2)))
+    benchmark.pedantic(lambda: times.append(CLOCK.once(ready.run, count)), rounds=rounds, warmup_rounds=warm)
+    dense += [] if long else CLOCK.times(ready.dense.run, share=0.5)
+    estimate = None if ready.plan is None else CLOCK.median(ready.plan)
+    row = ready.row(median(times[-rounds:]), median(dense), estimate=estimate)
+    benchmark.extra_info.update(facts.fact(row))
+    ROWS.append(row)
+    return row

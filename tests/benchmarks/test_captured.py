@@ -1,0 +1,16 @@
+"""Methods on q, k, v of the embedded model, tiled to the heads of a large one."""
+
+from __future__ import annotations
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+from sparseprefill.adapters.bench.case import Case
+
+from benchmarks.run import bench, cases
+
+pytestmark = pytest.mark.gpu
+
+
+@cases("captured")
+def test_method_on_captured_inputs(benchmark: BenchmarkFixture, case: Case) -> None:
+    bench(benchmark, case)

@@ -1,0 +1,16 @@
+"""Whole calls of every method at its defaults, on made-up heads: time, estimator inside, density, exact recall."""
+
+from __future__ import annotations
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+from sparseprefill.adapters.bench.case import Case
+
+from benchmarks.run import bench, cases
+
+pytestmark = pytest.mark.gpu
+
+
+@cases("methods")
+def test_method(benchmark: BenchmarkFixture, case: Case) -> None:
+    bench(benchmark, case)
