@@ -1,0 +1,82 @@
+"""A layer's forward over the parts of a batch: sparse requests through the session, the rest through the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import SparsePrefillError
+
+from ..session import Fallback
+from .layer import Layer
+from .runtime import Runtime
+from .split import Part
+
+log = logging.getLogger(__name__)
+Read = Callable[[Part], tuple[Tensor, Tensor]]
+"""Keys and values of a part's request, ``[1, Hkv, N, D]`` in the query's dtype."""
+
+
+def run(impl: Any, module: Any, query: Tensor, cache: Tensor, metadata: Any, output: Tensor, read: Read) -> bool:
+    """Fill `output` with the attention of `query`, both ``[tokens, Hq, D]``; False if the host shall do all of it.
+
+    impl: the layer's AttentionImpl, with a `runtime`, a `facts` to fill, and its `stock` forward. module: the layer.
+    No reason to stay dense is an error.
+    """
+    parts = getattr(metadata, "parts", None)
+    if impl.runtime is None or parts is None:
+        return False
+    if impl.facts is None:
+        impl.facts = Layer.of(module.layer_name, impl)
+    if impl.facts.reason is not None:
+        for part in parts:
+            _decline(impl.runtime, impl.facts, part, impl.facts.reason)
+        return False
+    for part in parts:
+        rows, out = query[part.begin : part.end], output[part.begin : part.end]
+        found = None if part.row is None else _sparse(impl.runtime, impl.facts, part, rows, read)
+        if found is None:
+            impl.stock(module, rows, None, None, cache, part.metadata(), out)  # K and V are in the cache already
+        else:
+            out.copy_(found[0].transpose(0, 1))
+    return True
+
+
+def _sparse(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) -> Tensor | None:
+    """``[1, Hq, tokens, D]``, or None where the host shall compute the part."""
+    if part.prefill is None or part.reason is not None:
+        _decline(runtime, layer, part, part.reason or "the request is unknown")
+        return None
+    try:
+        k, v = read(part)
+        call = AttentionCall(
+            rows.transpose(0, 1)[None],
+            k,
+            v,
+            scale=layer.scale,
+            layer=layer.index,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            first_head=runtime.model.first_head,
+        )
+        outcome = runtime.session.run(call, part.prefill)
+    except (SparsePrefillError, torch.OutOfMemoryError) as error:
+        # Other requests share this process: a broken stage must not end them.
+        log.debug("layer %d", layer.index, exc_info=error)
+        _decline(runtime, layer, part, f"{type(error).__name__}: {error}")
+        return None
+    if isinstance(outcome, Fallback):
+        runtime.tally.fallback(outcome.reason)
+        return None
+    return outcome.out
+
+
+def _decline(runtime: Runtime, layer: Layer, part: Part, reason: str) -> None:
+    if part.row is not None:
+        shape = (1, part.end - part.begin, part.row.end)
+        runtime.tally.fallback(runtime.session.decline(layer.index, reason, shape).reason)

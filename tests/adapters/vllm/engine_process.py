@@ -1,0 +1,137 @@
+"""Runs engines one after the other in a process of its own: a JSON file says what, another gets the answers.
+
+Not a test module. vLLM keeps global state, warns a lot and starts threads; a process keeps that out of the tests.
+"""
+
+# vLLM is not there where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+import sparseprefill as sp
+
+from . import diary
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 64 << 20,
+    "seed": 0,
+    "disable_log_stats": False,
+    "enable_prefix_caching": False,
+}
+
+
+def tried(job: dict[str, Any]) -> dict[str, Any]:
+    """An engine's answers, or the error that ended it."""
+    try:
+        return run(job)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """One engine: its rounds of prompts, and what its worker reports."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    options = {**DEFAULTS, **job.get("options", {})}
+    if "sparse" in job:
+        options["attention_backend"] = "CUSTOM"
+        options["additional_config"] = {"sparseprefill": job["sparse"]}
+        options["worker_extension_cls"] = "sparseprefill.adapters.vllm.worker.ReportExtension"
+    llm = LLM(model=job["model"], **options)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=job.get("tokens", 8), ignore_eos=True, detokenize=False, logprobs=job.get("logprobs")
+    )
+    rounds = []
+    diary.SEEN.clear()
+    for prompts in job["rounds"]:
+        done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        rounds.append([answer(one.outputs[0]) for one in done])
+    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    report = llm.collective_rpc("sparseprefill_report")[0] if "sparse" in job else None
+    state = inside(llm) if "sparse" in job else None
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return {"rounds": rounds, "report": report, "metrics": metrics, "state": state}
+
+
+def answer(output: Any) -> dict[str, Any]:
+    """Tokens, and the log probability of each where asked."""
+    chosen = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs or [], strict=False)]
+    return {"tokens": list(output.token_ids), "logprobs": chosen}
+
+
+def inside(llm: Any) -> dict[str, Any]:
+    """What the runtime holds when all requests are done; engines here run in this process."""
+    from sparseprefill.adapters.vllm import runtime
+
+    llm.generate([{"prompt_token_ids": [5]}], use_tqdm=False)  # a step without a prefill to go on with
+    return {
+        "requests": [len(one.requests) for one in runtime._runtimes.values()],
+        "runtimes": len(runtime._runtimes),
+        "counters": counters(),
+        "diary": list(diary.SEEN),
+    }
+
+
+def counters() -> dict[str, float]:
+    """The library's metrics in this process."""
+    from prometheus_client import REGISTRY
+
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    ours = [one for one in samples if one.name.startswith("sparseprefill:") and one.name.endswith("_total")]
+    return {f"{one.name}{sorted(one.labels.items())}": one.value for one in ours}
+
+
+def pretend_cuda() -> None:
+    """Make vLLM's Triton backend run on CPU tensors, in Triton's interpreter. Leans on vLLM 0.32's insides."""
+    import types
+
+    import torch
+    import triton.backends
+
+    class Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
+    backends: Any = triton.backends.backends
+    backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
+    from sparseprefill.adapters.vllm.plugin import CUDA_BACKEND
+    from vllm import plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    plugins.plugins_loaded = True  # ours would register the CPU backend
+    for member in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
+        register_backend(member, CUDA_BACKEND)
+
+
+def main() -> None:
+    asked, answered = sys.argv[1:3]
+    with open(asked, encoding="utf-8") as file:
+        jobs = json.load(file)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if "cuda" in sys.argv[3:]:
+        pretend_cuda()
+    sp.default_registry().register(diary, "diary")
+    answers = [tried(job) for job in jobs]
+    with open(answered, "w", encoding="utf-8") as file:
+        json.dump(answers, file)
+
+
+if __name__ == "__main__":
+    main()

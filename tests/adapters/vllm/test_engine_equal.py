@@ -1,0 +1,100 @@
+"""With a mask of every key the engine says what it says with its own backend, token for token."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import engine, models
+
+pytestmark = [engine.NEEDED, pytest.mark.slow]
+Answers = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+MIXED = [models.prompt(length, seed=length) for length in (900, 500, 260, 20)]
+SHARED = [models.prompt(length, seed=length, shared=300) for length in (700, 500, 420)]
+EIGHT = [models.prompt(length, seed=length) for length in (500, 130, 310, 7, 129, 128, 260, 64)]
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+# name: (prompts by round, options of the engine)
+CASES: dict[str, tuple[list[list[list[int]]], dict[str, Any]]] = {
+    "mixed lengths": ([MIXED], {}),
+    "chunks": ([MIXED], {"max_num_batched_tokens": 256}),
+    "prefix cache": ([SHARED, SHARED], {"enable_prefix_caching": True, "max_num_batched_tokens": 512}),
+    "preemption": (
+        [[models.prompt(150, seed=n) for n in range(4)]],
+        {"num_gpu_blocks_override": 17, "max_model_len": 256, "block_size": 32},
+    ),
+    "batch of eight": ([EIGHT], {}),
+    "small blocks": ([MIXED], {"block_size": 32}),
+    "bfloat16": ([MIXED], {"dtype": "bfloat16"}),
+    "fp8 cache": ([MIXED], {"kv_cache_dtype": "fp8"}),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Each case by the stock backend and by ours, all in one process."""
+    folder = tmp_path_factory.mktemp("equal")
+    model = str(models.save("llama", folder / "llama"))
+    jobs: list[dict[str, Any]] = []
+    for rounds, options in CASES.values():
+        outgrown = "num_gpu_blocks_override" in options  # the cache, while the requests decode
+        job = {"model": model, "rounds": rounds, "options": options, "tokens": 45 if outgrown else 8}
+        jobs += [job, {**job, "sparse": {"method": "dense", "min_query": 32}}]
+    found = engine.run(jobs, folder)
+    return dict(zip(CASES, zip(found[::2], found[1::2], strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_equal(answers: Answers, case: str) -> None:
+    stock, ours = answers[case]
+    turns = len(CASES[case][0])
+    assert [engine.tokens(stock, turn) for turn in range(turns)] == [engine.tokens(ours, turn) for turn in range(turns)]
+    layers = ours["report"]["layers"]
+    assert [0, 1, 2] == [layer["layer"] for layer in layers]
+    assert all(layer["sparse_calls"] > 0 and layer["dense_calls"] == 0 for layer in layers)
+
+
+def test_chunks_and_hits_ran_sparse_behind_a_context(answers: Answers) -> None:
+    for case, calls in (("chunks", 4), ("prefix cache", 4)):
+        layer = answers[case][1]["report"]["layers"][0]
+        assert calls < layer["sparse_calls"]
+        assert layer["query_length"] < layer["key_length"]
+
+
+def test_a_request_was_preempted(answers: Answers) -> None:
+    for answer in answers["preemption"]:
+        assert 0 < answer["metrics"]["vllm:num_preemptions"]
+
+
+def test_no_request_is_remembered_when_it_is_over(answers: Answers) -> None:
+    for _, ours in answers.values():
+        assert {0} == set(ours["state"]["requests"])
+
+
+def test_drafts_of_speculative_decoding_stay_dense(tmp_path: Path) -> None:
+    model = str(models.save("llama", tmp_path / "llama"))
+    job = {"model": model, "rounds": [MIXED], "options": {"speculative_config": DRAFTS, "max_num_batched_tokens": 512}}
+    # A process each: behind an engine that drafts by n-grams, vLLM 0.32 cannot start another one.
+    (stock,) = engine.run([job], tmp_path)
+    (ours,) = engine.run([{**job, "sparse": {"method": "dense", "min_query": 2}}], tmp_path)
+    assert engine.tokens(stock) == engine.tokens(ours)
+    assert 0 < ours["metrics"]["vllm:spec_decode_num_drafts"]
+    chunks = sum(-(-len(prompt) // 512) for prompt in MIXED)
+    assert all(chunks <= layer["sparse_calls"] <= chunks + 2 for layer in ours["report"]["layers"])
+
+
+@pytest.mark.parametrize(("family", "dense"), [("qwen3", 0), ("gemma3", 2)])
+def test_other_families(family: str, dense: int, tmp_path: Path) -> None:
+    model = str(models.save(family, tmp_path / family))
+    job = {"model": model, "rounds": [MIXED], "options": {"max_num_batched_tokens": 512}}
+    stock, ours = engine.run([job, {**job, "sparse": {"method": "dense"}}], tmp_path)
+    assert engine.tokens(stock) == engine.tokens(ours)
+    layers = ours["report"]["layers"]
+    stayed = [layer for layer in layers if layer["mode"] == "dense"]
+    assert dense == len(stayed)
+    assert all({"the layer has a sliding window": layer["dense_calls"]} == layer["reasons"] for layer in stayed)
+    assert all(layer["mode"] == "sparse" for layer in layers if layer not in stayed)

@@ -1,0 +1,147 @@
+"""Sparse methods in the engine: densities, memory by request, fallbacks and what is refused at start."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import engine, models
+
+pytestmark = [engine.NEEDED, pytest.mark.slow]
+STREAMING = {"method": "streaming", "parameters": {"sink": 32, "window": 64, "block": 32}, "min_query": 32}
+LONG = [models.prompt(length, seed=length) for length in (700, 450, 20)]
+TWO = [models.prompt(length, seed=length) for length in (300, 200)]
+
+JOBS: dict[str, dict[str, Any]] = {
+    "stock": {"rounds": [LONG]},
+    "streaming": {"rounds": [LONG], "sparse": {**STREAMING, "measure": True}},
+    "in chunks": {"rounds": [LONG], "sparse": STREAMING, "options": {"max_num_batched_tokens": 256}},
+    "two at once": {
+        "rounds": [TWO],
+        "sparse": {"method": "diary", "min_query": 32},
+        "options": {"max_num_batched_tokens": 128},
+    },
+    "preempted": {
+        "rounds": [[models.prompt(150, seed=n) for n in range(4)]],
+        "sparse": {"method": "diary", "min_query": 32},
+        "options": {"num_gpu_blocks_override": 17, "max_model_len": 256, "block_size": 32},
+        "tokens": 45,
+    },
+    "some layers": {"rounds": [TWO], "sparse": {**STREAMING, "layers": [1]}},
+    "hybrid": {
+        "rounds": [TWO],
+        "sparse": {
+            "union": [
+                {"method": "streaming", "parameters": {"sink": 32, "window": 64, "block": 32}},
+                {"method": "vertical-slash", "parameters": {"gamma": 0.5}},
+            ],
+            "refiners": [{"name": "stride-rescue", "every": 4}],
+            "min_query": 32,
+        },
+    },
+    "shares": {
+        "rounds": [TWO],
+        "sparse": {"method": "share-prefill", "parameters": {"clusters": "single"}, "min_query": 32},
+    },
+    "objects": {"rounds": [TWO], "sparse": {"method": "share-prefill", "min_query": 32}},
+    "no method": {"rounds": [TWO], "sparse": {"min_query": 32}},
+    "wrong parameter": {"rounds": [TWO], "sparse": {"method": "streaming", "parameters": {"sinc": 3}}},
+    "strict": {"rounds": [TWO], "sparse": {"method": "share-prefill", "strict": True}},
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every job by name, all in one process."""
+    folder = tmp_path_factory.mktemp("sparse")
+    model = str(models.save("llama", folder / "llama"))
+    jobs = [{"model": model, "tokens": 6, **job} for job in JOBS.values()]
+    return dict(zip(JOBS, engine.run(jobs, folder), strict=True))
+
+
+def test_a_sparse_method_reports_its_densities(answers: dict[str, Any]) -> None:
+    stock, sparse = engine.tokens(answers["stock"]), engine.tokens(answers["streaming"])
+    assert stock[0] != sparse[0]
+    assert stock[2] == sparse[2], "shorter than min_query"
+    report = answers["streaming"]["report"]
+    assert all(0 < layer["mean_density"] < 0.6 and layer["density"] < 1 for layer in report["layers"])
+    assert 1 == report["short_forwards"]
+    counters = answers["streaming"]["state"]["counters"]
+    assert 0 < counters["sparseprefill:pairs_total[('kind', 'computed')]"]
+    assert (
+        counters["sparseprefill:pairs_total[('kind', 'computed')]"]
+        < counters["sparseprefill:pairs_total[('kind', 'causal')]"]
+    )
+
+
+def test_chunks_at_the_grain_change_nothing(answers: dict[str, Any]) -> None:
+    assert engine.tokens(answers["streaming"]) == engine.tokens(answers["in chunks"])
+    assert answers["in chunks"]["report"]["density"] == pytest.approx(
+        answers["streaming"]["report"]["density"], abs=0.2
+    )
+
+
+def test_chunks_of_a_request_share_its_memory_alone(answers: dict[str, Any]) -> None:
+    diary = answers["two at once"]["state"]["diary"]
+    offsets: dict[int, list[int]] = {}
+    for number, calls, layer, offset, _ in diary:
+        offsets.setdefault(number, []).append(offset)
+        assert len(offsets[number]) == calls
+        assert layer == (calls - 1) % 3
+    assert 2 == len(offsets)
+    for seen in offsets.values():
+        assert sorted(seen) == seen
+        assert len(set(seen)) > 1
+
+
+def test_a_preempted_request_begins_anew(answers: dict[str, Any]) -> None:
+    diary = answers["preempted"]["state"]["diary"]
+    assert 0 < answers["preempted"]["metrics"]["vllm:num_preemptions"]
+    begun = {number for number, _, _, offset, _ in diary if offset == 0}
+    assert 4 < len(begun)
+    assert all(calls <= 3 for _, calls, _, _, _ in diary)
+
+
+def test_layers_may_be_chosen(answers: dict[str, Any]) -> None:
+    modes = [layer["mode"] for layer in answers["some layers"]["report"]["layers"]]
+    assert ["dense", "sparse", "dense"] == modes
+    assert {"not among the layers asked for": 4} == answers["some layers"]["report"]["fallbacks"]
+
+
+@pytest.mark.parametrize("name", ["hybrid", "shares"])
+def test_other_pipelines_run(answers: dict[str, Any], name: str) -> None:
+    assert 2 == len(engine.tokens(answers[name]))
+    assert all(layer["sparse_calls"] == 2 for layer in answers[name]["report"]["layers"])
+
+
+def test_a_method_that_objects_leaves_the_host_its_work(answers: dict[str, Any]) -> None:
+    report = answers["objects"]["report"]
+    assert 2 == len(engine.tokens(answers["objects"]))
+    assert all(layer["mode"] == "dense" for layer in report["layers"])
+    assert any("clusters" in reason for reason in report["fallbacks"])
+    counters = answers["objects"]["state"]["counters"]
+    assert any("fallbacks" in name and "clusters" in name for name in counters)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no method", "neither method nor union"),
+        ("wrong parameter", "sparseprefill.parameters.sinc is unknown; did you mean 'sink'"),
+        ("strict", "strict: these layers would stay dense"),
+    ],
+)
+def test_wrong_options_stop_the_start(answers: dict[str, Any], name: str, words: str) -> None:
+    assert words in answers[name]["error"]
+
+
+def test_installed_but_not_selected_changes_nothing(tmp_path: Path) -> None:
+    job = {"model": str(models.save("llama", tmp_path / "llama")), "rounds": [LONG], "logprobs": 1}
+    (without,) = engine.run([job], tmp_path, VLLM_PLUGINS="")
+    (there,) = engine.run([job], tmp_path)
+    assert "sparseprefill" in (tmp_path / "log.txt").read_text() or without["rounds"] == there["rounds"]
+    assert without["rounds"] == there["rounds"], "tokens and log probabilities, to the last bit"

@@ -1,0 +1,273 @@
+"""What needs no vLLM: options, requests, parts of a batch, layers, registration."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sparseprefill.adapters.demo.settings import CLUSTERS
+from sparseprefill.adapters.vllm import plugin, register
+from sparseprefill.adapters.vllm.layer import Layer, index_of
+from sparseprefill.adapters.vllm.options import MIN_QUERY, parse
+from sparseprefill.adapters.vllm.pages import Pages
+from sparseprefill.adapters.vllm.requests import Requests, Row
+from sparseprefill.adapters.vllm.split import narrow, runs
+from sparseprefill.adapters.vllm.tensor_parallel import LocalRegistry
+
+import sparseprefill as sp
+from sparseprefill.cluster_file import load
+from sparseprefill.profile import LengthRange
+
+
+def options(**table: Any) -> Any:
+    return parse({"sparseprefill": table})
+
+
+def test_options_are_read() -> None:
+    found = options(method="streaming", parameters={"sink": 64, "window": 128}, layers=[0, 2], strict=True)
+    assert (MIN_QUERY, (0, 2), True, False, "info") == (
+        *(found.min_query, found.layers, found.strict),
+        *(found.measure, found.log_level),
+    )
+    assert "streaming" == found.build().name
+
+
+def test_a_file_may_hold_the_pipeline(tmp_path: Any) -> None:
+    path = tmp_path / "pipeline.toml"
+    path.write_text('method = "streaming"\nname = "mine"\n')
+    assert "mine" == options(config=str(path)).build().name
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"method": "streaming", "min_qery": 3}, "sparseprefill.min_qery is unknown; did you mean 'min_query'"),
+        ({"method": "streaming", "min_query": 1}, "sparseprefill.min_query is 1: pass an integer >= 2"),
+        ({"method": "streaming", "min_query": True}, "sparseprefill.min_query is True"),
+        ({"method": "streaming", "layers": 3}, "sparseprefill.layers is 3: give a list"),
+        ({"method": "streaming", "layers": ["1"]}, "sparseprefill.layers is ['1']"),
+        ({"method": "streaming", "strict": "yes"}, "sparseprefill.strict is 'yes': use true or false"),
+        ({"method": "streaming", "log_level": "loud"}, "sparseprefill.log_level is 'loud': use debug"),
+        ({"method": "streaming", "config": "x.toml"}, "sparseprefill.config names a file that holds the pipeline"),
+        ({"config": 3}, "sparseprefill.config is 3: give the path"),
+    ],
+)
+def test_wrong_options_name_their_key(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(sp.ParameterError) as caught:
+        options(**table)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("additional", [{}, None, {"other": {}}])
+def test_a_selected_backend_needs_a_method(additional: Any) -> None:
+    with pytest.raises(sp.ParameterError, match="CUSTOM is selected, but no method"):
+        parse(additional)
+
+
+def test_a_wrong_method_is_named() -> None:
+    with pytest.raises(sp.UnknownMethodError, match=r"sparseprefill\.method: no method is named 'streeming'"):
+        options(method="streeming").build()
+
+
+def test_a_chunk_goes_on_where_the_last_one_ended() -> None:
+    requests = Requests()
+    (first,) = requests.step([Row(0, 64, (), (7,))])
+    first.memory.put("k", 1)
+    (second,) = requests.step([Row(64, 100, (7,), (7, 9))])
+    assert first is second
+    (other,) = requests.step([Row(64, 100, (7,), (7, 9))])
+    assert first is not other, "it ended at 100"
+    assert 0 == len(first.memory), "and its memory was freed"
+
+
+def test_a_step_without_the_next_chunk_ends_a_prefill() -> None:
+    requests = Requests()
+    requests.step([Row(0, 64, 3, 3)])
+    requests.step([])
+    assert (0, 1) == (len(requests), requests.finished)
+
+
+def test_patience_spans_the_batches_of_a_pipeline() -> None:
+    requests = Requests(2)
+    (first,) = requests.step([Row(0, 64, 3, 3)])
+    requests.step([Row(0, 32, 4, 4)])
+    assert first is requests.step([Row(64, 80, 3, 3)])[0]
+
+
+def test_requests_that_cannot_be_told_apart_share_nothing() -> None:
+    requests = Requests()
+    (first,) = requests.step([Row(0, 64, (), (7,))])
+    twins = requests.step([Row(64, 96, (7,), (7, 8)), Row(64, 96, (7,), (7, 9))])
+    assert 3 == len({id(first), *map(id, twins)})
+    (mine,) = requests.step([Row(0, 64, (), (7,))])
+    (other,) = requests.step([Row(64, 96, (7,), (7, 8))], decoding=[Row(64, 65, (7,), (7, 9))])
+    assert mine is not other, "a hit in the prefix cache, while the request that filled it decodes"
+    nowhere = Requests()
+    assert nowhere.step([Row(0, 64)])[0] is not nowhere.step([Row(64, 96)])[0]
+
+
+@given(st.lists(st.booleans(), max_size=12))
+def test_runs_cover_the_batch_in_order(sparse: list[bool]) -> None:
+    found = runs(sparse)
+    assert list(range(len(sparse))) == [i for first, last in found for i in range(first, last)]
+    for first, last in found:
+        assert last == first + 1 if sparse[first] else not any(sparse[first:last])
+    assert all(sparse[a] or sparse[b] for (a, _), (b, _) in pairwise(found))
+
+
+@dataclasses.dataclass
+class Common:
+    """The fields of vLLM's metadata that matter here."""
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    is_prefilling: torch.Tensor | None = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    _num_computed_tokens_cache: torch.Tensor | None = None
+
+
+def test_metadata_of_some_requests() -> None:
+    starts, lengths = [0, 3, 4, 9], [3, 20, 8]
+    loc = torch.tensor(starts, dtype=torch.int32)
+    common = Common(
+        *(loc, loc, torch.tensor(lengths), 3, 9, 5, 20),
+        torch.arange(12).view(3, 4),
+        torch.arange(9),
+        torch.tensor([True, False, True]),
+        {2: [(0, 1)]},
+        torch.zeros(3),
+    )
+    found = narrow(common, 1, 3, starts, lengths)
+    assert [0, 1, 6] == found.query_start_loc.tolist() == found.query_start_loc_cpu.tolist()
+    assert (2, 6, 5, 20) == (found.num_reqs, found.num_actual_tokens, found.max_query_len, found.max_seq_len)
+    assert [20, 8] == found.seq_lens.tolist()
+    assert [4, 8] == found.block_table_tensor[:, 0].tolist()
+    assert [3, 4, 5, 6, 7, 8] == found.slot_mapping.tolist()
+    assert [False, True] == found.is_prefilling.tolist()
+    assert {1: [(0, 1)]} == found.mm_req_doc_ranges
+    assert found._num_computed_tokens_cache is None
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("model.layers.3.self_attn.attn", 3), ("transformer.h.11.attn", 11), ("blocks.4.attn", 4), ("attn", -1)],
+)
+def test_index_of_a_layer(name: str, index: int) -> None:
+    assert index == index_of(name)
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ({}, None),
+        ({"sliding_window": (-1, -1)}, None),
+        ({"kv_cache_dtype": "fp8"}, None),
+        ({"sliding_window": 64}, "sliding window"),
+        ({"sliding_window": (63, 0)}, "sliding window"),
+        ({"sliding_window": (0, 0)}, "sliding window"),
+        ({"attn_type": "encoder_only"}, "encoder_only"),
+        ({"alibi_slopes": torch.ones(4)}, "ALiBi"),
+        ({"chunk_lookback": 2}, "chunks"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
+    ],
+)
+def test_reasons_of_a_layer(differs: dict[str, Any], words: str | None) -> None:
+    usual = {"attn_type": "decoder", "sliding_window": -1, "kv_cache_dtype": "auto", "scale": 0.5, "sinks": None}
+    layer = Layer.of("model.layers.0.attn", SimpleNamespace(**{**usual, "logits_soft_cap": 0, **differs}))
+    assert (words is None) == (layer.reason is None)
+    assert layer.softcap is None
+    assert words is None or words in str(layer.reason)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_pages_are_read_through_the_table(heads_first: bool) -> None:
+    pages, heads, page, size, length = 6, 2, 16, 8, 41
+    k, v = torch.randn(2, heads, length, size)
+    order = (0, 1, 2, 3) if heads_first else (0, 2, 1, 3)
+    cache = torch.zeros([(pages, heads, page, 2 * size)[i] for i in order]).permute(order)
+    table = torch.tensor([4, 1, 5], dtype=torch.int32)
+    for token in range(length):
+        cache[table[token // page], :, token % page] = torch.cat([k[:, token], v[:, token]], -1)
+    found = Pages.of(cache, size, table, length)
+    assert (page, length) == (found.page, found.length)
+    for wanted, read in zip((k, v), found.gather(torch.float32), strict=True):
+        assert torch.equal(wanted[None], read)
+    assert cache.data_ptr() == found.k.data_ptr(), "a view"
+
+
+def test_pages_of_an_fp8_cache_are_scaled() -> None:
+    x = torch.tensor([1.0, -2.0, 0.5, 4.0]).to(torch.float8_e4m3fn)
+    cache = x.view(torch.uint8).view(1, 1, 1, 4)
+    scales = (torch.tensor(2.0), torch.tensor(0.5))
+    found = Pages.of(cache, 2, torch.zeros(1, dtype=torch.int32), 1, fp8=torch.float8_e4m3fn, scales=scales)
+    k, v = found.gather(torch.float16)
+    assert ([2.0, -4.0], [0.25, 2.0]) == (k.flatten().tolist(), v.flatten().tolist())
+    assert torch.float16 == k.dtype == v.dtype
+
+
+@pytest.mark.parametrize(
+    ("version", "good"), [("0.28.1", False), ("0.29.0", True), ("0.32.0+cpu", True), ("dev", False)]
+)
+def test_versions(version: str, good: bool) -> None:
+    assert good == (plugin.objection(version) is None)
+
+
+@pytest.mark.parametrize("version", [None, "0.20.1"])
+def test_registering_never_raises(
+    version: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = ModuleType("vllm")
+    if version is not None:
+        fake.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    plugin._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        register()
+        register()
+    assert 1 == len(caplog.records), "said once"
+    assert "not registered with vLLM" in caplog.text
+
+
+def test_tables_serve_a_share_of_the_heads() -> None:
+    table = load(CLUSTERS)
+    whole = table.model
+    assert whole is not None
+    local = attrs.evolve(whole, heads=2, kv_heads=1)
+    q, k = torch.randn(1, 2, 300, 64), torch.randn(1, 1, 300, 64)
+    share = sp.AttentionCall(q, k, k, layer=2, first_head=2)
+    profile = sp.Profile(
+        method="streaming", model=whole, ranges=(LengthRange(least=0, tokens=9, parameters={"sink": 16, "window": 64}),)
+    )
+    chosen: dict[str, dict[str, Any]] = {"share-prefill": {"clusters": table}, "streaming": {"profile": profile}}
+    for name, options in chosen.items():
+        assert sp.build(name, **options).unsupported(share), "heads are missing"
+        assert not LocalRegistry(whole, local).build(name, **options).unsupported(share)
+        other = LocalRegistry(attrs.evolve(whole, digest="another"), local)
+        with pytest.raises(sp.ParameterError, match="made for another model"):
+            other.build(name, **options)
+
+
+def test_a_config_is_built_for_a_share_of_the_heads() -> None:
+    whole = load(CLUSTERS).model
+    assert whole is not None
+    registry = LocalRegistry(whole, attrs.evolve(whole, heads=2, kv_heads=1))
+    found = options(method="share-prefill", parameters={"clusters": str(CLUSTERS)}).build(registry)
+    assert "share-prefill" == found.name
