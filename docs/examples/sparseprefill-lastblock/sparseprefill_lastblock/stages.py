@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from attrs import frozen
 
-from sparseprefill import AttentionCall, Memory, Pipeline, Plan, SparseMask
+from sparseprefill import AttentionCall, HeadScope, Memory, Pipeline, Plan, SparseMask
 from sparseprefill.sampling import last_rows, sampled_mass
 
 from .config import LastBlockConfig
@@ -21,6 +23,7 @@ class LastBlockEstimator:
     keep: int
     band: int
     block: int
+    head_scope: ClassVar[HeadScope] = "head"
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """The union of both parts."""

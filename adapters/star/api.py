@@ -1,0 +1,126 @@
+"""Star: a model made ready on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+
+from sparseprefill.config import from_config
+from sparseprefill.dense_attention import dense
+from sparseprefill.errors import ParameterError
+from sparseprefill.executors.anchored import AnchoredBlockExecutor
+from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.registry import default_registry
+
+from ..huggingface.identity import identity
+from .answer import Answer
+from .attention import Switch
+from .context import Context
+from .encode import Inner, encode
+from .inspection import decoder_of, probe
+from .layout import Sizes
+from .ranks import Ranks
+from .tokens import Rows, digest, rows_of
+from .watch import Watch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class Star:
+    """Star Attention of one model over the ranks of a process group. Every rank makes one, and the same calls on it.
+
+    model: a causal language model of transformers, in evaluation mode, with the same weights on every rank.
+    block_size, anchor_length, tile: as of the method `star-attention`, in tokens; the result is that of the method.
+    inner: a method that runs inside each block in phase 1: a name, a table as of `from_config`, or a Pipeline; None for
+    dense attention. group: None for the default group. timeout: seconds that a rank waits for the others in one place.
+
+    Raises AttachError where torch.distributed does not run or the model cannot be spread, ParameterError for wrong
+    sizes, RankError where the ranks were given different things. The model is its own again between calls.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        block_size: int | None = None,
+        anchor_length: int | None = None,
+        tile: int = 128,
+        inner: str | Mapping[str, Any] | Pipeline | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 120.0,
+    ) -> None:
+        method = default_registry().get("star-attention")
+        method.configure({"block_size": block_size, "anchor_length": anchor_length, "tile": tile})  # checks them
+        self.model, self.sizes = model, Sizes(block_size, anchor_length, tile)
+        self.switch = Switch(decoder_of(model))
+        self.ranks = Ranks(group, timeout)
+        pipeline = _inner(inner, self.switch.decoder)
+        said = {"sizes": str(self.sizes), "inner": str(inner if isinstance(inner, str | Mapping) else pipeline)}
+        self.ranks.agree("start", {**said, "timeout": timeout, **_facts(self.switch.decoder)})
+        with self.ranks.run("the trial run"):
+            self.layers = probe(model, self.switch)
+        self.executor = AnchoredBlockExecutor(AutoExecutor(), self.ranks)
+        self.inner = attention_of(pipeline, self.ranks)
+        config = model.generation_config
+        self.fill = next((x for x in (config.pad_token_id, config.bos_token_id) if isinstance(x, int)), 0)
+        self._watch = Watch.of(self.ranks, self.switch.decoder.device)
+
+    def encode(self, contexts: Rows) -> Context:
+        """Phase 1: every rank computes its blocks, and keeps their keys.
+
+        contexts: token ids of each batch row, without padding; lengths may differ. Raises RankError where a rank fails
+        or was given other contexts.
+        """
+        rows = rows_of("contexts", contexts)
+        layouts = tuple(self.sizes.layout(len(row), self.ranks.size) for row in rows)
+        self.ranks.agree("encode", {"contexts": digest(rows)})
+        with self.ranks.run("phase 1"):
+            shards = encode(self.switch, self.ranks, self.layers, self.inner, rows, layouts)
+            # Nobody goes on before all are done: what failed anywhere, on a device too, is told here.
+            self.ranks.gather(torch.zeros(1, device=self.switch.decoder.device)).cpu()
+        owner = self.ranks.rank == self.ranks.size - 1
+        return Context(self, rows, layouts, Answer(self.executor, shards, owner))
+
+
+def _inner(given: str | Mapping[str, Any] | Pipeline | None, decoder: Any) -> Pipeline | None:
+    if given is None:
+        if decoder.device.type != "cuda":
+            return None
+        given = "dense"  # through the executor: torch's own kernels are slower where queries follow other keys
+    if isinstance(given, Pipeline):
+        made = given
+    elif isinstance(given, str | Mapping):
+        made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
+    else:
+        raise ParameterError(f"inner is {given!r}: pass the name of a method, a table as of from_config, or a Pipeline")
+    for ask in filter(None, (getattr(stage, "check_model", None) for stage in made.stages)):
+        ask(identity(decoder))
+    return made
+
+
+def attention_of(pipeline: Pipeline | None, ranks: Ranks) -> Inner:
+    """What runs inside a block: a method, or for None torch's own dense attention; on this rank alone."""
+    if pipeline is None:
+        executor = AnchoredBlockExecutor(AutoExecutor(), ranks)
+        return lambda call, memory: dense(call, executor).out
+    wrapped = evolve(pipeline, executor=AnchoredBlockExecutor(pipeline.executor, ranks))
+    return lambda call, memory: wrapped.run(call, memory).out
+
+
+def _facts(decoder: Any) -> dict[str, Any]:
+    """What tells two models apart, in a moment: sizes, type, and a few weights of every part."""
+    known = identity(decoder)
+    seen = [_local(x).flatten()[:16].double().sum().item() for _, x in sorted(decoder.named_parameters())]
+    weights = f"{sum((place + 1) * x for place, x in enumerate(seen)):.9g}"
+    return {"model": f"{known.architecture} {known.digest}", "dtype": str(decoder.dtype), "weights": weights}
+
+
+def _local(x: Any) -> torch.Tensor:
+    """This rank's part of a weight that tensor parallelism has cut."""
+    found: torch.Tensor = x.detach() if getattr(x, "to_local", None) is None else x.detach().to_local()
+    return found

@@ -1,0 +1,110 @@
+"""The attention function of a run, and the model's switch to it and back."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import AttachError, UnsupportedCallError
+
+from ..huggingface.handle import PREFIX
+from ..huggingface.inspection import implementations
+from ..huggingface.original import Original
+from ..huggingface.reasons import HARMLESS, layer_of
+
+_numbers = itertools.count()
+
+
+class Phase(Protocol):
+    """What is being computed: a block of the context, or rows of a question and its answer."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Output ``[B, Hq, Nq, Dv]`` of a call over the new tokens alone: their queries, keys and values."""
+        ...
+
+
+class Switch:
+    """Runs a decoder's attention through a phase, for as long as the phase lasts; the model is its own otherwise.
+
+    No mask function goes with the name, so transformers makes no masks: a phase knows who sees whom.
+    """
+
+    def __init__(self, decoder: PreTrainedModel) -> None:
+        self.decoder, self.name = decoder, f"{PREFIX}star_{next(_numbers)}"
+        self.original = Original(str(decoder.config._attn_implementation))
+        self._phase: Phase | None = None
+        me = weakref.ref(self)
+
+        def attention(
+            module: torch.nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Any = None,
+            **kwargs: Any,
+        ) -> tuple[Tensor, None]:
+            switch = me()
+            if switch is None or switch._phase is None:
+                raise AttachError("this model ran outside of Star Attention's phases: it is a copy made during one")
+            call = switch._call(module, query, key, value, kwargs)
+            return switch._phase.attend(call).transpose(1, 2).contiguous(), None
+
+        AttentionInterface.register(self.name, attention)
+        weakref.finalize(self, AttentionInterface._global_mapping.pop, self.name, None)
+
+    @contextmanager
+    def to(self, phase: Phase) -> Iterator[None]:
+        """Run the model's attention through `phase` inside the block."""
+        if self._phase is not None:
+            raise AttachError("Star Attention is at work on this model already: one run at a time")
+        before = implementations(self.decoder)
+        self._phase = phase
+        try:
+            self.decoder.set_attn_implementation(self.name)
+            if self.decoder.config._attn_implementation != self.name:
+                raise AttachError(f"{type(self.decoder).__name__} did not accept another attention implementation")
+            yield
+        finally:
+            self._phase = None
+            for config, name in before:
+                config._attn_implementation_internal = name
+
+    def _call(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+    ) -> AttentionCall:
+        refused = objection(module, kwargs)
+        if refused:
+            raise UnsupportedCallError([f"layer {layer_of(module)}: {refused}"])
+        extras = self.original.applies_extras  # sdpa drops both in silence, and equality means to drop them too
+        return AttentionCall(
+            query,
+            key,
+            value,
+            scale=kwargs.get("scaling"),
+            layer=layer_of(module),
+            softcap=kwargs.get("softcap") if extras else None,
+            sinks=kwargs.get("s_aux") if extras else None,
+        )
+
+
+def objection(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
+    """What a layer asks for that no phase can give; None if nothing."""
+    if kwargs.get("sliding_window") is not None:
+        return "a sliding window reaches into the block before, which another rank may hold"
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        return "the layer is not causal"
+    if kwargs.get("dropout"):
+        return "attention dropout is on: call model.eval()"
+    if kwargs.get("output_attentions"):
+        return "attention weights are asked for"
+    odd = sorted(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in HARMLESS)
+    return f"the layer passes {', '.join(odd)}" if odd else None

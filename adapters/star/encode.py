@@ -1,0 +1,121 @@
+"""Phase 1: the blocks of a context, one after the other, each behind the anchor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.executors.anchored import Shard
+from sparseprefill.memory import Memory
+
+from .anchor import Anchor, Keys
+from .attention import Switch
+from .layout import Layout
+from .ranks import Ranks
+
+Inner = Callable[[AttentionCall, Memory], Tensor]
+"""Attention to (anchor, block): output ``[B, Hq, Nq, Dv]`` of a call; the memory is the block's own."""
+
+
+@define(eq=False)
+class Held:
+    """A rank's context keys of one layer, as they fill: k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, Dv]``."""
+
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def of(cls, keys: Keys, rows: int, length: int) -> Held:
+        """Room for `length` tokens of each batch row."""
+        k, v = (
+            torch.zeros(rows, keys.heads, length, width, dtype=keys.dtype, device=keys.device)
+            for width in (keys.width, keys.value_width)
+        )
+        return cls(k, v)
+
+
+@define(eq=False)
+class Block:
+    """The phase of one block: `row` of the batch, its first token at `at` among those that this rank holds.
+
+    before: tokens of the anchor in front of it. sends: its end completes the anchor. again: this rank has more blocks.
+    """
+
+    inner: Inner
+    ranks: Ranks
+    anchor: Anchor
+    held: dict[int, Held]
+    row: int
+    at: int
+    before: int
+    sends: bool
+    again: bool
+    memory: Memory = field(factory=Memory)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See Phase: keeps the keys, and attends to (anchor, block)."""
+        here = self._keep(call)
+        if self.sends:
+            self.anchor.send(*(x[:, :, : self.anchor.length] for x in here))
+        if self.before:
+            front = here if self.ranks.rank == 0 else self.anchor.take(call.layer, keep=self.again)
+            k, v = (torch.cat([x[:, :, : self.before], y], 2) for x, y in zip(front, (call.k, call.v), strict=True))
+            call = evolve(call, k=k, v=v)
+        return self.inner(call, self.memory)
+
+    def _keep(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        held, row = self.held[call.layer], slice(self.row, self.row + 1)
+        inside = slice(self.at, self.at + call.k.shape[2])
+        held.k[row, :, inside], held.v[row, :, inside] = call.k, call.v
+        return held.k[row], held.v[row]
+
+
+@torch.no_grad()
+def encode(
+    switch: Switch,
+    ranks: Ranks,
+    layers: dict[int, Keys],
+    inner: Inner,
+    rows: Sequence[Sequence[int]],
+    layouts: Sequence[Layout],
+) -> dict[int, Shard]:
+    """This rank's keys of the contexts, by layer; empty where it has none. rows: token ids. Every rank calls it."""
+    lengths = tuple(layout.held(ranks.rank) for layout in layouts)
+    held = {layer: Held.of(keys, len(rows), max(lengths)) for layer, keys in layers.items()} if any(lengths) else {}
+    device = next(switch.decoder.parameters()).device
+    for row, (ids, layout) in enumerate(zip(rows, layouts, strict=True)):
+        share, first = layout.share(ranks.rank), layout.first(ranks.rank)
+        anchor = Anchor(ranks, layers, layout.prefix)
+        for number in share:
+            span = layout.span(number)
+            phase = Block(
+                inner=inner,
+                ranks=ranks,
+                anchor=anchor,
+                held=held,
+                row=row,
+                at=span.start - first,
+                before=layout.before(number),
+                sends=layout.sends and ranks.rank == 0 and number == layout.anchors - 1,
+                again=number != share[-1],
+            )
+            with switch.to(phase):
+                _forward(switch.decoder, ids, span, device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # so that the host knows how far it is, once a block
+            ranks.seen = time.monotonic()
+        if layout.sends:
+            anchor.finish()
+    return {layer: Shard(one.k, one.v, lengths) for layer, one in held.items()}
+
+
+def _forward(decoder: Any, ids: Sequence[int], span: range, device: torch.device) -> None:
+    tokens = torch.tensor([list(ids[span.start : span.stop])], device=device)
+    positions = torch.arange(span.start, span.stop, device=device)[None]
+    decoder(input_ids=tokens, position_ids=positions, use_cache=False)

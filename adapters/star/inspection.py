@@ -1,0 +1,95 @@
+"""Whether a model can be spread by Star Attention, told by looking at it and by running it on a few tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.dense_attention import dense
+from sparseprefill.errors import AttachError
+from sparseprefill.executors.auto import AutoExecutor
+
+from ..huggingface.dry_run import TOKENS, TOLERANCE
+from ..huggingface.handle import PREFIX
+from ..huggingface.inspection import allowed_ids, check, find_decoder
+from .anchor import Keys
+from .attention import Switch
+
+FULL = {"full_attention", "attention"}
+BY_LENGTH = {"dynamic", "longrope"}
+
+
+def decoder_of(model: object) -> PreTrainedModel:
+    """The decoder of a model that every block of a context may run through alone. AttachError says why not."""
+    decoder = find_decoder(model)
+    check(decoder, PREFIX)
+    if decoder.training:
+        raise AttachError(f"{type(decoder).__name__} is in training mode: call model.eval()")
+    config = decoder.config.get_text_config()
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - FULL)
+    if other:
+        raise AttachError(
+            f"{type(decoder).__name__} has layers of {', '.join(other)}: what they need of the block before may be on "
+            "another rank; only layers of full attention can be spread"
+        )
+    ropes = sorted(set(_ropes(getattr(config, "rope_parameters", None))) & BY_LENGTH)
+    if ropes:
+        raise AttachError(
+            f"{type(decoder).__name__} scales its rotary positions by the length of the prompt ({', '.join(ropes)}): "
+            "a block alone would get others"
+        )
+    return decoder
+
+
+def _ropes(parameters: Any) -> list[str]:
+    if not isinstance(parameters, dict):
+        return []
+    nested = [name for value in parameters.values() for name in _ropes(value)]
+    return [*nested, str(parameters.get("rope_type", "default"))]
+
+
+@define(eq=False)
+class Probe:
+    """A phase that computes plain causal attention and notes each layer's keys."""
+
+    layers: dict[int, Keys] = field(factory=dict)
+    repeated: bool = False
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See Phase."""
+        k, v = call.k, call.v
+        self.repeated |= call.layer in self.layers
+        self.layers[call.layer] = Keys(k.shape[1], k.shape[-1], v.shape[-1], k.dtype, k.device)
+        return dense(call, AutoExecutor()).out
+
+
+@torch.no_grad()
+def probe(model: Any, switch: Switch) -> dict[int, Keys]:
+    """Run 2 x 64 random tokens through the stock model and through the switch: what each layer's keys look like.
+
+    Raises AttachError where the logits differ, or layers cannot be told apart.
+    """
+    config, name = switch.decoder.config, type(model).__name__
+    room = getattr(config.get_text_config(), "max_position_embeddings", None)
+    tokens = min(TOKENS, room) if isinstance(room, int) and room > 0 else TOKENS
+    ids = torch.randint(*allowed_ids(config), (2, tokens), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(next(switch.decoder.parameters()).device)
+    phase = Probe()
+    stock: Tensor = model(input_ids=ids, use_cache=False).logits
+    with switch.to(phase):
+        ours: Tensor = model(input_ids=ids, use_cache=False).logits
+    if not phase.layers or phase.repeated or min(phase.layers) < 0:
+        raise AttachError(f"{name} does not call the attention function once a layer, with the layer's index")
+    limit = TOLERANCE.get(stock.dtype, TOLERANCE[torch.bfloat16])
+    error = float((stock.double() - ours.double()).norm() / stock.double().norm())
+    if not error <= limit:
+        raise AttachError(
+            f"{name} computes something else through the attention interface: its logits differ by {error:.2g} "
+            f"(relative norm; {limit:g} is allowed). Its layers use more than queries, keys and a causal mask."
+        )
+    return phase.layers

@@ -1,0 +1,66 @@
+"""What `generate` may be asked for when every rank has to take the same steps, and how they keep in step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from sparseprefill.errors import ParameterError
+
+from .ranks import Ranks
+
+OURS = ("input_ids", "inputs", "attention_mask", "past_key_values", "position_ids", "inputs_embeds", "use_cache")
+"""Arguments of `generate` that a context gives itself."""
+
+ONE = ("num_beams", "num_return_sequences")
+NONE = ("assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size", "cache_implementation", "penalty_alpha")
+
+
+def check_options(options: Mapping[str, Any], default: Any) -> None:
+    """ParameterError for what cannot run over ranks. default: the model's generation_config."""
+    given = options.get("generation_config") or default
+    mine = sorted(set(OURS) & set(options))
+    if mine:
+        raise ParameterError(f"{', '.join(mine)}: a context gives these itself; pass the tokens of the questions")
+    if options.get("return_dict_in_generate"):
+        raise ParameterError("return_dict_in_generate: generate() of a context returns token ids alone")
+    for name in (*ONE, *NONE):
+        value = options.get(name, getattr(given, name, None))
+        if value not in ((None, 1) if name in ONE else (None,)):
+            raise ParameterError(f"{name} is {value!r}: it crops or copies the cache, which is spread over the ranks")
+
+
+def stops(options: Mapping[str, Any], default: Any) -> frozenset[int]:
+    """Tokens that end an answer."""
+    given = options.get("generation_config") or default
+    found = options.get("eos_token_id", getattr(given, "eos_token_id", None))
+    if found is None:
+        return frozenset()
+    return frozenset(map(int, found if isinstance(found, list | tuple) else [found]))
+
+
+class SameScores(LogitsProcessor):  # type: ignore[misc,unused-ignore]
+    """Every rank goes by the scores of rank 0, so that a last bit never parts their ways."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores of rank 0; float32 ``[B, vocabulary]``."""
+        scores = scores.contiguous()
+        if self.ranks.size > 1:
+            self.ranks.wait(self.ranks.broadcast(scores), scores)
+        return scores
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from `seed` inside the block, on the CPU and the device; the generators are left as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,193 @@
+"""The ranks of one group: agreement before a run, waiting with an end, and telling of a failure.
+
+What the ranks say to each other goes through the store of torch.distributed, which every backend has and which can be
+polled, so a rank that waits hears of another's failure. Collectives carry tensors alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
+from sparseprefill.executors.exchange import GroupExchange
+
+POLL = 0.5  # seconds between two looks at the store while a collective is under way
+GRACE = 3.0  # seconds in which the ranks that are left answer when one is missed
+FAILED = "failed"
+
+
+class RankError(SparsePrefillError):
+    """A rank failed, died or stalled, or was given other arguments. Every rank that can raises it; then end all."""
+
+
+class Ranks(GroupExchange):
+    """The processes of a group (None: the default one), and what one of them has to know of the others.
+
+    timeout: seconds that this rank waits for another in one place; more than one block takes in all layers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 120.0) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise AttachError(
+                "torch.distributed is not running: start with torchrun and call torch.distributed.init_process_group()"
+            )
+        if not timeout > 0:
+            raise ParameterError(f"timeout is {timeout!r}: pass a positive number of seconds")
+        super().__init__(group)
+        self.rank, self.timeout = dist.get_rank(group), float(timeout)
+        members = range(self.size) if group is None else dist.get_process_group_ranks(group)
+        prefix = f"sparseprefill-star/{hashlib.sha256(str(list(members)).encode()).hexdigest()[:16]}"
+        base: Any = dist.distributed_c10d._get_default_store()
+        number = PrefixStore(prefix, base).add(f"made/{self.rank}", 1)
+        self.store = PrefixStore(f"{prefix}/{number}", base)
+        self.sent = 0
+        self.streams = "nccl" in str(dist.get_backend(group))  # whether a wait holds up the device, and not the host
+        self.open = False  # whether a run is under way
+        self.seen = time.monotonic()  # when this rank last came from one collective to the next
+        self._met, self._failure = 0, ""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See Exchange; counts the bytes that this rank sends."""
+        self.sent += x.numel() * x.element_size()
+        return super().gather(x)
+
+    def swap(self, x: Tensor) -> Tensor:
+        """See Exchange; counts the bytes that this rank sends."""
+        self.sent += x.numel() * x.element_size()
+        return super().swap(x)
+
+    def broadcast(self, x: Tensor) -> Any:
+        """Start sending x from the first rank to the others; `wait` for the work that is returned."""
+        if self.rank == 0:
+            self.sent += x.numel() * x.element_size()
+        return dist.broadcast(x, group=self.group, group_src=0, async_op=True)
+
+    def wait(self, work: Any, x: Tensor) -> None:
+        """Wait for a collective over x. RankError where another rank failed or does not come within `timeout`.
+
+        With NCCL the stream waits and the host goes on: `Watch` looks after that.
+        """
+        self.check()
+        self.seen = began = time.monotonic()
+        if x.is_cuda and self.streams:
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(timedelta(seconds=POLL))
+                self.seen = time.monotonic()
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    self.lost("found a connection closed", error)
+            self.hear()
+            if time.monotonic() - began > self.timeout:
+                self.lost(f"waited {self.timeout:g} s")
+
+    def check(self) -> None:
+        """RankError if this group has failed before: its collectives are out of step."""
+        if self._failure:
+            raise RankError(f"{self._failure} (the group cannot go on: end all processes and start again)")
+
+    def hear(self) -> None:
+        """RankError if another rank has told of a failure."""
+        if self._stored(lambda: self.store.check([FAILED]), False):
+            self._failure = str(self._stored(lambda: self.store.get(FAILED).decode(), "another rank failed"))
+            raise RankError(self._failure)
+
+    def tell(self, text: str) -> str:
+        """Let the others know that this rank failed; the first failure is the one that all report."""
+        with suppress(RuntimeError):
+            text = self.store.compare_set(FAILED, "", text).decode() or text
+        self._failure = text
+        return text
+
+    def meet(self, what: str, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Wait for all ranks, and learn what each says (values as JSON). RankError where one does not come."""
+        self.check()
+        self._met += 1
+        keys = [f"met/{self._met}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], json.dumps(dict(said), default=str))
+        began, pause = time.monotonic(), 0.0005
+        while not self._stored(lambda: self.store.check(keys), False):
+            self.hear()
+            if time.monotonic() - began > self.timeout:
+                self.lost(f"waited {self.timeout:g} s before {what}")
+            time.sleep(pause)
+            pause = min(pause * 2, 0.05)
+        answers = [json.loads(x) for x in self._stored(lambda: self.store.multi_get(keys), [])]
+        if self._met > 2:  # everybody who is here has read those of the meeting before the last
+            with suppress(RuntimeError):
+                self.store.delete_key(f"met/{self._met - 2}/{self.rank}")
+        self.seen = time.monotonic()
+        return answers
+
+    def agree(self, what: str, said: Mapping[str, Any]) -> None:
+        """`meet`, and RankError that names what differs, and where."""
+        answers = self.meet(what, said)
+        for name in said:
+            values = [answer.get(name) for answer in answers]
+            if any(value != values[0] for value in values):
+                shown = "; ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
+                raise RankError(self.tell(f"{what}: {name} differs over the ranks: {shown}"))
+
+    @contextmanager
+    def run(self, what: str) -> Iterator[None]:
+        """A part of the work that all ranks do together: a failure of this rank reaches all others."""
+        self.check()
+        self.seen, self.open = time.monotonic(), True
+        try:
+            yield
+            self.check()
+        except RankError:
+            raise
+        except torch.OutOfMemoryError as error:
+            told = self.tell(f"rank {self.rank} ran out of memory in {what}: {_line(error)}")
+            raise RankError(told) from error
+        except BaseException as error:
+            told = self.tell(f"rank {self.rank} failed in {what}: {type(error).__name__}: {_line(error)}")
+            if not isinstance(error, Exception):
+                raise
+            raise RankError(told) from error
+        finally:
+            self.open = False
+
+    def lost(self, why: str, cause: BaseException | None = None) -> NoReturn:
+        """Ask who is there, and raise RankError with those that are not."""
+        until = time.monotonic() + GRACE
+        with suppress(RuntimeError):
+            self.store.set(f"here/{self.rank}", "")
+        missing = list(range(self.size))
+        while missing and time.monotonic() < until:
+            self.hear()
+            try:
+                missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
+            except RuntimeError:
+                break
+            time.sleep(0.1)
+        who = ", ".join(map(str, missing)) or "none; the network may be down"
+        raise RankError(self.tell(f"lost rank {who}: rank {self.rank} {why}")) from cause
+
+    def _stored(self, ask: Any, otherwise: Any) -> Any:
+        try:
+            return ask()
+        except RuntimeError as error:
+            self._failure = (
+                f"lost the store of torch.distributed, and with it the process that holds it: {_line(error)}"
+            )
+            raise RankError(self._failure) from error
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300]

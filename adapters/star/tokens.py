@@ -1,0 +1,41 @@
+"""Token ids as they are given: rows of unequal length."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sparseprefill.errors import ParameterError
+
+Rows = Tensor | Sequence[Sequence[int]] | Sequence[Tensor]
+"""Token ids: a tensor ``[B, N]``, or for each batch row a sequence or a tensor ``[N]``, without padding."""
+
+
+def rows_of(name: str, given: Rows) -> list[list[int]]:
+    """The rows as lists; ParameterError where there is none, or one is empty or holds anything but integers."""
+    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in _iterable(name, given)]
+    if not rows or any(not row for row in rows):
+        raise ParameterError(f"{name}: pass at least one row, and at least one token in each")
+    if any(not isinstance(token, int) or isinstance(token, bool) for row in rows for token in row):
+        raise ParameterError(f"{name}: token ids are integers; pass [B, N] or one list of ids for each batch row")
+    return rows
+
+
+def _iterable(name: str, given: Rows) -> Sequence[Sequence[int] | Tensor]:
+    if isinstance(given, Tensor):
+        given = list(given) if given.dim() == 2 else [given]
+    if isinstance(given, str) or any(not isinstance(row, Tensor | Sequence) for row in given):
+        raise ParameterError(f"{name}: pass rows of token ids, [B, N] or one list for each batch row")
+    return given
+
+
+def digest(rows: Sequence[Sequence[int]]) -> str:
+    """A short text that differs where any token does."""
+    found = hashlib.sha256()
+    for row in rows:
+        found.update(len(row).to_bytes(8, "little"))
+        found.update(array("q", row).tobytes())
+    return f"{len(rows)} rows of {', '.join(str(len(row)) for row in rows[:4])} tokens, {found.hexdigest()[:12]}"

@@ -1,0 +1,82 @@
+"""Tiny random models, prompts, and what one device makes of them with the method `star-attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from attrs import frozen
+from sparseprefill.adapters.huggingface import attach
+
+VOCABULARY = 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # larger than usual, so that masks matter
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen2": {}, "Qwen3": {"head_dim": 8}}
+
+
+def build(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
+    """A causal language model in evaluation mode, float32."""
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **changes})
+    torch.manual_seed(seed)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def tokens(count: int, seed: int = 1) -> list[int]:
+    """Random tokens without the padding token."""
+    return torch.randint(1, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@frozen
+class Case:
+    """Parameters of the method, and the context's length."""
+
+    name: str
+    parameters: dict[str, Any]
+    length: int = 200
+
+    @property
+    def context(self) -> list[int]:
+        """The context."""
+        return tokens(self.length)
+
+
+INNER = {"method": "vertical-slash", "parameters": {"gamma": 0.6, "block": 16}}
+CASES = (
+    Case("many blocks, the last short, tokens left over", {"block_size": 32, "tile": 16}),
+    Case("quarter blocks", {"tile": 16}),
+    Case("a short anchor", {"block_size": 48, "anchor_length": 16, "tile": 16}),
+    Case("an anchor of three blocks", {"block_size": 32, "anchor_length": 96, "tile": 16}),
+    Case("no anchor", {"block_size": 16, "anchor_length": 0, "tile": 1}),
+    Case("fewer blocks than ranks", {"block_size": 128, "tile": 1}),
+    Case("no whole block", {"block_size": 64, "tile": 64}, 40),
+    Case("a method inside", {"block_size": 48, "tile": 16, "inner": INNER}),
+)
+QUESTIONS = (tokens(20, seed=9), tokens(7, seed=10))
+NEW = 5
+
+
+def alone(model: Any, context: list[int], questions: tuple[list[int], ...], **parameters: Any) -> list[Any]:
+    """One device, the mask of the method: for each turn the logits ``[Q, vocabulary]`` and the greedy answer."""
+    known, turns = list(context), []
+    for question in questions:
+        ids = torch.tensor([[*known, *question]])
+        options: dict[str, Any] = {"context_length": len(context), **parameters}
+        with torch.no_grad(), attach(model, "star-attention", verify=False, gate=None, **options):
+            logits = model(ids, logits_to_keep=len(question)).logits[0]
+            new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        answer = new[0, ids.shape[1] :].tolist()
+        turns.append((logits, answer))
+        known += [*question, *answer]
+    return turns

@@ -1,0 +1,266 @@
+"""The parts of Star Attention over ranks, each in one process: layout, merging, the tail, text, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+from hypothesis import given
+from hypothesis import strategies as st
+from sparseprefill.adapters.star import Star
+from sparseprefill.adapters.star.inspection import decoder_of
+from sparseprefill.adapters.star.layout import Sizes
+from sparseprefill.adapters.star.options import check_options, stops
+from sparseprefill.adapters.star.prompts import split_prompt
+from sparseprefill.adapters.star.tail import Tail
+from sparseprefill.adapters.star.tokens import rows_of
+from torch import Tensor
+
+from distributed.models import build, tokens
+from sparseprefill import AttentionCall, ReferenceExecutor, SparseMask
+from sparseprefill.errors import AttachError, InvalidCallError, ParameterError
+from sparseprefill.executors import exchange
+from sparseprefill.executors.anchored import AnchoredBlockExecutor, Shard
+from sparseprefill.plan import Plan
+
+maybe = st.one_of(st.none(), st.integers(1, 300))
+
+
+@given(st.integers(1, 2000), maybe, maybe, st.sampled_from([1, 16, 128]), st.integers(1, 9))
+def test_every_token_of_the_context_is_held_once(
+    length: int, block: int | None, anchor: int | None, tile: int, ranks: int
+) -> None:
+    layout = Sizes(block, anchor, tile).layout(length, ranks)
+    shares = [layout.share(rank) for rank in range(ranks)]
+    assert [number for share in shares for number in share] == list(range(layout.count))
+    assert sum(layout.held(rank) for rank in range(ranks)) == layout.context == length // tile * tile
+    assert shares[0].stop >= layout.anchors
+    rest = [len(share) for share in shares[1:]]
+    assert not rest or max(rest) - min(rest) <= 1
+    assert layout.sends == (layout.prefix > 0 and any(rest))
+    for number in range(layout.count):
+        span = layout.span(number)
+        assert span.start % tile == 0
+        assert layout.before(number) <= span.start
+
+
+@frozen(eq=False)
+class Together:
+    """The ranks of one process: what rank `me` gets when all of them run one after the other."""
+
+    parts: list[Tensor]
+    me: int
+
+    @property
+    def size(self) -> int:
+        return len(self.parts)
+
+    def gather(self, x: Tensor) -> Tensor:
+        if x.shape == self.parts[0].shape:
+            return torch.stack(self.parts)
+        return torch.stack([_merged_share(self.parts, rank) for rank in range(self.size)])
+
+    def swap(self, x: Tensor) -> Tensor:
+        return _shares(self.parts)[:, self.me]
+
+
+def _shares(parts: list[Tensor]) -> Tensor:
+    """[from rank, to rank, rows, D + 1]"""
+    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
+    share = -(-rows[0].shape[0] // len(parts))
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, share * len(parts) - x.shape[0])) for x in rows]
+    return torch.stack(padded).view(len(parts), len(parts), share, -1)
+
+
+def _merged_share(parts: list[Tensor], rank: int) -> Tensor:
+    return exchange.pack(*exchange.merge(_shares(parts)[:, rank]))
+
+
+@pytest.mark.parametrize("large", [False, True])
+@given(st.integers(1, 5), st.data())
+def test_parts_over_disjoint_keys_merge_to_the_whole(large: bool, ranks: int, data: st.DataObject) -> None:
+    seed, strength = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([1.0, 60.0]))
+    lengths = data.draw(st.lists(st.integers(0, 6), min_size=ranks, max_size=ranks))
+    generator = torch.Generator().manual_seed(seed)
+    q, new_k, new_v = (torch.randn(2, heads, 3, 8, generator=generator) * strength for heads in (4, 2, 2))
+    shards = [Shard(*_pair(n + 1, generator), (n, n)) for n in lengths]
+    call = AttentionCall(q, new_k, new_v, sinks=torch.randn(4, generator=generator))
+    k, v = (
+        torch.cat([*(getattr(one, name)[:, :, : one.lengths[0]] for one in shards), x], 2)
+        for name, x in (("k", new_k), ("v", new_v))
+    )
+    whole = AttentionCall(q, k, v, sinks=call.sinks)
+    wanted = ReferenceExecutor().execute(whole, Plan(SparseMask.full(whole)))
+    parts: list[Tensor] = []
+    for rank, shard in enumerate(shards):
+        sent = _Sent()
+        AnchoredBlockExecutor(ReferenceExecutor(), sent).attend(call, shard, owner=rank == ranks - 1)
+        parts.append(sent.part)
+    before, exchange.LARGE = exchange.LARGE, 0 if large else 1 << 30
+    try:
+        for me in range(ranks):
+            last = AnchoredBlockExecutor(ReferenceExecutor(), Together(parts, me))
+            out, lse = last.attend(call, shards[me], owner=me == ranks - 1)
+            torch.testing.assert_close(out, wanted.out, rtol=1e-5, atol=1e-5 * strength)
+            torch.testing.assert_close(lse, wanted.lse, rtol=1e-5, atol=1e-4)
+    finally:
+        exchange.LARGE = before
+
+
+def _pair(length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    k, v = (torch.randn(2, 2, length, 8, generator=generator) for _ in "kv")
+    return k, v
+
+
+class _Sent:
+    """Two ranks, so that there is something to send: keeps it."""
+
+    size = 2
+    part: Tensor
+
+    def gather(self, x: Tensor) -> Tensor:
+        self.part = x
+        return torch.stack([x, x])
+
+    def swap(self, x: Tensor) -> Tensor:
+        self.part = x.view(-1, *x.shape[2:])
+        return x
+
+
+def test_parts_without_any_key_give_zeros() -> None:
+    parts = torch.zeros(3, 2, 5)
+    parts[..., -1] = -torch.inf
+    two = (parts[0, ..., :-1], parts[0, ..., -1])
+    for out, lse in (exchange.merge(parts), exchange.join(*two, *two)):
+        assert bool((out == 0).all())
+        assert bool((lse == -torch.inf).all())
+
+
+def test_phase_1_runs_in_the_wrapped_executor_alone() -> None:
+    call = AttentionCall(*(torch.randn(1, heads, 40, 8) for heads in (4, 2, 2)))
+    executor = AnchoredBlockExecutor(ReferenceExecutor(), _Sent())
+    plan = Plan(SparseMask.full(call))
+    assert torch.equal(executor.execute(call, plan).out, ReferenceExecutor().execute(call, plan).out)
+    assert torch.equal(executor.accumulate(call, plan).l, ReferenceExecutor().accumulate(call, plan).l)
+    with pytest.raises(InvalidCallError, match="other ranks"):
+        executor.attend(AttentionCall(call.q, call.k, call.v, window=8), None, owner=True)
+    with pytest.raises(InvalidCallError, match="one length for each"):
+        Shard(call.k, call.v, (41,))
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4), st.data())
+def test_a_tail_keeps_the_real_tokens_of_each_row(chunks: list[list[int]], data: st.DataObject) -> None:
+    tail, number = Tail(), 0.0
+    rows: list[list[float]] = [[], [], []]
+    for real in chunks:
+        width = max(*real, 1)
+        chunk = torch.zeros(3, 1, width, 1)
+        for row, count in enumerate(real):
+            for at in range(width - count, width):
+                number += 1
+                chunk[row, 0, at] = number
+                rows[row].append(number)
+        tail.append(chunk, -chunk, real)
+    if data.draw(st.booleans()):
+        kept = [data.draw(st.integers(0, len(row))) for row in rows]
+        rows = [row[:count] for row, count in zip(rows, kept, strict=True)]
+        tail.keep(kept)
+    assert tail.k is not None
+    assert tail.v is not None
+    starts = tail.starts(torch.device("cpu"))
+    for row, wanted in enumerate(rows):
+        first = 0 if starts is None else int(starts[row])
+        assert tail.k[row, 0, first:, 0].tolist() == wanted
+        assert tail.v[row, 0, first:, 0].tolist() == [-x for x in wanted]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sliding": ("Gemma2", {"head_dim": 8, "sliding_window": 24}, "layers of sliding_attention"),
+    "rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary"),
+    "window": ("Mistral", {"sliding_window": 24}, "sliding window|sliding_attention"),
+}
+
+
+@pytest.fixture
+def group() -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_spread_are_refused(name: str) -> None:
+    family, changes, why = REFUSED[name]
+    with pytest.raises(Exception, match=why) as caught:
+        Star(build(family, **changes), tile=16)
+    assert "Error" in type(caught.value).__name__
+
+
+def test_training_and_missing_group_are_refused() -> None:
+    with pytest.raises(AttachError, match=r"model.eval\(\)"):
+        decoder_of(build().train())
+    with pytest.raises(AttachError, match="torchrun"):
+        Star(build())
+
+
+@pytest.mark.usefixtures("group")
+def test_wrong_arguments_are_refused() -> None:
+    model = build()
+    with pytest.raises(ParameterError, match="block_size"):
+        Star(model, block_size=0)
+    with pytest.raises(ParameterError, match="timeout"):
+        Star(model, timeout=0)
+    with pytest.raises(ParameterError, match="inner"):
+        Star(model, inner=3)  # type: ignore[arg-type,unused-ignore]
+    context = Star(model, block_size=32, tile=16).encode([tokens(70)])
+    with pytest.raises(ParameterError, match="2 rows for 1"):
+        context.generate([tokens(3), tokens(3)])
+    with pytest.raises(ParameterError, match="num_beams is 4"):
+        context.generate([tokens(3)], num_beams=4)
+    with pytest.raises(ParameterError, match="attention_mask"):
+        context.generate([tokens(3)], attention_mask=None)
+
+
+def test_options_are_read_from_where_they_stand() -> None:
+    config = build().generation_config
+    check_options({"max_new_tokens": 3}, config)
+    assert stops({"eos_token_id": [3, 4]}, config) == {3, 4}
+    assert stops({}, config) == frozenset()
+    config.eos_token_id = 7
+    assert stops({}, config) == {7}
+    config.num_beams = 2
+    with pytest.raises(ParameterError, match="num_beams"):
+        check_options({}, config)
+
+
+@pytest.mark.parametrize("given_rows", [[], [[]], [["a"]], "text", [1, 2], [[True]]])
+def test_rows_are_token_ids(given_rows: Any) -> None:
+    with pytest.raises(ParameterError, match="questions: "):
+        rows_of("questions", given_rows)
+
+
+def test_rows_may_be_tensors() -> None:
+    assert rows_of("x", torch.tensor([[1, 2]])) == rows_of("x", torch.tensor([1, 2])) == [[1, 2]]
+    assert rows_of("x", [torch.tensor([1]), [2, 3]]) == [[1], [2, 3]]  # type: ignore[list-item,unused-ignore]
+
+
+def test_a_prompt_is_split_inside_its_template() -> None:
+    from sparseprefill.adapters.demo.model import load_tokenizer
+
+    tokenizer = load_tokenizer()
+    assert split_prompt(tokenizer, "long text\n", "why?") == (
+        tokenizer("long text\n")["input_ids"],
+        tokenizer("why?", add_special_tokens=False)["input_ids"],
+    )
+    tokenizer.chat_template = "{{ '<u>' + messages[0]['content'] + '</u><a>' }}"
+    before, behind = (tokenizer.decode(part) for part in split_prompt(tokenizer, "long text\n", "why?"))
+    assert (before, behind) == ("<u>long text\n", "why?</u><a>")
+    assert (
+        split_prompt(tokenizer, "long text\n", "why?", plain=True)[1]
+        == tokenizer("why?", add_special_tokens=False)["input_ids"]
+    )

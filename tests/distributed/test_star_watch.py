@@ -1,0 +1,56 @@
+"""The thread that ends a wait which the host cannot leave: on a failure, or without progress, it aborts the group."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sparseprefill.adapters.star import watch
+from sparseprefill.adapters.star.ranks import RankError, Ranks
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(watch, "POLL", 0.01)
+    monkeypatch.setattr(watch, "GRACE", 0.1)
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Ranks(timeout=0.2)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_stuck_run_is_aborted_and_then_ended(ranks: Ranks, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda group: ended.append("aborted"))
+    monkeypatch.setattr(watch.os, "_exit", lambda status: ended.append(f"exit {status}"))
+    thread = watch.Watch(ranks)
+    thread.start()
+    if told:
+        ranks.store.set("failed", "rank 3 failed")
+
+    def work() -> None:
+        with ranks.run("a test"):
+            until = time.monotonic() + 10
+            while len(ended) < 2 and time.monotonic() < until:
+                time.sleep(0.01)
+
+    with pytest.raises(RankError, match="rank 3 failed" if told else "made no progress for 0.2 s"):
+        work()
+    thread.join(10)
+    assert ended == ["aborted", f"exit {watch.EXIT}"]
+
+
+def test_an_idle_or_busy_group_is_left_alone(ranks: Ranks) -> None:
+    thread = watch.Watch(ranks)
+    thread.start()
+    time.sleep(0.4)  # idle for longer than the timeout
+    with ranks.run("a test"):
+        for _ in range(8):
+            ranks.gather(torch.zeros(1))
+            time.sleep(0.05)
+    assert thread.is_alive()
+    assert watch.Watch.of(ranks, torch.device("cpu")) is None
