@@ -50,7 +50,7 @@ class SameScores(LogitsProcessor):  # type: ignore[misc,unused-ignore]
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The scores of rank 0; float32 ``[B, vocabulary]``."""
         scores = scores.contiguous()
         if self.ranks.size > 1:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import frozen
+from torch._C._distributed_c10d import HashStore
 
 from sparseprefill.errors import ParameterError
 
@@ -47,7 +48,7 @@ def started(device: str, dtype: str, timeout: float, tensor_parallel: int = 1) -
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=wait, **bound)
     else:
-        store = torch._C._distributed_c10d.HashStore()
+        store = HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=wait, **bound)
     chosen = ("bfloat16" if kind == "cuda" else "float32") if dtype == "auto" else dtype
     group, mesh = _groups(kind, tensor_parallel)

@@ -33,7 +33,7 @@ class FullPlan(Plan):
             object.__setattr__(self, name, value)
 
     @property
-    def mask(self) -> SparseMask:
+    def mask(self) -> SparseMask:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Every causal key."""
         made = self._made
         if made is None:

@@ -98,7 +98,7 @@ class ShareEstimator:
         pivots: Pivots | None,
     ) -> Choice:  # fmt: skip
         config, geometry = self.config, call.geometry
-        sums = config.block_score == "mass"
+        sums, seen = config.block_score == "mass", None
         if sums:
             blocks = scores.block_sums(mass, config.block)
         else:
@@ -108,7 +108,7 @@ class ShareEstimator:
             from . import fused
 
             return fused.choose(geometry, blocks, rows.shape[1], heads, pivots, call.layer, config, sums=sums)
-        if sums:
+        if seen is None:
             blocks, seen = scores.shares(blocks), scores.seen_blocks(geometry, rows, real, config.block)
         return choose(blocks, seen, heads, pivots, call.layer, config.tau, config.delta)
 

@@ -186,8 +186,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.fixture
 def group() -> Any:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
-    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -246,7 +247,7 @@ def test_rows_are_token_ids(given_rows: Any) -> None:
 
 def test_rows_may_be_tensors() -> None:
     assert rows_of("x", torch.tensor([[1, 2]])) == rows_of("x", torch.tensor([1, 2])) == [[1, 2]]
-    assert rows_of("x", [torch.tensor([1]), [2, 3]]) == [[1], [2, 3]]  # type: ignore[list-item,unused-ignore]
+    assert rows_of("x", [torch.tensor([1]), [2, 3]]) == [[1], [2, 3]]  # type: ignore[list-item,arg-type,unused-ignore]
 
 
 def test_a_prompt_is_split_inside_its_template() -> None:

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from sparseprefill.adapters.star import watch
 from sparseprefill.adapters.star.ranks import RankError, Ranks
+from torch._C._distributed_c10d import HashStore
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(watch, "POLL", 0.01)
     monkeypatch.setattr(watch, "GRACE", 0.1)
-    store = torch._C._distributed_c10d.HashStore()
+    store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield Ranks(timeout=0.2)
     dist.destroy_process_group()
@@ -26,7 +27,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_stuck_run_is_aborted_and_then_ended(ranks: Ranks, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda group: ended.append("aborted"))
-    monkeypatch.setattr(watch.os, "_exit", lambda status: ended.append(f"exit {status}"))
+    monkeypatch.setattr("os._exit", lambda status: ended.append(f"exit {status}"))
     thread = watch.Watch(ranks)
     thread.start()
     if told:

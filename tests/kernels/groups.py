@@ -28,7 +28,7 @@ def make(
     dtype: torch.dtype, heads: tuple[int, int], q_len: int, before: int, after: int, **options: Any
 ) -> AttentionCall:
     """A call on the device under test; lists of starts and lengths become tensors."""
-    rows = {
+    rows: dict[str, Any] = {
         name: torch.tensor(options.pop(name), dtype=torch.int32, device=DEVICE)
         for name in ("starts", "lengths")
         if name in options

@@ -198,6 +198,7 @@ def test_layers_of_one_shape_share_the_lists_of_the_anchor_region() -> None:
     first, again = regions.anchor(call.geometry), regions.anchor(call.geometry)
     assert first.tiles is again.tiles
     fresh = regions.lists(call.geometry)
+    assert first.tiles is not None
     assert torch.equal(fresh.counts, first.tiles.counts)
     assert torch.equal(fresh.indices, first.tiles.indices)
     starts = torch.tensor([3], dtype=torch.int32)

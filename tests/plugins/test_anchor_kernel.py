@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.plugins.anchor_attention import identify, identify_triton, launch
+from sparseprefill.plugins.anchor_attention.kernels.compact import compact_kernel
+from sparseprefill.plugins.anchor_attention.kernels.pool import pool_kernel
+from sparseprefill.plugins.anchor_attention.kernels.score import score_kernel
 from sparseprefill.plugins.anchor_attention.launch import Settings
 from sparseprefill.plugins.anchor_attention.regions import Regions
 
@@ -185,7 +188,7 @@ def test_settings_fit_the_scoring_kernel() -> None:
 
 @pytest.mark.gpu
 def test_nothing_recompiles_when_only_the_length_changes() -> None:
-    kinds = (identify_triton.pool_kernel, identify_triton.score_kernel, identify_triton.compact_kernel)
+    kinds: tuple[Any, ...] = (pool_kernel, score_kernel, compact_kernel)
     compiled = []
     for length in (4096, 4097, 5000, 6144, 300, 9999):
         call = make((4, 2), length, length, batch=1, dtype=torch.bfloat16)

@@ -67,7 +67,7 @@ def test_the_mask_is_that_of_plain_pytorch(length: int, monkeypatch: pytest.Monk
     keep, mass = fused.kept_tiles(call, 32, 8, call.softmax_scale / 8, None, 0.7, 16)
     plan = expected.estimate(AttentionCall(call.q.cpu(), call.k.cpu(), call.v.cpu()), None)  # type: ignore[arg-type]
     assert torch.equal(plan.mask.to_dense(), SparseMask.from_tiles(call, keep, 16).to_dense().cpu())
-    torch.testing.assert_close(plan.notes["tile-priority"].scores, mass.cpu(), rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]
+    torch.testing.assert_close(plan.notes["tile-priority"].scores, mass.cpu(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -46,7 +46,8 @@ def call_of(lengths: tuple[int, int], heads: tuple[int, int], fields: dict[str, 
 
 def moved(call: AttentionCall) -> AttentionCall:
     q, k = call.q.to(DEVICE), call.k.to(DEVICE)
-    rows = {name: None if (x := getattr(call, name)) is None else x.to(DEVICE) for name in ("starts", "lengths")}
+    given = {name: getattr(call, name) for name in ("starts", "lengths")}
+    rows: dict[str, Any] = {name: None if x is None else x.to(DEVICE) for name, x in given.items()}
     return AttentionCall(q, k, k, window=call.window, softcap=call.softcap, **rows)
 
 

@@ -38,7 +38,7 @@ FIELDS: list[dict[str, Any]] = [
 
 
 def geometry_of(heads: int, q_len: int, kv_len: int, fields: dict[str, Any]) -> Geometry:
-    rows = {
+    rows: dict[str, Any] = {
         name: torch.tensor(x, dtype=torch.int32).clamp(max=kv_len) if isinstance(x, tuple) else x
         for name, x in fields.items()
     }
@@ -47,7 +47,7 @@ def geometry_of(heads: int, q_len: int, kv_len: int, fields: dict[str, Any]) -> 
 
 def moved(x: Any) -> Any:
     """A frozen object with its tensors on the device."""
-    tensors = {k: v.to(DEVICE) for k, v in vars_of(x).items() if isinstance(v, Tensor)}
+    tensors: dict[str, Any] = {k: v.to(DEVICE) for k, v in vars_of(x).items() if isinstance(v, Tensor)}
     if isinstance(x, Geometry):
         tensors["device"] = torch.device(DEVICE)
     return evolve(x, **tensors)
@@ -181,7 +181,7 @@ def test_layers_by_kernel_equal_those_in_plain_pytorch(fields: dict[str, Any]) -
     generator = torch.Generator().manual_seed(1)
     for layer in range(3):
         q, k, v = (torch.randn(2, h, 500, 64, generator=generator) for h in (4, 2, 2))
-        rows = {name: torch.tensor(x, dtype=torch.int32) for name, x in fields.items()}
+        rows: dict[str, Any] = {name: torch.tensor(x, dtype=torch.int32) for name, x in fields.items()}
         expected = pipeline.run(AttentionCall(q, k, v, layer=layer, **rows), here)
         call = AttentionCall(q.cuda(), k.cuda(), v.cuda(), layer=layer, **{name: x.cuda() for name, x in rows.items()})
         actual = pipeline.run(call, there)

@@ -31,11 +31,11 @@ class Rotary:
         """Pairs of a head dimension; theta None stretches Llama 3's base as NTK-aware scaling does."""
         if head_dim < LEAST or head_dim % 2:
             raise ParameterError(f"head_dim is {head_dim}: pass an even number >= {LEAST}")
-        if theta is None:
-            theta = THETA * max(1.0, tokens / TRAINED) ** (head_dim / (head_dim - 2))
-        if not (math.isfinite(theta) and theta > 1.0):
+        stretched = THETA * max(1.0, tokens / TRAINED) ** (head_dim / (head_dim - 2))
+        base = stretched if theta is None else theta
+        if not (math.isfinite(base) and base > 1.0):
             raise ParameterError(f"theta is {theta!r}: pass a number above 1, such as {THETA:.0f}")
-        return cls(theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim))
+        return cls(base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim))
 
     @property
     def fast(self) -> Tensor:
