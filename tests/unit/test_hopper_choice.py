@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from triton.errors import TritonError
 
-from sparseprefill import AttentionCall, SparseMask
+from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, output_error
+from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels import attention
 from sparseprefill.testing import tensors
 
@@ -46,6 +48,41 @@ def test_rows_must_be_aligned() -> None:
     q, k, v = (torch.zeros(1, 2, 200, 130, dtype=torch.bfloat16)[..., :128] for _ in range(3))
     given = AttentionCall(q, k, v)
     assert "16 bytes" in launch.objection(given, SparseMask.full(given))
+
+
+class Broken:
+    """A module whose kernel does not compile."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.tried = error, 0
+
+    def launch(self, *_: object) -> torch.Tensor:
+        self.tried += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("PassManager::run failed"), TritonError("no such layout")])
+def test_what_does_not_compile_is_said_once_and_the_portable_kernel_serves(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Broken(error)
+    monkeypatch.setattr(attention, "FAILED", [])
+    monkeypatch.setattr(attention, "specialised", lambda *_: None if attention.FAILED else broken)
+    for _ in range(2):
+        given = call(torch.float16, 64)
+        result = TritonExecutor().execute(given, Plan(SparseMask.full(given)))
+        assert output_error(result.out, ReferenceExecutor().execute(given, Plan(SparseMask.full(given))).out) <= 2e-3
+    assert broken.tried == 1
+    assert [str(error) in record.message for record in caplog.records] == [True]
+
+
+def test_running_out_of_memory_is_no_reason_to_give_the_kernel_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "FAILED", [])
+    monkeypatch.setattr(attention, "specialised", lambda *_: Broken(torch.OutOfMemoryError("full")))
+    given = call(torch.float16, 64)
+    with pytest.raises(torch.OutOfMemoryError):
+        TritonExecutor().execute(given, Plan(SparseMask.full(given)))
+    assert attention.FAILED == []
 
 
 def test_a_cpu_has_no_special_kernel() -> None:

@@ -10,6 +10,7 @@ import torch
 import triton
 from attrs import frozen
 from torch import Tensor
+from triton.errors import TritonError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseprefill.kernels.launch import Settings, settings
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask import SparseMask
     from sparseprefill.plan import Plan
+
+
+FAILED: list[Exception] = []
+"""Why the special kernel is not used any more; empty while it works."""
 
 
 @frozen(eq=False)
@@ -55,18 +60,37 @@ def specialised(call: AttentionCall, mask: SparseMask) -> Any:
     """The module with a faster kernel for this call and device (`kernels.hopper.launch`), or None."""
     if not call.q.is_cuda or torch.cuda.get_device_capability(call.q.device) != (9, 0):
         return None
-    module = _hopper()
+    module = None if FAILED else _hopper()
     return None if module is None or module.objection(call, mask) is not None else module
 
 
 @cache
 def _hopper() -> Any:
+    # Gluon is experimental: names come and go with Triton's versions.
     try:
         from sparseprefill.kernels.hopper import launch
-    except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go with Triton's versions
-        logging.getLogger(__name__).warning("no Hopper kernel with triton %s: %s", triton.__version__, error)
-        return None
+    except (ImportError, AttributeError) as error:
+        return _fail(error)
     return launch
+
+
+def _fail(error: Exception) -> None:
+    """From now on the portable kernel serves, which one warning says."""
+    FAILED.append(error)
+    text = "the Hopper kernel does not work with triton %s; the portable kernel serves instead: %s"
+    logging.getLogger(__name__).warning(text, triton.__version__, error)
+
+
+def _flags_of(special: Any, *arguments: Any) -> Tensor | None:
+    """What the special kernel flags, or None where it cannot be compiled or launched here."""
+    try:
+        flags: Tensor = special.launch(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except (TritonError, RuntimeError) as error:
+        _fail(error)
+        return None
+    return flags
 
 
 def sparse_attention_fwd(
@@ -90,10 +114,12 @@ def sparse_attention_fwd(
     lists = (*_lists(mask.tiles or mask.stripes), *_lists(mask.stripes or mask.tiles))
     overlap = mask.tile_map().contiguous().view(torch.uint8) if dedupe else None
     special = specialised(call, mask)
-    if special is not None:
-        odd = special.launch(call, mask, lists, overlap, carry, filled)
-    else:
-        odd = torch.empty(shape[0] * shape[1] * blocks, dtype=torch.int8, device=call.q.device)
+    flagged = None if special is None else _flags_of(special, call, mask, lists, overlap, carry, filled)
+    odd = (
+        torch.empty(shape[0] * shape[1] * blocks, dtype=torch.int8, device=call.q.device)
+        if flagged is None
+        else flagged
+    )
     arguments = (
         call.q, call.k, call.v, *_descriptors(call, chosen, width),
         geometry.starts, geometry.lengths, call.sinks,
@@ -111,7 +137,7 @@ def sparse_attention_fwd(
         "TMA": _tma(call, chosen), **_common(call, chosen, width),
     }  # fmt: skip
     launch: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages, **chosen.registers}
-    if special is None:
+    if flagged is None:
         sparse_attention_fwd_kernel[(blocks, shape[0] * shape[1])](*arguments, **flags, **launch)
     programs = min(triton.cdiv(odd.numel(), 128), 256)
     sparse_attention_repair_kernel[(programs,)](odd.numel(), *arguments, **flags, **launch)
