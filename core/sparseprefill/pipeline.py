@@ -122,12 +122,13 @@ class Pipeline:
         if reasons:
             raise UnsupportedCallError(reasons)
         memory = Memory() if memory is None else memory
-        cut = parts(self, call, limit_of(self.workspace, call.q.device))
-        if len(cut) > 1:
-            return self._run_parts(call, memory, cut)
-        plan = self.plan(call, memory)
-        result = _ask(self.executor, "execute", Result, lambda: self.executor.execute(call, plan))
-        self._observe(call, plan, result, memory)
+        with torch.cuda.device_of(call.q):  # kernels start on the current device, which need not be the tensors'
+            cut = parts(self, call, limit_of(self.workspace, call.q.device))
+            if len(cut) > 1:
+                return self._run_parts(call, memory, cut)
+            plan = self.plan(call, memory)
+            result = _ask(self.executor, "execute", Result, lambda: self.executor.execute(call, plan))
+            self._observe(call, plan, result, memory)
         return result
 
     def _run_parts(self, call: AttentionCall, memory: Memory, cut: tuple[Part, ...]) -> Result:

@@ -77,3 +77,15 @@ def test_nothing_recompiles_when_only_the_length_changes() -> None:
         pipeline(q, k, v)
         compiled.append(sum(len(cache[0]) for cache in kernel.device_caches.values()))
     assert len(set(compiled)) == 1, compiled
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", default_registry().methods())
+def test_tensors_need_not_be_on_the_current_device(name: str) -> None:
+    shape: dict[str, Any] = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": 600, "kv_len": 600, "head_dim": 128}
+    q, k, v = tensors("sink", device="cuda:0", dtype=torch.bfloat16, **shape)
+    pipeline = build(name, **given(name))
+    here = pipeline.run(AttentionCall(q, k, v)).out
+    with torch.cuda.device(0):
+        there = pipeline.run(AttentionCall(q.to("cuda:1"), k.to("cuda:1"), v.to("cuda:1"))).out
+    assert torch.equal(here, there.to("cuda:0"))

@@ -46,7 +46,8 @@ class TritonExecutor:
         call = self._checked(call)
         if plan.mask.tiles is None and plan.mask.stripes is None and plan.carry is not None:
             return plan.carry.state
-        state = attention.sparse_attention_fwd(call, plan, state=True).state
+        with torch.cuda.device_of(call.q):
+            state = attention.sparse_attention_fwd(call, plan, state=True).state
         if state is None:
             raise UnsupportedCallError(["Triton executor: no state was made"])
         return state
@@ -70,10 +71,11 @@ class TritonExecutor:
 
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call)
-        filled = attention.sparse_attention_fwd(call, plan, state=False, into=into)
-        if filled.out is None or filled.lse is None:
-            raise UnsupportedCallError(["Triton executor: no output was made"])
-        probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan, filled.lse)
+        with torch.cuda.device_of(call.q):
+            filled = attention.sparse_attention_fwd(call, plan, state=False, into=into)
+            if filled.out is None or filled.lse is None:
+                raise UnsupportedCallError(["Triton executor: no output was made"])
+            probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan, filled.lse)
         return Result(filled.out, filled.lse, plan, probe)
 
     def _checked(self, call: AttentionCall) -> AttentionCall:
