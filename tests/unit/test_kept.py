@@ -38,6 +38,23 @@ def test_what_inference_mode_made_serves_training() -> None:
     assert x.grad is not None
 
 
+def test_each_stream_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    @kept
+    def ones(size: int) -> Tensor:
+        return torch.ones(size)
+
+    class Stream:
+        cuda_stream = 1
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    first = ones(3)
+    assert ones(3) is first
+    monkeypatch.setattr(Stream, "cuda_stream", 2)
+    assert ones(3) is not first
+
+
 @pytest.mark.gpu
 def test_a_captured_graph_leaves_nothing_behind() -> None:
     @kept
