@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -19,10 +19,11 @@ def kept(make: Callable[P, T]) -> Callable[P, T]:
     nothing is kept or given: what a graph makes holds no values until it is replayed.
     """
 
-    @lru_cache(maxsize=64)
-    def known(stream: int, *args: Any, **kwargs: Any) -> T:
+    def plain(stream: int, *args: Any, **kwargs: Any) -> T:
         with torch.inference_mode(False):  # else a later call with gradients could not use them
             return make(*args, **kwargs)
+
+    known = cast(Callable[..., T], lru_cache(maxsize=64)(plain))
 
     @wraps(make)
     def get(*args: P.args, **kwargs: P.kwargs) -> T:
