@@ -105,9 +105,10 @@ def consume(
                 o = gl.full([half, width], 0.0, gl.float32, o_layout)
                 if wide:
                     o_high = gl.full([half, width], 0.0, gl.float32, o_layout)
-            q = q_smem.index(HALF_NUMBER).reshape([half, D])
-            mbarrier.wait(q_ready, turn & 1)
             if steps > 0:
+                q = q_smem.index(HALF_NUMBER).reshape([half, D])
+                mbarrier.wait(q_ready, turn & 1)
+                turn += 1
                 zero = gl.full([half, BLOCK_N], 0.0, gl.float32, s_layout)
                 mbarrier.wait(k_ready.index(stage), phase)
                 k = k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
@@ -174,8 +175,6 @@ def consume(
                 if stage == STAGES:
                     stage = 0
                     phase ^= 1
-            else:
-                mbarrier.arrive(q_empty, count=1)
             real = inside & (position >= 0) & (position < length)
             o_real = o_inside & (o_index + first >= 0) & (o_index + first < length)
             # A NaN, or an infinity, shows in a row's sum: one flag for the block, whoever writes it.
@@ -210,4 +209,3 @@ def consume(
                 if wide:
                     out = gl.where(o_real[:, None], o_high * inverse[:, None], 0.0).to(out_ptr.dtype.element_ty)
                     store_rows(base_ptr + width, stride_on, row, q_len, out, half, width)
-        turn += 1

@@ -104,7 +104,8 @@ def schedule(
 ):  # fmt: skip
     """One warp: draw items from a counter, read what their lists hold, hand them on and load their queries.
 
-    It runs ahead of the others, so that nobody waits for a chain of dependent loads between two items.
+    It runs ahead of the others, so that nobody waits for a chain of dependent loads between two items. Items without a
+    key, as in the padding of short batch rows, need no queries.
     """
     half: gl.constexpr = BLOCK_M // 2
     parts: gl.constexpr = TILE_K // BLOCK_N
@@ -156,11 +157,12 @@ def schedule(
             put_wide(work_smem, slot, STRIPE_LIST, stripe_list)
         barrier()
         mbarrier.arrive(work_ready.index(slot), count=1)
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        mbarrier.expect(q_ready, BLOCK_M * D * 2)
-        load_block(q_desc, [bh // heads, bh % heads, low - first, 0], q_ready, q_smem.index(0))
-        load_block(q_desc, [bh // heads, bh % heads, low - first + half, 0], q_ready, q_smem.index(1))
-        turn += 1
+        if tiles + seen > 0:
+            mbarrier.wait(q_empty, (turn & 1) ^ 1)
+            mbarrier.expect(q_ready, BLOCK_M * D * 2)
+            load_block(q_desc, [bh // heads, bh % heads, low - first, 0], q_ready, q_smem.index(0))
+            load_block(q_desc, [bh // heads, bh % heads, low - first + half, 0], q_ready, q_smem.index(1))
+            turn += 1
         slot += 1
         if slot == SLOTS:
             slot = 0
