@@ -100,6 +100,9 @@ def of_heads(x: Tensor, head: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def index(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [n] on the device, kept: a copy in every call would make the host wait. Not to be written to."""
+    """int64 [n] on the device, kept: a copy in every call would make the host wait. Not to be written to.
+
+    The host waits for the one copy that there is, so that any CUDA stream may read it.
+    """
     with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+        return torch.tensor(values, dtype=torch.int64, device=device)
