@@ -99,7 +99,7 @@ def _point(
     failed: dict[str, str],
     told: Callable[[str], None],
 ) -> Point:
-    rows, keys = call.q.shape[2], call.k.shape[2]
+    rows, keys = call.q.shape[2], call.kv_len
     told("dense")
     dense, times = dense_time(call, clock), dict[str, MethodTime]()
     for name, pipeline in methods.items():
@@ -115,7 +115,7 @@ def _point(
 
 def dense_time(call: AttentionCall, clock: Clock) -> float:
     """Seconds of the faster of torch's own choice (`scaled_dot_product_attention`) and our pick of its kernels."""
-    rows, keys = call.q.shape[2], call.k.shape[2]
+    rows, keys = call.q.shape[2], call.kv_len
     group: Any = {"enable_gqa": True} if call.group > 1 else {}
     how: Any = {"is_causal": True} if rows == keys else {"attn_mask": causal_lower_right(rows, keys)}
     ran = [clock.seconds(lambda: functional.scaled_dot_product_attention(call.q, call.k, call.v, **how, **group))]

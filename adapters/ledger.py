@@ -113,7 +113,7 @@ class LayerRecord:
 
 def sizes(call: AttentionCall) -> tuple[int, int, int]:
     """Batch rows, queries and keys of a call."""
-    return call.q.shape[0], call.q.shape[2], call.k.shape[2]
+    return call.q.shape[0], call.q.shape[2], call.kv_len
 
 
 def _add(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from attrs import field, frozen
+from torch import Tensor
 
 from sparseprefill.breakeven_gate import GateChoice, gate_of
 from sparseprefill.call import AttentionCall
@@ -32,9 +33,13 @@ log = logging.getLogger(__name__)
 
 @frozen
 class Fallback:
-    """The host shall run its own dense attention; the reason is recorded already."""
+    """The host shall run its own dense attention; the reason is recorded already.
+
+    small: the gate's verdict, nothing else, so that `Session.whole` can compute the call as well.
+    """
 
     reason: str
+    small: bool = False
 
 
 @frozen(eq=False)
@@ -94,7 +99,7 @@ class Session:
         if self.gate is not None:
             verdict = self.gate.judge(call, self.pipeline.name)
             if not verdict.worth:
-                return self._dense(call.layer, verdict.reason, sizes(call))
+                return Fallback(self._dense(call.layer, verdict.reason, sizes(call)).reason, small=True)
             if verdict.reason:
                 self.note(verdict.reason)
         try:
@@ -109,6 +114,15 @@ class Session:
         if self._observe is not None:
             self._observe(call, result)
         return result
+
+    def whole(self, call: AttentionCall) -> Tensor | None:
+        """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
+
+        For hosts whose own dense attention is slower. Nothing is recorded.
+        """
+        if self._objection(call):
+            return None
+        return self.pipeline.executor.execute(call, Plan(SparseMask.full(call))).out
 
     def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host.
@@ -155,14 +169,19 @@ class Session:
             )
 
     def _band(self, call: AttentionCall) -> Result | Fallback:
-        ask = getattr(self.pipeline.executor, "unsupported", None)
-        reason = None if ask is None else ask(call)
+        reason = self._objection(call)
         if reason:
             return self.decline(call.layer, f"{type(self.pipeline.executor).__name__}: {reason}", sizes(call))
         result = self.pipeline.executor.execute(call, Plan(SparseMask.full(call)))
         with self._lock:
             self._record(call.layer).count("band", sizes(call))
         return result
+
+    def _objection(self, call: AttentionCall) -> str | None:
+        """Why the executor alone cannot run the call."""
+        ask = getattr(self.pipeline.executor, "unsupported", None)
+        found: str | None = None if ask is None else ask(call)
+        return found
 
     def _dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         with self._lock:

@@ -47,7 +47,7 @@ def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCal
     if group % ratio:
         raise ParameterError(f"heads is {shape.heads}: captured inputs need a multiple of {ratio} for each KV head")
     # The last layers first, whose heads differ most from plain locality.
-    found = [(call, head) for call in reversed(calls) for head in range(call.k.shape[1])]
+    found = [(call, head) for call in reversed(calls) for head in range(call.kv_heads)]
     taken = [found[i % len(found)] for i in range(shape.kv_heads)]
     q = torch.cat([c.q[:, h * ratio : (h + 1) * ratio].repeat(1, group // ratio, 1, 1) for c, h in taken], 1)
     k, v = (torch.cat([getattr(c, name)[:, h : h + 1] for c, h in taken], 1) for name in ("k", "v"))

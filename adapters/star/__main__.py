@@ -37,7 +37,9 @@ def parser() -> ArgumentParser:
     bench = commands.add_parser("bench", help="times of one layer's attention against ring attention, on GPUs")
     bench.add_argument("--tokens", type=int, nargs="+", default=[131072, 262144, 524288, 1048576])
     bench.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="a CPU tries the script out")
-    bench.add_argument("--seconds", type=float, default=200.0, help="start nothing that would end later (200)")
+    bench.add_argument("--seconds", type=float, default=180.0, help="start no row that may end later (180)")
+    bench.add_argument("--rows", default="", help="only rows whose name contains this regular expression")
+    bench.add_argument("--json", help="a file to which each row is added, one JSON object a line")
     return made
 
 

@@ -24,7 +24,8 @@ from sparseprefill.executors.exchange import GroupExchange
 
 POLL = 0.5  # seconds between two looks at the store while a collective is under way
 GRACE = 3.0  # seconds in which the ranks that are left answer when one is missed
-FAILED = "failed"
+PATIENCE = 25.0  # seconds, at most the timeout, that a rank which failed waits for the others
+FAILED, ASKED = "failed", "asked"
 
 
 class RankError(SparsePrefillError):
@@ -51,27 +52,30 @@ class Ranks(GroupExchange):
         base: Any = dist.distributed_c10d._get_default_store()
         number = PrefixStore(prefix, base).add(f"made/{self.rank}", 1)
         self.store = PrefixStore(f"{prefix}/{number}", base)
-        self.sent = 0
+        self.sent = self.begun = 0  # bytes, and collectives
         self.streams = "nccl" in str(dist.get_backend(group))  # whether a wait holds up the device, and not the host
         self.open = False  # whether a run is under way
         self.seen = time.monotonic()  # when this rank last came from one collective to the next
-        self._met, self._failure = 0, ""
+        self._met, self._failure, self._answered = 0, "", False
 
     def gather(self, x: Tensor) -> Tensor:
         """See Exchange; counts the bytes that this rank sends."""
-        self.sent += x.numel() * x.element_size()
+        self._count(x)
         return super().gather(x)
 
     def swap(self, x: Tensor) -> Tensor:
         """See Exchange; counts the bytes that this rank sends."""
-        self.sent += x.numel() * x.element_size()
+        self._count(x)
         return super().swap(x)
 
     def broadcast(self, x: Tensor) -> Any:
         """Start sending x from the first rank to the others; `wait` for the work that is returned."""
-        if self.rank == 0:
-            self.sent += x.numel() * x.element_size()
+        self._count(x, sends=self.rank == 0)
         return dist.broadcast(x, group=self.group, group_src=0, async_op=True)
+
+    def _count(self, x: Tensor, *, sends: bool = True) -> None:
+        self.begun += 1
+        self.sent += x.numel() * x.element_size() if sends else 0
 
     def wait(self, work: Any, x: Tensor) -> None:
         """Wait for a collective over x. RankError where another rank failed or does not come within `timeout`.
@@ -101,10 +105,16 @@ class Ranks(GroupExchange):
             raise RankError(f"{self._failure} (the group cannot go on: end all processes and start again)")
 
     def hear(self) -> None:
-        """RankError if another rank has told of a failure."""
+        """RankError if another rank has told of a failure. One that misses somebody is answered."""
         if self._stored(lambda: self.store.check([FAILED]), False):
             self._failure = str(self._stored(lambda: self.store.get(FAILED).decode(), "another rank failed"))
             raise RankError(self._failure)
+        if not self._answered and self._stored(lambda: self.store.check([ASKED]), False):
+            self._answer()
+
+    def _answer(self) -> None:
+        self._answered = True
+        self.store.set(f"here/{self.rank}", str(self.begun))
 
     def tell(self, text: str) -> str:
         """Let the others know that this rank failed; the first failure is the one that all report."""
@@ -113,16 +123,21 @@ class Ranks(GroupExchange):
         self._failure = text
         return text
 
-    def meet(self, what: str, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Wait for all ranks, and learn what each says (values as JSON). RankError where one does not come."""
+    def meet(self, what: str, said: Mapping[str, Any], *, failure: str = "") -> list[dict[str, Any]]:
+        """Wait for all ranks, and learn what each says (values as JSON). RankError where one does not come.
+
+        failure: why others may be unable to come, told instead where they do not.
+        """
         self.check()
         self._met += 1
         keys = [f"met/{self._met}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], json.dumps(dict(said), default=str))
-        began, pause = time.monotonic(), 0.0005
+        began, pause, patience = time.monotonic(), 0.0005, min(self.timeout, PATIENCE) if failure else self.timeout
         while not self._stored(lambda: self.store.check(keys), False):
             self.hear()
-            if time.monotonic() - began > self.timeout:
+            if time.monotonic() - began > patience:
+                if failure:
+                    raise RankError(self.tell(failure))
                 self.lost(f"waited {self.timeout:g} s before {what}")
             time.sleep(pause)
             pause = min(pause * 2, 0.05)
@@ -143,13 +158,22 @@ class Ranks(GroupExchange):
                 raise RankError(self.tell(f"{what}: {name} differs over the ranks: {shown}"))
 
     @contextmanager
-    def run(self, what: str) -> Iterator[None]:
-        """A part of the work that all ranks do together: a failure of this rank reaches all others."""
-        self.check()
+    def busy(self) -> Iterator[None]:
+        """Inside the block this rank computes or waits for others, and `Watch` looks after that."""
         self.seen, self.open = time.monotonic(), True
         try:
             yield
-            self.check()
+        finally:
+            self.open = False
+
+    @contextmanager
+    def run(self, what: str) -> Iterator[None]:
+        """A part of the work that all ranks do together: a failure of this rank reaches all others."""
+        self.check()
+        try:
+            with self.busy():
+                yield
+                self.check()
         except RankError:
             raise
         except torch.OutOfMemoryError as error:
@@ -160,14 +184,13 @@ class Ranks(GroupExchange):
             if not isinstance(error, Exception):
                 raise
             raise RankError(told) from error
-        finally:
-            self.open = False
 
     def lost(self, why: str, cause: BaseException | None = None) -> NoReturn:
         """Ask who is there, and raise RankError with those that are not."""
         until = time.monotonic() + GRACE
         with suppress(RuntimeError):
-            self.store.set(f"here/{self.rank}", "")
+            self.store.set(ASKED, "")
+            self._answer()
         missing = list(range(self.size))
         while missing and time.monotonic() < until:
             self.hear()
@@ -176,8 +199,19 @@ class Ranks(GroupExchange):
             except RuntimeError:
                 break
             time.sleep(0.1)
-        who = ", ".join(map(str, missing)) or "none; the network may be down"
+        who = ", ".join(map(str, missing)) or self._behind()
         raise RankError(self.tell(f"lost rank {who}: rank {self.rank} {why}")) from cause
+
+    def _behind(self) -> str:
+        """Of ranks that all answer: those that have begun the fewest collectives hold up the others."""
+        try:
+            counts = [int(self.store.get(f"here/{rank}")) for rank in range(self.size)]
+        except RuntimeError:
+            counts = [0]
+        if min(counts) == max(counts):
+            return "none; the network may be down"
+        behind = ", ".join(str(rank) for rank, count in enumerate(counts) if count == min(counts))
+        return f"{behind} (it answers, but began {min(counts)} collectives and others {max(counts)})"
 
     def _stored(self, ask: Any, otherwise: Any) -> Any:
         try:

@@ -31,6 +31,18 @@ class Place:
         return dist.get_rank() == 0
 
 
+def connect(device: torch.device, timeout: float, **where: Any) -> None:
+    """The default group on a device's backend. where: of `init_process_group`; by default what torchrun has set."""
+    wait: dict[str, Any] = {"timeout": timedelta(seconds=2 * timeout + 30)}  # ours comes first, and says more
+    if device.type != "cuda":
+        dist.init_process_group("gloo", **wait, **where)
+        return
+    # Otherwise torch's watchdog ends the process as soon as ours aborts a wait, before an error is raised.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device, **wait, **where)
+
+
 @contextmanager
 def started(device: str, dtype: str, timeout: float, tensor_parallel: int = 1) -> Iterator[Place]:
     """torch.distributed, as torchrun's environment says, or one process alone; ended behind the block."""
@@ -40,16 +52,8 @@ def started(device: str, dtype: str, timeout: float, tensor_parallel: int = 1) -
     if kind == "cuda" and not torch.cuda.is_available():
         raise ParameterError("device is 'cuda': PyTorch sees no GPU")
     here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
-    wait = timedelta(seconds=2 * timeout + 30)  # ours comes first, and says more
-    bound: Any = {"device_id": here} if kind == "cuda" else {}
-    if kind == "cuda":
-        torch.cuda.set_device(here)
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=wait, **bound)
-    else:
-        store = HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=wait, **bound)
+    where: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+    connect(here, timeout, **where)
     chosen = ("bfloat16" if kind == "cuda" else "float32") if dtype == "auto" else dtype
     group, mesh = _groups(kind, tensor_parallel)
     yield Place(here, getattr(torch, chosen), group, mesh)

@@ -21,9 +21,10 @@ EXIT = 70  # EX_SOFTWARE
 class Watch(threading.Thread):
     """Looks after one group while a run is open (`Ranks.open`).
 
-    Where another rank has told of a failure, or this one has made no progress for the timeout, it aborts the group's
-    communicator, so that the main thread comes back and raises; where that does not help it logs the failure and ends
-    the process.
+    Where another rank has told of a failure, or this one has made no progress for the timeout, it logs that and aborts
+    NCCL in all groups of the process (with tensor parallelism the main thread may stand in the other one), so that the
+    main thread comes back and raises; where that does not help it ends the process. It speaks with the others through
+    the store alone, and runs because torch lets go of the interpreter's lock where it waits for the device.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -60,7 +61,7 @@ class Watch(threading.Thread):
         log.critical("Star Attention: %s", text)
         abort: Any = getattr(dist.distributed_c10d, "_abort_process_group", None)
         if abort is not None:
-            threading.Thread(target=abort, args=(ranks.group,), daemon=True).start()
+            threading.Thread(target=abort, args=(None,), daemon=True).start()
         time.sleep(2 * GRACE)
         if ranks.open:  # the main thread is still in there
             os._exit(EXIT)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
+from sparseprefill.paged import Pages
 
 from ..session import Fallback
 from .layer import Layer
@@ -18,14 +19,15 @@ from .runtime import Runtime
 from .split import Part
 
 log = logging.getLogger(__name__)
-Read = Callable[[Part], tuple[Tensor, Tensor]]
-"""Keys and values of a part's request, ``[1, Hkv, N, D]`` in the query's dtype."""
+Read = Callable[[Part], tuple[Tensor, Tensor] | Pages]
+"""Keys and values of a part's request: ``[1, Hkv, N, D]`` in the query's dtype, or where they stand."""
 
 
 def run(impl: Any, module: Any, query: Tensor, cache: Tensor, metadata: Any, output: Tensor, read: Read) -> bool:
     """Fill `output` with the attention of `query`, both ``[tokens, Hq, D]``; False if the host shall do all of it.
 
-    impl: the layer's AttentionImpl, with a `runtime`, a `facts` to fill, and its `stock` forward. module: the layer.
+    impl: the layer's AttentionImpl, with a `runtime`, a `facts` to fill, its `stock` forward, and whether that is
+    `slow`: then calls too small for the method run dense by the library's kernels. module: the layer.
     No reason to stay dense is an error.
     """
     parts = getattr(metadata, "parts", None)
@@ -39,7 +41,7 @@ def run(impl: Any, module: Any, query: Tensor, cache: Tensor, metadata: Any, out
         return False
     for part in parts:
         rows, out = query[part.begin : part.end], output[part.begin : part.end]
-        found = None if part.row is None else _sparse(impl.runtime, impl.facts, part, rows, read)
+        found = None if part.row is None else _sparse(impl, part, rows, read)
         if found is None:
             impl.stock(module, rows, None, None, cache, part.metadata(), out)  # K and V are in the cache already
         else:
@@ -47,13 +49,16 @@ def run(impl: Any, module: Any, query: Tensor, cache: Tensor, metadata: Any, out
     return True
 
 
-def _sparse(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) -> Tensor | None:
+def _sparse(impl: Any, part: Part, rows: Tensor, read: Read) -> Tensor | None:
     """``[1, Hq, tokens, D]``, or None where the host shall compute the part."""
+    runtime: Runtime = impl.runtime
+    layer: Layer = impl.facts
     if part.prefill is None or part.reason is not None:
         _decline(runtime, layer, part, part.reason or "the request is unknown")
         return None
     try:
-        k, v = read(part)
+        found = read(part)
+        k, v = (found, found) if isinstance(found, Pages) else found
         call = AttentionCall(
             rows.transpose(0, 1)[None],
             k,
@@ -65,13 +70,13 @@ def _sparse(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read
             first_head=runtime.model.first_head,
         )
         outcome = runtime.session.run(call, part.prefill)
+        if isinstance(outcome, Fallback):
+            runtime.tally.fallback(outcome.reason)
+            return runtime.session.whole(call) if outcome.small and impl.slow else None
     except (SparsePrefillError, torch.OutOfMemoryError) as error:
         # Other requests share this process: a broken stage must not end them.
         log.debug("layer %d", layer.index, exc_info=error)
         _decline(runtime, layer, part, f"{type(error).__name__}: {error}")
-        return None
-    if isinstance(outcome, Fallback):
-        runtime.tally.fallback(outcome.reason)
         return None
     return outcome.out
 

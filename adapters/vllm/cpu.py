@@ -74,6 +74,8 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
 class SparseCPUImpl(CPUAttentionBackendImpl):
     """Runs the parts of a batch; everything else is its parent's."""
 
+    slow = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.runtime = runtime_of(get_current_vllm_config(), STOCK)

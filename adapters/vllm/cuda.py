@@ -1,7 +1,7 @@
 """The CUDA backend: vLLM's Triton attention, whose prefill requests run sparse.
 
-Keys and values of a request's context are copied into one tensor a layer before the pipeline runs: correct for every
-method and executor, at the cost of that tensor. `Pages` holds what a kernel needs to read them in place instead.
+Keys and values of a request's context stay in their pages, which the attention kernels read through the block table;
+stages that need the keys as one tensor have them copied then (see `Pages`).
 """
 
 # vLLM is not there where types are checked.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -22,10 +23,12 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from sparseprefill.paged import Pages
+
 from .attend import run
 from .groups import announce
 from .layer import Layer
-from .pages import Pages
+from .pages import pages_of
 from .plan import plan
 from .runtime import NAME, runtime_of
 from .split import Part
@@ -106,6 +109,7 @@ class SparseTritonBuilder(TritonAttentionMetadataBuilder):
 class SparseTritonImpl(TritonAttentionImpl):
     """Runs the parts of a batch; everything else is its parent's."""
 
+    slow = True  # TRITON_ATTN has a seventh of cuDNN's speed on a long prompt
     supports_dcp = supports_pcp = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -133,8 +137,8 @@ class SparseTritonImpl(TritonAttentionImpl):
     ) -> Tensor:
         """See AttentionImpl. This step's keys and values are in the cache when it is called."""
 
-        def read(part: Part) -> tuple[Tensor, Tensor]:
-            return self.pages(layer, kv_cache, attn_metadata.block_table[part.first], part).gather(query.dtype)
+        def read(part: Part) -> Pages:
+            return self.pages(layer, kv_cache, attn_metadata.block_table[part.first], part, query.dtype)
 
         if run(self, layer, query, kv_cache, attn_metadata, output, read):
             return output
@@ -142,8 +146,9 @@ class SparseTritonImpl(TritonAttentionImpl):
         super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         return output
 
-    def pages(self, layer: Any, cache: Tensor, table: Tensor, part: Part) -> Pages:
+    def pages(self, layer: Any, cache: Tensor, table: Tensor, part: Part, dtype: torch.dtype) -> Pages:
         """Where a part's keys and values stand."""
         fp8 = self.fp8_dtype if self.kv_cache_dtype.startswith("fp8") else None
         length = 0 if part.row is None else part.row.end
-        return Pages.of(cache, self.head_size, table, length, fp8=fp8, scales=(layer._k_scale, layer._v_scale))
+        scales = (layer._k_scale, layer._v_scale)
+        return pages_of(cache, self.head_size, table, length, dtype=dtype, fp8=fp8, scales=scales)

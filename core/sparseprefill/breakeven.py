@@ -58,8 +58,8 @@ class BreakEven:
         A call on another kind of device, with a sliding window, or in a type that was not measured is no business of
         the table: it runs sparse, and the reason is in the verdict.
         """
-        q, k = call.q, call.k
-        key = (method, q.shape, k.shape[1], k.shape[2], call.q_offset, q.dtype, q.device, call.window is None)
+        q = call.q
+        key = (method, q.shape, call.kv_heads, call.kv_len, call.q_offset, q.dtype, q.device, call.window is None)
         found = self._verdicts.get(key)
         if found is None:
             if len(self._verdicts) >= _KEPT:
@@ -131,14 +131,14 @@ class BreakEven:
     def _judged(self, call: AttentionCall, method: str) -> Verdict:
         if call.window is not None:
             return Verdict(True)
-        q, k = call.q, call.k
+        q = call.q
         here = device_kind(q.device)
         if (here.type, here.capability) != (self.device.type, self.device.capability):
             return Verdict(True, None, f"not gated: the {self} says nothing of {here}")
         dtype = str(q.dtype).removeprefix("torch.")
-        keys = k.shape[2] if call.q_offset is None else call.q_offset + q.shape[2]
+        keys = call.kv_len if call.q_offset is None else call.q_offset + q.shape[2]
         sizes = Sizes(
-            batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], dtype=dtype,
+            batch=q.shape[0], heads=q.shape[1], kv_heads=call.kv_heads, head_dim=q.shape[3], dtype=dtype,
             queries=q.shape[2], keys=keys,
         )  # fmt: skip
         ratio = self.ratio(method, sizes)

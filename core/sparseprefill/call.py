@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import Any
 
 import torch
 from attrs import field, frozen
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError
 from sparseprefill.geometry import Geometry
+from sparseprefill.paged import Pages
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -20,6 +22,8 @@ class AttentionCall:
     """Query, key and value of one layer, with everything that decides who attends to whom.
 
     q: ``[B, Hq, Nq, D]``; k: ``[B, Hkv, Nkv, D]``; v: ``[B, Hkv, Nkv, Dv]``, K/V not repeated for GQA, any strides.
+    K and V may stand in pages instead, one `Pages` for both (`of_pages`): `k` and `v` are then copies, each made when
+    first read; sizes are known without (`kv_heads`, `kv_len`, `value_dim`).
     scale: factor on ``q.k``; default ``1 / sqrt(D)``.
     q_offset: index among the keys of query row 0; default ``Nkv - Nq`` (bottom-right causal).
     layer: index of the layer, for methods that keep state per layer.
@@ -33,8 +37,8 @@ class AttentionCall:
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    _k: Tensor | Pages = field(alias="k")
+    _v: Tensor | Pages = field(alias="v")
     scale: float | None = field(default=None, kw_only=True)
     q_offset: int | None = field(default=None, kw_only=True)
     layer: int = field(default=0, kw_only=True)
@@ -46,14 +50,56 @@ class AttentionCall:
     first_head: int = field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        _check_tensors(self.q, self.k, self.v)
+        _check_tensors(self.q, self._k, self._v)
         _check_rows(self)
         _check_numbers(self)
+
+    @classmethod
+    def of_pages(cls, q: Tensor, pages: Pages, **options: Any) -> AttentionCall:
+        """A call whose keys and values are read from pages. q: ``[1, Hq, Nq, D]``; options: the other fields."""
+        return cls(q, pages, pages, **options)
+
+    @property
+    def pages(self) -> Pages | None:
+        """Where K and V stand in pages; None where they are tensors."""
+        return self._k if isinstance(self._k, Pages) and self._k is self._v else None
+
+    @property
+    def k(self) -> Tensor:
+        """Keys ``[B, Hkv, Nkv, D]``; of pages a copy, made once."""
+        return self._k.keys() if isinstance(self._k, Pages) else self._k
+
+    @property
+    def v(self) -> Tensor:
+        """Values ``[B, Hkv, Nkv, Dv]``; of pages a copy, made once."""
+        return self._v.values() if isinstance(self._v, Pages) else self._v
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of K and V."""
+        return self._k.shape[1]
+
+    @property
+    def kv_len(self) -> int:
+        """Keys of a batch row, padding included."""
+        return self._k.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of V and of the output."""
+        return self._v.value_dim if isinstance(self._v, Pages) else self._v.shape[3]
 
     @property
     def group(self) -> int:
         """Query heads that share one KV head."""
-        return self.q.shape[1] // self.k.shape[1]
+        return self.q.shape[1] // self.kv_heads
+
+    def narrow(self, heads: slice, keys: int) -> tuple[Tensor | Pages, Tensor | Pages]:
+        """k and v of some KV heads and the first keys, for `attrs.evolve`: views, whatever they are."""
+        if (pages := self.pages) is not None:
+            part = pages.narrow(heads, keys)
+            return part, part
+        return self.k[:, heads, :keys], self.v[:, heads, :keys]
 
     @cached_property
     def softmax_scale(self) -> float:
@@ -63,15 +109,15 @@ class AttentionCall:
     @cached_property
     def geometry(self) -> Geometry:
         """Positions, tiles and visibility of this call."""
-        offset = self.k.shape[2] - self.q.shape[2] if self.q_offset is None else self.q_offset
+        offset = self.kv_len - self.q.shape[2] if self.q_offset is None else self.q_offset
         batch, heads, q_len = self.q.shape[:3]
-        return Geometry(
-            batch, heads, q_len, self.k.shape[2], offset, self.q.device, self.starts, self.lengths, self.window
-        )
+        return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, self.window)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_tensors(q: Tensor, k: Tensor | Pages, v: Tensor | Pages) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Pages) and name != "q":
+            continue  # checked when they were made
         if not isinstance(x, Tensor):
             raise InvalidCallError(name, type(x).__name__, "pass a torch.Tensor [B, H, N, D]")
         if x.dim() != 4:
@@ -86,7 +132,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.device != q.device:
             raise InvalidCallError(name, f"on {x.device}", f"move it to q's device {q.device}")
         if x.shape[0] != q.shape[0]:
-            raise InvalidCallError(name, f"of batch {x.shape[0]}", f"q has batch {q.shape[0]}")
+            paged = "; pages hold one request, so run batch rows one by one" if isinstance(x, Pages) else ""
+            raise InvalidCallError(name, f"of batch {x.shape[0]}", f"q has batch {q.shape[0]}{paged}")
     if k.shape[-1] != q.shape[-1]:
         raise InvalidCallError("k", f"of head dimension {k.shape[-1]}", f"q has {q.shape[-1]}")
     if v.shape[1:3] != k.shape[1:3]:
@@ -97,7 +144,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_rows(call: AttentionCall) -> None:
-    q_len, kv_len = call.q.shape[2], call.k.shape[2]
+    q_len, kv_len = call.q.shape[2], call.kv_len
     if call.q_offset is None:
         if kv_len < q_len:
             remedy = f"keys must cover the {q_len} query rows (bottom-right causal), or give q_offset"

@@ -56,11 +56,11 @@ def dense(call: AttentionCall, executor: SparseExecutor, reason: str = "") -> Re
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     """Output ``[B, Hq, Nq, D]`` and LSE ``[B, Hq, Nq]`` by a kernel of torch; None where it has none for this call."""
-    q, k, v = call.q, call.k, call.v
     if call.starts is not None or call.lengths is not None or call.window is not None:
         return None
-    if call.softcap is not None or call.sinks is not None or v.shape[-1] != q.shape[-1]:
+    if call.softcap is not None or call.sinks is not None or call.value_dim != call.q.shape[-1]:
         return None
+    q, k, v = call.q, call.k, call.v
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         return None
     keys = k.shape[2] if call.q_offset is None else call.q_offset + q.shape[2]

@@ -39,7 +39,7 @@ class ModelIdentity:
 
     def objection(self, call: AttentionCall) -> str | None:
         """Which size the call does not have, or None."""
-        found = {"heads": call.q.shape[1], "kv_heads": call.k.shape[1], "head_dim": call.q.shape[3]}
+        found = {"heads": call.q.shape[1], "kv_heads": call.kv_heads, "head_dim": call.q.shape[3]}
         for name, value in found.items():
             if getattr(self, name) != value:
                 return f"model.{name} is {getattr(self, name)} ({self.name}), the call has {value}"

@@ -47,7 +47,7 @@ def dense_lse(call: AttentionCall, rows: Tensor, chunk: int = 16384) -> Tensor:
     q = call.q[:, :, rows].to(dtype).reshape(batch, -1, call.group * rows.numel(), width)
     seen = call.geometry.visible(rows)[:, None]
     total = torch.full((batch, heads, rows.numel()), -torch.inf, dtype=dtype, device=call.q.device)
-    for first in range(0, call.k.shape[2], chunk):
+    for first in range(0, call.kv_len, chunk):
         keys = slice(first, first + chunk)
         logits = q @ call.k[:, :, keys].to(dtype).transpose(-1, -2) * call.softmax_scale
         if call.softcap is not None:

@@ -134,8 +134,8 @@ class Pipeline:
     def _run_parts(self, call: AttentionCall, memory: Memory, cut: tuple[Part, ...]) -> Result:
         """Part after part into one output; nothing of a part stays but what `Recorder` keeps."""
         shape, exact = call.q.shape[:3], call.q.dtype == torch.float64
-        same = call.q.shape[-1] == call.v.shape[-1]
-        out = torch.empty_like(call.q) if same else call.q.new_empty(*shape, call.v.shape[-1])
+        same = call.q.shape[-1] == call.value_dim
+        out = torch.empty_like(call.q) if same else call.q.new_empty(*shape, call.value_dim)
         lse = call.q.new_empty(shape, dtype=torch.float64 if exact else torch.float32)
         recorder = Recorder(call.geometry)
         for part in cut:

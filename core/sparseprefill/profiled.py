@@ -36,7 +36,7 @@ class ByLength:
 
     def choose(self, call: AttentionCall) -> Pipeline:
         """The pipeline for this call; UnsupportedCallError where the profile has none."""
-        found = self.pipelines[self.profile.index(call.k.shape[2])]
+        found = self.pipelines[self.profile.index(call.kv_len)]
         if found is None:
             raise UnsupportedCallError([str(self.objection(call))])
         return found
@@ -46,7 +46,7 @@ class ByLength:
         reason = self.profile.model.objection(call)
         if reason:
             return f"the profile is for another model: {reason}"
-        kv_len = call.k.shape[2]
+        kv_len = call.kv_len
         if self.pipelines[self.profile.index(kv_len)] is None:
             return f"the profile has no setting of {self.profile.method} that is accurate enough at {kv_len} keys"
         return None
@@ -96,7 +96,7 @@ class ProfiledExecutor:
 
     def choose(self, call: AttentionCall) -> SparseExecutor:
         """The executor for this call."""
-        found = self.by_length.pipelines[self.by_length.profile.index(call.k.shape[2])]
+        found = self.by_length.pipelines[self.by_length.profile.index(call.kv_len)]
         return AutoExecutor() if found is None else found.executor
 
     def unsupported(self, call: AttentionCall) -> str | None:

@@ -38,27 +38,21 @@ class Part:
         (head, end), (row, last) = self.heads, self.rows
         group = call.group
         kv = slice(head // group, -(-end // group))
-        sinks = None if call.sinks is None else call.sinks[head:end]
-        part = evolve(
-            call,
-            q=call.q[:, head:end],
-            k=call.k[:, kv],
-            v=call.v[:, kv],
-            sinks=sinks,
-            q_offset=call.geometry.q_offset,
-            first_head=call.first_head + head,
-        )
-        if (row, last) == (0, call.q.shape[2]):
-            return part
-        offset = call.geometry.q_offset
-        keys = offset + last
+        offset, lengths = call.geometry.q_offset, call.lengths
+        keys = call.kv_len
+        if (row, last) != (0, call.q.shape[2]):
+            keys = offset + last
+            lengths = None if lengths is None else lengths.clamp(max=keys)
+        k, v = call.narrow(kv, keys)
         return evolve(
-            part,
-            q=part.q[:, :, row:last],
-            k=part.k[:, :, :keys],
-            v=part.v[:, :, :keys],
+            call,
+            q=call.q[:, head:end, row:last],
+            k=k,
+            v=v,
+            sinks=None if call.sinks is None else call.sinks[head:end],
             q_offset=offset + row,
-            lengths=None if call.lengths is None else call.lengths.clamp(max=keys),
+            lengths=lengths,
+            first_head=call.first_head + head,
         )
 
 

@@ -121,11 +121,11 @@ def workspace(call: AttentionCall, regions: Regions) -> int:
     anchor pass, 4 bytes for each element of the output.
     """
     geometry, width = call.geometry, call.q.shape[-1]
-    plan = Layout.of(geometry, call.k.shape[1], regions, 256, 64)
+    plan = Layout.of(geometry, call.kv_heads, regions, 256, 64)
     lists = geometry.batch * geometry.heads * plan.groups
     blocks = geometry.batch * geometry.tile_rows(regions.block)
     places = plan.shares * plan.chunks * plan.tiles
-    state = geometry.batch * geometry.heads * geometry.q_len * (call.v.shape[-1] + 2) * 4
+    state = geometry.batch * geometry.heads * geometry.q_len * (call.value_dim + 2) * 4
     ranges = blocks * 32 * ((regions.init_tokens + regions.group) // regions.tile_k)
     found = geometry.batch * geometry.heads * plan.room * 4 + lists * (12 + plan.words * 4)
     means = blocks * geometry.heads * (width + 4) * 4 + places * (64 * (width * 2 + 4) + plan.sets * 12)

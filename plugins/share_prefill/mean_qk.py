@@ -92,7 +92,7 @@ def _key_tiles(call: AttentionCall, tiles: Tensor, block: int) -> Tensor:
     geometry = call.geometry
     index = (tiles[..., None] * block + torch.arange(block, device=tiles.device)).flatten(1)
     index = index if geometry.starts is None else index + geometry.starts[:, None]
-    index = index.clamp(0, geometry.kv_len - 1)[:, None, :, None].expand(-1, call.k.shape[1], -1, call.k.shape[-1])
+    index = index.clamp(0, geometry.kv_len - 1)[:, None, :, None].expand(-1, call.kv_heads, -1, call.q.shape[-1])
     keys: Tensor = torch.gather(call.k, 2, index).to(_dtype(call)).unflatten(2, (-1, block))
     return keys
 

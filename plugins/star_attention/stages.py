@@ -54,8 +54,9 @@ class StarEstimator:
         """Lists of one head, for all; with an inner method its bounds, the blocks' tensors, and what is moved back."""
         if self.inner is None:
             return ranges_workspace(call, self.rule.tile, self.rule.most(call.geometry))
-        tensors = sum(x.numel() * x.element_size() for x in (call.q, call.k, call.k, call.v, call.v))
-        states = call.q.numel() // call.q.shape[-1] * call.v.shape[-1] * 4
+        keys = call.q.shape[0] * call.kv_heads * call.kv_len * (call.q.shape[-1] + call.value_dim)
+        tensors = (call.q.numel() + 2 * keys) * call.q.element_size()
+        states = call.q.numel() // call.q.shape[-1] * call.value_dim * 4
         inner = workspace((self.inner.estimator,), call) + workspace(self.inner.refiners, call)
         return 2 * tensors + states + inner + default_workspace(call)
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.session import Fallback, Prefill, Session
+from torch.nn import functional
 
 import sparseprefill as sp
 from sparseprefill.breakeven import BELOW, BreakEven, Verdict
 from sparseprefill.breakeven_gate import GateChoice
+from unit.build import make
 from unit.tables import from_length, point, shape_of, table, whole
 
 from . import hf_models
@@ -137,3 +139,18 @@ def test_any_gate_will_do() -> None:
     found = [session.run(sp.AttentionCall(x, x, x, layer=layer), Prefill()) for layer in range(3)]
     assert [False, True, False] == [isinstance(one, Fallback) for one in found]
     assert {"layer 1 is not worth it": 1} == session.report("host", "sdpa").fallbacks
+
+
+def test_a_slow_host_may_have_small_calls_computed_densely() -> None:
+    """What vLLM's CUDA backend asks for: every key, by the pipeline's executor, while the record says dense."""
+    call = make(90, heads=4, kv_heads=2)
+    session = Session(sp.build("streaming", **STREAMING), gate=pays_from(500))
+    found = session.run(call, Prefill())
+    assert Fallback(BELOW, small=True) == found
+    out = session.whole(call)
+    assert out is not None
+    causal = functional.scaled_dot_product_attention(call.q, call.k, call.v, is_causal=True, enable_gqa=True)
+    assert sp.output_error(out, causal) <= 1e-5
+    assert {BELOW: 1} == session.report("none", "none").fallbacks
+    session = Session(sp.build("streaming", **STREAMING), layers=[3], gate=pays_from(500))
+    assert not getattr(session.run(call, Prefill()), "small", True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from sparseprefill.adapters.star import RankError, Star, ranks
 
-from distributed.models import build, tokens
+from distributed.models import build, device, tokens
 
 ranks.GRACE = 1.0  # of three seconds, so that the tests take less
 SIZES: dict[str, Any] = {"block_size": 48, "tile": 16}
@@ -31,6 +34,8 @@ def at_layer(model: Any, layer: int, what: Any, after: int = 0) -> None:
 def ends(rank: int, who: int, how: int, phase: int, timeout: float) -> str:
     """Rank `who` gets the signal `how` in phase 1, or after three tokens of phase 2; the others' error."""
     model = build()
+    if device().type == "cuda":  # compiling counts as a stall, if the timeout is shorter
+        Star(model, timeout=60, **SIZES).encode([tokens(200)]).generate([tokens(9, 5)], max_new_tokens=3)
     star = Star(model, timeout=timeout, **SIZES)
     if phase == 1 and rank == who:
         at_layer(model, 1, lambda: os.kill(os.getpid(), how))
@@ -42,6 +47,19 @@ def ends(rank: int, who: int, how: int, phase: int, timeout: float) -> str:
     except RankError as error:
         return str(error)
     return "went on"
+
+
+def noted(rank: int, who: int, how: int, folder: str, timeout: float) -> str:
+    """As `ends` in phase 2, with files of what `Watch` logs and of when it happened. how: 0 stalls the main thread."""
+    logging.getLogger("sparseprefill.adapters.star.watch").addHandler(logging.FileHandler(f"{folder}/log{rank}"))
+    before = os.kill
+
+    def fault(process: int, number: int) -> None:
+        Path(folder, "when").write_text(str(time.time()))
+        before(process, number) if number else time.sleep(1000)
+
+    os.kill = fault
+    return ends(rank, who, how, 2, timeout)
 
 
 def fails(rank: int, who: int, memory: bool) -> list[str]:

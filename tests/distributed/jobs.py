@@ -18,8 +18,8 @@ BATCH: dict[str, Any] = {"block_size": 48, "tile": 16}
 
 
 def groups(rank: int) -> list[Any]:
-    """The groups of the first 1, 2, 3, 4 ranks; every rank makes all of them."""
-    return [dist.new_group(list(range(size)), backend="gloo") for size in range(1, RANKS + 1)]
+    """The groups of the first rank, the first two and so on; every rank makes all of them."""
+    return [dist.new_group(list(range(size))) for size in range(1, dist.get_world_size() + 1)]
 
 
 def equal(rank: int, family: str) -> dict[tuple[int, str], Any]:
@@ -30,7 +30,7 @@ def equal(rank: int, family: str) -> dict[tuple[int, str], Any]:
         if rank >= size:
             continue
         for case in cases(family):
-            found[size, case.name] = _turns(model, case, group)
+            found[size, case.name] = turns(model, case, group)
     return found
 
 
@@ -39,7 +39,8 @@ def cases(family: str) -> tuple[Case, ...]:
     return CASES if family == "Llama" else CASES[:3]
 
 
-def _turns(model: Any, case: Case, group: Any) -> dict[str, Any]:
+def turns(model: Any, case: Case, group: Any) -> dict[str, Any]:
+    """Two turns of a case: logits, answers, tokens held."""
     star = Star(model, group=group, timeout=60, **case.parameters)
     context = star.encode([case.context])
 

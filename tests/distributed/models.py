@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from attrs import frozen
 from sparseprefill.adapters.huggingface import attach
@@ -23,14 +24,29 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+GPU: dict[str, Any] = {
+    "hidden_size": 256,
+    "head_dim": 64,  # the kernels' smallest
+    "initializer_range": 0.07,  # as much for 256 numbers as 0.2 for 32
+    "max_position_embeddings": 2048,
+}
 FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen2": {}, "Qwen3": {"head_dim": 8}}
 
 
+def device() -> torch.device:
+    """This process's GPU where it is one of NCCL's, else the CPU."""
+    cuda = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
 def build(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
-    """A causal language model in evaluation mode, float32."""
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **changes})
-    torch.manual_seed(seed)
-    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    """A causal language model in evaluation mode, float32, on the process's device."""
+    here = device()
+    sizes = {**SIZES, **FAMILIES.get(family, {}), **(GPU if here.type == "cuda" else {}), **changes}
+    torch.manual_seed(seed)  # and made on the CPU, so that it is the same everywhere
+    return (
+        getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes)).to(here).eval()
+    )
 
 
 def tokens(count: int, seed: int = 1) -> list[int]:
@@ -71,7 +87,7 @@ def alone(model: Any, context: list[int], questions: tuple[list[int], ...], **pa
     """One device, the mask of the method: for each turn the logits ``[Q, vocabulary]`` and the greedy answer."""
     known, turns = list(context), []
     for question in questions:
-        ids = torch.tensor([[*known, *question]])
+        ids = torch.tensor([[*known, *question]], device=model.device)
         options: dict[str, Any] = {"context_length": len(context), **parameters}
         with torch.no_grad(), attach(model, "star-attention", verify=False, gate=None, **options):
             logits = model(ids, logits_to_keep=len(question)).logits[0]

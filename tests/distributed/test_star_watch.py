@@ -55,3 +55,19 @@ def test_an_idle_or_busy_group_is_left_alone(ranks: Ranks) -> None:
             time.sleep(0.05)
     assert thread.is_alive()
     assert watch.Watch.of(ranks, torch.device("cpu")) is None
+
+
+def test_of_ranks_that_all_answer_the_one_behind_is_named(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "size", 2)
+    ranks.begun = 3
+    ranks.store.set("here/1", "1")
+    with pytest.raises(RankError, match=r"lost rank 1 \(it answers, but began 1 collectives and others 3\): rank 0 is"):
+        ranks.lost("is bored")
+
+
+def test_a_rank_that_is_missed_answers(ranks: Ranks) -> None:
+    ranks.gather(torch.zeros(1))
+    assert not ranks.store.check(["here/0"])
+    ranks.store.set("asked", "")
+    ranks.hear()
+    assert ranks.store.get("here/0") == b"1"

@@ -1,4 +1,7 @@
-"""Jobs over several processes that talk through gloo: one server with torch and transformers loaded forks them all."""
+"""Jobs over several processes that talk through gloo, or through NCCL with a GPU each.
+
+For gloo one server with torch and transformers loaded forks them all; with CUDA a process has to start by itself.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,11 +23,15 @@ Job = Callable[..., Any]
 
 @frozen
 class Outcome:
-    """What a process returned; `error` with the type of what it raised, "gone" where it ended without a word."""
+    """What a process returned; `error` with the type of what it raised, "gone" where it ended without a word.
+
+    seconds: that its job took. ended: `time.time()` when it returned or was gone.
+    """
 
     value: Any = None
     error: str = ""
     seconds: float = 0.0
+    ended: float = 0.0
 
 
 @cache
@@ -38,18 +44,28 @@ def _server() -> Any:
     return context
 
 
-def run(job: Job, size: int, *arguments: Any, seconds: float = 120.0, stopped: Sequence[int] = ()) -> list[Outcome]:
+def run(
+    job: Job,
+    size: int,
+    *arguments: Any,
+    seconds: float = 120.0,
+    stopped: Sequence[int] = (),
+    device: str = "cpu",
+) -> list[Outcome]:
     """``job(rank, *arguments)`` on `size` processes of one default group; what came of each.
 
-    stopped: ranks that are not waited for, as they stop themselves; all processes are gone afterwards.
+    stopped: ranks that are not waited for, as they stop themselves; all processes are gone afterwards. device: cpu
+    (gloo) or cuda (NCCL; rank r on GPU r).
     """
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    context, processes, ends = _server(), [], []
+    context: Any = _server() if device == "cpu" else multiprocessing.get_context("spawn")
+    processes, ends = [], []
     for rank in range(size):
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(theirs, rank, size, store.port, job, arguments), daemon=True)
+        given = (theirs, rank, size, store.port, device, job, arguments)
+        process = context.Process(target=_work, args=given, daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -61,9 +77,10 @@ def run(job: Job, size: int, *arguments: Any, seconds: float = 120.0, stopped: S
         for end in cast(list[Connection], ready):
             rank = waited.pop(end)
             try:
-                found[rank] = Outcome(*pickle.loads(end.recv_bytes()))
+                value, error, spent = pickle.loads(end.recv_bytes())
+                found[rank] = Outcome(value, error, spent, time.time())
             except EOFError:
-                found[rank] = Outcome(error="gone")
+                found[rank] = Outcome(error="gone", ended=time.time())
     for rank in waited.values():
         found[rank] = Outcome(error="hangs")
     for process in processes:
@@ -72,14 +89,15 @@ def run(job: Job, size: int, *arguments: Any, seconds: float = 120.0, stopped: S
     return found
 
 
-def _work(end: Connection, rank: int, size: int, port: int, job: Job, arguments: tuple[Any, ...]) -> None:
+def _work(end: Connection, rank: int, size: int, port: int, device: str, job: Job, arguments: tuple[Any, ...]) -> None:
     import torch
-    import torch.distributed as dist
+    from sparseprefill.adapters.star.start import connect
     from torch._C._distributed_c10d import TCPStore
 
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=100))
+    here = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    connect(here, 35, store=store, rank=rank, world_size=size)
     began = time.monotonic()
     try:
         answer = (job(rank, *arguments), "", time.monotonic() - began)

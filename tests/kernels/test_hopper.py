@@ -47,10 +47,11 @@ def mixed(call: AttentionCall, tile: tuple[int, int], *, both: bool = True, grou
     return SparseMask.from_tiles(call, some(g.tile_rows(tile[0]), g.tile_columns(tile[1])), tile) | stripes
 
 
-def check(call: AttentionCall, plan: Plan, keep: torch.Tensor) -> None:
+def check(call: AttentionCall, plan: Plan, keep: torch.Tensor, truth: AttentionCall | None = None) -> None:
+    """truth: the same call of tensors, where this one is of pages."""
     assert launcher.specialised(call, plan.mask) is not None
     result = TRITON.execute(call, plan)
-    out, lse = attention(call, keep)
+    out, lse = attention(call if truth is None else truth, keep)
     assert not bool(result.out.isnan().any())
     assert output_error(result.out, out) <= BOUNDS[call.q.dtype]
     assert torch.equal(lse == -torch.inf, result.lse == -torch.inf)

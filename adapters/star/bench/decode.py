@@ -45,16 +45,26 @@ def graphed(run: Run) -> Run:
     return graph.replay
 
 
-def one_gpu(shape: Shape, tokens: int) -> dict[str, Run]:
-    """Dense decoding as transformers has it, and by the kernel that a rank uses."""
-    q, k, v = (
-        shape.random(shape.heads, 1),
-        shape.random(shape.kv_heads, tokens, 1),
-        shape.random(shape.kv_heads, tokens, 2),
-    )
-    call = AttentionCall(q, k, v)
-    sdpa: Callable[[], Tensor] = partial(functional.scaled_dot_product_attention, q, k, v, enable_gqa=True)
-    return {"dense decode, SDPA": sdpa, "dense decode, split keys": partial(attend_all, AutoExecutor(), call, k, v)}
+def repeated(repeat: Callable[[Run], Run], make: Callable[[], Run]) -> Run:
+    """Steps of what `make` returns."""
+    return repeat(make())
+
+
+def sdpa(shape: Shape, tokens: int) -> Run:
+    """Dense decoding as transformers has it."""
+    q, k, v = _held(shape, tokens)
+    return partial(functional.scaled_dot_product_attention, q, k, v, enable_gqa=True)
+
+
+def split(shape: Shape, tokens: int) -> Run:
+    """Dense decoding by the kernel that a rank uses, which divides the keys among its programs."""
+    q, k, v = _held(shape, tokens)
+    return partial(attend_all, AutoExecutor(), AttentionCall(q, k, v), k, v)
+
+
+def _held(shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = (shape.random(shape.kv_heads, tokens, seed) for seed in (1, 2))
+    return shape.random(shape.heads, 1), k, v
 
 
 def star(shape: Shape, ranks: Ranks, tokens: int) -> Run:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -59,35 +60,49 @@ class Shape:
         step = math.sqrt(14 * math.sqrt(self.width)) / math.sqrt(self.width)
         return q + step, k + (step * column[..., None]).to(self.dtype), v
 
-    def sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention by cuDNN; by whatever there is on a CPU."""
-        grouped = q.shape[1] != k.shape[1]
-        if not q.is_cuda:
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by cuDNN; by whatever there is on a CPU."""
+    grouped = q.shape[1] != k.shape[1]
+    if not q.is_cuda:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 def one_gpu(shape: Shape, tokens: int) -> Run:
     """Dense attention of the whole prompt on each GPU by itself."""
-    return partial(shape.sdpa, *shape.qkv(tokens))
+    return partial(sdpa, *shape.qkv(tokens))
 
 
-def ring(shape: Shape, mesh: Any, tokens: int) -> Run:
-    """PyTorch's context parallelism, cuDNN inside; it takes no grouped heads, so K and V are repeated beforehand."""
-    from torch.distributed.tensor.experimental import context_parallel
+def ring(shape: Shape, mesh: Any, tokens: int, rotate: str = "allgather") -> Run:
+    """PyTorch's context parallelism, cuDNN inside; it takes no grouped heads, so K and V are repeated beforehand.
 
+    rotate: how keys go round: allgather, PyTorch's default, or alltoall.
+    """
     made = [shape.random(shape.heads, tokens // mesh.size(), seed) for seed in range(3)]
-    # Each rank has its part already. The context wants a buffer to cut, and by its length balances heads and tails.
-    dummy = torch.zeros(2 * mesh.size(), device=shape.device)
 
     def run() -> Tensor:
-        with context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[0], no_restore_buffers={dummy}):
-            out = shape.sdpa(*made)
-        dummy.resize_(2 * mesh.size())
-        return out
+        with circle(mesh, shape.device, rotate):
+            return sdpa(*made)
 
     return run
+
+
+@contextmanager
+def circle(mesh: Any, device: torch.device, rotate: str = "allgather") -> Iterator[None]:
+    """Inside it `scaled_dot_product_attention` takes each rank's part of the prompt; heads and tails balanced."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    # Each rank has its part already. The context wants a buffer to cut, and by its length balances heads and tails.
+    dummy = torch.zeros(2 * mesh.size(), device=device)
+    set_rotate_method(rotate)
+    try:
+        with context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[0], no_restore_buffers={dummy}):
+            yield
+    finally:
+        set_rotate_method("allgather")
 
 
 def star(shape: Shape, ranks: Ranks, layout: Layout, inner: Inner, tensors: Tensors | None = None) -> Run:
@@ -122,7 +137,7 @@ def star(shape: Shape, ranks: Ranks, layout: Layout, inner: Inner, tensors: Tens
 
 def pieces(call: AttentionCall, memory: Memory) -> Tensor:
     """Dense attention to (anchor, block) as two of torch's kernels and a merge: the block, causal, and the anchor."""
-    before = call.k.shape[2] - call.q.shape[2]
+    before = call.kv_len - call.q.shape[2]
     block = evolve(call, k=call.k[:, :, before:], v=call.v[:, :, before:])
     own = dense(block, AutoExecutor())
     if not before:

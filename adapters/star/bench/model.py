@@ -1,21 +1,21 @@
-"""Prefill of a few layers of 8B shape with random weights: through the ring, and through Star."""
+"""A few layers of 8B shape with random weights: prefill and decoding on one GPU, through the ring, and through Star."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..answer import counting_cache
 from ..api import Star
-from ..layout import BLOCK
-from ..ranks import Ranks
-from .layer import Run
+from .layer import Run, circle, sdpa
 
-LAYERS, VOCABULARY = 4, 1024
+LAYERS, VOCABULARY, WIDTH = 4, 1024, 128
+STEPS = 16  # tokens that a row of decoding counts
+FITS = 524288  # tokens of a prefill on one GPU with 139 GiB: of twice as many an MLP's three products alone are 84
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 4096,
@@ -42,52 +42,82 @@ def build(device: torch.device) -> Any:
         torch.set_default_dtype(before)
 
 
-def runs(ranks: Ranks, mesh: Any, device: torch.device, tokens: int) -> dict[str, Callable[[], Run]]:
-    """Names and what makes them ready."""
-    block = tokens // ranks.size
-    found = {
-        "layers, ring": lambda: _ring(mesh, device, tokens),
-        f"layers, star, blocks of 1/{ranks.size}": lambda: _star(device, tokens, block, None),
-        f"layers, star, blocks of 1/{ranks.size}, streaming inside": lambda: _star(device, tokens, block, "streaming"),
-    }
-    if block > BLOCK:
-        found["layers, star, blocks of 32K"] = lambda: _star(device, tokens, BLOCK, None)
+def star(device: torch.device, tokens: int, block: int, inner: str | None, timeout: float) -> Run:
+    """Through `Star.encode`, on every rank."""
+    model = Star(build(device), block_size=block, inner=inner, timeout=timeout)
+    ids = _ids(tokens)
+    return lambda: model.encode([ids])
+
+
+def dense(device: torch.device, tokens: int) -> Run:
+    """On each GPU by itself, cuDNN inside."""
+    return _prefill(device, tokens, 1, nullcontext)
+
+
+def ring(mesh: Any, device: torch.device, tokens: int) -> Run:
+    """Each rank's part of the prompt through the decoder; K and V are repeated for the ring."""
+    repeat = SIZES["num_attention_heads"] // SIZES["num_key_value_heads"]
+    return _prefill(device, tokens // mesh.size(), repeat, partial(circle, mesh, device))
+
+
+def decode_dense(device: torch.device, tokens: int) -> Run:
+    """Tokens behind a cache of random keys on each GPU by itself, by the model as it is."""
+    from transformers import DynamicCache
+
+    model, cache = build(device), DynamicCache()
+    for layer in range(LAYERS):
+        keys = torch.randn(2, 1, SIZES["num_key_value_heads"], tokens, WIDTH, dtype=torch.bfloat16, device=device)
+        cache.update(keys[0], keys[1], layer)
+    return partial(_decode, model, cache, tokens)
+
+
+def decode_star(device: torch.device, tokens: int, timeout: float) -> Run:
+    """Tokens behind a context that all ranks hold."""
+    model = Star(build(device), timeout=timeout)
+    context = model.encode([_ids(tokens)])
+
+    def run() -> None:
+        with model.switch.to(context.phase):
+            _decode(model.model, counting_cache(list(model.layers), tokens), tokens)
+
+    return run
+
+
+@torch.no_grad()
+def _decode(model: Any, cache: Any, tokens: int) -> None:
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    for step in range(STEPS):
+        places = torch.full_like(ids, tokens + step)
+        ids = model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).logits.argmax(-1)
+
+
+def _ids(tokens: int) -> list[int]:
+    found: list[int] = torch.arange(tokens).remainder(VOCABULARY).tolist()
     return found
 
 
-def _star(device: torch.device, tokens: int, block: int, inner: str | None) -> Run:
-    star = Star(build(device), block_size=block, inner=inner)
-    ids = torch.arange(tokens).remainder(VOCABULARY).tolist()
-    return lambda: star.encode([ids])
-
-
-def _ring(mesh: Any, device: torch.device, tokens: int) -> Run:
-    """Each rank's part of the prompt through the decoder; the attention function repeats K and V for the ring."""
-    from torch.distributed.tensor.experimental import context_parallel
+def _prefill(device: torch.device, tokens: int, repeat: int, around: Callable[[], Any]) -> Run:
+    """The decoder over so many tokens; each layer's attention by `sdpa`, without a mask beside the causal one."""
     from transformers import AttentionInterface
 
     def attend(module: Any, q: Any, k: Any, v: Any, mask: Any = None, **kwargs: Any) -> tuple[Any, None]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.transpose(1, 2).contiguous(), None
+        k, v = (x if repeat == 1 else x.repeat_interleave(repeat, 1) for x in (k, v))
+        return sdpa(q, k, v).transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register("sparseprefill_bench_ring", attend)
+    name = f"sparseprefill_bench_{repeat}"
+    AttentionInterface.register(name, attend)
     model = build(device)
-    share = tokens // mesh.size()
-    ids = torch.zeros(1, share, dtype=torch.int64, device=device)
-    places = torch.arange(share, device=device)[None]  # positions change no time
-    dummy = torch.zeros(2 * mesh.size(), device=device)
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+    places = torch.arange(tokens, device=device)[None]  # positions change no time
 
     @torch.no_grad()
     def run() -> None:
         before = model.config._attn_implementation
-        model.set_attn_implementation("sparseprefill_bench_ring")
+        model.set_attn_implementation(name)
         try:
-            with context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[0], no_restore_buffers={dummy}):
+            with around():
                 model.model(input_ids=ids, position_ids=places, use_cache=False)
         finally:
             model.set_attn_implementation(before)
-            dummy.resize_(2 * mesh.size())
 
     return run

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import os
+import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import define, field
 
-from ..ranks import Ranks
+from ..ranks import RankError, Ranks
+from ..watch import EXIT, Watch
 
 Run = Callable[[], object]
+START = 3.0  # seconds to make tensors
+OVER = 15.0  # seconds behind the budget at which a row that takes longer than thought is cut off
 
 
-@define
+@define(eq=False)
 class Table:
-    """Rows of milliseconds, printed as they come. seconds: the budget, from when the table is made."""
+    """Rows, printed as they come. seconds: the budget, from `began`. path: a file for one JSON object a row.
+
+    wanted: a regular expression that the rows to measure contain. A row that fails after as many collectives on every
+    rank is noted, and the next one goes on. One that fails on a rank alone leaves the others in a collective, so it
+    ends all of them, and what was measured before stands in the table.
+    """
 
     ranks: Ranks
     device: torch.device
     seconds: float
     began: float = field(factory=time.monotonic)
-    times: dict[tuple[int, str], float] = field(factory=dict)
+    path: Path | None = None
+    wanted: str = ""
+    best: dict[tuple[int, str], float] = field(factory=dict)
+    _watch: Watch | None = None
+    _end: threading.Timer | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self._watch = Watch.of(self.ranks, self.device)
+        self._end = threading.Timer(max(self._left(), 0) + OVER, self._cut)
+        self._end.daemon = True
+        self._end.start()
+
+    def close(self) -> None:
+        """The last row is written."""
+        if self._end is not None:
+            self._end.cancel()
 
     def line(self, text: str) -> None:
         """A line, from the first rank."""
@@ -32,54 +63,115 @@ class Table:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
 
+    def note(self, **facts: Any) -> None:
+        """An object in the file, from the first rank."""
+        if self.ranks.rank == 0 and self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(facts)}\n")
+
     def row(
-        self, tokens: int, what: str, make: Callable[[], Run], *, note: Callable[[], str] = str, rounds: int = 5
+        self,
+        tokens: int,
+        what: str,
+        make: Callable[[], Run],
+        *,
+        seconds: float = 0.0,
+        rounds: int = 5,
+        base: str = "",
+        against: str = "",
+        slower: bool = False,
+        note: Callable[[], str] = str,
     ) -> None:
         """Measure what `make` returns: the median of so many rounds after one to warm up, the slowest rank's.
 
-        note: asked on every rank when the row is measured; the last rank's is shown. rounds: 0 takes the first run. A
-        row that would begin after the budget is left out; one that fails says why, and the next one goes on.
+        seconds: what a round may take; a row that would not end within the budget is left out. rounds: 0 takes the
+        first run. base: what the row is called by those that are `against` it, of several the fastest; slower: show how
+        many times as long as that it takes, not how many times as fast it is. note: asked on every rank when the row is
+        measured; the last rank's is shown.
         """
-        left = self.ranks.meet("a row", {"left": self.seconds - (time.monotonic() - self.began)})[0]["left"]
-        if left <= 0:
-            self.line(f"| {tokens:>8} | {what} | left out: the time is up | | |")
+        if not re.search(self.wanted, what):
             return
-        failed = noted = ""
+        left = self.ranks.meet("a row", {"left": self._left()})[0]["left"]
+        needed = START + seconds * (rounds + 1) if self.device.type == "cuda" else 0.0
+        if left < needed:
+            self._said(tokens, what, f"left out: {max(left, 0):.0f} s left, up to {needed:.0f} needed")
+            return
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        run = self._tried(tokens, what, make)
+        found = None if run is None else self._tried(tokens, what, partial(self._measured, run, rounds, note))
+        del run
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if found is None:
+            return
+        ms, memory, noted = found
+        if base:
+            self.best[tokens, base] = min(ms, self.best.get((tokens, base), ms))
+        facts: dict[str, Any] = {"ms": round(ms, 3), "gib": round(memory, 2), "note": noted}
+        shown, other = "", self.best.get((tokens, against))
+        if other is not None:
+            ratio = ms / other if slower else other / ms
+            shown = f"{ratio:.2f} x the {'time' if slower else 'speed'} of {against}"
+            facts |= {"against": against, "time_ratio" if slower else "speed_ratio": round(ratio, 3)}
+        self.note(tokens=tokens, row=what, **facts)
+        self.line(f"| {tokens:>8} | {what} | {ms:.2f} | {shown} | {memory:.1f} | {noted} |")
+
+    def _said(self, tokens: int, what: str, reason: str) -> None:
+        self.note(tokens=tokens, row=what, failed=reason)
+        self.line(f"| {tokens:>8} | {what} | {reason} | | | |")
+
+    def _cut(self) -> None:
+        sys.stderr.write(f"rank {self.ranks.rank}: a row took longer than thought: the time is up\n")
+        sys.stderr.flush()
+        os._exit(EXIT)
+
+    def _left(self) -> float:
+        return self.seconds - (time.monotonic() - self.began)
+
+    def _tried(self, tokens: int, what: str, call: Callable[[], Any]) -> Any:
+        """What a part of a row returns on this rank; None where it failed on any."""
+        found, failed, begun = None, "", self._begun()
         try:
-            self.times[tokens, what] = self._measured(make(), rounds)
-            noted = note()
+            with self.ranks.busy():
+                found = call()
         except Exception as error:  # a row of a table must not cost the others
             failed = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             sys.stderr.write(f"rank {self.ranks.rank}: {what} at {tokens}:\n{traceback.format_exc()}\n")
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        answers = self.ranks.meet("the next row", {"failed": failed, "note": noted})
-        failed = next((answer["failed"] for answer in answers if answer["failed"]), "")
-        if failed:
-            self.line(f"| {tokens:>8} | {what} | failed: {failed} | | |")
-            return
-        figures = f"{self.times[tokens, what]:.2f} | {self._ratio(tokens, what)}"
-        self.line(f"| {tokens:>8} | {what} | {figures} | {answers[-1]['note']} |")
+            sys.stderr.flush()
+        try:
+            self.ranks.check()
+            noted = found[2] if isinstance(found, tuple) else ""
+            said = {"failed": failed, "begun": self._begun() - begun, "note": noted}
+            answers = self.ranks.meet(what, said, failure=f"rank {self.ranks.rank} failed: {failed}" if failed else "")
+        except RankError as error:
+            self._said(tokens, what, f"failed: {error}")
+            raise
+        failures = [f"rank {rank}: {answer['failed']}" for rank, answer in enumerate(answers) if answer["failed"]]
+        if not failures:
+            return (*found[:2], answers[-1]["note"]) if isinstance(found, tuple) else found
+        self._said(tokens, what, f"failed: {failures[0]}")
+        if len({answer["begun"] for answer in answers}) > 1:
+            raise RankError(self.ranks.tell(f"{what} at {tokens} left the ranks out of step: {'; '.join(failures)}"))
+        gc.collect()  # what the error's frames held
+        return None
 
-    def _ratio(self, tokens: int, what: str) -> str:
-        base = self.times.get((tokens, "ring"))
-        return "" if base is None or what == "ring" else f"{base / self.times[tokens, what]:.2f}"
+    def _begun(self) -> int:
+        """Collectives so far, PyTorch's own among them."""
+        group: Any = dist.distributed_c10d._get_default_group()
+        return int(group._get_backend(self.device)._get_sequence_number_for_group())
 
-    def _measured(self, run: Run, rounds: int) -> float:
+    def _measured(self, run: Run, rounds: int, note: Callable[[], str]) -> tuple[float, float, str]:
         if rounds:
             run()
         spent = []
         for _ in range(max(rounds, 1)):
-            self._together()
+            self.ranks.gather(torch.zeros(1, device=self.device))
             spent.append(self._once(run))
-        worst = torch.tensor(sorted(spent)[len(spent) // 2], device=self.device)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return float(worst)
-
-    def _together(self) -> None:
-        dist.all_reduce(torch.zeros(1, device=self.device))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0
+        mine = torch.tensor([sorted(spent)[len(spent) // 2], memory], device=self.device)
+        ms, most = self.ranks.gather(mine).amax(0).tolist()
+        return ms, most, note()
 
     def _once(self, run: Run) -> float:
         """Milliseconds."""
@@ -87,6 +179,7 @@ class Table:
             began = time.perf_counter()
             run()
             return (time.perf_counter() - began) * 1e3
+        torch.cuda.synchronize()
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
         run()

@@ -105,6 +105,6 @@ class AnchoredBlockExecutor:
             return pack(*join(*parts[0], *parts[1]))
         if parts:
             return pack(*parts[0])
-        empty = call.q.new_zeros(*call.q.shape[:3], call.v.shape[-1] + 1, dtype=torch.float32)
+        empty = call.q.new_zeros(*call.q.shape[:3], call.value_dim + 1, dtype=torch.float32)
         empty[..., -1] = -torch.inf
         return empty

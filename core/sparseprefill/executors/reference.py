@@ -29,7 +29,7 @@ class ReferenceExecutor:
         """The carry, if any, merged with attention over the plan's mask; unnormalised."""
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         shape = (call.q.shape[0], call.q.shape[1], call.q.shape[2])
-        state = SoftmaxState.empty(shape, call.v.shape[-1], dtype, call.q.device)
+        state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
         for (b, h, rows), keys, logits, keep in _tiles(call, plan, dtype):
             m = logits.amax(-1)
             p = torch.exp(logits - torch.where(m == -torch.inf, 0.0, m)[:, None])
@@ -39,7 +39,7 @@ class ReferenceExecutor:
 
     def workspace(self, call: AttentionCall) -> int:
         """The state in full precision, a few times over; logits are those of one query tile of one head."""
-        rows, width = call.q.numel() // call.q.shape[-1], call.v.shape[-1] + 2
+        rows, width = call.q.numel() // call.q.shape[-1], call.value_dim + 2
         return rows * width * 4 * max(4, call.q.element_size())
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:

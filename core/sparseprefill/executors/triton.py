@@ -30,15 +30,15 @@ class TritonExecutor:
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Why this executor cannot run the call, or None."""
-        q, v = call.q, call.v
+        q, width = call.q, call.value_dim
         if q.device.type != "cuda" and not attention.interpreted():
             return f"q is on {q.device}; move q, k and v to a CUDA device, or use ReferenceExecutor"
         if q.dtype == torch.float64:
             return "float64 is not supported; use float16, bfloat16 or float32, or ReferenceExecutor"
         if q.dtype == torch.bfloat16 and q.device.type != "cuda":
             return "Triton's interpreter computes bfloat16 wrongly; use float16 or float32 there"
-        if q.shape[-1] not in HEAD_DIMS or v.shape[-1] != q.shape[-1]:
-            return f"head dimensions {q.shape[-1]} (q, k) and {v.shape[-1]} (v); both must be one of {HEAD_DIMS}"
+        if q.shape[-1] not in HEAD_DIMS or width != q.shape[-1]:
+            return f"head dimensions {q.shape[-1]} (q, k) and {width} (v); both must be one of {HEAD_DIMS}"
         return None
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
@@ -82,5 +82,6 @@ class TritonExecutor:
         reason = self.unsupported(call)
         if reason is not None:
             raise UnsupportedCallError([f"TritonExecutor: {reason}"])
-        loose = {name: getattr(call, name) for name in ("q", "k", "v") if getattr(call, name).stride(-1) != 1}
+        names = ("q", "k", "v") if call.pages is None else ("q",)
+        loose = {name: getattr(call, name) for name in names if getattr(call, name).stride(-1) != 1}
         return evolve(call, **{name: x.contiguous() for name, x in loose.items()}) if loose else call

@@ -11,6 +11,7 @@ from sparseprefill.kernels.steps import (
     count_up_to,
     crossing_steps,
     floor_div,
+    load_keys,
     load_rows,
     masked_step,
     step,
@@ -20,7 +21,7 @@ from sparseprefill.kernels.steps import (
 @triton.jit
 def attend(
     block, bh,
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, starts_ptr, lengths_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, sinks_ptr,
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
     stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, chosen_ptr,
     carry_m_ptr, carry_l_ptr, carry_acc_ptr,
@@ -32,9 +33,14 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_TILES: tl.constexpr, HAS_STRIPES: tl.constexpr, DEDUPE: tl.constexpr, HAS_CARRY: tl.constexpr,
     STORE_STATE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Query block `block` (of BLOCK_M rows) of head `bh`. CAREFUL: see `masked_step`."""
+    """Query block `block` (of BLOCK_M rows) of head `bh`. CAREFUL: see `masked_step`.
+
+    PAGE: 0, or tokens of a page; then there is one batch row, whose strides are those of pages (see `load_keys`).
+    """
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     blocks: tl.constexpr = TILE_Q // BLOCK_M
     b, h = bh // heads, bh % heads
     hk = h // kv_group
@@ -92,16 +98,24 @@ def attend(
                 v = v_desc.load([b, hk, key, 0]).reshape([BLOCK_N, BLOCK_D])
             else:
                 at = key + tl.arange(0, BLOCK_N)
-                k = load_rows(k_base, at, at < kv_len, stride_kn, D, BLOCK_D)
-                v = load_rows(v_base, at, at < kv_len, stride_vn, D, BLOCK_D)
+                k = load_keys(
+                    k_base, at, at < kv_len, stride_kn, table_ptr, stride_kb, k_scale_ptr, dtype, PAGE, D, BLOCK_D
+                )  # fmt: skip
+                v = load_keys(
+                    v_base, at, at < kv_len, stride_vn, table_ptr, stride_vb, v_scale_ptr, dtype, PAGE, D, BLOCK_D
+                )  # fmt: skip
             acc, l, m = step(acc, l, m, q, k, v, scale, softcap, SOFTCAP, PRECISION)
         for j in tl.range(whole, steps, num_stages=1):
             at = tl.load(list_ptr + j // parts) * TILE_K + (j % parts) * BLOCK_N + tl.arange(0, BLOCK_N)
             keep = at[None, :] <= position[:, None]
             if WINDOW:
                 keep = keep & (position[:, None] - at[None, :] < window)
-            k = load_rows(k_base, at + start, at + start < kv_len, stride_kn, D, BLOCK_D)
-            v = load_rows(v_base, at + start, at + start < kv_len, stride_vn, D, BLOCK_D)
+            k = load_keys(
+                k_base, at + start, at + start < kv_len, stride_kn, table_ptr, stride_kb, k_scale_ptr, dtype, PAGE, D, BLOCK_D
+            )  # fmt: skip
+            v = load_keys(
+                v_base, at + start, at + start < kv_len, stride_vn, table_ptr, stride_vb, v_scale_ptr, dtype, PAGE, D, BLOCK_D
+            )  # fmt: skip
             acc, l, m = masked_step(acc, l, m, q, k, v, keep, scale, softcap, SOFTCAP, PRECISION, CAREFUL, BLOCK_N)
 
     if HAS_STRIPES:
@@ -118,8 +132,12 @@ def attend(
         if DEDUPE:
             for j in tl.range(0, whole):
                 at = tl.load(list_ptr + j * BLOCK_N + number)
-                k = load_rows(k_base, at + start, number >= 0, stride_kn, D, BLOCK_D)
-                v = load_rows(v_base, at + start, number >= 0, stride_vn, D, BLOCK_D)
+                k = load_keys(
+                    k_base, at + start, number >= 0, stride_kn, table_ptr, stride_kb, k_scale_ptr, dtype, PAGE, D, BLOCK_D
+                )  # fmt: skip
+                v = load_keys(
+                    v_base, at + start, number >= 0, stride_vn, table_ptr, stride_vb, v_scale_ptr, dtype, PAGE, D, BLOCK_D
+                )  # fmt: skip
                 free = tl.load(chosen_ptr + row_of_lists * columns + at // TILE_K) == 0
                 acc, l, m = masked_step(
                     acc, l, m, q, k, v, free[None, :], scale, softcap, SOFTCAP, PRECISION, CAREFUL, BLOCK_N
@@ -127,8 +145,12 @@ def attend(
         else:
             for j in tl.range(0, whole):
                 at = tl.load(list_ptr + j * BLOCK_N + number) + start
-                k = load_rows(k_base, at, number >= 0, stride_kn, D, BLOCK_D)
-                v = load_rows(v_base, at, number >= 0, stride_vn, D, BLOCK_D)
+                k = load_keys(
+                    k_base, at, number >= 0, stride_kn, table_ptr, stride_kb, k_scale_ptr, dtype, PAGE, D, BLOCK_D
+                )  # fmt: skip
+                v = load_keys(
+                    v_base, at, number >= 0, stride_vn, table_ptr, stride_vb, v_scale_ptr, dtype, PAGE, D, BLOCK_D
+                )  # fmt: skip
                 acc, l, m = step(acc, l, m, q, k, v, scale, softcap, SOFTCAP, PRECISION)
         for j in tl.range(whole, tl.cdiv(seen, BLOCK_N), num_stages=1):
             some = j * BLOCK_N + number < seen
@@ -139,8 +161,12 @@ def attend(
             keep = some[None, :] & (at[None, :] <= position[:, None])
             if WINDOW:
                 keep = keep & (position[:, None] - at[None, :] < window)
-            k = load_rows(k_base, at + start, some, stride_kn, D, BLOCK_D)
-            v = load_rows(v_base, at + start, some, stride_vn, D, BLOCK_D)
+            k = load_keys(
+                k_base, at + start, some, stride_kn, table_ptr, stride_kb, k_scale_ptr, dtype, PAGE, D, BLOCK_D
+            )  # fmt: skip
+            v = load_keys(
+                v_base, at + start, some, stride_vn, table_ptr, stride_vb, v_scale_ptr, dtype, PAGE, D, BLOCK_D
+            )  # fmt: skip
             acc, l, m = masked_step(acc, l, m, q, k, v, keep, scale, softcap, SOFTCAP, PRECISION, CAREFUL, BLOCK_N)
 
     if not CAREFUL:

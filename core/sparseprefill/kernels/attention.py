@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from triton.errors import TritonError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseprefill.kernels.launch import Settings, settings
+from sparseprefill.kernels.source import Source
+from sparseprefill.kernels.source import strides as _strides
 from sparseprefill.kernels.sparse_attention import sparse_attention_fwd_kernel, sparse_attention_repair_kernel
 from sparseprefill.kernels.steps import LOG2E
 from sparseprefill.kernels.tile_mass import tile_mass_fwd_kernel
@@ -58,10 +60,28 @@ def choose(call: AttentionCall, tile_q: int, tile_k: int) -> Settings:
 
 def specialised(call: AttentionCall, mask: SparseMask) -> Any:
     """The module with a faster kernel for this call and device (`kernels.hopper.launch`), or None."""
+    module = _special_of(call)
+    return None if module is None or module.objection(call, mask) is not None else module
+
+
+def _special_of(call: AttentionCall) -> Any:
+    """The module for the call's device, or None."""
     if not call.q.is_cuda or torch.cuda.get_device_capability(call.q.device) != (9, 0):
         return None
-    module = None if FAILED else _hopper()
-    return None if module is None or module.objection(call, mask) is not None else module
+    return None if FAILED else _hopper()
+
+
+def readable(call: AttentionCall, mask: SparseMask) -> AttentionCall:
+    """The call; with K and V copied out of their pages where the faster kernel serves a copy, but not the pages.
+
+    The copy costs less than what it wins. `Pages.gathered` tells of it.
+    """
+    if call.pages is None or specialised(call, mask) is not None:
+        return call
+    module = _special_of(call)
+    if module is None or module.features(call, mask) is not None:
+        return call
+    return evolve(call, k=call.k, v=call.v)
 
 
 @cache
@@ -104,7 +124,9 @@ def sparse_attention_fwd(
     """
     mask, geometry = plan.mask, call.geometry
     chosen = choose(call, mask.tile_q, mask.tile_k)
-    shape, width = call.q.shape[:3], call.v.shape[-1]
+    call = readable(call, mask)
+    source = Source.of(call)
+    shape, width = call.q.shape[:3], call.value_dim
     options = {"dtype": torch.float32, "device": call.q.device}
     filled = _outputs(call, state, options) if into is None else Outputs(*into)
     rows = geometry.tile_rows(mask.tile_q)
@@ -121,12 +143,12 @@ def sparse_attention_fwd(
         else flagged
     )
     arguments = (
-        call.q, call.k, call.v, *_descriptors(call, chosen, width),
+        call.q, source.k, source.v, *_descriptors(source, chosen, width), *source.extra,
         geometry.starts, geometry.lengths, call.sinks,
         *lists, overlap,
         *_state(carry),
         filled.out, filled.lse, *_state(filled.state), odd,
-        *_strides(call.q), *_strides(call.k), *_strides(call.v), *filled.strides,
+        *_strides(call.q), *source.strides(source.k), *source.strides(source.v), *filled.strides,
         call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k), call.window or 0, shape[1], call.group,
     )  # fmt: skip
@@ -134,7 +156,7 @@ def sparse_attention_fwd(
         "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group,
         "HAS_TILES": mask.tiles is not None, "HAS_STRIPES": mask.stripes is not None, "DEDUPE": dedupe,
         "HAS_CARRY": carry is not None, "STORE_STATE": state, "HAS_SINKS": call.sinks is not None,
-        "TMA": _tma(call, chosen), **_common(call, chosen, width),
+        "TMA": _tma(source, chosen), **_common(call, chosen, width, source.page),
     }  # fmt: skip
     launch: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages, **chosen.registers}
     if flagged is None:
@@ -153,18 +175,19 @@ def tile_mass_fwd(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
     mass = torch.zeros(batch, heads, rows, columns, dtype=torch.float32, device=call.q.device)
     if mask.tiles is None or plan.probe is None:
         return mass
+    source = Source.of(call)
     tile_mass_fwd_kernel[(rows, batch * heads)](
-        call.q, call.k, lse.contiguous(), plan.probe.contiguous(), mass, geometry.starts, geometry.lengths,
-        *_lists(mask.tiles), *_strides(call.q), *_strides(call.k),
+        call.q, source.k, source.table, source.k_scale, lse.contiguous(), plan.probe.contiguous(), mass,
+        geometry.starts, geometry.lengths, *_lists(mask.tiles), *_strides(call.q), *source.strides(source.k),
         call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, columns, call.window or 0, heads, call.group,
-        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, **_common(call, chosen, call.q.shape[-1]),
+        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, **_common(call, chosen, call.q.shape[-1], source.page),
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     return mass
 
 
-def _common(call: AttentionCall, chosen: Settings, width: int) -> dict[str, Any]:
+def _common(call: AttentionCall, chosen: Settings, width: int, page: int) -> dict[str, Any]:
     return {
         "BLOCK_M": chosen.block_m,
         "BLOCK_N": chosen.block_n,
@@ -174,12 +197,13 @@ def _common(call: AttentionCall, chosen: Settings, width: int) -> dict[str, Any]
         "HAS_LENGTHS": call.lengths is not None,
         "WINDOW": call.window is not None,
         "SOFTCAP": call.softcap is not None,
+        "PAGE": page,
         "PRECISION": "ieee",
     }
 
 
 def _outputs(call: AttentionCall, state: bool, options: dict[str, Any]) -> Outputs:
-    shape, width = tuple(call.q.shape[:3]), call.v.shape[-1]
+    shape, width = tuple(call.q.shape[:3]), call.value_dim
     if state:
         acc = torch.empty(*shape, width, **options)
         return Outputs(state=SoftmaxState(torch.empty(shape, **options), torch.empty(shape, **options), acc))
@@ -195,22 +219,15 @@ def _lists(lists: Any) -> tuple[Tensor, Tensor, Tensor]:
     return lists.counts.contiguous(), lists.offsets.contiguous(), lists.indices
 
 
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Batch, head and row strides; that of a single batch row is never used and would only force a new compilation."""
-    return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)
+def _tma(source: Source, chosen: Settings) -> bool:
+    """Tensor descriptors need 16-byte aligned rows; pages are read by pointers."""
+    size, tensors = source.k.element_size(), (source.k, source.v)
+    aligned = all(x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:3]) for x in tensors)
+    return chosen.tma and not source.page and aligned
 
 
-def _tma(call: AttentionCall, chosen: Settings) -> bool:
-    """Tensor descriptors need 16-byte aligned rows."""
-    size = call.k.element_size()
-    aligned = all(
-        x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:3]) for x in (call.k, call.v)
-    )
-    return chosen.tma and aligned
-
-
-def _descriptors(call: AttentionCall, chosen: Settings, width: int) -> tuple[Any, Any]:
-    if not _tma(call, chosen):
+def _descriptors(source: Source, chosen: Settings, width: int) -> tuple[Any, Any]:
+    if not _tma(source, chosen):
         return None, None
     block = [1, 1, chosen.block_n, triton.next_power_of_2(width)]
-    return TensorDescriptor.from_tensor(call.k, block), TensorDescriptor.from_tensor(call.v, block)
+    return TensorDescriptor.from_tensor(source.k, block), TensorDescriptor.from_tensor(source.v, block)

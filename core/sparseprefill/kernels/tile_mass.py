@@ -5,19 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import LOG2E, floor_div, load_rows, logits
+from sparseprefill.kernels.steps import LOG2E, floor_div, load_keys, load_rows, logits
 
 
-@triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "tile_rows", "columns", "window", "heads", "kv_group"))
+@triton.jit(
+    do_not_specialize=("q_offset", "q_len", "kv_len", "tile_rows", "columns", "window", "heads", "kv_group"),
+    do_not_specialize_on_alignment=("table_ptr",),
+)
 def tile_mass_fwd_kernel(
-    q_ptr, k_ptr, lse_ptr, probe_ptr, mass_ptr, starts_ptr, lengths_ptr,
+    q_ptr, k_ptr, table_ptr, k_scale_ptr, lse_ptr, probe_ptr, mass_ptr, starts_ptr, lengths_ptr,
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, q_len, kv_len, tile_rows, columns, window, heads, kv_group,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(1)
     if tl.load(probe_ptr + bh) == 0:
@@ -54,7 +57,10 @@ def tile_mass_fwd_kernel(
                 keep = (at[None, :] <= position[:, None]) & real[:, None]
                 if WINDOW:
                     keep = keep & (position[:, None] - at[None, :] < window)
-                k = load_rows(k_base, at + start, at + start < kv_len, stride_kn, D, BLOCK_D)
+                k = load_keys(
+                    k_base, at + start, at + start < kv_len, stride_kn, table_ptr, stride_kb, k_scale_ptr,
+                    q_ptr.dtype.element_ty, PAGE, D, BLOCK_D,
+                )  # fmt: skip
                 s = logits(q, k, scale, softcap, SOFTCAP, PRECISION)
                 p = tl.where(keep, tl.math.exp2(s - (lse * LOG2E)[:, None]), 0.0)
                 total += tl.sum(tl.sum(p, 1), 0)

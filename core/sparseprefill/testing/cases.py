@@ -69,7 +69,8 @@ def chunked_call(grain: int, device: torch.device | str, dtype: torch.dtype, hea
 
 def describe(call: AttentionCall) -> str:
     """Shape and features of a call, for messages."""
-    parts = [f"q {list(call.q.shape)}, k/v {list(call.k.shape)}, {str(call.q.dtype).removeprefix('torch.')}"]
+    keys = [call.q.shape[0], call.kv_heads, call.kv_len, call.q.shape[3]]
+    parts = [f"q {list(call.q.shape)}, k/v {keys}, {str(call.q.dtype).removeprefix('torch.')}"]
     parts += [
         f"{name} {value.tolist() if isinstance(value, torch.Tensor) else value}"
         for name in ("q_offset", "starts", "lengths", "window", "softcap", "sinks")

@@ -26,7 +26,7 @@ def causal(trial: Trial) -> None:
     end = trial.offset + call.q.shape[2]
     middle = trial.offset + call.q.shape[2] // 2
     cuts = {middle, end - 1, end} | ({end - 1 - (end - 1) % grain} if grain else set())
-    cuts = {cut for cut in cuts if trial.offset < cut < call.k.shape[2]}
+    cuts = {cut for cut in cuts if trial.offset < cut < call.kv_len}
     if not cuts:
         raise NotApplicableError("no row of the call has a future key")
     for cut in sorted(cuts):
@@ -55,7 +55,7 @@ def _after(call: AttentionCall, cut: int, offset: int, value: float | None) -> A
 
 def unselected_nan(trial: Trial) -> None:
     """NaN in a key and its value reaches no row that does not select the key; NaN in a query reaches no other row."""
-    call, kv_len = trial.call, trial.call.k.shape[2]
+    call, kv_len = trial.call, trial.call.kv_len
     for key in sorted({kv_len // 7, kv_len // 3, kv_len // 2, (3 * kv_len) // 4}):
         k, v = call.k.clone(), call.v.clone()
         k[:, :, key], v[:, :, key] = torch.nan, torch.nan

@@ -84,7 +84,7 @@ class Trial:
     @cached_property
     def offset(self) -> int:
         """Index among the keys of query row 0."""
-        return self.call.k.shape[2] - self.call.q.shape[2] if self.call.q_offset is None else self.call.q_offset
+        return self.call.kv_len - self.call.q.shape[2] if self.call.q_offset is None else self.call.q_offset
 
     def run(self, call: AttentionCall) -> Result:
         """The pipeline on a variant of the call, with a Memory of its own."""

@@ -16,7 +16,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.float16: 4e-3, torc
 def allowed_pairs(call: AttentionCall) -> Tensor:
     """bool ``[B, Nq, Nkv]``: pairs that causality, window and padding allow, from the call's own fields."""
     batch, _, q_len, _ = call.q.shape
-    kv_len, device = call.k.shape[2], call.q.device
+    kv_len, device = call.kv_len, call.q.device
     offset = kv_len - q_len if call.q_offset is None else call.q_offset
     zeros = torch.zeros(batch, dtype=torch.int64, device=device)
     start = zeros if call.starts is None else call.starts.to(torch.int64)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sparseprefill.adapters.vllm.kernels import gather_pages
-from sparseprefill.adapters.vllm.pages import Pages
+from sparseprefill.adapters.vllm.pages import pages_of
 
 from kernels.device import CUDA, DEVICE, DTYPES
+from sparseprefill.kernels.gather import gather_pages
+from sparseprefill.paged import Pages
 
 HEADS_FIRST, TOKENS_FIRST = (0, 1, 2, 3), (0, 2, 1, 3)
 
@@ -19,9 +20,10 @@ def pages(length: int, page: int, size: int, dtype: torch.dtype, order: tuple[in
     cache = torch.randn(shape, device=DEVICE).to(torch.float8_e4m3fn if fp8 else dtype).permute(order)
     table = torch.randperm(2 * count + 1, device=DEVICE)[:count].to(torch.int32)
     if not fp8:
-        return Pages.of(cache, size, table, length)
+        return pages_of(cache, size, table, length, dtype=dtype)
     scales = (torch.tensor(0.5, device=DEVICE), torch.tensor(3.0, device=DEVICE))
-    return Pages.of(cache.view(torch.uint8), size, table, length, fp8=torch.float8_e4m3fn, scales=scales)
+    stored = cache.view(torch.uint8)
+    return pages_of(stored, size, table, length, dtype=dtype, fp8=torch.float8_e4m3fn, scales=scales)
 
 
 def expected(given: Pages, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -46,7 +48,7 @@ def test_pages_are_copied_bit_for_bit(
     length: int, page: int, size: int, dtype: torch.dtype, order: tuple[int, ...]
 ) -> None:
     given = pages(length, page, size, dtype, order)
-    found = gather_pages(given.k, given.v, given.table, length, None, dtype)
+    found = [gather_pages(x, given.table, length, None, dtype) for x in (given.k, given.v)]
     for wanted, read in zip(expected(given, dtype), found, strict=True):
         assert torch.equal(wanted, read)
         assert read.is_contiguous()
@@ -55,9 +57,8 @@ def test_pages_are_copied_bit_for_bit(
 def test_scales_are_factors() -> None:
     given = pages(77, 16, 64, torch.float16, TOKENS_FIRST)
     scales = (torch.tensor(0.5, device=DEVICE), torch.tensor(3.0, device=DEVICE))
-    found = gather_pages(given.k, given.v, given.table, 77, scales, torch.float32)
-    for wanted, read, scale in zip(expected(given, torch.float32), found, scales, strict=True):
-        assert torch.equal(wanted * scale, read)
+    for wanted, x, scale in zip(expected(given, torch.float32), (given.k, given.v), scales, strict=True):
+        assert torch.equal(wanted * scale, gather_pages(x, given.table, 77, scale, torch.float32))
 
 
 @pytest.mark.gpu
@@ -65,7 +66,7 @@ def test_scales_are_factors() -> None:
 def test_an_fp8_cache(order: tuple[int, ...]) -> None:
     assert CUDA
     given = pages(1000, 16, 128, torch.bfloat16, order, fp8=True)
-    for wanted, read in zip(expected(given, torch.bfloat16), given.gather(torch.bfloat16), strict=True):
+    for wanted, read in zip(expected(given, torch.bfloat16), (given.keys(), given.values()), strict=True):
         assert torch.equal(wanted, read)
 
 
@@ -75,6 +76,6 @@ def test_offsets_beyond_32_bits() -> None:
     large = torch.empty(1 << 20, 3, 16, 256, dtype=torch.bfloat16, device=DEVICE)  # 24 GiB
     table = (1 << 20) - 1 - torch.arange(256, device=DEVICE, dtype=torch.int32)
     large[table.long()] = given.k.transpose(1, 2).repeat(1, 1, 1, 2)[:256]
-    far = Pages.of(large, 128, table, 4096)
-    for wanted, read in zip(expected(far, torch.bfloat16), far.gather(torch.bfloat16), strict=True):
+    far = pages_of(large, 128, table, 4096, dtype=torch.bfloat16)
+    for wanted, read in zip(expected(far, torch.bfloat16), (far.keys(), far.values()), strict=True):
         assert torch.equal(wanted, read)

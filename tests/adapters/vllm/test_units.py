@@ -20,7 +20,7 @@ from sparseprefill.adapters.demo.settings import CLUSTERS
 from sparseprefill.adapters.vllm import plugin, register
 from sparseprefill.adapters.vllm.layer import Layer, index_of
 from sparseprefill.adapters.vllm.options import MIN_QUERY, parse
-from sparseprefill.adapters.vllm.pages import Pages
+from sparseprefill.adapters.vllm.pages import pages_of
 from sparseprefill.adapters.vllm.requests import Requests, Row
 from sparseprefill.adapters.vllm.split import narrow, runs
 from sparseprefill.adapters.vllm.tensor_parallel import LocalRegistry
@@ -206,9 +206,9 @@ def test_pages_are_read_through_the_table(heads_first: bool) -> None:
     table = torch.tensor([4, 1, 5], dtype=torch.int32)
     for token in range(length):
         cache[table[token // page], :, token % page] = torch.cat([k[:, token], v[:, token]], -1)
-    found = Pages.of(cache, size, table, length)
+    found = pages_of(cache, size, table, length, dtype=torch.float32)
     assert (page, length) == (found.page, found.length)
-    for wanted, read in zip((k, v), found.gather(torch.float32), strict=True):
+    for wanted, read in zip((k, v), (found.keys(), found.values()), strict=True):
         assert torch.equal(wanted[None], read)
     assert cache.data_ptr() == found.k.data_ptr(), "a view"
 
@@ -217,8 +217,9 @@ def test_pages_of_an_fp8_cache_are_scaled() -> None:
     x = torch.tensor([1.0, -2.0, 0.5, 4.0]).to(torch.float8_e4m3fn)
     cache = x.view(torch.uint8).view(1, 1, 1, 4)
     scales = (torch.tensor(2.0), torch.tensor(0.5))
-    found = Pages.of(cache, 2, torch.zeros(1, dtype=torch.int32), 1, fp8=torch.float8_e4m3fn, scales=scales)
-    k, v = found.gather(torch.float16)
+    table, fp8 = torch.zeros(1, dtype=torch.int32), torch.float8_e4m3fn
+    found = pages_of(cache, 2, table, 1, dtype=torch.float16, fp8=fp8, scales=scales)
+    k, v = found.keys(), found.values()
     assert ([2.0, -4.0], [0.25, 2.0]) == (k.flatten().tolist(), v.flatten().tolist())
     assert torch.float16 == k.dtype == v.dtype
 

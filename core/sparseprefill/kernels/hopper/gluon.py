@@ -14,3 +14,7 @@ load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """Shared memory, pointers: 16 bytes a lane, asynchronously."""
+
+_memory = gl.shared_memory_descriptor
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+"""Shared memory, type, shape, layout: the same memory seen as another block."""

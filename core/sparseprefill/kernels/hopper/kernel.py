@@ -17,9 +17,9 @@ RUNTIME = (
 """Sizes that change from call to call and must not cause a compilation."""
 
 
-@gluon.jit(do_not_specialize=RUNTIME)
+@gluon.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("table_ptr",))
 def hopper_attention_fwd_kernel(
-    q_desc, k_desc, v_desc, k_ptr, v_ptr, starts_ptr, lengths_ptr, sinks_ptr,
+    q_desc, k_desc, v_desc, k_ptr, v_ptr, table_ptr, starts_ptr, lengths_ptr, sinks_ptr,
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
     stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, chosen_ptr,
     carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr, next_ptr,
@@ -29,12 +29,12 @@ def hopper_attention_fwd_kernel(
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, HAS_TILES: gl.constexpr, HAS_STRIPES: gl.constexpr, DEDUPE: gl.constexpr,
     HAS_CARRY: gl.constexpr, STORE_STATE: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    HAS_SINKS: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As many programs as multiprocessors; each draws query blocks until none is left.
 
     Sixteen warps: two consumers of four (the first is the default partition), a producer of four and the scheduler's one,
-    whose warpgroup is padded. REGISTERS: per thread of consumer, producer, scheduler.
+    whose warpgroup is padded. REGISTERS: per thread of consumer, producer, scheduler. PAGE: see `produce`.
     """
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -43,6 +43,7 @@ def hopper_attention_fwd_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
     at_smem = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
+    from_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_N if PAGE > 0 and HAS_STRIPES else 1], flat)
     work_smem = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], flat)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
@@ -81,11 +82,11 @@ def hopper_attention_fwd_kernel(
                 1, TILE_Q, BLOCK_M, BLOCK_N, D, STAGES, HAS_CARRY, STORE_STATE, HAS_STARTS, HAS_LENGTHS, HAS_SINKS,
             )),
             (produce, (
-                k_smem, v_smem, at_smem, work_smem, k_ready, k_empty, v_ready, v_empty, work_ready, work_empty,
-                k_desc, v_desc, k_ptr, v_ptr, starts_ptr, tile_indices_ptr, stripe_indices_ptr, chosen_ptr,
+                k_smem, v_smem, at_smem, from_smem, work_smem, k_ready, k_empty, v_ready, v_empty, work_ready, work_empty,
+                k_desc, v_desc, k_ptr, v_ptr, table_ptr, starts_ptr, tile_indices_ptr, stripe_indices_ptr, chosen_ptr,
                 stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-                blocks, tile_rows, columns, items, heads, kv_group,
-                TILE_Q, TILE_K, BLOCK_M, BLOCK_N, D, STAGES, HAS_TILES, HAS_STRIPES, DEDUPE, HAS_STARTS,
+                kv_len, blocks, tile_rows, columns, items, heads, kv_group,
+                TILE_Q, TILE_K, BLOCK_M, BLOCK_N, D, STAGES, HAS_TILES, HAS_STRIPES, DEDUPE, HAS_STARTS, PAGE,
             )),
             (schedule, (
                 q_smem, work_smem, q_ready, q_empty, work_ready, work_empty, q_desc, starts_ptr, lengths_ptr,

@@ -11,6 +11,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
+from sparseprefill.kernels.hopper.paged import cache_descriptors, cache_strides, refusal
+from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
 
 if TYPE_CHECKING:
@@ -32,16 +34,24 @@ SCRATCH = 16
 
 def objection(call: AttentionCall, mask: SparseMask) -> str | None:
     """Why the portable kernel has to serve the call, or None. Sizes and features alone; no device is asked."""
-    q, k, v = call.q, call.k, call.v
+    reason = features(call, mask)
+    if reason is not None:
+        return reason
+    if call.pages is not None:
+        return refusal(call.pages, call)
+    return None if _aligned(call.k) and _aligned(call.v) else "rows that are not aligned to 16 bytes"
+
+
+def features(call: AttentionCall, mask: SparseMask) -> str | None:
+    """The same, whatever K and V are read from."""
+    q = call.q
     if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] not in STAGES:
         return f"{q.dtype} with head dimension {q.shape[-1]}"
     if mask.tile_q % BLOCK_M or mask.tile_k < 64 or mask.tile_k & (mask.tile_k - 1):
         return f"tiles of {mask.tile_q} x {mask.tile_k}"
     if call.window is not None or call.softcap is not None:
         return "a sliding window or softcap"
-    if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in (q, k, v)):
-        return "rows that are not aligned to 16 bytes"
-    return None
+    return None if _aligned(q) else "rows that are not aligned to 16 bytes"
 
 
 def launch(
@@ -57,7 +67,7 @@ def launch(
     lists: counts, offsets and indices of tiles, then of stripes. chosen: uint8 tile map, where stripes and tiles of the
     mask may overlap. filled: out and lse, or a state, to fill.
     """
-    geometry, (batch, heads, _, width) = call.geometry, call.q.shape
+    geometry, (batch, heads, _, width), source = call.geometry, call.q.shape, Source.of(call)
     block_n = min(mask.tile_k, BLOCK_N[width])
     rows = geometry.tile_rows(mask.tile_q)
     blocks = rows * (mask.tile_q // BLOCK_M)
@@ -69,15 +79,21 @@ def launch(
         "D": width, "STAGES": STAGES[width], "HAS_TILES": mask.tiles is not None,
         "HAS_STRIPES": mask.stripes is not None, "DEDUPE": chosen is not None, "HAS_CARRY": carry is not None,
         "STORE_STATE": filled.state is not None, "HAS_STARTS": geometry.starts is not None,
-        "HAS_LENGTHS": geometry.lengths is not None, "HAS_SINKS": call.sinks is not None, "REGISTERS": REGISTERS,
+        "HAS_LENGTHS": geometry.lengths is not None, "HAS_SINKS": call.sinks is not None, "PAGE": source.page,
+        "REGISTERS": REGISTERS,
     }  # fmt: skip
+    if source.page:
+        descriptors, steps = cache_descriptors(source, block_n), cache_strides(source)
+    else:
+        descriptors = _descriptor(source.k, block_n), _descriptor(source.v, block_n)
+        steps = (*strides(source.k), *strides(source.v))
     hopper_attention_fwd_kernel[(min(items, _multiprocessors(call.q.device)),)](
-        _descriptor(call.q, BLOCK_M // 2), _descriptor(call.k, block_n), _descriptor(call.v, block_n),
-        call.k, call.v, geometry.starts, geometry.lengths, call.sinks, *lists, chosen,
+        _descriptor(call.q, BLOCK_M // 2), *descriptors, source.k, source.v, source.table,
+        geometry.starts, geometry.lengths, call.sinks, *lists, chosen,
         *(none if carry is None else (carry.m.contiguous(), carry.l.contiguous(), carry.acc.contiguous())),
         filled.out, filled.lse, *(none if state is None else (state.m, state.l, state.acc)),
         scratch[SCRATCH:], scratch[:4].view(torch.int32),
-        *_strides(call.k), *_strides(call.v), *filled.strides, call.softmax_scale * LOG2E.value,
+        *steps, *filled.strides, call.softmax_scale * LOG2E.value,
         geometry.q_offset, geometry.q_len, geometry.kv_len, blocks, rows, geometry.tile_rows(mask.group_rows),
         geometry.tile_columns(mask.tile_k), items, heads, call.group, **flags, num_warps=4,
     )  # fmt: skip
@@ -95,5 +111,5 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[-1]], layout)
 
 
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)
+def _aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:3])

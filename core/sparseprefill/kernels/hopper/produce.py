@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparseprefill.kernels.hopper.gluon import barrier, load_block, load_rows
+from sparseprefill.kernels.hopper.paging import boxes, entries_of, load_pages, row_in_cache
 from sparseprefill.kernels.hopper.work import (
     CROSSING,
     ITEM,
@@ -46,18 +47,23 @@ def hand_over(ready, PENDING: gl.constexpr):
 
 @gluon.jit
 def produce(
-    k_smem, v_smem, at_smem, work_smem, k_ready, k_empty, v_ready, v_empty, work_ready, work_empty,
-    k_desc, v_desc, k_ptr, v_ptr, starts_ptr, tile_indices_ptr, stripe_indices_ptr, chosen_ptr,
+    k_smem, v_smem, at_smem, from_smem, work_smem, k_ready, k_empty, v_ready, v_empty, work_ready, work_empty,
+    k_desc, v_desc, k_ptr, v_ptr, table_ptr, starts_ptr, tile_indices_ptr, stripe_indices_ptr, chosen_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    blocks, tile_rows, columns, items, heads, kv_group,
+    kv_len, blocks, tile_rows, columns, items, heads, kv_group,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, HAS_TILES: gl.constexpr, HAS_STRIPES: gl.constexpr, DEDUPE: gl.constexpr,
-    HAS_STARTS: gl.constexpr,
+    HAS_STARTS: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """Four warps. Steps of an item: its tiles from the last to the first, then its stripes, BLOCK_N at a time.
 
     K and V of a step lie in a ring of STAGES. Where rows need a mask, `at_smem` names the positions of the keys.
+    PAGE: tokens of a page, a power of two, or 0; with pages, stripes are gathered from the rows that `from_smem` names,
+    where `stride_kb` rows lie between two pages.
     """
+    if PAGE > 0:
+        k_boxes = boxes(k_smem, STAGES, BLOCK_N, D, PAGE)
+        v_boxes = boxes(v_smem, STAGES, BLOCK_N, D, PAGE)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     block: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     by_row: gl.constexpr = gl.SliceLayout(1, block)
@@ -100,15 +106,23 @@ def produce(
                 for j in range(tiles):
                     key = entry * TILE_K + ((tiles - 1 - j) % parts) * BLOCK_N
                     entry = gl.load(tile_ptr + gl.maximum(tiles - 2 - j, 0) // parts)
+                    if PAGE > 0:  # early: their latency passes while the stage empties
+                        entries = entries_of(table_ptr, key, kv_len, BLOCK_N, PAGE)
                     mbarrier.wait(k_empty.index(stage), phase)
                     if j < crossing:
                         at_smem.index(stage).store(key + number)
                         barrier()
                     mbarrier.expect(k_ready.index(stage), BLOCK_N * D * 2)
-                    load_block(k_desc, [b, hk, key + start, 0], k_ready.index(stage), k_smem.index(stage))
+                    if PAGE > 0:
+                        load_pages(k_desc, entries, hk, key, k_ready.index(stage), k_boxes, stage, BLOCK_N, D, PAGE)
+                    else:
+                        load_block(k_desc, [b, hk, key + start, 0], k_ready.index(stage), k_smem.index(stage))
                     mbarrier.wait(v_empty.index(stage), phase)
                     mbarrier.expect(v_ready.index(stage), BLOCK_N * D * 2)
-                    load_block(v_desc, [b, hk, key + start, 0], v_ready.index(stage), v_smem.index(stage))
+                    if PAGE > 0:
+                        load_pages(v_desc, entries, hk, key, v_ready.index(stage), v_boxes, stage, BLOCK_N, D, PAGE)
+                    else:
+                        load_block(v_desc, [b, hk, key + start, 0], v_ready.index(stage), v_smem.index(stage))
                     stage += 1
                     if stage == STAGES:
                         stage = 0
@@ -121,6 +135,8 @@ def produce(
                     v_base += gl.load(starts_ptr + b).to(gl.int64) * stride_vn
                 chunks = gl.cdiv(seen, BLOCK_N)
                 at = gl.load(stripe_ptr + gl.minimum(number, seen - 1), mask=number * 0 < seen, other=0)
+                if PAGE > 0:
+                    there = row_in_cache(table_ptr, at, stride_kb, PAGE)
                 before = 0
                 for j in range(chunks):
                     if j >= whole:
@@ -131,15 +147,23 @@ def produce(
                         at = gl.where(keep, at, at | HIDDEN)
                     mbarrier.wait(k_empty.index(stage), phase)
                     at_smem.index(stage).store(at)
+                    rows = at_smem.index(stage)
+                    if PAGE > 0:
+                        from_smem.store(there)
+                        rows = from_smem
                     barrier()
                     at = gl.load(stripe_ptr + gl.minimum((j + 1) * BLOCK_N + number, seen - 1))
-                    gather(k_smem.index(stage), at_smem.index(stage), k_base, stride_kn, dims, by_row, BLOCK_N, D)
+                    gather(k_smem.index(stage), rows, k_base, stride_kn, dims, by_row, BLOCK_N, D)
                     if j > 0:
                         hand_over(k_ready.index(before), 2)
+                    if PAGE > 0:
+                        there = row_in_cache(table_ptr, at, stride_kb, PAGE)
                     mbarrier.wait(v_empty.index(stage), phase)
-                    gather(v_smem.index(stage), at_smem.index(stage), v_base, stride_vn, dims, by_row, BLOCK_N, D)
+                    gather(v_smem.index(stage), rows, v_base, stride_vn, dims, by_row, BLOCK_N, D)
                     if j > 0:
                         hand_over(v_ready.index(before), 2)
+                    elif PAGE > 0:
+                        barrier()  # nobody reads `from_smem` any more
                     before = stage
                     stage += 1
                     if stage == STAGES:

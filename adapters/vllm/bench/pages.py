@@ -1,0 +1,64 @@
+"""The command `pages`."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Annotated
+
+import typer
+from attrs import asdict
+
+from ...bench.case import Shape, parse_mask
+from ...bench.clock import Clock
+from ...cli.bench_options import Files
+from ...cli.progress import bars
+from ...cli.setup import Place
+from . import options
+from .paging import CACHES, LAYOUTS, MASKS, PAGES, Case, Paging
+from .paging_form import form
+from .sheet import Sheet
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(pages)
+
+
+def pages(
+    length: Annotated[int, typer.Option(min=16, help="Tokens of the prompt.")] = 131072,
+    mask: Annotated[
+        list[str] | None,
+        typer.Option(help="full, tiles:SHARE or stripes:SHARE; repeat for several."),
+    ] = None,
+    page: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a page; repeat for several.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each, fewer where they take long.")] = 10,
+    seconds: Annotated[float, typer.Option(min=0.01, help="That one piece of work may take in all.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Chooses inputs, masks and the order of the pages.")] = 0,
+    markdown: options.Markdown = None,
+    json: options.Json = None,
+    heads: options.Heads = 32,
+    kv_heads: options.KvHeads = 8,
+    head_dim: options.HeadDim = 128,
+) -> None:
+    """Time one layer that reads keys and values through a block table, next to contiguous tensors. Needs no vLLM."""
+    place = Place.of("auto", "auto", 1)
+    files = Files(markdown=markdown, json=json)
+    shape = Shape(length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=place.dtype_name)
+    masks = mask or MASKS
+    for text in masks:
+        parse_mask(text)
+    work = Paging(shape, Clock(place.device, rounds, seconds), seed)
+    settings = {"command": "pages", "seed": seed, "rounds": rounds, "shape": asdict(shape)}
+    sheet = Sheet(form(shape, place.device), files, settings, place.device)
+    cases = [
+        Case(mask=text, page=size, cache=cache, layout=layout)
+        for text, size, cache, layout in product(masks, page or PAGES, CACHES, LAYOUTS)
+    ]
+    with bars(len(cases)) as shown, place.threaded():
+        for case in cases:
+            with shown.contender(f"{case.mask}, pages of {case.page}, {case.cache}, {case.layout}") as told:
+                told("measuring", 0, 1)
+                sheet.add(work.measure(case))
+    sheet.finish()
+    if any(row.error for row in sheet.rows):
+        raise typer.Exit(1)

@@ -1,0 +1,144 @@
+"""One layer's attention with K and V read through a block table, next to the same executor on contiguous tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import SparsePrefillError
+from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.paged import Pages
+from sparseprefill.plan import Plan, Result
+from sparseprefill.validate import one_of, whole
+
+from ...bench.case import Shape, parse_mask
+from ...bench.clock import Clock
+from ...bench.inputs import call_of
+from ...bench.masks import random_mask
+from ..pages import pages_of
+from .engine import described
+
+MASKS, PAGES, CACHES, LAYOUTS = ("tiles:0.1", "stripes:0.05", "full"), (16, 128), ("model", "fp8"), ("LBNHC", "LBHNC")
+FP8 = torch.float8_e4m3fn
+SCALE = 1 / 16
+"""Factor on the numbers of an fp8 cache."""
+
+
+@frozen(kw_only=True)
+class Case:
+    """mask: as text. page: tokens of one. cache: its numbers, the model's type or fp8. layout: vLLM's name."""
+
+    mask: str
+    page: int = field(validator=whole())
+    cache: str = field(validator=one_of(*CACHES))
+    layout: str = field(validator=one_of(*LAYOUTS))
+
+
+@frozen(kw_only=True)
+class Read:
+    """Medians in seconds: contiguous, paged, and gather, which copies K and V out of their pages and no more.
+
+    difference: largest of the outputs. copied: what the executor copied in spite of all, "k", "v" or both.
+    """
+
+    case: Case
+    contiguous: float = 0.0
+    paged: float = 0.0
+    gather: float = 0.0
+    difference: float = 0.0
+    density: float = 1.0
+    copied: str = ""
+    error: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Paged over contiguous."""
+        return self.paged / self.contiguous if self.contiguous else None
+
+
+@define
+class Paging:
+    """Measures cases of one shape. clock: of the device. seed: of inputs, masks and the order of the pages."""
+
+    shape: Shape
+    clock: Clock
+    seed: int = 0
+    _plans: dict[str, Plan] = field(factory=dict, init=False)
+
+    def measure(self, case: Case) -> Read:
+        """The row of a case. An error of the library, or lack of memory, is told in the row."""
+        try:
+            return self._row(case)
+        except (SparsePrefillError, torch.OutOfMemoryError) as error:
+            return Read(case=case, error=described(error))
+
+    def _row(self, case: Case) -> Read:
+        call, executor = call_of(self.shape, "random", self.seed, self.clock.device), AutoExecutor()
+        make, plan = self._stored(call, case), self._plan(call, case.mask)
+        there = make()
+        flat = AttentionCall(call.q, there.keys(), there.values())
+        last: list[AttentionCall] = []
+
+        def paged() -> Result:
+            last[:] = [AttentionCall.of_pages(call.q, make())]  # anew, or a copy once made would serve all runs
+            return executor.execute(last[0], plan)
+
+        ours, theirs = paged(), executor.execute(flat, plan)
+        off = torch.stack([(a - b).abs().max() for a, b in zip(ours.out[0], theirs.out[0], strict=True)]).max()
+        density = theirs.density
+        del ours, theirs
+        seconds, contiguous = self.clock.beside(paged, lambda: executor.execute(flat, plan))
+        gather = self.clock.median(lambda: _copy(make()))
+        used = last[0].pages
+        return Read(
+            case=case,
+            contiguous=contiguous,
+            paged=seconds,
+            gather=gather,
+            difference=float(off),
+            density=density,
+            copied="" if used is None else " ".join(sorted(used.gathered)),
+        )
+
+    def _plan(self, call: AttentionCall, mask: str) -> Plan:
+        if mask not in self._plans:
+            self._plans.clear()  # one at a time: stripes take gigabytes
+            self._plans[mask] = Plan(random_mask(call, parse_mask(mask), self.seed))
+        return self._plans[mask]
+
+    def _stored(self, call: AttentionCall, case: Case) -> Callable[[], Pages]:
+        """A cache that holds the call's keys and values in pages out of order; makes `Pages` that nobody has read."""
+        fp8 = FP8 if case.cache == "fp8" else None
+        cache, table = filled(call.k[0], call.v[0], case.page, case.layout, fp8, self.seed)
+        scale = torch.full((1,), SCALE, device=cache.device)
+        scales = None if fp8 is None else (scale, scale)
+        return lambda: pages_of(cache, call.q.shape[3], table, call.kv_len, dtype=call.q.dtype, fp8=fp8, scales=scales)
+
+
+def filled(k: Tensor, v: Tensor, page: int, layout: str, fp8: torch.dtype | None, seed: int) -> tuple[Tensor, Tensor]:
+    """A cache ``[pages, H, page, 2 * D]`` of vLLM's layout, bytes for fp8, and the int32 table of its pages.
+
+    k, v: ``[H, N, D]``. As many pages as needed, and one more, in random order.
+    """
+    heads, tokens, size = k.shape
+    count = -(-tokens // page)
+    both = torch.cat([k, v], -1)
+    if fp8 is not None:
+        both = (both / SCALE).to(fp8).view(torch.uint8)
+    padded = both.new_zeros(heads, count * page, 2 * size)
+    padded[:, :tokens] = both
+    source = torch.Generator().manual_seed(seed)
+    table = torch.randperm(count + 1, generator=source)[:count].to(k.device, torch.int32)
+    inner = (page, heads) if layout == "LBNHC" else (heads, page)
+    cache = both.new_zeros(count + 1, *inner, 2 * size)
+    cache = cache.transpose(1, 2) if layout == "LBNHC" else cache
+    cache[table.long()] = padded.view(heads, count, page, 2 * size).transpose(0, 1)
+    return cache, table
+
+
+def _copy(pages: Pages) -> tuple[Tensor, Tensor]:
+    return pages.keys(), pages.values()

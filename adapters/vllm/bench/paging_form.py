@@ -1,0 +1,50 @@
+"""How the times of `pages` are shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import asdict
+
+from ...bench.case import Shape
+from .paging import Read
+from .sheet import ON_CPU, Form
+
+NOTES = (
+    "flat, paged: milliseconds of the same executor and mask on contiguous tensors, and through the block table. "
+    "ratio: paged over flat. diff.: largest difference of the two outputs. copy: milliseconds of copying K and V out "
+    "of their pages."
+)
+
+
+def form(shape: Shape, device: torch.device) -> Form:
+    """For the rows of a command."""
+    return Form(
+        title=f"one layer through a block table: {shape.length:,} tokens, {shape}",
+        heads=("mask", "page", "cache", "layout", "flat", "paged", "ratio", "diff.", "copy"),
+        cells=_cells,
+        fact=_fact,
+        remarks=_remarks,
+        notes=lambda rows: NOTES + (ON_CPU if device.type == "cpu" else ""),
+    )
+
+
+def _cells(row: Read) -> tuple[str, ...]:
+    case = (row.case.mask, str(row.case.page), row.case.cache, row.case.layout)
+    if row.error or row.ratio is None:
+        return (*case, "failed", "", "", "", "")
+    flat, paged, copy = (f"{x * 1e3:.2f}" for x in (row.contiguous, row.paged, row.gather))
+    return (*case, flat, paged, f"{row.ratio:.3f}", f"{row.difference:.2g}", copy)
+
+
+def _fact(row: Read) -> dict[str, Any]:
+    figures = {name: value for name, value in asdict(row).items() if name != "case"}
+    return {**asdict(row.case), **figures, "ratio": row.ratio, "error": row.error or None}
+
+
+def _remarks(row: Read) -> list[str]:
+    case = row.case
+    if row.error:
+        return [f"{case.mask}, pages of {case.page}, cache {case.cache}, {case.layout} failed: {row.error}"]
+    return [f"{case.mask}, cache {case.cache}: paged copied {row.copied} before it began"] if row.copied else []

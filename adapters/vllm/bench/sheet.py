@@ -1,0 +1,102 @@
+"""Rows as they come: a JSON file that is whole after each of them; at the end Markdown, and a table in the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+
+from sparseprefill import __version__
+
+from ...bench.facts import machine
+from ...cli import render
+from ...cli.bench_options import Files
+
+ON_CPU = " These are times of a CPU, which try the command out and say nothing about a GPU."
+
+
+@frozen(kw_only=True)
+class Form:
+    """How rows of a kind are shown. cells: of one row, as many as `heads`. fact: of one row, plain data.
+
+    remarks: of one row, what else is to be said of it. notes: of all rows, what the columns mean.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    cells: Callable[[Any], tuple[str, ...]]
+    fact: Callable[[Any], dict[str, Any]]
+    remarks: Callable[[Any], Sequence[str]]
+    notes: Callable[[Sequence[Any]], str]
+
+    def said(self, rows: Sequence[Any]) -> list[str]:
+        """The remarks of all rows, each text once."""
+        return list(dict.fromkeys(text for row in rows for text in self.remarks(row)))
+
+    def markdown(self, rows: Sequence[Any]) -> str:
+        """A table for the documentation."""
+        lines = [
+            f"### {self.title}",
+            "",
+            f"| {' | '.join(self.heads)} |",
+            f"| --- |{' ---: |' * (len(self.heads) - 1)}",
+        ]
+        lines += [f"| {' | '.join(self.cells(row))} |" for row in rows]
+        remarks = [f"- {text}" for text in self.said(rows)]
+        return "\n".join([*lines, "", *remarks, *([""] if remarks else []), self.notes(rows), ""])
+
+
+@define
+class Sheet:
+    """settings: what was asked for, as plain data. device: where it ran."""
+
+    form: Form
+    files: Files
+    settings: Mapping[str, Any]
+    device: torch.device
+    rows: list[Any] = field(factory=list, init=False)
+
+    def add(self, row: Any) -> None:
+        """One more row: written at once, so that a run that is ended keeps what it has."""
+        self.rows.append(row)
+        if self.files.json is not None and not self.files.alone:
+            write(self.files.json, render.to_json(self.facts()) + "\n")
+        if not sys.stderr.isatty():
+            cells = zip(self.form.heads, self.form.cells(row), strict=True)
+            render.note(", ".join(f"{head} {cell}" for head, cell in cells if cell))
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that was measured."""
+        found = {"version": __version__, "machine": machine(self.device), "vllm": version(), **self.settings}
+        return {**found, "rows": [self.form.fact(row) for row in self.rows]}
+
+    def finish(self) -> None:
+        """Show all rows."""
+        if self.files.markdown is not None:
+            write(self.files.markdown, self.form.markdown(self.rows))
+        if self.files.alone:
+            render.write_json(self.facts())
+            return
+        heads = self.form.heads
+        render.table(heads, [self.form.cells(row) for row in self.rows], right=heads[1:], title=self.form.title)
+        for text in self.form.said(self.rows):
+            render.line(text)
+        render.line(self.form.notes(self.rows), style="dim")
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file as a whole: whoever reads it finds the old text or the new one."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
+def version() -> str | None:
+    """Of the vLLM in use, None where none was imported."""
+    module = sys.modules.get("vllm")
+    return None if module is None else str(getattr(module, "__version__", ""))

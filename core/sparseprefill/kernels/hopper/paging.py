@@ -1,0 +1,60 @@
+"""Of the producer: keys and values that stand in the pages of a cache."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparseprefill.kernels.hopper.gluon import load_block, reinterpret
+
+PANEL = gl.constexpr(64)
+"""Columns that lie together in shared memory: 128 bytes, the width of its swizzle."""
+
+
+@gluon.constexpr_function
+def pages_of(BLOCK_N, PAGE):
+    """Pages of a step; one where a page holds more than that."""
+    return max(BLOCK_N // PAGE, 1)
+
+
+@gluon.jit
+def boxes(smem, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr):
+    """The stages of K or V as what one load fills: a whole stage, or the rows of one page in one panel of columns."""
+    if PAGE >= BLOCK_N:
+        return smem
+    else:  # noqa: RET505 - what stands behind a branch that returns is compiled, too
+        count: gl.constexpr = STAGES * (D // PANEL) * (BLOCK_N // PAGE)
+        return reinterpret(smem, smem.dtype, [count, 1, 1, PAGE, PANEL], smem.layout)
+
+
+@gluon.jit
+def entries_of(table_ptr, key, kv_len, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """The pages of a step's keys, -1 behind the request's last: outside of the cache, so that the copy engine fills
+    zeros."""
+    entries = ()
+    for part in gl.static_range(pages_of(BLOCK_N, PAGE)):
+        at = key + part * PAGE
+        entries += (gl.load(table_ptr + at // PAGE, mask=at < kv_len, other=-1),)  # type: ignore[assignment]
+    return entries
+
+
+@gluon.jit
+def load_pages(
+    desc, entries, head, key, ready, smem, stage, BLOCK_N: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr
+):  # fmt: skip
+    """Start copying a step's keys, by pages, into the `boxes` of a stage."""
+    if PAGE >= BLOCK_N:
+        load_block(desc, [entries[0], head, key % PAGE, 0], ready, smem.index(stage))
+    else:
+        parts: gl.constexpr = BLOCK_N // PAGE
+        panels: gl.constexpr = D // PANEL
+        for part in gl.static_range(parts):
+            for panel in gl.static_range(panels):
+                box = smem.index(stage * (panels * parts) + panel * parts + part)
+                load_block(desc, [entries[part], head, 0, panel * PANEL], ready, box)
+
+
+@gluon.jit
+def row_in_cache(table_ptr, at, page_rows, PAGE: gl.constexpr):
+    """Where keys `at` stand, in rows of one head, of which a page is `page_rows` from the next."""
+    return gl.load(table_ptr + at // PAGE) * page_rows + at % PAGE

@@ -1,0 +1,49 @@
+"""Where a launch reads K and V: two tensors, or a request's pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+
+@frozen(eq=False)
+class Source:
+    """What kernels take for the keys and values of a call.
+
+    k, v: ``[B, Hkv, N, D]``, or of pages ``[pages, page, Hkv, D]``. table, k_scale, v_scale: of `Pages`, else None.
+    page: tokens of a page, 0 where K and V are tensors.
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    page: int = 0
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Source:
+        """The call's; nothing is copied."""
+        pages = call.pages
+        if pages is None:
+            return cls(call.k, call.v)
+        return cls(pages.k, pages.v, pages.table, pages.k_scale, pages.v_scale, pages.page)
+
+    @property
+    def extra(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The arguments that only pages need."""
+        return self.table, self.k_scale, self.v_scale
+
+    def strides(self, x: Tensor) -> tuple[int, int, int]:
+        """Of k or v: batch (or page), head and row."""
+        return (x.stride(0), x.stride(2), x.stride(1)) if self.page else strides(x)
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Batch, head and row strides; that of a single batch row is never used and would only force a new compilation."""
+    return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)

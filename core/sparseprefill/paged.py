@@ -1,0 +1,143 @@
+"""One request's keys and values in the pages of a cache, by way of a block table."""
+
+from __future__ import annotations
+
+import torch
+from attrs import Factory, evolve, field, frozen
+from torch import Tensor
+
+from sparseprefill.errors import InvalidCallError
+from sparseprefill.kernels import serve
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+STORED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FP8)
+
+
+@frozen(eq=False)
+class Pages:
+    """What a kernel needs to read K and V in place. Nothing on the device is read on the host.
+
+    k, v: ``[pages, page, Hkv, D]`` and ``[pages, page, Hkv, Dv]``, views of the whole cache in float16, bfloat16,
+    float32, float64 or fp8. Layouts differ in their strides, of which only the last must be 1: heads may stand side by
+    side within a token, or a head's tokens together, and K beside V. Offsets of pages need 64 bits.
+    table: int32 ``[n]``, n * page >= length; key j of the request is slot ``j % page`` of page ``table[j // page]``.
+    length: keys of the request, on the host.
+    dtype: of the numbers that keys() and values() yield, by default that of the cache; an fp8 cache needs one.
+    k_scale, v_scale: float32 of one element on the device, factors on what an fp8 cache holds; None for 1.
+
+    The cache must keep what it holds for as long as the object is in use: a copy is made when it is first asked for.
+    Raises InvalidCallError, naming the field, for anything that does not fit.
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    length: int
+    dtype: torch.dtype = field(default=Factory(lambda self: self.k.dtype, takes_self=True), kw_only=True)
+    k_scale: Tensor | None = field(default=None, kw_only=True)
+    v_scale: Tensor | None = field(default=None, kw_only=True)
+    cut_from: Pages | None = field(default=None, kw_only=True, repr=False)
+    first_head: int = field(default=0, kw_only=True, repr=False)
+    _kept: dict[str, Tensor] = field(factory=dict, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        _check_cache(self)
+        _check_table(self)
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return self.k.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of keys(): ``(1, Hkv, length, D)``."""
+        return 1, self.k.shape[2], self.length, self.k.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of the values."""
+        return self.v.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.k.device
+
+    @property
+    def converted(self) -> bool:
+        """Whether what the cache holds differs in type from what is yielded."""
+        return self.k.dtype != self.dtype or self.k_scale is not None or self.v_scale is not None
+
+    @property
+    def gathered(self) -> frozenset[str]:
+        """What was copied so far, "k" or "v", by these pages, those they were cut from, or others cut from those."""
+        return frozenset((self.cut_from or self)._kept)
+
+    def keys(self) -> Tensor:
+        """``[1, Hkv, length, D]`` in `dtype`: copied once, when first asked for."""
+        return self._read("k")
+
+    def values(self) -> Tensor:
+        """``[1, Hkv, length, Dv]``, as keys()."""
+        return self._read("v")
+
+    def narrow(self, heads: slice, keys: int) -> Pages:
+        """Some KV heads, from `heads.start` to `heads.stop`, and the first `keys` keys; a copy is one of the whole."""
+        first, whole = self.first_head + (heads.start or 0), self.cut_from or self
+        k, v = self.k[:, :, heads], self.v[:, :, heads]
+        return evolve(self, k=k, v=v, length=keys, cut_from=whole, first_head=first)
+
+    def _read(self, name: str) -> Tensor:
+        if self.cut_from is not None:
+            heads = slice(self.first_head, self.first_head + self.k.shape[2])
+            return self.cut_from._read(name)[:, heads, : self.length]
+        if name not in self._kept:
+            x, scale = (self.k, self.k_scale) if name == "k" else (self.v, self.v_scale)
+            self._kept[name] = _gather(x, self.table, self.length, scale, self.dtype)
+        return self._kept[name]
+
+
+def _gather(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if serve(x):
+        from sparseprefill.kernels.gather import gather_pages
+
+        return gather_pages(x, table, length, scale, dtype)
+    raw = x.view(torch.uint8) if x.dtype in FP8 else x  # fp8 has no indexing everywhere
+    taken = raw.index_select(0, table[: -(-length // x.shape[1])]).view(x.dtype)
+    if scale is not None:
+        taken = taken.to(torch.float32) * scale
+    return taken.to(dtype).flatten(0, 1)[None, :length].transpose(1, 2)
+
+
+def _check_cache(pages: Pages) -> None:
+    for name, x in (("k", pages.k), ("v", pages.v)):
+        if x.dim() != 4 or 0 in x.shape:
+            remedy = "pass four dimensions [pages, page, Hkv, D], none of them empty"
+            raise InvalidCallError(f"pages.{name}", f"of shape {tuple(x.shape)}", remedy)
+        if x.dtype not in STORED:
+            raise InvalidCallError(f"pages.{name}", f"of {x.dtype}", "view the cache as a floating-point type")
+        if x.stride(3) != 1:
+            raise InvalidCallError(f"pages.{name}", f"of strides {x.stride()}", "the last stride must be 1")
+    k, v = pages.k, pages.v
+    if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
+        remedy = f"pages, slots, heads, type and device must be k's: {tuple(k.shape)}, {k.dtype}, {k.device}"
+        raise InvalidCallError("pages.v", f"of shape {tuple(v.shape)}, {v.dtype}, on {v.device}", remedy)
+    if pages.dtype in FP8:
+        raise InvalidCallError("pages.dtype", str(pages.dtype), "give the type to compute in, that of q")
+    for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
+        if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != k.device):
+            shown = f"of shape {tuple(scale.shape)}, {scale.dtype}, on {scale.device}"
+            raise InvalidCallError(f"pages.{name}", shown, f"pass one float32 on {k.device}, or None")
+
+
+def _check_table(pages: Pages) -> None:
+    table = pages.table
+    if table.dim() != 1 or table.dtype != torch.int32 or not table.is_contiguous() or table.device != pages.device:
+        shown = f"of shape {tuple(table.shape)}, {table.dtype}, on {table.device}"
+        raise InvalidCallError("pages.table", shown, f"pass a contiguous int32 [n] on {pages.device}")
+    if isinstance(pages.length, bool) or not isinstance(pages.length, int) or pages.length < 1:
+        raise InvalidCallError("pages.length", repr(pages.length), "pass a positive number of keys")
+    if table.numel() * pages.page < pages.length:
+        remedy = f"{pages.length} keys in pages of {pages.page} need {-(-pages.length // pages.page)} entries"
+        raise InvalidCallError("pages.table", f"of {table.numel()} entries", remedy)

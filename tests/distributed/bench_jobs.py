@@ -1,0 +1,96 @@
+"""What the processes of the benchmark's tests do: rows that work, that fail together, and that fail on a rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from sparseprefill.adapters.star import RankError, ranks
+from sparseprefill.adapters.star.bench import decode, layer, model
+from sparseprefill.adapters.star.bench.run import Rows
+from sparseprefill.adapters.star.bench.table import Table
+
+CPU = torch.device("cpu")
+SHAPE = layer.Shape(4, 2, 64, torch.float32, CPU)
+SMALL = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def nothing() -> layer.Run:
+    """A row that does nothing."""
+    return lambda: None
+
+
+def refuses() -> layer.Run:
+    """A row that cannot be made."""
+    raise MemoryError("no room for this row")
+
+
+def stumbles(on: int, here: ranks.Ranks) -> layer.Run:
+    """A row that fails on a rank; the others meet in a collective first."""
+
+    def run() -> None:
+        if here.rank == on:
+            raise MemoryError("no room in this row")
+        here.gather(torch.zeros(1))
+
+    return run
+
+
+def table(path: str, seconds: float = 100.0, wanted: str = "") -> Table:
+    """The table of all processes."""
+    return Table(ranks.Ranks(timeout=20), CPU, seconds, path=Path(path), wanted=wanted)
+
+
+def survives(rank: int, path: str) -> int:
+    """Rows that fail in step, between others."""
+    made = table(path)
+    made.row(1, "first", nothing, base="first")
+    made.row(1, "refused everywhere", refuses)
+    made.row(1, "refused by one", refuses if rank else nothing)
+    made.row(1, "stumbles everywhere", partial(stumbles, rank, made.ranks))
+    made.row(1, "last", nothing, against="first")
+    made.close()
+    return made.ranks.begun
+
+
+def ends(rank: int, path: str) -> str:
+    """A row that fails on rank 1 while rank 0 waits for it."""
+    ranks.PATIENCE = 1.0
+    made = table(path)
+    made.row(1, "first", nothing)
+    try:
+        made.row(1, "stumbles", partial(stumbles, 1, made.ranks))
+    except RankError as error:
+        return str(error)
+    return "went on"
+
+
+def chosen(rank: int, path: str) -> None:
+    """Rows by name, and rows that come too late."""
+    made = table(path, wanted="^a")
+    made.row(1, "a", nothing)
+    made.row(1, "b", nothing)
+    made.close()
+
+
+def every(rank: int, path: str) -> list[str]:
+    """Each kind of row but the ring's, which PyTorch has on GPUs alone."""
+    made, tokens = table(path), 2048
+    model.SIZES.update(SMALL)
+    rows = Rows(made, SHAPE, None, [tokens])
+    for inside in ("", "pieces", "streaming"):
+        rows.star(tokens, rows.quarter(tokens), inside)
+    rows.decode(tokens, graphs=False)
+    kinds: dict[str, Callable[[], layer.Run]] = {
+        "dense": lambda: layer.one_gpu(SHAPE, tokens),
+        "layers, dense": lambda: model.dense(CPU, tokens),
+        "layers, star": lambda: model.star(CPU, tokens, 512, "streaming", 20.0),
+        "layers, dense decode": lambda: decode.repeated(decode.many, lambda: model.decode_dense(CPU, 64)),
+        "layers, star decode": lambda: model.decode_star(CPU, tokens, 20.0),
+    }
+    for name, make in kinds.items():
+        made.row(tokens, name, make, rounds=0)
+    made.close()
+    return list(kinds)

@@ -1,0 +1,62 @@
+"""The benchmark's table over processes: what was measured stands, whatever happens to a row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sparseprefill.adapters.star.bench.cost import Cost
+from sparseprefill.adapters.star.layout import Sizes
+
+from distributed import bench_jobs, world
+
+
+def rows(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["row"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+
+
+def test_rows_that_fail_in_step_cost_no_others(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    outcomes = world.run(bench_jobs.survives, 2, str(path))
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    assert outcomes[0].value == outcomes[1].value > 0
+    found = rows(path)
+    assert list(found) == ["first", "refused everywhere", "refused by one", "stumbles everywhere", "last"]
+    assert "rank 0: MemoryError: no room for this row" in found["refused everywhere"]["failed"]
+    assert "rank 1: MemoryError: no room for this row" in found["refused by one"]["failed"]
+    assert "rank 0: MemoryError: no room in this row" in found["stumbles everywhere"]["failed"]
+    assert found["last"]["against"] == "first"
+    assert found["last"]["speed_ratio"] > 0
+
+
+def test_a_row_that_fails_on_one_rank_ends_all_and_leaves_the_rows_before(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    for outcome in world.run(bench_jobs.ends, 2, str(path)):
+        assert "rank 1 failed: MemoryError: no room in this row" in outcome.value, outcome
+        assert outcome.seconds < 15  # of a timeout of 20
+    assert "ms" in rows(path)["first"]
+    assert "no room in this row" in rows(path)["stumbles"]["failed"]
+
+
+def test_rows_are_chosen_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    assert [outcome.error for outcome in world.run(bench_jobs.chosen, 2, str(path))] == ["", ""]
+    assert list(rows(path)) == ["a"]
+
+
+def test_every_kind_of_row_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    outcomes = world.run(bench_jobs.every, 2, str(path))
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    found = rows(path)
+    assert set(outcomes[0].value) < set(found)
+    assert all(row.get("ms", 0) > 0 for row in found.values()), found
+    assert "time_ratio" in found["star decode, 50 steps"]
+
+
+@pytest.mark.parametrize(("block", "ratio"), [(262144, 4 / 3), (32768, 64 / 6)])
+def test_costs_follow_the_pairs_of_queries_and_keys(block: int, ratio: float) -> None:
+    cost, tokens = Cost(bench_jobs.SHAPE), 1048576
+    assert cost.dense(tokens, 4) / cost.star(Sizes(block).layout(tokens, 4)) == pytest.approx(ratio)

@@ -1,0 +1,57 @@
+"""Calls whose keys and values stand in the pages of a cache."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attrs import evolve
+
+from sparseprefill import AttentionCall
+from sparseprefill.paged import Pages
+
+LAYOUTS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3)}
+"""Orders of (page, head, slot, numbers) in memory: heads side by side within a token, or a head's tokens together."""
+FP8 = torch.float8_e4m3fn
+
+
+def paged(
+    call: AttentionCall, page: int, layout: str = "LBNHC", seed: int = 0, garbage: float = math.nan
+) -> AttentionCall:
+    """The call with K and V side by side in pages out of order; all that is not a key or value of it is `garbage`."""
+    _, heads, length, size = call.k.shape
+    order, count = LAYOUTS[layout], -(-length // page)
+    shape = (2 * count + 1, heads, page, 2 * size)
+    cache = call.k.new_full([shape[i] for i in order], garbage).permute(order)
+    table = torch.randperm(2 * count + 1, generator=torch.Generator().manual_seed(seed))[:count]
+    table = table.to(call.k.device, torch.int32)
+    token = torch.arange(length, device=table.device)
+    cache[table[token // page].long(), :, token % page] = torch.cat([call.k, call.v], -1)[0].transpose(0, 1)
+    k, v = cache.transpose(1, 2).split(size, -1)
+    pages = Pages(k, v, table, length)
+    return evolve(call, k=pages, v=pages)
+
+
+def in_fp8(call: AttentionCall, page: int, layout: str = "LBNHC") -> AttentionCall:
+    """The same in an fp8 cache, whose numbers are those of the call halved (K) and doubled (V), and rounded."""
+    size = call.k.shape[3]
+    made = paged(evolve(call, k=call.k / 2, v=call.v * 2), page, layout).pages
+    assert made is not None
+    cache = torch.cat([made.k, made.v], -1).transpose(1, 2).to(FP8)
+    k, v = cache.transpose(1, 2).split(size, -1)
+    scales = torch.tensor([2.0, 0.5], device=k.device)
+    pages = Pages(k, v, made.table, made.length, dtype=call.q.dtype, k_scale=scales[:1], v_scale=scales[1:])
+    return evolve(call, k=pages, v=pages)
+
+
+def copied(call: AttentionCall) -> AttentionCall:
+    """The call with K and V as tensors, copied from other pages than its own, so that these stay unread."""
+    pages = call.pages
+    assert pages is not None
+    there = evolve(pages, cut_from=None, first_head=0)
+    return evolve(call, k=there.keys(), v=there.values())
+
+
+def untouched(call: AttentionCall) -> bool:
+    """Whether the call is one of pages of which nothing was copied."""
+    return call.pages is not None and not call.pages.gathered

@@ -1,0 +1,118 @@
+"""Which pages the Hopper kernel reads, and what happens to the others; no GPU is needed to say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from kernels.caches import LAYOUTS, in_fp8, paged, untouched
+from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, output_error
+from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels import attention
+from sparseprefill.paged import Pages
+from sparseprefill.testing import tensors
+
+launch = pytest.importorskip("sparseprefill.kernels.hopper.launch")
+hopper = pytest.importorskip("sparseprefill.kernels.hopper.paged")
+from sparseprefill.kernels.source import Source  # noqa: E402 - behind what may skip all of it
+
+
+def call(dtype: torch.dtype = torch.float16, width: int = 64, **more: Any) -> AttentionCall:
+    q, k, v = tensors("random", batch=1, heads=4, kv_heads=2, q_len=200, kv_len=200, head_dim=width, dtype=dtype)
+    return AttentionCall(q, k, v, **more)
+
+
+def pages_of(given: AttentionCall) -> Pages:
+    assert given.pages is not None
+    return given.pages
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_takes_pages_of_powers_of_two(dtype: torch.dtype, page: int, layout: str) -> None:
+    given = paged(call(dtype, 128), page, layout)
+    assert launch.objection(given, SparseMask.full(given, 128)) is None
+    narrow = pages_of(given).narrow(slice(1, 2), 150)
+    part = evolve(given, q=given.q[:, 2:, :100], k=narrow, v=narrow)
+    assert launch.objection(part, SparseMask.full(part, 128)) is None
+    assert untouched(given)
+
+
+def apart(given: AttentionCall) -> AttentionCall:
+    """K and V in caches of their own, of unlike strides."""
+    pages = pages_of(given)
+    return AttentionCall.of_pages(given.q, evolve(pages, v=pages.v.contiguous()))
+
+
+def shifted(given: AttentionCall) -> AttentionCall:
+    """Rows that begin four bytes behind a multiple of sixteen."""
+    pages = pages_of(given)
+    wide = torch.zeros(*pages.k.shape[:3], 72, dtype=pages.k.dtype)[..., 2:66]
+    return AttentionCall.of_pages(given.q, evolve(pages, k=wide, v=wide))
+
+
+STARTS = torch.tensor([5], dtype=torch.int32)
+REFUSED = {
+    "fp8": (in_fp8(call(), 16), "float8_e4m3fn"),
+    "48 tokens": (paged(call(), 48), "pages of 48 tokens"),
+    "8 tokens": (paged(call(), 8), "pages of 8 tokens"),
+    "padding": (paged(call(starts=STARTS), 16), "padding"),
+    "unlike strides": (apart(paged(call(), 16)), "differ in strides"),
+    "unaligned": (shifted(paged(call(), 16)), "16 bytes"),
+}
+
+
+@pytest.mark.parametrize(("given", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refuses_others_with_the_reason(given: AttentionCall, reason: str) -> None:
+    assert reason in launch.objection(given, SparseMask.full(given, 128))
+
+
+def test_what_it_would_serve_as_tensors_is_copied_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_special_of", lambda _: launch)
+    taken, mask = paged(call(), 16), SparseMask.full(call(), 128)
+    assert attention.readable(taken, mask) is taken
+    assert untouched(taken)
+    given = in_fp8(call(), 16)
+    copy = attention.readable(given, mask)
+    assert copy.pages is None
+    assert torch.equal(copy.k, given.k)
+    assert launch.objection(copy, mask) is None
+    assert {"k", "v"} == pages_of(given).gathered
+
+
+@pytest.mark.parametrize("more", [{"window": 50}, {"softcap": 3.0}])
+def test_what_it_would_not_serve_anyway_is_read_in_place(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_special_of", lambda _: launch)
+    given = in_fp8(call(**more), 16)
+    mask = SparseMask.full(given, 128)
+    assert attention.readable(given, mask) is given
+    found = TritonExecutor().execute(given, Plan(mask))
+    assert untouched(given)
+    assert output_error(found.out, ReferenceExecutor().execute(given, Plan(mask)).out) <= 2e-3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("page", "rows", "columns"), [(16, 16, 64), (64, 64, 64), (128, 128, 128), (256, 128, 128)])
+def test_blocks_of_the_copy_engine_lie_within_a_page(page: int, rows: int, columns: int, layout: str) -> None:
+    source = Source.of(paged(call(width=128), page, layout))
+    for one, x in zip(hopper.cache_descriptors(source, 128), (source.k, source.v), strict=True):
+        assert [1, 1, rows, columns] == one.block_shape
+        assert one.base.data_ptr() == x.data_ptr()
+        assert torch.equal(one.base[1, 1, 3], x[1, 3, 1]) or bool(x[1, 3, 1].isnan().any())
+        assert (list(one.base.shape), list(one.base.stride())) == (one.shape, one.strides)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_key_is_found_by_rows(layout: str) -> None:
+    """As the producer of the kernel does it: row ``page * rows of a page + slot`` of a head."""
+    given = paged(call(), 16, layout)
+    source, table = Source.of(given), pages_of(given).table
+    per_page, head, row = hopper.cache_strides(source)[:3]
+    for key in (0, 15, 16, 77, 199):
+        at = (int(table[key // 16]) * per_page + key % 16) * row + 1 * head
+        found = source.k.as_strided((64,), (1,), source.k.storage_offset() + at)
+        assert torch.equal(found, pages_of(given).keys()[0, 1, key])
