@@ -33,6 +33,7 @@ from sparseprefill.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.method import Method
 from sparseprefill.metrics import output_error, recall
+from sparseprefill.paged import Pages
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan, Result
 from sparseprefill.profile import Profile
@@ -69,6 +70,7 @@ __all__ = [
     "Method",
     "MethodCollisionError",
     "Observer",
+    "Pages",
     "ParameterError",
     "PatternEstimator",
     "Pipeline",
