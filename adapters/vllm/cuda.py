@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -25,12 +24,9 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from sparseprefill.paged import Pages
 
-from .attend import run
-from .groups import announce
-from .layer import Layer
 from .pages import pages_of
-from .plan import plan
-from .runtime import NAME, runtime_of
+from .runtime import NAME
+from .shared import SparseBuilder, SparseImpl
 from .split import Part
 
 STOCK = "TRITON_ATTN"
@@ -72,81 +68,30 @@ class SparseTritonMetadata(TritonAttentionMetadata):
     parts: list[Part] | None = None
 
 
-class SparseTritonBuilder(TritonAttentionMetadataBuilder):
+class SparseTritonBuilder(SparseBuilder, TritonAttentionMetadataBuilder):
     """Adds the parts of a batch to the metadata, if there is a request to run sparse."""
 
+    host_name, metadata = STOCK, SparseTritonMetadata
     # Full graphs for decoding alone: a batch with prefill is planned on the host, which no graph may record.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.runtime = runtime_of(self.vllm_config, STOCK)
-        self._recorded = False
-        if self.runtime is not None:
-            self.reorder_batch_threshold = 1  # decoding rows first, so that they stay together
-            announce(self.runtime, self)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """See AttentionMetadataBuilder."""
-        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if self.runtime is None or fast_build or self._recorded:
-            return stock
-        parts = plan(self.runtime, common_attn_metadata, self.block_size, self._stock)
-        return stock if parts is None else SparseTritonMetadata(**vars(stock), parts=parts)
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """The parent's, without parts."""
-        self._recorded = True
-        try:
-            return super().build_for_cudagraph_capture(common_attn_metadata)
-        finally:
-            self._recorded = False
-
-    def _stock(self, common: Any) -> Any:
-        return super().build(0, common)
-
-
-class SparseTritonImpl(TritonAttentionImpl):
+class SparseTritonImpl(SparseImpl, TritonAttentionImpl):
     """Runs the parts of a batch; everything else is its parent's."""
 
+    host_name = STOCK
     slow = True  # TRITON_ATTN has a seventh of cuDNN's speed on a long prompt
     supports_dcp = supports_pcp = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.runtime = runtime_of(get_current_vllm_config(), STOCK)
-        self.facts: Layer | None = None
-        self.stock = super().forward
         self.supports_quant_query_input = False  # estimators take the query as it is
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Outputs are written in the model's dtype."""
         return False
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """See AttentionImpl. This step's keys and values are in the cache when it is called."""
-
-        def read(part: Part) -> Pages:
-            return self.pages(layer, kv_cache, attn_metadata.block_table[part.first], part, query.dtype)
-
-        if run(self, layer, query, kv_cache, attn_metadata, output, read):
-            return output
-        scales = (output_scale, output_block_scale)
-        super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        return output
-
-    def pages(self, layer: Any, cache: Tensor, table: Tensor, part: Part, dtype: torch.dtype) -> Pages:
+    def read(self, layer: Any, cache: Tensor, table: Tensor, part: Part, dtype: torch.dtype) -> Pages:
         """Where a part's keys and values stand."""
         fp8 = self.fp8_dtype if self.kv_cache_dtype.startswith("fp8") else None
         length = 0 if part.row is None else part.row.end

@@ -1,0 +1,109 @@
+"""What the backends of all platforms share: mixed into vLLM's own classes, ahead of them."""
+
+# vLLM is not there where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+
+from sparseprefill.paged import Pages
+
+from .attend import run
+from .groups import announce
+from .layer import Layer
+from .plan import plan
+from .runtime import runtime_of
+from .split import Part
+
+if TYPE_CHECKING:
+    Host = Any
+else:
+    Host = object
+
+
+class SparseImpl(Host):
+    """Attention of one layer: runs the parts of a batch; everything else is the host's.
+
+    host_name: of the host's backend. slow: whether its dense attention is slower than the library's.
+    """
+
+    host_name: ClassVar[str]
+    slow: ClassVar[bool] = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.runtime = runtime_of(get_current_vllm_config(), self.host_name)
+        self.facts: Layer | None = None
+        self.stock = super().forward
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """See AttentionImpl. This step's keys and values are in the cache when it is called."""
+
+        def read(part: Part) -> tuple[Tensor, Tensor] | Pages:
+            return self.read(layer, kv_cache, attn_metadata.block_table[part.first], part, query.dtype)
+
+        if run(self, layer, query, kv_cache, attn_metadata, output, read):
+            return output
+        scales = (output_scale, output_block_scale)
+        self.stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        return output
+
+    @abstractmethod
+    def read(
+        self, layer: Any, cache: Tensor, table: Tensor, part: Part, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | Pages:
+        """Keys and values of a part's request: see `attend.Read`. table: the row of the block table."""
+
+
+class SparseBuilder(Host):
+    """Metadata of one step: the host's, with the parts of a batch that has a request to run sparse.
+
+    host_name: of the host's backend. metadata: the host's class with a field `parts`.
+    """
+
+    host_name: ClassVar[str]
+    metadata: ClassVar[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.runtime = runtime_of(self.vllm_config, self.host_name)
+        self._recorded = False
+        if self.runtime is not None:
+            self.reorder_batch_threshold = 1  # decoding rows first, so that they stay together
+            announce(self.runtime, self)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """See AttentionMetadataBuilder."""
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.runtime is None or fast_build or self._recorded:
+            return stock
+        parts = plan(self.runtime, common_attn_metadata, self.block_size, self._stock)
+        return stock if parts is None else self.metadata(**vars(stock), parts=parts)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """The host's, without parts: a batch with prefill is planned on the host, which no graph may record."""
+        self._recorded = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._recorded = False
+
+    def _stock(self, common: Any) -> Any:
+        return super().build(0, common)
