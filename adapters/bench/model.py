@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from attrs import field, frozen
+from torch import Tensor
 
 from sparseprefill.errors import ParameterError
+from sparseprefill.testing.heads import head_tensors
 from sparseprefill.validate import one_of, whole
 
 
@@ -28,13 +30,12 @@ class ModelShape:
         if self.heads % self.kv_heads:
             raise ParameterError(f"heads is {self.heads}: pass a multiple of the {self.kv_heads} kv_heads")
 
-    def build(self, tokens: int, device: torch.device, seed: int = 0) -> Any:
-        """The model, made on the device. ImportError without transformers."""
-        from transformers import LlamaConfig, LlamaForCausalLM
+    def config(self, tokens: int, **more: Any) -> Any:
+        """The LlamaConfig for prompts of so many tokens; more: other fields of it. ImportError without transformers."""
+        from transformers import LlamaConfig
 
-        sizes: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
-        sizes["attn_implementation"] = "sdpa"
-        config = LlamaConfig(
+        fields: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}, **more}
+        return LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.inner,
             num_hidden_layers=self.layers,
@@ -45,8 +46,14 @@ class ModelShape:
             max_position_embeddings=tokens,
             bos_token_id=0,
             eos_token_id=1,
-            **sizes,
+            **fields,
         )
+
+    def build(self, tokens: int, device: torch.device, seed: int = 0) -> Any:
+        """The model, made on the device. ImportError without transformers."""
+        from transformers import LlamaForCausalLM
+
+        config = self.config(tokens, attn_implementation="sdpa")
         before = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, self.dtype))
         try:
@@ -55,3 +62,17 @@ class ModelShape:
                 return LlamaForCausalLM(config).eval()
         finally:
             torch.set_default_dtype(before)
+
+    def structured(self, tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """q ``[1, Hq, N, D]`` and k ``[1, Hkv, N, D]`` of made-up heads for a layer, token-major (`head_tensors`)."""
+        q, k, _ = head_tensors(
+            q_len=tokens,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            strided=True,
+            device=device,
+            dtype=getattr(torch, self.dtype),
+            seed=seed,
+        )
+        return q, k

@@ -23,7 +23,6 @@ from sparseprefill.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
-from sparseprefill.testing.heads import head_tensors
 from sparseprefill.validate import one_of, whole
 
 from .baseline import ANY, KERNELS, forced
@@ -126,18 +125,7 @@ class Prefill:
     def _given(self) -> tuple[Tensor, Tensor] | None:
         if self.structure == "model":
             return None
-        one = self.shape
-        q, k, _ = head_tensors(
-            q_len=self.tokens,
-            heads=one.heads,
-            kv_heads=one.kv_heads,
-            head_dim=one.head_dim,
-            strided=True,
-            device=self.device,
-            dtype=getattr(torch, one.dtype),
-            seed=self.seed,
-        )
-        return q, k
+        return self.shape.structured(self.tokens, self.device, self.seed)
 
     def _stock(self, model: Any, ids: Tensor) -> tuple[str, float]:
         for kernel in KERNELS if self.device.type == "cuda" else ():

@@ -13,8 +13,6 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from sparseprefill.testing.heads import head_tensors
-
 from ...bench.model import ModelShape
 
 
@@ -34,18 +32,7 @@ class Structure:
     def tensors(self, tokens: int) -> tuple[Tensor, Tensor]:
         """q ``[1, Hq, N, D]`` and k ``[1, Hkv, N, D]`` of a prompt of so many tokens, token-major; made once."""
         if tokens not in self._made:
-            one = self.shape
-            q, k, _ = head_tensors(
-                q_len=tokens,
-                heads=one.heads,
-                kv_heads=one.kv_heads,
-                head_dim=one.head_dim,
-                strided=True,
-                device=self.device,
-                dtype=getattr(torch, one.dtype),
-                seed=self.seed,
-            )
-            self._made[tokens] = q, k
+            self._made[tokens] = self.shape.structured(tokens, self.device, self.seed)
         return self._made[tokens]
 
     def begin(self, tokens: int) -> None:

@@ -7,7 +7,6 @@ leave the logits as far apart as a trained model's.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,23 +18,7 @@ QUERIES, LOGITS = 2.0, 4.0
 
 def save(shape: ModelShape, tokens: int, folder: Path) -> Path:
     """The configuration of such a Llama that reads so many tokens; returns the folder. Needs transformers."""
-    from transformers import LlamaConfig
-
-    rope: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
-    LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=tokens,
-        bos_token_id=0,
-        eos_token_id=1,
-        architectures=["LlamaForCausalLM"],
-        **rope,
-    ).save_pretrained(folder)
+    shape.config(tokens, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     return folder
 
 
