@@ -75,6 +75,6 @@ def test_tiles_alone_stay_tiles() -> None:
 
 def test_masks_of_different_calls_are_refused() -> None:
     with pytest.raises(MaskError, match="cannot subtract masks of different calls"):
-        random("tiles", (8, 8), 1, seed=1) - SparseMask.full(make(40), 8)
+        _ = random("tiles", (8, 8), 1, seed=1) - SparseMask.full(make(40), 8)
     with pytest.raises(TypeError):
-        random("tiles", (8, 8), 1, seed=1) - 1  # type: ignore[operator]
+        _ = random("tiles", (8, 8), 1, seed=1) - 1  # type: ignore[operator]
