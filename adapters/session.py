@@ -26,6 +26,7 @@ from .report import Report
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
 MIN_QUERY = 16  # query rows from which a forward is prefill; fewer are decoding, a draft's check among them
+WHOLE = "calls below break-even were computed with every key by the pipeline's executor, not by the host"
 NOT_CHOSEN = "not among the layers asked for"
 _serials = itertools.count()
 log = logging.getLogger(__name__)
@@ -118,10 +119,11 @@ class Session:
     def whole(self, call: AttentionCall) -> Tensor | None:
         """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
 
-        For hosts whose own dense attention is slower. Nothing is recorded.
+        For hosts whose own dense attention is slower: `run` has recorded the call as dense, a note says by whom.
         """
         if self._objection(call):
             return None
+        self.note(WHOLE)
         return self.pipeline.executor.execute(call, Plan(SparseMask.full(call))).out
 
     def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
