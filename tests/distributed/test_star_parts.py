@@ -93,6 +93,9 @@ def test_parts_over_disjoint_keys_merge_to_the_whole(large: bool, ranks: int, da
     )
     whole = AttentionCall(q, k, v, sinks=call.sinks)
     wanted = ReferenceExecutor().execute(whole, Plan(SparseMask.full(whole)))
+    # A logit's rounding grows with its terms, not with what is left of them: other sums, other errors.
+    terms = (q.abs() @ k.abs().repeat_interleave(2, 1).transpose(-1, -2)).amax() * whole.softmax_scale
+    slack = 4 * torch.finfo(torch.float32).eps * float(terms)
     parts: list[Tensor] = []
     for rank, shard in enumerate(shards):
         sent = _Sent()
@@ -103,8 +106,8 @@ def test_parts_over_disjoint_keys_merge_to_the_whole(large: bool, ranks: int, da
         for me in range(ranks):
             last = AnchoredBlockExecutor(ReferenceExecutor(), Together(parts, me))
             out, lse = last.attend(call, shards[me], owner=me == ranks - 1)
-            torch.testing.assert_close(out, wanted.out, rtol=1e-5, atol=1e-5 * strength)
-            torch.testing.assert_close(lse, wanted.lse, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(out, wanted.out, rtol=1e-5, atol=(1e-5 + slack) * float(v.abs().amax()))
+            torch.testing.assert_close(lse, wanted.lse, rtol=1e-5, atol=1e-4 + slack)
     finally:
         exchange.LARGE = before
 
