@@ -56,10 +56,10 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
 
     host_name = STOCK
 
-    def read(self, layer: Any, cache: Tensor, table: Tensor, part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Copies of a part's keys and values, in the order in which the platform packs them."""
+    def read(self, layer: Any, cache: Tensor, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Copies of a request's keys and values, in the order in which the platform packs them."""
         pages, heads, block, double = cache.shape
-        size, length = double // 2, 0 if part.row is None else part.row.end
+        size = double // 2
         orders = packing.order(layer.dtype, size, block, layer.isa, self.kv_cache_dtype)
         halves = cache.view(pages, heads, 2 * block, size).chunk(2, dim=2)
         scales = (layer._k_scale_float, layer._v_scale_float)

@@ -91,9 +91,8 @@ class SparseTritonImpl(SparseImpl, TritonAttentionImpl):
         """Outputs are written in the model's dtype."""
         return False
 
-    def read(self, layer: Any, cache: Tensor, table: Tensor, part: Part, dtype: torch.dtype) -> Pages:
-        """Where a part's keys and values stand."""
+    def read(self, layer: Any, cache: Tensor, table: Tensor, length: int, dtype: torch.dtype) -> Pages:
+        """Where a request's keys and values stand."""
         fp8 = self.fp8_dtype if self.kv_cache_dtype.startswith("fp8") else None
-        length = 0 if part.row is None else part.row.end
         scales = (layer._k_scale, layer._v_scale)
         return pages_of(cache, self.head_size, table, length, dtype=dtype, fp8=fp8, scales=scales)

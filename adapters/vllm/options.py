@@ -14,7 +14,7 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
 
 TABLE = "sparseprefill"
-OWN = ("config", "layers", "log_level", "measure", "min_query", "strict")
+OWN = ("config", "layers", "log_level", "measure", "min_query", "strict", "warm_up")
 LEVELS = ("debug", "info", "warning", "error")
 MIN_QUERY = 128
 """Query rows from which a chunk of a prompt is worth a mask: those of one tile."""
@@ -26,7 +26,8 @@ class Options:
 
     min_query: query rows from which a request's chunk runs sparse. layers: indices to run sparse; None for all.
     strict: refuse to start where a layer would stay dense. measure: count the density of every call at once.
-    log_level: of the library's messages in vLLM's log.
+    warm_up: compile the kernels at start; None to do as vLLM does with its own. log_level: of the library's messages in
+    vLLM's log.
     """
 
     pipeline: Mapping[str, Any] | str
@@ -34,6 +35,7 @@ class Options:
     layers: tuple[int, ...] | None = None
     strict: bool = False
     measure: bool = False
+    warm_up: bool | None = None
     log_level: str = field(default="info")
 
     @property
@@ -70,6 +72,7 @@ def parse(additional: object) -> Options:
         layers=_layers(table.get("layers")),
         strict=_switch("strict", table.get("strict", False)),
         measure=_switch("measure", table.get("measure", False)),
+        warm_up=_switch("warm_up", table["warm_up"]) if "warm_up" in table else None,
         log_level=level,
     )
 

@@ -35,6 +35,7 @@ class Runtime:
     model: Model
     tally: Tally
     requests: Requests = field(factory=Requests)
+    warmed: set[object] = field(factory=set, init=False)
     _step: tuple[object, list[Prefill]] | None = field(default=None, init=False)
 
     def prefills(self, step: object, rows: Sequence[Row], decoding: Sequence[Row] = ()) -> list[Prefill]:

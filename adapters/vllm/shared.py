@@ -15,7 +15,7 @@ from vllm.config import get_current_vllm_config
 from sparseprefill.paged import Pages
 
 from .attend import run
-from .groups import announce
+from .groups import announce, warm_up
 from .layer import Layer
 from .plan import plan
 from .runtime import runtime_of
@@ -57,7 +57,8 @@ class SparseImpl(Host):
         """See AttentionImpl. This step's keys and values are in the cache when it is called."""
 
         def read(part: Part) -> tuple[Tensor, Tensor] | Pages:
-            return self.read(layer, kv_cache, attn_metadata.block_table[part.first], part, query.dtype)
+            length = 0 if part.row is None else part.row.end
+            return self.read(layer, kv_cache, attn_metadata.block_table[part.first], length, query.dtype)
 
         if run(self, layer, query, kv_cache, attn_metadata, output, read):
             return output
@@ -67,9 +68,9 @@ class SparseImpl(Host):
 
     @abstractmethod
     def read(
-        self, layer: Any, cache: Tensor, table: Tensor, part: Part, dtype: torch.dtype
+        self, layer: Any, cache: Tensor, table: Tensor, length: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor] | Pages:
-        """Keys and values of a part's request: see `attend.Read`. table: the row of the block table."""
+        """The first `length` keys and values of a request: see `attend.Read`. table: its row of the block table."""
 
 
 class SparseBuilder(Host):
@@ -87,7 +88,7 @@ class SparseBuilder(Host):
         self._recorded = False
         if self.runtime is not None:
             self.reorder_batch_threshold = 1  # decoding rows first, so that they stay together
-            announce(self.runtime, self)
+            warm_up(self.runtime, self, announce(self.runtime, self))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """See AttentionMetadataBuilder."""

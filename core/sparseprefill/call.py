@@ -101,6 +101,14 @@ class AttentionCall:
             return part, part
         return self.k[:, heads, :keys], self.v[:, heads, :keys]
 
+    def keys_at(self, index: Tensor) -> Tensor:
+        """Some keys, ``[B, Hkv, n, D]``, by index among the keys, int64 ``[B, n]``; of pages no others are copied."""
+        return self._k.keys_at(index[0]) if isinstance(self._k, Pages) else _rows_at(self._k, index)
+
+    def values_at(self, index: Tensor) -> Tensor:
+        """Some values, ``[B, Hkv, n, Dv]``, as keys_at()."""
+        return self._v.values_at(index[0]) if isinstance(self._v, Pages) else _rows_at(self._v, index)
+
     @cached_property
     def softmax_scale(self) -> float:
         """The factor in use."""
@@ -112,6 +120,10 @@ class AttentionCall:
         offset = self.kv_len - self.q.shape[2] if self.q_offset is None else self.q_offset
         batch, heads, q_len = self.q.shape[:3]
         return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, self.window)
+
+
+def _rows_at(x: Tensor, index: Tensor) -> Tensor:
+    return torch.gather(x, 2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _check_tensors(q: Tensor, k: Tensor | Pages, v: Tensor | Pages) -> None:

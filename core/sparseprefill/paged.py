@@ -82,6 +82,14 @@ class Pages:
         """``[1, Hkv, length, Dv]``, as keys()."""
         return self._read("v")
 
+    def keys_at(self, index: Tensor) -> Tensor:
+        """Some keys, ``[1, Hkv, n, D]``, by index among the keys, int64 ``[n]``; no others are copied."""
+        return _at(self.k, self.table, index, self.k_scale, self.dtype)
+
+    def values_at(self, index: Tensor) -> Tensor:
+        """Some values, ``[1, Hkv, n, Dv]``, as keys_at()."""
+        return _at(self.v, self.table, index, self.v_scale, self.dtype)
+
     def narrow(self, heads: slice, keys: int) -> Pages:
         """Some KV heads, from `heads.start` to `heads.stop`, and the first `keys` keys; a copy is one of the whole."""
         first, whole = self.first_head + (heads.start or 0), self.cut_from or self
@@ -103,11 +111,17 @@ def _gather(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dtype: 
         from sparseprefill.kernels.gather import gather_pages
 
         return gather_pages(x, table, length, scale, dtype)
+    return _at(x, table, torch.arange(length, device=table.device), scale, dtype)
+
+
+def _at(x: Tensor, table: Tensor, index: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows ``[1, Hkv, n, D]`` of the keys `index`: a view of tokens, whose heads stand side by side."""
     raw = x.view(torch.uint8) if x.dtype in FP8 else x  # fp8 has no indexing everywhere
-    taken = raw.index_select(0, table[: -(-length // x.shape[1])]).view(x.dtype)
+    page = x.shape[1]
+    taken = raw[table[index // page].long(), index % page].view(x.dtype)
     if scale is not None:
         taken = taken.to(torch.float32) * scale
-    return taken.to(dtype).flatten(0, 1)[None, :length].transpose(1, 2)
+    return taken.to(dtype)[None].transpose(1, 2)
 
 
 def _check_cache(pages: Pages) -> None:

@@ -9,7 +9,10 @@ from attrs import evolve
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill import kernels
+
 if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
     from sparseprefill.geometry import Geometry
 
 
@@ -38,23 +41,28 @@ def _whole(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Tens
     return torch.cat(means, 2) if front or back else middle
 
 
-def key_tile_mean(k: Tensor, geometry: Geometry, tile: int) -> Tensor:
-    """Mean of k ``[B, H, Nkv, *]`` over the real keys of each key tile: ``[B, H, C, *]``, float32 or better.
+def key_tile_mean(call: AttentionCall, tile: int) -> Tensor:
+    """Mean of the call's keys over the real keys of each key tile: ``[B, Hkv, C, D]``, float32 or better.
 
     Keys after the call's last query count for nothing, as no query may see them; a tile without a key gives 0.
     """
+    if kernels.serve(call.q) and call.q.dtype != torch.float64:
+        from sparseprefill.kernels.key_means import key_means
+
+        return key_means(call, tile)
+    geometry, k = call.geometry, call.k
     end = geometry.q_offset + geometry.q_len
     keys = evolve(geometry, q_len=end, q_offset=0)
     mean = tile_mean(k[:, :, :end], keys, tile)
-    columns, tail = geometry.tile_columns(tile), mean.dim() - 3
+    columns = geometry.tile_columns(tile)
     if geometry.starts is None:
         missing = columns - mean.shape[2]
-        return functional.pad(mean, [0, 0] * tail + [0, missing]) if missing else mean
+        return functional.pad(mean, [0, 0, 0, missing]) if missing else mean
     # Rows of `mean` begin with the tile of index 0 among the keys, which is padding where the row starts later.
     at = torch.arange(columns, device=k.device) - keys.first_tile(tile)[:, None]
-    inside = (at < mean.shape[2]).view(geometry.batch, 1, columns, *[1] * tail)
-    where = at.clamp(max=mean.shape[2] - 1).view(geometry.batch, 1, columns, *[1] * tail)
-    return torch.where(inside, torch.gather(mean, 2, where.expand(-1, k.shape[1], -1, *k.shape[3:])), 0)
+    inside = (at < mean.shape[2]).view(geometry.batch, 1, columns, 1)
+    where = at.clamp(max=mean.shape[2] - 1).view(geometry.batch, 1, columns, 1)
+    return torch.where(inside, torch.gather(mean, 2, where.expand(-1, k.shape[1], -1, k.shape[3])), 0)
 
 
 def _ragged(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.lists import IndexLists
 
 from .kernels.compact import compact_kernel
@@ -31,10 +32,10 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
     Lists have room for every candidate key. Keys are selected as by float32 mean queries and float32 sums.
     """
     geometry, device, theta = call.geometry, call.q.device, float(theta)
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k))
+    q, keys = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call)
     batch, heads, _, width = q.shape
     chosen = choose(call)
-    plan = Layout.of(geometry, k.shape[1], regions, chosen.block_m, chosen.block_n)
+    plan = Layout.of(geometry, call.kv_heads, regions, chosen.block_m, chosen.block_n)
     blocks, block_d = geometry.tile_rows(regions.block), triton.next_power_of_2(width)
     counts = torch.empty(batch, heads, plan.groups, dtype=torch.int32, device=device)
     offsets = torch.empty(batch, heads, plan.groups, dtype=torch.int64, device=device)
@@ -45,30 +46,30 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
     flags = torch.empty(batch * heads * plan.groups, plan.words, dtype=torch.int32, device=device)
     pooled, anchor = torch.empty(batch, heads, blocks, width, **real), torch.empty(batch, heads, blocks, **real)
     places = plan.shares * plan.chunks * plan.tiles
-    rounded = torch.float16 if k.dtype == torch.float32 else k.dtype
+    rounded = torch.float16 if q.dtype == torch.float32 else q.dtype
     high = torch.empty(places * chosen.block_n, width, dtype=rounded, device=device)
     limit, slack = torch.empty(places, chosen.block_n, **real), torch.empty(places, 3, plan.sets, **real)
 
     numbers = (call.softmax_scale, call.softcap or 0.0)
     cut: dict[str, Any] = {"STEP_P": plan.step, "D": width, "BLOCK_D": block_d, "HAS_STARTS": call.starts is not None}
     tile: dict[str, Any] = {"CHUNKS": plan.chunks, "HEADS": plan.heads, "ROWS": plan.rows, "BLOCK_N": chosen.block_n}
-    bits: dict[str, Any] = {"SOFTCAP": call.softcap is not None, "WORD": WORD}
+    bits: dict[str, Any] = {"SOFTCAP": call.softcap is not None, "WORD": WORD, "PAGE": keys.page}
     pool_kernel[(plan.tiles * plan.rows * plan.chunks, plan.shares * plan.heads)](
-        q, m.contiguous(), call.starts, call.lengths, pooled, anchor, high, limit, slack, *_strides(q),
+        q, m.contiguous(), call.starts, call.lengths, pooled, anchor, high, limit, slack, *strides(q),
         call.softmax_scale, theta, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
         blocks, plan.groups, plan.tiles, heads, call.group, plan.parts,
         BLOCK=regions.block, STEP=regions.step, BLOCK_R=_rows_at_once(regions.block),
         HAS_LENGTHS=call.lengths is not None, USE_ANCHOR=use_anchor, **cut, **tile, num_warps=4,
     )  # fmt: skip
     score_kernel[(plan.key_tiles, plan.shares)](
-        k, high, _descriptor(high, chosen, block_d), limit, slack, call.starts, flags, *_strides(k),
+        keys.k, keys.table, high, _descriptor(high, chosen, block_d), limit, slack, call.starts, flags, *keys.strides,
         *numbers, geometry.q_offset, geometry.kv_len, plan.groups, plan.tiles, plan.words, plan.first_key,
         heads, call.group, plan.parts,
         GROUP=regions.group, BLOCK_M=chosen.block_m, TMA=chosen.tma, **cut, **tile, **bits,
         num_warps=chosen.warps, num_stages=chosen.stages if plan.chunks == 1 else 1, **chosen.registers,
     )  # fmt: skip
     compact_kernel[(plan.groups, batch * heads)](
-        k, pooled, anchor, call.starts, flags, counts, offsets, indices, *_strides(k),
+        keys.k, keys.table, pooled, anchor, call.starts, flags, counts, offsets, indices, *keys.strides,
         *numbers, theta, geometry.q_offset, geometry.q_len, blocks, plan.groups, plan.words, plan.first_key,
         regions.init_tokens, geometry.q_offset // regions.group, plan.room, heads, call.group,
         BLOCK=regions.block, STEP=regions.step, WORDS=WORDS, BLOCK_N=BATCH, **{**cut, "STEP_P": max(plan.step, 16)},
@@ -86,11 +87,6 @@ def choose(call: AttentionCall) -> Settings:
 def _rows_at_once(block: int) -> int:
     """Of a block of queries, for at most a few loads in flight: 32 of the usual 128."""
     return int(max(min(32, triton.next_power_of_2(block)), triton.next_power_of_2(-(-block // 8))))
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Batch, head and row strides; that of a single batch row is never used and would only force a new compilation."""
-    return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)
 
 
 def _descriptor(high: Tensor, chosen: Settings, block_d: int) -> TensorDescriptor | None:

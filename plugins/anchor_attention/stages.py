@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from attrs import field, frozen
 
+from sparseprefill import kernels
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
@@ -66,7 +67,7 @@ class AnchorEstimator:
         return workspace(call, self.regions)
 
     def _stripes(self, call: AttentionCall, m: torch.Tensor) -> IndexLists:
-        if call.q.device.type == "cuda":
+        if kernels.serve(call.q) and call.q.dtype != torch.float64:
             from . import identify_triton
 
             return identify_triton.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)

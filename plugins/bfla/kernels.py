@@ -25,13 +25,14 @@ def _highest(x, PER: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("table_ptr",))
 def block_scores_kernel(
-    scores_ptr, q_ptr, k_ptr, q_desc, k_desc, starts_ptr, lengths_ptr,
+    scores_ptr, q_ptr, k_ptr, table_ptr, q_desc, k_desc, starts_ptr, lengths_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift,
     q_offset, q_len, kv_len, tiles, skipped, base, heads, kv_group, rows, columns,
     BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    D: tl.constexpr, TMA: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Eq. 3 and 4, for one tile of group pairs. Blocks without a query or a key, and of the future, may stay unwritten."""
     per: tl.constexpr = BLOCK // SIZE
@@ -44,8 +45,8 @@ def block_scores_kernel(
         return
     acc = group_products(
         b, h, hk, first_q, first_k, q_shift, start, first, low, high,
-        q_ptr, k_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, False,
-        SIZE, False, 0, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PRECISION,
+        q_ptr, k_ptr, table_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
+        False, SIZE, False, 0, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE, PRECISION,
     )  # fmt: skip
     # A pair of groups counts where both hold a token at some place; keys do from place 0 on.
     q_low, q_high = places(first_q + tl.arange(0, BLOCK_M), low, high, SIZE)

@@ -14,6 +14,8 @@ from torch.nn import functional
 from sparseprefill.mask_math import reachable_map
 from sparseprefill.pooling import key_tile_mean, tile_mean
 
+from .heads import of_heads
+
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
@@ -32,7 +34,7 @@ def last_scores(call: AttentionCall, rows: Tensor, real: Tensor, seen: Tensor, b
     q = torch.gather(call.q, 2, rows[:, None, :, None].expand(-1, heads, -1, width)).to(dtype)
     q = torch.where(real[:, None, :, None], q, 0).unflatten(1, (-1, call.group))
     pooled = q.sum(3) / real.sum(1).clamp(min=1)[:, None, None, None]
-    mean = (pooled @ key_tile_mean(call.k, geometry, block).to(dtype).transpose(-1, -2)).flatten(1, 2)
+    mean = (pooled @ key_tile_mean(call, block).to(dtype).transpose(-1, -2)).flatten(1, 2)
     query = torch.gather(geometry.query_positions(), 1, rows)
     first = torch.where(real, query, geometry.kv_len).amin(1, keepdim=True)
     tiles = torch.div(first, block, rounding_mode="floor")
@@ -50,38 +52,36 @@ def last_scores(call: AttentionCall, rows: Tensor, real: Tensor, seen: Tensor, b
     return _softmax(call, mean, seen[:, None])
 
 
-def map_scores(call: AttentionCall, block: int) -> Tensor:
-    """``[B, H, R, C]`` of the whole call; 0 in rows of blocks without a real query."""
+def map_scores(call: AttentionCall, head: Tensor, block: int) -> Tensor:
+    """``[B, S, R, C]`` of the query heads `head` ``[B, S]``; 0 in rows of blocks without a real query."""
     geometry, dtype = call.geometry, _dtype(call)
-    batch, heads, width = call.q.shape[0], call.q.shape[1], call.q.shape[-1]
-    rows, bins = geometry.tile_rows(block), geometry.tile_columns(block)
-    pooled = tile_mean(call.q, geometry, block).to(dtype).reshape(batch, -1, call.group * rows, width)
-    keys = key_tile_mean(call.k, geometry, block).to(dtype)
-    mean = (pooled @ keys.transpose(-1, -2)).view(batch, heads, rows, bins)
+    kv_head = torch.div(head, call.group, rounding_mode="floor")
+    q, keys = of_heads(call.q, head), of_heads(key_tile_mean(call, block), kv_head).to(dtype)
+    mean = tile_mean(q, geometry, block).to(dtype) @ keys.transpose(-1, -2)
     step = max(1, KEYS // block)
     tiles = geometry.tiles(block)
-    own = torch.cat([_diagonal(call, part, block) for part in tiles.split(step, 1)], 2)
-    at = tiles.clamp(0, bins - 1)[:, None, :, None].expand(-1, heads, -1, -1)
+    own = torch.cat([_diagonal(call, q, kv_head, part, block) for part in tiles.split(step, 1)], 2)
+    at = tiles.clamp(0, mean.shape[3] - 1)[:, None, :, None].expand(-1, mean.shape[1], -1, -1)
     mean = mean.scatter(3, at, own[..., None])
     real = tile_mean(geometry.real_queries()[:, None].float(), geometry, block) > 0
     return _softmax(call, mean, reachable_map(geometry, block, block)[:, None] & real[..., None])
 
 
-def _diagonal(call: AttentionCall, tiles: Tensor, block: int) -> Tensor:
-    """``[B, H, r]``: mean of q.k over the causal pairs of the diagonal tiles ``[B, r]``, without scale.
+def _diagonal(call: AttentionCall, q: Tensor, kv_head: Tensor, tiles: Tensor, block: int) -> Tensor:
+    """``[B, S, r]``: mean of q.k over the causal pairs of the diagonal tiles ``[B, r]``, without scale.
 
-    The keys that a row sees are added up first, so that a tile needs no matrix of pairs.
+    q: ``[B, S, Nq, D]``, whose keys are of the KV heads ``[B, S]``. The keys that a row sees are added up first, so
+    that a tile needs no matrix of pairs.
     """
-    geometry, heads, width = call.geometry, call.q.shape[1], call.q.shape[-1]
+    geometry = call.geometry
     position = (tiles[..., None] * block + torch.arange(block, device=tiles.device)).flatten(1)
     index = position - geometry.first_position()[:, None]
     inside = (index >= 0) & (index < geometry.q_len)
     index = index.clamp(0, geometry.q_len - 1)
     real = inside & torch.gather(geometry.real_queries(), 1, index)
-    q = torch.gather(call.q, 2, index[:, None, :, None].expand(-1, heads, -1, width)).to(_dtype(call))
-    seen = _key_tiles(call, tiles, block).cumsum(3).flatten(2, 3)
-    dots = (q.unflatten(1, (-1, call.group)) * seen[:, :, None]).sum(-1).flatten(1, 2)
-    dots = torch.where(real[:, None], dots, 0).unflatten(2, (-1, block)).sum(-1)
+    q = torch.gather(q, 2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])).to(_dtype(call))
+    seen = of_heads(_key_tiles(call, tiles, block).cumsum(3).flatten(2, 3), kv_head)
+    dots = torch.where(real[:, None], (q * seen).sum(-1), 0).unflatten(2, (-1, block)).sum(-1)
     pairs = torch.where(real, position % block + 1, 0).unflatten(1, (-1, block)).sum(-1)
     mean: Tensor = dots / pairs.clamp(min=1)[:, None]
     return mean
@@ -92,8 +92,7 @@ def _key_tiles(call: AttentionCall, tiles: Tensor, block: int) -> Tensor:
     geometry = call.geometry
     index = (tiles[..., None] * block + torch.arange(block, device=tiles.device)).flatten(1)
     index = index if geometry.starts is None else index + geometry.starts[:, None]
-    index = index.clamp(0, geometry.kv_len - 1)[:, None, :, None].expand(-1, call.kv_heads, -1, call.q.shape[-1])
-    keys: Tensor = torch.gather(call.k, 2, index).to(_dtype(call)).unflatten(2, (-1, block))
+    keys: Tensor = call.keys_at(index.clamp(0, geometry.kv_len - 1)).to(_dtype(call)).unflatten(2, (-1, block))
     return keys
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
@@ -139,9 +139,7 @@ class PivotObserver:
         """``[B, S, R, C]``: block scores of the heads that run dense, by open cluster."""
         heads, dense, block = evidence.heads, evidence.choice.dense, self.config.block
         if self.config.block_score == "mean_qk":
-            head = heads.dense(dense)[0]
-            q, k = of_heads(call.q, head), of_heads(call.k, torch.div(head, call.group, rounding_mode="floor"))
-            return mean_qk.map_scores(evolve(call, q=q, k=k, v=k, sinks=None), block)
+            return mean_qk.map_scores(call, heads.dense(dense)[0], block)
         if result.probe is None:
             raise StageError("the executor gave no probe, from which share-prefill makes its pivots")
         if kernels.serve(result.probe):

@@ -55,7 +55,7 @@ class Blocks:
         left = 0 if g.starts is None else g.starts[:, None, None]
         index = torch.where(real[..., None], position, 0) + left
         rows = query[..., None] - row[:, None, None] + torch.arange(q_rows, device=g.device)
-        q, k, v = _gather(call.q, rows), _gather(call.k, index), _gather(call.v, index)
+        q, (k, v) = _gather(call.q, rows), _keys(call, index)
         starts, lengths = (x.flatten().to(torch.int32) for x in (pad, keys))
         made = AttentionCall(
             q,
@@ -88,6 +88,15 @@ def _cut(call: AttentionCall, sizes: Sizes, tile: int) -> int:
     if sizes.uniform and g.starts is None:
         return g.q_offset % block
     return 0 if g.q_offset == 0 else block - 1
+
+
+def _keys(call: AttentionCall, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values by index ``[B, n, M]`` (clamped): ``[B * n, Hkv, M, *]`` each; of pages no others are read."""
+    if call.pages is None:
+        return _gather(call.k, index), _gather(call.v, index)
+    flat = index.clamp(0, call.kv_len - 1).flatten(1)
+    k, v = (x[0].unflatten(1, index.shape[1:]).transpose(0, 1) for x in (call.keys_at(flat), call.values_at(flat)))
+    return k, v
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:

@@ -31,14 +31,17 @@ def _seen_rows(group, low, high, window, SIZE: tl.constexpr, WINDOW: tl.constexp
     return count, late, before | (late > 0)
 
 
-@triton.jit(do_not_specialize=(*RUNTIME, "window", "first_row", "stride_rows", "width", "blocks"))
+@triton.jit(
+    do_not_specialize=(*RUNTIME, "window", "first_row", "stride_rows", "width", "blocks"),
+    do_not_specialize_on_alignment=("table_ptr",),
+)
 def partial_softmax_kernel(
-    sums_ptr, tops_ptr, totals_ptr, q_ptr, k_ptr, q_desc, k_desc, starts_ptr, lengths_ptr,
+    sums_ptr, tops_ptr, totals_ptr, q_ptr, k_ptr, table_ptr, q_desc, k_desc, starts_ptr, lengths_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift,
     q_offset, q_len, kv_len, tiles, skipped, base, heads, kv_group,
     scale, softcap, window, first_row, stride_rows, width, blocks,
     BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    D: tl.constexpr, TMA: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    D: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of group pairs: of each row the maximum logit (base 2) and, against it, sums by key tile and in all."""
@@ -54,8 +57,8 @@ def partial_softmax_kernel(
     crossing = first_k + BLOCK_N > first_q
     acc = group_products(
         b, h, hk, first_q, first_k, q_shift, start, first, low, high,
-        q_ptr, k_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, crossing,
-        SIZE, True, SIZE // 2, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PRECISION,
+        q_ptr, k_ptr, table_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
+        crossing, SIZE, True, SIZE // 2, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE, PRECISION,
     )  # fmt: skip
     group, key = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
     count, late, _ = _seen_rows(group, low, high, window, SIZE, WINDOW)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kernels.device import DEVICE, DTYPES
 from kernels.groups import make, small_settings
-from sparseprefill.kernels.group_launch import GroupTiles, group_settings, supported
+from sparseprefill.kernels.group_launch import GroupSettings, GroupTiles, group_settings, paged_settings, supported
 from sparseprefill.kernels.group_products import program_tile, tile_of
 
 
@@ -96,7 +96,12 @@ def test_calls_that_the_kernels_cannot_serve() -> None:
 @pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 9), (9, 0), (10, 0)])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_settings_suit_the_grid(capability: tuple[int, int], itemsize: int) -> None:
-    chosen = group_settings(capability, itemsize)
+    suits(capability, itemsize, group_settings(capability, itemsize))
+    for size in (16, 64):
+        suits(capability, itemsize, paged_settings(capability, itemsize, size))
+
+
+def suits(capability: tuple[int, int], itemsize: int, chosen: GroupSettings) -> None:
     assert chosen.block_n % chosen.block_m == 0
     assert chosen.block_m >= 64
     assert chosen.tma == (capability[0] >= 9)

@@ -63,7 +63,7 @@ def test_scores_and_distance(
 ) -> None:
     call = call_of(lengths, heads, fields)
     geometry, there = call.geometry, moved(call)
-    queries, keys = tile_mean(call.q, geometry, block), key_tile_mean(call.k, geometry, block)
+    queries, keys = tile_mean(call.q, geometry, block), key_tile_mean(call, block)
     seen = reachable_map(geometry, block, block)
     real = tile_mean(geometry.real_queries()[:, None].float(), geometry, block)[:, 0] > 0
     expected = scores(call, queries, keys, seen & real[..., None])

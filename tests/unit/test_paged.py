@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 
 import sparseprefill as sp
-from kernels.caches import in_fp8, paged, untouched
+from kernels.caches import copied, in_fp8, paged, untouched
 from sparseprefill.breakeven import BreakEven
 from sparseprefill.breakeven_points import DeviceKind
 from sparseprefill.dense_attention import dense
@@ -78,6 +78,20 @@ def test_a_part_of_a_call_is_one_of_pages() -> None:
         assert (expected.kv_heads, expected.group) == (found.kv_heads, found.group)
         assert torch.equal(expected.k, evolve(pages_of(found)).keys())
         call = paged(plain, 16)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_some_keys_and_values_are_read_alone(fp8: bool) -> None:
+    plain = make(20, 41, heads=6, kv_heads=3)
+    call = in_fp8(plain, 16) if fp8 else paged(plain, 16)
+    for part in (call, Part((2, 6), (0, 15)).of(call)):
+        index = torch.tensor([[0, 35, 17, 17, 16]])
+        k, v = part.keys_at(index), part.values_at(index)
+        assert untouched(call)
+        there = copied(part)
+        assert torch.equal(there.k[:, :, index[0]], k)
+        assert torch.equal(there.v[:, :, index[0]], v)
+        assert torch.equal(there.keys_at(index), k)
 
 
 def test_sizes_are_known_without_a_copy() -> None:

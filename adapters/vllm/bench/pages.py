@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from attrs import asdict
@@ -30,6 +30,10 @@ def pages(
         list[str] | None,
         typer.Option(help="full, tiles:SHARE or stripes:SHARE; repeat for several."),
     ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Time this method's estimate, in place of masks; repeat for several.")
+    ] = None,
+    settings: options.Set = None,
     page: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a page; repeat for several.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, fewer where they take long.")] = 10,
     seconds: Annotated[float, typer.Option(min=0.01, help="That one piece of work may take in all.")] = 0.5,
@@ -44,19 +48,22 @@ def pages(
     place = Place.of("auto", "auto", 1)
     files = Files(markdown=markdown, json=json)
     shape = Shape(length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=place.dtype_name)
-    masks = mask or MASKS
+    chosen = options.contenders(method or (), settings or (), gate=False)
+    masks = mask or (() if chosen else MASKS)
     for text in masks:
         parse_mask(text)
+    works: list[dict[str, Any]] = [{"work": text} for text in masks]
+    works += [{"work": one.name, "method": True, "parameters": one.parameters} for one in chosen]
     work = Paging(shape, Clock(place.device, rounds, seconds), seed)
-    settings = {"command": "pages", "seed": seed, "rounds": rounds, "shape": asdict(shape)}
-    sheet = Sheet(form(shape, place.device), files, settings, place.device)
+    asked = {"command": "pages", "seed": seed, "rounds": rounds, "shape": asdict(shape)}
+    sheet = Sheet(form(shape, place.device), files, asked, place.device)
     cases = [
-        Case(mask=text, page=size, cache=cache, layout=layout)
-        for text, size, cache, layout in product(masks, page or PAGES, CACHES, LAYOUTS)
+        Case(**work, page=size, cache=cache, layout=layout)
+        for work, size, cache, layout in product(works, page or PAGES, CACHES, LAYOUTS)
     ]
     with bars(len(cases)) as shown, place.threaded():
         for case in cases:
-            with shown.contender(f"{case.mask}, pages of {case.page}, {case.cache}, {case.layout}") as told:
+            with shown.contender(f"{case.work}, pages of {case.page}, {case.cache}, {case.layout}") as told:
                 told("measuring", 0, 1)
                 sheet.add(work.measure(case))
     sheet.finish()

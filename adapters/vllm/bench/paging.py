@@ -1,8 +1,9 @@
-"""One layer's attention with K and V read through a block table, next to the same executor on contiguous tensors."""
+"""One layer with K and V read through a block table, next to the same work on contiguous tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -11,8 +12,10 @@ from torch import Tensor
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.memory import Memory
 from sparseprefill.paged import Pages
 from sparseprefill.plan import Plan, Result
+from sparseprefill.registry import default_registry
 from sparseprefill.validate import one_of, whole
 
 from ...bench.case import Shape, parse_mask
@@ -30,9 +33,14 @@ SCALE = 1 / 16
 
 @frozen(kw_only=True)
 class Case:
-    """mask: as text. page: tokens of one. cache: its numbers, the model's type or fp8. layout: vLLM's name."""
+    """page: tokens of one. cache: its numbers, the model's type or fp8. layout: vLLM's name.
 
-    mask: str
+    work: a mask as text, for the executor; or a method's estimate, by name, of which `parameters` differ from defaults.
+    """
+
+    work: str
+    method: bool = False
+    parameters: Mapping[str, Any] = field(factory=dict)
     page: int = field(validator=whole())
     cache: str = field(validator=one_of(*CACHES))
     layout: str = field(validator=one_of(*LAYOUTS))
@@ -40,9 +48,11 @@ class Case:
 
 @frozen(kw_only=True)
 class Read:
-    """Medians in seconds: contiguous, paged, and gather, which copies K and V out of their pages and no more.
+    """Medians in seconds: contiguous, paged, and gather, which copies K and V out of their pages and no more; of an
+    estimate, K alone.
 
-    difference: largest of the outputs. copied: what the executor copied in spite of all, "k", "v" or both.
+    difference: largest of the outputs; of an estimate, see `_chosen`. copied: what
+    was copied in spite of all, "k", "v" or both.
     """
 
     case: Case
@@ -77,32 +87,37 @@ class Paging:
             return Read(case=case, error=described(error))
 
     def _row(self, case: Case) -> Read:
-        call, executor = call_of(self.shape, "random", self.seed, self.clock.device), AutoExecutor()
-        make, plan = self._stored(call, case), self._plan(call, case.mask)
+        call = call_of(self.shape, "heads" if case.method else "random", self.seed, self.clock.device)
+        make, work = self._stored(call, case), self._work(call, case)
         there = make()
         flat = AttentionCall(call.q, there.keys(), there.values())
-        last: list[AttentionCall] = []
+        last: list[Pages] = []
 
-        def paged() -> Result:
-            last[:] = [AttentionCall.of_pages(call.q, make())]  # anew, or a copy once made would serve all runs
-            return executor.execute(last[0], plan)
+        def paged() -> Any:
+            last[:] = [make()]  # anew, or a copy once made would serve all runs
+            return work(AttentionCall.of_pages(call.q, last[0]))
 
-        ours, theirs = paged(), executor.execute(flat, plan)
-        off = torch.stack([(a - b).abs().max() for a, b in zip(ours.out[0], theirs.out[0], strict=True)]).max()
-        density = theirs.density
+        ours, theirs = paged(), work(flat)
+        difference, density = (_chosen if case.method else _outputs)(ours, theirs), theirs.mask.density
         del ours, theirs
-        seconds, contiguous = self.clock.beside(paged, lambda: executor.execute(flat, plan))
-        gather = self.clock.median(lambda: _copy(make()))
-        used = last[0].pages
+        seconds, contiguous = self.clock.beside(paged, lambda: work(flat))
+        gather = self.clock.median(lambda: make().keys() if case.method else _copy(make()))
         return Read(
             case=case,
             contiguous=contiguous,
             paged=seconds,
             gather=gather,
-            difference=float(off),
+            difference=difference,
             density=density,
-            copied="" if used is None else " ".join(sorted(used.gathered)),
+            copied=" ".join(sorted(last[0].gathered)),
         )
+
+    def _work(self, call: AttentionCall, case: Case) -> Callable[[AttentionCall], Any]:
+        if case.method:
+            pipeline = default_registry().build(case.work, **case.parameters)
+            return lambda given: pipeline.plan(given, Memory())
+        plan, executor = self._plan(call, case.work), AutoExecutor()
+        return lambda given: executor.execute(given, plan)
 
     def _plan(self, call: AttentionCall, mask: str) -> Plan:
         if mask not in self._plans:
@@ -138,6 +153,18 @@ def filled(k: Tensor, v: Tensor, page: int, layout: str, fp8: torch.dtype | None
     cache = cache.transpose(1, 2) if layout == "LBNHC" else cache
     cache[table.long()] = padded.view(heads, count, page, 2 * size).transpose(0, 1)
     return cache, table
+
+
+def _outputs(ours: Result, theirs: Result) -> float:
+    """Largest difference, head by head: a whole output in float32 would not fit beside the rest."""
+    return float(torch.stack([(a - b).abs().max() for a, b in zip(ours.out[0], theirs.out[0], strict=True)]).max())
+
+
+def _chosen(ours: Plan, theirs: Plan) -> float:
+    """Tiles that one keeps and the other does not, and by how many their lists of columns differ in length."""
+    off = (ours.mask.tile_map() ^ theirs.mask.tile_map()).sum()
+    mine, other = ours.mask.stripes, theirs.mask.stripes
+    return float(off if mine is None or other is None else off + (mine.counts - other.counts).abs().sum())
 
 
 def _copy(pages: Pages) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,10 @@ from .paging import Read
 from .sheet import ON_CPU, Form
 
 NOTES = (
-    "flat, paged: milliseconds of the same executor and mask on contiguous tensors, and through the block table. "
-    "ratio: paged over flat. diff.: largest difference of the two outputs. copy: milliseconds of copying K and V out "
-    "of their pages."
+    "flat, paged: milliseconds of the same work on contiguous tensors, and through the block table: the executor with "
+    "a mask, or the estimate of a method. ratio: paged over flat. diff.: largest difference of the two outputs, or "
+    "tiles and columns that one estimate chose and the other did not. copy: milliseconds of copying K and V, for an "
+    "estimate K, out of their pages."
 )
 
 
@@ -22,7 +23,7 @@ def form(shape: Shape, device: torch.device) -> Form:
     """For the rows of a command."""
     return Form(
         title=f"one layer through a block table: {shape.length:,} tokens, {shape}",
-        heads=("mask", "page", "cache", "layout", "flat", "paged", "ratio", "diff.", "copy"),
+        heads=("work", "page", "cache", "layout", "flat", "paged", "ratio", "diff.", "copy"),
         cells=_cells,
         fact=_fact,
         remarks=_remarks,
@@ -31,7 +32,7 @@ def form(shape: Shape, device: torch.device) -> Form:
 
 
 def _cells(row: Read) -> tuple[str, ...]:
-    case = (row.case.mask, str(row.case.page), row.case.cache, row.case.layout)
+    case = (row.case.work, str(row.case.page), row.case.cache, row.case.layout)
     if row.error or row.ratio is None:
         return (*case, "failed", "", "", "", "")
     flat, paged, copy = (f"{x * 1e3:.2f}" for x in (row.contiguous, row.paged, row.gather))
@@ -46,5 +47,5 @@ def _fact(row: Read) -> dict[str, Any]:
 def _remarks(row: Read) -> list[str]:
     case = row.case
     if row.error:
-        return [f"{case.mask}, pages of {case.page}, cache {case.cache}, {case.layout} failed: {row.error}"]
-    return [f"{case.mask}, cache {case.cache}: paged copied {row.copied} before it began"] if row.copied else []
+        return [f"{case.work}, pages of {case.page}, cache {case.cache}, {case.layout} failed: {row.error}"]
+    return [f"{case.work}, cache {case.cache}: paged copied {row.copied} first"] if row.copied else []

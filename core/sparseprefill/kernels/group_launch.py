@@ -10,6 +10,8 @@ from attrs import field, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparseprefill.kernels.source import Keys, strides
+
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
@@ -48,6 +50,49 @@ def group_settings(capability: tuple[int, int], itemsize: int) -> GroupSettings:
     return GroupSettings(128, 128, 32, 8, 3, tma=False)
 
 
+LONG = 32
+"""Tokens of a group from which its products take long beside the rest of a tile."""
+
+
+def paged_settings(capability: tuple[int, int], itemsize: int, size: int) -> GroupSettings:
+    """The same where keys are read from their pages: by pointers on any device, q as elsewhere. size: of a group.
+
+    By measurement: pointers take registers and a thread's time, so that long sums do better with small tiles.
+    """
+    if capability[0] < 9 or itemsize == 4:
+        return group_settings(capability, itemsize)
+    if size >= LONG:
+        return GroupSettings(128, 128, 64, 4, 5, tma=True)
+    return GroupSettings(128, 256, 64, 8, 3, tma=True)
+
+
+READS = 8
+"""Of tensor descriptors: keys for each query row up to which a copy costs less than pointers into pages do."""
+COPY = 1 << 30
+"""Bytes of such a copy, at most."""
+
+
+def group_keys(call: AttentionCall, size: int, *, tma: bool) -> Keys:
+    """Keys as the kernels read them: from their pages, or, as if there were none, from a copy.
+
+    Pages serve where groups of `size` tokens lie within one or fill several, so not where groups may begin or end
+    inside a page, by its size or by `starts`; and not where `Keys.of` says so. tma: whether tensors are read by
+    descriptors, which cannot follow a table: queries that read all keys often, as those of a whole prompt do, then gain
+    more by them than a copy costs.
+    """
+    pages = call.pages
+    if pages is not None:
+        cut = (pages.page % size and size % pages.page) or call.starts is not None
+        if cut or (tma and _often(call)):
+            pages.keys()  # the pages keep the copy, which `Keys.of` then takes
+    return Keys.of(call)
+
+
+def _often(call: AttentionCall) -> bool:
+    held = call.kv_heads * call.kv_len * call.q.shape[3] * call.q.element_size()
+    return call.q.shape[2] * READS >= call.kv_len and held <= COPY
+
+
 def supported(call: AttentionCall, block: int, size: int) -> bool:
     """Whether the kernels can take groups of `size` tokens in blocks of `block`: a power of two of them, 1 to 64."""
     per = block // size
@@ -66,28 +111,30 @@ class Part:
 
 @frozen(eq=False)
 class GroupTiles:
-    """The causal map of groups of a call, in tiles. block: tokens per block of groups. size: tokens per group."""
+    """The causal map of groups of a call, in tiles. block: tokens per block of groups. size: tokens per group.
+
+    keys: see `group_keys`.
+    """
 
     call: AttentionCall
     block: int
     size: int
+    keys: Keys
     settings: GroupSettings
     q: Tensor = field(init=False)
-    k: Tensor = field(init=False)
 
     @q.default
     def _make_q(self) -> Tensor:
         return self.call.q if self.call.q.stride(-1) == 1 else self.call.q.contiguous()
 
-    @k.default
-    def _make_k(self) -> Tensor:
-        return self.call.k if self.call.k.stride(-1) == 1 else self.call.k.contiguous()
-
     @classmethod
     def of(cls, call: AttentionCall, block: int, size: int) -> GroupTiles:
-        """With the settings for the call's device."""
+        """With the keys and settings for the call and its device."""
         capability = torch.cuda.get_device_capability(call.q.device) if call.q.is_cuda else (0, 0)
-        return cls(call, block, size, group_settings(capability, call.q.element_size()))
+        itemsize = call.q.element_size()
+        plain = group_settings(capability, itemsize)
+        keys = group_keys(call, size, tma=plain.tma)
+        return cls(call, block, size, keys, paged_settings(capability, itemsize, size) if keys.page else plain)
 
     @property
     def count(self) -> int:
@@ -123,18 +170,24 @@ class GroupTiles:
         if not self.settings.tma or geometry.starts is not None or geometry.lengths is not None:
             return nothing
         step = 16 // self.q.element_size()
-        if any(x.data_ptr() % 16 or any(stride % step for stride in x.stride()[:3]) for x in (self.q, self.k)):
+        if any(x.data_ptr() % 16 or any(stride % step for stride in x.stride()[:3]) for x in self._described):
             return nothing
         end = geometry.q_offset + geometry.q_len
         first = max(rows.start, 1 if geometry.q_offset % self.size else 0)
         last = min(rows.stop, self.count - 1 if end % self.size else self.count)
         return range(first, last) if first < last else nothing
 
-    def _descriptors(self) -> tuple[TensorDescriptor, TensorDescriptor]:
+    @property
+    def _described(self) -> tuple[Tensor, ...]:
+        """What tensor descriptors take; of a page with few groups they would take a load each."""
+        return (self.q,) if self.keys.page else (self.q, self.keys.k)
+
+    def _descriptors(self) -> tuple[TensorDescriptor, TensorDescriptor | None]:
         geometry, chosen = self.call.geometry, self.settings
-        q = self.q[:, :, -geometry.q_offset % self.size :]
-        k = self.k[:, :, : geometry.q_offset + geometry.q_len]
-        return self._descriptor(q, chosen.block_m), self._descriptor(k, chosen.block_n)
+        q = self._descriptor(self.q[:, :, -geometry.q_offset % self.size :], chosen.block_m)
+        if self.keys.page:
+            return q, None
+        return q, self._descriptor(self.keys.k[:, :, : geometry.q_offset + geometry.q_len], chosen.block_n)
 
     def _descriptor(self, x: Tensor, groups: int) -> TensorDescriptor:
         """Of the whole groups of x: ``[B, H, size, n, D]``, a view. Places lead, so that a load drops to two dimensions."""
@@ -144,24 +197,19 @@ class GroupTiles:
         return TensorDescriptor(x, shape, strides, [1, 1, 1, groups, self.settings.block_k])
 
     def _part(self, rows: range, descriptors: tuple[Any, Any]) -> Part:
-        call, chosen = self.call, self.settings
+        call, keys, chosen = self.call, self.keys, self.settings
         geometry, ratio, base = call.geometry, self._ratio, self._base
         tiles = sum((base + row) // ratio + 1 for row in rows)
         pairs = geometry.batch * geometry.heads
         arguments = (
-            self.q, self.k, *descriptors, geometry.starts, geometry.lengths,
-            *_strides(self.q), *_strides(self.k), -(-geometry.q_offset // self.size),
+            self.q, keys.k, keys.table, *descriptors, geometry.starts, geometry.lengths,
+            *strides(self.q), *keys.strides, -(-geometry.q_offset // self.size),
             geometry.q_offset, geometry.q_len, geometry.kv_len, tiles, rows.start, base, geometry.heads, call.group,
         )  # fmt: skip
         flags = {
             "BLOCK": self.block, "SIZE": self.size, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n,
             "BLOCK_K": chosen.block_k, "D": self.q.shape[3], "TMA": descriptors[0] is not None,
-            "HAS_STARTS": geometry.starts is not None, "HAS_LENGTHS": geometry.lengths is not None,
+            "PAGE": keys.page, "HAS_STARTS": geometry.starts is not None, "HAS_LENGTHS": geometry.lengths is not None,
             "PRECISION": "ieee",
         }  # fmt: skip
         return Part(tiles * pairs, rows, arguments, flags)
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Batch, head and row strides; that of a single batch row is never used and would only force a new compilation."""
-    return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)

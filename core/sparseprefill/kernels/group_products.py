@@ -62,14 +62,15 @@ def places(group, low, high, SIZE: tl.constexpr):
 @triton.jit
 def _operands(
     j, b, h, hk, q_desc, k_desc, q_row, k_row, q_group, k_group, q_low, q_high, k_low, k_high, stride_qn, stride_kn,
+    table_ptr, stride_kb,
     SIZE: tl.constexpr, REVERSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    D: tl.constexpr, TMA: tl.constexpr,
+    D: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """q [M, K] and k [N, K] of one step: BLOCK_K entries of one place of every group."""
+    """q [M, K] and k [N, K] of one step: BLOCK_K entries of one place of every group. k_group: number of the first."""
     chunks: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     place, entry = j // chunks, (j % chunks) * BLOCK_K
     other = SIZE - 1 - place if REVERSED else place
-    if TMA:
+    if TMA and PAGE == 0:
         q = q_desc.load([b, h, place, q_group, entry]).reshape([BLOCK_M, BLOCK_K])
         k = k_desc.load([b, hk, other, k_group, entry]).reshape([BLOCK_N, BLOCK_K])
     else:
@@ -77,23 +78,34 @@ def _operands(
         if D % BLOCK_K != 0:
             inside = (entry + tl.arange(0, BLOCK_K) < D)[None, :]
             q_real, k_real = q_real & inside, k_real & inside
-        q = tl.load(q_row + (place * stride_qn + entry), mask=q_real, other=0.0)
-        k = tl.load(k_row + (other * stride_kn + entry), mask=k_real, other=0.0)
+        if TMA:
+            q = q_desc.load([b, h, place, q_group, entry]).reshape([BLOCK_M, BLOCK_K])
+        else:
+            q = tl.load(q_row + (place * stride_qn + entry), mask=q_real, other=0.0)
+        if PAGE > 0 and PAGE < SIZE:
+            group = k_group + tl.arange(0, BLOCK_N)
+            there = (other >= k_low) & (other < k_high)
+            page = tl.load(table_ptr + group * (SIZE // PAGE) + other // PAGE, mask=there, other=0).to(tl.int64)
+            k = tl.load(k_row + page[:, None] * stride_kb + (other % PAGE * stride_kn + entry), mask=k_real, other=0.0)
+        else:
+            k = tl.load(k_row + (other * stride_kn + entry), mask=k_real, other=0.0)
     return q, k
 
 
 @triton.jit
 def group_products(
     b, h, hk, first_q, first_k, q_shift, start, first, low, high,
-    q_ptr, k_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, drop,
+    q_ptr, k_ptr, table_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, drop,
     SIZE: tl.constexpr, REVERSED: tl.constexpr, HALF: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """float32 [M, N]: products of the query groups from `first_q` and the key groups from `first_k`.
 
     Tokens outside `low` to `high` - 1 count as zeros. TMA: by tensor descriptors ``[B, H, SIZE, groups, D]``, whose
     query groups begin with the group `q_shift`; no group of the tile may hold such tokens and others too.
+    PAGE: 0, or tokens of a page, a multiple of SIZE or one of its parts; k then goes by pointers, its one row begins
+    with its first key, and stride_kb is that of pages. Entries of the table behind `high` are not read.
     REVERSED: place a of a query group meets place SIZE - 1 - a of a key group. HALF: for a group and itself, the places
     before HALF do not count; `drop` says whether the tile holds such pairs.
     """
@@ -103,11 +115,19 @@ def group_products(
     entries = tl.arange(0, BLOCK_K)[None, :]
     q_low, q_high = places(q_group, low, high, SIZE)
     k_low, k_high = places(k_group, 0, high, SIZE)
-    q_row, k_row = q_ptr, k_ptr
-    if not TMA:
-        q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-        k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
-        q_row = q_base + (q_group * SIZE - first).to(tl.int64)[:, None] * stride_qn + entries
+    # Of what goes by descriptors, these stay unused, and vanish.
+    q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+    k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
+    q_row = q_base + (q_group * SIZE - first).to(tl.int64)[:, None] * stride_qn + entries
+    if PAGE > 0 and PAGE < SIZE:
+        k_row = k_base + entries
+    elif PAGE > 0:
+        # A group lies in one page: one look-up before the loop, which is then that of a tensor.
+        in_page: tl.constexpr = PAGE // SIZE
+        page = tl.load(table_ptr + k_group // in_page, mask=k_high > 0, other=0).to(tl.int64)
+        slot = (k_group % in_page * SIZE).to(tl.int64)
+        k_row = k_base + (page * stride_kb + slot * stride_kn)[:, None] + entries
+    else:
         k_row = k_base + (k_group * SIZE + start).to(tl.int64)[:, None] * stride_kn + entries
     middle = steps
     if HALF > 0:
@@ -116,7 +136,7 @@ def group_products(
     for j in tl.range(0, middle):
         q, k = _operands(
             j, b, h, hk, q_desc, k_desc, q_row, k_row, first_q - q_shift, first_k, q_low, q_high, k_low, k_high,
-            stride_qn, stride_kn, SIZE, REVERSED, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA,
+            stride_qn, stride_kn, table_ptr, stride_kb, SIZE, REVERSED, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE,
         )  # fmt: skip
         acc = tl.dot(q, tl.trans(k), acc, input_precision=PRECISION)
     if HALF > 0:
@@ -125,7 +145,7 @@ def group_products(
         for j in tl.range(middle, steps):
             q, k = _operands(
                 j, b, h, hk, q_desc, k_desc, q_row, k_row, first_q - q_shift, first_k, q_low, q_high, k_low, k_high,
-                stride_qn, stride_kn, SIZE, REVERSED, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA,
+                stride_qn, stride_kn, table_ptr, stride_kb, SIZE, REVERSED, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE,
             )  # fmt: skip
             acc = tl.dot(q, tl.trans(k), acc, input_precision=PRECISION)
     return acc

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparseprefill.kernels.launch import cdiv, power_of_two
 from sparseprefill.kernels.sampled_fold import sampled_fold_kernel, sampled_merge_kernel
 from sparseprefill.kernels.sampled_passes import sampled_lse_kernel, sampled_mass_kernel
+from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _round(
     geometry = call.geometry
     batch, samples, count = rows.shape
     heads, width, size = geometry.heads, call.q.shape[-1], geometry.kv_len
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k))
+    q, keys = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call)
     rows, real = rows.contiguous(), real.contiguous().view(torch.uint8)
     parts = cdiv(count, part)
     programs = batch * samples * heads * parts
@@ -97,21 +98,23 @@ def _round(
     columns = torch.empty(batch, heads, samples, cdiv(size, column), **options)
     slashes = torch.empty(batch, heads, samples, cdiv(size, slash), **options)
     numbers = (
-        *_strides(q), *_strides(k), call.softmax_scale * LOG2E.value, call.softcap or 0.0,
+        *strides(q), *keys.strides, call.softmax_scale * LOG2E.value, call.softcap or 0.0,
         geometry.q_offset, size, count, heads, call.group, samples, parts, chunk, call.window or 0,
     )  # fmt: skip
     flags = {
         "ROWS": part, "BLOCK_R": _block(part), "BLOCK_N": chosen.keys, "D": width, "BLOCK_D": _block(width),
         "HAS_STARTS": geometry.starts is not None, "WINDOW": call.window is not None,
-        "SOFTCAP": call.softcap is not None, "PRECISION": "ieee",
+        "SOFTCAP": call.softcap is not None, "PAGE": keys.page, "PRECISION": "ieee",
     }  # fmt: skip
     grid = (programs, chunks)
-    sampled_lse_kernel[grid](q, k, rows, real, geometry.starts, partial, *numbers, **flags, **chosen.lse)
+    sampled_lse_kernel[grid](
+        q, keys.k, keys.table, rows, real, geometry.starts, partial, *numbers, **flags, **chosen.lse
+    )
     sampled_merge_kernel[batch * samples * heads, cdiv(count, 128)](
         partial, lse, count, chunks, heads, samples, BLOCK_C=32, BLOCK_R=128
     )
     sampled_mass_kernel[grid](
-        q, k, rows, real, geometry.starts, lse, shares, *numbers, SLASH=slash, **flags, **chosen.mass
+        q, keys.k, keys.table, rows, real, geometry.starts, lse, shares, *numbers, SLASH=slash, **flags, **chosen.mass
     )
     runs = {f"{name}_{key}": x for name, run in (("COLUMN", column), ("SLASH", slash)) for key, x in _run(run)}
     blocks = cdiv(columns.shape[3], runs["COLUMN_BINS"]) + cdiv(slashes.shape[3], runs["SLASH_BINS"])
@@ -145,8 +148,3 @@ def _run(size: int) -> tuple[tuple[str, int], ...]:
     """Entries of a run that are loaded at once, and runs per program."""
     width = min(power_of_two(size), 1024)
     return ("WIDTH", width), ("BINS", 1024 // width)
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Batch, head and row strides; that of a single batch row is never used and would only force a new compilation."""
-    return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import LOG2E, floor_div, load_rows, logits
+from sparseprefill.kernels.steps import LOG2E, floor_div, load_rows, logits, stored_rows
 
 RUNTIME = ("q_offset", "kv_len", "count", "heads", "kv_group", "samples", "parts", "chunk", "window")
+UNALIGNED = ("table_ptr",)
 BIG = tl.constexpr(1 << 30)
 
 
@@ -68,13 +69,13 @@ def _seen(at, position, real, window, WINDOW: tl.constexpr):
     return keep
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
 def sampled_lse_kernel(
-    q_ptr, k_ptr, rows_ptr, real_ptr, starts_ptr, partial_ptr,
+    q_ptr, k_ptr, table_ptr, rows_ptr, real_ptr, starts_ptr, partial_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, kv_len, count, heads, kv_group, samples, parts, chunk, window,
     ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_STARTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_STARTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """partial ``[samples, heads, chunks, count]``: base-2 LSE of each row over one chunk of keys."""
     sample, b, h, start, number, index, real = _rows(
@@ -90,7 +91,7 @@ def sampled_lse_kernel(
     l = tl.zeros([BLOCK_R], tl.float32)  # noqa: E741
     key = tl.arange(0, BLOCK_N)
     for j in tl.range(first, whole, BLOCK_N):
-        k = load_rows(k_base, j + start + key, key >= 0, stride_kn, D, BLOCK_D)
+        k = stored_rows(k_base, j + start + key, key >= 0, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
         if SOFTCAP:
             s = logits(q, k, scale, softcap, SOFTCAP, PRECISION)
             m_new = tl.maximum(m, tl.max(s, 1))
@@ -105,7 +106,7 @@ def sampled_lse_kernel(
         m = m_new
     for j in tl.range(whole, stop, BLOCK_N, num_stages=1):
         at = j + key
-        k = load_rows(k_base, at + start, at + start < kv_len, stride_kn, D, BLOCK_D)
+        k = stored_rows(k_base, at + start, at + start < kv_len, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
         keep = _seen(at[None, :], position[:, None], real[:, None], window, WINDOW)
         s = tl.where(keep, logits(q, k, scale, softcap, SOFTCAP, PRECISION), float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -134,14 +135,14 @@ def _store_shares(near_ptr, far_ptr, at, p, distance, SLASH: tl.constexpr, ROWS:
         tl.store(far_ptr + at, tl.sum(tl.where(farther, p, 0.0), 1))
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
 def sampled_mass_kernel(
-    q_ptr, k_ptr, rows_ptr, real_ptr, starts_ptr, lse_ptr, shares_ptr,
+    q_ptr, k_ptr, table_ptr, rows_ptr, real_ptr, starts_ptr, lse_ptr, shares_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, kv_len, count, heads, kv_group, samples, parts, chunk, window,
     SLASH: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_STARTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_STARTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """shares ``[samples, heads, parts, 2, chunks * chunk]``: mass of each key position, near and far share.
 
@@ -170,12 +171,12 @@ def sampled_mass_kernel(
         tl.store(far_ptr + j + key, zero)
     for j in tl.range(first, whole, BLOCK_N):
         at = j + key
-        k = load_rows(k_base, at + start, key >= 0, stride_kn, D, BLOCK_D)
+        k = stored_rows(k_base, at + start, key >= 0, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
         p = tl.math.exp2(logits(k, q, scale, softcap, SOFTCAP, PRECISION) - lse[None, :])
         _store_shares(near_ptr, far_ptr, at, p, origin - at, SLASH, ROWS, BLOCK_R)
     for j in tl.range(whole, stop, BLOCK_N, num_stages=1):
         at = j + key
-        k = load_rows(k_base, at + start, at + start < kv_len, stride_kn, D, BLOCK_D)
+        k = stored_rows(k_base, at + start, at + start < kv_len, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
         keep = _seen(at[:, None], position[None, :], real[None, :], window, WINDOW)
         p = tl.math.exp2(logits(k, q, scale, softcap, SOFTCAP, PRECISION) - lse[None, :])
         _store_shares(near_ptr, far_ptr, at, tl.where(keep, p, 0.0), origin - at, SLASH, ROWS, BLOCK_R)

@@ -44,6 +44,36 @@ class Source:
         return (x.stride(0), x.stride(2), x.stride(1)) if self.page else strides(x)
 
 
+@frozen(eq=False)
+class Keys:
+    """What kernels that look at keys alone, as estimators do, take for those of a call.
+
+    k: ``[B, Hkv, N, D]``, or of pages ``[pages, page, Hkv, D]``, whose last stride is 1. table: of `Pages`, else None.
+    page: tokens of a page, 0 where k is a tensor.
+    """
+
+    k: Tensor
+    table: Tensor | None = None
+    page: int = 0
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Keys:
+        """The call's, in their pages unless a copy is there, or they have to be converted.
+
+        Passes that read keys several times would convert each as often, which takes longer than the copy.
+        """
+        pages = call.pages
+        if pages is not None and not pages.converted and "k" not in pages.gathered:
+            return cls(pages.k, pages.table, pages.page)
+        return cls(call.k if call.k.stride(-1) == 1 else call.k.contiguous())
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Of k: batch (or page), head and row."""
+        k = self.k
+        return (k.stride(0), k.stride(2), k.stride(1)) if self.page else strides(k)
+
+
 def strides(x: Tensor) -> tuple[int, int, int]:
     """Batch, head and row strides; that of a single batch row is never used and would only force a new compilation."""
     return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)

@@ -26,20 +26,27 @@ def load_rows(ptr, rows, keep, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_keys(
-    ptr, rows, keep, stride, table_ptr, stride_page, scale_ptr,
-    TYPE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+def stored_rows(
+    ptr, rows, keep, stride, table_ptr, stride_page, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """`load_rows` of a head's K or V; with PAGE > 0, row j is slot ``j % PAGE`` of page ``table[j // PAGE]``.
-
-    Rows of pages are converted to TYPE; scale_ptr: of the factor on what they hold, or None.
-    """
+    """`load_rows` of a head's K or V; with PAGE > 0, row j is slot ``j % PAGE`` of page ``table[j // PAGE]``."""
     if PAGE == 0:
         x = load_rows(ptr, rows, keep, stride, D, BLOCK_D)
     else:
         page = tl.load(table_ptr + rows // PAGE, mask=keep, other=0).to(tl.int64)
         where = page * stride_page + (rows % PAGE).to(tl.int64) * stride
         x = load_rows(ptr, where, keep, 1, D, BLOCK_D)
+    return x
+
+
+@triton.jit
+def load_keys(
+    ptr, rows, keep, stride, table_ptr, stride_page, scale_ptr,
+    TYPE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`stored_rows`, those of pages converted to TYPE; scale_ptr: of the factor on what they hold, or None."""
+    x = stored_rows(ptr, rows, keep, stride, table_ptr, stride_page, PAGE, D, BLOCK_D)
+    if PAGE > 0:
         if scale_ptr is not None:
             x = x.to(tl.float32) * tl.load(scale_ptr)
         x = x.to(TYPE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import floor_div, load_rows
+from sparseprefill.kernels.steps import floor_div, load_rows, stored_rows
 
 from .score import capped
 
@@ -71,16 +71,17 @@ def _append(
     do_not_specialize=(
         "q_offset", "q_len", "block_rows", "group_rows", "words", "first_key", "init", "base_group", "total",
         "heads", "kv_group",
-    )
+    ),
+    do_not_specialize_on_alignment=("table_ptr",),
 )  # fmt: skip
 def compact_kernel(
-    k_ptr, pooled_ptr, anchor_ptr, starts_ptr, flags_ptr, counts_ptr, offsets_ptr, indices_ptr,
+    k_ptr, table_ptr, pooled_ptr, anchor_ptr, starts_ptr, flags_ptr, counts_ptr, offsets_ptr, indices_ptr,
     stride_kb, stride_kh, stride_kn,
     scale, softcap, theta, q_offset, q_len, block_rows, group_rows, words, first_key, init, base_group, total,
     heads, kv_group,
     BLOCK: tl.constexpr, STEP: tl.constexpr, STEP_P: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_STARTS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_STARTS: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the list of one group of one query head. base_group: row 0's group where nothing is padded."""
     row = group_rows - 1 - tl.program_id(0)
@@ -122,7 +123,7 @@ def compact_kernel(
         for j in tl.range(0, unsure, BLOCK_N, num_stages=1):
             some = j + tl.arange(0, BLOCK_N) < unsure
             key = tl.load(list_ptr + j + tl.arange(0, BLOCK_N), mask=some, other=0, cache_modifier=".cg")
-            k = load_rows(k_base, key + start, some, stride_kn, D, BLOCK_D)
+            k = stored_rows(k_base, key + start, some, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
             near = _near(k, high, middle, low, anchor, real, scale, softcap, theta, SOFTCAP, PRECISION)
             if not once:
                 for chunk in range(STEP_P, STEP, STEP_P):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import floor_div, load_rows
+from sparseprefill.kernels.steps import floor_div, stored_rows
 
 
 @triton.jit
@@ -24,15 +24,16 @@ def best(x, BLOCK_M: tl.constexpr, SETS: tl.constexpr, STEP_P: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=("q_offset", "kv_len", "group_rows", "tiles", "words", "first_key", "heads", "kv_group", "parts")
+    do_not_specialize=("q_offset", "kv_len", "group_rows", "tiles", "words", "first_key", "heads", "kv_group", "parts"),
+    do_not_specialize_on_alignment=("table_ptr",),
 )
 def score_kernel(
-    k_ptr, high_ptr, high_desc, limit_ptr, slack_ptr, starts_ptr, flags_ptr,
+    k_ptr, table_ptr, high_ptr, high_desc, limit_ptr, slack_ptr, starts_ptr, flags_ptr,
     stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, kv_len, group_rows, tiles, words, first_key, heads, kv_group, parts,
     GROUP: tl.constexpr, STEP_P: tl.constexpr, CHUNKS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     WORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_STARTS: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    HAS_STARTS: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M keys of one KV head, kept on chip, against the pooled queries of every later group.
 
@@ -49,7 +50,7 @@ def score_kernel(
     key = first_key + tl.program_id(0) * BLOCK_M
     at = key + start + tl.arange(0, BLOCK_M)
     k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
-    k = load_rows(k_base, at, at < kv_len, stride_kn, D, BLOCK_D)
+    k = stored_rows(k_base, at, at < kv_len, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
     wide = k.to(tl.float32)
     norm = tl.sqrt(tl.sum(wide * wide, 1))
     rounded = k.to(high_ptr.dtype.element_ty)

@@ -185,7 +185,7 @@ def test_methods_become_tables_of_the_adapter() -> None:
     assert gated.sparse is not None
     assert "gate" not in gated.sparse
     with pytest.raises(CommandError, match="'bfla' is not a method of this run"):
-        options.contenders(["streaming"], ["bfla.block=64"], gate=False)
+        options.contenders(["streaming"], ["bfla.group=8"], gate=False)
     with pytest.raises(sp.ParameterError, match="sinc"):
         options.contenders(["streaming"], ["streaming.sinc=64"], gate=False)
     with pytest.raises(CommandError, match="--engine"):
@@ -212,10 +212,23 @@ def test_pages_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert 0 == result.exit_code, result.output
     assert "say nothing about a GPU" in " ".join(result.stdout.split())
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert 24 == len({(row["mask"], row["page"], row["cache"], row["layout"]) for row in rows})
+    assert 24 == len({(row["work"], row["page"], row["cache"], row["layout"]) for row in rows})
     assert all(row["difference"] == 0.0 and row["error"] is None for row in rows), "the same numbers, computed alike"
     assert all(min(row["contiguous"], row["paged"], row["gather"]) > 0 for row in rows)
-    assert {"full": 1.0}.items() <= {row["mask"]: row["density"] for row in rows}.items()
+    assert {"full": 1.0}.items() <= {row["work"]: row["density"] for row in rows}.items()
+
+
+def test_estimates_over_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = ("--method", "bfla", "--method", "share-prefill", "--set", "bfla.group=8", "--page", "16")
+    result = invoke("pages", *SMALL, *asked, "--json", str(tmp_path / "a.json"))
+    assert 0 == result.exit_code, result.output
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [("bfla", {"group": 8}), ("share-prefill", {"clusters": "single"})] == [
+        (row["work"], row["parameters"]) for row in rows[::4]
+    ]
+    assert all(row["difference"] == 0.0 and row["error"] is None for row in rows), "the same keys, chosen alike"
+    assert all(0 < row["density"] <= 1 and row["method"] for row in rows)
 
 
 def test_a_mask_that_is_none() -> None:

@@ -1,0 +1,107 @@
+"""Kernels are compiled when the engine starts, not while its first request waits for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.kernels import serve_device
+from sparseprefill.mask import SparseMask
+from sparseprefill.memory import Memory
+from sparseprefill.paged import Pages
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan
+
+from .layer import Layer
+from .runtime import Runtime
+
+LAYERS = 2
+"""Layers that take part: what a method finds in one, it may use in the next."""
+FILLED = 4
+"""Pages of the made-up cache, which stand for all of a request's."""
+Where = Callable[[Tensor, Tensor, int], Pages]
+"""Of a cache, a table, and the number of keys."""
+log = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True)
+class Sizes:
+    """What the calls of one kind of layer look like.
+
+    query_heads, kv_heads, head_dim, page: of a layer and its cache. stored: type of the cache's numbers. dtype: of the
+    model. outside: whether a page holds one head's tokens together. step: tokens of the longest chunk. longest: of the
+    longest request. small: query rows of a call that is computed with every key, 0 where none is. device: of them all.
+    """
+
+    device: torch.device
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    stored: torch.dtype
+    dtype: torch.dtype
+    outside: bool
+    step: int
+    longest: int
+    small: int = 0
+
+    def cache(self) -> Tensor:
+        """``[FILLED, Hkv, page, 2 * D]`` as vLLM lays it out; numbers that are finite in every type."""
+        shape = (FILLED, self.kv_heads, self.page, 2 * self.head_dim)
+        order = (0, 1, 2, 3) if self.outside else (0, 2, 1, 3)
+        made = torch.rand([shape[i] for i in order], device=self.device)
+        return ((made * 64).to(torch.uint8) if self.stored.itemsize == 1 else made.to(self.stored)).permute(order)
+
+    def calls(self) -> list[tuple[int, int]]:
+        """Query rows and keys: a chunk that is a prompt, and one behind the longest context."""
+        first = min(self.step, self.longest)
+        return [(first, first)] if self.longest == first else [(first, first), (self.step, self.longest)]
+
+
+def warm(pipeline: Pipeline, layers: Sequence[Layer], sizes: Sizes, pages: Where, first_head: int = 0) -> None:
+    """Run a method on made-up requests in a few of the layers, as a prefill does."""
+    for rows, keys in sizes.calls():
+        memory = Memory()
+        for layer in layers[:LAYERS]:
+            pipeline.run(_call(layer, sizes, pages, rows, keys, first_head), memory)
+    if sizes.small:
+        call = _call(layers[0], sizes, pages, sizes.small, sizes.small, first_head)
+        pipeline.executor.execute(call, Plan(SparseMask.full(call)))
+
+
+def _call(layer: Layer, sizes: Sizes, pages: Where, rows: int, keys: int, first_head: int) -> AttentionCall:
+    table = torch.arange(-(-keys // sizes.page), device=sizes.device, dtype=torch.int32) % FILLED
+    q = torch.randn(1, sizes.query_heads, rows, sizes.head_dim, device=sizes.device, dtype=sizes.dtype)
+    facts = {"scale": layer.scale, "layer": layer.index, "softcap": layer.softcap, "sinks": layer.sinks}
+    return AttentionCall.of_pages(q, pages(sizes.cache(), table, keys), first_head=first_head, **facts)
+
+
+def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Sizes) -> None:
+    """The same for an engine's layers and their modules, once for each kind; what goes wrong is logged, no more."""
+    if not layers or not serve_device(sizes.device) or sizes in runtime.warmed:
+        return
+    runtime.warmed.add(sizes)
+    module, begin = layers[0][1], time.perf_counter()
+
+    def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
+        found: Pages = module.impl.read(module, cache, table, keys, sizes.dtype)
+        return found
+
+    try:
+        with torch.inference_mode():
+            warm(runtime.session.pipeline, [layer for layer, _ in layers], sizes, pages, runtime.model.first_head)
+            torch.cuda.synchronize(sizes.device)
+    except Exception as error:  # the engine starts all the same, and a request that fails says why
+        log.warning("sparseprefill: the run that compiles kernels failed: %s: %s", type(error).__name__, error)
+        log.debug("warm", exc_info=error)
+    else:
+        log.info("sparseprefill: kernels are ready, in %.1f s", time.perf_counter() - begin)
+    finally:
+        torch.cuda.empty_cache()  # vLLM has counted this memory as its own

@@ -1,0 +1,149 @@
+"""Compiling at start: which calls are made up, and that nothing they do stops an engine."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from sparseprefill.adapters.session import Session
+from sparseprefill.adapters.vllm import warm as module
+from sparseprefill.adapters.vllm.layer import Layer
+from sparseprefill.adapters.vllm.options import parse
+from sparseprefill.adapters.vllm.pages import pages_of
+from sparseprefill.adapters.vllm.warm import Sizes, warm, warm_engine
+from torch import Tensor
+
+from sparseprefill import AttentionCall, Memory, Pipeline, Plan, SparseMask
+from sparseprefill.paged import Pages
+from unit.stubs import Estimate
+
+SIZES = Sizes(
+    query_heads=4, kv_heads=2, head_dim=32, page=16, stored=torch.float32, dtype=torch.float32, outside=False, step=48,
+    longest=70, device=torch.device("cpu"),
+)  # fmt: skip
+LAYERS = [Layer(index, 0.2, None, None, None) for index in (3, 5, 8)]
+
+
+class Kept:
+    """A pipeline that keeps its calls and the memories that they came with."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[AttentionCall] = []
+        self.memories: list[Memory] = []
+        self.error = error
+        self.pipeline = Pipeline(Estimate(self.estimate))
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        if self.error is not None:
+            raise self.error
+        self.calls.append(call)
+        self.memories.append(memory)
+        return Plan(SparseMask.full(call, 16))
+
+
+def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
+    fp8 = torch.float8_e4m3fn if cache.dtype == torch.uint8 else None
+    one = torch.ones(1)
+    return pages_of(cache, 32, table, keys, dtype=torch.float32, fp8=fp8, scales=(one, one))
+
+
+def test_a_prompt_and_a_chunk_behind_it_run_in_two_layers_of_one_request() -> None:
+    kept = Kept()
+    warm(kept.pipeline, LAYERS, SIZES, pages, first_head=4)
+    made = [(call.layer, call.q.shape[2], call.kv_len, call.first_head) for call in kept.calls]
+    assert [(3, 48, 48, 4), (5, 48, 48, 4), (3, 48, 70, 4), (5, 48, 70, 4)] == made
+    assert kept.memories[0] is kept.memories[1]
+    assert kept.memories[1] is not kept.memories[2]
+    assert {0.2} == {call.scale for call in kept.calls}
+
+
+def test_requests_of_one_chunk_need_no_second() -> None:
+    kept = Kept()
+    warm(kept.pipeline, LAYERS[:1], evolve(SIZES, longest=48), pages)
+    assert [48] == [call.kv_len for call in kept.calls]
+
+
+def test_calls_too_small_for_the_method_run_as_they_will() -> None:
+    ran: list[AttentionCall] = []
+    kept = Kept()
+    plain = kept.pipeline.executor
+
+    class Executor:
+        def execute(self, call: AttentionCall, plan: Plan) -> Any:
+            ran.append(call)
+            return plain.execute(call, plan)
+
+        def accumulate(self, call: AttentionCall, plan: Plan) -> Any:
+            return plain.accumulate(call, plan)
+
+    warm(evolve(kept.pipeline, executor=Executor()), LAYERS[:1], evolve(SIZES, small=20), pages)
+    assert [48, 48, 20] == [call.q.shape[2] for call in ran]
+    assert 2 == len(kept.calls), "the last is none of the method's"
+
+
+@pytest.mark.parametrize(
+    ("outside", "strides"), [(False, (2 * 16 * 64, 64, 2 * 64)), (True, (2 * 16 * 64, 16 * 64, 64))]
+)
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.uint8], ids=str)
+def test_the_cache_is_laid_out_as_vllm_does(stored: torch.dtype, outside: bool, strides: tuple[int, ...]) -> None:
+    made = evolve(SIZES, stored=stored, outside=outside)
+    cache = made.cache()
+    assert ((4, 2, 16, 64), (*strides, 1), stored) == (cache.shape, cache.stride(), cache.dtype)
+    kept = Kept()
+    warm(kept.pipeline, LAYERS, made, pages)
+    for call in kept.calls:
+        assert bool(call.k.isfinite().all())
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(module, "serve_device", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def engine(kept: Kept) -> tuple[Any, list[tuple[Layer, Any]]]:
+    session = Session(kept.pipeline)
+    runtime: Any = SimpleNamespace(session=session, model=SimpleNamespace(first_head=0), warmed=set())
+    impl = SimpleNamespace(read=lambda layer, cache, table, keys, dtype: pages(cache, table, keys))
+    return runtime, [(layer, SimpleNamespace(impl=impl)) for layer in LAYERS]
+
+
+@pytest.mark.usefixtures("device")
+def test_once_for_each_kind_of_layer(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept()
+    runtime, layers = engine(kept)
+    with caplog.at_level(logging.INFO):
+        for sizes in (SIZES, SIZES, evolve(SIZES, page=32)):
+            warm_engine(runtime, layers, sizes)
+    assert 8 == len(kept.calls)
+    assert 2 == caplog.text.count("kernels are ready")
+    assert not runtime.session.report("", "").layers, "nobody asked for these calls"
+
+
+@pytest.mark.usefixtures("device")
+def test_what_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    runtime, layers = engine(Kept(torch.OutOfMemoryError("no room")))
+    with caplog.at_level(logging.INFO):
+        warm_engine(runtime, layers, SIZES)
+    assert "failed: OutOfMemoryError: no room" in caplog.text
+    assert "ready" not in caplog.text
+
+
+def test_nothing_is_compiled_for_a_cpu() -> None:
+    kept = Kept()
+    runtime, layers = engine(kept)
+    warm_engine(runtime, layers, SIZES)
+    assert not kept.calls
+
+
+@pytest.mark.parametrize(("table", "wanted"), [({}, None), ({"warm_up": True}, True), ({"warm_up": False}, False)])
+def test_the_option(table: dict[str, Any], wanted: bool | None) -> None:
+    assert wanted is parse({"sparseprefill": {"method": "streaming", **table}}).warm_up

@@ -1,0 +1,154 @@
+"""Estimators' kernels on the pages of a cache find what they find on a copy, to the last bit, and copy nothing.
+
+But where what the cache holds is to be converted: then the keys are copied, once for all who read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparseprefill.plugins.anchor_attention import identify_triton
+from sparseprefill.plugins.anchor_attention.regions import Regions
+
+from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
+from kernels.device import CUDA, DEVICE, DTYPES
+from sparseprefill import AttentionCall, Memory, build, kernels
+from sparseprefill.pooling import tile_mean
+from sparseprefill.sampling import last_rows, sampled_mass
+from sparseprefill.split import Part
+from sparseprefill.testing import calls, tensors
+
+# numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+PAGES = (16, 48, 128)
+LENGTHS = [(1, 1), (1, 129), (127, 127), (20, 128), (129, 129), (33, 251)]
+FEATURES: list[dict[str, Any]] = [
+    {},
+    {"q_offset": 60},
+    {"window": 40},
+    {"softcap": 8.0, "scale": 0.3},
+    {"starts": 17},
+    {"lengths": 110},
+    {"starts": 17, "lengths": 90, "window": 31},
+]
+REGIONS = Regions(32, 1, 8)
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    """Kernels do the sampling on a CPU too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "serve", lambda _: True)
+        yield
+
+
+def make(size: tuple[int, int], dtype: torch.dtype = torch.float16, **fields: Any) -> AttentionCall:
+    q_len, kv_len = size
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len, "seed": kv_len}
+    heads, width = fields.pop("heads", 4), fields.pop("width", 64)
+    rows: dict[str, Any] = {
+        name: torch.tensor([fields.pop(name)], dtype=torch.int32, device=DEVICE)
+        for name in ("starts", "lengths")
+        if name in fields
+    }
+    made = tensors("random", heads=heads, head_dim=width, dtype=dtype, device=DEVICE, **sizes)
+    return AttentionCall(*made, **(fields | rows))
+
+
+def check(call: AttentionCall) -> int:
+    """Both estimates, from the pages alone unless they are converted; how many stripes there are."""
+    assert call.pages is not None
+    check_samples(call)
+    count = check_stripes(call)
+    assert call.pages.gathered == ({"k"} if call.pages.converted else set())
+    return count
+
+
+def check_samples(call: AttentionCall, slash: int = 16) -> None:
+    rows, real = last_rows(call, 40)
+    expected, actual = (sampled_mass(x, rows, real, slash) for x in (copied(call), call))
+    assert bool((expected.columns.sum(-1) > 0).all()) == bool(real.any())
+    for name in ("columns", "slashes", "lse"):
+        assert torch.equal(getattr(expected, name), getattr(actual, name)), name
+
+
+def check_stripes(call: AttentionCall, theta: float = 0.5) -> int:
+    there = copied(call)
+    m = maxima(there, theta)
+    expected, actual = (identify_triton.stripes(x, REGIONS, m, theta) for x in (there, call))
+    assert torch.equal(expected.counts, actual.counts)
+    assert torch.equal(expected.to_map(call.kv_len), actual.to_map(call.kv_len))
+    return int(expected.counts.sum())
+
+
+def maxima(call: AttentionCall, theta: float) -> torch.Tensor:
+    """Row maxima with which about half of a block's keys are selected, and one is too close for 16 bits to tell."""
+    geometry, block = call.geometry, REGIONS.block
+    mean = tile_mean(call.q, geometry, block).double()
+    logits = mean @ call.k.repeat_interleave(call.group, 1).double().transpose(-1, -2) * call.softmax_scale
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    key, first = geometry.key_positions()[:, None], geometry.tiles(block)[:, :, None] * block
+    candidate = (key >= REGIONS.init_tokens) & (key < first)
+    middle = logits.masked_fill(~candidate[:, None], torch.nan).nanmedian(-1).values.nan_to_num(0)
+    side = 1 - 2 * (torch.arange(middle.shape[-1], device=middle.device) % 2)
+    row = (torch.div(geometry.query_positions(), block, rounding_mode="floor") - geometry.first_tile(block)[:, None])[0]
+    return (middle + theta + 2e-5 * side)[:, :, row].float()
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_any_size_and_layout(layout: str, page: int) -> None:
+    number = PAGES.index(page) + 3 * (layout == "LBHNC")
+    for lengths in LENGTHS if CUDA else [LENGTHS[number]]:
+        for dtype in DTYPES if CUDA else [DTYPES[number % 2]]:
+            check(paged(make(lengths, dtype), page, layout))
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_every_feature_of_a_call(features: dict[str, Any]) -> None:
+    assert check(paged(make((30, 131), **features), 48, "LBHNC")) > 0
+
+
+@pytest.mark.parametrize(("heads", "width"), [(2, 80), (8, 64), (16, 256)] if CUDA else [(2, 80), (8, 64)])
+def test_any_sharing_of_heads_and_any_width(heads: int, width: int) -> None:
+    check(paged(make((20, 99), heads=heads, width=width), 16))
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_fp8_cache_is_converted_once(layout: str, page: int) -> None:
+    for dtype in DTYPES if CUDA else [DTYPES[page // 16 % 2]]:
+        check(in_fp8(make((40, 99), dtype), page, layout))
+
+
+def test_a_part_reads_its_own_pages() -> None:
+    whole = paged(make((60, 129)), 16)
+    for part in (Part((2, 4), (0, 60)), Part((0, 2), (16, 40)), Part((3, 4), (40, 60))):
+        check(part.of(whole))
+    assert untouched(whole)
+
+
+@settings(max_examples=40 if CUDA else 5)
+@given(st.data())
+def test_equals_the_copy(data: st.DataObject) -> None:
+    plain = data.draw(
+        calls(max_batch=1, max_heads=4, head_dims=(64,), max_len=251 if CUDA else 100, dtypes=DTYPES, device=DEVICE)
+    )
+    page, layout = data.draw(st.sampled_from(PAGES)), data.draw(st.sampled_from(sorted(LAYOUTS)))
+    cache = data.draw(st.sampled_from([paged, in_fp8]))
+    check(cache(plain, page, layout))
+
+
+@pytest.mark.parametrize(
+    "name", ["sample-attention", "vertical-slash", pytest.param("anchor-attention", marks=pytest.mark.gpu)]
+)
+def test_an_estimate_copies_nothing(name: str) -> None:
+    call = paged(make((100, 131)), 16)
+    build(name).estimator.estimate(call, Memory())
+    assert untouched(call)

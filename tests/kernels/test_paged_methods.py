@@ -1,0 +1,87 @@
+"""Every method on the pages of a cache: the mask and the output that a copy gives, and no copy is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from sparseprefill.plugins.anchor_attention.stages import AnchorEstimator
+
+from kernels.caches import copied, in_fp8, paged, untouched
+from kernels.device import BOUNDS, CUDA, DEVICE
+from sparseprefill import AttentionCall, Pipeline, Result, default_registry, kernels, output_error
+from sparseprefill import paged as pages_module
+from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels import group_launch
+from sparseprefill.testing import tensors
+
+# numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "share-prefill, mean_qk": ("share-prefill", {"block_score": "mean_qk"}),
+    "star-attention, inner": ("star-attention", {"inner": "streaming"}),
+}
+CASES = {name: (name, {}) for name in default_registry().methods() if name != "dense"} | MORE
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    """Kernels do the work on a CPU too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((kernels, "serve"), (kernels, "serve_device"), (pages_module, "serve")):
+            patch.setattr(module, name, lambda _: True)
+        patch.setattr(group_launch, "COPY", 0)  # or whole prompts would be copied where that is faster
+        yield
+
+
+def pipeline(case: str) -> Pipeline:
+    """A method with its small parameters; on a CPU by the kernels, in the interpreter."""
+    name, parameters = CASES[case]
+    method = default_registry().get(name)
+    made = method.pipeline(**{**method.small, **parameters})
+    if CUDA:
+        return made
+    estimator = made.estimator
+    if isinstance(estimator, AnchorEstimator):
+        estimator = evolve(estimator, executor=TritonExecutor())
+    return evolve(made, estimator=estimator, executor=TritonExecutor())
+
+
+def make(size: tuple[int, int], dtype: torch.dtype) -> AttentionCall:
+    sizes: dict[str, Any] = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": size[0], "kv_len": size[1]}
+    return AttentionCall(*tensors("sink", head_dim=64, dtype=dtype, device=DEVICE, **sizes))
+
+
+def same(expected: Result, found: Result) -> None:
+    assert torch.equal(expected.mask.to_dense(), found.mask.to_dense())
+    assert torch.equal(expected.out, found.out)
+    assert torch.equal(expected.lse, found.lse)
+
+
+SIZES = [(353, 353), (290, 353), (1000, 4099)] if CUDA else [(50, 99)]
+CACHES = ((16, "LBNHC"), (128, "LBHNC")) if CUDA else ((16, "LBNHC"),)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_pages_give_what_their_copy_gives(case: str, size: tuple[int, int]) -> None:
+    for page, layout in CACHES:
+        call, made = paged(make(size, torch.float16), page, layout), pipeline(case)
+        found = made.run(call)
+        assert untouched(call)
+        same(made.run(copied(call)), found)
+
+
+@pytest.mark.parametrize("case", CASES if CUDA else ["share-prefill, mean_qk", "bfla", "anchor-attention"])
+def test_an_fp8_cache_gives_what_its_copy_gives(case: str) -> None:
+    """Estimates read a copy, and so choose alike; the portable kernel converts, and may sum in another order."""
+    call, made = in_fp8(make(SIZES[0], torch.float16), 16), pipeline(case)
+    expected, found = made.run(copied(call)), made.run(call)
+    differ = int((expected.mask.to_dense() ^ found.mask.to_dense()).sum())
+    close = 1e-3 * int(expected.mask.to_dense().sum()) if case == "anchor-attention" else 0  # after its own pass
+    assert differ <= close
+    if differ == 0:
+        assert output_error(found.out, expected.out) <= BOUNDS[torch.float16]
