@@ -24,7 +24,9 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "share-prefill, mean_qk": ("share-prefill", {"block_score": "mean_qk"}),
     "star-attention, inner": ("star-attention", {"inner": "streaming"}),
 }
-CASES = {name: (name, {}) for name in default_registry().methods() if name != "dense"} | MORE
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, {}) for name in default_registry().methods() if name != "dense"
+} | MORE
 
 
 @pytest.fixture(autouse=True)
