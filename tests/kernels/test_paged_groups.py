@@ -16,7 +16,7 @@ from sparseprefill.plugins.xattention import fused as xattention
 from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
 from kernels.groups import CUDA, DEVICE, DTYPES, TMA, make, small_settings
 from sparseprefill import AttentionCall
-from sparseprefill.kernels import group_launch
+from sparseprefill.kernels import group_keys, group_launch
 from sparseprefill.kernels.group_launch import GroupTiles
 from sparseprefill.mask_math import reachable_map
 from sparseprefill.split import Part
@@ -37,7 +37,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_place(patch: pytest.MonkeyPatch) -> None:
     """Keys stay in their pages where a copy would only be faster."""
-    patch.setattr(group_launch, "COPY", 0)
+    patch.setattr(group_keys, "COPY", 0)
 
 
 def small(patch: pytest.MonkeyPatch, tile: tuple[int, int], tma: bool) -> None:
@@ -179,7 +179,7 @@ def test_what_reads_all_keys_often_copies_them_for_descriptors(
     tma: bool, q_len: int, most: int, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small(monkeypatch, (16, 32), tma)
-    monkeypatch.setattr(group_launch, "COPY", most)
+    monkeypatch.setattr(group_keys, "COPY", most)
     call = paged(make(torch.float16, (2, 1), q_len, 121 - q_len, 0), 16)
     equal(call, 8)
     assert untouched(call) is not copied

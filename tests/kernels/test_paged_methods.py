@@ -15,7 +15,7 @@ from kernels.device import BOUNDS, CUDA, DEVICE
 from sparseprefill import AttentionCall, Pipeline, Result, default_registry, kernels, output_error
 from sparseprefill import paged as pages_module
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels import group_launch
+from sparseprefill.kernels import group_keys
 from sparseprefill.testing import tensors
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
@@ -35,7 +35,7 @@ def _kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module, name in ((kernels, "serve"), (kernels, "serve_device"), (pages_module, "serve")):
             patch.setattr(module, name, lambda _: True)
-        patch.setattr(group_launch, "COPY", 0)  # or whole prompts would be copied where that is faster
+        patch.setattr(group_keys, "COPY", 0)  # or whole prompts would be copied where that is faster
         yield
 
 

@@ -1,4 +1,4 @@
-"""Launching kernels over `group_products`: tiles of groups, settings, tensor descriptors, and who may use them."""
+"""Launching kernels over `group_products`: tiles of groups, tensor descriptors, and who may use them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from attrs import field, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparseprefill.kernels.group_keys import group_keys
+from sparseprefill.kernels.group_settings import GroupSettings, group_settings, paged_settings
 from sparseprefill.kernels.source import Keys, strides
 
 if TYPE_CHECKING:
@@ -18,79 +20,6 @@ if TYPE_CHECKING:
 HIGHEST = 128  # rows of the largest tile, and so groups of a block
 RUNTIME = ("q_shift", "q_offset", "q_len", "kv_len", "tiles", "skipped", "base", "heads", "kv_group", "rows", "columns")
 """Arguments that change with the length: kernels must not be specialised on their values."""
-
-
-@frozen
-class GroupSettings:
-    """block_m, block_n: query and key groups per tile. block_k: entries per step. warps, stages, tma, maxnreg."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    tma: bool
-    maxnreg: int | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Launch options."""
-        cap = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
-        return {"num_warps": self.warps, "num_stages": self.stages, **cap}
-
-
-def group_settings(capability: tuple[int, int], itemsize: int) -> GroupSettings:
-    """Settings by compute capability, (0, 0) for the interpreter, and bytes per element of q and k."""
-    hopper = capability[0] >= 9
-    if itemsize == 4:
-        return GroupSettings(64, 64, 16, 8, 3, tma=hopper)
-    if hopper:
-        # Bytes from L2 per product decide: two warp groups of 64 x 256, one program per multiprocessor.
-        return GroupSettings(128, 256, 64, 8, 4, tma=True)
-    return GroupSettings(128, 128, 32, 8, 3, tma=False)
-
-
-LONG = 32
-"""Tokens of a group from which its products take long beside the rest of a tile."""
-
-
-def paged_settings(capability: tuple[int, int], itemsize: int, size: int) -> GroupSettings:
-    """The same where keys are read from their pages: by pointers on any device, q as elsewhere. size: of a group.
-
-    By measurement: pointers take registers and a thread's time, so that long sums do better with small tiles.
-    """
-    if capability[0] < 9 or itemsize == 4:
-        return group_settings(capability, itemsize)
-    if size >= LONG:
-        return GroupSettings(128, 128, 64, 4, 5, tma=True)
-    return GroupSettings(128, 256, 64, 8, 3, tma=True)
-
-
-READS = 8
-"""Of tensor descriptors: keys for each query row up to which a copy costs less than pointers into pages do."""
-COPY = 1 << 30
-"""Bytes of such a copy, at most."""
-
-
-def group_keys(call: AttentionCall, size: int, *, tma: bool) -> Keys:
-    """Keys as the kernels read them: from their pages, or, as if there were none, from a copy.
-
-    Pages serve where groups of `size` tokens lie within one or fill several, so not where groups may begin or end
-    inside a page, by its size or by `starts`; and not where `Keys.of` says so. tma: whether tensors are read by
-    descriptors, which cannot follow a table: queries that read all keys often, as those of a whole prompt do, then gain
-    more by them than a copy costs.
-    """
-    pages = call.pages
-    if pages is not None:
-        cut = (pages.page % size and size % pages.page) or call.starts is not None
-        if cut or (tma and _often(call)):
-            pages.keys()  # the pages keep the copy, which `Keys.of` then takes
-    return Keys.of(call)
-
-
-def _often(call: AttentionCall) -> bool:
-    held = call.kv_heads * call.kv_len * call.q.shape[3] * call.q.element_size()
-    return call.q.shape[2] * READS >= call.kv_len and held <= COPY
 
 
 def supported(call: AttentionCall, block: int, size: int) -> bool:

@@ -37,7 +37,7 @@ def test_the_cuda_backend_agrees_with_the_cpu_backend(runner: str, layout: str, 
     model = str(models.save("llama", tmp_path / "llama"))
     job: dict[str, Any] = {"model": model, "rounds": [PROMPTS], "options": SMALL, "tokens": 3}
     stock, streaming = engine.run([job, {**job, "sparse": STREAMING}], tmp_path)
-    masks = [{**job, "sparse": {"method": "diary", "min_query": 32}}, {**job, "sparse": STREAMING}]
+    masks = [{**job, "sparse": {"method": "diary", "min_query": 32, "warm_up": True}}, {**job, "sparse": STREAMING}]
     switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": runner, "VLLM_KV_CACHE_LAYOUT": layout}
     full, sparse = engine.run(masks, tmp_path, "cuda", **switches)
     assert engine.tokens(stock) == engine.tokens(full)
@@ -45,5 +45,7 @@ def test_the_cuda_backend_agrees_with_the_cpu_backend(runner: str, layout: str, 
     assert engine.tokens(stock) != engine.tokens(sparse)
     assert all(layer["sparse_calls"] > 2 for layer in sparse["report"]["layers"])
     assert streaming["report"]["density"] == pytest.approx(sparse["report"]["density"], abs=0.2)
+    assert [[0, 0, 128], [1, 0, 128], [0, 384, 128], [1, 384, 128]] == full["warmed"], "layer, offset, rows"
+    assert not sparse["warmed"], "vLLM compiles nothing ahead where it runs eagerly"
     memories = {number for number, *_ in full["state"]["diary"]}
     assert 2 == len(memories), "one memory for each request, whichever runner tells them apart"
