@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -83,6 +84,16 @@ def test_running_out_of_memory_is_no_reason_to_give_the_kernel_up(monkeypatch: p
     with pytest.raises(torch.OutOfMemoryError):
         TritonExecutor().execute(given, Plan(SparseMask.full(given)))
     assert attention.FAILED == []
+
+
+def test_what_it_declines_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(attention, "_special_of", lambda _: launch)
+    attention._declined.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for given in (call(), call(softcap=30.0), call(softcap=20.0)):
+            taken = attention.specialised(given, SparseMask.full(given, 128))
+            assert (taken is None) == (given.softcap is not None)
+    assert ["softcap" in record.message for record in caplog.records] == [True]
 
 
 def test_a_cpu_has_no_special_kernel() -> None:

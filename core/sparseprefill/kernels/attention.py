@@ -61,7 +61,20 @@ def choose(call: AttentionCall, tile_q: int, tile_k: int) -> Settings:
 def specialised(call: AttentionCall, mask: SparseMask) -> Any:
     """The module with a faster kernel for this call and device (`kernels.hopper.launch`), or None."""
     module = _special_of(call)
-    return None if module is None or module.objection(call, mask) is not None else module
+    if module is None:
+        return None
+    reason = module.objection(call, mask)
+    if reason is None:
+        return module
+    _declined(reason)
+    return None
+
+
+@cache
+def _declined(reason: str) -> None:
+    """Said once for each reason; `info`, since small tiles or a softcap are no fault of anybody."""
+    text = "the portable kernel serves calls with %s, which the Hopper kernel does not"
+    logging.getLogger(__name__).info(text, reason)
 
 
 def _special_of(call: AttentionCall) -> Any:
