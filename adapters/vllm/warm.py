@@ -11,8 +11,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill import kernels
 from sparseprefill.call import AttentionCall
-from sparseprefill.kernels import serve_device
 from sparseprefill.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.paged import Pages
@@ -85,7 +85,7 @@ def _call(layer: Layer, sizes: Sizes, pages: Where, rows: int, keys: int, first_
 
 def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Sizes) -> None:
     """The same for an engine's layers and their modules, once for each kind; what goes wrong is logged, no more."""
-    if not layers or not serve_device(sizes.device) or sizes in runtime.warmed:
+    if not layers or not kernels.serve_device(sizes.device) or sizes in runtime.warmed:
         return
     runtime.warmed.add(sizes)
     module, begin = layers[0][1], time.perf_counter()

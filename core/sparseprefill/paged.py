@@ -6,8 +6,8 @@ import torch
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
+from sparseprefill import kernels
 from sparseprefill.errors import InvalidCallError
-from sparseprefill.kernels import serve
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 STORED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FP8)
@@ -107,7 +107,7 @@ class Pages:
 
 
 def _gather(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if serve(x):
+    if kernels.serve(x):
         from sparseprefill.kernels.gather import gather_pages
 
         return gather_pages(x, table, length, scale, dtype)

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.kernels import serve
+from sparseprefill import kernels
 from sparseprefill.mask import SparseMask
 from sparseprefill.mask_math import reachable_map, regrid
 from sparseprefill.pipeline import Pipeline
@@ -68,7 +68,7 @@ def kept_tiles(
 
     size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it (`fused`).
     """
-    if serve(call.q):
+    if kernels.serve(call.q):
         from sparseprefill.kernels.group_launch import supported
 
         if supported(call, block, size):

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.kernels import serve
+from sparseprefill import kernels
 from sparseprefill.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
@@ -56,7 +56,7 @@ class AntidiagonalEstimator:
 
 def kept_tiles(call: AttentionCall, stride: int, block: int, threshold: float) -> Tensor:
     """bool ``[B, Hq, R, C]``: the fewest key tiles of each query tile that reach the threshold."""
-    if serve(call.q):
+    if kernels.serve(call.q):
         from sparseprefill.kernels.group_launch import supported
 
         if supported(call, block, stride):

@@ -13,7 +13,6 @@ from sparseprefill.plugins.anchor_attention.stages import AnchorEstimator
 from kernels.caches import copied, in_fp8, paged, untouched
 from kernels.device import BOUNDS, CUDA, DEVICE
 from sparseprefill import AttentionCall, Pipeline, Result, default_registry, kernels, output_error
-from sparseprefill import paged as pages_module
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels import group_keys
 from sparseprefill.testing import tensors
@@ -33,8 +32,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def _kernels() -> Iterator[None]:
     """Kernels do the work on a CPU too."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((kernels, "serve"), (kernels, "serve_device"), (pages_module, "serve")):
-            patch.setattr(module, name, lambda _: True)
+        for name in ("serve", "serve_device"):
+            patch.setattr(kernels, name, lambda _: True)
         patch.setattr(group_keys, "COPY", 0)  # or whole prompts would be copied where that is faster
         yield
 

@@ -113,7 +113,7 @@ def pretend_cuda() -> None:
 
     torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
     torch.cuda.synchronize = lambda *_: None
-    warm.serve_device = lambda _: True
+    warm.kernels = types.SimpleNamespace(serve_device=lambda _: True)
     backends: Any = triton.backends.backends
     backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
     from sparseprefill.adapters.vllm.plugin import CUDA_BACKEND

@@ -12,14 +12,13 @@ import pytest
 import torch
 from attrs import evolve
 from sparseprefill.adapters.session import Session
-from sparseprefill.adapters.vllm import warm as module
 from sparseprefill.adapters.vllm.layer import Layer
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.pages import pages_of
 from sparseprefill.adapters.vllm.warm import Sizes, warm, warm_engine
 from torch import Tensor
 
-from sparseprefill import AttentionCall, Memory, Pipeline, Plan, SparseMask
+from sparseprefill import AttentionCall, Memory, Pipeline, Plan, SparseMask, kernels
 from sparseprefill.paged import Pages
 from unit.stubs import Estimate
 
@@ -104,7 +103,7 @@ def test_the_cache_is_laid_out_as_vllm_does(stored: torch.dtype, outside: bool, 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    monkeypatch.setattr(module, "serve_device", lambda _: True)
+    monkeypatch.setattr(kernels, "serve_device", lambda _: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
