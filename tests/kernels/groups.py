@@ -18,10 +18,11 @@ SMALL = st.sampled_from([(16, 16), (16, 32), (16, 64)])
 LENGTHS = st.sampled_from([1, 16, 127, 128, 129, 151]) | st.integers(1, 200 if CUDA else 150)
 
 
-def small_settings(patch: pytest.MonkeyPatch, tile: tuple[int, int], tma: bool) -> None:
+def small_settings(patch: pytest.MonkeyPatch, tile: tuple[int, int], tma: bool) -> GroupSettings:
     """Tiles that a short call has many of; on a GPU this replaces the settings that production takes."""
     chosen = GroupSettings(*tile, 16, 4, 2, tma=tma)
     patch.setattr(group_launch, "group_settings", lambda capability, itemsize: chosen)
+    return chosen
 
 
 def make(

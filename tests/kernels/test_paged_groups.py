@@ -42,8 +42,8 @@ def in_place(patch: pytest.MonkeyPatch) -> None:
 
 def small(patch: pytest.MonkeyPatch, tile: tuple[int, int], tma: bool) -> None:
     """Small tiles, the same for pages and tensors, so that results are equal."""
-    small_settings(patch, tile, tma)
-    patch.setattr(group_launch, "paged_settings", lambda *about: group_launch.group_settings(*about[:2]))
+    chosen = small_settings(patch, tile, tma)
+    patch.setattr(group_launch, "paged_settings", lambda *_: chosen)
 
 
 def results(call: AttentionCall, size: int) -> dict[str, torch.Tensor]:

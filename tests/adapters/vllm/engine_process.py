@@ -100,6 +100,7 @@ def counters() -> dict[str, float]:
 def pretend_cuda() -> None:
     """Make vLLM's Triton backend run on CPU tensors, in Triton's interpreter. Leans on vLLM 0.32's insides."""
     import types
+    from unittest import mock
 
     import torch
     import triton.backends
@@ -113,7 +114,7 @@ def pretend_cuda() -> None:
 
     torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
     torch.cuda.synchronize = lambda *_: None
-    warm.kernels = types.SimpleNamespace(serve_device=lambda _: True)
+    mock.patch.object(warm, "kernels", types.SimpleNamespace(serve_device=lambda _: True)).start()
     backends: Any = triton.backends.backends
     backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
     from sparseprefill.adapters.vllm.plugin import CUDA_BACKEND
