@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 
 from .case import Part
 

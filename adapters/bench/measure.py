@@ -14,9 +14,9 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.gated import gated
 from sparseprefill.memory import Memory
 from sparseprefill.metrics import recall
+from sparseprefill.parts.split import limit_of, parts
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
-from sparseprefill.split import limit_of, parts
 
 from .baseline import Baseline, baseline
 from .case import Case, Shape

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result

@@ -14,8 +14,8 @@ import typer
 from attrs import evolve
 
 from sparseprefill import __version__
-from sparseprefill.breakeven import BreakEven, device_kind
-from sparseprefill.breakeven_points import DeviceKind, HeadShape
+from sparseprefill.breakeven.points import DeviceKind, HeadShape
+from sparseprefill.breakeven.table import BreakEven, device_kind
 from sparseprefill.registry import default_registry
 
 from . import calibrated, render
@@ -67,7 +67,7 @@ def calibrate(
     `build` decide whether a call is worth running sparse.
     """
     from .. import calibrate as calibration
-    from ..calibrate_clock import Clock
+    from ..calibration.clock import Clock
     from .progress import bars
     from .setup import Place
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from attrs import asdict
 
-from sparseprefill.breakeven import BreakEven
-from sparseprefill.breakeven_points import HeadShape, Point
-from sparseprefill.breakeven_rule import lines, too_dense
+from sparseprefill.breakeven.points import HeadShape, Point
+from sparseprefill.breakeven.rule import lines, too_dense
+from sparseprefill.breakeven.table import BreakEven
 
 from . import render
 

@@ -46,7 +46,7 @@ def cluster(
     """
     if find_spec("scipy") is None:
         raise CommandError('cluster needs scipy: pip install "sparseprefill[cluster]"')
-    from sparseprefill.cluster_file import dump
+    from sparseprefill.profiles.cluster_file import dump
 
     from ..clustering import autoencoder, capture, group
     from ..clustering.picture import draw

@@ -10,7 +10,7 @@ import torch
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 
 from ..demo.outcome import Outcome
 from .group import CommandError

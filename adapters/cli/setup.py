@@ -12,10 +12,10 @@ from attrs import evolve, frozen
 from .group import CommandError
 
 if TYPE_CHECKING:
-    from sparseprefill.identity import ModelIdentity
+    from sparseprefill.profiles.identity import ModelIdentity
 
+    from ..calibration.search import Measure
     from ..demo.compare import Comparison
-    from ..tuning import Measure
 
 EMBEDDED = "embedded"
 

@@ -14,7 +14,7 @@ import typer
 
 from sparseprefill import __version__
 from sparseprefill.method import Method
-from sparseprefill.profile import Profile
+from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
 
 from . import render

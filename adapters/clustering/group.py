@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseprefill.clusters import ClusterTable, Spot
-from sparseprefill.identity import ModelIdentity
-from sparseprefill.selection import top_mass
+from sparseprefill.profiles.clusters import ClusterTable, Spot
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.statistics.select import top_mass
 
 
 def features(codes: Tensor) -> Tensor:

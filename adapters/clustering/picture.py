@@ -8,7 +8,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from sparseprefill.clusters import NOISE, ClusterTable
+from sparseprefill.profiles.clusters import NOISE, ClusterTable
 
 SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#a6c8e4", "#3f7fb8", "#10365f"])
 INK, GREY, EDGE = "#333333", "#999999", "#d1495b"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from ..session import MIN_QUERY
+from ..session.session import MIN_QUERY
 from .haystack import haystack_of
 from .tasks import FAMILIES, Family, Task, make_task, score
 

@@ -8,7 +8,7 @@ from attrs import field, frozen
 
 from sparseprefill.pipeline import Pipeline
 
-from ..tuning import Measured
+from ..calibration.search import Measured
 from .compare import Comparison
 from .exam import Exam, make_exam
 from .outcome import Contender
@@ -18,7 +18,7 @@ ROWS = 1  # recall plays no part in tuning
 
 @frozen
 class ExamMeasure:
-    """Runs a pipeline on several exams of one length; see `sparseprefill.adapters.tuning.Measure`.
+    """Runs a pipeline on several exams of one length; see `sparseprefill.adapters.calibration.search.Measure`.
 
     texts: exams of each length. questions: of each family. seed: of the first exam. Works with any causal language
     model of transformers that answers the tasks, and its tokenizer.

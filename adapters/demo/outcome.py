@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparseprefill.breakeven_gate import AUTO, GateChoice
+from sparseprefill.breakeven.gate import AUTO, GateChoice
 from sparseprefill.errors import AttachError, ParameterError
 from sparseprefill.gated import GatedPipeline
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.profile import Profile
+from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
 
-from ..session import MIN_QUERY, Observe, Session
+from ..session.session import MIN_QUERY, Observe, Session
 
 if TYPE_CHECKING:
     import torch

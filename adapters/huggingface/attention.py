@@ -12,7 +12,7 @@ from transformers.masking_utils import causal_mask_function
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError
 
-from ..session import Fallback
+from ..session.session import Fallback
 from . import forwards, reasons
 from .eager import eagerly
 from .masks import Compact, classify, encode, is_compact

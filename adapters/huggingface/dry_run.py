@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 
-from ..report import Report
-from ..session import Session
+from ..session.report import Report
+from ..session.session import Session
 from .handle import Handle
 from .inspection import allowed_ids
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from attrs import define, field, frozen
 from torch import Tensor
 
-from ..session import Prefill
+from ..session.session import Prefill
 from .masks import Compact, decode
 
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)

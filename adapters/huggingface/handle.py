@@ -12,8 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from sparseprefill.errors import AttachError
 
-from ..report import Report
-from ..session import Session
+from ..session.report import Report
+from ..session.session import Session
 from .attention import make_attention, make_mask
 from .hooks import install
 from .inspection import implementations

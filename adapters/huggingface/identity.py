@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sparseprefill.identity import ModelIdentity
+from sparseprefill.profiles.identity import ModelIdentity
 
 SIZES = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
+from sparseprefill.adapters.star.executor import AnchoredBlockExecutor
 
 from sparseprefill.config import from_config
-from sparseprefill.dense_attention import dense
 from sparseprefill.errors import ParameterError
-from sparseprefill.executors.anchored import AnchoredBlockExecutor
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.dense import dense
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry
 

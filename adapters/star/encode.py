@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field
+from sparseprefill.adapters.star.executor import Shard
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.executors.anchored import Shard
 from sparseprefill.memory import Memory
 
 from .anchor import Anchor, Keys

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.dense_attention import dense
 from sparseprefill.errors import AttachError
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.dense import dense
 
 from ..huggingface.dry_run import TOKENS, TOLERANCE
 from ..huggingface.handle import PREFIX

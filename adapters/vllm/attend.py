@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
-from sparseprefill.paged import Pages
+from sparseprefill.pages import Pages
 
-from ..session import Fallback
+from ..session.session import Fallback
 from .layer import Layer
 from .runtime import Runtime
 from .split import Part

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from sparseprefill.paged import Pages
+from sparseprefill.pages import Pages
 
 from .pages import pages_of
 from .runtime import NAME

@@ -10,7 +10,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from sparseprefill.errors import AttachError
-from sparseprefill.identity import ModelIdentity
+from sparseprefill.profiles.identity import ModelIdentity
 
 from ..huggingface.identity import of_config
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from sparseprefill.breakeven_gate import AUTO, GateChoice
+from sparseprefill.breakeven.gate import AUTO, GateChoice
 from sparseprefill.config import KEYS, from_config
 from sparseprefill.errors import ParameterError, nearest
 from sparseprefill.pipeline import Pipeline

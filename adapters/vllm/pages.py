@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseprefill.paged import Pages
+from sparseprefill.pages import Pages
 
 
 def pages_of(

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 
 from attrs import define, field, frozen
 
-from ..session import Prefill
+from ..session.session import Prefill
 
 
 @frozen

@@ -11,8 +11,8 @@ from attrs import define, evolve, field
 
 from sparseprefill.errors import AttachError, ParameterError
 
-from ..report import Report
-from ..session import Prefill, Session
+from ..session.report import Report
+from ..session.session import Prefill, Session
 from .logs import show
 from .model import Model, identity
 from .options import Options, parse

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 
-from sparseprefill.paged import Pages
+from sparseprefill.pages import Pages
 
 from .attend import run
 from .groups import announce, warm_up

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import define, field
 
-from ..session import Prefill
+from ..session.session import Prefill
 from .requests import Row
 
 # Tensors and arrays with one entry a request that the host's metadata may hold.

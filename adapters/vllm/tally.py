@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from ..ledger import Uncounted
+from ..session.ledger import Uncounted
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

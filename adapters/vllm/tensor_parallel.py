@@ -11,12 +11,12 @@ from typing import Any
 
 from attrs import evolve, fields
 
-from sparseprefill.clusters import ClusterTable
-from sparseprefill.identity import ModelIdentity
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.profile import Profile
 from sparseprefill.profiled import profiled
+from sparseprefill.profiles.clusters import ClusterTable
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import Registry, default_registry
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.call import AttentionCall
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
-from sparseprefill.paged import Pages
+from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 

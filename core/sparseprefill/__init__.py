@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseprefill.breakeven import BreakEven, Verdict
-from sparseprefill.breakeven_gate import Gate, GateChoice
+from sparseprefill.breakeven.gate import Gate, GateChoice
+from sparseprefill.breakeven.table import BreakEven, Verdict
 from sparseprefill.call import AttentionCall
-from sparseprefill.combine import UnionEstimator
 from sparseprefill.config import from_config
 from sparseprefill.errors import (
     AttachError,
@@ -26,22 +25,23 @@ from sparseprefill.errors import (
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.gated import GatedPipeline, gated
-from sparseprefill.geometry import Geometry
 from sparseprefill.hookspecs import hookimpl
-from sparseprefill.lists import IndexLists
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.method import Method
 from sparseprefill.metrics import output_error, recall
-from sparseprefill.paged import Pages
+from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan, Result
-from sparseprefill.profile import Profile
+from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
 from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.priority import TilePriority
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.refiners.rows import DenseRows
+from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.registry import PluginRecord, Registry, default_registry
 from sparseprefill.softmax import SoftmaxState
 from sparseprefill.stages import HeadScope, MaskRefiner, Observer, PatternEstimator, SparseExecutor

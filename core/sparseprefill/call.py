@@ -11,8 +11,8 @@ from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError
-from sparseprefill.geometry import Geometry
-from sparseprefill.paged import Pages
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.pages import Pages
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from attrs import NOTHING, evolve, fields, frozen
 
-from sparseprefill.breakeven_gate import AUTO
-from sparseprefill.combine import UnionEstimator
+from sparseprefill.breakeven.gate import AUTO
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest
 from sparseprefill.gated import gated
 from sparseprefill.pipeline import Pipeline
@@ -20,6 +19,7 @@ from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
 from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.refiners.rows import DenseRows
+from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.registry import Registry, default_registry
 from sparseprefill.stages import MaskRefiner
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, fields, frozen
 
-from sparseprefill.breakeven_gate import AUTO, Gate, GateChoice, gate_of
-from sparseprefill.dense_attention import dense
+from sparseprefill.breakeven.gate import AUTO, Gate, GateChoice, gate_of
+from sparseprefill.executors.dense import dense
 from sparseprefill.pipeline import Pipeline
 
 if TYPE_CHECKING:

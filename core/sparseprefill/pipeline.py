@@ -16,9 +16,9 @@ from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, 
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.into import execute_into
 from sparseprefill.memory import Memory
-from sparseprefill.parts import Recorder
+from sparseprefill.parts.record import Recorder
+from sparseprefill.parts.split import Limit, Part, limit_of, parts
 from sparseprefill.plan import Plan, Result
-from sparseprefill.split import Limit, Part, limit_of, parts
 from sparseprefill.stages import (
     HeadScope,
     MaskRefiner,

@@ -10,10 +10,9 @@ from typing import Any
 from attrs import field, frozen
 from torch import Tensor
 
-from sparseprefill import density
 from sparseprefill.errors import MaskError
-from sparseprefill.mask import SparseMask
-from sparseprefill.parts import Parts
+from sparseprefill.mask.mask import SparseMask, density
+from sparseprefill.parts.record import Parts
 from sparseprefill.softmax import SoftmaxState
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})

@@ -11,9 +11,9 @@ from sparseprefill.errors import ParameterError, UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.into import execute_into
 from sparseprefill.executors.reference import ReferenceExecutor
+from sparseprefill.parts.split import workspace
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.profile import Profile
-from sparseprefill.split import workspace
+from sparseprefill.profiles.profile import Profile
 from sparseprefill.stages import HeadScope, head_scope
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from sparseprefill.errors import (
 )
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.profile import Profile
 from sparseprefill.profiled import profiled
+from sparseprefill.profiles.profile import Profile
 
 GROUP = hookspecs.PROJECT
 ONLY = "SPARSEPREFILL_PLUGINS"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparseprefill.lists import IndexLists
-from sparseprefill.pooling import tile_mean
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.statistics.pooled import tile_mean
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseprefill.kernels.source import Keys, strides
-from sparseprefill.lists import IndexLists
+from sparseprefill.mask.lists import IndexLists
 
 from .kernels.compact import compact_kernel
 from .kernels.pool import pool_kernel

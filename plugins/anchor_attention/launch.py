@@ -8,7 +8,7 @@ from attrs import frozen
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.geometry import Geometry
+    from sparseprefill.mask.geometry import Geometry
 
     from .regions import Regions
 

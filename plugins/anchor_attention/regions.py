@@ -8,9 +8,9 @@ from functools import lru_cache
 import torch
 from attrs import frozen
 
-from sparseprefill.geometry import Geometry
-from sparseprefill.lists import IndexLists
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 
 
 @frozen

@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from sparseprefill import kernels
 from sparseprefill.executors.auto import AutoExecutor
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
 
@@ -19,7 +19,7 @@ from .regions import Regions
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.lists import IndexLists
+    from sparseprefill.mask.lists import IndexLists
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope, SparseExecutor
 

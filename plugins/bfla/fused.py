@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparseprefill.kernels.group_launch import GroupTiles
-from sparseprefill.selection import top_mass
+from sparseprefill.kernels.groups.launch import GroupTiles
+from sparseprefill.statistics.select import top_mass
 
 from . import kernels
 

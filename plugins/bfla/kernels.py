@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.group_launch import RUNTIME
-from sparseprefill.kernels.group_products import (
+from sparseprefill.kernels.groups.launch import RUNTIME
+from sparseprefill.kernels.groups.products import (
     first_query_group,
     group_products,
     places,

@@ -9,15 +9,15 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.mask import SparseMask
-from sparseprefill.mask_math import reachable_map, regrid
+from sparseprefill.mask.grid import reachable_map, regrid
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.parts.split import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.priority import NOTE, TilePriority
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
-from sparseprefill.selection import top_mass
-from sparseprefill.split import default_workspace
+from sparseprefill.statistics.select import top_mass
 
 from .scores import block_scores
 
@@ -69,7 +69,7 @@ def kept_tiles(
     size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it (`fused`).
     """
     if kernels.serve(call.q):
-        from sparseprefill.kernels.group_launch import supported
+        from sparseprefill.kernels.groups.launch import supported
 
         if supported(call, block, size):
             from . import fused

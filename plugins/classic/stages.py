@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from attrs import frozen
 
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.parts.split import ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.split import ranges_workspace
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

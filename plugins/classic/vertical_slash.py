@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
+from sparseprefill.parts.split import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.slashes import vertical_slash
-from sparseprefill.split import default_workspace
+from sparseprefill.statistics.slashes import vertical_slash
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.distance import js_distance, js_terms, seen_blocks
+from sparseprefill.kernels.lists.bits import span
+from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
 from sparseprefill.kernels.steps import LOG2E, floor_div
-from sparseprefill.kernels.tile_bits import span
 
 TINY = tl.constexpr(1.1754943508222875e-38)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.divergence import js_distance
+from sparseprefill.statistics.divergence import js_distance
 
 from .pooled import products, scores
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.mask_math import reachable_map
-from sparseprefill.pooling import tile_mean
-from sparseprefill.selection import top_mass
+from sparseprefill.mask.grid import reachable_map
+from sparseprefill.statistics.pooled import tile_mean
+from sparseprefill.statistics.select import top_mass
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

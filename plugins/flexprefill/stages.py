@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
+from sparseprefill.parts.split import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.pooling import key_tile_mean
-from sparseprefill.sampling import last_rows, sampled_mass
-from sparseprefill.selection import top_mass
-from sparseprefill.slashes import slash_tiles, strips_mask
-from sparseprefill.split import default_workspace
+from sparseprefill.statistics.pooled import key_tile_mean
+from sparseprefill.statistics.sampled import last_rows, sampled_mass
+from sparseprefill.statistics.select import top_mass
+from sparseprefill.statistics.slashes import slash_tiles, strips_mask
 
 from .config import FlexConfig
 from .pattern import distance

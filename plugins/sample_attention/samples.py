@@ -6,8 +6,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.geometry import Geometry
-from sparseprefill.kept import kept
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.statistics.kept import kept
 
 
 @frozen(eq=False)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from attrs import frozen
 
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.parts.split import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.sampling import sampled_mass
-from sparseprefill.selection import top_mass
-from sparseprefill.slashes import slash_tiles
-from sparseprefill.split import default_workspace
-from sparseprefill.tile_map import TileMap
+from sparseprefill.statistics.sampled import sampled_mass
+from sparseprefill.statistics.select import top_mass
+from sparseprefill.statistics.slashes import slash_tiles
 
 from .cra import SAMPLED, Sampled
 from .samples import Samples

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-from sparseprefill.cluster_file import load, parse
+from sparseprefill.profiles.cluster_file import load, parse
 from sparseprefill.validate import number, one_of, whole
 
 SINGLE = "single"

@@ -9,11 +9,11 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.divergence import js_distance
-from sparseprefill.slashes import slash_tiles
+from sparseprefill.statistics.divergence import js_distance
+from sparseprefill.statistics.slashes import slash_tiles
 
 if TYPE_CHECKING:
-    from sparseprefill.geometry import Geometry
+    from sparseprefill.mask.geometry import Geometry
 
     from .heads import LayerHeads
     from .pivots import Pivots

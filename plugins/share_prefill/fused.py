@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparseprefill.kernels.launch import cdiv, power_of_two
-from sparseprefill.kernels.sampled_strips import COLUMNS, ROWS
+from sparseprefill.kernels.sampled.strips import COLUMNS, ROWS
+from sparseprefill.kernels.settings import cdiv, power_of_two
 
 from . import kernels
 from .decide import Choice
@@ -16,7 +16,7 @@ from .heads import index
 from .pivots import NEVER
 
 if TYPE_CHECKING:
-    from sparseprefill.geometry import Geometry
+    from sparseprefill.mask.geometry import Geometry
 
     from .config import ShareConfig
     from .heads import LayerHeads

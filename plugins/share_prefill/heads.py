@@ -8,7 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from sparseprefill.clusters import NOISE, ClusterTable
+from sparseprefill.profiles.clusters import NOISE, ClusterTable
 
 
 @frozen

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.distance import js_distance, js_terms, seen_blocks
-from sparseprefill.kernels.sampled_strips import strips
+from sparseprefill.kernels.sampled.strips import strips
+from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
 from sparseprefill.kernels.steps import floor_div
 
 FAR = tl.constexpr(1 << 30)

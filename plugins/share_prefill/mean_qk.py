@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.mask_math import reachable_map
-from sparseprefill.pooling import key_tile_mean, tile_mean
+from sparseprefill.mask.grid import reachable_map
+from sparseprefill.statistics.pooled import key_tile_mean, tile_mean
 
 from .heads import of_heads
 

@@ -11,9 +11,9 @@ from torch.nn import functional
 from sparseprefill.errors import StageError
 
 if TYPE_CHECKING:
-    from sparseprefill.geometry import Geometry
-    from sparseprefill.mask import SparseMask
-    from sparseprefill.sampling import SampledMass
+    from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.mask.mask import SparseMask
+    from sparseprefill.statistics.sampled import SampledMass
 
 
 def seen_blocks(geometry: Geometry, rows: Tensor, real: Tensor, block: int) -> Tensor:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import StageError
+from sparseprefill.parts.split import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.sampling import SampledMass, last_rows, sampled_mass
-from sparseprefill.selection import top_mass
-from sparseprefill.slashes import slash_tiles, strips_mask
-from sparseprefill.split import default_workspace
+from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
+from sparseprefill.statistics.select import top_mass
+from sparseprefill.statistics.slashes import slash_tiles, strips_mask
 
 from . import mean_qk, scores
 from .config import SINGLE, ShareConfig
@@ -25,9 +25,9 @@ from .pivots import KEY, Pivots, earlier, renewed
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.identity import ModelIdentity
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Result
+    from sparseprefill.profiles.identity import ModelIdentity
     from sparseprefill.stages import HeadScope
 
 MISSING = (

@@ -9,14 +9,14 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.lists import IndexLists
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.softmax import SoftmaxState
 
 from .tiles import with_dense_rows
 
 if TYPE_CHECKING:
-    from sparseprefill.geometry import Geometry
+    from sparseprefill.mask.geometry import Geometry
 
     from .blocks import Blocks
     from .sizes import Sizes

@@ -9,7 +9,7 @@ from attrs import frozen
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sparseprefill.geometry import Geometry
+    from sparseprefill.mask.geometry import Geometry
 
 LONG, BLOCK = 131072, 32768  # section 3.4: a quarter of the context up to 128K tokens, then 32K
 

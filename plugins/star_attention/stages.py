@@ -10,9 +10,9 @@ from attrs import frozen
 from sparseprefill.config import from_config
 from sparseprefill.errors import ParameterError
 from sparseprefill.memory import Memory
+from sparseprefill.parts.split import default_workspace, ranges_workspace, workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
-from sparseprefill.split import default_workspace, ranges_workspace, workspace
 
 from .blocks import Blocks
 from .scatter import Places
@@ -21,7 +21,7 @@ from .tiles import star_mask
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.identity import ModelIdentity
+    from sparseprefill.profiles.identity import ModelIdentity
     from sparseprefill.stages import HeadScope
 
     from .config import StarConfig

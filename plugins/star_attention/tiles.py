@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve
 
-from sparseprefill.lists import IndexLists
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparseprefill.geometry import Geometry
+    from sparseprefill.mask.geometry import Geometry
 
     from .sizes import Sizes
 

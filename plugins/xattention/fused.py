@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparseprefill.kernels.group_launch import GroupTiles
+from sparseprefill.kernels.groups.launch import GroupTiles
 from sparseprefill.kernels.steps import LOG2E
 
 from . import kernels

@@ -9,11 +9,11 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.parts.split import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.selection import top_mass
-from sparseprefill.split import default_workspace
+from sparseprefill.statistics.select import top_mass
 
 from .scores import scores_workspace, tile_scores
 
@@ -57,7 +57,7 @@ class AntidiagonalEstimator:
 def kept_tiles(call: AttentionCall, stride: int, block: int, threshold: float) -> Tensor:
     """bool ``[B, Hq, R, C]``: the fewest key tiles of each query tile that reach the threshold."""
     if kernels.serve(call.q):
-        from sparseprefill.kernels.group_launch import supported
+        from sparseprefill.kernels.groups.launch import supported
 
         if supported(call, block, stride):
             from . import fused

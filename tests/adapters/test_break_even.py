@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
-from sparseprefill.adapters.session import WHOLE, Fallback, Prefill, Session
+from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
 from torch.nn import functional
 
 import sparseprefill as sp
-from sparseprefill.breakeven import BELOW, BreakEven, Verdict
-from sparseprefill.breakeven_gate import GateChoice
+from sparseprefill.breakeven.gate import GateChoice
+from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
 from unit.build import make
 from unit.tables import from_length, point, shape_of, table, whole
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.calibrate import HeadSizes, calibrate, sizes
-from sparseprefill.adapters.calibrate_clock import Clock
+from sparseprefill.adapters.calibration.clock import Clock
+from sparseprefill.adapters.calibration.measure import HeadSizes, calibrate, sizes
 from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from sparseprefill.breakeven import BreakEven
+from sparseprefill.breakeven.table import BreakEven
 
 from .test_cli import refused
 

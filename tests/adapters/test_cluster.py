@@ -20,7 +20,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from sparseprefill import cluster_file
+from sparseprefill.profiles import cluster_file
 
 SMALL = ("--tokens", "512", "--block", "32", "--samples", "1", "--epochs", "20", "--device", "cpu")
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import pytest
 from attrs import evolve
-from sparseprefill.adapters.ledger import Uncounted
-from sparseprefill.adapters.report import LayerReport
-from sparseprefill.adapters.session import Prefill, Session
+from sparseprefill.adapters.session.ledger import Uncounted
+from sparseprefill.adapters.session.report import LayerReport
+from sparseprefill.adapters.session.session import Prefill, Session
 
 import sparseprefill as sp
-from sparseprefill import parts
+from sparseprefill.parts import record as parts
 from unit.build import make
 
 CALL = make(96, heads=4, kv_heads=2)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from attrs import evolve
 from sparseprefill.adapters import tuning
+from sparseprefill.adapters.calibration.search import Measured, search, settings
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
-from sparseprefill.adapters.tuning import Measured, search, settings
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from sparseprefill.profile import Profile
+from sparseprefill.profiles.profile import Profile
 
 from .hf_models import build, prompt
 from .test_cli import refused

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sparseprefill.adapters.star import Context, Star
+from sparseprefill.adapters.star import Context, Star, exchange
 
 from distributed.models import CASES, NEW, QUESTIONS, Case, build, tokens
-from sparseprefill.executors import exchange
 
 RANKS = 4
 ROWS = (tokens(200), tokens(77, seed=3), tokens(140, seed=4))

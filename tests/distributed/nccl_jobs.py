@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sparseprefill.adapters.star import Star
+from sparseprefill.adapters.star import Star, exchange
+from sparseprefill.adapters.star.executor import AnchoredBlockExecutor, Shard
 from sparseprefill.adapters.star.ranks import Ranks
 from torch import Tensor
 
 from distributed import jobs
 from distributed.models import NEW, QUESTIONS, Case, alone, build, device, tokens
 from sparseprefill import AttentionCall, SparseMask
-from sparseprefill.executors import exchange
-from sparseprefill.executors.anchored import AnchoredBlockExecutor, Shard
 from sparseprefill.plan import Plan
 
 STREAMING = {"method": "streaming", "parameters": {"sink": 64, "window": 64}}

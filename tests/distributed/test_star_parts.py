@@ -9,7 +9,8 @@ import torch
 from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
-from sparseprefill.adapters.star import Star
+from sparseprefill.adapters.star import Star, exchange
+from sparseprefill.adapters.star.executor import AnchoredBlockExecutor, Shard
 from sparseprefill.adapters.star.inspection import decoder_of
 from sparseprefill.adapters.star.layout import Sizes
 from sparseprefill.adapters.star.options import check_options, stops
@@ -21,8 +22,6 @@ from torch import Tensor
 from distributed.models import build, tokens
 from sparseprefill import AttentionCall, ReferenceExecutor, SparseMask
 from sparseprefill.errors import AttachError, InvalidCallError, ParameterError
-from sparseprefill.executors import exchange
-from sparseprefill.executors.anchored import AnchoredBlockExecutor, Shard
 from sparseprefill.plan import Plan
 
 maybe = st.one_of(st.none(), st.integers(1, 300))

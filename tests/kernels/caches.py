@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 
 from sparseprefill import AttentionCall
-from sparseprefill.paged import Pages
+from sparseprefill.pages import Pages
 
 LAYOUTS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3)}
 """Orders of (page, head, slot, numbers) in memory: heads side by side within a token, or a head's tokens together."""

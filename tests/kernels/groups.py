@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kernels.device import CUDA, DEVICE, DTYPES, TMA
 from sparseprefill import AttentionCall
-from sparseprefill.kernels import group_launch
-from sparseprefill.kernels.group_settings import GroupSettings
+from sparseprefill.kernels.groups import launch as group_launch
+from sparseprefill.kernels.groups.settings import GroupSettings
 from sparseprefill.testing import tensors
 
 SMALL = st.sampled_from([(16, 16), (16, 32), (16, 64)])

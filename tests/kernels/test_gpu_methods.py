@@ -68,7 +68,7 @@ def test_no_host_synchronisation(name: str) -> None:
 
 
 def test_nothing_recompiles_when_only_the_length_changes() -> None:
-    from sparseprefill.kernels.sparse_attention import sparse_attention_fwd_kernel as kernel
+    from sparseprefill.kernels.attention.kernel import sparse_attention_fwd_kernel as kernel
 
     pipeline = build("anchor-attention", step=2)
     compiled = []

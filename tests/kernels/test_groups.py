@@ -9,9 +9,9 @@ import triton.language as tl
 
 from kernels.device import DEVICE, DTYPES
 from kernels.groups import make, small_settings
-from sparseprefill.kernels.group_launch import GroupTiles, supported
-from sparseprefill.kernels.group_products import program_tile, tile_of
-from sparseprefill.kernels.group_settings import GroupSettings, group_settings, paged_settings
+from sparseprefill.kernels.groups.launch import GroupTiles, supported
+from sparseprefill.kernels.groups.products import program_tile, tile_of
+from sparseprefill.kernels.groups.settings import GroupSettings, group_settings, paged_settings
 
 
 @triton.jit

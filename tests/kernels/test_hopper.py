@@ -10,7 +10,7 @@ import torch
 from kernels.device import BOUNDS
 from sparseprefill import AttentionCall, Carry, Plan, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels import attention as launcher
+from sparseprefill.kernels.attention import launch as launcher
 from sparseprefill.testing import attention, tensors
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -14,7 +14,7 @@ from kernels.device import BOUNDS
 from kernels.test_hopper import HALVES, HOPPER, check, mixed
 from sparseprefill import AttentionCall, Carry, Plan, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels import attention as launcher
+from sparseprefill.kernels.attention import launch as launcher
 from sparseprefill.testing import attention, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of capability 9.0")]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall
-from sparseprefill.kernels.key_means import key_means
-from sparseprefill.pooling import key_tile_mean
-from sparseprefill.split import Part
+from sparseprefill.kernels.statistics.key_means import key_means
+from sparseprefill.parts.split import Part
+from sparseprefill.statistics.pooled import key_tile_mean
 from sparseprefill.testing import calls, tensors
 
 TILES = (16, 64, 100, 128)

@@ -9,7 +9,7 @@ import torch
 
 from kernels.device import BOUNDS
 from sparseprefill import AttentionCall, Plan, SparseMask, output_error
-from sparseprefill.dense_attention import attend
+from sparseprefill.executors.dense import attend
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.testing import tensors
 

@@ -15,7 +15,7 @@ from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
 from kernels.device import BOUNDS, CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, Carry, Pipeline, Plan, ReferenceExecutor, SparseMask, build, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels import attention as launcher
+from sparseprefill.kernels.attention import launch as launcher
 from sparseprefill.testing import calls, masks, tensors
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with

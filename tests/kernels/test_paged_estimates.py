@@ -18,9 +18,9 @@ from sparseprefill.plugins.anchor_attention.regions import Regions
 from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, Memory, build, kernels
-from sparseprefill.pooling import tile_mean
-from sparseprefill.sampling import last_rows, sampled_mass
-from sparseprefill.split import Part
+from sparseprefill.parts.split import Part
+from sparseprefill.statistics.pooled import tile_mean
+from sparseprefill.statistics.sampled import last_rows, sampled_mass
 from sparseprefill.testing import calls, tensors
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with

@@ -16,10 +16,11 @@ from sparseprefill.plugins.xattention import fused as xattention
 from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
 from kernels.groups import CUDA, DEVICE, DTYPES, TMA, make, small_settings
 from sparseprefill import AttentionCall
-from sparseprefill.kernels import group_keys, group_launch
-from sparseprefill.kernels.group_launch import GroupTiles
-from sparseprefill.mask_math import reachable_map
-from sparseprefill.split import Part
+from sparseprefill.kernels.groups import keys as group_keys
+from sparseprefill.kernels.groups import launch as group_launch
+from sparseprefill.kernels.groups.launch import GroupTiles
+from sparseprefill.mask.grid import reachable_map
+from sparseprefill.parts.split import Part
 
 # numpy, which the interpreter computes with, warns of the infinities and NaNs that belong here
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

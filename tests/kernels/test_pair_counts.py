@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kernels.device import CUDA, DEVICE
 from sparseprefill import AttentionCall, SparseMask
-from sparseprefill.kernels.pair_counts import pair_counts
+from sparseprefill.kernels.lists.pair_counts import pair_counts
 from sparseprefill.testing import calls, masks, tensors
 
 SOME = settings(max_examples=100 if CUDA else 12)

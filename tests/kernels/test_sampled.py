@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, build
-from sparseprefill.kernels import sampled, sampled_strips
-from sparseprefill.sampling import SampledMass, last_rows, sampled_mass
-from sparseprefill.slashes import slash_tiles
+from sparseprefill.kernels.sampled import launch as sampled
+from sparseprefill.kernels.sampled import strips as sampled_strips
+from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
+from sparseprefill.statistics.slashes import slash_tiles
 
 LENGTHS = (1, 16, 127, 128, 129, 251, 700)
 
@@ -152,7 +153,8 @@ def test_tiles_of_strips(block: int, parts: int | None, fields: dict[str, Any]) 
 
 @pytest.mark.gpu
 def test_nothing_recompiles_when_only_the_length_changes() -> None:
-    from sparseprefill.kernels import sampled_fold, sampled_passes
+    from sparseprefill.kernels.sampled import fold as sampled_fold
+    from sparseprefill.kernels.sampled import passes as sampled_passes
 
     kernels = (
         sampled_passes.sampled_lse_kernel, sampled_fold.sampled_merge_kernel, sampled_passes.sampled_mass_kernel,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels.device import CUDA, DEVICE
-from sparseprefill.kernels import select
-from sparseprefill.selection import by_sorting, top_mass
+from sparseprefill.kernels.statistics import select
+from sparseprefill.statistics.select import by_sorting, top_mass
 
 SMALL = {"SIZES": ((4, 16, 1, 128), (8, 32, 1, 128)), "STREAM": (2, 64, 1, 128)}
 """Shapes in which the interpreter is quick: up to 64 and 256 entries in registers, 128 at a time."""

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.device import CUDA, DEVICE
-from sparseprefill.geometry import Geometry
-from sparseprefill.kernels.encode import decode, encode, encode_map, encode_ranges, resolve
-from sparseprefill.lists import IndexLists
-from sparseprefill.tile_map import Random, Stride, TileMap
+from sparseprefill.kernels.lists.launch import decode, encode, encode_map, encode_ranges, resolve
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.tile_map import Random, Stride, TileMap
 
 WORDS = st.integers(0, 2**32 - 1)
 

@@ -87,7 +87,7 @@ def test_resuming_from_a_carry_matches_float64(dtype: torch.dtype, head_dim: int
 
 @pytest.mark.parametrize("tma", TMA)
 def test_both_ways_of_loading_give_the_same_output(tma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparseprefill.kernels import attention as launcher
+    from sparseprefill.kernels.attention import launch as launcher
 
     call = make("random", torch.float16, 64, LENGTHS[-1], "padded")
     seen: list[bool] = []

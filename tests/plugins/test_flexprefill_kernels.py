@@ -16,10 +16,10 @@ from torch import Tensor
 import sparseprefill as sp
 from kernels.device import CUDA, DEVICE
 from sparseprefill import AttentionCall
-from sparseprefill.mask_math import reachable_map
-from sparseprefill.pooling import key_tile_mean, tile_mean
-from sparseprefill.sampling import last_rows, sampled_mass
-from sparseprefill.slashes import slash_tiles
+from sparseprefill.mask.grid import reachable_map
+from sparseprefill.statistics.pooled import key_tile_mean, tile_mean
+from sparseprefill.statistics.sampled import last_rows, sampled_mass
+from sparseprefill.statistics.slashes import slash_tiles
 
 
 def rows_of(*values: int) -> Tensor:
@@ -90,7 +90,7 @@ def test_scores_and_distance(
 
 
 def test_tiles_of_another_map_stay() -> None:
-    from sparseprefill.kernels.sampled_strips import strip_tiles
+    from sparseprefill.kernels.sampled.strips import strip_tiles
 
     call = call_of((200, 100), (4, 2), {})
     generator = torch.Generator().manual_seed(0)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import sparseprefill as sp
 from oracles import share_prefill as oracle
-from sparseprefill.divergence import js_distance
-from sparseprefill.selection import top_mass
+from sparseprefill.statistics.divergence import js_distance
+from sparseprefill.statistics.select import top_mass
 
 Layers = list[tuple[Tensor, Tensor, Tensor]]
 TABLES: list[dict[tuple[int, int], int]] = [

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kernels.device import CUDA, DEVICE
 from sparseprefill import AttentionCall
-from sparseprefill.geometry import Geometry
-from sparseprefill.sampling import last_rows
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.statistics.sampled import last_rows
 
 LAYER = 4
 LABELS: list[tuple[tuple[int, ...], tuple[bool, ...]]] = [

@@ -11,9 +11,9 @@ import torch
 from attrs import evolve
 
 import sparseprefill as sp
-from sparseprefill.cluster_file import dump, load, parse
-from sparseprefill.clusters import ClusterTable
-from sparseprefill.identity import ModelIdentity
+from sparseprefill.profiles.cluster_file import dump, load, parse
+from sparseprefill.profiles.clusters import ClusterTable
+from sparseprefill.profiles.identity import ModelIdentity
 
 SIZES = ModelIdentity(
     name="tiny", architecture="TinyModel", layers=2, heads=2, kv_heads=1, head_dim=8, digest="0123456789abcdef"

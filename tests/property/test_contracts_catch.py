@@ -16,7 +16,7 @@ import sparseprefill as sp
 from sparseprefill import testing
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Carry, Plan, Result
 from sparseprefill.testing import attention, calls, masks
 from sparseprefill.testing.truth import difference

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.testing import calls, masks
 from unit.build import int32, make
 

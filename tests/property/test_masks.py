@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.lists import IndexLists
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.testing import allowed_pairs, calls, masks
 
 CALLS = calls(max_len=80, max_heads=4, head_dims=(1,))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparseprefill as sp
-from sparseprefill import split
+from sparseprefill.parts import split
 from sparseprefill.testing import calls
 
 REGISTRY = sp.default_registry()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Carry, Plan
 from sparseprefill.stages import MaskRefiner

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import frozen
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan, Result
 

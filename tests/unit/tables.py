@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparseprefill.breakeven import BreakEven
-from sparseprefill.breakeven_points import DeviceKind, HeadShape, MethodTime, Point
+from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point
+from sparseprefill.breakeven.table import BreakEven
 
 SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
 

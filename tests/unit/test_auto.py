@@ -6,7 +6,7 @@ import torch
 
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan
 from unit.build import make
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
-from sparseprefill.breakeven import BELOW, BreakEven
-from sparseprefill.breakeven_points import HeadShape
-from sparseprefill.breakeven_rule import GAIN, Sizes
+from sparseprefill.breakeven.points import HeadShape
+from sparseprefill.breakeven.rule import GAIN, Sizes
+from sparseprefill.breakeven.table import BELOW, BreakEven
 from unit.tables import SHAPE, from_length, point, shape_of, table, whole
 
 CHUNKED = shape_of(
@@ -265,7 +265,7 @@ def test_a_file_that_is_no_table(content: bytes, message: str, tmp_path: Path) -
         BreakEven.load(tmp_path / "none.json")
 
 
-TABLES = sorted((Path(sp.__file__).parent / "tables").glob("*.json"))
+TABLES = sorted((Path(sp.__file__).parent / "breakeven" / "tables").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
-from sparseprefill import breakeven_gate
-from sparseprefill.breakeven import BELOW, BreakEven, Verdict
-from sparseprefill.breakeven_gate import AutoGate, gate_of
-from sparseprefill.dense_attention import attend, dense
+from sparseprefill.breakeven.gate import AutoGate, gate_of
+from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
+from sparseprefill.breakeven import gate as breakeven_gate
+from sparseprefill.executors.dense import attend, dense
 from sparseprefill.testing import attention
 from unit import tables
 from unit.build import int32, make

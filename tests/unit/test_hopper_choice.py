@@ -11,7 +11,7 @@ from triton.errors import TritonError
 
 from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels import attention
+from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.testing import tensors
 
 launch = pytest.importorskip("sparseprefill.kernels.hopper.launch")

@@ -11,8 +11,8 @@ from attrs import evolve
 from kernels.caches import LAYOUTS, in_fp8, paged, untouched
 from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels import attention
-from sparseprefill.paged import Pages
+from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.pages import Pages
 from sparseprefill.testing import tensors
 
 launch = pytest.importorskip("sparseprefill.kernels.hopper.launch")

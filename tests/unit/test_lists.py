@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparseprefill.errors import MaskError
-from sparseprefill.lists import IndexLists
+from sparseprefill.mask.lists import IndexLists
 
 
 def test_map_and_rows() -> None:

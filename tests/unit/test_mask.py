@@ -11,8 +11,8 @@ import torch
 from attrs import evolve
 
 from sparseprefill.errors import MaskError
-from sparseprefill.lists import IndexLists
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.testing import allowed_pairs
 from unit.build import int32, make
 

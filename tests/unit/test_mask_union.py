@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from unit.build import int32, make
 
 CALL = make(60, 70, batch=2, starts=int32(0, 13))

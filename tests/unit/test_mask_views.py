@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from unit.build import int32, make
 
 

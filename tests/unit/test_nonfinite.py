@@ -12,7 +12,7 @@ from attrs import evolve
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan, Result
 from unit.build import make
 

@@ -12,12 +12,12 @@ from attrs import evolve
 
 import sparseprefill as sp
 from kernels.caches import copied, in_fp8, paged, untouched
-from sparseprefill.breakeven import BreakEven
-from sparseprefill.breakeven_points import DeviceKind
-from sparseprefill.dense_attention import dense
+from sparseprefill.breakeven.points import DeviceKind
+from sparseprefill.breakeven.table import BreakEven
 from sparseprefill.errors import InvalidCallError
-from sparseprefill.paged import Pages
-from sparseprefill.split import Part
+from sparseprefill.executors.dense import dense
+from sparseprefill.pages import Pages
+from sparseprefill.parts.split import Part
 from unit.build import int32, make
 
 K, V = torch.zeros(5, 16, 2, 8), torch.zeros(5, 16, 2, 6)

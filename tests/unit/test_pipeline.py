@@ -13,7 +13,7 @@ from attrs import evolve
 import sparseprefill as sp
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError, UnsupportedCallError
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan

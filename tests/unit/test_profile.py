@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
-from sparseprefill.identity import ModelIdentity
 from sparseprefill.memory import Memory
-from sparseprefill.profile import LengthRange, Profile
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.profiles.profile import LengthRange, Profile
 from unit.build import make
 
 MODEL = ModelIdentity(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sparseprefill as sp
 from oracles.bfla import RANDOM, STRIDE, hash_words
-from sparseprefill.refiners import hashing
+from sparseprefill.mask import hashing
 from unit.build import make
 from unit.plans import CALLS, Positions, plans, refined, tile_of, whole
 

@@ -11,8 +11,9 @@ import torch
 from attrs import evolve, frozen
 
 import sparseprefill as sp
-from sparseprefill import parts, split
-from sparseprefill.split import Part
+from sparseprefill.parts import record as parts
+from sparseprefill.parts import split
+from sparseprefill.parts.split import Part
 from unit.build import int32, make
 from unit.stubs import Estimate, Observe, Refine
 

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, frozen
 
 from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sparseprefill.metrics import dense_lse
-from sparseprefill.pooling import tile_mean
-from sparseprefill.sampling import last_rows, sampled_mass
-from sparseprefill.selection import top_mass
-from sparseprefill.slashes import slash_tiles
+from sparseprefill.statistics.pooled import tile_mean
+from sparseprefill.statistics.sampled import last_rows, sampled_mass
+from sparseprefill.statistics.select import top_mass
+from sparseprefill.statistics.slashes import slash_tiles
 from sparseprefill.testing import allowed_pairs
 from unit.build import int32, make
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import sparseprefill as sp
 from sparseprefill.errors import MaskError
-from sparseprefill.geometry import Geometry
-from sparseprefill.lists import IndexLists
-from sparseprefill.tile_map import Random, Stride, TileMap
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.tile_map import Random, Stride, TileMap
 from unit.build import int32, make
 
 GEOMETRIES = st.sampled_from(

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from sparseprefill.adapters.star.executor import AnchoredBlockExecutor, Shard
+from sparseprefill.adapters.star.unmasked import attend_all
 from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.executors.anchored import AnchoredBlockExecutor, Shard
 from sparseprefill.executors.auto import AutoExecutor
-from sparseprefill.executors.unmasked import attend_all
 
 from ..ranks import Ranks
 from .layer import Run, Shape

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
+from sparseprefill.adapters.star.unmasked import attend_all
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.dense_attention import dense
 from sparseprefill.executors.auto import AutoExecutor
-from sparseprefill.executors.unmasked import attend_all
+from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
 
 from ..anchor import Anchor, Keys

@@ -13,7 +13,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.memory import Memory
-from sparseprefill.paged import Pages
+from sparseprefill.pages import Pages
 from sparseprefill.plan import Plan, Result
 from sparseprefill.registry import default_registry
 from sparseprefill.validate import one_of, whole

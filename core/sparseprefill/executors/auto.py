@@ -8,7 +8,7 @@ from attrs import frozen
 
 from sparseprefill.executors.into import execute_into
 from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.split import workspace
+from sparseprefill.parts.split import workspace
 
 if TYPE_CHECKING:
     from torch import Tensor

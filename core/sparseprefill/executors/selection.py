@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseprefill.lists import IndexLists
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 
 
 class TileKeys:

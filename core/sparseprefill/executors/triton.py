@@ -8,10 +8,10 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from sparseprefill.kernels import attention
-from sparseprefill.kernels.launch import HEAD_DIMS
+from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.settings import HEAD_DIMS
+from sparseprefill.parts.split import default_workspace
 from sparseprefill.plan import Plan, Result
-from sparseprefill.split import default_workspace
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

@@ -10,19 +10,19 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import ParameterError
-from sparseprefill.lists import IndexLists
-from sparseprefill.mask_math import diagonal_map, reachable_map
-from sparseprefill.mask_union import tiles_on
+from sparseprefill.mask.grid import diagonal_map, reachable_map
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.mask.union import tiles_on
 from sparseprefill.refiners.priority import TOP, highest, priority
 from sparseprefill.refiners.widen import widen
 from sparseprefill.stages import HeadScope
-from sparseprefill.tile_map import TileMap
 from sparseprefill.validate import maybe, number, whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.geometry import Geometry
-    from sparseprefill.mask import SparseMask
+    from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.mask.mask import SparseMask
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan
 

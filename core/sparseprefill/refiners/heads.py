@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import evolve, frozen
 
-from sparseprefill.lists import IndexLists
+from sparseprefill.mask.lists import IndexLists
 from sparseprefill.stages import HeadScope
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask import SparseMask
+    from sparseprefill.mask.mask import SparseMask
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan
 

@@ -8,10 +8,10 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.mask_math import regrid
+from sparseprefill.mask.grid import regrid
 
 if TYPE_CHECKING:
-    from sparseprefill.geometry import Geometry
+    from sparseprefill.mask.geometry import Geometry
     from sparseprefill.plan import Plan
 
 NOTE = "tile-priority"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
 
-from sparseprefill.refiners import hashing
+from sparseprefill.mask import hashing
+from sparseprefill.mask.tile_map import Random, Stride
 from sparseprefill.refiners.widen import grid_of, widen
 from sparseprefill.stages import HeadScope
-from sparseprefill.tile_map import Random, Stride
 from sparseprefill.validate import maybe, number, whole
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from sparseprefill.mask import SparseMask
-from sparseprefill.tile_map import TileMap
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.tile_map import TileMap
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

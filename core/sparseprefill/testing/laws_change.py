@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.memory import Memory
-from sparseprefill.split import parts
+from sparseprefill.parts.split import parts
 from sparseprefill.testing.trial import NotApplicableError, Trial, require
 from sparseprefill.testing.truth import attention
 

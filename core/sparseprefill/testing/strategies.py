@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.mask import SparseMask
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.testing.inputs import KINDS, tensors
 
 # What a search tries most comes first: several tiles before the smallest lengths.

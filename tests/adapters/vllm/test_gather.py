@@ -8,7 +8,7 @@ from sparseprefill.adapters.vllm.pages import pages_of
 
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill.kernels.gather import gather_pages
-from sparseprefill.paged import Pages
+from sparseprefill.pages import Pages
 
 HEADS_FIRST, TOKENS_FIRST = (0, 1, 2, 3), (0, 2, 1, 3)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.session import Session
+from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm.model import Model
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.plan import plan
@@ -19,7 +19,7 @@ from sparseprefill.adapters.vllm.split import Part
 from sparseprefill.adapters.vllm.tally import NUMBER, Tally
 
 import sparseprefill as sp
-from sparseprefill.identity import ModelIdentity
+from sparseprefill.profiles.identity import ModelIdentity
 
 PAGE = 4
 

@@ -26,8 +26,8 @@ from sparseprefill.adapters.vllm.split import narrow, runs
 from sparseprefill.adapters.vllm.tensor_parallel import LocalRegistry
 
 import sparseprefill as sp
-from sparseprefill.cluster_file import load
-from sparseprefill.profile import LengthRange
+from sparseprefill.profiles.cluster_file import load
+from sparseprefill.profiles.profile import LengthRange
 
 
 def options(**table: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.adapters.session import Session
+from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm.layer import Layer
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.pages import pages_of
@@ -19,7 +19,7 @@ from sparseprefill.adapters.vllm.warm import Sizes, warm, warm_engine
 from torch import Tensor
 
 from sparseprefill import AttentionCall, Memory, Pipeline, Plan, SparseMask, kernels
-from sparseprefill.paged import Pages
+from sparseprefill.pages import Pages
 from unit.stubs import Estimate
 
 SIZES = Sizes(

@@ -17,8 +17,8 @@ from sparseprefill.kernels.steps import LOG2E
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.kernels.attention import Outputs
-    from sparseprefill.mask import SparseMask
+    from sparseprefill.kernels.attention.launch import Outputs
+    from sparseprefill.mask.mask import SparseMask
     from sparseprefill.softmax import SoftmaxState
 
 BLOCK_M = 128

@@ -13,7 +13,7 @@ from sparseprefill.kernels.hopper.paging import PANEL
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.kernels.source import Source
-    from sparseprefill.paged import Pages
+    from sparseprefill.pages import Pages
 
 LEAST = 16
 """Tokens of the smallest page: 8 rows make one period of shared memory's swizzle."""

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 
 from sparseprefill import AttentionCall, HeadScope, Memory, Pipeline, Plan, SparseMask
-from sparseprefill.sampling import last_rows, sampled_mass
+from sparseprefill.statistics.sampled import last_rows, sampled_mass
 
 from .config import LastBlockConfig
 

@@ -1,0 +1,1 @@
+"""Offline measurements: break-even tables, and the search for parameters."""

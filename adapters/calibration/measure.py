@@ -1,0 +1,147 @@
+"""Calibration: times dense attention, the sparse executor and the methods on the device at hand.
+
+Nothing here knows a method: a caller brings pipelines, and gets the figures of a `BreakEven`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from sparseprefill.breakeven.points import HeadShape, MethodTime, Point
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import ParameterError, SparsePrefillError
+from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.dense import attend
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.memory import Memory
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan
+from sparseprefill.stages import SparseExecutor
+
+from .clock import Clock
+from .inputs import prompt
+
+SHARES = (0.05, 0.25, 0.5)
+"""Shares of random tiles that the executor is timed on, besides the diagonal."""
+TILE = 128
+Told = Callable[[str, int, int], None]
+"""Hears of progress: what is being measured, sizes done, of how many."""
+
+
+@frozen(kw_only=True)
+class HeadSizes:
+    """The heads to measure. dtype: PyTorch's name, such as "bfloat16". Raises ParameterError for what cannot be."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __attrs_post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ParameterError(f"heads is {self.heads}: pass a multiple of the {self.kv_heads} KV heads")
+
+
+@frozen(eq=False)
+class Calibration:
+    """One shape's figures, and the methods that could not be measured, with the first reason of each."""
+
+    shape: HeadShape
+    failed: Mapping[str, str] = field(factory=dict)
+
+
+def sizes(lengths: Iterable[int], chunk: int | None) -> list[tuple[int, int]]:
+    """(queries, keys): whole prompts of these lengths, and chunks of so many rows at the end of the longer ones."""
+    whole = sorted(set(lengths))
+    if not whole or whole[0] < 1:
+        raise ParameterError(f"lengths is {whole}: pass one length in tokens or more")
+    if chunk is not None and chunk < 1:
+        raise ParameterError(f"chunk is {chunk}: pass a number of rows, or None")
+    chunks = [] if chunk is None else [(chunk, keys) for keys in whole if keys >= 2 * chunk]
+    return sorted([*((n, n) for n in whole), *chunks])
+
+
+def calibrate(
+    heads: HeadSizes,
+    at: Sequence[tuple[int, int]],
+    methods: Mapping[str, Pipeline],
+    clock: Clock,
+    told: Told = lambda what, done, of: None,
+) -> Calibration:
+    """Measure one shape of heads at each (queries, keys) of `at`.
+
+    A method that fails at a size, or finds no memory there, is left out at that size.
+    """
+    points: list[Point] = []
+    failed: dict[str, str] = {}
+    with torch.no_grad():
+        for keys in sorted({keys for _, keys in at}):
+            q, k, v = prompt(heads, keys, clock.device)
+            for rows in [rows for rows, of in at if of == keys]:
+                call = AttentionCall(q[:, :, keys - rows :].contiguous(), k, v)
+                points.append(_point(call, methods, clock, failed, lambda what: told(what, len(points), len(at))))
+    told("done", len(at), len(at))
+    facts = {"heads": heads.heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim, "dtype": heads.dtype}
+    ordered = tuple(sorted(points, key=lambda point: (point.queries, point.keys)))
+    return Calibration(HeadShape(**facts, points=ordered), failed)  # type: ignore[arg-type]
+
+
+def _point(
+    call: AttentionCall,
+    methods: Mapping[str, Pipeline],
+    clock: Clock,
+    failed: dict[str, str],
+    told: Callable[[str], None],
+) -> Point:
+    rows, keys = call.q.shape[2], call.kv_len
+    told("dense")
+    dense, times = dense_time(call, clock), dict[str, MethodTime]()
+    for name, pipeline in methods.items():
+        told(name)
+        try:
+            times[name] = method_time(call, pipeline, clock)
+        except (SparsePrefillError, torch.OutOfMemoryError) as error:
+            failed.setdefault(name, f"{rows:,} x {keys:,}: {str(error).splitlines()[0]}")
+    told("executor")
+    executor = next((one.executor for one in methods.values()), AutoExecutor())
+    return Point(queries=rows, keys=keys, dense=dense, executor=executor_times(call, executor, clock), methods=times)
+
+
+def dense_time(call: AttentionCall, clock: Clock) -> float:
+    """Seconds of the faster of torch's own choice (`scaled_dot_product_attention`) and our pick of its kernels."""
+    rows, keys = call.q.shape[2], call.kv_len
+    group: Any = {"enable_gqa": True} if call.group > 1 else {}
+    how: Any = {"is_causal": True} if rows == keys else {"attn_mask": causal_lower_right(rows, keys)}
+    ran = [clock.seconds(lambda: functional.scaled_dot_product_attention(call.q, call.k, call.v, **how, **group))]
+    if attend(call) is not None:
+        ran.append(clock.seconds(lambda: attend(call)))
+    return min(ran)
+
+
+def method_time(call: AttentionCall, pipeline: Pipeline, clock: Clock) -> MethodTime:
+    """Seconds of a method's call and of its plan alone, in a request that is under way, and its density."""
+    memory = Memory()
+    density = pipeline.run(call, memory).density
+    seconds = clock.seconds(lambda: pipeline.run(call, memory))
+    estimate = clock.seconds(lambda: pipeline.plan(call, memory))
+    return MethodTime(seconds=seconds, estimate=estimate, density=min(1.0, density))
+
+
+def executor_times(call: AttentionCall, executor: SparseExecutor, clock: Clock) -> tuple[tuple[float, float], ...]:
+    """(density, seconds) of the executor on random tiles of 128 x 128, ascending."""
+    geometry, made = call.geometry, list[tuple[float, float]]()
+    source = torch.Generator(device=call.q.device).manual_seed(0)
+    rows, columns = geometry.tile_rows(TILE), geometry.tile_columns(TILE)
+    noise = torch.rand(1, geometry.heads, rows, columns, generator=source, device=call.q.device)
+    for share in SHARES:
+        plan = Plan(SparseMask.from_tiles(call, noise < share, TILE))
+        density = plan.mask.density
+        if not made or density > made[-1][0]:
+            made.append((density, clock.seconds(lambda plan=plan: executor.execute(call, plan))))  # type: ignore[misc]
+    return tuple(made)

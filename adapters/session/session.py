@@ -1,0 +1,215 @@
+"""What every host shares: a pipeline, the rules for when it runs, and the record of what happened."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from attrs import field, frozen
+from torch import Tensor
+
+from sparseprefill.breakeven.gate import GateChoice, gate_of
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import ParameterError, UnsupportedCallError
+from sparseprefill.gated import GatedPipeline
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.memory import Memory
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan, Result
+
+from .ledger import LayerRecord, Uncounted, sizes
+from .report import Report
+
+Observe = Callable[[AttentionCall, Result], None]
+KEPT_BYTES = 64 << 20
+MIN_QUERY = 16  # query rows from which a forward is prefill; fewer are decoding, a draft's check among them
+WHOLE = "calls below break-even were computed with every key by the pipeline's executor, not by the host"
+NOT_CHOSEN = "not among the layers asked for"
+_serials = itertools.count()
+log = logging.getLogger(__name__)
+
+
+@frozen
+class Fallback:
+    """The host shall run its own dense attention; the reason is recorded already.
+
+    small: the gate's verdict, nothing else, so that `Session.whole` can compute the call as well.
+    """
+
+    reason: str
+    small: bool = False
+
+
+@frozen(eq=False)
+class Prefill:
+    """One request's prefill, from its first chunk to its last."""
+
+    memory: Memory = field(factory=Memory)
+    serial: int = field(factory=lambda: next(_serials))
+
+
+class Session:
+    """A pipeline at work in one host. Threads may share it; a Prefill belongs to one of them at a time.
+
+    min_query: query rows from which a call is prefill. layers: indices to run sparse; None for all.
+    strict: raise UnsupportedCallError instead of falling back. measure: count every call's pairs at once (host sync);
+    otherwise the masks of the last prefill wait for `report`, as long as they fit in `KEPT_BYTES`.
+    observe: called as ``observe(call, result)`` after every sparse call. warn: log the first fallback of each reason.
+    gate: judges each call by its sizes ("auto", a table or its path, a Gate; None for none); what it finds too small
+    for the method the host computes, which is no failure and so nothing that `strict` raises for.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        min_query: int = MIN_QUERY,
+        layers: Iterable[int] | None = None,
+        strict: bool = False,
+        measure: bool = False,
+        observe: Observe | None = None,
+        warn: bool = True,
+        gate: GateChoice = None,
+    ) -> None:
+        if not isinstance(min_query, int) or isinstance(min_query, bool) or min_query < 2:
+            raise ParameterError(f"min_query is {min_query!r}: pass an integer >= 2, so that decoding stays dense")
+        self.gate = gate_of(gate)
+        if isinstance(pipeline, GatedPipeline):
+            self.gate = self.gate or pipeline.gate
+            pipeline = pipeline.ungated()
+        self.pipeline, self.min_query, self.strict = pipeline, min_query, strict
+        self.layers = None if layers is None else _indices(layers)
+        self._measure, self._observe, self._warn = measure, observe, warn
+        self._records: dict[int, LayerRecord] = {}
+        self._notes: Counter[str] = Counter()
+        self._short, self._lock = 0, threading.RLock()
+
+    def run(self, call: AttentionCall, prefill: Prefill) -> Result | Fallback:
+        """One layer's attention, or why the host shall compute it.
+
+        A call with a sliding window runs as an exact band through the pipeline's executor, never through its method.
+        Raises UnsupportedCallError if `strict`, and whatever a stage raises: a broken stage is no fallback.
+        """
+        if self.layers is not None and call.layer not in self.layers:
+            return self._dense(call.layer, NOT_CHOSEN, sizes(call))
+        if call.window is not None:
+            return self._band(call)
+        if self.gate is not None:
+            verdict = self.gate.judge(call, self.pipeline.name)
+            if not verdict.worth:
+                return Fallback(self._dense(call.layer, verdict.reason, sizes(call)).reason, small=True)
+            if verdict.reason:
+                self.note(verdict.reason)
+        try:
+            result = self.pipeline.run(call, prefill.memory)
+        except UnsupportedCallError as error:
+            return self.decline(call.layer, str(error), sizes(call))
+        with self._lock:
+            record = self._record(call.layer)
+            record.count("sparse", sizes(call))
+            record.begin(prefill.serial)
+            self._account(record, result)
+        if self._observe is not None:
+            self._observe(call, result)
+        return result
+
+    def whole(self, call: AttentionCall) -> Tensor | None:
+        """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
+
+        For hosts whose own dense attention is slower: `run` has recorded the call as dense, a note says by whom.
+        """
+        if self._objection(call):
+            return None
+        self.note(WHOLE)
+        return self.pipeline.executor.execute(call, Plan(SparseMask.full(call))).out
+
+    def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
+        """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host.
+
+        The first call for a reason is logged as a warning. Raises UnsupportedCallError if `strict`.
+        """
+        if self.layers is not None and layer not in self.layers:
+            return self._dense(layer, NOT_CHOSEN, shape)
+        if self.strict:
+            raise UnsupportedCallError([f"layer {layer}: {reason}"])
+        if self._warn and all(reason not in record.reasons for record in list(self._records.values())):
+            log.warning("%s: layer %d runs dense: %s", self.pipeline.name, layer, reason)
+        return self._dense(layer, reason, shape)
+
+    def note(self, text: str) -> None:
+        """Count something worth knowing that is no fallback."""
+        with self._lock:
+            self._notes[text] += 1
+
+    def count_short(self) -> None:
+        """A forward with fewer than `min_query` rows ran dense."""
+        with self._lock:
+            self._short += 1
+
+    def expect(self, layers: Iterable[int]) -> None:
+        """Name the layers there are, so that the report lists those that never ran."""
+        with self._lock:
+            for layer in layers:
+                self._record(layer)
+
+    def report(self, host: str, implementation: str) -> Report:
+        """Everything recorded so far; counts the pairs of the masks that wait (host sync)."""
+        with self._lock:
+            return Report(
+                method=self.pipeline.name,
+                host=host,
+                implementation=implementation,
+                min_query=self.min_query,
+                grain=self.pipeline.grain,
+                gate="" if self.gate is None else str(self.gate),
+                short_forwards=self._short,
+                layers=tuple(r.report(mean=self._measure) for _, r in sorted(self._records.items())),
+                notes=dict(self._notes),
+            )
+
+    def _band(self, call: AttentionCall) -> Result | Fallback:
+        reason = self._objection(call)
+        if reason:
+            return self.decline(call.layer, f"{type(self.pipeline.executor).__name__}: {reason}", sizes(call))
+        result = self.pipeline.executor.execute(call, Plan(SparseMask.full(call)))
+        with self._lock:
+            self._record(call.layer).count("band", sizes(call))
+        return result
+
+    def _objection(self, call: AttentionCall) -> str | None:
+        """Why the executor alone cannot run the call."""
+        ask = getattr(self.pipeline.executor, "unsupported", None)
+        found: str | None = None if ask is None else ask(call)
+        return found
+
+    def _dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
+        with self._lock:
+            record = self._record(layer)
+            record.count("dense", shape)
+            record.reasons[reason] += 1
+        return Fallback(reason)
+
+    def _account(self, record: LayerRecord, result: Result) -> None:
+        uncounted = Uncounted.of(result)
+        if self._measure:
+            record.measure(uncounted)
+        elif sum(r.held for r in self._records.values()) + uncounted.held > KEPT_BYTES:
+            record.lost = True
+        else:
+            record.keep(uncounted)
+
+    def _record(self, layer: int) -> LayerRecord:
+        return self._records.setdefault(layer, LayerRecord(layer))
+
+
+def _indices(layers: Iterable[int]) -> frozenset[int]:
+    try:
+        chosen = frozenset(layers)
+    except TypeError:
+        raise ParameterError(f"layers is {layers!r}: pass layer indices, such as range(4, 32), or None") from None
+    if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in chosen):
+        raise ParameterError(f"layers is {sorted(map(repr, chosen))}: pass integers")
+    return chosen

@@ -1,0 +1,111 @@
+"""AnchoredBlockExecutor: Star Attention over the ranks of a process group (Acharya et al., 2025, section 2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve, field, frozen
+from sparseprefill.adapters.star.exchange import GroupExchange, exchange, join, pack
+from sparseprefill.adapters.star.unmasked import attend_rows
+from torch import Tensor
+
+from sparseprefill.errors import InvalidCallError
+from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.dense import dense
+from sparseprefill.executors.into import execute_into
+from sparseprefill.parts.split import workspace
+
+if TYPE_CHECKING:
+    from sparseprefill.adapters.star.exchange import Exchange
+
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.plan import Plan, Result
+    from sparseprefill.softmax import SoftmaxState
+    from sparseprefill.stages import SparseExecutor
+
+
+@frozen(eq=False)
+class Shard:
+    """The context's keys that one rank holds.
+
+    k, v: ``[B, Hkv, N, D]`` and ``[B, Hkv, N, Dv]``. lengths: how many of each batch row's N are real, the first ones;
+    on the host. A rank without keys has no Shard.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: tuple[int, ...]
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.lengths) != self.k.shape[0] or max(self.lengths) > self.k.shape[2]:
+            remedy = f"one length for each of {self.k.shape[0]} batch rows, at most {self.k.shape[2]}"
+            raise InvalidCallError("k", f"a shard of lengths {self.lengths}", remedy)
+
+
+@frozen(eq=False)
+class AnchoredBlockExecutor:
+    """An executor whose keys are spread over ranks. Wraps any other.
+
+    Phase 1, `execute` and its kin: a call holds all that its rows may see, the anchor and a block, so it runs on this
+    rank alone, in the wrapped executor. Phase 2, `attend`: rows of the question and the answer, the same on every rank,
+    see the keys of all ranks; each computes its part, and one collective in float32 merges them.
+    """
+
+    executor: SparseExecutor = field(factory=AutoExecutor)
+    ranks: Exchange = field(factory=GroupExchange)
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """The wrapped executor's objection."""
+        ask = getattr(self.executor, "unsupported", None)
+        return None if ask is None else ask(call)
+
+    def workspace(self, call: AttentionCall) -> int:
+        """The wrapped executor's."""
+        return workspace((self.executor,), call)
+
+    def execute(self, call: AttentionCall, plan: Plan) -> Result:
+        """Phase 1: see SparseExecutor."""
+        return self.executor.execute(call, plan)
+
+    def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
+        """Phase 1: see `executors.into`."""
+        return execute_into(self.executor, call, plan, out, lse)
+
+    def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
+        """Phase 1: see SparseExecutor."""
+        return self.executor.accumulate(call, plan)
+
+    def attend(
+        self, call: AttentionCall, shard: Shard | None, *, owner: bool, lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Phase 2, on all ranks at once: output ``[B, Hq, Nq, Dv]`` in q's dtype, LSE ``[B, Hq, Nq]`` in float32.
+
+        call: the new tokens' queries, among the keys since the end of the context (causal, padding in `starts`). Only
+        on the `owner`, exactly one rank, do these keys count; elsewhere q, scale, softcap and sinks of the call do.
+        shard: this rank's keys of the context, of which every query sees all; None where it holds none. lse: whether it
+        is wanted; a call with sinks needs it.
+        """
+        if call.window is not None:
+            raise InvalidCallError("window", str(call.window), "the keys of a window may be on other ranks: pass None")
+        bare = call if call.sinks is None else evolve(call, sinks=None)
+        parts: list[tuple[Tensor, Tensor]] = []
+        if shard is not None and any(shard.lengths):
+            parts.append(attend_rows(self.executor, bare, shard.k, shard.v, shard.lengths))
+        if owner:
+            tail = dense(bare, self.executor)
+            parts.append((tail.out, tail.lse))
+        out, total = exchange(self.ranks, self._one(call, parts), lse=lse or call.sinks is not None)
+        if call.sinks is not None and total is not None:
+            out = out * torch.sigmoid(total - call.sinks.to(total.dtype)[:, None])[..., None]
+        return out.to(call.q.dtype), total
+
+    def _one(self, call: AttentionCall, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """This rank's part, packed."""
+        if len(parts) == 2:
+            return pack(*join(*parts[0], *parts[1]))
+        if parts:
+            return pack(*parts[0])
+        empty = call.q.new_zeros(*call.q.shape[:3], call.value_dim + 1, dtype=torch.float32)
+        empty[..., -1] = -torch.inf
+        return empty

@@ -1,0 +1,1 @@
+"""From which sizes sparse attention pays: measured tables, the rule between measured sizes, gates."""

@@ -1,0 +1,94 @@
+"""Gates: who decides whether a call is worth running sparse, and where the table for this device comes from."""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+from attrs import field, frozen
+
+from sparseprefill.breakeven.table import BreakEven, Verdict, device_kind
+from sparseprefill.errors import ParameterError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparseprefill.call import AttentionCall
+
+TABLE = "SPARSEPREFILL_BREAKEVEN"
+AUTO = "auto"
+
+
+@runtime_checkable
+class Gate(Protocol):
+    """Anything that judges calls by their sizes: a BreakEven, or one of yours."""
+
+    __slots__ = ()
+
+    def judge(self, call: AttentionCall, method: str) -> Verdict:
+        """Whether the method of this name is worth it. Must not read values on the device."""
+        ...
+
+
+@frozen(eq=False)
+class AutoGate:
+    """Judges each call by the table for its device: the user's own, else the one that ships; without any, runs sparse.
+
+    own: the table that the environment variable SPARSEPREFILL_BREAKEVEN names.
+    """
+
+    own: BreakEven | None = None
+    _tables: dict[torch.device, BreakEven | None] = field(factory=dict, init=False, repr=False)
+
+    def judge(self, call: AttentionCall, method: str) -> Verdict:
+        """See BreakEven."""
+        device = call.q.device
+        if device not in self._tables:
+            self._tables[device] = self._find(device)
+        found = self._tables[device]
+        return Verdict(True) if found is None else found.judge(call, method)
+
+    def __str__(self) -> str:
+        return "; ".join(dict.fromkeys(str(one) for one in self._tables.values() if one is not None))
+
+    def _find(self, device: torch.device) -> BreakEven | None:
+        here = device_kind(device)
+        if self.own is not None and (self.own.device.type, self.own.device.capability) == (here.type, here.capability):
+            return self.own
+        return None if here.capability is None else shipped(*here.capability)
+
+
+GateChoice = BreakEven | Gate | str | Path | Literal[False] | None
+"""What users pass: "auto", the path of a table, a BreakEven or another Gate; None or False for no gate."""
+
+
+def gate_of(given: GateChoice) -> Gate | None:
+    """The gate that a user means, None for none.
+
+    "auto": the table that the environment variable SPARSEPREFILL_BREAKEVEN names, on its own kind of device; else the
+    table that ships for the device of a call; else no gate. The variable set to nothing means no gate.
+    Raises ParameterError for a table that cannot be read, with the field that does not fit.
+    """
+    if given is None or given is False:
+        return None
+    if isinstance(given, str) and given == AUTO:
+        path = os.environ.get(TABLE)
+        if path is None:
+            return AutoGate()
+        try:
+            return AutoGate(BreakEven.load(path)) if path.strip() else None
+        except ParameterError as error:
+            raise ParameterError(f"{TABLE}: {error}") from error
+    if isinstance(given, str | Path):
+        return BreakEven.load(given)
+    if isinstance(given, Gate):
+        return given
+    raise ParameterError(f'gate is {given!r}: pass "auto", the path of a break-even table, a BreakEven, or None')
+
+
+def shipped(major: int, minor: int) -> BreakEven | None:
+    """The table that ships for a CUDA compute capability, or None."""
+    file = files("sparseprefill.breakeven") / "tables" / f"breakeven-cuda-{major}.{minor}.json"
+    return BreakEven.load(Path(str(file))) if file.is_file() else None

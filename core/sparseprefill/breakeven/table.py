@@ -1,0 +1,155 @@
+"""BreakEven: measured times of dense and sparse attention on a device, and the sizes from which sparse pays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import field, frozen
+
+from sparseprefill.breakeven.file import device_facts, device_of, listed, shape_facts, shape_of, table
+from sparseprefill.breakeven.points import DeviceKind, HeadShape
+from sparseprefill.breakeven.rule import GAIN, Line, Sizes, from_length, lines, nearest, ratio_of
+from sparseprefill.errors import ParameterError
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+SCHEMA = "sparseprefill.breakeven"
+VERSION = 1
+BELOW = "below break-even: dense attention is faster at this size"
+_FIELDS = ("schema", "version", "device", "versions", "measured", "shapes")
+_KEPT = 4096  # judgements; lengths of prompts differ without end
+
+
+@frozen
+class Verdict:
+    """What a gate says of a call.
+
+    worth: whether to run it sparse. ratio: predicted time over dense attention's, None where nothing is known.
+    reason: why it runs dense, or why the gate knows nothing; empty else.
+    """
+
+    worth: bool
+    ratio: float | None = None
+    reason: str = ""
+
+
+@frozen(kw_only=True)
+class BreakEven:
+    """What `sparseprefill calibrate` writes: times by shape of heads and by length, on one kind of device.
+
+    device: what was measured. shapes: the figures. versions, measured: software, and how it was measured, for people.
+    """
+
+    device: DeviceKind
+    shapes: tuple[HeadShape, ...]
+    versions: Mapping[str, Any] = field(factory=dict, hash=False)
+    measured: Mapping[str, Any] = field(factory=dict, hash=False)
+    _verdicts: dict[Hashable, Verdict] = field(factory=dict, init=False, eq=False, repr=False)
+    _lines: dict[tuple[int, str], tuple[Line, ...]] = field(factory=dict, init=False, eq=False, repr=False)
+
+    def judge(self, call: AttentionCall, method: str) -> Verdict:
+        """Whether the method of this name is worth it for a call. By sizes alone: nothing on the device is read.
+
+        A call on another kind of device, with a sliding window, or in a type that was not measured is no business of
+        the table: it runs sparse, and the reason is in the verdict.
+        """
+        q = call.q
+        key = (method, q.shape, call.kv_heads, call.kv_len, call.q_offset, q.dtype, q.device, call.window is None)
+        found = self._verdicts.get(key)
+        if found is None:
+            if len(self._verdicts) >= _KEPT:
+                self._verdicts.clear()
+            found = self._verdicts[key] = self._judged(call, method)
+        return found
+
+    def worth(self, call: AttentionCall, method: str) -> bool:
+        """Whether to run the call sparse."""
+        return self.judge(call, method).worth
+
+    def ratio(self, method: str, sizes: Sizes) -> float | None:
+        """Predicted time of a method over dense attention's at these sizes; None where nothing is known."""
+        shape = nearest(self.shapes, sizes)
+        return None if shape is None else ratio_of(shape, self._along(shape, method), sizes)
+
+    def length(self, method: str, shape: HeadShape) -> int | None:
+        """The least prompt of a measured shape from which the method is worth it, in tokens; None if none is."""
+        return from_length(self._along(shape, method))
+
+    def to_json(self) -> str:
+        """The text of a file that `load` reads."""
+        facts = {
+            **{"schema": SCHEMA, "version": VERSION, "device": device_facts(self.device)},
+            **{"versions": dict(self.versions), "measured": dict(self.measured)},
+            "shapes": [shape_facts(shape) for shape in self.shapes],
+        }
+        return json.dumps(facts, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def load(cls, source: str | Path) -> BreakEven:
+        """From a JSON file; ParameterError names the file, the field that does not fit, and what would do."""
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "is no text file"
+            remedy = "pass a file of sparseprefill calibrate"
+            raise ParameterError(f"break-even table {str(source)!r}: {reason}; {remedy}") from error
+        try:
+            return cls.of(json.loads(text))
+        except ValueError as error:  # JSONDecodeError and ParameterError are both
+            reason = f"is no JSON ({error})" if not isinstance(error, ParameterError) else str(error)
+            raise ParameterError(f"{source}: {reason}") from error
+
+    @classmethod
+    def of(cls, facts: object) -> BreakEven:
+        """From the content of such a file."""
+        facts = table("the file", facts)
+        for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
+            if facts.get(name) != wanted or isinstance(facts.get(name), bool):
+                raise ParameterError(f"{name} is {facts.get(name)!r}: this library reads {wanted!r}; calibrate anew")
+        table("the file", facts, _FIELDS)
+        return cls(
+            device=device_of(facts["device"]),
+            shapes=tuple(shape_of(f"shapes[{i}]", one) for i, one in enumerate(listed("shapes", facts["shapes"]))),
+            versions=table("versions", facts["versions"]),
+            measured=table("measured", facts["measured"]),
+        )
+
+    def __str__(self) -> str:
+        return f"break-even table of {self.device}"
+
+    def _along(self, shape: HeadShape, method: str) -> tuple[Line, ...]:
+        key = (id(shape), method)
+        if key not in self._lines:
+            self._lines[key] = lines(shape, method)
+        return self._lines[key]
+
+    def _judged(self, call: AttentionCall, method: str) -> Verdict:
+        if call.window is not None:
+            return Verdict(True)
+        q = call.q
+        here = device_kind(q.device)
+        if (here.type, here.capability) != (self.device.type, self.device.capability):
+            return Verdict(True, None, f"not gated: the {self} says nothing of {here}")
+        dtype = str(q.dtype).removeprefix("torch.")
+        keys = call.kv_len if call.q_offset is None else call.q_offset + q.shape[2]
+        sizes = Sizes(
+            batch=q.shape[0], heads=q.shape[1], kv_heads=call.kv_heads, head_dim=q.shape[3], dtype=dtype,
+            queries=q.shape[2], keys=keys,
+        )  # fmt: skip
+        ratio = self.ratio(method, sizes)
+        if ratio is None:
+            return Verdict(True, None, f"not gated: the {self} has no figures for {dtype}")
+        return Verdict(True, ratio) if ratio <= GAIN else Verdict(False, ratio, BELOW)
+
+
+def device_kind(device: torch.device) -> DeviceKind:
+    """The kind of a device at hand, by which tables are told apart."""
+    if device.type != "cuda":
+        return DeviceKind(type=device.type)
+    major, minor = torch.cuda.get_device_capability(device)
+    return DeviceKind(type="cuda", capability=(major, minor), name=torch.cuda.get_device_name(device))

@@ -1,0 +1,1 @@
+"""Products of flattened token groups, as BFLA and XAttention score blocks."""

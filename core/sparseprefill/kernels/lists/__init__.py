@@ -1,0 +1,1 @@
+"""Kernels on maps of tiles and index lists."""

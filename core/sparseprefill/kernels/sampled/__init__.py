@@ -1,0 +1,1 @@
+"""Exact attention of sampled query rows."""

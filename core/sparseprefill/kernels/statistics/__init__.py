@@ -1,0 +1,1 @@
+"""Small kernels behind the statistics: means of key tiles, selection by mass, distances."""

@@ -1,0 +1,218 @@
+"""Pairs that a mask selects, counted on the device: no host synchronisation, and no list is walked where it can jump.
+
+Lists ascend, so of each list only the few entries at the causal edge (and at a window's far edge) need a look; binary
+search finds them, and all between count as whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from sparseprefill import kernels
+
+if TYPE_CHECKING:
+    from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.mask.lists import IndexLists
+    from sparseprefill.mask.mask import SparseMask
+
+ENTRIES = 1 << 23
+"""Numbers of one temporary tensor at most, where a single head does not need more."""
+
+
+@frozen(eq=False)
+class _Rows:
+    """Query tiles: first and last real position of each, int64 ``[B, 1, R]`` (none where last < first), and the window.
+
+    Keys in [low, high) are seen by every row; both lie on the grid of key tiles of `width`.
+    """
+
+    first: Tensor
+    last: Tensor
+    window: int | None
+    low: Tensor
+    high: Tensor
+    count: Tensor
+
+    @classmethod
+    def of(cls, geometry: Geometry, tile_q: int, width: int) -> _Rows:
+        tile, start = geometry.tiles(tile_q), geometry.first_position()[:, None]
+        first = torch.maximum(tile * tile_q, start).clamp(min=0)
+        behind = torch.minimum((tile + 1) * tile_q, start + geometry.q_len)
+        last = torch.maximum(torch.minimum(behind, geometry.key_counts()[:, None]) - 1, first - 1)
+        first, last = first[:, None], last[:, None]
+        high = _floor(first + 1, width) * width
+        low = torch.zeros_like(high)
+        if geometry.window is not None:
+            low = _floor((last - geometry.window + width).clamp(min=0), width) * width
+        return cls(first, last, geometry.window, low, torch.maximum(low, high), last + 1 - first)
+
+    @property
+    def edges(self) -> list[tuple[Tensor, Tensor]]:
+        """Half-open ranges of keys beside [low, high) that hold every other key which some row sees; may be empty."""
+        found = [(self.high, self.last + 1)]
+        if self.window is not None:
+            found.append(((self.first - self.window + 1).clamp(min=0), self.low))
+        return found
+
+    def pairs(self, lo: Tensor, width: int) -> Tensor:
+        """Allowed pairs with keys lo .. lo + width - 1; lo: ``[B, H, R, n]``."""
+        first, behind = self.first[..., None], self.last[..., None] + 1
+        pairs = _ramp(behind - lo, width) - _ramp(first - lo, width)
+        if self.window is not None:
+            pairs = pairs - _ramp(behind - self.window - lo, width) + _ramp(first - self.window - lo, width)
+        return pairs
+
+
+@frozen(eq=False)
+class _Lists:
+    """Lists ``[B, H, R]`` by query tile: int64 counts and offsets, and the entries' storage."""
+
+    counts: Tensor
+    offsets: Tensor
+    indices: Tensor
+    columns: int
+
+    @classmethod
+    def of(cls, lists: IndexLists, heads: slice, columns: int) -> _Lists:
+        return cls(lists.counts[:, heads].to(torch.int64), lists.offsets[:, heads], lists.indices, columns)
+
+    def of_rows(self, row: Tensor) -> _Lists:
+        """The list of each query tile; row: int64 ``[B, R]``."""
+        at = row.clamp(0, self.counts.shape[2] - 1)[:, None].expand(-1, self.counts.shape[1], -1)
+        return _Lists(torch.gather(self.counts, 2, at), torch.gather(self.offsets, 2, at), self.indices, self.columns)
+
+    def part(self, rows: slice) -> _Lists:
+        """Some of the rows."""
+        return _Lists(self.counts[:, :, rows], self.offsets[:, :, rows], self.indices, self.columns)
+
+    def below(self, bound: Tensor) -> Tensor:
+        """int64: how many entries of each list are < bound; bound broadcasts to ``[B, H, R]`` or ``[B, H, R, n]``."""
+        tail = bound.dim() - self.counts.dim()
+        counts = self.counts.view(*self.counts.shape, *[1] * tail)
+        offsets = self.offsets.view(*self.offsets.shape, *[1] * tail)
+        low: Tensor
+        low, bound = torch.broadcast_tensors(torch.zeros_like(counts), bound)
+        high = counts.expand_as(low)
+        for _ in range(self.columns.bit_length()):
+            middle = torch.div(low + high, 2, rounding_mode="floor")
+            less = (middle < high) & (self._entry(offsets + middle) < bound)
+            high = torch.where(less, high, middle)
+            low = torch.where(less, middle + 1, low)
+        return low
+
+    def take(self, first: Tensor, number: int) -> Tensor:
+        """int64 ``[B, H, R, number]``: entries from slot `first` ``[B, H, R]`` on; anything behind a list's end."""
+        slot = first[..., None] + torch.arange(number, device=first.device)
+        return self._entry(self.offsets[..., None] + slot)
+
+    def holds(self, index: Tensor) -> Tensor:
+        """bool like index ``[B, H, R, n]``: whether the list has the entry."""
+        at = self.below(index)
+        found: Tensor = (at < self.counts[..., None]) & (self._entry(self.offsets[..., None] + at) == index)
+        return found
+
+    def _entry(self, where: Tensor) -> Tensor:
+        return self.indices[where.clamp(0, self.indices.numel() - 1)].to(torch.int64)
+
+
+def selected_pairs(mask: SparseMask, *, tiles: bool = True) -> Tensor:
+    """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected; without `tiles`, those of the stripes alone.
+
+    In plain PyTorch a few heads at a time, so that memory stays at that of a few heads' rows.
+    """
+    heads, size = mask.geometry.heads, _heads_at_once(mask)
+    if kernels.serve_device(mask.geometry.device):
+        from sparseprefill.kernels.lists.pair_counts import pair_counts
+
+        return pair_counts(mask, mask.tiles if tiles else None)
+    lists = [one for one in (mask.tiles if tiles else None, mask.stripes) if one is not None]
+    if all(one.same_heads for one in lists):
+        return _of_heads(mask, slice(0, 1), tiles).expand(-1, heads)
+    parts = [_of_heads(mask, slice(h, min(h + size, heads)), tiles) for h in range(0, heads, size)]
+    return torch.cat(parts, 1)
+
+
+def _heads_at_once(mask: SparseMask) -> int:
+    geometry = mask.geometry
+    return max(1, ENTRIES // (geometry.batch * geometry.tile_rows(mask.tile_q) * (mask.tile_q + 2 * mask.tile_k)))
+
+
+def _of_heads(mask: SparseMask, heads: slice, count_tiles: bool) -> Tensor:
+    geometry = mask.geometry
+    rows = _Rows.of(geometry, mask.tile_q, mask.tile_k)
+    total = torch.zeros(geometry.batch, heads.stop - heads.start, dtype=torch.int64, device=geometry.device)
+    tiles = None
+    if mask.tiles is not None and count_tiles:
+        tiles = _Lists.of(mask.tiles, heads, geometry.tile_columns(mask.tile_k))
+        total = total + _pairs(rows, tiles, mask.tile_k, mask.tile_q // mask.tile_k + 3)
+    if mask.stripes is not None:
+        group = torch.div(geometry.tiles(mask.tile_q), mask.group, rounding_mode="floor")
+        group = group - geometry.first_tile(mask.group_rows)[:, None]
+        stripes = _Lists.of(mask.stripes, heads, geometry.kv_len)
+        by_tile = stripes.of_rows(group)
+        total = total + _pairs(rows, by_tile, 1, mask.tile_q + mask.tile_k)
+        if tiles is not None and not mask.disjoint:
+            most = mask.tile_q + mask.tile_k
+            total = total - _edge_twice(rows, tiles, by_tile, mask.tile_k, most)
+            total = total - _inner_twice(rows, tiles, stripes, group, mask.tile_k)
+    return total
+
+
+def _pairs(rows: _Rows, lists: _Lists, width: int, most: int) -> Tensor:
+    """``[B, H]``: pairs of the entries, each `width` keys wide. most: entries that an edge can hold."""
+    low, high = lists.below(rows.low // width), lists.below(rows.high // width)
+    total = (high - low) * width * rows.count
+    for start, behind in rows.edges:
+        first = lists.below(_floor(start, width))
+        end = lists.below(_floor(behind + width - 1, width))
+        lo = lists.take(first, most) * width
+        inside = torch.arange(most, device=lo.device) < (end - first)[..., None]
+        total = total + (rows.pairs(lo, width) * inside).sum(-1)
+    return total.sum(-1)
+
+
+def _edge_twice(rows: _Rows, tiles: _Lists, stripes: _Lists, tile_k: int, most: int) -> Tensor:
+    """``[B, H]``: pairs of the edges' stripes that lie in a selected tile of their row."""
+    total = torch.zeros_like(tiles.counts)
+    for start, behind in rows.edges:
+        first = stripes.below(start)
+        key = stripes.take(first, most)
+        inside = torch.arange(most, device=key.device) < (stripes.below(behind) - first)[..., None]
+        inside = inside & tiles.holds(_floor(key, tile_k))
+        total = total + (rows.pairs(key, 1) * inside).sum(-1)
+    return total.sum(-1)
+
+
+def _inner_twice(rows: _Rows, tiles: _Lists, stripes: _Lists, group: Tensor, tile_k: int) -> Tensor:
+    """``[B, H]``: the same of the stripes between the edges. Walks the tiles, as each holds another number of stripes.
+
+    stripes: lists by group of query tiles. group: int64 ``[B, R]``.
+    """
+    batch, heads, number = tiles.counts.shape
+    low, high = tiles.below(rows.low // tile_k), tiles.below(rows.high // tile_k)
+    slots = torch.arange(tiles.columns, device=low.device)
+    edges = (torch.arange(tiles.columns + 1, device=low.device) * tile_k)[None, None, None]
+    step = max(1, ENTRIES // (batch * heads * tiles.columns))
+    total = torch.zeros(batch, heads, dtype=torch.int64, device=low.device)
+    for first in range(0, number, step):
+        part = slice(first, first + step)
+        held = stripes.of_rows(group[:, part]).below(edges).diff(dim=-1)
+        tile = tiles.part(part).take(torch.zeros_like(low[:, :, part]), tiles.columns).clamp(0, tiles.columns - 1)
+        inside = (slots >= low[:, :, part, None]) & (slots < high[:, :, part, None])
+        total += ((torch.gather(held, 3, tile) * inside).sum(-1) * rows.count[:, :, part]).sum(-1)
+    return total
+
+
+def _floor(x: Tensor, size: int) -> Tensor:
+    return torch.div(x, size, rounding_mode="floor")
+
+
+def _ramp(n: Tensor, width: int) -> Tensor:
+    """Sum of clamp(t, 0, width) over t = 1..n."""
+    n = n.clamp(min=0)
+    low = n.clamp(max=width)
+    return torch.div(low * (low + 1), 2, rounding_mode="floor") + (n - low) * width

@@ -1,0 +1,120 @@
+"""IndexLists: ragged lists of tile or key indices, one per row, in memory that grows with the work selected."""
+
+from __future__ import annotations
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from sparseprefill import kernels
+from sparseprefill.errors import MaskError
+
+
+@frozen(eq=False)
+class IndexLists:
+    """One ascending list of distinct indices per (batch row, head, row of tiles or groups).
+
+    counts: int32 ``[B, H, R]``. offsets: int64 ``[B, H, R]``, where each list begins in `indices`, int32 ``[L]``.
+    Rows may share storage (a full mask needs one `arange`); entries behind a count are never read. No constructor
+    reads a value on the host, so building lists does not synchronise with the device. same_heads: the maker's word
+    that all heads of a batch row have the same lists.
+    """
+
+    counts: Tensor
+    offsets: Tensor
+    indices: Tensor
+    same_heads: bool = field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        wanted = (("counts", torch.int32), ("offsets", torch.int64), ("indices", torch.int32))
+        for name, dtype in wanted:
+            x = getattr(self, name)
+            if not isinstance(x, Tensor) or x.dtype != dtype:
+                raise MaskError(f"IndexLists.{name} is {getattr(x, 'dtype', type(x).__name__)}: pass {dtype}")
+        if self.counts.dim() != 3 or self.counts.shape != self.offsets.shape or self.indices.dim() != 1:
+            shapes = tuple(tuple(getattr(self, name).shape) for name, _ in wanted)
+            raise MaskError(f"IndexLists shapes are {shapes}: pass counts and offsets [B, H, R] and indices [L]")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch rows, heads, lists of each."""
+        batch, heads, rows = self.counts.shape
+        return batch, heads, rows
+
+    @classmethod
+    def from_map(cls, keep: Tensor) -> IndexLists:
+        """From a bool map ``[B, H, R, C]`` with any strides; one launch on a GPU."""
+        if kernels.serve(keep):
+            from sparseprefill.kernels.lists.launch import encode_map
+
+            return cls(*encode_map(keep), same_heads=keep.stride(1) == 0)
+        batch, heads, rows, columns = keep.shape
+        order = torch.where(keep, keep.cumsum(-1) - 1, columns)
+        entries = torch.empty(batch, heads, rows, columns + 1, dtype=torch.int32, device=keep.device)
+        numbers = torch.arange(columns, dtype=torch.int32, device=keep.device)
+        entries.scatter_(-1, order, numbers.expand_as(keep))
+        offsets = torch.arange(batch * heads * rows, device=keep.device) * (columns + 1)
+        counts = keep.sum(-1, dtype=torch.int32)
+        return cls(counts, offsets.view(batch, heads, rows), entries.view(-1))
+
+    @classmethod
+    def from_ranges(cls, first: Tensor, last: Tensor, heads: int, width: int) -> IndexLists:
+        """From half-open ranges, the same for all heads.
+
+        first, last: int64 ``[B, R, P]``, P ascending, non-overlapping ranges per row (empty where last <= first).
+        width: an upper bound on the length of a list, known on the host.
+        """
+        if kernels.serve(first):
+            from sparseprefill.kernels.lists.launch import encode_ranges
+
+            return cls(*encode_ranges(first, last, heads, width), same_heads=True)
+        sizes = (last - first).clamp(min=0)
+        ends = sizes.cumsum(-1)
+        slot = torch.arange(width, device=first.device)
+        part = (slot[None, None, :, None] >= ends[:, :, None, :]).sum(-1).clamp(max=sizes.shape[-1] - 1)
+        begin = torch.gather(first, -1, part) - torch.gather(ends - sizes, -1, part)
+        batch, rows = first.shape[:2]
+        counts = ends[..., -1].to(torch.int32)[:, None].expand(-1, heads, -1).contiguous()
+        offsets = (torch.arange(batch * rows, device=first.device) * width).view(batch, 1, rows)
+        indices = (begin + slot).to(torch.int32)
+        return cls(counts, offsets.expand(-1, heads, -1).contiguous(), indices.reshape(-1), same_heads=True)
+
+    @classmethod
+    def empty(cls, batch: int, heads: int, rows: int, device: torch.device) -> IndexLists:
+        """Lists that select nothing."""
+        zeros = torch.zeros(batch, heads, rows, dtype=torch.int32, device=device)
+        return cls(zeros, zeros.to(torch.int64), zeros.new_zeros(1))
+
+    def to_map(self, columns: int) -> Tensor:
+        """bool ``[B, H, R, columns]``."""
+        if kernels.serve(self.counts):
+            from sparseprefill.kernels.lists.launch import decode
+
+            return decode((self.counts, self.offsets, self.indices), columns)
+        entry, index = self.padded(columns)
+        keep = torch.zeros(*self.counts.shape, columns + 1, dtype=torch.bool, device=self.counts.device)
+        inside = entry & (index >= 0) & (index < columns)
+        keep.scatter_(-1, torch.where(inside, index, columns), True)
+        return keep[..., :columns]
+
+    def padded(self, width: int) -> tuple[Tensor, Tensor]:
+        """The first `width` entries of each list: (bool is an entry, int64 index), both ``[B, H, R, width]``."""
+        slot = torch.arange(width, device=self.counts.device)
+        entry = slot < self.counts[..., None]
+        where = (self.offsets[..., None] + slot).clamp(max=self.indices.numel() - 1)
+        return entry, self.indices[where].to(torch.int64)
+
+    def row(self, batch: int, head: int, row: int) -> Tensor:
+        """int32 [count]: one list (reads its count on the host)."""
+        offset, count = int(self.offsets[batch, head, row]), int(self.counts[batch, head, row])
+        return self.indices[offset : offset + count]
+
+    def for_group(self, group: int) -> IndexLists:
+        """Each head's lists for `group` neighbouring heads: ``[B, H * group, R]``, in the same storage."""
+        counts, offsets = (x.repeat_interleave(group, dim=1) for x in (self.counts, self.offsets))
+        return IndexLists(counts, offsets, self.indices, same_heads=self.same_heads)
+
+    def narrow(self, batch: int, head: int) -> IndexLists:
+        """The lists of one head, as ``[1, 1, R]`` (a view)."""
+        part = (slice(batch, batch + 1), slice(head, head + 1))
+        return IndexLists(self.counts[part], self.offsets[part], self.indices)

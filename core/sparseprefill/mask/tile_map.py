@@ -1,0 +1,163 @@
+"""TileMap: a set of tiles as a bool map and rules, turned into lists once, when an executor asks for them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+
+from sparseprefill import kernels
+from sparseprefill.errors import MaskError
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask import grid as mask_math
+from sparseprefill.mask import hashing
+
+
+@frozen
+class Stride:
+    """Every `every`-th key tile of a query tile, from a phase of its own: a hash that begins with `state`."""
+
+    every: int
+    state: int
+
+
+@frozen
+class Random:
+    """Tiles whose hash, which begins with `state`, is below `bound` (of 2^32)."""
+
+    bound: int
+    state: int
+
+
+def _first_head(keep: Tensor | None) -> Tensor | None:
+    """One head for heads that are views of one."""
+    return keep[:, :1] if keep is not None and keep.dim() == 4 and keep.stride(1) == 0 else keep
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not None and other is not None and one != other
+
+
+@frozen(eq=False, kw_only=True)
+class TileMap:
+    """The tiles that a map or any rule keeps, of those that causality and window let a row of theirs see.
+
+    keep: bool ``[B, h, R / per_row, C / per_column]`` or None, on tiles `per_row` and `per_column` times those of the
+    mask; h divides the heads, and neighbouring heads share an entry. It is read when lists or the map are first asked
+    for, so nobody may write to it afterwards. band: the diagonal tiles and so many before them. sink: so many first
+    tiles. stride, random: by hash of (head, tile), `first_head` being the number of head 0.
+    """
+
+    geometry: Geometry
+    tile_q: int
+    tile_k: int
+    keep: Tensor | None = field(default=None, converter=_first_head)
+    per_row: int = 1
+    per_column: int = 1
+    band: int | None = None
+    sink: int = 0
+    stride: Stride | None = None
+    random: Random | None = None
+    first_head: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.keep is None:
+            return
+        rows = self.geometry.tile_rows(self.tile_q * self.per_row)
+        columns = self.geometry.tile_columns(self.tile_k * self.per_column)
+        shape, heads = tuple(self.keep.shape), self.geometry.heads
+        if len(shape) != 4 or (shape[0], *shape[2:]) != (self.geometry.batch, rows, columns) or heads % shape[1]:
+            wanted = f"[{self.geometry.batch}, {heads} or a divisor, {rows}, {columns}]"
+            raise MaskError(f"TileMap.keep has shape {shape}: pass {wanted}")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch rows, heads, query tiles."""
+        return self.geometry.batch, self.geometry.heads, self.geometry.tile_rows(self.tile_q)
+
+    @property
+    def by_head(self) -> bool:
+        """Whether a rule keeps other tiles for each head."""
+        return self.stride is not None or self.random is not None
+
+    @cached_property
+    def lists(self) -> IndexLists:
+        """The tiles as lists; one launch on a GPU."""
+        if kernels.serve_device(self.geometry.device):
+            from sparseprefill.kernels.lists.launch import encode
+
+            same = not self.by_head and (self.keep is None or self.keep.shape[1] == 1)
+            return IndexLists(*encode(self), same_heads=same)
+        return IndexLists.from_map(self.resolved)
+
+    @cached_property
+    def resolved(self) -> Tensor:
+        """bool ``[B, H, R, C]``."""
+        return self._resolve(1)
+
+    def united(self, group: int) -> TileMap:
+        """What any of each `group` neighbouring heads keeps, for all of them."""
+        shared = None if self.keep is None else self.geometry.heads // self.keep.shape[1]
+        if not self.by_head and (shared is None or shared % group == 0):
+            return self
+        return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=self._resolve(group))
+
+    def __or__(self, other: TileMap) -> TileMap:
+        """The union; both on one grid."""
+        rules = _differ(self.stride, other.stride) or _differ(self.random, other.random)
+        if rules or (self.by_head and other.by_head and self.first_head != other.first_head):
+            return self._plain() | other
+        if self.keep is not None and other.keep is not None:
+            return evolve(self._plain(), keep=self.resolved | other.resolved)
+        mapped = self if other.keep is None else other
+        bands = [one.band for one in (self, other) if one.band is not None]
+        return evolve(
+            mapped,
+            band=max(bands, default=None),
+            sink=max(self.sink, other.sink),
+            stride=self.stride or other.stride,
+            random=self.random or other.random,
+            first_head=self.first_head if self.by_head else other.first_head,
+        )
+
+    def _plain(self) -> TileMap:
+        """The same as a map without rules."""
+        return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=self.resolved)
+
+    def _resolve(self, group: int) -> Tensor:
+        if kernels.serve_device(self.geometry.device):
+            from sparseprefill.kernels.lists.launch import resolve
+
+            return resolve(self, group)
+        return self.plain(group)
+
+    def plain(self, group: int = 1) -> Tensor:
+        """bool ``[B, H / group, R, C]`` in plain PyTorch: what any of `group` neighbouring heads keeps."""
+        keep = self._by_rules() & mask_math.reachable_map(self.geometry, self.tile_q, self.tile_k)[:, None]
+        return keep if group == 1 else keep.unflatten(1, (-1, group)).any(2)
+
+    def _by_rules(self) -> Tensor:
+        """bool ``[B, H, R, C]`` in plain PyTorch, what is out of reach included."""
+        geometry, (tile_q, tile_k) = self.geometry, (self.tile_q, self.tile_k)
+        shape = (*self.shape, geometry.tile_columns(tile_k))
+        column = torch.arange(shape[3], device=geometry.device)
+        kept = (column < self.sink).expand(shape)
+        if self.keep is not None:
+            keep = self.keep.repeat_interleave(shape[1] // self.keep.shape[1], dim=1)
+            keep = keep.repeat_interleave(self.per_column, dim=-1)[..., : shape[3]]
+            kept = kept | mask_math.regrid(geometry, keep, tile_q * self.per_row, tile_q)
+        if self.band is not None:
+            first = torch.div(geometry.tiles(tile_q) * tile_q, tile_k, rounding_mode="floor")[..., None]
+            before = (column < first) & (column >= first - self.band)
+            kept = kept | (before | mask_math.diagonal_map(geometry, tile_q, tile_k))[:, None]
+        if self.stride is not None:
+            every = self.stride.every
+            phase = hashing.row_hash(geometry, tile_q, self.stride.state, self.first_head) % every
+            kept = kept | (column % every == ((every - phase) % every)[..., None])
+        if self.random is not None:
+            states = hashing.row_hash(geometry, tile_q, self.random.state, self.first_head)
+            kept = kept | hashing.below(states, shape[3], self.random.bound)
+        return kept

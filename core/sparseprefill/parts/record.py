@@ -1,0 +1,137 @@
+"""What a call that ran in parts leaves: how many pairs it computed, and its masks where they are small."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import define, evolve, field, frozen
+
+from sparseprefill.errors import MaskError
+from sparseprefill.mask.count import selected_pairs
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.parts.split import Part
+    from sparseprefill.plan import Plan
+
+KEPT = 256 << 20
+"""Bytes of index lists that the masks of all parts may hold to be kept."""
+
+
+def computed(plan: Plan) -> tuple[SparseMask, ...]:
+    """The masks of a plan, carry region included, as lists alone: a map of tiles, once they are made, is let go.
+
+    They are disjoint, so no union has to be built to count them.
+    """
+    masks = (plan.mask,) if plan.carry is None else (plan.carry.region, plan.mask)
+    return tuple(evolve(mask, tiles=mask.tiles) for mask in masks)
+
+
+def stored_bytes(masks: tuple[SparseMask, ...]) -> int:
+    """Memory that keeping the masks would hold, in bytes."""
+    lists = [part for mask in masks for part in (mask.tiles, mask.stripes) if part is not None]
+    return sum(x.untyped_storage().nbytes() for part in lists for x in (part.counts, part.offsets, part.indices))
+
+
+@frozen(eq=False)
+class Parts:
+    """The record of a call that ran in `count` parts.
+
+    geometry: of the whole call. pairs: int64 ``[B, Hq]``, computed pairs of each head, on the device.
+    masks: each part with its masks, disjoint ones; None where they were too large to keep.
+    """
+
+    geometry: Geometry
+    count: int
+    pairs: Tensor
+    masks: tuple[tuple[Part, tuple[SparseMask, ...]], ...] | None
+
+    @property
+    def mask(self) -> SparseMask:
+        """Everything computed, as one mask of the call; MaskError where the parts' masks were not kept."""
+        if self.masks is None:
+            raise MaskError(
+                f"the call ran in {self.count} parts, whose masks were not kept ({KEPT >> 20} MiB at most): density "
+                "is known; for the mask run it in one, attrs.evolve(pipeline, workspace=None)"
+            )
+        columns = zip(*([(part, mask) for mask in masks] for part, masks in self.masks), strict=True)
+        return reduce(or_, [_joined(self.geometry, pieces) for pieces in columns])
+
+
+@define(eq=False)
+class Recorder:
+    """Makes the record while the parts run."""
+
+    geometry: Geometry
+    pairs: Tensor = field(init=False)
+    count: int = 0
+    held: int = 0
+    masks: list[tuple[Part, tuple[SparseMask, ...]]] | None = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        g = self.geometry
+        self.pairs = torch.zeros(g.batch, g.heads, dtype=torch.int64, device=g.device)
+
+    def add(self, part: Part, plan: Plan) -> None:
+        """Count one part's plan, without host synchronisation, and keep its masks while there is room."""
+        masks = computed(plan)
+        for mask in masks:
+            self.pairs[:, slice(*part.heads)] += selected_pairs(mask)
+        self.count += 1
+        self.held += stored_bytes(masks)
+        if self.held > KEPT:
+            self.masks = None
+        elif self.masks is not None:
+            self.masks.append((part, masks))
+
+    def done(self) -> Parts:
+        """The record."""
+        return Parts(self.geometry, self.count, self.pairs, None if self.masks is None else tuple(self.masks))
+
+
+def _joined(geometry: Geometry, pieces: Sequence[tuple[Part, SparseMask]]) -> SparseMask:
+    """One mask of masks by parts, which come rows outside, heads inside; all on one grid, and cut along it."""
+    masks = [mask for _, mask in pieces]
+    first = masks[0]
+    grid = (first.tile_q, first.tile_k, first.group)
+    cuts = {part.rows[0] + geometry.q_offset for part, _ in pieces if part.rows[0]}
+    striped = any(mask.stripes is not None for mask in masks)
+    rows = first.group_rows if striped else first.tile_q
+    if any((mask.tile_q, mask.tile_k, mask.group) != grid for mask in masks) or any(cut % rows for cut in cuts):
+        raise MaskError("the parts' masks lie on grids that cannot be joined; parts are cut inside a tile or group")
+    return evolve(
+        first,
+        geometry=geometry,
+        tiles=_join([(part, mask.tiles, mask.geometry.tile_rows(mask.tile_q)) for part, mask in pieces]),
+        stripes=_join([(part, mask.stripes, mask.geometry.tile_rows(mask.group_rows)) for part, mask in pieces]),
+        disjoint=all(mask.disjoint for mask in masks),
+    )
+
+
+def _join(pieces: list[tuple[Part, IndexLists | None, int]]) -> IndexLists | None:
+    """Lists side by side; where a part has none, empty ones of so many rows."""
+    found = next((lists for _, lists, _ in pieces if lists is not None), None)
+    if found is None:
+        return None
+    batch, device = found.counts.shape[0], found.counts.device
+    counts: dict[int, list[Tensor]] = {}
+    offsets: dict[int, list[Tensor]] = {}
+    indices: list[Tensor] = []
+    length = 0
+    for part, given, rows in pieces:
+        heads = part.heads[1] - part.heads[0]
+        lists = IndexLists.empty(batch, heads, rows, device) if given is None else given
+        counts.setdefault(part.rows[0], []).append(lists.counts)
+        offsets.setdefault(part.rows[0], []).append(lists.offsets + length)
+        indices.append(lists.indices)
+        length += lists.indices.numel()
+    whole = [torch.cat([torch.cat(row, 1) for row in some.values()], 2) for some in (counts, offsets)]
+    return IndexLists(whole[0], whole[1], torch.cat(indices))

@@ -1,0 +1,104 @@
+"""Tables of head clusters as JSON: written, and read with every field checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparseprefill.errors import ParameterError
+from sparseprefill.profiles.clusters import NOISE, ClusterTable, Spot
+from sparseprefill.profiles.identity import ModelIdentity
+
+SCHEMA = "sparseprefill.clusters"
+VERSION = 1
+
+
+def dump(table: ClusterTable) -> str:
+    """The text of a file that `load` reads."""
+    facts = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "model": None if table.model is None else table.model.to_dict(),
+        "clusters": table.clusters,
+        "noise": table.noise,
+        "made": dict(table.made),
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in facts.items()]
+    return "{\n  " + ",\n  ".join(lines) + "\n}\n"
+
+
+def load(path: str | Path) -> ClusterTable:
+    """From a JSON file; ParameterError names the file and the field that does not fit."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is no text file"
+        raise ParameterError(f"clusters is {str(path)!r}: {reason}; pass the JSON file of a cluster table") from error
+    try:
+        return parse(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ParameterError(f"{path}: is no JSON ({error})") from error
+    except ParameterError as error:
+        raise ParameterError(f"{path}: {error}") from error
+
+
+def parse(facts: object) -> ClusterTable:
+    """From the content of such a file, or from a mapping ``{(layer, head): cluster}``, in which None is noise."""
+    if isinstance(facts, ClusterTable):
+        return facts
+    if not isinstance(facts, Mapping):
+        raise ParameterError(f"clusters is {type(facts).__name__}: pass a path, or a mapping")
+    if "schema" not in facts and all(isinstance(key, tuple) for key in facts):
+        return _by_hand(facts)
+    for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
+        if facts.get(name) != wanted or isinstance(facts.get(name), bool):
+            raise ParameterError(f"{name} is {facts.get(name)!r}: this library reads {wanted!r}")
+    unknown = sorted(set(facts) - {"schema", "version", "model", "clusters", "noise", "made"})
+    if unknown:
+        raise ParameterError(f"{unknown[0]} is no field of a cluster table")
+    made = facts.get("made", {})
+    if not isinstance(made, Mapping):
+        raise ParameterError(f"made is {made!r}: pass an object")
+    groups = _list("clusters", facts.get("clusters"))
+    return ClusterTable(
+        clusters=tuple(_heads(f"clusters[{i}]", heads) for i, heads in enumerate(groups)),
+        noise=_heads("noise", facts.get("noise", [])),
+        model=None if facts.get("model") is None else ModelIdentity.of(facts["model"]),
+        made=made,
+    )
+
+
+def _by_hand(facts: Mapping[Any, Any]) -> ClusterTable:
+    named: dict[int, list[Spot]] = {}
+    noise = []
+    for key, label in facts.items():
+        head = _head(f"clusters[{key!r}]", key)
+        if label is None or label == NOISE:
+            noise.append(head)
+        elif isinstance(label, int) and not isinstance(label, bool) and label >= 0:
+            named.setdefault(label, []).append(head)
+        else:
+            raise ParameterError(f"clusters[{key!r}] is {label!r}: pass the number of a cluster, or None for noise")
+    return ClusterTable(clusters=tuple(tuple(named[label]) for label in sorted(named)), noise=tuple(noise))
+
+
+def _list(name: str, value: object) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise ParameterError(f"{name} is {value!r}: pass a list")
+    return value
+
+
+def _heads(name: str, value: object) -> tuple[Spot, ...]:
+    return tuple(_head(f"{name}[{i}]", head) for i, head in enumerate(_list(name, value)))
+
+
+def _head(name: str, value: object) -> Spot:
+    if isinstance(value, list | tuple) and len(value) == 2 and all(_is_index(x) for x in value):
+        return value[0], value[1]
+    raise ParameterError(f"{name} is {value!r}: pass [layer, head], two integers from 0")
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,79 @@
+"""ClusterTable: which attention heads of a model look alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from sparseprefill.errors import ParameterError
+from sparseprefill.profiles.identity import ModelIdentity
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+NOISE = -1
+Spot = tuple[int, int]
+"""(layer, query head)."""
+
+
+@frozen(kw_only=True)
+class ClusterTable:
+    """Clusters of (layer, head), and the noise: heads that are like no other.
+
+    clusters: tuples of heads, each head in one of them or in `noise`. model: whose heads they are; None for a table
+    written by hand, where a head without an entry is noise. made: how the table was made, for people.
+    """
+
+    clusters: tuple[tuple[Spot, ...], ...]
+    noise: tuple[Spot, ...] = ()
+    model: ModelIdentity | None = None
+    made: Mapping[str, Any] = field(factory=dict, hash=False)
+
+    def __attrs_post_init__(self) -> None:
+        seen: dict[Spot, str] = {}
+        groups = {**{f"clusters[{i}]": heads for i, heads in enumerate(self.clusters)}, "noise": self.noise}
+        for name, heads in groups.items():
+            if not heads and name != "noise":
+                raise ParameterError(f"{name} is empty: leave it out")
+            for head in heads:
+                if head in seen:
+                    raise ParameterError(f"{name}: {_words(head)} is in {seen[head]} already")
+                seen[head] = name
+        if self.model is None:
+            return
+        every = {(layer, head) for layer in range(self.model.layers) for head in range(self.model.heads)}
+        for head in sorted(set(seen) - every):
+            raise ParameterError(
+                f"{seen[head]}: {_words(head)} is unknown to a model of {self.model.layers} layers with "
+                f"{self.model.heads} heads"
+            )
+        for head in sorted(every - set(seen)):
+            raise ParameterError(f"clusters: {_words(head)} is in no cluster, and not in noise")
+
+    @cached_property
+    def labels(self) -> Mapping[Spot, int]:
+        """Index of the cluster by (layer, head); heads of the noise are left out."""
+        return {head: label for label, heads in enumerate(self.clusters) for head in heads}
+
+    def label(self, layer: int, head: int) -> int:
+        """Index of the head's cluster, or NOISE."""
+        return self.labels.get((layer, head), NOISE)
+
+    def objection(self, call: AttentionCall) -> str | None:
+        """Why the table does not fit a call, or None."""
+        return None if self.model is None else self.model.objection(call)
+
+    def check_model(self, model: ModelIdentity) -> None:
+        """ParameterError, naming the field, where the table was made for another model."""
+        found = None if self.model is None else self.model.differs(model)
+        if found:
+            raise ParameterError(
+                f"the cluster table was made for another model: {found}; make one with sparseprefill cluster"
+            )
+
+
+def _words(head: Iterable[int]) -> str:
+    return "layer {}, head {}".format(*head)

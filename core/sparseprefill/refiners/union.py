@@ -1,0 +1,111 @@
+"""UnionEstimator: several estimators as one, whose mask is the union of theirs."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from sparseprefill.errors import ParameterError
+from sparseprefill.parts.split import default_workspace, workspace
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Carry, Plan
+from sparseprefill.stages import HeadScope, PatternEstimator, head_scope, missing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.memory import Memory
+    from sparseprefill.profiles.identity import ModelIdentity
+
+
+def _parts(given: Iterable[Any]) -> tuple[Pipeline, ...]:
+    parts = []
+    for i, part in enumerate(given):
+        if isinstance(part, Pipeline):
+            parts.append(part)
+            continue
+        lacking = missing(part, PatternEstimator)
+        if isinstance(part, type) or lacking:
+            shown = f"{part.__name__}, a class" if isinstance(part, type) else type(part).__name__
+            raise ParameterError(f"UnionEstimator part {i} is {shown}: pass an estimator or a Pipeline")
+        parts.append(Pipeline(part, name=type(part).__name__))
+    if not parts:
+        raise ParameterError("UnionEstimator has no parts: pass at least one estimator or Pipeline")
+    return tuple(parts)
+
+
+@frozen(init=False, eq=False)
+class UnionEstimator:
+    """Selects whatever any of its parts selects: ``UnionEstimator(first, second, ...)``.
+
+    parts: estimators, or pipelines, of which estimator and refiners run; a pipeline's executor and observers do not
+    (give observers to the pipeline that holds the union). No pair is computed twice: of the parts that bring a carry
+    the first keeps it, and the masks of all others, with the regions of their carries, lose the pairs of its region.
+    Probes unite; where two parts leave a note of one name, the first part's counts.
+    """
+
+    parts: tuple[Pipeline, ...] = field(converter=_parts)
+
+    def __init__(self, *parts: PatternEstimator | Pipeline) -> None:
+        self.__attrs_init__(parts)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def grain(self) -> int | None:
+        """The least common multiple of the parts' grains, or None where one has none."""
+        grains = [part.grain for part in self.parts]
+        known = [grain for grain in grains if grain is not None]
+        return math.lcm(*known) if len(known) == len(grains) else None
+
+    @property
+    def head_scope(self) -> HeadScope | None:
+        """The widest of the parts' scopes; observers of parts do not run."""
+        return head_scope(self.stages)
+
+    def workspace(self, call: AttentionCall) -> int:
+        """The parts' plans together, and maps to unite them."""
+        plans = sum(workspace((part.estimator,), call) + workspace(part.refiners, call) for part in self.parts)
+        return plans + (default_workspace(call) if len(self.parts) > 1 else 0)
+
+    @property
+    def stages(self) -> tuple[object, ...]:
+        """The estimators and refiners of all parts."""
+        return tuple(stage for part in self.parts for stage in (part.estimator, *part.refiners))
+
+    def check_model(self, model: ModelIdentity) -> None:
+        """ParameterError where a part was made for another model."""
+        for ask in filter(None, (getattr(stage, "check_model", None) for stage in self.stages)):
+            ask(model)
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """The objections of all parts."""
+        asks = [(type(stage).__name__, getattr(stage, "unsupported", None)) for stage in self.stages]
+        reasons = [f"{name}: {reason}" for name, ask in asks if ask is not None and (reason := ask(call))]
+        return "; ".join(dict.fromkeys(reasons)) or None
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """The union of the parts' plans."""
+        plans = [part.plan(call, memory) for part in self.parts]
+        if len(plans) == 1:
+            return plans[0]
+        main = next((plan for plan in plans if plan.carry is not None), plans[0])
+        carry: Carry | None = main.carry
+        others = [
+            plan.mask if plan.carry is None else plan.carry.region | plan.mask for plan in plans if plan is not main
+        ]
+        rest = reduce(or_, others)
+        if carry is not None:
+            rest = rest - carry.region
+        notes = {name: note for plan in reversed(plans) for name, note in plan.notes.items()}
+        return Plan(main.mask | rest, carry, probe=_probes(plans), notes=notes)
+
+
+def _probes(plans: list[Plan]) -> Tensor | None:
+    probes = [plan.probe for plan in plans if plan.probe is not None]
+    return reduce(or_, probes) if probes else None

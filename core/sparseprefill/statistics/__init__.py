@@ -1,0 +1,1 @@
+"""What estimators share: pooled and sampled attention, selection, distances."""

@@ -1,0 +1,80 @@
+"""Means over query tiles and key tiles on each row's own token grid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve
+from torch import Tensor
+from torch.nn import functional
+
+from sparseprefill import kernels
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.geometry import Geometry
+
+
+def tile_mean(x: Tensor, geometry: Geometry, tile: int) -> Tensor:
+    """Mean of x ``[B, H, Nq, *]`` over the real rows of each query tile: ``[B, H, R, *]``, float32 or better.
+
+    Rows of padding count for nothing, whatever they hold; a tile without a real row gives 0.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if geometry.starts is None and geometry.lengths is None:
+        return _whole(x, geometry, tile, dtype)
+    return _ragged(x, geometry, tile, dtype)
+
+
+def _whole(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Tensor:
+    """Without padding: whole tiles in one sum over a view, the two that the call may cut apart; no copy of x."""
+    front = min(-geometry.q_offset % tile, geometry.q_len)
+    back = (geometry.q_len - front) % tile
+    whole = (geometry.q_len - front) // tile
+    middle = x[:, :, front : geometry.q_len - back].unflatten(2, (whole, tile)).mean(3, dtype=dtype)
+    means = [middle]
+    if front:
+        means.insert(0, x[:, :, :front].sum(2, keepdim=True, dtype=dtype) / front)
+    if back:
+        means.append(x[:, :, geometry.q_len - back :].sum(2, keepdim=True, dtype=dtype) / back)
+    return torch.cat(means, 2) if front or back else middle
+
+
+def key_tile_mean(call: AttentionCall, tile: int) -> Tensor:
+    """Mean of the call's keys over the real keys of each key tile: ``[B, Hkv, C, D]``, float32 or better.
+
+    Keys after the call's last query count for nothing, as no query may see them; a tile without a key gives 0.
+    """
+    if kernels.serve(call.q) and call.q.dtype != torch.float64:
+        from sparseprefill.kernels.statistics.key_means import key_means
+
+        return key_means(call, tile)
+    geometry, k = call.geometry, call.k
+    end = geometry.q_offset + geometry.q_len
+    keys = evolve(geometry, q_len=end, q_offset=0)
+    mean = tile_mean(k[:, :, :end], keys, tile)
+    columns = geometry.tile_columns(tile)
+    if geometry.starts is None:
+        missing = columns - mean.shape[2]
+        return functional.pad(mean, [0, 0, 0, missing]) if missing else mean
+    # Rows of `mean` begin with the tile of index 0 among the keys, which is padding where the row starts later.
+    at = torch.arange(columns, device=k.device) - keys.first_tile(tile)[:, None]
+    inside = (at < mean.shape[2]).view(geometry.batch, 1, columns, 1)
+    where = at.clamp(max=mean.shape[2] - 1).view(geometry.batch, 1, columns, 1)
+    return torch.where(inside, torch.gather(mean, 2, where.expand(-1, k.shape[1], -1, k.shape[3])), 0)
+
+
+def _ragged(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Tensor:
+    rows, tail = geometry.tile_rows(tile), x.dim() - 3
+    first = geometry.first_tile(tile) * tile - geometry.first_position()
+    index = first[:, None] + torch.arange(rows * tile, device=x.device)
+    inside = (index >= 0) & (index < geometry.q_len)
+    index = index.clamp(0, geometry.q_len - 1)
+    real = inside & torch.gather(geometry.real_queries(), 1, index)
+    where = index.view(geometry.batch, 1, -1, *[1] * tail).expand(-1, x.shape[1], -1, *x.shape[3:])
+    keep = real.view(geometry.batch, 1, -1, *[1] * tail)
+    picked = torch.where(keep, torch.gather(x, 2, where), 0)
+    total: Tensor = picked.unflatten(2, (rows, tile)).sum(3, dtype=dtype)
+    count: Tensor = real.unflatten(1, (rows, tile)).sum(2).clamp(min=1)
+    return total / count.view(geometry.batch, 1, rows, *[1] * tail)

@@ -1,0 +1,168 @@
+"""Exact attention of a few sampled query rows, summed by key column and by diagonal; streamed over keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn import functional
+
+from sparseprefill import kernels
+from sparseprefill.statistics.kept import kept
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+PAIRS, PAIRS_ON_CPU = 1 << 24, 1 << 19
+"""(row, key) pairs over batch and heads at once, 4 bytes each, a few times over; on a CPU what its cache can hold."""
+
+
+@frozen(eq=False)
+class SampledMass:
+    """Attention mass of the sampled rows, summed over them; float32 (float64 for float64 calls).
+
+    columns: ``[B, Hq, ceil(Nkv / column)]`` by key position on the row's grid. slashes: ``[B, Hq, ceil(Nkv / slash)]``
+    by ``(row position - key position) // slash``. lse: ``[B, Hq, n]`` of each sampled row over all keys it may see,
+    natural log, -inf where there is no such row. With several samples S comes before the last dimension of each.
+    """
+
+    columns: Tensor
+    slashes: Tensor
+    lse: Tensor
+
+
+def last_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
+    """The last `count` real query rows of each batch row: int64 index ``[B, n]`` and bool ``[B, n]``, which exist.
+
+    Not to be written to: without padding the same tensors serve every layer.
+    """
+    geometry = call.geometry
+    count = min(count, geometry.q_len)
+    if geometry.starts is None and geometry.lengths is None:
+        return _last(geometry.batch, geometry.q_len, count, geometry.device)
+    behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
+    index = behind[:, None] - count + torch.arange(count, device=geometry.device)
+    safe = index.clamp(min=0)
+    return safe, (index >= 0) & torch.gather(geometry.real_queries(), 1, safe)
+
+
+@kept
+def _last(batch: int, q_len: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    index = torch.arange(q_len - count, q_len, device=device).repeat(batch, 1)
+    return index, torch.ones_like(index, dtype=torch.bool)
+
+
+@torch.no_grad()
+def sampled_mass(
+    call: AttentionCall,
+    rows: Tensor,
+    real: Tensor,
+    slash: int,
+    chunk: int | None = None,
+    *,
+    column: int = 1,
+    until: int | Sequence[int] | None = None,
+) -> SampledMass:
+    """Softmax rows of the queries `rows` (index ``[B, n]``, where `real`) over all keys they may see.
+
+    rows: neighbours in ascending order, as `last_rows` gives them; before the first real one any index may stand.
+    ``[B, S, n]`` for several samples apart. slash, column: tokens per diagonal bin and per column bin. until: no
+    sampled row sees a key from this index on, a promise that spares work; or one for each sample. Two passes over the
+    keys, `chunk` at a time where PyTorch makes them: no matrix of rows and all keys is made.
+    """
+    if kernels.serve(call.q):
+        from sparseprefill.kernels.sampled import launch as sampled
+
+        if sampled.fits(call):
+            if rows.dim() == 3:
+                return SampledMass(*sampled.sampled_mass(call, rows, real, slash, column))
+            found = sampled.sampled_mass(call, rows[:, None], real[:, None], slash, column)
+            return SampledMass(*(x[:, :, 0] for x in found))
+    if rows.dim() == 2:
+        end = until if until is None or isinstance(until, int) else until[0]
+        return _one_sample(call, rows, real, slash, chunk, column, end)
+    ends = [until] * rows.shape[1] if until is None or isinstance(until, int) else until
+    each = [_one_sample(call, rows[:, i], real[:, i], slash, chunk, column, end) for i, end in enumerate(ends)]
+    return SampledMass(*(torch.stack([getattr(x, name) for x in each], 2) for name in ("columns", "slashes", "lse")))
+
+
+def _one_sample(
+    call: AttentionCall, rows: Tensor, real: Tensor, slash: int, chunk: int | None, column: int, until: int | None
+) -> SampledMass:
+    geometry, count = call.geometry, rows.shape[1]
+    if chunk is None:
+        pairs = PAIRS_ON_CPU if call.q.device.type == "cpu" else PAIRS
+        chunk = max(256, pairs // (geometry.batch * geometry.heads * count))
+    behind = geometry.kv_len if until is None else min(until, geometry.kv_len)
+    chunks = [slice(first, min(first + chunk, behind)) for first in range(0, behind, chunk)]
+    logits = _Logits(call, rows, real)
+    lse = logits.q.new_full((geometry.batch, geometry.heads, count), -torch.inf)
+    for keys in chunks:
+        lse = torch.logaddexp(lse, torch.logsumexp(logits.of(keys), -1))
+    base = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
+    by_key = lse.new_zeros(geometry.batch, geometry.heads, geometry.kv_len)
+    by_lag = lse.new_zeros(geometry.batch, geometry.heads, geometry.kv_len + count - 1)
+    for keys in chunks:
+        mass = logits.of(keys).sub_(base).exp_()
+        by_key[..., keys] = mass.sum(2)
+        by_lag[..., keys.start : keys.stop + count - 1] += _diagonals(mass)
+    # Entry e of by_lag holds the pairs at distance `last - e`, last being the index among the keys of the last row.
+    last = geometry.q_offset + rows[:, -1:]
+    slashes = _binned(by_lag, last - torch.arange(-(-geometry.kv_len // slash) * slash, device=lse.device), slash)
+    if column == 1 and geometry.starts is None:
+        return SampledMass(by_key, slashes, lse)
+    first = 0 if geometry.starts is None else geometry.starts[:, None]
+    at = (torch.arange(-(-geometry.kv_len // column) * column, device=lse.device) + first).expand(geometry.batch, -1)
+    return SampledMass(_binned(by_key, at, column), slashes, lse)
+
+
+class _Logits:
+    """Logits of the sampled rows, -inf where a row may not look."""
+
+    def __init__(self, call: AttentionCall, rows: Tensor, real: Tensor) -> None:
+        self.call, self.real = call, real
+        width, heads = call.q.shape[-1], call.geometry.heads
+        self.dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        q = torch.gather(call.q, 2, rows[:, None, :, None].expand(-1, heads, -1, width)).to(self.dtype)
+        self.q = q.reshape(q.shape[0], -1, call.group * rows.shape[1], width) * call.softmax_scale
+        self.query = torch.gather(call.geometry.query_positions(), 1, rows)
+        self.key = call.geometry.key_positions()
+
+    def of(self, keys: slice) -> Tensor:
+        """Fresh ``[B, Hq, n, keys]``."""
+        call, geometry = self.call, self.call.geometry
+        key = self.key[:, None, keys]
+        distance = self.query[:, :, None] - key
+        hidden = (distance < 0) | (key < 0) | ~self.real[:, :, None]
+        if geometry.window is not None:
+            hidden |= distance >= geometry.window
+        s = self.q @ call.k[:, :, keys].to(self.dtype).transpose(-1, -2)
+        if call.softcap is not None:
+            s = call.softcap * torch.tanh(s / call.softcap)
+        s = s.reshape(geometry.batch, geometry.heads, self.real.shape[1], -1)
+        return s.masked_fill_(hidden[:, None], -torch.inf)
+
+
+def _diagonals(mass: Tensor) -> Tensor:
+    """``[B, H, n, w]`` to ``[B, H, w + n - 1]``: entry ``key - row + n - 1`` sums one diagonal.
+
+    Rows are laid out so that stepping by one row and one key is one stride: no scatter, and the same sum every time.
+    """
+    rows, keys = mass.shape[2:]
+    width = keys + rows - 1
+    padded = functional.pad(functional.pad(mass, (rows - 1, 0)).flatten(2), (0, rows - 1))
+    skewed = padded.as_strided((*mass.shape[:2], rows, width), (*padded.stride()[:2], width + 1, 1))
+    total: Tensor = skewed.sum(2)
+    return total
+
+
+def _binned(x: Tensor, at: Tensor, size: int) -> Tensor:
+    """Sums ``[B, H, m // size]`` of the entries ``x[..., at]``, `size` at a time; at: int64 ``[B, m]``."""
+    inside = (at >= 0) & (at < x.shape[2])
+    index = at.clamp(0, x.shape[2] - 1)[:, None].expand(-1, x.shape[1], -1)
+    picked = torch.where(inside[:, None], torch.gather(x, 2, index), 0.0)
+    total: Tensor = picked.unflatten(2, (-1, size)).sum(3)
+    return total
