@@ -11,12 +11,12 @@ from attrs import evolve, field, frozen
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.executors.auto import AutoExecutor
-from sparseprefill.gated import gated
 from sparseprefill.memory import Memory
 from sparseprefill.metrics import recall
 from sparseprefill.parts.split import limit_of, parts
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
+from sparseprefill.route import Route, gated
 
 from .baseline import Baseline, baseline
 from .case import Case, Shape
@@ -148,7 +148,8 @@ class Bench:
         return row if ready.plan is None or row.note else evolve(row, estimate=self.clock.median(ready.plan))
 
 
-def _plan(pipeline: Pipeline, call: AttentionCall, memory: Memory) -> None:
+def _plan(given: Pipeline | Route, call: AttentionCall, memory: Memory) -> None:
     """Estimate and refine, part by part where the whole call runs so."""
+    pipeline = Route.of(given).choose(call).pipeline
     for part in parts(pipeline, call, limit_of(pipeline.workspace, call.q.device)):
         pipeline.plan(part.of(call), memory)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.errors import ParameterError
 from sparseprefill.testing.heads import head_tensors
 
-if TYPE_CHECKING:
-    from .measure import HeadSizes
+
+@frozen(kw_only=True)
+class HeadSizes:
+    """The heads to measure. dtype: PyTorch's name, such as "bfloat16". Raises ParameterError for what cannot be."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __attrs_post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ParameterError(f"heads is {self.heads}: pass a multiple of the {self.kv_heads} KV heads")
 
 
 def prompt(heads: HeadSizes, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

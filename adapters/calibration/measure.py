@@ -25,27 +25,13 @@ from sparseprefill.plan import Plan
 from sparseprefill.stages import SparseExecutor
 
 from .clock import Clock
-from .inputs import prompt
+from .inputs import HeadSizes, prompt
 
 SHARES = (0.05, 0.25, 0.5)
 """Shares of random tiles that the executor is timed on, besides the diagonal."""
 TILE = 128
 Told = Callable[[str, int, int], None]
 """Hears of progress: what is being measured, sizes done, of how many."""
-
-
-@frozen(kw_only=True)
-class HeadSizes:
-    """The heads to measure. dtype: PyTorch's name, such as "bfloat16". Raises ParameterError for what cannot be."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-
-    def __attrs_post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ParameterError(f"heads is {self.heads}: pass a multiple of the {self.kv_heads} KV heads")
 
 
 @frozen(eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparseprefill.gated import GatedPipeline
 from sparseprefill.registry import Registry
+from sparseprefill.route import gated
 
 from ..bench import facts, ttft
 from ..bench.clock import Clock
@@ -62,9 +62,7 @@ def models(
     for option, path in (("--plot", files.plot), ("--markdown", files.markdown)):
         if path is not None:
             raise CommandError(f"{option} means nothing beside --ttft; leave one of them out")
-    contenders = [
-        (name, one.ungated() if isinstance(one, GatedPipeline) else one) for name, one in wanted.pipelines(registry)
-    ]
+    contenders = [(name, gated(one, None)) for name, one in wanted.pipelines(registry)]
     if not (wanted.methods or wanted.configs):
         contenders.append((f"random tiles {FIXED:g}", ttft.tiles(FIXED)))
     shape = _shape(wanted.sizes, depth)

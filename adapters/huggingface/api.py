@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from sparseprefill.breakeven.gate import AUTO, GateChoice
 from sparseprefill.errors import AttachError, ParameterError
-from sparseprefill.gated import GatedPipeline
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
+from sparseprefill.route import Route, gated
 
 from ..session.session import MIN_QUERY, Observe, Session
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def attach(
     model: torch.nn.Module,
-    method: str | Pipeline,
+    method: str | Pipeline | Route,
     *,
     strict: bool = False,
     min_query: int = MIN_QUERY,
@@ -54,12 +54,10 @@ def attach(
     transformers.
     """
     profile = None if profile is None else Profile.load(profile)
-    pipeline = _pipeline(method, profile, parameters)
-    if isinstance(pipeline, GatedPipeline):
-        gate, pipeline = pipeline.gate if gate == AUTO else gate, pipeline.ungated()
-    session = Session(
-        pipeline, min_query=min_query, layers=layers, strict=strict, measure=measure, observe=observe, gate=gate
-    )
+    given = Route.of(_pipeline(method, profile, parameters))
+    # A route's own gate goes before "auto"; any other choice goes before a route's own.
+    route = given if gate == AUTO and given.gate is not None else Route.of(gated(given, gate))
+    session = Session(route, min_query=min_query, layers=layers, strict=strict, measure=measure, observe=observe)
     try:
         from .dry_run import dry_run
         from .handle import PREFIX, Handle
@@ -71,12 +69,9 @@ def attach(
         raise ImportError('attaching needs transformers: pip install "sparseprefill[hf]"') from error
     decoder = find_decoder(model)
     check(decoder, PREFIX)
-    if profile is not None:
-        profile.check_model(identity(decoder))
-    for ask in filter(None, (getattr(stage, "check_model", None) for stage in pipeline.stages)):
-        ask(identity(decoder))
+    route.check_model(identity(decoder))
     if verify:
-        findings = dry_run(model, decoder, pipeline)
+        findings = dry_run(model, decoder, route)
         session.expect(findings.layers)
         _check_layers(session, findings.layers)
         if strict:
@@ -88,10 +83,10 @@ def attach(
     return handle
 
 
-def _pipeline(method: str | Pipeline, profile: Profile | None, parameters: dict[str, Any]) -> Pipeline:
+def _pipeline(method: str | Pipeline | Route, profile: Profile | None, parameters: dict[str, Any]) -> Pipeline | Route:
     if isinstance(method, str):
         return default_registry().build(method, profile=profile, **parameters)
-    if not isinstance(method, Pipeline):
+    if not isinstance(method, Pipeline | Route):
         raise ParameterError(f"method is {method!r}: pass the name of a method, or a Pipeline")
     if profile is not None:
         raise ParameterError("a Pipeline is built already: a profile goes with the name of a method")

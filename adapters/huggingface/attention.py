@@ -19,9 +19,9 @@ from .masks import Compact, classify, encode, is_compact
 from .original import Original
 
 if TYPE_CHECKING:
-    from .handle import Handle
+    from .state import Attachment
 
-Ref = Callable[[], "Handle | None"]  # a weak reference
+Ref = Callable[[], "Attachment | None"]  # a weak reference
 Outputs = tuple[Tensor, Tensor | None]
 
 
@@ -32,10 +32,10 @@ def make_attention(ref: Ref, original: Original, min_query: int) -> Callable[...
     def prefill(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
     ) -> Any:
-        handle = ref()
-        if handle is None or not handle.active or not handle.owns(module):
+        attached = ref()
+        if attached is None or not attached.active or not attached.owns(module):
             return _dense(original, None, module, query, key, value, mask, kwargs)
-        return _attend(handle, module, query, key, value, mask, kwargs)
+        return _attend(attached, module, query, key, value, mask, kwargs)
 
     def attention(
         module: torch.nn.Module,
@@ -86,8 +86,8 @@ def make_mask(ref: Ref, original: Original, min_query: int) -> Callable[..., Any
 
 @eagerly
 def _compact(ref: Ref, asked: dict[str, Any]) -> Tensor | None:
-    handle, padding = ref(), asked["attention_mask"]
-    if handle is None or not handle.active or (padding is not None and padding.dim() != 2):
+    attached, padding = ref(), asked["attention_mask"]
+    if attached is None or not attached.active or (padding is not None and padding.dim() != 2):
         return None
     pattern = classify(asked["mask_function"], asked.get("local_size"), asked.get("allow_is_causal_skip", True))
     if pattern is None:
@@ -97,7 +97,7 @@ def _compact(ref: Ref, asked: dict[str, Any]) -> Tensor | None:
 
 
 def _attend(
-    handle: Handle,
+    attached: Attachment,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -105,30 +105,38 @@ def _attend(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    layer, forward = reasons.layer_of(module), forwards.current(handle)
+    layer, forward = reasons.layer_of(module), forwards.current(attached)
     reason = reasons.of_host(module, query, key, value, mask, kwargs, inside=forward is not None)
     if reason is None and forward is not None:
         compact = forward.decoded(mask)
         reason = reasons.of_mask(compact, query, key, mask)
         if reason is None:
-            call = _call(handle, layer, query, key, value, compact, kwargs)
+            call = _call(attached, layer, query, key, value, compact, kwargs)
             if isinstance(call, AttentionCall):
-                outcome = handle.session.run(call, forward.progress.prefill)
+                outcome = attached.session.run(call, forward.progress.prefill)
                 if not isinstance(outcome, Fallback):
                     return outcome.out.transpose(1, 2).contiguous(), None
-                return _dense(handle.original, forward, module, query, key, value, mask, kwargs)
+                return _dense(attached.original, forward, module, query, key, value, mask, kwargs)
             reason = call
-    handle.session.decline(layer, reason or reasons.OUTSIDE, (query.shape[0], query.shape[2], key.shape[2]))
-    return _dense(handle.original, forward, module, query, key, value, mask, kwargs)
+    attached.session.decline(layer, reason or reasons.OUTSIDE, (query.shape[0], query.shape[2], key.shape[2]))
+    return _dense(attached.original, forward, module, query, key, value, mask, kwargs)
 
 
 def _call(
-    handle: Handle, layer: int, query: Tensor, key: Tensor, value: Tensor, compact: Compact, kwargs: dict[str, Any]
+    attached: Attachment,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compact: Compact,
+    kwargs: dict[str, Any],
 ) -> AttentionCall | str:
     """The call, over views of the slots in use; the reason where it cannot be expressed."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if not handle.original.applies_extras and (softcap is not None or sinks is not None):
-        handle.session.note(f"{handle.original.name} ignores this model's softcap or sinks, and so does prefill here")
+    if not attached.original.applies_extras and (softcap is not None or sinks is not None):
+        attached.session.note(
+            f"{attached.original.name} ignores this model's softcap or sinks, and so does prefill here"
+        )
         softcap = sinks = None
     used = compact.used
     try:

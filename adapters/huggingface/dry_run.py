@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError
+from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
+from sparseprefill.route import Route
 
 from ..session.report import Report
 from ..session.session import Session
@@ -61,7 +63,7 @@ class Findings:
         return any(layer.calls > 1 for layer in self.report.layers)
 
 
-def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, pipeline: Pipeline) -> Findings:
+def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> Findings:
     """Run 2 x 64 random tokens with left padding, before and after; the model is left as it was.
 
     Raises AttachError where the logits differ, no layer can be bound, or either run fails.
@@ -69,11 +71,11 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, pipeline: Pipeline
     objections: dict[int, tuple[str, ...]] = {}
 
     def observe(call: AttentionCall, result: Result) -> None:
-        reasons = pipeline.unsupported(call)
+        reasons = route.unsupported(call)
         if reasons:
             objections[call.layer] = reasons
 
-    full = Pipeline(FullEstimator(), executor=pipeline.executor)
+    full = Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
     session = Session(full, min_query=SHORTEST, observe=observe, warn=False)
     handle = Handle(model, decoder, session)
     inputs = _inputs(model, decoder)

@@ -17,7 +17,7 @@ from ..session.session import Session
 from .attention import make_attention, make_mask
 from .hooks import install
 from .inspection import implementations
-from .original import Original
+from .state import Attachment
 
 PREFIX = "sparseprefill_"
 _numbers = itertools.count()
@@ -30,44 +30,50 @@ class Handle:
     """
 
     def __init__(self, model: torch.nn.Module, decoder: PreTrainedModel, session: Session) -> None:
-        self.session = session
-        self.original = Original(str(decoder.config._attn_implementation))
-        self.name = f"{PREFIX}{next(_numbers)}"
-        self.active = False
+        self.state = Attachment.of(decoder, session, f"{PREFIX}{next(_numbers)}")
         self._host = type(model).__name__
-        self._decoder = weakref.ref(decoder)
-        self._modules = weakref.WeakSet(decoder.modules())
         self._before = implementations(decoder)
         self._hooks: list[Any] = []
 
+    @property
+    def session(self) -> Session:
+        """The rules for when the pipeline runs, and the record of what happened."""
+        return self.state.session
+
+    @property
+    def name(self) -> str:
+        """Under which the attention function is registered with transformers."""
+        return self.state.name
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is attached."""
+        return self.state.active
+
     def bind(self) -> None:
         """Register both functions, switch the decoder to them, hook its forward. AttachError if it does not switch."""
-        decoder, ref = self._decoder(), weakref.ref(self)
+        state, decoder, ref = self.state, self.state.decoder, weakref.ref(self.state)
         if decoder is None:
             raise AttachError("the model is gone")
-        AttentionInterface.register(self.name, make_attention(ref, self.original, self.session.min_query))
-        AttentionMaskInterface.register(self.name, make_mask(ref, self.original, self.session.min_query))
-        self.active = True
+        AttentionInterface.register(state.name, make_attention(ref, state.original, state.session.min_query))
+        AttentionMaskInterface.register(state.name, make_mask(ref, state.original, state.session.min_query))
+        state.active = True
         try:
-            decoder.set_attn_implementation(self.name)
-            if decoder.config._attn_implementation != self.name:
+            decoder.set_attn_implementation(state.name)
+            if decoder.config._attn_implementation != state.name:
                 raise AttachError(f"{type(decoder).__name__} did not accept another attention implementation")
-            self._hooks = install(self, decoder)
+            self._hooks = install(state, decoder)
         except BaseException:
             self.detach()
             self.forget()
             raise
-
-    def owns(self, module: torch.nn.Module) -> bool:
-        """Whether the module belongs to the attached decoder; models built from one config share its functions."""
-        return module in self._modules
 
     def detach(self) -> None:
         """Restore the model. Further calls do nothing.
 
         The name stays registered and runs the host's own attention, for copies made of the model while attached.
         """
-        self.active = False
+        self.state.active = False
         while self._hooks:
             self._hooks.pop().remove()
         while self._before:
@@ -79,13 +85,9 @@ class Handle:
         AttentionInterface._global_mapping.pop(self.name, None)
         AttentionMaskInterface._global_mapping.pop(self.name, None)
 
-    def is_decoder(self, module: torch.nn.Module) -> bool:
-        """Whether a hook speaks of the attached decoder, and not of a copy of it."""
-        return self.active and module is self._decoder()
-
     def report(self) -> Report:
         """What every layer did, and why (measures densities that wait: host sync). Works after detaching, too."""
-        return self.session.report(self._host, self.original.name)
+        return self.session.report(self._host, self.state.original.name)
 
     def __enter__(self) -> Self:
         return self
@@ -95,4 +97,4 @@ class Handle:
 
     def __repr__(self) -> str:
         state = "attached" if self.active else "detached"
-        return f"<{state}: {self.session.pipeline.name} on {self._host} as {self.name}>"
+        return f"<{state}: {self.session.route.name} on {self._host} as {self.name}>"

@@ -11,29 +11,29 @@ from .eager import eagerly
 from .forwards import Forward, Requests, enter, leave, past_length
 
 if TYPE_CHECKING:
-    from .handle import Handle
+    from .state import Attachment
 
 
-def install(handle: Handle, decoder: torch.nn.Module) -> list[Any]:
+def install(attached: Attachment, decoder: torch.nn.Module) -> list[Any]:
     """Hook the decoder; returns what removes the hooks.
 
-    The hooks are functions, not methods, so that a deep copy of the model does not copy the handle. Short forwards
+    The hooks are functions, not methods, so that a deep copy of the model does not copy the attachment. Short forwards
     return before anything that cannot be compiled.
     """
     names, requests = tuple(inspect.signature(decoder.forward).parameters), Requests()
-    min_query = handle.session.min_query
+    min_query = attached.session.min_query
 
     def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rows = _rows(names, args, kwargs)
         if rows is None or rows >= min_query:
-            _open(handle, requests, module, _named(names, args, kwargs))
+            _open(attached, requests, module, _named(names, args, kwargs))
         elif not torch.compiler.is_compiling():
-            _short(handle, requests, module, _named(names, args, kwargs))
+            _short(attached, requests, module, _named(names, args, kwargs))
 
     def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         rows = _rows(names, args, kwargs)
         if rows is None or rows >= min_query:
-            _close(handle, requests, module, output)
+            _close(attached, requests, module, output)
 
     return [
         decoder.register_forward_pre_hook(before, with_kwargs=True),
@@ -60,25 +60,25 @@ def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @eagerly
-def _open(handle: Handle, requests: Requests, module: torch.nn.Module, named: dict[str, Any]) -> None:
-    if not handle.is_decoder(module):
+def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, named: dict[str, Any]) -> None:
+    if not attached.is_decoder(module):
         return
     cache, shape = named.get("past_key_values"), _shape(named)
     batch, rows = (0, 0) if shape is None else shape
     past = past_length(cache)
     progress, goes_on = requests.advance(cache, past, rows, batch)
-    grain = handle.session.pipeline.grain
+    grain = attached.session.route.method_grain
     if goes_on and (grain is None or past % grain):
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
-        handle.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
-    enter(Forward(handle, progress, cache))
+        attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
+    enter(Forward(attached, progress, cache))
 
 
 @eagerly
-def _close(handle: Handle, requests: Requests, module: torch.nn.Module, output: Any) -> None:
-    if not handle.is_decoder(module):
+def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, output: Any) -> None:
+    if not attached.is_decoder(module):
         return
-    forward = leave(handle)
+    forward = leave(attached)
     if forward is None or output is None:
         return
     cache = forward.cache
@@ -89,10 +89,10 @@ def _close(handle: Handle, requests: Requests, module: torch.nn.Module, output: 
 
 
 @eagerly
-def _short(handle: Handle, requests: Requests, module: torch.nn.Module, named: dict[str, Any]) -> None:
-    if not handle.is_decoder(module):
+def _short(attached: Attachment, requests: Requests, module: torch.nn.Module, named: dict[str, Any]) -> None:
+    if not attached.is_decoder(module):
         return
-    handle.session.count_short()
+    attached.session.count_short()
     cache = named.get("past_key_values")
     if cache is not None:
         requests.drop(cache)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field, frozen
 
-from sparseprefill.mask.count import selected_pairs
-from sparseprefill.mask.density import allowed_pairs
-from sparseprefill.parts.record import computed, stored_bytes
+from sparseprefill.mask.count import allowed_pairs
 
 from .report import LayerReport, Mode
 
@@ -35,17 +33,17 @@ class Uncounted:
         """Nothing is read on the host."""
         if result.parts is not None:
             return cls(result.parts.geometry, pairs=result.parts.pairs)
-        masks = computed(result.plan)
+        masks = result.plan.computed()
         return cls(masks[0].geometry, masks)
 
     @property
     def held(self) -> int:
         """Memory that keeping it would hold, in bytes."""
-        return stored_bytes(self.masks) if self.pairs is None else self.pairs.nbytes
+        return sum(mask.nbytes for mask in self.masks) if self.pairs is None else self.pairs.nbytes
 
     def count(self) -> tuple[int, int]:
         """Computed and allowed pairs over batch and heads (host sync)."""
-        found = [selected_pairs(mask) for mask in self.masks] if self.pairs is None else [self.pairs]
+        found = [mask.pairs() for mask in self.masks] if self.pairs is None else [self.pairs]
         return sum(int(pairs.sum()) for pairs in found), allowed_pairs(self.geometry)
 
 

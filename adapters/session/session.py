@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable
 from attrs import field, frozen
 from torch import Tensor
 
-from sparseprefill.breakeven.gate import GateChoice, gate_of
+from sparseprefill.breakeven.gate import GateChoice
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError, UnsupportedCallError
-from sparseprefill.gated import GatedPipeline
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
+from sparseprefill.route import Route, gated
+from sparseprefill.stages import ExecutorStage
 
 from .ledger import LayerRecord, Uncounted, sizes
 from .report import Report
@@ -58,13 +59,14 @@ class Session:
     strict: raise UnsupportedCallError instead of falling back. measure: count every call's pairs at once (host sync);
     otherwise the masks of the last prefill wait for `report`, as long as they fit in `KEPT_BYTES`.
     observe: called as ``observe(call, result)`` after every sparse call. warn: log the first fallback of each reason.
-    gate: judges each call by its sizes ("auto", a table or its path, a Gate; None for none); what it finds too small
-    for the method the host computes, which is no failure and so nothing that `strict` raises for.
+    gate: judges each call by its sizes ("auto", a table or its path, a Gate; None for the route's own, if it has one);
+    what it finds too small for the method the host computes, which is no failure and so nothing that `strict` raises
+    for.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Pipeline | Route,
         *,
         min_query: int = MIN_QUERY,
         layers: Iterable[int] | None = None,
@@ -76,11 +78,8 @@ class Session:
     ) -> None:
         if not isinstance(min_query, int) or isinstance(min_query, bool) or min_query < 2:
             raise ParameterError(f"min_query is {min_query!r}: pass an integer >= 2, so that decoding stays dense")
-        self.gate = gate_of(gate)
-        if isinstance(pipeline, GatedPipeline):
-            self.gate = self.gate or pipeline.gate
-            pipeline = pipeline.ungated()
-        self.pipeline, self.min_query, self.strict = pipeline, min_query, strict
+        self.route = Route.of(pipeline if gate is None or gate is False else gated(pipeline, gate))
+        self.min_query, self.strict = min_query, strict
         self.layers = None if layers is None else _indices(layers)
         self._measure, self._observe, self._warn = measure, observe, warn
         self._records: dict[int, LayerRecord] = {}
@@ -97,14 +96,13 @@ class Session:
             return self._dense(call.layer, NOT_CHOSEN, sizes(call))
         if call.window is not None:
             return self._band(call)
-        if self.gate is not None:
-            verdict = self.gate.judge(call, self.pipeline.name)
-            if not verdict.worth:
-                return Fallback(self._dense(call.layer, verdict.reason, sizes(call)).reason, small=True)
-            if verdict.reason:
-                self.note(verdict.reason)
         try:
-            result = self.pipeline.run(call, prefill.memory)
+            choice = self.route.choose(call)
+            if choice.dense:
+                return Fallback(self._dense(call.layer, choice.dense, sizes(call)).reason, small=True)
+            if choice.note:
+                self.note(choice.note)
+            result = choice.pipeline.run(call, prefill.memory)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
         with self._lock:
@@ -121,10 +119,11 @@ class Session:
 
         For hosts whose own dense attention is slower: `run` has recorded the call as dense, a note says by whom.
         """
-        if self._objection(call):
+        executor = ExecutorStage.of(self.route.executor(call))
+        if executor.objection(call):
             return None
         self.note(WHOLE)
-        return self.pipeline.executor.execute(call, Plan(SparseMask.full(call))).out
+        return executor.given.execute(call, Plan(SparseMask.full(call))).out
 
     def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host.
@@ -136,7 +135,7 @@ class Session:
         if self.strict:
             raise UnsupportedCallError([f"layer {layer}: {reason}"])
         if self._warn and all(reason not in record.reasons for record in list(self._records.values())):
-            log.warning("%s: layer %d runs dense: %s", self.pipeline.name, layer, reason)
+            log.warning("%s: layer %d runs dense: %s", self.route.name, layer, reason)
         return self._dense(layer, reason, shape)
 
     def note(self, text: str) -> None:
@@ -159,31 +158,26 @@ class Session:
         """Everything recorded so far; counts the pairs of the masks that wait (host sync)."""
         with self._lock:
             return Report(
-                method=self.pipeline.name,
+                method=self.route.name,
                 host=host,
                 implementation=implementation,
                 min_query=self.min_query,
-                grain=self.pipeline.grain,
-                gate="" if self.gate is None else str(self.gate),
+                grain=self.route.method_grain,
+                gate="" if self.route.gate is None else str(self.route.gate),
                 short_forwards=self._short,
                 layers=tuple(r.report(mean=self._measure) for _, r in sorted(self._records.items())),
                 notes=dict(self._notes),
             )
 
     def _band(self, call: AttentionCall) -> Result | Fallback:
-        reason = self._objection(call)
+        executor = ExecutorStage.of(self.route.executor(call))
+        reason = executor.objection(call)
         if reason:
-            return self.decline(call.layer, f"{type(self.pipeline.executor).__name__}: {reason}", sizes(call))
-        result = self.pipeline.executor.execute(call, Plan(SparseMask.full(call)))
+            return self.decline(call.layer, f"{executor.name}: {reason}", sizes(call))
+        result = executor.given.execute(call, Plan(SparseMask.full(call)))
         with self._lock:
             self._record(call.layer).count("band", sizes(call))
         return result
-
-    def _objection(self, call: AttentionCall) -> str | None:
-        """Why the executor alone cannot run the call."""
-        ask = getattr(self.pipeline.executor, "unsupported", None)
-        found: str | None = None if ask is None else ask(call)
-        return found
 
     def _dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         with self._lock:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field
-from sparseprefill.adapters.star.executor import AnchoredBlockExecutor, Shard
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from sparseprefill.call import AttentionCall
 
+from .executor import AnchoredBlockExecutor, Shard
 from .tail import Tail
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
-from sparseprefill.adapters.star.executor import AnchoredBlockExecutor
 
 from sparseprefill.config import from_config
 from sparseprefill.errors import ParameterError
@@ -15,15 +14,18 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry
+from sparseprefill.route import Route
 
 from ..huggingface.identity import identity
 from .answer import Answer
 from .attention import Switch
 from .context import Context
 from .encode import Inner, encode
+from .executor import AnchoredBlockExecutor
 from .inspection import decoder_of, probe
 from .layout import Sizes
 from .ranks import Ranks
+from .spread import Spread
 from .tokens import Rows, digest, rows_of
 from .watch import Watch
 
@@ -50,7 +52,7 @@ class Star:
         block_size: int | None = None,
         anchor_length: int | None = None,
         tile: int = 128,
-        inner: str | Mapping[str, Any] | Pipeline | None = None,
+        inner: str | Mapping[str, Any] | Pipeline | Route | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: float = 120.0,
     ) -> None:
@@ -68,6 +70,7 @@ class Star:
         self.inner = attention_of(pipeline, self.ranks)
         config = model.generation_config
         self.fill = next((x for x in (config.pad_token_id, config.bos_token_id) if isinstance(x, int)), 0)
+        self._spread = Spread(model, self.ranks, self.switch, self.layers, self.fill)
         self._watch = Watch.of(self.ranks, self.switch.decoder.device)
 
     def encode(self, contexts: Rows) -> Context:
@@ -84,31 +87,30 @@ class Star:
             # Nobody goes on before all are done: what failed anywhere, on a device too, is told here.
             self.ranks.gather(torch.zeros(1, device=self.switch.decoder.device)).cpu()
         owner = self.ranks.rank == self.ranks.size - 1
-        return Context(self, rows, layouts, Answer(self.executor, shards, owner))
+        return Context(self._spread, rows, layouts, Answer(self.executor, shards, owner))
 
 
-def _inner(given: str | Mapping[str, Any] | Pipeline | None, decoder: Any) -> Pipeline | None:
+def _inner(given: str | Mapping[str, Any] | Pipeline | Route | None, decoder: Any) -> Pipeline | Route | None:
     if given is None:
         if decoder.device.type != "cuda":
             return None
         given = "dense"  # through the executor: torch's own kernels are slower where queries follow other keys
-    if isinstance(given, Pipeline):
-        made = given
+    if isinstance(given, Pipeline | Route):
+        made: Pipeline | Route = given
     elif isinstance(given, str | Mapping):
         made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
     else:
         raise ParameterError(f"inner is {given!r}: pass the name of a method, a table as of from_config, or a Pipeline")
-    for ask in filter(None, (getattr(stage, "check_model", None) for stage in made.stages)):
-        ask(identity(decoder))
+    made.check_model(identity(decoder))
     return made
 
 
-def attention_of(pipeline: Pipeline | None, ranks: Ranks) -> Inner:
+def attention_of(pipeline: Pipeline | Route | None, ranks: Ranks) -> Inner:
     """What runs inside a block: a method, or for None torch's own dense attention; on this rank alone."""
     if pipeline is None:
         executor = AnchoredBlockExecutor(AutoExecutor(), ranks)
         return lambda call, memory: dense(call, executor).out
-    wrapped = evolve(pipeline, executor=AnchoredBlockExecutor(pipeline.executor, ranks))
+    wrapped = Route.of(pipeline).each(lambda one: evolve(one, executor=AnchoredBlockExecutor(one.executor, ranks)))
     return lambda call, memory: wrapped.run(call, memory).out
 
 

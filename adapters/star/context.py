@@ -16,8 +16,8 @@ from .options import SameScores, check_options, seeded, stops
 from .tokens import Rows, digest, rows_of
 
 if TYPE_CHECKING:
-    from .api import Star
     from .layout import Layout
+    from .spread import Spread
 
 
 @define(eq=False)
@@ -28,7 +28,7 @@ class Context:
     the last one ended, until `rewind`.
     """
 
-    star: Star
+    spread: Spread
     tokens: list[list[int]]
     layouts: tuple[Layout, ...]
     phase: Answer
@@ -42,7 +42,7 @@ class Context:
     @property
     def held(self) -> tuple[int, ...]:
         """Context tokens of each batch row whose keys this rank holds."""
-        return tuple(layout.held(self.star.ranks.rank) for layout in self.layouts)
+        return tuple(layout.held(self.spread.ranks.rank) for layout in self.layouts)
 
     def generate(self, questions: Rows, *, seed: int = 0, **options: Any) -> list[list[int]]:
         """The model's answers, by its own `generate` on every rank.
@@ -52,20 +52,20 @@ class Context:
         Returns each row's new tokens, up to its end token. Raises ParameterError for what cannot run over ranks,
         RankError where a rank fails, stalls, or was asked something else.
         """
-        star, model = self.star, self.star.model
+        spread, model = self.spread, self.spread.model
         check_options(options, model.generation_config)
         asked = self._asked(questions)
         shown = {name: str(value) for name, value in options.items() if isinstance(value, str | int | float | list)}
         said = {"questions": digest(asked), "before": digest(self.tokens), "seed": seed, "options": shown}
-        star.ranks.agree("generate", said)
-        with star.ranks.run("phase 2"):
+        spread.ranks.agree("generate", said)
+        with spread.ranks.run("phase 2"):
             ids, mask, past = self._next(asked)
-            processors = [*options.pop("logits_processor", []), SameScores(star.ranks)]
-            with star.switch.to(self.phase), seeded(seed, ids.device):
+            processors = [*options.pop("logits_processor", []), SameScores(spread.ranks)]
+            with spread.switch.to(self.phase), seeded(seed, ids.device):
                 out = model.generate(
                     ids,
                     attention_mask=mask,
-                    past_key_values=counting_cache(list(star.layers), past),
+                    past_key_values=counting_cache(list(spread.layers), past),
                     logits_processor=processors,
                     **options,
                 )
@@ -74,16 +74,16 @@ class Context:
     @torch.no_grad()
     def logits(self, questions: Rows) -> Tensor:
         """Read questions and return the logits ``[B, Q, vocabulary]`` of their tokens, aligned at the end."""
-        star, asked = self.star, self._asked(questions)
-        star.ranks.agree("logits", {"questions": digest(asked), "before": digest(self.tokens)})
-        with star.ranks.run("phase 2"):
+        spread, asked = self.spread, self._asked(questions)
+        spread.ranks.agree("logits", {"questions": digest(asked), "before": digest(self.tokens)})
+        with spread.ranks.run("phase 2"):
             ids, mask, past = self._next(asked)
             places = (mask.cumsum(-1) - 1).clamp_min(0)
-            with star.switch.to(self.phase):
-                out: Tensor = star.model(
+            with spread.switch.to(self.phase):
+                out: Tensor = spread.model(
                     input_ids=ids[:, past:],
                     position_ids=places[:, past:],
-                    past_key_values=counting_cache(list(star.layers), past),
+                    past_key_values=counting_cache(list(spread.layers), past),
                     logits_to_keep=max(map(len, asked)),
                 ).logits
             self._done = list(map(len, self.tokens))
@@ -103,11 +103,11 @@ class Context:
 
     def _next(self, asked: Sequence[list[int]]) -> tuple[Tensor, Tensor, int]:
         """Take the questions in: ids and mask of all tokens on the device, and columns that are done."""
-        device = next(self.star.switch.decoder.parameters()).device
+        device = next(self.spread.switch.decoder.parameters()).device
         self.tokens = [before + new for before, new in zip(self.tokens, asked, strict=True)]
         real = [len(row) - count for row, count in zip(self.tokens, self._done, strict=True)]
-        self.phase.expect(list(self.star.layers), real)
-        ids, mask, past = columns(self.tokens, self._done, self.star.fill)
+        self.phase.expect(list(self.spread.layers), real)
+        ids, mask, past = columns(self.tokens, self._done, self.spread.fill)
         return ids.to(device), mask.to(device), past
 
     def _answered(self, rows: list[list[int]], ends: frozenset[int]) -> list[list[int]]:

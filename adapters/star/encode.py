@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field
-from sparseprefill.adapters.star.executor import Shard
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
@@ -16,6 +15,7 @@ from sparseprefill.memory import Memory
 
 from .anchor import Anchor, Keys
 from .attention import Switch
+from .executor import Shard
 from .layout import Layout
 from .ranks import Ranks
 

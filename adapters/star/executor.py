@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, field, frozen
-from sparseprefill.adapters.star.exchange import GroupExchange, exchange, join, pack
-from sparseprefill.adapters.star.unmasked import attend_rows
 from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
-from sparseprefill.executors.into import execute_into
-from sparseprefill.parts.split import workspace
+from sparseprefill.stages import ExecutorStage
+
+from .exchange import GroupExchange, exchange, join, pack
+from .unmasked import attend_rows
 
 if TYPE_CHECKING:
-    from sparseprefill.adapters.star.exchange import Exchange
-
     from sparseprefill.call import AttentionCall
     from sparseprefill.plan import Plan, Result
     from sparseprefill.softmax import SoftmaxState
     from sparseprefill.stages import SparseExecutor
+
+    from .exchange import Exchange
 
 
 @frozen(eq=False)
@@ -54,23 +54,27 @@ class AnchoredBlockExecutor:
 
     executor: SparseExecutor = field(factory=AutoExecutor)
     ranks: Exchange = field(factory=GroupExchange)
+    _inner: ExecutorStage = field(init=False, repr=False)
+
+    @_inner.default
+    def _ask_inner(self) -> ExecutorStage:
+        return ExecutorStage.of(self.executor)
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """The wrapped executor's objection."""
-        ask = getattr(self.executor, "unsupported", None)
-        return None if ask is None else ask(call)
+        return self._inner.objection(call)
 
     def workspace(self, call: AttentionCall) -> int:
         """The wrapped executor's."""
-        return workspace((self.executor,), call)
+        return self._inner.workspace(call)
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Phase 1: see SparseExecutor."""
         return self.executor.execute(call, plan)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-        """Phase 1: see `executors.into`."""
-        return execute_into(self.executor, call, plan, out, lse)
+        """Phase 1: as `execute`, into tensors of the caller."""
+        return self._inner.execute_into(call, plan, out, lse)
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """Phase 1: see SparseExecutor."""

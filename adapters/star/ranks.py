@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from sparseprefill.adapters.star.exchange import GroupExchange
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
+
+from .exchange import GroupExchange
 
 POLL = 0.5  # seconds between two looks at the store while a collective is under way
 GRACE = 3.0  # seconds in which the ranks that are left answer when one is missed

@@ -10,6 +10,7 @@ from typing import Any
 from attrs import define, evolve, field
 
 from sparseprefill.errors import AttachError, ParameterError
+from sparseprefill.route import Route
 
 from ..session.report import Report
 from ..session.session import Prefill, Session
@@ -106,26 +107,14 @@ def _make(config: Any, attention: str) -> Runtime:
     show(options.log_level)
     model = identity(config, attention)
     whole = model.local is model.identity
-    pipeline = options.build(None if whole else LocalRegistry(model.identity, model.local))
-    for ask in filter(None, (getattr(stage, "check_model", None) for stage in _stages(pipeline))):
-        ask(model.local)
+    route = Route.of(options.build(None if whole else LocalRegistry(model.identity, model.local)))
+    route.check_model(model.local)
     tally = Tally(measure=options.measure)
     session = Session(
-        pipeline, min_query=options.min_query, layers=options.layers, observe=tally.observe, gate=options.gate
+        route, min_query=options.min_query, layers=options.layers, observe=tally.observe, gate=options.gate
     )
     parallel = config.parallel_config
     batches = int(parallel.pipeline_parallel_size) * max(1, int(getattr(parallel, "num_ubatches", 1)))
     text = "sparseprefill: %s for prefill chunks of %d tokens and more of %s, %s for the rest"
-    log.info(text, pipeline.name, options.min_query, model.name, attention)
+    log.info(text, route.name, options.min_query, model.name, attention)
     return Runtime(options, session, model, tally, Requests(batches))
-
-
-def _stages(pipeline: Any) -> list[object]:
-    """Every stage, and the profile or table that it holds."""
-    found = list(pipeline.stages)
-    for stage in pipeline.stages:
-        by_length = getattr(stage, "by_length", None)
-        if by_length is not None:
-            found.append(by_length.profile)
-            found += [part for one in by_length.pipelines if one is not None for part in one.stages]
-    return found

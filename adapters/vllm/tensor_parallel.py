@@ -13,11 +13,11 @@ from attrs import evolve, fields
 
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.profiled import profiled
 from sparseprefill.profiles.clusters import ClusterTable
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import Registry, default_registry
+from sparseprefill.route import Route
 
 
 class LocalRegistry(Registry):
@@ -39,14 +39,14 @@ class LocalRegistry(Registry):
 
         return evolve(method, build=build)
 
-    def build(self, name: str, *, profile: str | Path | Profile | None = None, **parameters: Any) -> Pipeline:
+    def build(self, name: str, *, profile: str | Path | Profile | None = None, **parameters: Any) -> Any:
         """See Registry."""
         method = self.get(name)
         if profile is None:
             return method.pipeline(**parameters)
         loaded = Profile.load(profile)
         loaded.check_model(self._whole)
-        return profiled(method, evolve(loaded, model=self._local), parameters)
+        return Route.by_length(method, evolve(loaded, model=self._local), parameters)
 
     def _config(self, config: Any) -> Any:
         tables = {

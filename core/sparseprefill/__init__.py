@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from sparseprefill.breakeven.gate import Gate, GateChoice
 from sparseprefill.breakeven.table import BreakEven, Verdict
@@ -24,7 +24,6 @@ from sparseprefill.errors import (
 )
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.gated import GatedPipeline, gated
 from sparseprefill.hookspecs import hookimpl
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.lists import IndexLists
@@ -43,6 +42,7 @@ from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideR
 from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.registry import PluginRecord, Registry, default_registry
+from sparseprefill.route import Route, gated
 from sparseprefill.softmax import SoftmaxState
 from sparseprefill.stages import HeadScope, MaskRefiner, Observer, PatternEstimator, SparseExecutor
 
@@ -57,7 +57,6 @@ __all__ = [
     "Carry",
     "DenseRows",
     "Gate",
-    "GatedPipeline",
     "Geometry",
     "GqaUnion",
     "HeadScope",
@@ -82,6 +81,7 @@ __all__ = [
     "ReferenceExecutor",
     "Registry",
     "Result",
+    "Route",
     "Sink",
     "SoftmaxState",
     "SparseExecutor",
@@ -110,15 +110,26 @@ def methods() -> Mapping[str, str]:
     return {name: method.summary for name, method in default_registry().methods().items()}
 
 
+@overload
+def build(name: str, *, profile: None = None, gate: None = None, **parameters: Any) -> Pipeline: ...
+
+
+@overload
 def build(
     name: str, *, profile: str | Path | Profile | None = None, gate: GateChoice = None, **parameters: Any
-) -> Pipeline:
+) -> Pipeline | Route: ...
+
+
+def build(
+    name: str, *, profile: str | Path | Profile | None = None, gate: GateChoice = None, **parameters: Any
+) -> Pipeline | Route:
     """A pipeline by method name, such as ``build("anchor-attention", theta=12.0, step=16)``.
 
     profile: a file that ``sparseprefill tune`` wrote for this method; the number of keys of each call then chooses its
     parameters, and `parameters` go over them.
     gate: judges each call by its sizes, so that one too small for the method runs dense attention, and says so in
     `Result.dense`: "auto", the path of a break-even table, a BreakEven or Gate. None: every call runs the method.
+    With a profile or a gate the answer is a `Route`, which runs like a Pipeline.
 
     Raises UnknownMethodError, ParameterError, or PluginLoadError, each with what would do.
     """

@@ -13,7 +13,6 @@ from attrs import NOTHING, evolve, fields, frozen
 
 from sparseprefill.breakeven.gate import AUTO
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest
-from sparseprefill.gated import gated
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
 from sparseprefill.refiners.heads import GqaUnion
@@ -21,7 +20,8 @@ from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideR
 from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.registry import Registry, default_registry
-from sparseprefill.stages import MaskRefiner
+from sparseprefill.route import Route, gated
+from sparseprefill.stages import MaskRefiner, Observer
 
 REFINERS: Mapping[str, type] = {
     "budget-ceiling": BudgetCeiling,
@@ -37,7 +37,9 @@ REFINERS: Mapping[str, type] = {
 KEYS = ("gate", "method", "name", "parameters", "profile", "refiners", "union")
 
 
-def from_config(source: Mapping[str, Any] | str | Path, *, registry: Registry | None = None, at: str = "") -> Pipeline:
+def from_config(
+    source: Mapping[str, Any] | str | Path, *, registry: Registry | None = None, at: str = ""
+) -> Pipeline | Route:
     """The pipeline that a table describes.
 
     source: the table, or the path of a ``.toml`` or ``.json`` file that holds it. Its keys are ``method`` with its
@@ -75,7 +77,7 @@ class _Reader:
     registry: Registry
     folder: Path
 
-    def pipeline(self, given: Any, at: str) -> Pipeline:
+    def pipeline(self, given: Any, at: str) -> Pipeline | Route:
         table = _table(given, at)
         _known(table, KEYS, at)
         if ("method" in table) == ("union" in table):
@@ -84,10 +86,14 @@ class _Reader:
         made = self._union(table, at) if "union" in table else self._method(table, at)
         refiners = [_refiner(one, _join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
         name = _text(table["name"], _join(at, "name")) if "name" in table else made.name
-        made = evolve(made, refiners=(*made.refiners, *refiners), name=name)
+
+        def composed(one: Pipeline) -> Pipeline:
+            return evolve(one, refiners=(*one.refiners, *refiners), name=name)
+
+        made = composed(made) if isinstance(made, Pipeline) else made.each(composed)
         return self._gated(made, table["gate"], at) if "gate" in table else made
 
-    def _gated(self, made: Pipeline, given: Any, at: str) -> Pipeline:
+    def _gated(self, made: Pipeline | Route, given: Any, at: str) -> Pipeline | Route:
         here = _join(at, "gate")
         if given is False:
             return made
@@ -98,7 +104,7 @@ class _Reader:
         except ParameterError as error:
             raise ParameterError(f"{here}: {error}") from error
 
-    def _method(self, table: Mapping[str, Any], at: str) -> Pipeline:
+    def _method(self, table: Mapping[str, Any], at: str) -> Pipeline | Route:
         name = _text(table["method"], _join(at, "method"))
         here = _join(at, "parameters")
         parameters = _table(table.get("parameters", {}), here)
@@ -125,8 +131,15 @@ class _Reader:
         parts = [self.pipeline(one, _join(at, f"union[{i}]")) for i, one in _items(table, "union", at)]
         if not parts:
             raise ParameterError(f"{_join(at, 'union')} is empty: give the tables of the methods to unite")
-        observers = tuple(observer for part in parts for observer in part.observers)
+        observers = tuple(one for part in parts for one in _observers(part))
         return Pipeline(UnionEstimator(*parts), observers=observers, name=" + ".join(part.name for part in parts))
+
+
+def _observers(part: Pipeline | Route) -> tuple[Observer, ...]:
+    """A part's observers; a route is one itself: it shows a call to those of the pipeline that serves its length."""
+    if isinstance(part, Pipeline):
+        return part.observers
+    return (part,) if part.remembers else ()
 
 
 def _refiner(table: Any, at: str) -> MaskRefiner:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
+from attrs import define, field
+
 T = TypeVar("T")
 
 
+@define(eq=False)
 class Memory:
     """A small store, one per request and prefill. Stages read it; only observers write it.
 
@@ -15,10 +18,7 @@ class Memory:
     Sessions never share a Memory between requests or threads.
     """
 
-    __slots__ = ("_slots",)
-
-    def __init__(self) -> None:
-        self._slots: dict[Hashable, Any] = {}
+    _slots: dict[Hashable, Any] = field(factory=dict, init=False, repr=False)
 
     def get(self, key: Hashable, default: T) -> T:
         """The value under `key`, or `default`."""

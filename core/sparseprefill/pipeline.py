@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,19 +12,23 @@ from torch import Tensor
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError, UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
-from sparseprefill.executors.into import execute_into
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.parts.record import Recorder
 from sparseprefill.parts.split import Limit, Part, limit_of, parts
-from sparseprefill.plan import Plan, Result
+from sparseprefill.plan import Parts, Plan, Result
+from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.stages import (
+    ExecutorStage,
     HeadScope,
     MaskRefiner,
     Observer,
     PatternEstimator,
     SparseExecutor,
-    head_scope,
+    Stage,
+    common_grain,
     missing,
+    widest_scope,
 )
 
 T = TypeVar("T")
@@ -83,6 +85,21 @@ class Pipeline:
     observers: tuple[Observer, ...] = field(default=(), converter=_observers, validator=_each(Observer))
     name: str = "pipeline"
     workspace: Limit = field(default="auto", kw_only=True, validator=_limit)
+    _planning: tuple[Stage, ...] = field(init=False, repr=False)
+    _executing: ExecutorStage = field(init=False, repr=False)
+    _observing: tuple[Stage, ...] = field(init=False, repr=False)
+
+    @_planning.default
+    def _ask_planning(self) -> tuple[Stage, ...]:
+        return tuple(Stage.of(stage) for stage in (self.estimator, *self.refiners))
+
+    @_executing.default
+    def _ask_executing(self) -> ExecutorStage:
+        return ExecutorStage.of(self.executor)
+
+    @_observing.default
+    def _ask_observing(self) -> tuple[Stage, ...]:
+        return tuple(Stage.of(stage) for stage in self.observers)
 
     @property
     def stages(self) -> tuple[object, ...]:
@@ -92,24 +109,46 @@ class Pipeline:
     @property
     def grain(self) -> int | None:
         """Tokens at whose multiples a prompt may be cut into chunks without changing the result, or None."""
-        grains = [getattr(stage, "grain", None) for stage in (self.estimator, *self.refiners, *self.observers)]
-        known = [grain for grain in grains if grain is not None]
-        return math.lcm(*known) if len(known) == len(grains) else None
+        return common_grain(stage.grain for stage in (*self._planning, *self._observing))
 
     @property
     def head_scope(self) -> HeadScope | None:
         """What its stages look at when they decide for a head: "head", "group" (of a KV head), or None, all heads."""
-        return head_scope((self.estimator, *self.refiners, *self.observers))
+        return widest_scope(stage.head_scope for stage in (*self._planning, *self._observing))
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything is kept from layer to layer, or from chunk to chunk."""
+        return bool(self.observers)
+
+    def check_model(self, model: ModelIdentity) -> None:
+        """ParameterError where a stage was made for another model."""
+        for stage in (*self._planning, self._executing, *self._observing):
+            if stage.check_model is not None:
+                stage.check_model(model)
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
         """Why this pipeline cannot honour the call: one reason per stage that objects; empty if it can."""
-        reasons = []
-        for stage in self.stages:
-            ask = getattr(stage, "unsupported", None)
-            reason = None if ask is None else ask(call)
-            if reason:
-                reasons.append(f"{type(stage).__name__}: {reason}")
-        return tuple(reasons)
+        return _objections((*self._planning, self._executing, *self._observing), call)
+
+    def unsupported_plan(self, call: AttentionCall) -> tuple[str, ...]:
+        """The objections of estimator and refiners alone, for stages that hold a pipeline and run its plan only."""
+        return _objections(self._planning, call)
+
+    def unsupported_execution(self, call: AttentionCall) -> tuple[str, ...]:
+        """The objections of the executor alone, for hosts that run dense attention through it."""
+        return _objections((self._executing,), call)
+
+    def plan_bound(self, call: AttentionCall) -> int:
+        """Bytes that making a plan may hold at once: the estimator's, and of the refiners the largest."""
+        first, *refiners = self._planning
+        return first.workspace(call) + max((stage.workspace(call) for stage in refiners), default=0)
+
+    def bound(self, call: AttentionCall) -> int:
+        """Bytes that the pipeline may hold for a call at once: the plan, and the stage that works on it."""
+        first, *refiners = self._planning
+        after = (*refiners, self._executing, *self._observing)
+        return first.workspace(call) + max(stage.workspace(call) for stage in after)
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention.
@@ -122,13 +161,14 @@ class Pipeline:
         if reasons:
             raise UnsupportedCallError(reasons)
         memory = Memory() if memory is None else memory
+        limited = self.workspace is not None and (call.q.is_cuda or self.workspace != "auto")
         with torch.cuda.device_of(call.q):  # kernels start on the current device, which need not be the tensors'
-            cut = parts(self, call, limit_of(self.workspace, call.q.device))
+            cut = parts(self, call, limit_of(self.workspace, call.q.device)) if limited else ()
             if len(cut) > 1:
                 return self._run_parts(call, memory, cut)
             plan = self.plan(call, memory)
             result = _ask(self.executor, "execute", Result, lambda: self.executor.execute(call, plan))
-            self._observe(call, plan, result, memory)
+            self.observe(call, plan, result, memory)
         return result
 
     def _run_parts(self, call: AttentionCall, memory: Memory, cut: tuple[Part, ...]) -> Result:
@@ -140,18 +180,18 @@ class Pipeline:
         recorder = Recorder(call.geometry)
         for part in cut:
             here = (slice(None), slice(*part.heads), slice(*part.rows))
-            self._run_part(part.of(call), memory, out[here], lse[here], partial(recorder.add, part))
-        return Result(out, lse, None, parts=recorder.done())
+            recorder.add(part, self._run_part(part.of(call), memory, out[here], lse[here]))
+        record = Parts(call.geometry, recorder.count, recorder.pairs)
+        return Result(out, lse, Plan(recorder.mask), parts=record)
 
-    def _run_part(
-        self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor, record: Callable[[Plan], None]
-    ) -> None:
-        plan = self.plan(call, memory)
-        result = _ask(self.executor, "execute", Result, lambda: execute_into(self.executor, call, plan, out, lse))
-        self._observe(call, plan, result, memory)
-        record(plan)
+    def _run_part(self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor) -> tuple[SparseMask, ...]:
+        plan, into = self.plan(call, memory), self._executing.execute_into
+        result = _ask(self.executor, "execute", Result, lambda: into(call, plan, out, lse))
+        self.observe(call, plan, result, memory)
+        return plan.computed()
 
-    def _observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
+    def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
+        """Let the observers see a layer's result; errors as of `run`."""
         for observer in self.observers:
             _observed(observer, call, plan, result, memory)
 
@@ -180,6 +220,12 @@ class Pipeline:
         return self.run(call, memory).out
 
 
+def _objections(stages: Iterable[Stage], call: AttentionCall) -> tuple[str, ...]:
+    """``stage: reason`` of each stage that objects to a call, each once."""
+    reasons = ((stage, stage.unsupported(call)) for stage in stages if stage.unsupported is not None)
+    return tuple(dict.fromkeys(f"{stage.name}: {reason}" for stage, reason in reasons if reason))
+
+
 def _refined(refiner: MaskRefiner, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
     return _ask(refiner, "refine", Plan, lambda: refiner.refine(call, plan, memory))
 
@@ -202,8 +248,6 @@ def _ask(stage: object, verb: str, wanted: type[T], run: Callable[[], T]) -> T:
 
 
 def _check_plan(stage: object, call: AttentionCall, plan: Plan) -> None:
-    masks = [plan.mask] if plan.carry is None else [plan.mask, plan.carry.region]
-    for mask in masks:
-        if not mask.geometry.fits(call.geometry):
-            made, wanted = mask.geometry.describe(), call.geometry.describe()
-            raise MaskError(f"{type(stage).__name__} returned a mask for {made}; the call is {wanted}")
+    if not plan.mask.geometry.fits(call.geometry):
+        made, wanted = plan.mask.geometry.describe(), call.geometry.describe()
+        raise MaskError(f"{type(stage).__name__} returned a mask for {made}; the call is {wanted}")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from attrs import field, frozen
+import torch
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import MaskError
-from sparseprefill.mask.mask import SparseMask, density
-from sparseprefill.parts.record import Parts
+from sparseprefill.mask.count import share
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.softmax import SoftmaxState
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -20,25 +22,87 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 @frozen(eq=False)
 class Carry:
-    """Attention that an estimator has computed already: its softmax state and the region it covers."""
+    """Attention that an estimator has computed already: its softmax state and the region it covers.
+
+    Raises MaskError for a region that is no mask, or a state that is none.
+    """
 
     state: SoftmaxState
     region: SparseMask
+
+    def __attrs_post_init__(self) -> None:
+        _check("Carry.state", self.state, SoftmaxState)
+        _check("Carry.region", self.region, SparseMask)
 
 
 @frozen(eq=False)
 class Plan:
     """What an executor shall compute.
 
-    mask: tiles and stripes still to do; disjoint from `carry.region`. carry: real output made on the way, or None.
+    mask: tiles and stripes still to do; disjoint from `carry.region`. A function may stand in its place, which makes
+    the mask when it is first read: dense attention needs none to run.
+    carry: real output made on the way, or None.
     probe: bool ``[B, Hq]``, heads whose attention mass per tile of the mask is wanted in `Result.probe`, or None.
     notes: evidence that a method keeps for its own observer.
+
+    Raises MaskError, naming the field, for a mask that is none, a carry of another call, or a probe of other heads.
     """
 
-    mask: SparseMask
+    _mask: SparseMask | Callable[[], SparseMask]
     carry: Carry | None = None
     probe: Tensor | None = field(default=None, kw_only=True)
     notes: Mapping[str, Any] = field(default=EMPTY, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        mask = self._mask
+        if not isinstance(mask, SparseMask):
+            if isinstance(mask, type) or not callable(mask):
+                raise MaskError(f"Plan.mask is {_shown(mask)}: pass a SparseMask")
+            return
+        if self.carry is not None:
+            _check("Plan.carry", self.carry, Carry)
+            region = self.carry.region.geometry
+            if not mask.geometry.fits(region):
+                mine, theirs = mask.geometry.describe(), region.describe()
+                raise MaskError(f"Plan.carry covers {theirs}, the mask is for {mine}: make both for one call")
+        if self.probe is not None:
+            wanted = (mask.geometry.batch, mask.geometry.heads)
+            _check("Plan.probe", self.probe, Tensor)
+            if self.probe.dtype != torch.bool or tuple(self.probe.shape) != wanted:
+                given = f"{self.probe.dtype} {tuple(self.probe.shape)}"
+                raise MaskError(f"Plan.probe is {given}: pass a bool tensor [B, Hq] = {wanted}")
+
+    @cached_property
+    def mask(self) -> SparseMask:
+        """Tiles and stripes still to do."""
+        return self._mask if isinstance(self._mask, SparseMask) else self._mask()
+
+    def computed(self) -> tuple[SparseMask, ...]:
+        """Every mask that is computed, the carry's region included, as lists alone: maps of tiles are let go.
+
+        They are disjoint, so no union has to be built to count them.
+        """
+        masks = (self.mask,) if self.carry is None else (self.carry.region, self.mask)
+        return tuple(evolve(mask, tiles=mask.tiles) for mask in masks)
+
+    def grid(self, tile: int | None = None) -> tuple[int, int]:
+        """Tokens of a query tile and of a key tile: the mask's own, or those of a square tile."""
+        return (self.mask.tile_q, self.mask.tile_k) if tile is None else (tile, tile)
+
+    def widen(self, extra: SparseMask) -> Plan:
+        """The plan with the pairs of one more mask, those that the carry holds already left out."""
+        if self.carry is not None:
+            extra = extra - self.carry.region
+        return evolve(self, mask=self.mask | extra)
+
+
+@frozen(eq=False)
+class Parts:
+    """Of a call that ran in parts: its geometry, how many, and each head's pairs, int64 ``[B, Hq]`` on the device."""
+
+    geometry: Geometry
+    count: int
+    pairs: Tensor
 
 
 @frozen(eq=False)
@@ -47,39 +111,43 @@ class Result:
 
     out: ``[B, Hq, Nq, Dv]`` in the call's dtype, zeros in padding rows. lse: ``[B, Hq, Nq]`` float32 (float64 for
     float64 calls), natural log over the keys computed, sinks left out, -inf in padding rows.
-    plan: what was executed; MaskError of a call that ran in parts, which keep theirs only while they run.
+    plan: what was executed. Of a call that ran in parts, a plan of all their masks together, without notes or carry;
+    reading its mask raises MaskError where the parts' masks were too large to keep.
     probe: float32 ``[B, Hq, R, C]``, attention mass of each tile averaged over the tile's real rows; zero for heads
     that were not probed and tiles that the mask does not hold. None if nothing was probed, or in parts.
-    parts: of a call that ran in parts (`Pipeline.workspace`), what is known of their plans; None otherwise.
-    dense: why a gated pipeline ran dense attention instead of its stages; empty where the stages ran.
+    parts: of a call that ran in parts (`Pipeline.workspace`); None otherwise.
+    dense: why dense attention ran instead of a method's stages; empty where the stages ran.
     """
 
     out: Tensor
     lse: Tensor
-    _plan: Plan | None
+    plan: Plan
     probe: Tensor | None = None
     parts: Parts | None = field(default=None, kw_only=True)
     dense: str = field(default="", kw_only=True)
 
-    @property
-    def plan(self) -> Plan:
-        """What was executed."""
-        if self._plan is None:
-            count = "several" if self.parts is None else self.parts.count
-            raise MaskError(f"the call ran in {count} parts, and their plans are gone: result.parts has what is left")
-        return self._plan
-
     @cached_property
     def mask(self) -> SparseMask:
         """Everything computed, the carry's region included. MaskError where parts had masks too large to keep."""
-        if self.parts is not None:
-            return self.parts.mask
         carry = self.plan.carry
         return self.plan.mask if carry is None else carry.region | self.plan.mask
 
     @property
     def density(self) -> float:
-        """Pairs computed / causal pairs (host sync)."""
-        if self.parts is not None:
-            return density.share(self.parts.pairs, self.parts.geometry)
-        return self.mask.density
+        """Pairs computed / pairs that causality, window and padding allow (host sync)."""
+        return self.mask.density if self.parts is None else share(self.parts.pairs, self.parts.geometry)
+
+    def into(self, out: Tensor, lse: Tensor) -> Result:
+        """The same, copied into tensors of the caller."""
+        out.copy_(self.out)
+        lse.copy_(self.lse)
+        return evolve(self, out=out, lse=lse)
+
+
+def _check(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise MaskError(f"{name} is {_shown(value)}: pass a {wanted.__name__}")
+
+
+def _shown(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

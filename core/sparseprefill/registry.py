@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import pluggy
 from attrs import evolve, frozen
@@ -22,8 +22,8 @@ from sparseprefill.errors import (
 )
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.profiled import profiled
 from sparseprefill.profiles.profile import Profile
+from sparseprefill.route import Route
 
 GROUP = hookspecs.PROJECT
 ONLY = "SPARSEPREFILL_PLUGINS"
@@ -190,13 +190,21 @@ class Registry:
             more += f" (left out by {ONLY}: {', '.join(sorted(self._left_out))})"
         raise UnknownMethodError(f"no method is named {name!r}{nearest(str(name), self._methods)}{more}")
 
-    def build(self, name: str, *, profile: str | Path | Profile | None = None, **parameters: Any) -> Pipeline:
+    @overload
+    def build(self, name: str, *, profile: None = None, **parameters: Any) -> Pipeline: ...
+
+    @overload
+    def build(self, name: str, *, profile: str | Path | Profile | None, **parameters: Any) -> Pipeline | Route: ...
+
+    def build(self, name: str, *, profile: str | Path | Profile | None = None, **parameters: Any) -> Pipeline | Route:
         """A pipeline by name. ParameterError where a parameter is wrong, StageError where the plugin's build fails.
 
         profile: a file of ``sparseprefill tune``; each call's parameters then follow its length, under `parameters`.
         """
         method = self.get(name)
-        return method.pipeline(**parameters) if profile is None else profiled(method, Profile.load(profile), parameters)
+        if profile is None:
+            return method.pipeline(**parameters)
+        return Route.by_length(method, Profile.load(profile), parameters)
 
 
 @cache

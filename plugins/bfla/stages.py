@@ -9,9 +9,9 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.mask.grid import reachable_map, regrid
+from sparseprefill.mask.geometry import reachable_map, regrid
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.parts.split import default_workspace
+from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.heads import GqaUnion

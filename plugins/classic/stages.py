@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.parts.split import ranges_workspace
+from sparseprefill.parts.workspace import ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.mask.grid import reachable_map
+from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.statistics.pooled import tile_mean
 from sparseprefill.statistics.select import top_mass
 

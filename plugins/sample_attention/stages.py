@@ -9,7 +9,7 @@ from attrs import frozen
 
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.parts.split import default_workspace
+from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.sampled import sampled_mass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.mask.grid import reachable_map
+from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.statistics.pooled import key_tile_mean, tile_mean
 
 from .heads import of_heads

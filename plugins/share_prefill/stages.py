@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import StageError
-from sparseprefill.parts.split import default_workspace
+from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass

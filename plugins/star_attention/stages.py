@@ -10,9 +10,10 @@ from attrs import frozen
 from sparseprefill.config import from_config
 from sparseprefill.errors import ParameterError
 from sparseprefill.memory import Memory
-from sparseprefill.parts.split import default_workspace, ranges_workspace, workspace
+from sparseprefill.parts.workspace import default_workspace, ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
+from sparseprefill.route import Route
 
 from .blocks import Blocks
 from .scatter import Places
@@ -36,7 +37,7 @@ class StarEstimator:
     """
 
     rule: Rule
-    inner: Pipeline | None = None
+    inner: Pipeline | Route | None = None
 
     @property
     def grain(self) -> int | None:
@@ -57,14 +58,12 @@ class StarEstimator:
         keys = call.q.shape[0] * call.kv_heads * call.kv_len * (call.q.shape[-1] + call.value_dim)
         tensors = (call.q.numel() + 2 * keys) * call.q.element_size()
         states = call.q.numel() // call.q.shape[-1] * call.value_dim * 4
-        inner = workspace((self.inner.estimator,), call) + workspace(self.inner.refiners, call)
-        return 2 * tensors + states + inner + default_workspace(call)
+        return 2 * tensors + states + self.inner.plan_bound(call) + default_workspace(call)
 
     def check_model(self, model: ModelIdentity) -> None:
         """The inner method's, where it was made for another model."""
-        stages = () if self.inner is None else self.inner.stages
-        for ask in filter(None, (getattr(stage, "check_model", None) for stage in stages)):
-            ask(model)
+        if self.inner is not None:
+            self.inner.check_model(model)
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """The inner method's objections, and sliding windows: inside (anchor, block) distances are others."""
@@ -97,10 +96,10 @@ def pipeline(config: StarConfig) -> Pipeline:
     return Pipeline(StarEstimator(rule, inner), name="star-attention")
 
 
-def _inner(given: str | Mapping[str, Any]) -> Pipeline:
+def _inner(given: str | Mapping[str, Any]) -> Pipeline | Route:
     made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
-    if made.observers:
-        seen = ", ".join(type(observer).__name__ for observer in made.observers)
+    if made.remembers:
+        seen = ", ".join(type(one).__name__ for route in Route.of(made).known for one in route.observers)
         raise ParameterError(
             f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and blocks have no memory of "
             "their own; pass a method without observers"

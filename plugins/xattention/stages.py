@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.parts.split import default_workspace
+from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.select import top_mass

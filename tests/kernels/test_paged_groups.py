@@ -19,7 +19,7 @@ from sparseprefill import AttentionCall
 from sparseprefill.kernels.groups import keys as group_keys
 from sparseprefill.kernels.groups import launch as group_launch
 from sparseprefill.kernels.groups.launch import GroupTiles
-from sparseprefill.mask.grid import reachable_map
+from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.parts.split import Part
 
 # numpy, which the interpreter computes with, warns of the infinities and NaNs that belong here

@@ -13,7 +13,7 @@ from sparseprefill.plugins.bfla.scores import block_scores
 
 import sparseprefill as sp
 from oracles.bfla import Parameters, bfla
-from sparseprefill.mask.grid import reachable_map
+from sparseprefill.mask.geometry import reachable_map
 
 HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2)])
 

@@ -14,7 +14,7 @@ from sparseprefill.plugins.bfla.stages import capped, keep_blocks
 
 from kernels.groups import CUDA, DTYPES, SMALL, TMA, grouped_calls, make, small_settings
 from sparseprefill import AttentionCall, SparseMask, build
-from sparseprefill.mask.grid import reachable_map, regrid
+from sparseprefill.mask.geometry import reachable_map, regrid
 
 # numpy, which the interpreter computes with, warns of the infinities and NaNs that belong here
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -16,7 +16,7 @@ from torch import Tensor
 import sparseprefill as sp
 from kernels.device import CUDA, DEVICE
 from sparseprefill import AttentionCall
-from sparseprefill.mask.grid import reachable_map
+from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.statistics.pooled import key_tile_mean, tile_mean
 from sparseprefill.statistics.sampled import last_rows, sampled_mass
 from sparseprefill.statistics.slashes import slash_tiles

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from sparseprefill.breakeven import gate as breakeven_gate
 from sparseprefill.breakeven.gate import AutoGate, gate_of
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
-from sparseprefill.breakeven import gate as breakeven_gate
 from sparseprefill.executors.dense import attend, dense
 from sparseprefill.testing import attention
 from unit import tables

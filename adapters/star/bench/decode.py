@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from sparseprefill.adapters.star.executor import AnchoredBlockExecutor, Shard
-from sparseprefill.adapters.star.unmasked import attend_all
 from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.auto import AutoExecutor
 
+from ..executor import AnchoredBlockExecutor, Shard
 from ..ranks import Ranks
+from ..unmasked import attend_all
 from .layer import Run, Shape
 
 TAIL, STEPS = 64, 50

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
-from sparseprefill.adapters.star.unmasked import attend_all
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,6 +23,7 @@ from ..anchor import Anchor, Keys
 from ..encode import Block, Held, Inner
 from ..layout import Layout
 from ..ranks import Ranks
+from ..unmasked import attend_all
 
 Run = Callable[[], object]
 Tensors = Callable[[int, int], tuple[Tensor, Tensor, Tensor]]

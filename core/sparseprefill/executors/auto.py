@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from sparseprefill.executors.into import execute_into
 from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.parts.split import workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseprefill.call import AttentionCall
+    from sparseprefill.executors.triton import TritonExecutor
     from sparseprefill.plan import Plan, Result
     from sparseprefill.softmax import SoftmaxState
-    from sparseprefill.stages import SparseExecutor
+
+REFERENCE = ReferenceExecutor()
 
 
 @frozen
@@ -26,30 +26,29 @@ class AutoExecutor:
     A CUDA call that Triton cannot run is refused (`unsupported`), never passed to the slow reference in silence.
     """
 
-    def unsupported(self, call: AttentionCall) -> str | None:
-        """The chosen executor's objection."""
-        ask = getattr(self.choose(call), "unsupported", None)
-        return None if ask is None else ask(call)
-
-    def choose(self, call: AttentionCall) -> SparseExecutor:
+    def choose(self, call: AttentionCall) -> ReferenceExecutor | TritonExecutor:
         """The executor for this call."""
         if call.q.device.type != "cuda":
-            return ReferenceExecutor()
+            return REFERENCE
         from sparseprefill.executors.triton import TritonExecutor
 
         return TritonExecutor()
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """The chosen executor's objection."""
+        return self.choose(call).unsupported(call)
+
+    def workspace(self, call: AttentionCall) -> int:
+        """The chosen executor's."""
+        return self.choose(call).workspace(call)
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """See SparseExecutor."""
         return self.choose(call).execute(call, plan)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-        """See `executors.into`."""
-        return execute_into(self.choose(call), call, plan, out, lse)
-
-    def workspace(self, call: AttentionCall) -> int:
-        """The chosen executor's."""
-        return workspace((self.choose(call),), call)
+        """As `execute`, into tensors of the caller."""
+        return self.choose(call).execute_into(call, plan, out, lse)
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """See SparseExecutor."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.plan import EMPTY, Plan, Result
+from sparseprefill.plan import Plan, Result
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -19,27 +19,6 @@ if TYPE_CHECKING:
 
 KERNELS: Any = torch
 """Of torch: the operators behind `scaled_dot_product_attention`, which alone return the log-sum-exp."""
-
-
-class FullPlan(Plan):
-    """The plan of dense attention. Its mask is made when somebody looks at it: the call itself needs none."""
-
-    __slots__ = ("_call", "_made")
-    _call: AttentionCall
-    _made: SparseMask | None
-
-    def __init__(self, call: AttentionCall) -> None:
-        for name, value in (("carry", None), ("probe", None), ("notes", EMPTY), ("_call", call), ("_made", None)):
-            object.__setattr__(self, name, value)
-
-    @property
-    def mask(self) -> SparseMask:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Every causal key."""
-        made = self._made
-        if made is None:
-            made = SparseMask.full(self._call)
-            object.__setattr__(self, "_made", made)
-        return made
 
 
 def dense(call: AttentionCall, executor: SparseExecutor, reason: str = "") -> Result:
@@ -51,7 +30,7 @@ def dense(call: AttentionCall, executor: SparseExecutor, reason: str = "") -> Re
     native = attend(call)
     if native is None:
         return evolve(executor.execute(call, Plan(SparseMask.full(call))), dense=reason)
-    return Result(native[0], native[1], FullPlan(call), dense=reason)
+    return Result(native[0], native[1], Plan(partial(SparseMask.full, call)), dense=reason)
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor] | None:

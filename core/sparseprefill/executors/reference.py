@@ -9,7 +9,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.executors.selection import TileKeys
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan, Result
 from sparseprefill.softmax import SoftmaxState
 
@@ -37,6 +38,10 @@ class ReferenceExecutor:
             state.acc[b, h, rows] = weigh(p, call.v[b, h // call.group][keys].to(dtype), keep)
         return state if plan.carry is None else plan.carry.state.merge(state)
 
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Nothing: None for every call."""
+        return None
+
     def workspace(self, call: AttentionCall) -> int:
         """The state in full precision, a few times over; logits are those of one query tile of one head."""
         rows, width = call.q.numel() // call.q.shape[-1], call.value_dim + 2
@@ -48,12 +53,16 @@ class ReferenceExecutor:
         probe = None if plan.probe is None else _tile_mass(call, plan, lse)
         return Result(out.to(call.q.dtype), lse, plan, probe)
 
+    def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
+        """As `execute`, copied into tensors of the caller."""
+        return self.execute(call, plan).into(out, lse)
+
 
 def _tiles(
     call: AttentionCall, plan: Plan, dtype: torch.dtype, heads: Tensor | None = None
 ) -> Iterator[tuple[tuple[int, int, slice], Tensor | slice, Tensor, Tensor]]:
     """Every non-empty (batch row, head, query rows), its keys, its logits (-inf where not allowed) and who may see."""
-    selection = TileKeys(plan.mask)
+    selection = _TileKeys(plan.mask)
     for b in range(call.q.shape[0]):
         for h in range(call.q.shape[1]):
             if heads is not None and not bool(heads[b, h]):
@@ -77,16 +86,16 @@ def weigh(p: Tensor, v: Tensor, keep: Tensor) -> Tensor:
         return p @ v
     out = p @ torch.where(finite, v, 0.0)
     for j in torch.nonzero(~finite.all(-1))[:, 0].tolist():
-        odd = keep[:, j, None] & ~finite[j]
-        out = torch.where(odd, out + p[:, j, None] * v[j], out)
+        nonfinite = keep[:, j, None] & ~finite[j]
+        out = torch.where(nonfinite, out + p[:, j, None] * v[j], out)
     return out
 
 
 def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
     """float32 [B, Hq, R, C]: see `Result.probe`."""
     mask = plan.mask
-    chosen = mask.tile_map()
-    mass = torch.zeros(chosen.shape, dtype=torch.float32, device=call.q.device)
+    selected = mask.tile_map()
+    mass = torch.zeros(selected.shape, dtype=torch.float32, device=call.q.device)
     first = mask.geometry.first_tile(mask.tile_q).tolist()
     query, position = mask.geometry.query_positions(), mask.geometry.key_positions()
     for (b, h, rows), keys, logits, _ in _tiles(call, plan, lse.dtype, plan.probe):
@@ -95,4 +104,63 @@ def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
         base = lse[b, h, rows, None]
         p = torch.exp(logits - torch.where(base == -torch.inf, 0.0, base)).mean(0)
         mass[b, h, row].index_add_(0, column, p.to(torch.float32))
-    return mass * chosen
+    return mass * selected
+
+
+class _TileKeys:
+    """Which keys each query tile needs: lists turned into tensor indices, whose counts the host reads once."""
+
+    def __init__(self, mask: SparseMask) -> None:
+        geometry = mask.geometry
+        self.mask = mask
+        self.rows = geometry.tile_rows(mask.tile_q)
+        self._tiles, self._stripes = _host(mask.tiles), _host(mask.stripes)
+        self._first_position = geometry.first_position().tolist()
+        self._first_tile = geometry.first_tile(mask.tile_q).tolist()
+        self._first_group = geometry.first_tile(mask.group_rows).tolist()
+        self._length = geometry.key_counts().tolist()
+        starts = geometry.starts
+        self._start = [0] * geometry.batch if starts is None else starts.tolist()
+
+    def pick(self, batch: int, head: int, row: int) -> tuple[slice, Tensor | slice, Tensor] | None:
+        """Query rows, key indices and who may see whom (bool [rows, keys]) of one query tile; None if empty."""
+        mask, geometry = self.mask, self.mask.geometry
+        tile = self._first_tile[batch] + row
+        first, length = self._first_position[batch], self._length[batch]
+        low = max(tile * mask.tile_q, first, 0)
+        high = min((tile + 1) * mask.tile_q, first + geometry.q_len, length)
+        if low >= high:
+            return None
+        positions = self._positions(batch, head, row, tile // mask.group - self._first_group[batch])
+        positions = positions[positions < high]
+        if positions.numel() == 0:
+            return None
+        query = torch.arange(low, high, device=geometry.device)[:, None]
+        keep = query >= positions
+        if geometry.window is not None:
+            keep &= query - positions < geometry.window
+        begin, end = int(positions[0]), int(positions[-1]) + 1
+        start = self._start[batch]
+        run = end - begin == positions.numel()
+        keys: Tensor | slice = slice(begin + start, end + start) if run else positions + start
+        return slice(low - first, high - first), keys, keep
+
+    def _positions(self, batch: int, head: int, row: int, group: int) -> Tensor:
+        """int64, ascending and distinct: key positions that the lists name."""
+        parts: list[Tensor] = []
+        if self._tiles is not None:
+            offset, count = self._tiles[0][batch][head][row], self._tiles[1][batch][head][row]
+            tiles = self._tiles[2][offset : offset + count, None].to(torch.int64)
+            size = self.mask.tile_k
+            parts.append((tiles * size + torch.arange(size, device=tiles.device)).reshape(-1))
+        if self._stripes is not None:
+            offset, count = self._stripes[0][batch][head][group], self._stripes[1][batch][head][group]
+            parts.append(self._stripes[2][offset : offset + count].to(torch.int64))
+        if len(parts) == 2:
+            union: Tensor = torch.unique(torch.cat(parts))
+            return union
+        return parts[0] if parts else torch.empty(0, dtype=torch.int64, device=self.mask.geometry.device)
+
+
+def _host(lists: IndexLists | None) -> tuple[list[list[list[int]]], list[list[list[int]]], Tensor] | None:
+    return None if lists is None else (lists.offsets.tolist(), lists.counts.tolist(), lists.indices)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.settings import HEAD_DIMS
-from sparseprefill.parts.split import default_workspace
+from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import Plan, Result
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from sparseprefill import kernels
 if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.mask.lists import IndexLists
-    from sparseprefill.mask.mask import SparseMask
 
 ENTRIES = 1 << 23
 """Numbers of one temporary tensor at most, where a single head does not need more."""
@@ -119,47 +118,74 @@ class _Lists:
         return self.indices[where.clamp(0, self.indices.numel() - 1)].to(torch.int64)
 
 
-def selected_pairs(mask: SparseMask, *, tiles: bool = True) -> Tensor:
-    """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected; without `tiles`, those of the stripes alone.
+@frozen(eq=False)
+class Selected:
+    """Lists to count: tiles of ``tile_q x tile_k`` tokens, and stripes of `group` query tiles each; either may be None.
 
-    In plain PyTorch a few heads at a time, so that memory stays at that of a few heads' rows.
+    disjoint: no stripe lies in a selected tile of its query tile group.
     """
-    heads, size = mask.geometry.heads, _heads_at_once(mask)
-    if kernels.serve_device(mask.geometry.device):
-        from sparseprefill.kernels.lists.pair_counts import pair_counts
 
-        return pair_counts(mask, mask.tiles if tiles else None)
-    lists = [one for one in (mask.tiles if tiles else None, mask.stripes) if one is not None]
-    if all(one.same_heads for one in lists):
-        return _of_heads(mask, slice(0, 1), tiles).expand(-1, heads)
-    parts = [_of_heads(mask, slice(h, min(h + size, heads)), tiles) for h in range(0, heads, size)]
-    return torch.cat(parts, 1)
+    geometry: Geometry
+    tile_q: int
+    tile_k: int
+    group: int
+    tiles: IndexLists | None
+    stripes: IndexLists | None
+    disjoint: bool
+
+    @property
+    def group_rows(self) -> int:
+        """Query tokens that share one list of stripes."""
+        return self.tile_q * self.group
+
+    def pairs(self) -> Tensor:
+        """int64 ``[B, Hq]`` on the lists' device: allowed pairs selected.
+
+        In plain PyTorch a few heads at a time, so that memory stays at that of a few heads' rows.
+        """
+        geometry = self.geometry
+        if kernels.serve_device(geometry.device):
+            from sparseprefill.kernels.lists.pair_counts import pair_counts
+
+            return pair_counts(self, self.tiles)
+        lists = [one for one in (self.tiles, self.stripes) if one is not None]
+        if all(one.same_heads for one in lists):
+            return self._of_heads(slice(0, 1)).expand(-1, geometry.heads)
+        rows = geometry.batch * geometry.tile_rows(self.tile_q)
+        size = max(1, ENTRIES // (rows * (self.tile_q + 2 * self.tile_k)))
+        heads = range(0, geometry.heads, size)
+        return torch.cat([self._of_heads(slice(h, min(h + size, geometry.heads))) for h in heads], 1)
+
+    def _of_heads(self, heads: slice) -> Tensor:
+        geometry, tile_q, tile_k = self.geometry, self.tile_q, self.tile_k
+        rows = _Rows.of(geometry, tile_q, tile_k)
+        total = torch.zeros(geometry.batch, heads.stop - heads.start, dtype=torch.int64, device=geometry.device)
+        tiles = None
+        if self.tiles is not None:
+            tiles = _Lists.of(self.tiles, heads, geometry.tile_columns(tile_k))
+            total = total + _pairs(rows, tiles, tile_k, tile_q // tile_k + 3)
+        if self.stripes is not None:
+            group = torch.div(geometry.tiles(tile_q), self.group, rounding_mode="floor")
+            group = group - geometry.first_tile(tile_q * self.group)[:, None]
+            stripes = _Lists.of(self.stripes, heads, geometry.kv_len)
+            by_tile = stripes.of_rows(group)
+            most = tile_q + tile_k
+            total = total + _pairs(rows, by_tile, 1, most)
+            if tiles is not None and not self.disjoint:
+                total = total - _edge_twice(rows, tiles, by_tile, tile_k, most)
+                total = total - _inner_twice(rows, tiles, stripes, group, tile_k)
+        return total
 
 
-def _heads_at_once(mask: SparseMask) -> int:
-    geometry = mask.geometry
-    return max(1, ENTRIES // (geometry.batch * geometry.tile_rows(mask.tile_q) * (mask.tile_q + 2 * mask.tile_k)))
+def share(pairs: Tensor, geometry: Geometry) -> float:
+    """The share that int64 pairs ``[B, Hq]`` are of the allowed ones; 0 where none is allowed (host sync)."""
+    allowed = allowed_pairs(geometry)
+    return int(pairs.sum()) / allowed if allowed else 0.0
 
 
-def _of_heads(mask: SparseMask, heads: slice, count_tiles: bool) -> Tensor:
-    geometry = mask.geometry
-    rows = _Rows.of(geometry, mask.tile_q, mask.tile_k)
-    total = torch.zeros(geometry.batch, heads.stop - heads.start, dtype=torch.int64, device=geometry.device)
-    tiles = None
-    if mask.tiles is not None and count_tiles:
-        tiles = _Lists.of(mask.tiles, heads, geometry.tile_columns(mask.tile_k))
-        total = total + _pairs(rows, tiles, mask.tile_k, mask.tile_q // mask.tile_k + 3)
-    if mask.stripes is not None:
-        group = torch.div(geometry.tiles(mask.tile_q), mask.group, rounding_mode="floor")
-        group = group - geometry.first_tile(mask.group_rows)[:, None]
-        stripes = _Lists.of(mask.stripes, heads, geometry.kv_len)
-        by_tile = stripes.of_rows(group)
-        total = total + _pairs(rows, by_tile, 1, mask.tile_q + mask.tile_k)
-        if tiles is not None and not mask.disjoint:
-            most = mask.tile_q + mask.tile_k
-            total = total - _edge_twice(rows, tiles, by_tile, mask.tile_k, most)
-            total = total - _inner_twice(rows, tiles, stripes, group, mask.tile_k)
-    return total
+def allowed_pairs(geometry: Geometry) -> int:
+    """Pairs that causality, window and padding allow, over batch and heads (host sync)."""
+    return int(geometry.visible_counts().sum()) * geometry.heads
 
 
 def _pairs(rows: _Rows, lists: _Lists, width: int, most: int) -> Tensor:

@@ -100,3 +100,40 @@ class Geometry:
         """int64 [B, Nq]: number of keys each query row may attend to."""
         counts = (self.query_positions() + 1) * self.real_queries()
         return counts if self.window is None else counts.clamp(max=self.window)
+
+
+def span(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor]:
+    """int64 [B, R] each: half-open range of key tiles that the rows of each query tile may see."""
+    tiles = geometry.tiles(tile_q)
+    last = torch.div((tiles + 1) * tile_q - 1, tile_k, rounding_mode="floor") + 1
+    last = torch.where(tiles >= 0, last, 0).clamp(max=geometry.tile_columns(tile_k))
+    if geometry.window is None:
+        return torch.zeros_like(last), last
+    first = torch.div(tiles * tile_q - geometry.window + 1, tile_k, rounding_mode="floor")
+    return first.clamp(min=0), last
+
+
+def reachable_map(geometry: Geometry, tile_q: int, tile_k: int) -> Tensor:
+    """bool [B, R, C]: tiles that hold at least one allowed pair."""
+    first, last = span(geometry, tile_q, tile_k)
+    column = torch.arange(geometry.tile_columns(tile_k), device=geometry.device)
+    return (column >= first[..., None]) & (column < last[..., None])
+
+
+def diagonal_map(geometry: Geometry, tile_q: int, tile_k: int) -> Tensor:
+    """bool [B, R, C]: key tiles that hold a row's own position."""
+    tiles = geometry.tiles(tile_q)
+    column = torch.arange(geometry.tile_columns(tile_k), device=geometry.device)
+    first = torch.div(tiles * tile_q, tile_k, rounding_mode="floor")[..., None]
+    last = torch.div((tiles + 1) * tile_q - 1, tile_k, rounding_mode="floor")[..., None]
+    return (column >= first) & (column <= last)
+
+
+def regrid(geometry: Geometry, keep: Tensor, old: int, new: int) -> Tensor:
+    """Rows of a map ``[B, H, R, C]`` on tiles of `old` tokens, repeated on the finer grid of `new` tokens."""
+    if old == new:
+        return keep
+    row = torch.div(geometry.tiles(new) * new, old, rounding_mode="floor") - geometry.first_tile(old)[:, None]
+    row = row.clamp(0, keep.shape[2] - 1)
+    index = row[:, None, :, None].expand(-1, keep.shape[1], -1, keep.shape[3])
+    return torch.gather(keep, 2, index)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError
+from sparseprefill.mask.geometry import Geometry, span
 
 
 @frozen(eq=False)
@@ -78,6 +79,15 @@ class IndexLists:
         offsets = (torch.arange(batch * rows, device=first.device) * width).view(batch, 1, rows)
         indices = (begin + slot).to(torch.int32)
         return cls(counts, offsets.expand(-1, heads, -1).contiguous(), indices.reshape(-1), same_heads=True)
+
+    @classmethod
+    def full(cls, geometry: Geometry, tile_q: int, tile_k: int) -> IndexLists:
+        """All tiles in reach, the same for all heads; every row's list is a run of one shared `arange`."""
+        first, last = span(geometry, tile_q, tile_k)
+        indices = torch.arange(geometry.tile_columns(tile_k), dtype=torch.int32, device=geometry.device)
+        shape = (-1, geometry.heads, -1)
+        counts = (last - first).clamp(min=0).to(torch.int32)[:, None].expand(shape).contiguous()
+        return cls(counts, first[:, None].expand(shape).contiguous(), indices, same_heads=True)
 
     @classmethod
     def empty(cls, batch: int, heads: int, rows: int, device: torch.device) -> IndexLists:

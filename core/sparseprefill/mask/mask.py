@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
+from torch.nn import functional
 
 from sparseprefill.errors import MaskError
+from sparseprefill.mask.count import Selected, share
+from sparseprefill.mask.geometry import Geometry, regrid
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.mask import density, difference
-from sparseprefill.mask import grid as mask_math
-from sparseprefill.mask import union as mask_union
 from sparseprefill.mask.tile_map import TileMap
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
+
+SHADED = 16
+"""Query rows that stand for a cell of a picture."""
 
 
 @frozen(eq=False)
@@ -87,7 +91,7 @@ class SparseMask:
     def full(cls, call: AttentionCall | Geometry, tile: int | tuple[int, int] = 128) -> SparseMask:
         """Every key that causality, window and padding allow: dense attention."""
         geometry, (tile_q, tile_k) = _geometry(call), _pair(tile)
-        return cls(geometry, tile_q, tile_k, mask_math.full_lists(geometry, tile_q, tile_k))
+        return cls(geometry, tile_q, tile_k, IndexLists.full(geometry, tile_q, tile_k))
 
     @classmethod
     def from_ranges(
@@ -121,6 +125,12 @@ class SparseMask:
         )
 
     @classmethod
+    def from_rules(cls, call: AttentionCall | Geometry, tile: int | tuple[int, int] = 128, **rules: Any) -> SparseMask:
+        """The tiles that a `TileMap` of these rules has, such as ``sink=2`` or ``band=1``; nothing is added to them."""
+        geometry, (tile_q, tile_k) = _geometry(call), _pair(tile)
+        return cls(geometry, tile_q, tile_k, TileMap(geometry=geometry, tile_q=tile_q, tile_k=tile_k, **rules))
+
+    @classmethod
     def from_stripes(
         cls,
         call: AttentionCall | Geometry,
@@ -148,10 +158,8 @@ class SparseMask:
         """The union: commutative and idempotent in what it selects, a key selected twice counts once."""
         if not isinstance(other, SparseMask):
             return NotImplemented
-        if not self.geometry.fits(other.geometry):
-            mine, theirs = self.geometry.describe(), other.geometry.describe()
-            raise MaskError(f"cannot unite masks of different calls: {mine} and {theirs}")
-        return mask_union.union(self, other)
+        self._check_same_call(other, "unite")
+        return _union(self, other)
 
     def __sub__(self, other: SparseMask) -> SparseMask:
         """What this mask selects and `other` does not: how a mask is kept disjoint from a carry's region.
@@ -161,24 +169,52 @@ class SparseMask:
         """
         if not isinstance(other, SparseMask):
             return NotImplemented
+        self._check_same_call(other, "subtract")
+        return _difference(self, other)
+
+    def _check_same_call(self, other: SparseMask, verb: str) -> None:
         if not self.geometry.fits(other.geometry):
             mine, theirs = self.geometry.describe(), other.geometry.describe()
-            raise MaskError(f"cannot subtract masks of different calls: {mine} and {theirs}")
-        return difference.difference(self, other)
+            raise MaskError(f"cannot {verb} masks of different calls: {mine} and {theirs}")
 
     def to_dense(self, rows: Tensor | None = None) -> Tensor:
         """bool ``[B, Hq, Nq, Nkv]``, in the order of the call's tensors; `rows` picks query rows (int64 [n])."""
-        return mask_math.dense(self, rows)
+        geometry = self.geometry
+        query, key = geometry.query_positions(), geometry.key_positions()
+        if rows is not None:
+            query = query[:, rows]
+        shape = (geometry.batch, geometry.heads, query.shape[1], geometry.kv_len)
+        selected = torch.zeros(shape, dtype=torch.bool, device=geometry.device)
+        if self.has_tiles:
+            column = torch.div(key, self.tile_k, rounding_mode="floor")
+            selected |= _lookup(self.tile_map(), _local_tile(geometry, query, self.tile_q), column)
+        if self.stripes is not None:
+            selected |= _lookup(self.stripe_map(), _local_tile(geometry, query, self.group_rows), key)
+        return selected & geometry.visible(rows)[:, None]
+
+    def pairs(self) -> Tensor:
+        """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host."""
+        return self._counted(tiles=True).pairs()
 
     @property
     def density(self) -> float:
         """Pairs selected / pairs that causality, window and padding allow, over batch and heads (host sync)."""
-        return density.density(self)
+        return share(self.pairs(), self.geometry)
 
     @property
     def stripe_density(self) -> float:
         """The share of the allowed pairs that stripes select, apart from tiles (host sync)."""
-        return density.density(self, tiles=False)
+        return share(self._counted(tiles=False).pairs(), self.geometry)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that keeping the lists would hold, in bytes; makes lists of a map."""
+        lists = [one for one in (self.tiles, self.stripes) if one is not None]
+        return sum(x.untyped_storage().nbytes() for one in lists for x in (one.counts, one.offsets, one.indices))
+
+    def _counted(self, *, tiles: bool) -> Selected:
+        lists = self.tiles if tiles else None
+        return Selected(self.geometry, self.tile_q, self.tile_k, self.group, lists, self.stripes, self.disjoint)
 
     def tile_map(self) -> Tensor:
         """bool ``[B, Hq, R, C]``; may be what the mask itself holds, so not to be written to."""
@@ -198,16 +234,40 @@ class SparseMask:
             return torch.zeros(shape, dtype=torch.bool, device=geometry.device)
         return self.stripes.to_map(geometry.kv_len)
 
+    def tiles_on(self, tile_q: int, tile_k: int) -> Tensor:
+        """bool ``[B, Hq, R, C]``: the tiles on a grid that divides the mask's own, those within reach."""
+        return _map_on(self, tile_q, tile_k).resolved
+
+    def stripes_on(self, rows: int) -> Tensor:
+        """bool ``[B, Hq, G, Nkv]``: the stripes on groups of `rows` query tokens that divide the mask's own."""
+        return regrid(self.geometry, self.stripe_map(), self.group_rows, rows)
+
     def head(self, batch: int, head: int) -> SparseMask:
         """The mask of one head, as a mask of batch 1 and one head (views)."""
-        return mask_math.head(self, batch, head)
+        one, g = slice(batch, batch + 1), self.geometry
+        starts = None if g.starts is None else g.starts[one]
+        lengths = None if g.lengths is None else g.lengths[one]
+        tiles = None if self.tiles is None else self.tiles.narrow(batch, head)
+        stripes = None if self.stripes is None else self.stripes.narrow(batch, head)
+        geometry = evolve(g, batch=1, heads=1, starts=starts, lengths=lengths)
+        return evolve(self, geometry=geometry, tiles=tiles, stripes=stripes)
 
     def shade(self, cells: int = 64) -> Tensor:
         """float32 ``[B, Hq, cells, cells]``: share of the allowed pairs selected in each cell; NaN where none is.
 
         Exact for short calls; of more than 32 query rows a cell, about 16, evenly spaced, stand for it.
         """
-        return mask_math.shade(self, cells)
+        g = self.geometry
+        selected = torch.zeros(g.batch, g.heads, cells, cells, device=g.device)
+        allowed = torch.zeros(g.batch, 1, cells, cells, device=g.device)
+        column = torch.arange(g.kv_len, device=g.device) * cells // g.kv_len
+        for rows in _row_chunks(g, max(1, g.q_len // (cells * SHADED))):
+            row = rows * cells // g.q_len
+            for total, keep in ((selected, self.to_dense(rows)), (allowed, g.visible(rows)[:, None])):
+                by_column = torch.zeros(*keep.shape[:3], cells, device=g.device)
+                by_column.index_add_(3, column, keep.float())
+                total.index_add_(2, row, by_column)
+        return torch.where(allowed > 0, selected / allowed, torch.nan)
 
     def picture(self, batch: int = 0, head: int = 0, cells: int = 32) -> str:
         """A text picture of one head: ``#`` all, ``+`` some, ``.`` none of the allowed pairs."""
@@ -258,3 +318,104 @@ def _broadcast(keep: Tensor, shape: tuple[int, int, int, int], axes: str) -> Ten
     except RuntimeError:
         wanted = f"[batch, query heads, {axes}] = {shape}"
         raise MaskError(f"keep has shape {tuple(keep.shape)}: it must broadcast to {wanted}") from None
+
+
+def _union(a: SparseMask, b: SparseMask) -> SparseMask:
+    """Tiles meet as maps, which are not turned into lists yet; stripes stay lists where only one side has them."""
+    if not a.has_tiles and a.stripes is None:
+        return b
+    if not b.has_tiles and b.stripes is None:
+        return a
+    for tiles, stripes in ((a, b), (b, a)):
+        if tiles.stripes is None and not stripes.has_tiles and stripes.group_rows % tiles.tile_q == 0:
+            group = stripes.group_rows // tiles.tile_q
+            return evolve(tiles, group=group, stripes=stripes.stripes, disjoint=False)
+    tile_q, tile_k = math.gcd(a.tile_q, b.tile_q), math.gcd(a.tile_k, b.tile_k)
+    maps = [_map_on(mask, tile_q, tile_k) for mask in (a, b) if mask.has_tiles]
+    tiles_of_both = (maps[0] | maps[-1] if len(maps) == 2 else maps[0]) if maps else None
+    mask = evolve(a, tile_q=tile_q, tile_k=tile_k, tiles=tiles_of_both, group=1, stripes=None, disjoint=False)
+    if a.stripes is not None and b.stripes is not None:
+        group_rows = math.gcd(a.group_rows, b.group_rows)
+        keep = a.stripes_on(group_rows) | b.stripes_on(group_rows)
+        return evolve(mask, group=group_rows // tile_q, stripes=IndexLists.from_map(keep))
+    striped = b if a.stripes is None else a
+    return evolve(mask, group=striped.group_rows // tile_q, stripes=striped.stripes)
+
+
+def _difference(a: SparseMask, b: SparseMask) -> SparseMask:
+    """Pairs of `a` that `b` does not hold, exact for any grids and any mixture of tiles and stripes.
+
+    A tile of `a` that a stripe of `b` runs through is broken up: what is left of it becomes stripes.
+    """
+    if not (a.has_tiles or a.stripes is not None) or not (b.has_tiles or b.stripes is not None):
+        return a
+    geometry, tile_q, tile_k = a.geometry, math.gcd(a.tile_q, b.tile_q), math.gcd(a.tile_k, b.tile_k)
+    keep = a.tiles_on(tile_q, tile_k) & ~b.tiles_on(tile_q, tile_k)
+    left, rows = None, tile_q
+    if a.stripes is not None or b.stripes is not None:
+        rows = _rows_left(a, b, tile_q)
+        left = a.stripes_on(rows)
+        if b.has_tiles:
+            left = left & ~_columns(b.tiles_on(rows, tile_k), tile_k, left.shape[3])
+        if b.stripes is not None:
+            cut = b.stripes_on(rows)
+            if a.has_tiles:  # then rows == tile_q, so `keep` and `cut` have the same rows
+                broken = keep & _any_column(cut, tile_k)
+                keep = keep & ~broken
+                left = left | _columns(broken, tile_k, left.shape[3])
+            left = left & ~cut
+    tiles = TileMap(geometry=geometry, tile_q=tile_q, tile_k=tile_k, keep=keep)
+    stripes = None if left is None else IndexLists.from_map(left)
+    return evolve(a, tile_q=tile_q, tile_k=tile_k, tiles=tiles, group=rows // tile_q, stripes=stripes)
+
+
+def _map_on(mask: SparseMask, tile_q: int, tile_k: int) -> TileMap:
+    """The mask's tiles on a grid that divides its own."""
+    own = mask.as_map()
+    if (own.tile_q, own.tile_k) == (tile_q, tile_k):
+        return own
+    return TileMap(
+        geometry=mask.geometry,
+        tile_q=tile_q,
+        tile_k=tile_k,
+        keep=own.resolved,
+        per_row=mask.tile_q // tile_q,
+        per_column=mask.tile_k // tile_k,
+    )
+
+
+def _rows_left(a: SparseMask, b: SparseMask, tile_q: int) -> int:
+    """Query rows per group of the stripes that a difference leaves: the most that serve every side."""
+    if a.has_tiles and b.stripes is not None:
+        return tile_q
+    sizes = [mask.group_rows for mask in (a, b) if mask.stripes is not None]
+    return math.gcd(*sizes, b.tile_q) if b.has_tiles else math.gcd(*sizes)
+
+
+def _columns(tiles: Tensor, tile_k: int, kv_len: int) -> Tensor:
+    return tiles.repeat_interleave(tile_k, dim=-1)[..., :kv_len]
+
+
+def _any_column(stripes: Tensor, tile_k: int) -> Tensor:
+    padded = functional.pad(stripes, (0, -stripes.shape[-1] % tile_k))
+    found: Tensor = padded.unflatten(-1, (-1, tile_k)).any(-1)
+    return found
+
+
+def _local_tile(geometry: Geometry, query: Tensor, tile: int) -> Tensor:
+    return torch.div(query, tile, rounding_mode="floor") - geometry.first_tile(tile)[:, None]
+
+
+def _lookup(keep: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    heads = keep.shape[1]
+    row = row[:, None, :, None].expand(-1, heads, -1, keep.shape[3])
+    picked = torch.gather(keep, 2, row)
+    column = column.clamp(0, keep.shape[3] - 1)[:, None, None].expand(-1, heads, row.shape[2], -1)
+    return torch.gather(picked, 3, column)
+
+
+def _row_chunks(geometry: Geometry, step: int, pairs: int = 1 << 24) -> Sequence[Tensor]:
+    """Every `step`-th query row, in chunks of about `pairs` (query, key) pairs over batch and heads."""
+    size = max(1, pairs // (geometry.batch * geometry.heads * geometry.kv_len))
+    chunks: Sequence[Tensor] = torch.arange(0, geometry.q_len, step, device=geometry.device).split(size)
+    return chunks

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError
-from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.lists import IndexLists
-from sparseprefill.mask import grid as mask_math
 from sparseprefill.mask import hashing
+from sparseprefill.mask.geometry import Geometry, diagonal_map, reachable_map, regrid
+from sparseprefill.mask.lists import IndexLists
 
 
 @frozen
@@ -136,7 +135,7 @@ class TileMap:
 
     def plain(self, group: int = 1) -> Tensor:
         """bool ``[B, H / group, R, C]`` in plain PyTorch: what any of `group` neighbouring heads keeps."""
-        keep = self._by_rules() & mask_math.reachable_map(self.geometry, self.tile_q, self.tile_k)[:, None]
+        keep = self._by_rules() & reachable_map(self.geometry, self.tile_q, self.tile_k)[:, None]
         return keep if group == 1 else keep.unflatten(1, (-1, group)).any(2)
 
     def _by_rules(self) -> Tensor:
@@ -148,11 +147,11 @@ class TileMap:
         if self.keep is not None:
             keep = self.keep.repeat_interleave(shape[1] // self.keep.shape[1], dim=1)
             keep = keep.repeat_interleave(self.per_column, dim=-1)[..., : shape[3]]
-            kept = kept | mask_math.regrid(geometry, keep, tile_q * self.per_row, tile_q)
+            kept = kept | regrid(geometry, keep, tile_q * self.per_row, tile_q)
         if self.band is not None:
             first = torch.div(geometry.tiles(tile_q) * tile_q, tile_k, rounding_mode="floor")[..., None]
             before = (column < first) & (column >= first - self.band)
-            kept = kept | (before | mask_math.diagonal_map(geometry, tile_q, tile_k))[:, None]
+            kept = kept | (before | diagonal_map(geometry, tile_q, tile_k))[:, None]
         if self.stride is not None:
             every = self.stride.every
             phase = hashing.row_hash(geometry, tile_q, self.stride.state, self.first_head) % every

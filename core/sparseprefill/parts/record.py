@@ -1,4 +1,4 @@
-"""What a call that ran in parts leaves: how many pairs it computed, and its masks where they are small."""
+"""The record of a call that runs in parts: how many pairs it computed, and its masks where they are small."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from sparseprefill.errors import MaskError
-from sparseprefill.mask.count import selected_pairs
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 
@@ -20,55 +19,17 @@ if TYPE_CHECKING:
 
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.parts.split import Part
-    from sparseprefill.plan import Plan
 
 KEPT = 256 << 20
 """Bytes of index lists that the masks of all parts may hold to be kept."""
 
 
-def computed(plan: Plan) -> tuple[SparseMask, ...]:
-    """The masks of a plan, carry region included, as lists alone: a map of tiles, once they are made, is let go.
-
-    They are disjoint, so no union has to be built to count them.
-    """
-    masks = (plan.mask,) if plan.carry is None else (plan.carry.region, plan.mask)
-    return tuple(evolve(mask, tiles=mask.tiles) for mask in masks)
-
-
-def stored_bytes(masks: tuple[SparseMask, ...]) -> int:
-    """Memory that keeping the masks would hold, in bytes."""
-    lists = [part for mask in masks for part in (mask.tiles, mask.stripes) if part is not None]
-    return sum(x.untyped_storage().nbytes() for part in lists for x in (part.counts, part.offsets, part.indices))
-
-
-@frozen(eq=False)
-class Parts:
-    """The record of a call that ran in `count` parts.
-
-    geometry: of the whole call. pairs: int64 ``[B, Hq]``, computed pairs of each head, on the device.
-    masks: each part with its masks, disjoint ones; None where they were too large to keep.
-    """
-
-    geometry: Geometry
-    count: int
-    pairs: Tensor
-    masks: tuple[tuple[Part, tuple[SparseMask, ...]], ...] | None
-
-    @property
-    def mask(self) -> SparseMask:
-        """Everything computed, as one mask of the call; MaskError where the parts' masks were not kept."""
-        if self.masks is None:
-            raise MaskError(
-                f"the call ran in {self.count} parts, whose masks were not kept ({KEPT >> 20} MiB at most): density "
-                "is known; for the mask run it in one, attrs.evolve(pipeline, workspace=None)"
-            )
-        columns = zip(*([(part, mask) for mask in masks] for part, masks in self.masks), strict=True)
-        return reduce(or_, [_joined(self.geometry, pieces) for pieces in columns])
-
-
 @define(eq=False)
 class Recorder:
-    """Makes the record while the parts run."""
+    """Makes the record while the parts run: pairs counted on the device, and masks as long as there is room.
+
+    geometry: of the whole call. masks: each part with its masks, disjoint ones; None once they were too large to keep.
+    """
 
     geometry: Geometry
     pairs: Tensor = field(init=False)
@@ -80,21 +41,26 @@ class Recorder:
         g = self.geometry
         self.pairs = torch.zeros(g.batch, g.heads, dtype=torch.int64, device=g.device)
 
-    def add(self, part: Part, plan: Plan) -> None:
-        """Count one part's plan, without host synchronisation, and keep its masks while there is room."""
-        masks = computed(plan)
+    def add(self, part: Part, masks: tuple[SparseMask, ...]) -> None:
+        """Count one part's masks (`Plan.computed`), without host synchronisation, and keep them while there is room."""
         for mask in masks:
-            self.pairs[:, slice(*part.heads)] += selected_pairs(mask)
+            self.pairs[:, slice(*part.heads)] += mask.pairs()
         self.count += 1
-        self.held += stored_bytes(masks)
+        self.held += sum(mask.nbytes for mask in masks)
         if self.held > KEPT:
             self.masks = None
         elif self.masks is not None:
             self.masks.append((part, masks))
 
-    def done(self) -> Parts:
-        """The record."""
-        return Parts(self.geometry, self.count, self.pairs, None if self.masks is None else tuple(self.masks))
+    def mask(self) -> SparseMask:
+        """Everything computed, as one mask of the call; MaskError where the parts' masks were not kept."""
+        if self.masks is None:
+            raise MaskError(
+                f"the call ran in {self.count} parts, whose masks were not kept ({KEPT >> 20} MiB at most): density "
+                "is known; for the mask run it in one, attrs.evolve(pipeline, workspace=None)"
+            )
+        columns = zip(*([(part, mask) for mask in masks] for part, masks in self.masks), strict=True)
+        return reduce(or_, [_joined(self.geometry, pieces) for pieces in columns])
 
 
 def _joined(geometry: Geometry, pieces: Sequence[tuple[Part, SparseMask]]) -> SparseMask:

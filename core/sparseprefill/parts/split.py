@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
 from math import lcm
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from attrs import evolve, frozen
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.pipeline import Pipeline
+    from sparseprefill.stages import HeadScope
 
 Limit = int | Literal["auto"] | None
 LIMIT = 3 << 30
@@ -22,8 +22,6 @@ SPARE = 4
 and for what of the part before is not yet let go."""
 ROWS = 2048
 """Calls are cut at multiples of it (and of the grain), so that a query tile or group of tiles lies in one part."""
-TILE, PER_PAIR, PER_KEY = 128, 16, 48
-"""Of `default_workspace`: tokens per tile; bytes per pair of tiles (bool maps and their lists), and per key."""
 
 
 @frozen
@@ -63,35 +61,25 @@ def limit_of(workspace: Limit, device: torch.device) -> int | None:
     return workspace
 
 
-def default_workspace(call: AttentionCall, tile: int = TILE, per_pair: int = PER_PAIR) -> int:
-    """The bound of a stage that states none: maps and lists of square tiles of each head, and vectors over the keys.
+class Cuttable(Protocol):
+    """What decides about parts, as a Pipeline has it."""
 
-    tile: tokens of a tile. per_pair: bytes that the maps and lists take for each pair of tiles.
-    """
-    geometry = call.geometry
-    pairs = geometry.tile_rows(tile) * geometry.tile_columns(tile)
-    return geometry.batch * geometry.heads * (pairs * per_pair + geometry.kv_len * PER_KEY)
+    @property
+    def grain(self) -> int | None:
+        """Tokens at whose multiples rows may be cut, or None."""
+        ...
 
+    @property
+    def head_scope(self) -> HeadScope | None:
+        """What is looked at to decide for a head; None for all heads."""
+        ...
 
-def ranges_workspace(call: AttentionCall, tile: int, width: int) -> int:
-    """The bound of a mask of `IndexLists.from_ranges`: lists of at most `width` tiles, shared by all heads."""
-    geometry = call.geometry
-    return geometry.batch * geometry.tile_rows(tile) * (64 * width + 32 * geometry.heads)
-
-
-def workspace(stages: Iterable[object], call: AttentionCall) -> int:
-    """The largest bound of the stages, 0 of none: one works at a time."""
-    bounds = [getattr(stage, "workspace", default_workspace)(call) for stage in stages]
-    return max(bounds, default=0)
+    def bound(self, call: AttentionCall) -> int:
+        """Bytes that may be held for a call at once."""
+        ...
 
 
-def bound(pipeline: Pipeline, call: AttentionCall) -> int:
-    """Bytes that a pipeline may hold for a call at once: the plan, and the stage that works on it."""
-    after = (*pipeline.refiners, pipeline.executor, *pipeline.observers)
-    return workspace((pipeline.estimator,), call) + workspace(after, call)
-
-
-def parts(pipeline: Pipeline, call: AttentionCall, limit: int | None) -> tuple[Part, ...]:
+def parts(pipeline: Cuttable, call: AttentionCall, limit: int | None) -> tuple[Part, ...]:
     """The fewest parts whose bounds keep to the limit, less `SPARE`, or the smallest that the stages allow.
 
     By groups of query heads that share a KV head first; then by rows, at multiples of the grain, where the pipeline
@@ -99,12 +87,12 @@ def parts(pipeline: Pipeline, call: AttentionCall, limit: int | None) -> tuple[P
     cut by heads.
     """
     whole = Part((0, call.q.shape[1]), (0, call.q.shape[2]))
-    if limit is None or bound(pipeline, call) <= limit:
+    if limit is None or pipeline.bound(call) <= limit:
         return (whole,)
     room = limit - limit // SPARE
 
     def fits(part: Part) -> bool:
-        return bound(pipeline, part.of(call)) <= room
+        return pipeline.bound(part.of(call)) <= room
 
     sizes, rows = _head_sizes(pipeline, call), [whole.rows]
     together = [size for size in sizes if size >= call.group]
@@ -120,7 +108,7 @@ def parts(pipeline: Pipeline, call: AttentionCall, limit: int | None) -> tuple[P
     return tuple(Part(columns, one) for one in rows for columns in heads)
 
 
-def _head_sizes(pipeline: Pipeline, call: AttentionCall) -> list[int]:
+def _head_sizes(pipeline: Cuttable, call: AttentionCall) -> list[int]:
     """Numbers of query heads that a part may have, descending."""
     heads, group, scope = call.q.shape[1], call.group, pipeline.head_scope
     if scope is None:

@@ -10,19 +10,17 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import ParameterError
-from sparseprefill.mask.grid import diagonal_map, reachable_map
+from sparseprefill.mask.geometry import diagonal_map, reachable_map
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.mask.union import tiles_on
 from sparseprefill.refiners.priority import TOP, highest, priority
-from sparseprefill.refiners.widen import widen
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.mask.mask import SparseMask
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan
 
@@ -59,12 +57,12 @@ class BudgetFloor(_Budget):
         """Adds the tiles of highest priority."""
         geometry, grid = call.geometry, _grid(plan)
         reach = reachable_map(geometry, *grid)[:, None]
-        have = tiles_on(plan.mask, *grid)
+        have = plan.mask.tiles_on(*grid)
         if plan.carry is not None:
-            have = have | tiles_on(plan.carry.region, *grid)
+            have = have | plan.carry.region.tiles_on(*grid)
         wanted = torch.ceil(self._exact(reach.sum(-1))).to(torch.int64)
         added = highest(priority(plan, geometry, *grid), reach & ~have, wanted - have.sum(-1))
-        return widen(call, plan, grid, keep=added)
+        return plan.widen(SparseMask.from_rules(call, grid, keep=added))
 
 
 @frozen(kw_only=True)
@@ -90,10 +88,10 @@ class BudgetCeiling(_Budget):
         budget = torch.floor(self._exact(reachable_map(geometry, *grid)[:, None].sum(-1))).to(torch.int64)
         own = (diagonal_map(geometry, *grid) & reachable_map(geometry, *grid))[:, None]
         if plan.carry is not None:
-            region = tiles_on(plan.carry.region, *grid)
+            region = plan.carry.region.tiles_on(*grid)
             own, budget = own & ~region, budget - region.sum(-1)
         scores = self._scores(priority(plan, geometry, *grid), own, geometry, grid)
-        candidates = tiles_on(mask, *grid) | own
+        candidates = mask.tiles_on(*grid) | own
         kept = highest(scores, candidates, budget) | own
         spare = (budget - kept.sum(-1)).clamp(min=0) * grid[1]
         group = mask.group_rows // grid[0]

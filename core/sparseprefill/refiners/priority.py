@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.mask.grid import regrid
+from sparseprefill.mask.geometry import regrid
 
 if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from attrs import field, frozen
 
-from sparseprefill.refiners.widen import grid_of, widen
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, whole
 
@@ -31,11 +31,11 @@ class DenseRows:
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds all tiles of the last rows."""
-        grid = tile_q, tile_k = grid_of(plan, self.tile)
+        grid = tile_q, tile_k = plan.grid(self.tile)
         geometry = call.geometry
         first = geometry.first_position()
         behind = torch.minimum(first + geometry.q_len, geometry.key_counts())[:, None]
         tile = geometry.tiles(tile_q)
         dense = ((tile + 1) * tile_q > behind - self.last) & (tile * tile_q < behind)
         columns = geometry.tile_columns(tile_k)
-        return widen(call, plan, grid, keep=dense[:, None, :, None].expand(-1, -1, -1, columns))
+        return plan.widen(SparseMask.from_rules(call, grid, keep=dense[:, None, :, None].expand(-1, -1, -1, columns)))

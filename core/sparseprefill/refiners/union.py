@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from sparseprefill.errors import ParameterError
-from sparseprefill.parts.split import default_workspace, workspace
+from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
-from sparseprefill.stages import HeadScope, PatternEstimator, head_scope, missing
+from sparseprefill.route import Route
+from sparseprefill.stages import HeadScope, PatternEstimator, common_grain, missing, widest_scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
 
 
-def _parts(given: Iterable[Any]) -> tuple[Pipeline, ...]:
-    parts = []
+def _parts(given: Iterable[Any]) -> tuple[Pipeline | Route, ...]:
+    parts: list[Pipeline | Route] = []
     for i, part in enumerate(given):
-        if isinstance(part, Pipeline):
+        if isinstance(part, Pipeline | Route):
             parts.append(part)
             continue
         lacking = missing(part, PatternEstimator)
@@ -51,42 +51,34 @@ class UnionEstimator:
     Probes unite; where two parts leave a note of one name, the first part's counts.
     """
 
-    parts: tuple[Pipeline, ...] = field(converter=_parts)
+    parts: tuple[Pipeline | Route, ...] = field(converter=_parts)
 
-    def __init__(self, *parts: PatternEstimator | Pipeline) -> None:
+    def __init__(self, *parts: PatternEstimator | Pipeline | Route) -> None:
         self.__attrs_init__(parts)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def grain(self) -> int | None:
         """The least common multiple of the parts' grains, or None where one has none."""
-        grains = [part.grain for part in self.parts]
-        known = [grain for grain in grains if grain is not None]
-        return math.lcm(*known) if len(known) == len(grains) else None
+        return common_grain(part.grain for part in self.parts)
 
     @property
     def head_scope(self) -> HeadScope | None:
-        """The widest of the parts' scopes; observers of parts do not run."""
-        return head_scope(self.stages)
+        """The widest of the parts' scopes."""
+        return widest_scope(part.head_scope for part in self.parts)
 
     def workspace(self, call: AttentionCall) -> int:
         """The parts' plans together, and maps to unite them."""
-        plans = sum(workspace((part.estimator,), call) + workspace(part.refiners, call) for part in self.parts)
+        plans = sum(part.plan_bound(call) for part in self.parts)
         return plans + (default_workspace(call) if len(self.parts) > 1 else 0)
-
-    @property
-    def stages(self) -> tuple[object, ...]:
-        """The estimators and refiners of all parts."""
-        return tuple(stage for part in self.parts for stage in (part.estimator, *part.refiners))
 
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError where a part was made for another model."""
-        for ask in filter(None, (getattr(stage, "check_model", None) for stage in self.stages)):
-            ask(model)
+        for part in self.parts:
+            part.check_model(model)
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """The objections of all parts."""
-        asks = [(type(stage).__name__, getattr(stage, "unsupported", None)) for stage in self.stages]
-        reasons = [f"{name}: {reason}" for name, ask in asks if ask is not None and (reason := ask(call))]
+        reasons = [reason for part in self.parts for reason in part.unsupported_plan(call)]
         return "; ".join(dict.fromkeys(reasons)) or None
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:

@@ -24,7 +24,7 @@ def fold(state, word):
 
 @triton.jit
 def span(tile, columns, window, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, WINDOW: tl.constexpr):
-    """Half-open range of key tiles that the rows of a query tile may see, as in `mask_math.span`."""
+    """Half-open range of key tiles that the rows of a query tile may see, as in `mask.geometry.span`."""
     last = tl.minimum(floor_div((tile + 1) * TILE_Q - 1, TILE_K) + 1, columns)
     last = tl.where(tile >= 0, last, 0)
     first = last * 0

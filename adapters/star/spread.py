@@ -1,0 +1,25 @@
+"""Spread: a model made ready on every rank, as its contexts use it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from .attention import Switch
+    from .ranks import Ranks
+
+
+@frozen(eq=False)
+class Spread:
+    """The model, the ranks that share its contexts, and what switches its attention.
+
+    layers: indices of the attention layers. fill: token id that stands in for padding.
+    """
+
+    model: Any
+    ranks: Ranks
+    switch: Switch
+    layers: tuple[int, ...]
+    fill: int

@@ -1,0 +1,222 @@
+"""Route: which pipeline serves a call, by its length (a profile) and by whether it is worth it at all (a gate)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve, frozen
+from torch import Tensor
+
+from sparseprefill.breakeven.gate import AUTO, Gate, GateChoice, gate_of
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import ParameterError, UnsupportedCallError
+from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.dense import dense
+from sparseprefill.memory import Memory
+from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan, Result
+from sparseprefill.profiles.profile import Profile
+from sparseprefill.stages import HeadScope, SparseExecutor, common_grain, widest_scope
+
+if TYPE_CHECKING:
+    from sparseprefill.method import Method
+    from sparseprefill.profiles.identity import ModelIdentity
+
+
+@frozen(eq=False)
+class Choice:
+    """What a route chose for a call.
+
+    pipeline: what runs it. dense: why dense attention serves it instead, by the pipeline's executor or the host; empty
+    where the pipeline does. note: what the gate had to say without an objection.
+    """
+
+    pipeline: Pipeline
+    dense: str = ""
+    note: str = ""
+
+
+@frozen(eq=False)
+class Route:
+    """Pipelines of one method, of which each call meets one: `choose`. Runs like a Pipeline.
+
+    name: of the method, under which the gate judges. pipelines: one for each range of the profile, None where it found
+    no setting accurate enough; a single one without a profile.
+    gate: judges every call by its sizes; one that is not worth it runs dense attention and meets no stage: estimators
+    and observers do not see it, and nothing is remembered of it. None: every call runs the method.
+    """
+
+    name: str
+    pipelines: tuple[Pipeline | None, ...]
+    profile: Profile | None = None
+    gate: Gate | None = None
+
+    @classmethod
+    def of(cls, given: Pipeline | Route) -> Route:
+        """A pipeline as a route of one, without a gate; a route as it is."""
+        return given if isinstance(given, Route) else cls(given.name, (given,))
+
+    @classmethod
+    def by_length(cls, method: Method, profile: Profile, parameters: Mapping[str, Any]) -> Route:
+        """The method with the parameters that a profile has for each call's number of keys, padding included.
+
+        parameters: go over the profile's. Raises ParameterError where the profile is for another method, or its
+        parameters do not fit the method.
+        """
+        if profile.method != method.name:
+            raise ParameterError(f"the profile is for {profile.method!r}, not for {method.name!r}")
+        made: list[Pipeline | None] = []
+        for i, one in enumerate(profile.ranges):
+            try:
+                made.append(None if one.parameters is None else method.pipeline(**{**one.parameters, **parameters}))
+            except ParameterError as error:
+                raise ParameterError(f"profile of {method.name}, ranges[{i}].parameters: {error}") from error
+        return cls(method.name, tuple(made), profile)
+
+    def choose(self, call: AttentionCall) -> Choice:
+        """What serves a call. By sizes alone: nothing on the device is read.
+
+        Raises UnsupportedCallError where the profile is for another model, or has no setting for this length.
+        """
+        note = ""
+        if self.gate is not None:
+            verdict = self.gate.judge(call, self.name)
+            if not verdict.worth:
+                found = self._of_length(call)
+                return Choice(Pipeline(_Nothing()) if found is None else found, dense=verdict.reason)
+            note = verdict.reason
+        reason = self._objection(call)
+        found = self._of_length(call)
+        if reason is not None or found is None:
+            raise UnsupportedCallError([reason or "no pipeline"])
+        return Choice(found, note=note)
+
+    def executor(self, call: AttentionCall) -> SparseExecutor:
+        """The executor for this call, for hosts that run all its keys; the usual one where the profile has none."""
+        found = self._of_length(call)
+        return AutoExecutor() if found is None else found.executor
+
+    def _of_length(self, call: AttentionCall) -> Pipeline | None:
+        return self.pipelines[0 if self.profile is None else self.profile.index(call.kv_len)]
+
+    def _objection(self, call: AttentionCall) -> str | None:
+        """Why the profile cannot serve this call, whatever the chosen pipeline says."""
+        if self.profile is None:
+            return None
+        reason = self.profile.model.objection(call)
+        if reason:
+            return f"the profile is for another model: {reason}"
+        if self._of_length(call) is None:
+            return f"the profile has no setting of {self.name} that is accurate enough at {call.kv_len} keys"
+        return None
+
+    @property
+    def known(self) -> tuple[Pipeline, ...]:
+        """Every pipeline there is."""
+        return tuple(one for one in self.pipelines if one is not None)
+
+    @property
+    def method_grain(self) -> int | None:
+        """The method's grain, if one pipeline serves all lengths; chunks of one prompt may fall in several ranges."""
+        return common_grain(one.grain for one in self.known) if len(self.pipelines) == len(self.known) == 1 else None
+
+    @property
+    def grain(self) -> int | None:
+        """As `Pipeline.grain`; None behind a gate, which may judge chunks of other sizes otherwise."""
+        return self.method_grain if self.gate is None else None
+
+    @property
+    def head_scope(self) -> HeadScope | None:
+        """The widest scope of the pipelines."""
+        return widest_scope(one.head_scope for one in self.known)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether any of the pipelines keeps something from layer to layer."""
+        return any(one.remembers for one in self.known)
+
+    def each(self, change: Callable[[Pipeline], Pipeline]) -> Route:
+        """The route with every pipeline changed, such as ``route.each(lambda one: evolve(one, refiners=...))``."""
+        made = tuple(None if one is None else change(one) for one in self.pipelines)
+        return evolve(self, pipelines=made, name=next((one.name for one in made if one is not None), self.name))
+
+    def check_model(self, model: ModelIdentity) -> None:
+        """ParameterError where the profile, or a stage of a pipeline, was made for another model."""
+        if self.profile is not None:
+            self.profile.check_model(model)
+        for one in self.known:
+            one.check_model(model)
+
+    def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
+        """As `Pipeline.unsupported`, of the pipeline for this call, or the profile's objection."""
+        return self._asked(call, Pipeline.unsupported)
+
+    def unsupported_plan(self, call: AttentionCall) -> tuple[str, ...]:
+        """As `Pipeline.unsupported_plan`."""
+        return self._asked(call, Pipeline.unsupported_plan)
+
+    def _asked(self, call: AttentionCall, ask: Callable[[Pipeline, AttentionCall], tuple[str, ...]]) -> tuple[str, ...]:
+        reason, found = self._objection(call), self._of_length(call)
+        if reason is not None or found is None:
+            return (reason or "no pipeline",)
+        return ask(found, call)
+
+    def plan_bound(self, call: AttentionCall) -> int:
+        """As `Pipeline.plan_bound`."""
+        found = self._of_length(call)
+        return 0 if found is None else found.plan_bound(call)
+
+    def workspace(self, call: AttentionCall) -> int:
+        """As an observer, which a route can be in a pipeline of several: the bound of a stage that states none."""
+        return default_workspace(call)
+
+    def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
+        """One layer's attention: see Pipeline. `Result.dense` holds the reason where the call ran dense."""
+        choice = self.choose(call)
+        if choice.dense:
+            return dense(call, choice.pipeline.executor, choice.dense)
+        return choice.pipeline.run(call, memory)
+
+    def plan(self, call: AttentionCall, memory: Memory) -> Plan:
+        """As `Pipeline.plan`, of the pipeline for this call's length; no gate is asked."""
+        return evolve(self, gate=None).choose(call).pipeline.plan(call, memory)
+
+    def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
+        """As `Pipeline.observe`, of the pipeline for this call's length; no gate is asked."""
+        evolve(self, gate=None).choose(call).pipeline.observe(call, plan, result, memory)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        q_offset: int | None = None,
+        layer: int = 0,
+        memory: Memory | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attention output ``[B, Hq, Nq, Dv]``; `options` are AttentionCall's other fields."""
+        call = AttentionCall(q, k, v, scale=scale, q_offset=q_offset, layer=layer, **options)
+        return self.run(call, memory).out
+
+
+@frozen
+class _Nothing:
+    """The estimator of a length that no setting serves: there is only dense attention."""
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        raise UnsupportedCallError(["no setting serves calls of this length"])
+
+
+def gated(given: Pipeline | Route, gate: GateChoice = AUTO) -> Pipeline | Route:
+    """The pipeline behind a gate: "auto", the path of a table, a BreakEven or Gate; None or False takes a gate away.
+
+    Raises ParameterError for a table that cannot be read. See `breakeven.gate.gate_of` for what "auto" means.
+    """
+    route, found = Route.of(given), gate_of(gate)
+    if found is None and route.profile is None:
+        return route.known[0]
+    return evolve(route, gate=found)

@@ -1,0 +1,79 @@
+"""Which files of the package a call passes: `python -m helpers.walk` (from tests/) prints the counts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import sparseprefill as sp
+from sparseprefill import adapters, plugins
+
+ROOTS = {str(Path(str(module.__file__)).parent): name for name, module in (("core", sp), ("plugins", plugins))}
+ROOTS[str(Path(str(adapters.__file__)).parent)] = "adapters"
+
+
+def place(path: str) -> str | None:
+    """The file as the repository names it, None for files of others. The longest root wins: a wheel nests them."""
+    for root in sorted(ROOTS, key=len, reverse=True):
+        if path.startswith(root + "/"):
+            return f"{ROOTS[root]}/{path[len(root) + 1 :]}"
+    return None
+
+
+@contextmanager
+def watched() -> Iterator[set[str]]:
+    """Collects the files in which a function runs meanwhile; code that attrs or Triton generates has none."""
+    seen: set[str] = set()
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and (found := place(frame.f_code.co_filename)) is not None:
+            seen.add(found)
+
+    sys.setprofile(watch)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+def walk(run: Callable[[], object]) -> set[str]:
+    """The files that a second run passes; the first one imports, compiles, and keeps what sizes alone decide."""
+    run()
+    with watched() as seen:
+        run()
+    return seen
+
+
+def pipeline_files(name: str, device: str = "cpu") -> set[str]:
+    """Of ``pipeline(q, k, v)``: 4 / 2 heads of 64, 1,024 tokens."""
+    q, k, v = (torch.randn(1, heads, 1024, 64, device=device) for heads in (4, 2, 2))
+    pipeline = sp.build(name)
+    return walk(lambda: pipeline(q, k, v))
+
+
+def transformers_files(name: str, device: str = "cpu") -> set[str]:
+    """Of the prefill of a Llama of one layer, 1,024 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from sparseprefill.adapters.huggingface import attach
+
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes)  # type: ignore[arg-type]
+    model = LlamaForCausalLM(config).to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
+    ids = torch.randint(0, 64, (1, 1024), device=device)
+    with torch.no_grad(), attach(model, name, gate=None):
+        return walk(lambda: model(ids, use_cache=False))
+
+
+if __name__ == "__main__":
+    at = "cuda" if torch.cuda.is_available() else "cpu"
+    for method in ("streaming", "bfla"):
+        for label, files in (("pipeline", pipeline_files(method, at)), ("transformers", transformers_files(method, at))):
+            print(f"{label} {method} {at}: {len(files)} files")  # noqa: T201
+            print("  " + "\n  ".join(sorted(files)))  # noqa: T201
