@@ -67,8 +67,7 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     batch, rows = (0, 0) if shape is None else shape
     past = past_length(cache)
     progress, goes_on = requests.advance(cache, past, rows, batch)
-    grain = attached.session.route.method_grain
-    if goes_on and (grain is None or past % grain):
+    if goes_on and ((grain := attached.session.route.method_grain) is None or past % grain):
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
         attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
     enter(Forward(attached, progress, cache))

@@ -93,6 +93,10 @@ class Route:
             raise UnsupportedCallError([reason or "no pipeline"])
         return Choice(found, note=note)
 
+    def worth(self, call: AttentionCall) -> bool:
+        """Whether the gate lets `run` run the call sparse."""
+        return self.gate is None or self.gate.judge(call, self.name).worth
+
     def executor(self, call: AttentionCall) -> SparseExecutor:
         """The executor for this call, for hosts that run all its keys; the usual one where the profile has none."""
         found = self._of_length(call)

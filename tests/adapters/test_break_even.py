@@ -14,10 +14,10 @@ from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Ses
 from torch.nn import functional
 
 import sparseprefill as sp
+from helpers.build import make
+from helpers.tables import from_length, point, shape_of, table, whole
 from sparseprefill.breakeven.gate import GateChoice
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
-from unit.build import make
-from unit.tables import from_length, point, shape_of, table, whole
 
 from . import hf_models
 from .hf_models import STREAMING, logits, padded, prompt

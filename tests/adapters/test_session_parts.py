@@ -11,8 +11,8 @@ from sparseprefill.adapters.session.report import LayerReport
 from sparseprefill.adapters.session.session import Prefill, Session
 
 import sparseprefill as sp
+from helpers.build import make
 from sparseprefill.parts import record as parts
-from unit.build import make
 
 CALL = make(96, heads=4, kv_heads=2)
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.build import int32, make
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.testing import calls, masks
-from unit.build import int32, make
 
 CALLS = calls(max_len=80, max_heads=4, head_dims=(1,))
 DATA = st.data()

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from helpers.build import make
+from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill.testing import attention, calls, masks
-from unit.build import make
-from unit.stubs import Estimate, Observe, Refine
 
 CALLS = calls(max_len=70, max_batch=2, max_heads=4, head_dims=(8,), dtypes=(torch.float64,))
 

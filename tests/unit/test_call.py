@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.build import int32, make
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError, SparsePrefillError
-from unit.build import int32, make
 
 Q, K, V = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 9, 5)
 

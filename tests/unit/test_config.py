@@ -14,10 +14,10 @@ import torch
 from attrs import fields
 
 import sparseprefill as sp
+from helpers.build import make
 from sparseprefill import refiners
 from sparseprefill.config import REFINERS
 from sparseprefill.errors import ParameterError, UnknownMethodError
-from unit.build import make
 
 CALL = make(60)
 ANCHOR: dict[str, Any] = {

@@ -9,10 +9,10 @@ import pytest
 from attrs import frozen
 
 import sparseprefill as sp
+from helpers.stubs import Estimate
 from sparseprefill.errors import ParameterError, UnknownMethodError
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from unit.stubs import Estimate
 
 
 @frozen(kw_only=True)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import sparseprefill as sp
+from helpers.build import int32, make
 from sparseprefill import metrics
 from sparseprefill.errors import ParameterError
 from sparseprefill.testing import allowed_pairs
-from unit.build import int32, make
 
 PADDED = make(40, batch=2, starts=int32(0, 11), kind="sink", softcap=8.0, dtype=torch.float64)
 

@@ -11,6 +11,8 @@ import torch
 from attrs import evolve
 
 import sparseprefill as sp
+from helpers.build import make
+from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError, UnsupportedCallError
 from sparseprefill.mask.mask import SparseMask
@@ -18,8 +20,6 @@ from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.testing import attention
-from unit.build import make
-from unit.stubs import Estimate, Observe, Refine
 
 CALL = make(40)
 

@@ -8,12 +8,12 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from helpers.registry_plugins import Point, load, method, plugin
 from sparseprefill.errors import MethodCollisionError, UnknownMethodError
 from sparseprefill.hookspecs import hookimpl
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry, default_registry
-from unit.registry_plugins import Point, load, method, plugin
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers.registry_plugins import Config, Point, load, method, plugin
 from sparseprefill.errors import (
     MethodCollisionError,
     ParameterError,
@@ -18,7 +19,6 @@ from sparseprefill.errors import (
 )
 from sparseprefill.hookspecs import hookimpl
 from sparseprefill.registry import Registry
-from unit.registry_plugins import Config, Point, load, method, plugin
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from sparseprefill.adapters.vllm.pages import pages_of
 from sparseprefill.adapters.vllm.warm import Sizes, warm, warm_engine
 from torch import Tensor
 
+from helpers.stubs import Estimate
 from sparseprefill import AttentionCall, Memory, Pipeline, Plan, SparseMask, kernels
 from sparseprefill.pages import Pages
-from unit.stubs import Estimate
 
 SIZES = Sizes(
     query_heads=4, kv_heads=2, head_dim=32, page=16, stored=torch.float32, dtype=torch.float32, outside=False, step=48,

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
+from helpers.build import int32, make
 from sparseprefill.mask.mask import SparseMask
-from unit.build import int32, make
 
 CALL = make(60, 70, batch=2, starts=int32(0, 13))
 KINDS = ("tiles", "stripes", "both")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from attrs import evolve
 
+from helpers.build import int32, make
 from sparseprefill.testing import allowed_pairs
-from unit.build import int32, make
 
 
 def test_bottom_right_positions() -> None:

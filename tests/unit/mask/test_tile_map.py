@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from helpers.build import int32, make
 from sparseprefill.errors import MaskError
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Random, Stride, TileMap
-from unit.build import int32, make
 
 GEOMETRIES = st.sampled_from(
     [make(60, 70, heads=4).geometry, make(40, heads=4, batch=2, starts=int32(0, 13), window=30).geometry]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from attrs import evolve
 
+from helpers.build import int32, make
 from sparseprefill.errors import MaskError
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.testing import allowed_pairs
-from unit.build import int32, make
 
 CALL = make(10, 12)
 

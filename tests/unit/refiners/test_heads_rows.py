@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from helpers.build import int32, make
+from helpers.plans import CALLS, Positions, plans, refined, tile_of, whole
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.testing import assert_batch_rows_independent, attention, check_method
-from unit.build import int32, make
-from unit.plans import CALLS, Positions, plans, refined, tile_of, whole
 
 DATA = st.data()
 

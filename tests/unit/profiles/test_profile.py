@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from helpers.build import make
 from sparseprefill.memory import Memory
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange, Profile
-from unit.build import make
 
 MODEL = ModelIdentity(
     name="tiny", architecture="TinyModel", layers=2, heads=2, kv_heads=1, head_dim=8, digest="0123456789abcdef"
@@ -98,9 +98,7 @@ def test_observers_and_refiners_of_the_chosen_pipeline_run() -> None:
         streaming,
         build=lambda config: evolve(streaming.build(config), refiners=(Watcher(),), observers=(Watcher(),)),
     )
-    from sparseprefill.profiled import profiled
-
-    profiled(watched, profile(SHORT), {}).run(make(20))
+    sp.Route.by_length(watched, profile(SHORT), {}).run(make(20))
     assert [1, 2] == seen
 
 

@@ -82,10 +82,10 @@ def test_modules_import_from_the_file_that_defines_a_name(layer: str, path: Path
 @pytest.mark.parametrize(
     ("layer", "module", "source", "bad"),
     [
-        ("core", "sparseprefill.mask.mask", "from sparseprefill.plugins import classic", True),
-        ("core", "sparseprefill.mask.mask", "def f():\n    import sparseprefill.adapters.cli", True),
-        ("core", "sparseprefill.mask.mask", "from . import adapters", True),
-        ("core", "sparseprefill.executors.auto", "from ..lists import IndexLists", False),
+        ("core", "sparseprefill.method", "from sparseprefill.plugins import classic", True),
+        ("core", "sparseprefill.method", "def f():\n    import sparseprefill.adapters.cli", True),
+        ("core", "sparseprefill.method", "from . import adapters", True),
+        ("core", "sparseprefill.executors.auto", "from ..method import Method", False),
         ("adapters", "sparseprefill.adapters.cli.app", "from sparseprefill import plugins", True),
         ("adapters", "sparseprefill.adapters.cli.app", "from ..session import Session", False),
         ("plugins", "sparseprefill.plugins.classic.stages", "from .config import X", False),

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import torch
 
+from helpers.build import int32, make
 from sparseprefill.mask.mask import SparseMask
-from unit.build import int32, make
 
 
 def test_density_of_a_known_mask() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from helpers.build import make
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan
-from unit.build import make
 
 
 def test_cpu_calls_go_to_the_reference() -> None:

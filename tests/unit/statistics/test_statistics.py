@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.build import int32, make
 from sparseprefill.metrics import dense_lse
 from sparseprefill.statistics.pooled import tile_mean
 from sparseprefill.statistics.sampled import last_rows, sampled_mass
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import slash_tiles
 from sparseprefill.testing import allowed_pairs
-from unit.build import int32, make
 
 
 @pytest.mark.parametrize("rows", [{}, {"starts": int32(0, 13)}, {"lengths": int32(20, 3)}])

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from helpers.build import make
+from helpers.plans import CALLS, Positions, plans, refined, whole
 from sparseprefill.refiners.priority import NOTE
-from unit.build import make
-from unit.plans import CALLS, Positions, plans, refined, whole
 
 DATA = st.data()
 BUDGETS = st.fixed_dictionaries({"tiles": st.integers(1, 6)}) | st.fixed_dictionaries(

@@ -11,11 +11,11 @@ import torch
 from attrs import evolve, frozen
 
 import sparseprefill as sp
+from helpers.build import int32, make
+from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill.parts import record as parts
 from sparseprefill.parts import split
 from sparseprefill.parts.split import Part
-from unit.build import int32, make
-from unit.stubs import Estimate, Observe, Refine
 
 GIB = 1 << 30
 
@@ -168,12 +168,11 @@ def test_parts_run_in_order_with_one_memory_and_observers_see_each() -> None:
     assert [(a, (1, 4, 64, 8), True, i) for i, a in enumerate((0, 4, 8))] == seen
 
 
-def test_a_result_in_parts_has_no_plan_but_pairs_and_a_mask() -> None:
+def test_a_result_in_parts_has_pairs_and_a_plan_of_all_masks() -> None:
     result = evolve(sp.build("streaming", sink=16, window=16, block=16), workspace=1).run(CALL)
     whole = sp.build("streaming", sink=16, window=16, block=16).run(CALL)
-    with pytest.raises(sp.MaskError, match="ran in 12 parts"):
-        _ = result.plan
     assert result.parts is not None
+    assert (12, None, 0) == (result.parts.count, result.plan.carry, len(result.plan.notes))
     assert whole.mask.to_dense().sum((2, 3)).tolist() == result.parts.pairs.tolist()
     assert whole.density == result.density
     result.mask.check()
@@ -222,7 +221,7 @@ def test_bounds_of_the_built_in_methods_are_numbers_and_grow_with_heads() -> Non
     for name in sp.methods():
         pipeline = sp.build(name, **({"clusters": "single"} if name == "share-prefill" else {}))
         assert pipeline.head_scope == "head"
-        whole, part = (split.bound(pipeline, call) for call in (CALL, Part((0, 4), (0, 64)).of(CALL)))
+        whole, part = (pipeline.bound(call) for call in (CALL, Part((0, 4), (0, 64)).of(CALL)))
         assert 0 < part <= whole
 
 
@@ -233,4 +232,4 @@ def test_union_profile_and_star_pass_the_scope_on() -> None:
     assert sp.UnionEstimator(anchor, sp.Pipeline(Estimate())).head_scope is None
     star = sp.build("star-attention", block_size=64, inner="anchor-attention")
     assert "head" == star.head_scope
-    assert split.bound(star, CALL) > split.bound(anchor, CALL)
+    assert star.bound(CALL) > anchor.bound(CALL)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from helpers.build import make
+from helpers.plans import CALLS, Positions, plans, refined, tile_of, whole
 from oracles.bfla import RANDOM, STRIDE, hash_words
 from sparseprefill.mask import hashing
-from unit.build import make
-from unit.plans import CALLS, Positions, plans, refined, tile_of, whole
 
 DATA = st.data()
 TILES = st.none() | st.sampled_from([8, 12, 64])

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from helpers.tables import SHAPE, from_length, point, shape_of, table, whole
 from sparseprefill.breakeven.points import HeadShape
 from sparseprefill.breakeven.rule import GAIN, Sizes
 from sparseprefill.breakeven.table import BELOW, BreakEven
-from unit.tables import SHAPE, from_length, point, shape_of, table, whole
 
 CHUNKED = shape_of(
     *(point(128, 512, streaming=1.2), point(128, 1024, streaming=0.8)),

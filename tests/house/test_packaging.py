@@ -1,15 +1,11 @@
-"""The package list by hand against the folders on disk, and the size of files."""
-
-# ruff: noqa: SIM300 - asserts read expected == actual
+"""The package list by hand against the folders on disk."""
 
 from __future__ import annotations
 
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -49,21 +45,6 @@ def test_entry_points_name_packages() -> None:
 def test_typing_marker_is_shipped() -> None:
     assert "py.typed" in SETUP["package-data"]["sparseprefill"]
     assert (ROOT / "core" / "sparseprefill" / "py.typed").exists()
-
-
-def python_files() -> list[str]:
-    """Files that git tracks or would track."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    try:
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("not a git checkout")
-    return [name for name in listed if name and (ROOT / name).exists()]
-
-
-def test_no_file_is_longer_than_300_lines() -> None:
-    lines = {name: (ROOT / name).read_text(encoding="utf-8").count("\n") for name in python_files()}
-    assert {} == {name: count for name, count in lines.items() if count > 300}
 
 
 def test_own_version_is_the_project_version() -> None:

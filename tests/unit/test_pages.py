@@ -11,6 +11,7 @@ import torch
 from attrs import evolve
 
 import sparseprefill as sp
+from helpers.build import int32, make
 from kernels.caches import copied, in_fp8, paged, untouched
 from sparseprefill.breakeven.points import DeviceKind
 from sparseprefill.breakeven.table import BreakEven
@@ -18,7 +19,6 @@ from sparseprefill.errors import InvalidCallError
 from sparseprefill.executors.dense import dense
 from sparseprefill.pages import Pages
 from sparseprefill.parts.split import Part
-from unit.build import int32, make
 
 K, V = torch.zeros(5, 16, 2, 8), torch.zeros(5, 16, 2, 6)
 TABLE = int32(3, 0, 4)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from attrs import evolve
 
+from helpers.build import make
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan, Result
-from unit.build import make
 
 CALL = make(24)
 KEY = 9

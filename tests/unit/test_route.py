@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from helpers import tables
+from helpers.build import int32, make
+from helpers.tables import from_length
 from sparseprefill.breakeven import gate as breakeven_gate
 from sparseprefill.breakeven.gate import AutoGate, gate_of
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
 from sparseprefill.executors.dense import attend, dense
 from sparseprefill.testing import attention
-from unit import tables
-from unit.build import int32, make
-from unit.tables import from_length
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "block": 8}
 SHAPE: dict[str, Any] = {"heads": 2, "kv_heads": 1}
@@ -62,7 +62,7 @@ def test_below_break_even_the_result_is_dense_and_says_why() -> None:
 
 def test_above_break_even_the_method_runs() -> None:
     pipeline, call = sp.build("streaming", gate=table(), **SMALL), make(140)
-    assert isinstance(pipeline, sp.GatedPipeline)
+    assert isinstance(pipeline, sp.Route)
     result = pipeline.run(call)
     assert "" == result.dense
     assert torch.equal(sp.build("streaming", **SMALL).run(call).out, result.out)
@@ -131,18 +131,17 @@ def test_a_gate_is_put_on_changed_and_taken_off(path: Path) -> None:
     assert plain is sp.gated(plain, None)
     assert plain is sp.gated(plain, False)
     gated = sp.gated(plain, path)
-    assert isinstance(gated, sp.GatedPipeline)
+    assert isinstance(gated, sp.Route)
     assert (table(), "streaming") == (gated.gate, gated.name)
     again = sp.gated(gated, NEVER)
-    assert isinstance(again, sp.GatedPipeline)
+    assert isinstance(again, sp.Route)
     assert again.gate is NEVER
     off = sp.gated(again, None)
-    assert not isinstance(off, sp.GatedPipeline)
-    assert off.stages == plain.stages
-    assert (1, None) == (off.grain, gated.grain)
-    wider = evolve(gated, refiners=(sp.LocalBand(2),))
+    assert off is plain
+    assert (1, None, 1) == (off.grain, gated.grain, gated.method_grain)
+    wider = gated.each(lambda one: evolve(one, refiners=(sp.LocalBand(2),)))
     assert "" != wider.run(make(60)).dense
-    assert (sp.LocalBand(2),) == wider.ungated().refiners
+    assert [(sp.LocalBand(2),)] == [one.refiners for one in wider.known]
 
 
 def test_the_name_of_a_pipeline_is_what_the_table_knows() -> None:
@@ -203,10 +202,10 @@ def test_a_configuration_names_its_gate(path: Path) -> None:
     config = path.with_name("pipeline.json")
     config.write_text(json.dumps({"method": "streaming", "parameters": SMALL, "gate": path.name}), encoding="utf-8")
     found = sp.from_config(config)
-    assert isinstance(found, sp.GatedPipeline)
+    assert isinstance(found, sp.Route)
     assert table() == found.gate
-    assert isinstance(sp.from_config({"method": "streaming", "gate": "auto"}), sp.GatedPipeline)
-    assert not isinstance(sp.from_config({"method": "streaming", "gate": False}), sp.GatedPipeline)
+    assert isinstance(sp.from_config({"method": "streaming", "gate": "auto"}), sp.Route)
+    assert isinstance(sp.from_config({"method": "streaming", "gate": False}), sp.Pipeline)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""The house stays calm: few rooms, no circles of imports, short ways for a call, one list of kernel arguments."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.walk import layer_files, pipeline_files
+from house.test_layers import FILES, PLACES, imported, module_name
+
+MODULES = {module_name(layer, path): path for layer, path in FILES}
+
+
+def arrows() -> dict[str, set[str]]:
+    """Which modules each module imports, those for type checkers and inside functions included."""
+    found: dict[str, set[str]] = {}
+    for layer, path in FILES:
+        module = module_name(layer, path)
+        names = set(imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"))
+        # `from a import b` names both a and a.b: where b is a module, a is only the way to it.
+        deepest = {
+            name for name in names if not any(other.startswith(name + ".") and other in MODULES for other in names)
+        }
+        found[module] = {name for name in deepest if name in MODULES and name != module}
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that reach each other (Tarjan's strongly connected components of more than one)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for other in sorted(graph.get(node, ())):
+            if other not in order:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], order[other])
+        if low[node] == order[node]:
+            at = stack.index(node)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for node in sorted(graph):
+        if node not in order:
+            visit(node)
+    return found
+
+
+def test_no_circle_of_imports_is_left() -> None:
+    assert [] == circles(arrows())
+
+
+def test_a_circle_would_be_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
+    assert [["a", "b", "c"]] == circles(graph)
+
+
+def test_core_has_few_rooms() -> None:
+    rooms = [path.name for path in PLACES["core"].iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert len(rooms) <= 26, sorted(rooms)
+
+
+@pytest.mark.parametrize(("method", "most"), [("streaming", 12), ("bfla", 16)])
+def test_a_call_on_a_cpu_passes_few_files(method: str, most: int) -> None:
+    files = pipeline_files(method)
+    assert len(files) <= most, sorted(files)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("method", "most"), [("streaming", 24)])
+def test_a_layer_of_transformers_on_a_gpu_passes_few_files(method: str, most: int) -> None:
+    assert torch.cuda.is_available()
+    files = layer_files(method, "cuda")
+    assert len(files) <= most, sorted(files)
+
+
+def signatures(name: str) -> list[tuple[Path, ast.FunctionDef]]:
+    """Every function of this name in core's kernels."""
+    files = sorted((PLACES["core"] / "kernels").rglob("*.py"))
+    nodes = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    return [(path, node) for path, node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
+
+
+def test_the_attention_kernels_arguments_stand_once() -> None:
+    ((_, attend),) = signatures("attend")
+    assert len(attend.args.args) <= 35
+    ((path, kernel),) = signatures("sparse_attention_fwd_kernel")
+    flat = {argument.arg for argument in kernel.args.args}
+    assert len(flat) > 35
+    for other in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(other, ast.FunctionDef) and other.name != kernel.name:
+            assert len(flat & {argument.arg for argument in other.args.args}) < len(flat) / 2
