@@ -69,7 +69,8 @@ def attach(
         raise ImportError('attaching needs transformers: pip install "sparseprefill[hf]"') from error
     decoder = find_decoder(model)
     check(decoder, PREFIX)
-    route.check_model(identity(decoder))
+    if route.asks_model:
+        route.check_model(identity(decoder))
     if verify:
         findings = dry_run(model, decoder, route)
         session.expect(findings.layers)

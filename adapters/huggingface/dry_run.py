@@ -120,7 +120,7 @@ def _run(model: torch.nn.Module, inputs: dict[str, Any], complaint: str) -> Tens
 
 def _compare(model: torch.nn.Module, stock: Tensor, ours: Tensor, findings: Findings) -> None:
     name = type(model).__name__
-    if not any(layer.sparse_calls or layer.band_calls for layer in findings.report.layers):
+    if not any(layer.sparse_calls or layer.window_calls for layer in findings.report.layers):
         why = "; ".join(findings.report.fallbacks) or "none of them calls the attention function"
         raise AttachError(f"{name} has no attention layer that can be bound: {why}")
     limit = TOLERANCE.get(stock.dtype, TOLERANCE[torch.bfloat16])

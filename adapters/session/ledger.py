@@ -98,7 +98,7 @@ class LayerRecord:
             layer=self.layer,
             mode=self.last,
             sparse_calls=self.modes["sparse"],
-            band_calls=self.modes["band"],
+            window_calls=self.modes["window"],
             dense_calls=self.modes["dense"],
             reasons=dict(self.reasons),
             density=None if self.lost or self.last != "sparse" else _ratio(self.pairs),

@@ -8,15 +8,15 @@ from typing import Literal
 
 from attrs import field, frozen
 
-Mode = Literal["sparse", "band", "dense", "unused"]
+Mode = Literal["sparse", "window", "dense", "unused"]
 
 
 @frozen(kw_only=True)
 class LayerReport:
     """One attention layer.
 
-    mode: how its last prefill call ran: the method's mask (sparse), an exact sliding window (band), the host's own
-    attention (dense), or not yet (unused). sparse_calls, band_calls, dense_calls: how many calls ran so.
+    mode: how its last prefill call ran: the method's mask (sparse), an exact sliding window (window), the host's own
+    attention (dense), or not yet (unused). sparse_calls, window_calls, dense_calls: how many calls ran so.
     reasons: why calls were dense, with counts. density: computed / causal pairs over the last prefill, all its chunks;
     None where nothing was sparse or nothing was measured. mean_density: over all sparse calls, if each was measured.
     batch, query_length, key_length: of the last call, in rows and tokens.
@@ -25,7 +25,7 @@ class LayerReport:
     layer: int
     mode: Mode = "unused"
     sparse_calls: int = 0
-    band_calls: int = 0
+    window_calls: int = 0
     dense_calls: int = 0
     reasons: Mapping[str, int] = field(factory=dict)
     density: float | None = None
@@ -37,7 +37,7 @@ class LayerReport:
     @property
     def calls(self) -> int:
         """Prefill calls of every mode."""
-        return self.sparse_calls + self.band_calls + self.dense_calls
+        return self.sparse_calls + self.window_calls + self.dense_calls
 
     def __str__(self) -> str:
         if self.mode == "unused":

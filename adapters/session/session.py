@@ -89,13 +89,13 @@ class Session:
     def run(self, call: AttentionCall, prefill: Prefill) -> Result | Fallback:
         """One layer's attention, or why the host shall compute it.
 
-        A call with a sliding window runs as an exact band through the pipeline's executor, never through its method.
+        A call with a sliding window runs all keys of its window through the executor, never through the method.
         Raises UnsupportedCallError if `strict`, and whatever a stage raises: a broken stage is no fallback.
         """
         if self.layers is not None and call.layer not in self.layers:
             return self._dense(call.layer, NOT_CHOSEN, sizes(call))
         if call.window is not None:
-            return self._band(call)
+            return self._sliding(call)
         try:
             choice = self.route.choose(call)
             if choice.dense:
@@ -169,14 +169,14 @@ class Session:
                 notes=dict(self._notes),
             )
 
-    def _band(self, call: AttentionCall) -> Result | Fallback:
+    def _sliding(self, call: AttentionCall) -> Result | Fallback:
         executor = ExecutorStage.of(self.route.executor(call))
         reason = executor.objection(call)
         if reason:
             return self.decline(call.layer, f"{executor.name}: {reason}", sizes(call))
         result = executor.given.execute(call, Plan(SparseMask.full(call)))
         with self._lock:
-            self._record(call.layer).count("band", sizes(call))
+            self._record(call.layer).count("window", sizes(call))
         return result
 
     def _dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:

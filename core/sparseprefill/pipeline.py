@@ -102,6 +102,10 @@ class Pipeline:
         return tuple(Stage.of(stage) for stage in self.observers)
 
     @property
+    def _asked(self) -> tuple[Stage, ...]:
+        return (*self._planning, self._executing, *self._observing)
+
+    @property
     def stages(self) -> tuple[object, ...]:
         """Every stage, in the order in which they run."""
         return (self.estimator, *self.refiners, self.executor, *self.observers)
@@ -121,15 +125,20 @@ class Pipeline:
         """Whether anything is kept from layer to layer, or from chunk to chunk."""
         return bool(self.observers)
 
+    @property
+    def asks_model(self) -> bool:
+        """Whether a stage wants to know the model that it runs in: `check_model`."""
+        return any(stage.check_model is not None for stage in self._asked)
+
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError where a stage was made for another model."""
-        for stage in (*self._planning, self._executing, *self._observing):
+        for stage in self._asked:
             if stage.check_model is not None:
                 stage.check_model(model)
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
         """Why this pipeline cannot honour the call: one reason per stage that objects; empty if it can."""
-        return _objections((*self._planning, self._executing, *self._observing), call)
+        return _objections(self._asked, call)
 
     def unsupported_plan(self, call: AttentionCall) -> tuple[str, ...]:
         """The objections of estimator and refiners alone, for stages that hold a pipeline and run its plan only."""

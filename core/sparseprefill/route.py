@@ -146,6 +146,11 @@ class Route:
         made = tuple(None if one is None else change(one) for one in self.pipelines)
         return evolve(self, pipelines=made, name=next((one.name for one in made if one is not None), self.name))
 
+    @property
+    def asks_model(self) -> bool:
+        """Whether the profile or a stage was made for one model: `check_model`."""
+        return self.profile is not None or any(one.asks_model for one in self.known)
+
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError where the profile, or a stage of a pipeline, was made for another model."""
         if self.profile is not None:

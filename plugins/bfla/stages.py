@@ -95,10 +95,10 @@ def keep_blocks(scores: Tensor, causal: Tensor, keep_mass: float) -> tuple[Tenso
     Blocks of a NaN or infinite score are kept beside the mass, so that it reaches the output as in dense attention.
     """
     scores = torch.where(causal, scores, -torch.inf)
-    odd = ~(scores < torch.inf)
-    mass = torch.softmax(scores.masked_fill(odd, -torch.inf), -1)
+    nonfinite = ~(scores < torch.inf)
+    mass = torch.softmax(scores.masked_fill(nonfinite, -torch.inf), -1)
     mass = torch.nan_to_num(mass, nan=0.0)  # rows of padding alone, which have no causal block
-    return (top_mass(mass, keep_mass) | odd) & causal, mass
+    return (top_mass(mass, keep_mass) | nonfinite) & causal, mass
 
 
 def pipeline(config: BflaConfig) -> Pipeline:

@@ -126,7 +126,7 @@ def test_sliding_windows_stay_bands() -> None:
     model = hf_models.build("mistral-sliding")
     with attach(model, "streaming", gate=pays_from(500), **STREAMING) as handle:
         logits(model)
-    assert all(layer.mode == "band" for layer in handle.report().layers)
+    assert all(layer.mode == "window" for layer in handle.report().layers)
 
 
 def test_any_gate_will_do() -> None:

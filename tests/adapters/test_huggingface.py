@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from sparseprefill.adapters import session as sessions
+from sparseprefill.adapters.session import session as sessions
 from sparseprefill.adapters.huggingface import attach
 
 import sparseprefill as sp
@@ -172,8 +172,8 @@ def test_a_stage_that_objects_leaves_its_layers_to_the_host() -> None:
     picky = attrs.evolve(streaming, estimator=Picky(streaming.estimator), name="picky")
     with attach(model, picky) as handle:
         torch.testing.assert_close(logits(model), wanted)
-    band, full = handle.report().layers
-    assert (band.mode, full.mode) == ("band", "dense")
+    sliding, full = handle.report().layers
+    assert (sliding.mode, full.mode) == ("window", "dense")
     assert full.reasons == {"Picky: sinks are beyond me": 1}
     with pytest.raises(sp.AttachError, match="layer 1: Picky: sinks are beyond me"):
         attach(model, picky, strict=True)

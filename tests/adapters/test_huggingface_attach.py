@@ -231,7 +231,7 @@ def test_compiled_prefill_breaks_the_graph_and_stays_right() -> None:
         got = compiled(hf_models.prompt()).logits
     reset_compiler()
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
-    assert [layer.band_calls for layer in handle.report().layers] == [1, 1]
+    assert [layer.window_calls for layer in handle.report().layers] == [1, 1]
 
 
 def run_python(code: str) -> str:

@@ -100,8 +100,8 @@ def test_a_full_mask_is_the_stock_model(family: str, run: Run) -> None:
     report = handle.report()
     assert not report.fallbacks
     modes = [layer.mode for layer in report.layers]
-    assert modes.count("band") == hf_models.SLIDING_LAYERS.get(family, 0)
-    assert modes.count("sparse") == 2 - modes.count("band")
+    assert modes.count("window") == hf_models.SLIDING_LAYERS.get(family, 0)
+    assert modes.count("sparse") == 2 - modes.count("window")
     if wanted.is_floating_point():
         assert torch.equal(run(model), wanted), "detached, it must be the stock model to the bit"
 

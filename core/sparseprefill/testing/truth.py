@@ -59,8 +59,8 @@ def _weighted(weight: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     """Weighted values, where 0 * NaN of a pair that is left out stays out."""
     clean = torch.isfinite(v).all(-1, keepdim=True)
     out = weight @ torch.where(clean, v, 0.0)
-    odd = torch.nonzero(~clean.all(1).all(0)[:, 0])[:, 0]
-    for key in odd.tolist():
+    nonfinite = torch.nonzero(~clean.all(1).all(0)[:, 0])[:, 0]
+    for key in nonfinite.tolist():
         term = weight[..., key, None] * torch.where(clean, 0.0, v)[:, :, None, key]
         out = out + torch.where(keep[..., key, None], term, 0.0)
     return out
