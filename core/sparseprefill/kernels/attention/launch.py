@@ -239,7 +239,9 @@ def _state(state: SoftmaxState | State | None) -> tuple[Tensor | None, ...]:
 
 
 def _lists(lists: IndexLists | None) -> tuple[Tensor | None, ...]:
-    return (None, None, None) if lists is None else (lists.counts.contiguous(), lists.offsets.contiguous(), lists.indices)
+    if lists is None:
+        return None, None, None
+    return lists.counts.contiguous(), lists.offsets.contiguous(), lists.indices
 
 
 def _tma(source: Source, chosen: Settings) -> bool:
