@@ -9,6 +9,7 @@ A fake driver names capability 9.0 as the target, tensors lie on the CPU, and ea
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -161,7 +162,7 @@ def main() -> None:
             compiled.clear()
     if attention.FAILED:
         raise attention.FAILED[0]
-    print(json.dumps(found))
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

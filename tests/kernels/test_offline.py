@@ -1,7 +1,5 @@
 """The attention kernels compile for Hopper with the Triton at hand; no GPU is needed to say so."""
 
-# ruff: noqa: SIM300 - asserts read expected == actual
-
 from __future__ import annotations
 
 import json
