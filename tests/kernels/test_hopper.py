@@ -49,7 +49,7 @@ def mixed(call: AttentionCall, tile: tuple[int, int], *, both: bool = True, grou
 
 def check(call: AttentionCall, plan: Plan, keep: torch.Tensor, truth: AttentionCall | None = None) -> None:
     """truth: the same call of tensors, where this one is of pages."""
-    assert launcher.specialised(call, plan.mask) is not None
+    assert launcher.choose(call, plan.mask).hopper is not None
     result = TRITON.execute(call, plan)
     out, lse = attention(call if truth is None else truth, keep)
     assert not bool(result.out.isnan().any())
@@ -103,7 +103,7 @@ def test_nan_and_infinity_of_v_reach_only_the_rows_that_see_them(value: float) -
 
 
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "specialised", lambda *_: None)
+    monkeypatch.setattr(launcher, "hopper_of", lambda _: None)
 
 
 @pytest.mark.parametrize("kind", ["tiles", "stripes", "both", "full"])

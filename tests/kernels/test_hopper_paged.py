@@ -114,7 +114,7 @@ def test_long_calls_match_those_of_tensors(kind: str, page: int, monkeypatch: py
         found = TRITON.execute(call, plan)
         assert float((found.lse - flat.lse).abs().nan_to_num(0.0).amax()) <= 1e-4
         assert output_error(found.out, flat.out) <= 1e-4
-    monkeypatch.setattr(launcher, "_special_of", lambda _: None)
+    monkeypatch.setattr(launcher, "hopper_of", lambda _: None)
     assert output_error(TRITON.execute(call, plan).out, flat.out) <= BOUNDS[torch.bfloat16]
     assert untouched(call)
 

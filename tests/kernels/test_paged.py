@@ -29,7 +29,7 @@ TILE = (32, 16)
 @pytest.fixture(autouse=True)
 def _portable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "_special_of", lambda _: None)
+        patch.setattr(launcher, "hopper_of", lambda _: None)
         yield
 
 

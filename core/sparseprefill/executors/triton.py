@@ -8,16 +8,15 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.settings import HEAD_DIMS
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import Plan, Result
+from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.softmax import SoftmaxState
-
-from sparseprefill.errors import UnsupportedCallError
 
 
 @frozen
@@ -47,10 +46,7 @@ class TritonExecutor:
         if plan.mask.tiles is None and plan.mask.stripes is None and plan.carry is not None:
             return plan.carry.state
         with torch.cuda.device_of(call.q):
-            state = attention.sparse_attention_fwd(call, plan, state=True).state
-        if state is None:
-            raise UnsupportedCallError(["Triton executor: no state was made"])
-        return state
+            return SoftmaxState(*attention.sparse_attention_state(call, plan.mask, _carried(plan)))
 
     def workspace(self, call: AttentionCall) -> int:
         """A map of tiles, for masks of tiles and stripes."""
@@ -72,11 +68,9 @@ class TritonExecutor:
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call)
         with torch.cuda.device_of(call.q):
-            filled = attention.sparse_attention_fwd(call, plan, state=False, into=into)
-            if filled.out is None or filled.lse is None:
-                raise UnsupportedCallError(["Triton executor: no output was made"])
-            probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan, filled.lse)
-        return Result(filled.out, filled.lse, plan, probe)
+            out, lse = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into)
+            probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan.mask, lse, plan.probe)
+        return Result(out, lse, plan, probe)
 
     def _checked(self, call: AttentionCall) -> AttentionCall:
         reason = self.unsupported(call)
@@ -85,3 +79,7 @@ class TritonExecutor:
         names = ("q", "k", "v") if call.pages is None else ("q",)
         loose = {name: getattr(call, name) for name in names if getattr(call, name).stride(-1) != 1}
         return evolve(call, **{name: x.contiguous() for name, x in loose.items()}) if loose else call
+
+
+def _carried(plan: Plan) -> SoftmaxState | None:
+    return None if plan.carry is None else plan.carry.state

@@ -16,6 +16,19 @@ def floor_div(x, y: tl.constexpr):
 
 
 @triton.jit
+def batch_row(b, starts_ptr, lengths_ptr, q_offset, kv_len):
+    """(start, length, first) of batch row `b`: index of its first real key, number of its real keys, and the position
+    of query row 0 on the row's own grid, which begins at its first real key. Pointers may be None: no padding."""
+    start = 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + b)
+    length = kv_len - start
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + b)
+    return start, length, q_offset - start
+
+
+@triton.jit
 def load_rows(ptr, rows, keep, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """[len(rows), BLOCK_D]: rows of a matrix by index, 0 where not kept."""
     dims = tl.arange(0, BLOCK_D)
@@ -40,23 +53,9 @@ def stored_rows(
 
 
 @triton.jit
-def load_keys(
-    ptr, rows, keep, stride, table_ptr, stride_page, scale_ptr,
-    TYPE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """`stored_rows`, those of pages converted to TYPE; scale_ptr: of the factor on what they hold, or None."""
-    x = stored_rows(ptr, rows, keep, stride, table_ptr, stride_page, PAGE, D, BLOCK_D)
-    if PAGE > 0:
-        if scale_ptr is not None:
-            x = x.to(tl.float32) * tl.load(scale_ptr)
-        x = x.to(TYPE)
-    return x
-
-
-@triton.jit
 def logits(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """[M, N] base-2 logits."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    """[M, N] base-2 logits of q [M, D] and k [N, D]."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [M, D] x [D, N]
     if SOFTCAP:
         # tanh(x) = 2 * sigmoid(2x) - 1; scale holds log2(e), which the cap must not see
         s = (2.0 * tl.sigmoid(2.0 * s * LN2 / softcap) - 1.0) * softcap * LOG2E
@@ -64,55 +63,57 @@ def logits(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr)
 
 
 @triton.jit
-def step(
-    acc, l, m, q, k, v, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """One online-softmax step over keys that every row may see."""
-    if SOFTCAP:
-        s = logits(q, k, scale, softcap, SOFTCAP, PRECISION)
-        m_new = tl.maximum(m, tl.max(s, 1))
-        p = tl.math.exp2(s - m_new[:, None])
+def step(acc, l, m, q, k, v, score, PRECISION: tl.constexpr):
+    """One online-softmax step over keys that every row may see.
+
+    acc [M, D], l and m [M]: the state. q [M, D], k and v [N, D]. score: `arguments.Logits`.
+    """
+    if score.softcap is not None:
+        s = logits(q, k, score.scale, score.softcap, True, PRECISION)  # [M, N]
+        m_new = tl.maximum(m, tl.max(s, 1))  # [M]
+        p = tl.math.exp2(s - m_new[:, None])  # [M, N]
     else:
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        m_new = tl.maximum(m, tl.max(s, 1) * scale)
-        p = tl.math.exp2(s * scale - m_new[:, None])
-    alpha = tl.math.exp2(m - m_new)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+        m_new = tl.maximum(m, tl.max(s, 1) * score.scale)  # [M]
+        p = tl.math.exp2(s * score.scale - m_new[:, None])  # [M, N]
+    alpha = tl.math.exp2(m - m_new)  # [M]
     l = l * alpha + tl.sum(p, 1)  # noqa: E741
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # [M, N] x [N, D]
     return acc, l, m_new
 
 
 @triton.jit
 def masked_step(
-    acc, l, m, q, k, v, keep, scale, softcap,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, l, m, q, k, v, keep, score, PRECISION: tl.constexpr, CAREFUL: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """The same where `keep` [M, N] says which pairs count. Rows without a key so far stay at -inf, without NaN.
 
     CAREFUL: a NaN or infinity of v reaches only the rows that may see its key (0 * NaN is NaN in a plain product).
     """
-    s = tl.where(keep, logits(q, k, scale, softcap, SOFTCAP, PRECISION), float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
+    s = logits(q, k, score.scale, score.softcap, score.softcap is not None, PRECISION)  # [M, N]
+    s = tl.where(keep, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))  # [M]
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.math.exp2(s - base[:, None])
-    alpha = tl.math.exp2(m - base)
+    p = tl.math.exp2(s - base[:, None])  # [M, N]
+    alpha = tl.math.exp2(m - base)  # [M]
     l = l * alpha + tl.sum(p, 1)  # noqa: E741
     acc = acc * alpha[:, None]
     if CAREFUL:
-        wide = v.to(tl.float32)
-        odd = (wide - wide) != 0.0
-        acc = tl.dot(p.to(v.dtype), tl.where(odd, 0.0, wide).to(v.dtype), acc, input_precision=PRECISION)
+        wide = v.to(tl.float32)  # [N, D]
+        nonfinite = (wide - wide) != 0.0  # [N, D]
+        finite = tl.where(nonfinite, 0.0, wide).to(v.dtype)
+        acc = tl.dot(p.to(v.dtype), finite, acc, input_precision=PRECISION)  # [M, N] x [N, D]
         number = tl.arange(0, BLOCK_N)
         for j in range(BLOCK_N):
-            mine = number == j
-            value = tl.sum(tl.where(mine[:, None], wide, 0.0), 0)
-            strange = tl.max(tl.where(mine[:, None], odd.to(tl.int32), 0), 0) > 0
-            sees = tl.max(tl.where(mine[None, :], keep.to(tl.int32), 0), 1) > 0
-            weight = tl.sum(tl.where(mine[None, :], p, 0.0), 1)
-            add = sees[:, None] & strange[None, :]
+            mine = number == j  # [N]
+            value = tl.sum(tl.where(mine[:, None], wide, 0.0), 0)  # [D]
+            strange = tl.max(tl.where(mine[:, None], nonfinite.to(tl.int32), 0), 0) > 0  # [D]
+            sees = tl.max(tl.where(mine[None, :], keep.to(tl.int32), 0), 1) > 0  # [M]
+            weight = tl.sum(tl.where(mine[None, :], p, 0.0), 1)  # [M]
+            add = sees[:, None] & strange[None, :]  # [M, D]
             acc = tl.where(add, acc + weight[:, None] * value[None, :], acc)
     else:
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [M, N] x [N, D]
     return acc, l, m_new
 
 

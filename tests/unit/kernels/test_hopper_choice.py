@@ -57,6 +57,9 @@ class Broken:
     def __init__(self, error: Exception) -> None:
         self.error, self.tried = error, 0
 
+    def objection(self, *_: object) -> None:
+        """Takes every call."""
+
     def launch(self, *_: object) -> torch.Tensor:
         self.tried += 1
         raise self.error
@@ -68,7 +71,7 @@ def test_what_does_not_compile_is_said_once_and_the_portable_kernel_serves(
 ) -> None:
     broken = Broken(error)
     monkeypatch.setattr(attention, "FAILED", [])
-    monkeypatch.setattr(attention, "specialised", lambda *_: None if attention.FAILED else broken)
+    monkeypatch.setattr(attention, "hopper_of", lambda _: None if attention.FAILED else broken)
     for _ in range(2):
         given = call(torch.float16, 64)
         result = TritonExecutor().execute(given, Plan(SparseMask.full(given)))
@@ -79,7 +82,7 @@ def test_what_does_not_compile_is_said_once_and_the_portable_kernel_serves(
 
 def test_running_out_of_memory_is_no_reason_to_give_the_kernel_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "FAILED", [])
-    monkeypatch.setattr(attention, "specialised", lambda *_: Broken(torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(attention, "hopper_of", lambda _: Broken(torch.OutOfMemoryError("full")))
     given = call(torch.float16, 64)
     with pytest.raises(torch.OutOfMemoryError):
         TritonExecutor().execute(given, Plan(SparseMask.full(given)))
@@ -87,15 +90,39 @@ def test_running_out_of_memory_is_no_reason_to_give_the_kernel_up(monkeypatch: p
 
 
 def test_what_it_declines_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(attention, "_special_of", lambda _: launch)
+    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
     attention._declined.cache_clear()
     with caplog.at_level(logging.INFO):
         for given in (call(), call(softcap=30.0), call(softcap=20.0)):
-            taken = attention.specialised(given, SparseMask.full(given, 128))
-            assert (taken is None) == (given.softcap is not None)
+            choice = attention.choose(given, SparseMask.full(given, 128))
+            assert choice.call is given
+            assert (choice.hopper is None) == (given.softcap is not None) == (choice.reason is not None)
     assert ["softcap" in record.message for record in caplog.records] == [True]
 
 
-def test_a_cpu_has_no_special_kernel() -> None:
+def test_a_cpu_has_no_hopper_kernel() -> None:
     given = call()
-    assert attention.specialised(given, SparseMask.full(given)) is None
+    choice = attention.choose(given, SparseMask.full(given))
+    assert (choice.hopper, choice.reason) == (None, None)
+    assert choice.call is given
+
+
+def test_the_decision_is_taken_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[AttentionCall] = []
+    monkeypatch.setattr(attention, "hopper_of", asked.append)
+    given = call(torch.float16, 64)
+    TritonExecutor().execute(given, Plan(SparseMask.full(given)))
+    assert asked == [given]
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_an_empty_mask_leaves_zeros(state: bool) -> None:
+    given = call(torch.float16, 64)
+    plan = Plan(SparseMask.empty(given))
+    if state:
+        out, lse = TritonExecutor().accumulate(given, plan).finish()
+    else:
+        result = TritonExecutor().execute(given, plan)
+        out, lse = result.out, result.lse
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())

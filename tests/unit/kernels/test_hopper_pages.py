@@ -72,12 +72,14 @@ def test_refuses_others_with_the_reason(given: AttentionCall, reason: str) -> No
 
 
 def test_what_it_would_serve_as_tensors_is_copied_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_special_of", lambda _: launch)
+    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
     taken, mask = paged(call(), 16), SparseMask.full(call(), 128)
-    assert attention.readable(taken, mask) is taken
+    assert attention.choose(taken, mask).call is taken
     assert untouched(taken)
     given = in_fp8(call(), 16)
-    copy = attention.readable(given, mask)
+    choice = attention.choose(given, mask)
+    copy = choice.call
+    assert (choice.hopper, choice.reason) == (launch, None)
     assert copy.pages is None
     assert torch.equal(copy.k, given.k)
     assert launch.objection(copy, mask) is None
@@ -86,10 +88,13 @@ def test_what_it_would_serve_as_tensors_is_copied_for_it(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("more", [{"window": 50}, {"softcap": 3.0}])
 def test_what_it_would_not_serve_anyway_is_read_in_place(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_special_of", lambda _: launch)
+    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
     given = in_fp8(call(**more), 16)
     mask = SparseMask.full(given, 128)
-    assert attention.readable(given, mask) is given
+    choice = attention.choose(given, mask)
+    assert choice.call is given
+    assert choice.hopper is None
+    assert choice.reason == "a sliding window or softcap"
     found = TritonExecutor().execute(given, Plan(mask))
     assert untouched(given)
     assert output_error(found.out, ReferenceExecutor().execute(given, Plan(mask)).out) <= 2e-3

@@ -5,13 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparseprefill.kernels.attention.arguments import Head, Rows, load_keys
 from sparseprefill.kernels.steps import (
     LN2,
     LOG2E,
+    batch_row,
     count_up_to,
     crossing_steps,
     floor_div,
-    load_keys,
     load_rows,
     masked_step,
     step,
@@ -20,173 +21,164 @@ from sparseprefill.kernels.steps import (
 
 @triton.jit
 def attend(
-    block, bh,
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, sinks_ptr,
-    tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
-    stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, chosen_ptr,
-    carry_m_ptr, carry_l_ptr, carry_acc_ptr,
-    out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
-    scale, softcap, q_offset, q_len, kv_len, tile_rows, group_rows, columns, window, heads, kv_group,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_TILES: tl.constexpr, HAS_STRIPES: tl.constexpr, DEDUPE: tl.constexpr, HAS_CARRY: tl.constexpr,
-    STORE_STATE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, PAGE: tl.constexpr,
+    block, bh, queries, keys, values, mask, carry, outputs, sizes, logits, S, CAREFUL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Query block `block` (of BLOCK_M rows) of head `bh`. CAREFUL: see `masked_step`.
+    """Query block `block` (of BLOCK_M rows) of head `bh`. CAREFUL: see `masked_step`. The rest: see `arguments`.
 
-    PAGE: 0, or tokens of a page; then there is one batch row, whose strides are those of pages (see `load_keys`).
+    Of pages there is one batch row, whose strides are those of pages.
     """
-    dtype: tl.constexpr = q_ptr.dtype.element_ty
-    blocks: tl.constexpr = TILE_Q // BLOCK_M
-    b, h = bh // heads, bh % heads
-    hk = h // kv_group
-    row = block // blocks
-    row_of_lists = bh.to(tl.int64) * tile_rows + row
+    blocks: tl.constexpr = S.TILE_Q // S.BLOCK_M
+    b, h = bh // sizes.heads, bh % sizes.heads
+    kv_head = h // sizes.kv_group
+    tile_row = block // blocks
+    row_of_lists = bh.to(tl.int64) * mask.tile_rows + tile_row
 
-    start = 0
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + b)
-    length = kv_len - start
-    if HAS_LENGTHS:
-        length = tl.load(lengths_ptr + b)
-    first = q_offset - start
-    tile = floor_div(first, TILE_Q) + row
-    low = tile * TILE_Q + (block % blocks) * BLOCK_M
-    position = low + tl.arange(0, BLOCK_M)
-    index = position - first
-    real = (index >= 0) & (index < q_len) & (position >= 0) & (position < length)
-    last = tl.minimum(tl.minimum(low + BLOCK_M, first + q_len), length) - 1
-    live = (low + BLOCK_M > 0) & (low + BLOCK_M > first) & (last >= low)
+    start, length, first = batch_row(b, sizes.starts, sizes.lengths, sizes.q_offset, sizes.kv_len)
+    tile = floor_div(first, S.TILE_Q) + tile_row
+    low = tile * S.TILE_Q + (block % blocks) * S.BLOCK_M
+    position = low + tl.arange(0, S.BLOCK_M)  # [BLOCK_M]
+    row = position - first
+    real = (row >= 0) & (row < sizes.q_len) & (position >= 0) & (position < length)
+    last = tl.minimum(tl.minimum(low + S.BLOCK_M, first + sizes.q_len), length) - 1
+    live = (low + S.BLOCK_M > 0) & (low + S.BLOCK_M > first) & (last >= low)
+    rows = Rows(b, h, kv_head, start, sizes.kv_len, first, tile, low, last, live, position, row, real)
 
-    k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
-    v_base = v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh
-    q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-    q = load_rows(q_base, index, real, stride_qn, D, BLOCK_D)  # [BLOCK_M, D]
-    out_row = bh.to(tl.int64) * q_len + index
-    dims = tl.arange(0, BLOCK_D)
-    inside = (index >= 0) & (index < q_len)
-    if D == BLOCK_D:
+    k_base = keys.ptr + b.to(tl.int64) * keys.stride_b + kv_head.to(tl.int64) * keys.stride_h
+    v_base = values.ptr + b.to(tl.int64) * values.stride_b + kv_head.to(tl.int64) * values.stride_h
+    k_head = Head(k_base, keys.stride_n, keys.table, keys.stride_b, keys.scale)
+    v_head = Head(v_base, values.stride_n, values.table, values.stride_b, values.scale)
+    q_base = queries.ptr + b.to(tl.int64) * queries.stride_b + h.to(tl.int64) * queries.stride_h
+    q = load_rows(q_base, row, real, queries.stride_n, S.D, S.BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    out_row = bh.to(tl.int64) * sizes.q_len + row
+    dims = tl.arange(0, S.BLOCK_D)
+    inside = (row >= 0) & (row < sizes.q_len)
+    if S.D == S.BLOCK_D:
         inside_out = inside[:, None]
     else:
-        inside_out = inside[:, None] & (dims < D)[None, :]
+        inside_out = inside[:, None] & (dims < S.D)[None, :]
 
-    if HAS_CARRY:
-        m = tl.load(carry_m_ptr + out_row, mask=inside, other=float("-inf")) * LOG2E
-        l = tl.load(carry_l_ptr + out_row, mask=inside, other=0.0)  # noqa: E741
-        acc = tl.load(carry_acc_ptr + out_row[:, None] * D + dims[None, :], mask=inside_out, other=0.0)
+    if carry.m is not None:
+        m = tl.load(carry.m + out_row, mask=inside, other=float("-inf")) * LOG2E  # [BLOCK_M]
+        l = tl.load(carry.l + out_row, mask=inside, other=0.0)  # noqa: E741 - [BLOCK_M]
+        where = out_row[:, None] * S.D + dims[None, :]
+        acc = tl.load(carry.acc + where, mask=inside_out, other=0.0)  # [BLOCK_M, BLOCK_D]
     else:
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        m = tl.full([S.BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([S.BLOCK_M], tl.float32)  # noqa: E741
+        acc = tl.zeros([S.BLOCK_M, S.BLOCK_D], tl.float32)
 
-    if HAS_TILES:
-        parts: tl.constexpr = TILE_K // BLOCK_N
-        offset = tl.load(tile_offsets_ptr + row_of_lists)
-        steps = tl.where(live, tl.load(tile_counts_ptr + row_of_lists), 0) * parts
-        list_ptr = tile_indices_ptr + offset
-        whole = 0
-        if not WINDOW:
-            whole = steps - crossing_steps(list_ptr, steps // parts, low, TILE_Q, TILE_K, BLOCK_N)
-        for j in tl.range(0, whole):
-            key = tl.load(list_ptr + j // parts) * TILE_K + (j % parts) * BLOCK_N + start
-            if TMA:
-                k = k_desc.load([b, hk, key, 0]).reshape([BLOCK_N, BLOCK_D])
-                v = v_desc.load([b, hk, key, 0]).reshape([BLOCK_N, BLOCK_D])
-            else:
-                at = key + tl.arange(0, BLOCK_N)
-                k = load_keys(
-                    k_base, at, at < kv_len, stride_kn, table_ptr, stride_kb, k_scale_ptr, dtype, PAGE, D, BLOCK_D
-                )  # fmt: skip
-                v = load_keys(
-                    v_base, at, at < kv_len, stride_vn, table_ptr, stride_vb, v_scale_ptr, dtype, PAGE, D, BLOCK_D
-                )  # fmt: skip
-            acc, l, m = step(acc, l, m, q, k, v, scale, softcap, SOFTCAP, PRECISION)
-        for j in tl.range(whole, steps, num_stages=1):
-            at = tl.load(list_ptr + j // parts) * TILE_K + (j % parts) * BLOCK_N + tl.arange(0, BLOCK_N)
-            keep = at[None, :] <= position[:, None]
-            if WINDOW:
-                keep = keep & (position[:, None] - at[None, :] < window)
-            k = load_keys(
-                k_base, at + start, at + start < kv_len, stride_kn, table_ptr, stride_kb, k_scale_ptr, dtype, PAGE, D, BLOCK_D
-            )  # fmt: skip
-            v = load_keys(
-                v_base, at + start, at + start < kv_len, stride_vn, table_ptr, stride_vb, v_scale_ptr, dtype, PAGE, D, BLOCK_D
-            )  # fmt: skip
-            acc, l, m = masked_step(acc, l, m, q, k, v, keep, scale, softcap, SOFTCAP, PRECISION, CAREFUL, BLOCK_N)
-
-    if HAS_STRIPES:
-        group = floor_div(tile, GROUP) - floor_div(first, TILE_Q * GROUP)
-        row_of_stripes = bh.to(tl.int64) * group_rows + group
-        offset = tl.load(stripe_offsets_ptr + row_of_stripes, mask=live, other=0)
-        count = tl.load(stripe_counts_ptr + row_of_stripes, mask=live, other=0)
-        seen = count_up_to(stripe_indices_ptr, offset, count, last)
-        whole = 0
-        if not WINDOW:
-            whole = count_up_to(stripe_indices_ptr, offset, seen, low) // BLOCK_N
-        list_ptr = stripe_indices_ptr + offset
-        number = tl.arange(0, BLOCK_N)
-        if DEDUPE:
-            for j in tl.range(0, whole):
-                at = tl.load(list_ptr + j * BLOCK_N + number)
-                k = load_keys(
-                    k_base, at + start, number >= 0, stride_kn, table_ptr, stride_kb, k_scale_ptr, dtype, PAGE, D, BLOCK_D
-                )  # fmt: skip
-                v = load_keys(
-                    v_base, at + start, number >= 0, stride_vn, table_ptr, stride_vb, v_scale_ptr, dtype, PAGE, D, BLOCK_D
-                )  # fmt: skip
-                free = tl.load(chosen_ptr + row_of_lists * columns + at // TILE_K) == 0
-                acc, l, m = masked_step(
-                    acc, l, m, q, k, v, free[None, :], scale, softcap, SOFTCAP, PRECISION, CAREFUL, BLOCK_N
-                )
-        else:
-            for j in tl.range(0, whole):
-                at = tl.load(list_ptr + j * BLOCK_N + number) + start
-                k = load_keys(
-                    k_base, at, number >= 0, stride_kn, table_ptr, stride_kb, k_scale_ptr, dtype, PAGE, D, BLOCK_D
-                )  # fmt: skip
-                v = load_keys(
-                    v_base, at, number >= 0, stride_vn, table_ptr, stride_vb, v_scale_ptr, dtype, PAGE, D, BLOCK_D
-                )  # fmt: skip
-                acc, l, m = step(acc, l, m, q, k, v, scale, softcap, SOFTCAP, PRECISION)
-        for j in tl.range(whole, tl.cdiv(seen, BLOCK_N), num_stages=1):
-            some = j * BLOCK_N + number < seen
-            at = tl.load(list_ptr + j * BLOCK_N + number, mask=some, other=0)
-            if DEDUPE:
-                taken = tl.load(chosen_ptr + row_of_lists * columns + at // TILE_K, mask=some, other=1)
-                some = some & (taken == 0)
-            keep = some[None, :] & (at[None, :] <= position[:, None])
-            if WINDOW:
-                keep = keep & (position[:, None] - at[None, :] < window)
-            k = load_keys(
-                k_base, at + start, some, stride_kn, table_ptr, stride_kb, k_scale_ptr, dtype, PAGE, D, BLOCK_D
-            )  # fmt: skip
-            v = load_keys(
-                v_base, at + start, some, stride_vn, table_ptr, stride_vb, v_scale_ptr, dtype, PAGE, D, BLOCK_D
-            )  # fmt: skip
-            acc, l, m = masked_step(acc, l, m, q, k, v, keep, scale, softcap, SOFTCAP, PRECISION, CAREFUL, BLOCK_N)
+    if mask.tiles.counts is not None:
+        acc, l, m = attend_tiles(
+            acc, l, m, q, rows, k_head, v_head, keys.desc, values.desc, mask.tiles, row_of_lists, logits, S, CAREFUL, PRECISION
+        )  # fmt: skip
+    if mask.stripes.counts is not None:
+        acc, l, m = attend_stripes(
+            acc, l, m, q, rows, k_head, v_head, mask, bh, row_of_lists, logits, S, CAREFUL, PRECISION
+        )
 
     if not CAREFUL:
-        odd = tl.max(tl.where((acc != acc) & real[:, None], 1, 0))
-        tl.store(odd_ptr + bh.to(tl.int64) * tile_rows * blocks + block, odd.to(tl.int8))
+        nonfinite = tl.max(tl.where((acc != acc) & real[:, None], 1, 0))
+        tl.store(outputs.nonfinite + bh.to(tl.int64) * mask.tile_rows * blocks + block, nonfinite.to(tl.int8))
     m = tl.where(real, m, float("-inf"))
     l = tl.where(real, l, 0.0)  # noqa: E741
-    if STORE_STATE:
-        tl.store(m_ptr + out_row, m * LN2, mask=inside)
-        tl.store(l_ptr + out_row, l, mask=inside)
+    if outputs.out is None:
+        tl.store(outputs.state.m + out_row, m * LN2, mask=inside)  # [BLOCK_M]
+        tl.store(outputs.state.l + out_row, l, mask=inside)  # [BLOCK_M]
         acc = tl.where(real[:, None], acc, 0.0)
-        tl.store(acc_ptr + out_row[:, None] * D + dims[None, :], acc, mask=inside_out)
+        where = out_row[:, None] * S.D + dims[None, :]
+        tl.store(outputs.state.acc + where, acc, mask=inside_out)  # [BLOCK_M, BLOCK_D]
     else:
         lse = tl.where(l == 0.0, float("-inf"), (m + tl.math.log2(tl.where(l == 0.0, 1.0, l))) * LN2)
-        tl.store(lse_ptr + b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + index, lse, mask=inside)
+        lse_base = outputs.lse + b.to(tl.int64) * outputs.stride_lb + h.to(tl.int64) * outputs.stride_lh
+        tl.store(lse_base + row, lse, mask=inside)  # [BLOCK_M]
         total = l
-        if HAS_SINKS:
+        if outputs.sinks is not None:
             base = tl.where(m == float("-inf"), 0.0, m)
-            total += tl.math.exp2(tl.load(sinks_ptr + h).to(tl.float32) * LOG2E - base)
+            total += tl.math.exp2(tl.load(outputs.sinks + h).to(tl.float32) * LOG2E - base)
         out = tl.where(real[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
-        out_base = out_ptr + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
-        where = out_base + index.to(tl.int64)[:, None] * stride_on + dims[None, :]
-        tl.store(where, out.to(out_ptr.dtype.element_ty), mask=inside_out)
+        out_base = outputs.out + b.to(tl.int64) * outputs.stride_ob + h.to(tl.int64) * outputs.stride_oh
+        where = out_base + row.to(tl.int64)[:, None] * outputs.stride_on + dims[None, :]
+        tl.store(where, out.to(outputs.out.dtype.element_ty), mask=inside_out)  # [BLOCK_M, BLOCK_D]
+
+
+@triton.jit
+def attend_tiles(
+    acc, l, m, q, rows, keys, values, k_desc, v_desc, tiles, row_of_lists, logits, S, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state after the tiles of the query tile's list: those below every row first, which need no mask.
+
+    keys, values: a `Head` each; those steps read through the descriptors where there are any.
+    """
+    parts: tl.constexpr = S.TILE_K // S.BLOCK_N
+    offset = tl.load(tiles.offsets + row_of_lists)
+    steps = tl.where(rows.live, tl.load(tiles.counts + row_of_lists), 0) * parts
+    list_ptr = tiles.indices + offset
+    unmasked = 0
+    if logits.window is None:
+        unmasked = steps - crossing_steps(list_ptr, steps // parts, rows.low, S.TILE_Q, S.TILE_K, S.BLOCK_N)
+    for j in tl.range(0, unmasked):
+        key = tl.load(list_ptr + j // parts) * S.TILE_K + (j % parts) * S.BLOCK_N + rows.start
+        if k_desc is not None:
+            k = k_desc.load([rows.b, rows.kv_head, key, 0]).reshape([S.BLOCK_N, S.BLOCK_D])  # [BLOCK_N, BLOCK_D]
+            v = v_desc.load([rows.b, rows.kv_head, key, 0]).reshape([S.BLOCK_N, S.BLOCK_D])  # [BLOCK_N, BLOCK_D]
+        else:
+            at = key + tl.arange(0, S.BLOCK_N)
+            k = load_keys(keys, at, at < rows.kv_len, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            v = load_keys(values, at, at < rows.kv_len, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)
+    for j in tl.range(unmasked, steps, num_stages=1):
+        at = tl.load(list_ptr + j // parts) * S.TILE_K + (j % parts) * S.BLOCK_N + tl.arange(0, S.BLOCK_N)
+        keep = at[None, :] <= rows.position[:, None]  # [BLOCK_M, BLOCK_N]
+        if logits.window is not None:
+            keep = keep & (rows.position[:, None] - at[None, :] < logits.window)
+        there = at + rows.start < rows.kv_len
+        k = load_keys(keys, at + rows.start, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        v = load_keys(values, at + rows.start, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)
+    return acc, l, m
+
+
+@triton.jit
+def attend_stripes(
+    acc, l, m, q, rows, keys, values, mask, bh, row_of_lists, logits, S, CAREFUL: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The state after the stripes of the query tile group's list, up to the last row; keys of tiles in `bitmap` are
+    left out, since the tiles have them. Steps of keys below every row come first, without a causal mask."""
+    group = floor_div(rows.tile, S.GROUP) - floor_div(rows.first, S.TILE_Q * S.GROUP)
+    row_of_stripes = bh.to(tl.int64) * mask.group_rows + group
+    offset = tl.load(mask.stripes.offsets + row_of_stripes, mask=rows.live, other=0)
+    count = tl.load(mask.stripes.counts + row_of_stripes, mask=rows.live, other=0)
+    seen = count_up_to(mask.stripes.indices, offset, count, rows.last)
+    unmasked = 0
+    if logits.window is None:
+        unmasked = count_up_to(mask.stripes.indices, offset, seen, rows.low) // S.BLOCK_N
+    list_ptr = mask.stripes.indices + offset
+    number = tl.arange(0, S.BLOCK_N)
+    if mask.bitmap is not None:
+        for j in tl.range(0, unmasked):
+            at = tl.load(list_ptr + j * S.BLOCK_N + number)  # [BLOCK_N]
+            k = load_keys(keys, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            v = load_keys(values, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            free = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K) == 0  # [BLOCK_N]
+            acc, l, m = masked_step(acc, l, m, q, k, v, free[None, :], logits, PRECISION, CAREFUL, S.BLOCK_N)
+    else:
+        for j in tl.range(0, unmasked):
+            at = tl.load(list_ptr + j * S.BLOCK_N + number) + rows.start  # [BLOCK_N]
+            k = load_keys(keys, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            v = load_keys(values, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)
+    for j in tl.range(unmasked, tl.cdiv(seen, S.BLOCK_N), num_stages=1):
+        some = j * S.BLOCK_N + number < seen
+        at = tl.load(list_ptr + j * S.BLOCK_N + number, mask=some, other=0)  # [BLOCK_N]
+        if mask.bitmap is not None:
+            taken = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K, mask=some, other=1)  # [BLOCK_N]
+            some = some & (taken == 0)
+        keep = some[None, :] & (at[None, :] <= rows.position[:, None])  # [BLOCK_M, BLOCK_N]
+        if logits.window is not None:
+            keep = keep & (rows.position[:, None] - at[None, :] < logits.window)
+        k = load_keys(keys, at + rows.start, some, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        v = load_keys(values, at + rows.start, some, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)
+    return acc, l, m

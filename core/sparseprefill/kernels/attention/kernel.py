@@ -1,93 +1,74 @@
-"""The forward kernel (tiles, stripes, carry-in, LSE or state out), and the repair of blocks that met a NaN."""
+"""The portable attention kernel: tiles, stripes, carry-in, LSE or state out, and the repair of nonfinite blocks."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from sparseprefill.kernels.attention.arguments import Cache, Lists, Logits, Mask, Outputs, Queries, Shape, Sizes, State
 from sparseprefill.kernels.attention.block import attend
 
 RUNTIME = (
-    "stride_lb",
-    "stride_lh",
-    "q_offset",
-    "q_len",
-    "kv_len",
-    "tile_rows",
-    "group_rows",
-    "columns",
-    "window",
-    "heads",
-    "kv_group",
-)
-UNALIGNED = ("table_ptr",)
+    "stride_lb", "stride_lh", "q_offset", "q_len", "kv_len", "tile_rows", "group_rows", "columns", "window", "heads",
+    "kv_group", "total",
+)  # fmt: skip
+"""Sizes that change from call to call and must not cause a compilation."""
 FLAGS = tl.constexpr(128)
+"""Flags of query blocks that a repairing program reads at once."""
 
 
-@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("table_ptr",))
 def sparse_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, sinks_ptr,
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
-    stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, chosen_ptr,
+    stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, bitmap_ptr,
     carry_m_ptr, carry_l_ptr, carry_acc_ptr,
-    out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
+    out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
-    scale, softcap, q_offset, q_len, kv_len, tile_rows, group_rows, columns, window, heads, kv_group,
+    scale, softcap, window, q_offset, q_len, kv_len, tile_rows, group_rows, columns, heads, kv_group, total,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_TILES: tl.constexpr, HAS_STRIPES: tl.constexpr, DEDUPE: tl.constexpr, HAS_CARRY: tl.constexpr,
-    STORE_STATE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr, REPAIR: tl.constexpr,
 ):  # fmt: skip
-    # Long rows first: with causal masks they do most work.
-    block = tile_rows * (TILE_Q // BLOCK_M) - 1 - tl.program_id(0)
-    attend(
-        block, tl.program_id(1),
-        q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, sinks_ptr,
-        tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr, stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr,
-        chosen_ptr, carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr, stride_qb, stride_qh,
-        stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob,
-        stride_oh, stride_on, stride_lb, stride_lh, scale, softcap, q_offset, q_len,
-        kv_len, tile_rows, group_rows, columns, window, heads, kv_group, TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D,
-        BLOCK_D, HAS_TILES, HAS_STRIPES, DEDUPE, HAS_CARRY, STORE_STATE, HAS_STARTS, HAS_LENGTHS, HAS_SINKS, WINDOW,
-        SOFTCAP, TMA, False, PAGE, PRECISION,
+    """Attention of every query row over the keys that a mask of tiles and stripes selects, with online softmax.
+
+    The loop is FlashAttention-2's (Dao, 2023, algorithm 1) over the key blocks of a list in place of all of them; masks
+    of tiles and stripes, deduplication by a bitmap, and repair are ours. Pointers that are None leave their part out.
+
+    Forward: a program per query block and head. REPAIR: programs walk the flags of the `total` query blocks and do
+    those again that met a NaN, mostly none, with care for NaN and infinities of V in keys that a row may not see.
+    """
+    queries = Queries(q_ptr, stride_qb, stride_qh, stride_qn)
+    keys = Cache(k_ptr, k_desc, table_ptr, k_scale_ptr, stride_kb, stride_kh, stride_kn)
+    values = Cache(v_ptr, v_desc, table_ptr, v_scale_ptr, stride_vb, stride_vh, stride_vn)
+    tiles = Lists(tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr)
+    stripes = Lists(stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr)
+    mask = Mask(tiles, stripes, bitmap_ptr, tile_rows, group_rows, columns)
+    carry = State(carry_m_ptr, carry_l_ptr, carry_acc_ptr)
+    outputs = Outputs(
+        out_ptr, lse_ptr, State(m_ptr, l_ptr, acc_ptr), nonfinite_ptr, sinks_ptr,
+        stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=(*RUNTIME, "total"), do_not_specialize_on_alignment=UNALIGNED)
-def sparse_attention_repair_kernel(
-    total,
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, sinks_ptr,
-    tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
-    stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, chosen_ptr,
-    carry_m_ptr, carry_l_ptr, carry_acc_ptr,
-    out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
-    scale, softcap, q_offset, q_len, kv_len, tile_rows, group_rows, columns, window, heads, kv_group,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_TILES: tl.constexpr, HAS_STRIPES: tl.constexpr, DEDUPE: tl.constexpr, HAS_CARRY: tl.constexpr,
-    STORE_STATE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Do again, with care for NaN and infinities of V, the blocks whose flag in `odd_ptr` is set; mostly none."""
+    sizes = Sizes(starts_ptr, lengths_ptr, q_offset, q_len, kv_len, heads, kv_group)
+    logits = Logits(scale, softcap, window)
     blocks = tile_rows * (TILE_Q // BLOCK_M)
-    for first in range(tl.program_id(0) * FLAGS, total, tl.num_programs(0) * FLAGS):
-        at = first + tl.arange(0, FLAGS)
-        flags = tl.load(odd_ptr + at, mask=at < total, other=0).to(tl.int32)
-        if tl.max(flags, 0) > 0:
-            for j in range(FLAGS):
-                if tl.max(tl.where(tl.arange(0, FLAGS) == j, flags, 0), 0) > 0:
-                    attend(
-                        (first + j) % blocks, (first + j) // blocks,
-                        q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, sinks_ptr,
-                        tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr, stripe_counts_ptr, stripe_offsets_ptr,
-                        stripe_indices_ptr, chosen_ptr, carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr, stride_qb, stride_qh,
-                        stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob,
-                        stride_oh, stride_on, stride_lb, stride_lh, scale, softcap, q_offset, q_len,
-                        kv_len, tile_rows, group_rows, columns, window, heads, kv_group, TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D,
-                        BLOCK_D, HAS_TILES, HAS_STRIPES, DEDUPE, HAS_CARRY, STORE_STATE, HAS_STARTS, HAS_LENGTHS, HAS_SINKS, WINDOW,
-                        SOFTCAP, TMA, True, PAGE, PRECISION,
-                    )  # fmt: skip
+    if REPAIR:
+        for first in range(tl.program_id(0) * FLAGS, total, tl.num_programs(0) * FLAGS):
+            at = first + tl.arange(0, FLAGS)
+            flags = tl.load(nonfinite_ptr + at, mask=at < total, other=0).to(tl.int32)  # [FLAGS]
+            if tl.max(flags, 0) > 0:
+                for j in range(FLAGS):
+                    if tl.max(tl.where(tl.arange(0, FLAGS) == j, flags, 0), 0) > 0:
+                        block, bh = (first + j) % blocks, (first + j) // blocks
+                        attend(
+                            block, bh, queries, keys, values, mask, carry, outputs, sizes, logits,
+                            Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), True, PRECISION,
+                        )  # fmt: skip
+    else:
+        # Long rows first: with causal masks they do most work.
+        block, bh = blocks - 1 - tl.program_id(0), tl.program_id(1)
+        attend(
+            block, bh, queries, keys, values, mask, carry, outputs, sizes, logits,
+            Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), False, PRECISION,
+        )  # fmt: skip

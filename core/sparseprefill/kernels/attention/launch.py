@@ -1,9 +1,10 @@
-"""Launchers of the attention kernels: tensors in, strides, flags and grids worked out here."""
+"""Launchers of the attention kernels: tensors in, tensors out; strides, flags and grids are worked out here."""
 
 from __future__ import annotations
 
 import logging
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,38 +14,39 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparseprefill.kernels.attention.kernel import sparse_attention_fwd_kernel, sparse_attention_repair_kernel
+from sparseprefill.kernels.attention.arguments import State
+from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel
 from sparseprefill.kernels.attention.tile_mass import tile_mass_fwd_kernel
-from sparseprefill.kernels.settings import Settings, settings
-from sparseprefill.kernels.source import Source
-from sparseprefill.kernels.source import strides as _strides
+from sparseprefill.kernels.options import OPTIONS
+from sparseprefill.kernels.settings import Settings, cdiv, power_of_two, settings
+from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
-from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.lists import IndexLists
     from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.plan import Plan
+    from sparseprefill.softmax import SoftmaxState
 
 
 FAILED: list[Exception] = []
-"""Why the special kernel is not used any more; empty while it works."""
+"""Why the Hopper kernel is not used any more; empty while it works."""
+REPAIRERS = 256
+"""Most programs that look for blocks to repair."""
 
 
 @frozen(eq=False)
-class Outputs:
-    """Fresh tensors that one launch fills: either out and lse, or a state."""
+class Choice:
+    """Which kernel serves a call, decided once.
 
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    state: SoftmaxState | None = None
+    call: the call to read from; its K and V are copied out of their pages where the Hopper kernel serves the copy, but
+    not the pages. hopper: the module of the Hopper kernel, or None where the portable kernel serves. reason: what the
+    Hopper kernel has against the call; None where it serves, and where there is none.
+    """
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Batch, head and row strides of out, batch and head strides of lse; zeros where a state is filled."""
-        if self.out is None or self.lse is None:
-            return (0,) * 5
-        return (*_strides(self.out), *_strides(self.lse)[:2])
+    call: AttentionCall
+    hopper: Any = None
+    reason: str | None = None
 
 
 def interpreted() -> bool:
@@ -52,49 +54,30 @@ def interpreted() -> bool:
     return not isinstance(sparse_attention_fwd_kernel, triton.runtime.jit.JITFunction)
 
 
-def choose(call: AttentionCall, tile_q: int, tile_k: int) -> Settings:
-    """Launch settings for this call's device, head dimension and dtype."""
-    capability = torch.cuda.get_device_capability(call.q.device) if call.q.is_cuda else (0, 0)
-    return settings(capability, triton.next_power_of_2(call.q.shape[-1]), call.q.element_size(), tile_q, tile_k)
+def choose(call: AttentionCall, mask: SparseMask) -> Choice:
+    """The kernel for the call, and what it reads.
 
-
-def specialised(call: AttentionCall, mask: SparseMask) -> Any:
-    """The module with a faster kernel for this call and device (`kernels.hopper.launch`), or None."""
-    module = _special_of(call)
-    if module is None:
-        return None
-    reason = module.objection(call, mask)
+    Pages that the Hopper kernel does not read are copied for it: that costs less than what it wins. `Pages.gathered`
+    tells of it.
+    """
+    hopper = hopper_of(call)
+    if hopper is None:
+        return Choice(call)
+    reason = hopper.objection(call, mask)
+    if reason is not None and call.pages is not None and hopper.features(call, mask) is None:
+        call = evolve(call, k=call.k, v=call.v)
+        reason = hopper.objection(call, mask)
     if reason is None:
-        return module
+        return Choice(call, hopper)
     _declined(reason)
-    return None
+    return Choice(call, reason=reason)
 
 
-@cache
-def _declined(reason: str) -> None:
-    """Said once for each reason; `info`, since small tiles or a softcap are no fault of anybody."""
-    text = "the portable kernel serves calls with %s, which the Hopper kernel does not"
-    logging.getLogger(__name__).info(text, reason)
-
-
-def _special_of(call: AttentionCall) -> Any:
-    """The module for the call's device, or None."""
+def hopper_of(call: AttentionCall) -> Any:
+    """The module of the Hopper kernel, `kernels.hopper.launch`; None on other devices, or once it has failed."""
     if not call.q.is_cuda or torch.cuda.get_device_capability(call.q.device) != (9, 0):
         return None
     return None if FAILED else _hopper()
-
-
-def readable(call: AttentionCall, mask: SparseMask) -> AttentionCall:
-    """The call; with K and V copied out of their pages where the faster kernel serves a copy, but not the pages.
-
-    The copy costs less than what it wins. `Pages.gathered` tells of it.
-    """
-    if call.pages is None or specialised(call, mask) is not None:
-        return call
-    module = _special_of(call)
-    if module is None or module.features(call, mask) is not None:
-        return call
-    return evolve(call, k=call.k, v=call.v)
 
 
 @cache
@@ -107,6 +90,13 @@ def _hopper() -> Any:
     return launch
 
 
+@cache
+def _declined(reason: str) -> None:
+    """Said once for each reason; `info`, since small tiles or a softcap are no fault of anybody."""
+    text = "the portable kernel serves calls with %s, which the Hopper kernel does not"
+    logging.getLogger(__name__).info(text, reason)
+
+
 def _fail(error: Exception) -> None:
     """From now on the portable kernel serves, which one warning says."""
     FAILED.append(error)
@@ -114,10 +104,10 @@ def _fail(error: Exception) -> None:
     logging.getLogger(__name__).warning(text, triton.__version__, error)
 
 
-def _flags_of(special: Any, *arguments: Any) -> Tensor | None:
-    """What the special kernel flags, or None where it cannot be compiled or launched here."""
+def _flags_of(hopper: Any, *arguments: Any) -> Tensor | None:
+    """What the Hopper kernel flags as nonfinite, or None where it cannot be compiled or launched here."""
     try:
-        flags: Tensor = special.launch(*arguments)
+        flags: Tensor = hopper.launch(*arguments)
     except torch.OutOfMemoryError:
         raise
     except (TritonError, RuntimeError) as error:
@@ -127,108 +117,130 @@ def _flags_of(special: Any, *arguments: Any) -> Tensor | None:
 
 
 def sparse_attention_fwd(
-    call: AttentionCall, plan: Plan, *, state: bool, into: tuple[Tensor, Tensor] | None = None
-) -> Outputs:
-    """Run the kernel over the plan's mask, from its carry: out and lse, or (state=True) the unnormalised state.
+    call: AttentionCall,
+    mask: SparseMask,
+    carry: SoftmaxState | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the mask, resumed from `carry`: out ``[B, Hq, Nq, D]`` as q, and LSE ``[B, Hq, Nq]`` float32.
 
     into: tensors for out and lse, whose rows are contiguous, in place of fresh ones.
+    """
+    if into is None:
+        # Laid out as q is, which spares a host that keeps heads beside tokens a copy.
+        lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+        into = torch.empty_like(call.q), lse
+    _launch(call, mask, carry, *into, None)
+    return into
+
+
+def sparse_attention_state(call: AttentionCall, mask: SparseMask, carry: SoftmaxState | None = None) -> State:
+    """The same, unnormalised: m, l and acc of a `SoftmaxState`, float32."""
+    shape, options = call.q.shape[:3], {"dtype": torch.float32, "device": call.q.device}
+    acc = torch.empty(*shape, call.value_dim, **options)
+    state = State(torch.empty(shape, **options), torch.empty(shape, **options), acc)
+    _launch(call, mask, carry, None, None, state)
+    return state
+
+
+def _launch(
+    call: AttentionCall,
+    mask: SparseMask,
+    carry: SoftmaxState | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    state: State | None,
+) -> None:
+    """Fill out and lse, or the state.
+
     Two launches: the second repeats, with care for NaN and infinities of V in keys that a row may not see, only those
     query blocks in which the first met a NaN.
     """
-    mask, geometry = plan.mask, call.geometry
-    chosen = choose(call, mask.tile_q, mask.tile_k)
-    call = readable(call, mask)
-    source = Source.of(call)
-    shape, width = call.q.shape[:3], call.value_dim
-    options = {"dtype": torch.float32, "device": call.q.device}
-    filled = _outputs(call, state, options) if into is None else Outputs(*into)
+    geometry, (batch, heads) = call.geometry, call.q.shape[:2]
+    chosen, choice = _settings(call, mask), choose(call, mask)
+    call, tiles, stripes = choice.call, mask.tiles, mask.stripes
+    source, width = Source.of(call), call.value_dim
     rows = geometry.tile_rows(mask.tile_q)
     blocks = rows * (mask.tile_q // chosen.block_m)
-    dedupe = mask.tiles is not None and mask.stripes is not None and not mask.disjoint
-    carry = None if plan.carry is None else plan.carry.state
-    lists = (*_lists(mask.tiles or mask.stripes), *_lists(mask.stripes or mask.tiles))
-    overlap = mask.tile_map().contiguous().view(torch.uint8) if dedupe else None
-    special = specialised(call, mask)
-    flagged = None if special is None else _flags_of(special, call, mask, lists, overlap, carry, filled)
-    odd = (
-        torch.empty(shape[0] * shape[1] * blocks, dtype=torch.int8, device=call.q.device)
-        if flagged is None
-        else flagged
-    )
+    overlap = tiles is not None and stripes is not None and not mask.disjoint
+    bitmap = mask.tile_map().contiguous().view(torch.uint8) if overlap else None
+    lists = (*_lists(tiles), *_lists(stripes))
+    out_strides = (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
+    nonfinite = None
+    if choice.hopper is not None:
+        filled = SimpleNamespace(out=out, lse=lse, state=state, strides=out_strides)
+        nonfinite = _flags_of(choice.hopper, call, mask, lists, bitmap, carry, filled)
+    forward = nonfinite is None
+    if nonfinite is None:
+        nonfinite = torch.empty(batch * heads * blocks, dtype=torch.int8, device=call.q.device)
     arguments = (
         call.q, source.k, source.v, *_descriptors(source, chosen, width), *source.extra,
         geometry.starts, geometry.lengths, call.sinks,
-        *lists, overlap,
-        *_state(carry),
-        filled.out, filled.lse, *_state(filled.state), odd,
-        *_strides(call.q), *source.strides(source.k), *source.strides(source.v), *filled.strides,
-        call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
-        rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k), call.window or 0, shape[1], call.group,
+        *lists, bitmap, *_state(carry), out, lse, *_state(state), nonfinite,
+        *strides(call.q), *source.strides(source.k), *source.strides(source.v), *out_strides,
+        call.softmax_scale * LOG2E.value, call.softcap, call.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
+        rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k), heads, call.group,
+        nonfinite.numel(),
     )  # fmt: skip
-    flags: dict[str, Any] = {
-        "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group,
-        "HAS_TILES": mask.tiles is not None, "HAS_STRIPES": mask.stripes is not None, "DEDUPE": dedupe,
-        "HAS_CARRY": carry is not None, "STORE_STATE": state, "HAS_SINKS": call.sinks is not None,
-        "TMA": _tma(source, chosen), **_common(call, chosen, width, source.page),
+    options: dict[str, Any] = {
+        "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, **_blocks(chosen, width, source.page),
+        "num_warps": chosen.warps, "num_stages": chosen.stages, **chosen.registers, **OPTIONS,
     }  # fmt: skip
-    launch: dict[str, Any] = {"num_warps": chosen.warps, "num_stages": chosen.stages, **chosen.registers}
-    if flagged is None:
-        sparse_attention_fwd_kernel[(blocks, shape[0] * shape[1])](*arguments, **flags, **launch)
-    programs = min(triton.cdiv(odd.numel(), 128), 256)
-    sparse_attention_repair_kernel[(programs,)](odd.numel(), *arguments, **flags, **launch)
-    return filled
+    if forward:
+        sparse_attention_fwd_kernel[(blocks, batch * heads)](*arguments, **options, REPAIR=False)
+    programs = min(cdiv(nonfinite.numel(), FLAGS.value), REPAIRERS)
+    sparse_attention_fwd_kernel[(programs,)](*arguments, **options, REPAIR=True)
 
 
-def tile_mass_fwd(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
-    """float32 ``[B, Hq, R, C]``: `Result.probe` of the plan's probed heads."""
-    mask, geometry = plan.mask, call.geometry
-    chosen = choose(call, mask.tile_q, mask.tile_k)
+def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Tensor) -> Tensor:
+    """float32 ``[B, Hq, R, C]``: attention mass of the mask's tiles, averaged over their real rows.
+
+    lse: float32 ``[B, Hq, Nq]`` of the whole attention. probe: bool ``[B, Hq]``, heads that are asked for; zero for the
+    others.
+    """
+    geometry, (batch, heads), tiles = call.geometry, call.q.shape[:2], mask.tiles
+    chosen = _settings(call, mask)
     rows, columns = geometry.tile_rows(mask.tile_q), geometry.tile_columns(mask.tile_k)
-    batch, heads = call.q.shape[:2]
     mass = torch.zeros(batch, heads, rows, columns, dtype=torch.float32, device=call.q.device)
-    if mask.tiles is None or plan.probe is None:
+    if tiles is None:
         return mass
     source = Source.of(call)
     tile_mass_fwd_kernel[(rows, batch * heads)](
-        call.q, source.k, source.table, source.k_scale, lse.contiguous(), plan.probe.contiguous(), mass,
-        geometry.starts, geometry.lengths, *_lists(mask.tiles), *_strides(call.q), *source.strides(source.k),
-        call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
-        rows, columns, call.window or 0, heads, call.group,
-        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, **_common(call, chosen, call.q.shape[-1], source.page),
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        call.q, source.k, source.table, source.k_scale, lse.contiguous(), probe.contiguous(), mass,
+        geometry.starts, geometry.lengths, *_lists(tiles), *strides(call.q), *source.strides(source.k),
+        call.softmax_scale * LOG2E.value, call.softcap, call.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
+        rows, columns, heads, call.group,
+        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, **_blocks(chosen, call.q.shape[-1], source.page),
+        num_warps=chosen.warps, num_stages=chosen.stages, **OPTIONS,
     )  # fmt: skip
     return mass
 
 
-def _common(call: AttentionCall, chosen: Settings, width: int, page: int) -> dict[str, Any]:
+def _settings(call: AttentionCall, mask: SparseMask) -> Settings:
+    """Launch settings for this call's device, head dimension and dtype."""
+    capability = torch.cuda.get_device_capability(call.q.device) if call.q.is_cuda else (0, 0)
+    return settings(capability, power_of_two(call.q.shape[-1]), call.q.element_size(), mask.tile_q, mask.tile_k)
+
+
+def _blocks(chosen: Settings, width: int, page: int) -> dict[str, Any]:
+    """What both kernels have to know when they are compiled."""
     return {
         "BLOCK_M": chosen.block_m,
         "BLOCK_N": chosen.block_n,
         "D": width,
-        "BLOCK_D": triton.next_power_of_2(width),
-        "HAS_STARTS": call.starts is not None,
-        "HAS_LENGTHS": call.lengths is not None,
-        "WINDOW": call.window is not None,
-        "SOFTCAP": call.softcap is not None,
+        "BLOCK_D": power_of_two(width),
         "PAGE": page,
         "PRECISION": "ieee",
     }
 
 
-def _outputs(call: AttentionCall, state: bool, options: dict[str, Any]) -> Outputs:
-    shape, width = tuple(call.q.shape[:3]), call.value_dim
-    if state:
-        acc = torch.empty(*shape, width, **options)
-        return Outputs(state=SoftmaxState(torch.empty(shape, **options), torch.empty(shape, **options), acc))
-    # Laid out as q is, which spares a host that keeps heads beside tokens a copy.
-    return Outputs(torch.empty_like(call.q), torch.empty(shape, **options))
-
-
-def _state(state: SoftmaxState | None) -> tuple[Tensor | None, ...]:
+def _state(state: SoftmaxState | State | None) -> tuple[Tensor | None, ...]:
     return (None, None, None) if state is None else tuple(x.contiguous() for x in (state.m, state.l, state.acc))
 
 
-def _lists(lists: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _lists(lists: IndexLists | None) -> tuple[Tensor | None, ...]:
+    if lists is None:
+        return None, None, None
     return lists.counts.contiguous(), lists.offsets.contiguous(), lists.indices
 
 
@@ -242,5 +254,5 @@ def _tma(source: Source, chosen: Settings) -> bool:
 def _descriptors(source: Source, chosen: Settings, width: int) -> tuple[Any, Any]:
     if not _tma(source, chosen):
         return None, None
-    block = [1, 1, chosen.block_n, triton.next_power_of_2(width)]
+    block = [1, 1, chosen.block_n, power_of_two(width)]
     return TensorDescriptor.from_tensor(source.k, block), TensorDescriptor.from_tensor(source.v, block)

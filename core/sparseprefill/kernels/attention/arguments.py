@@ -1,0 +1,166 @@
+"""The arguments of the attention kernels by name: tuples that a kernel builds of its flat arguments and hands on.
+
+Kernels keep flat signatures, since `do_not_specialize` does not reach into a tuple. A field may be None, which device
+code asks for as it does of a pointer (``mask.bitmap is not None``); the branch is then decided when it is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from sparseprefill.kernels.steps import stored_rows
+
+
+class Queries(NamedTuple):
+    """``[B, Hq, Nq, D]``."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+
+
+class Cache(NamedTuple):
+    """K or V, ``[B, Hkv, Nkv, D]``, or pages of them, whose `stride_b` is that from page to page.
+
+    desc: tensor descriptor, or None. table: pages of the request, or None. scale: factor on what pages hold, or None.
+    """
+
+    ptr: Any
+    desc: Any
+    table: Any
+    scale: Any
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+
+
+class Head(NamedTuple):
+    """One KV head of K or V, ``[Nkv, D]``. ptr: its first row; stride_page: used with a table alone."""
+
+    ptr: Any
+    stride: Any
+    table: Any
+    stride_page: Any
+    scale: Any
+
+
+class Lists(NamedTuple):
+    """`IndexLists` of tiles or stripes; all None where the mask has none."""
+
+    counts: Any
+    offsets: Any
+    indices: Any
+
+
+class Mask(NamedTuple):
+    """tile_rows, columns: size of the grid of tiles. group_rows: lists of stripes a head.
+
+    bitmap: uint8 ``[B, Hq, tile_rows, columns]``, where stripes may lie in selected tiles, which count once; or None.
+    """
+
+    tiles: Lists
+    stripes: Lists
+    bitmap: Any
+    tile_rows: Any
+    group_rows: Any
+    columns: Any
+
+
+class Sizes(NamedTuple):
+    """Lengths of the call, and where its batch rows begin and end (see `batch_row`). kv_group: query heads a KV head."""
+
+    starts: Any
+    lengths: Any
+    q_offset: Any
+    q_len: Any
+    kv_len: Any
+    heads: Any
+    kv_group: Any
+
+
+class Logits(NamedTuple):
+    """scale: factor on q.k, log2(e) included. softcap, window: of the call, or None."""
+
+    scale: Any
+    softcap: Any
+    window: Any
+
+
+class State(NamedTuple):
+    """A softmax in progress: m, l ``[B, Hq, Nq]`` and acc ``[B, Hq, Nq, D]``, float32 and contiguous; or all None."""
+
+    m: Any
+    l: Any  # noqa: E741
+    acc: Any
+
+
+class Outputs(NamedTuple):
+    """Where results go: either out and lse, or a state. sinks: logits that join the denominator of out, or None.
+
+    nonfinite: int8 ``[B * Hq * query blocks]``, 1 where a block met a NaN.
+    """
+
+    out: Any
+    lse: Any
+    state: State
+    nonfinite: Any
+    sinks: Any
+    stride_ob: Any
+    stride_oh: Any
+    stride_on: Any
+    stride_lb: Any
+    stride_lh: Any
+
+
+class Shape(NamedTuple):
+    """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, tokens a page.
+
+    GROUP: query tiles that share a list of stripes. BLOCK_D: D rounded up to a power of two. PAGE: 0 without pages.
+    """
+
+    TILE_Q: tl.constexpr
+    TILE_K: tl.constexpr
+    GROUP: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    D: tl.constexpr
+    BLOCK_D: tl.constexpr
+    PAGE: tl.constexpr
+
+
+class Rows(NamedTuple):
+    """The query rows of one block, on the grid of their batch row.
+
+    b, h, kv_head: batch row, query head, KV head. start, kv_len: first real key, and end of K and V. first: position
+    of query row 0. tile: query tile. low, last: positions of the first row, and of the last real one. live: any is
+    real. position, row ``[BLOCK_M]``: on the grid, and among the query rows of the call. real: rows that are tokens of the call.
+    """
+
+    b: Any
+    h: Any
+    kv_head: Any
+    start: Any
+    kv_len: Any
+    first: Any
+    tile: Any
+    low: Any
+    last: Any
+    live: Any
+    position: Any
+    row: Any
+    real: Any
+
+
+@triton.jit
+def load_keys(x, rows, keep, TYPE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[len(rows), BLOCK_D]: rows of a `Head`, 0 where not kept; those of pages scaled and converted to TYPE."""
+    y = stored_rows(x.ptr, rows, keep, x.stride, x.table, x.stride_page, PAGE, D, BLOCK_D)  # [len(rows), BLOCK_D]
+    if PAGE > 0:
+        if x.scale is not None:
+            y = y.to(tl.float32) * tl.load(x.scale)
+        y = y.to(TYPE)
+    return y

@@ -1,0 +1,169 @@
+"""Compile the attention kernels for Hopper without a GPU, through their own launchers: ``python offline.py``.
+
+Prints a JSON object: variant -> names of the kernels that were compiled for it; what fails ends it with the error.
+Run it without TRITON_INTERPRET, which is read when a kernel module is imported.
+
+A fake driver names capability 9.0 as the target, tensors lie on the CPU, and each launch stops behind its compilation.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compiler
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from sparseprefill import AttentionCall, Carry, Pages, Plan, SoftmaxState, SparseMask
+from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.hopper import launch as hopper
+
+LENGTH = 256
+RUN = JITFunction.run
+SHARED = 232448
+"""Bytes of shared memory that a program may have on an H100."""
+
+
+@frozen(eq=False)
+class Variant:
+    """One way to launch attention.
+
+    kind: of mask, tiles, stripes or both. carry: resume a state. state: leave one. probe: mass of tiles. page: tokens
+    of a page, or 0. padded: left and right padding, and sinks. more: fields of the call. tile: of the mask; small ones
+    compile faster.
+    """
+
+    kind: str
+    width: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    carry: bool = False
+    state: bool = False
+    probe: bool = False
+    page: int = 0
+    padded: bool = False
+    more: dict[str, Any] = field(factory=dict)
+    tile: int = 32
+
+    def call(self) -> AttentionCall:
+        """Two query heads of one KV head."""
+        q, k, v = (torch.zeros(1, heads, LENGTH, self.width, dtype=self.dtype) for heads in (2, 1, 1))
+        if self.page:
+            count = LENGTH // self.page
+            cache = torch.zeros(2, count, self.page, 1, self.width, dtype=self.dtype)
+            pages = Pages(cache[0], cache[1], torch.arange(count, dtype=torch.int32), LENGTH)
+            return AttentionCall.of_pages(q, pages, **self.more)
+        call = AttentionCall(q, k, v, **self.more)
+        if not self.padded:
+            return call
+        starts, lengths = (torch.tensor([value], dtype=torch.int32) for value in (3, 200))
+        return evolve(call, starts=starts, lengths=lengths, sinks=torch.zeros(2))
+
+    def mask(self, call: AttentionCall) -> SparseMask:
+        """Every tile, every eighth key, or both, which overlap."""
+        tiles = SparseMask.full(call, self.tile)
+        keep = torch.arange(LENGTH).remainder(8).eq(0).view(1, 1, 1, -1)
+        stripes = SparseMask.from_stripes(call, keep, 2, self.tile, diagonal=False)
+        return {"tiles": tiles, "stripes": stripes, "both": tiles | stripes}[self.kind]
+
+    def run(self) -> None:
+        """Through the executor, as any call."""
+        call = self.call()
+        shape = (1, 2, LENGTH)
+        state = SoftmaxState.empty(shape, self.width, torch.float32, call.q.device)
+        carry = Carry(state, SparseMask.empty(call, self.tile)) if self.carry else None
+        plan = Plan(self.mask(call), carry, probe=torch.ones(1, 2, dtype=torch.bool) if self.probe else None)
+        (TritonExecutor().accumulate if self.state else TritonExecutor().execute)(call, plan)
+
+
+PORTABLE = {
+    "tiles": Variant("tiles", width=128),
+    "stripes": Variant("stripes"),
+    "both, padded": Variant("both", padded=True, probe=True),
+    "resumed state": Variant("tiles", carry=True, state=True),
+    "pages": Variant("both", page=16),
+    "window, softcap": Variant("both", more={"window": 100, "softcap": 30.0}),
+    "float32": Variant("tiles", dtype=torch.float32),
+}
+HOPPER = {
+    "hopper: 64, both": Variant("both", padded=True, tile=128),
+    "hopper: 128, tiles resumed": Variant("tiles", width=128, carry=True, tile=128),
+    "hopper: 256, stripes": Variant("stripes", width=256, dtype=torch.float16, state=True, tile=128),
+    "hopper: pages": Variant("both", width=128, page=16, tile=128),
+}
+
+
+class Target:
+    """The part of a driver that compilation asks."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Properties:
+    """Of an H100."""
+
+    multi_processor_count = 132
+
+
+def replace(place: Any, **values: Any) -> None:
+    """Set names of a module or class, for the life of this process."""
+    for name, value in values.items():
+        setattr(place, name, value)
+
+
+def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
+    """`JITFunction.run` without the launch, which notes what it compiled; names without `only` are passed over."""
+
+    def warm(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
+        del warmup
+        if only not in self.fn.__name__:
+            return None
+        kernel = RUN(self, *args, grid=grid, warmup=True, **options)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        assert kernel.asm["ptx"]
+        compiled.append(self.fn.__name__)
+        return kernel
+
+    return warm
+
+
+def main() -> None:
+    compiled: list[str] = []
+    settings = attention.settings
+    driver.set_active(Target())
+    replace(compiler, max_shared_mem=lambda _: SHARED)
+    replace(torch.cuda, get_device_properties=lambda *_: Properties)
+    replace(TritonExecutor, unsupported=lambda *_: None)
+    replace(attention, settings=lambda _, *sizes: settings((9, 0), *sizes))
+    found: dict[str, list[str]] = {}
+    # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
+    for module, variants, only in ((None, PORTABLE, ""), (hopper, HOPPER, "hopper")):
+        replace(JITFunction, run=compiling(compiled, only))
+        replace(attention, hopper_of=lambda _, module=module: module)
+        for name, variant in variants.items():
+            variant.run()
+            found[name] = list(compiled)
+            compiled.clear()
+    if attention.FAILED:
+        raise attention.FAILED[0]
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The attention kernels compile for Hopper with the Triton at hand; no GPU is needed to say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PORTABLE, HOPPER, MASS = "sparse_attention_fwd_kernel", "hopper_attention_fwd_kernel", "tile_mass_fwd_kernel"
+SCRIPT = Path(__file__).with_name("offline.py")
+
+
+@pytest.mark.slow
+def test_every_variant_compiles_for_hopper(tmp_path: Path) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    hidden = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(tmp_path)}  # nothing compiled before may stand in
+    environment = {name: value for name, value in {**os.environ, **hidden}.items() if value is not None}
+    command = [sys.executable, str(SCRIPT)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    portable = ("tiles", "stripes", "both, padded", "resumed state", "pages", "window, softcap", "float32")
+    fast = ("hopper: 64, both", "hopper: 128, tiles resumed", "hopper: 256, stripes", "hopper: pages")
+    # Forward and repair are one kernel, compiled twice.
+    expected = {name: [PORTABLE, PORTABLE] for name in portable} | {name: [HOPPER] for name in fast}
+    expected["both, padded"].append(MASS)
+    assert expected == found
