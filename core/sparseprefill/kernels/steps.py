@@ -16,6 +16,19 @@ def floor_div(x, y: tl.constexpr):
 
 
 @triton.jit
+def batch_row(b, starts_ptr, lengths_ptr, q_offset, kv_len):
+    """(start, length, first) of batch row `b`: index of its first real key, number of its real keys, and the position
+    of query row 0 on the row's own grid, which begins at its first real key. Pointers may be None: no padding."""
+    start = 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + b)
+    length = kv_len - start
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + b)
+    return start, length, q_offset - start
+
+
+@triton.jit
 def load_rows(ptr, rows, keep, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """[len(rows), BLOCK_D]: rows of a matrix by index, 0 where not kept."""
     dims = tl.arange(0, BLOCK_D)
