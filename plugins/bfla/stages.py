@@ -66,15 +66,15 @@ def kept_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Tiles of the kept blocks, bool ``[B, Hq, R, C]``, and the softmax mass of each block.
 
-    size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it (`fused`).
+    size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it (`launch`).
     """
     if kernels.serve(call.q):
         from sparseprefill.kernels.groups.launch import supported
 
         if supported(call, block, size):
-            from . import fused
+            from . import launch
 
-            return fused.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
+            return launch.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
     geometry = call.geometry
     scores = capped(block_scores(call, block, size).mul_(alpha), softcap)
     keep, mass = keep_blocks(scores, reachable_map(geometry, block, block)[:, None], keep_mass)
@@ -95,10 +95,10 @@ def keep_blocks(scores: Tensor, causal: Tensor, keep_mass: float) -> tuple[Tenso
     Blocks of a NaN or infinite score are kept beside the mass, so that it reaches the output as in dense attention.
     """
     scores = torch.where(causal, scores, -torch.inf)
-    odd = ~(scores < torch.inf)
-    mass = torch.softmax(scores.masked_fill(odd, -torch.inf), -1)
+    nonfinite = ~(scores < torch.inf)
+    mass = torch.softmax(scores.masked_fill(nonfinite, -torch.inf), -1)
     mass = torch.nan_to_num(mass, nan=0.0)  # rows of padding alone, which have no causal block
-    return (top_mass(mass, keep_mass) | odd) & causal, mass
+    return (top_mass(mass, keep_mass) | nonfinite) & causal, mass
 
 
 def pipeline(config: BflaConfig) -> Pipeline:

@@ -128,9 +128,11 @@ def selected_pairs(mask: SparseMask, *, tiles: bool = True) -> Tensor:
     if kernels.serve_device(mask.geometry.device):
         from sparseprefill.kernels.lists.pair_counts import pair_counts
 
-        return pair_counts(mask, mask.tiles if tiles else None)
-    lists = [one for one in (mask.tiles if tiles else None, mask.stripes) if one is not None]
-    if all(one.same_heads for one in lists):
+        given = (mask.tiles if tiles else None, mask.stripes)
+        lists = [None if one is None else (one.counts, one.offsets, one.indices) for one in given]
+        return pair_counts(mask.geometry, mask.tile_q, mask.tile_k, mask.group, *lists, disjoint=mask.disjoint)
+    some = [one for one in (mask.tiles if tiles else None, mask.stripes) if one is not None]
+    if all(one.same_heads for one in some):
         return _of_heads(mask, slice(0, 1), tiles).expand(-1, heads)
     parts = [_of_heads(mask, slice(h, min(h + size, heads)), tiles) for h in range(0, heads, size)]
     return torch.cat(parts, 1)
