@@ -63,8 +63,8 @@ def slash_tiles(
 
     A bin s holds distances ``[s * block, (s + 1) * block)``, whose pairs fall in the tile diagonals s and s + 1.
     part: int64 ``[B, R]``, for bins ``[B, H, P, S]``: which of the P sets governs each query tile. columns: bool
-    ``[B, H, C]``, or ``[B, H, P, C]`` with a part: tiles of these key columns too. exclude: bool ``[B, H]`` and ``[B, H, R,
-    C]``, heads that have the tiles of this other map, which may be written to.
+    ``[B, H, C]``, or ``[B, H, P, C]`` with a part: tiles of these key columns too. exclude: bool ``[B, H]`` and
+    ``[B, H, R, C]``, heads that have the tiles of this other map, which may be written to.
     """
     if part is None:
         slashes, columns = slashes[:, :, None], None if columns is None else columns[:, :, None]

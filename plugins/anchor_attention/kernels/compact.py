@@ -129,13 +129,13 @@ def compact_kernel(
         base = bh.to(tl.int64) * block_rows
         # Groups of up to STEP_P blocks (the usual case) keep their mean queries on chip.
         once: tl.constexpr = STEP <= STEP_P
-        blocks = _blocks(
-            pooled_ptr, anchor_ptr, base, block, block_rows, number < STEP, D, BLOCK_D, dtype
-        )
+        blocks = _blocks(pooled_ptr, anchor_ptr, base, block, block_rows, number < STEP, D, BLOCK_D, dtype)
         for j in tl.range(0, unsure, BLOCK_N, num_stages=1):
             some = j + tl.arange(0, BLOCK_N) < unsure
             key = tl.load(list_ptr + j + tl.arange(0, BLOCK_N), mask=some, other=0, cache_modifier=".cg")
-            k = stored_rows(k_base, key + start, some, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            k = stored_rows(
+                k_base, key + start, some, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D
+            )  # [BLOCK_N, BLOCK_D]
             near = _near(k, blocks, scale, softcap, theta, SOFTCAP, PRECISION)
             if not once:
                 for chunk in range(STEP_P, STEP, STEP_P):

@@ -62,7 +62,8 @@ def pool_kernel(
             for r in tl.static_range(0, BLOCK, BLOCK_R):
                 position = base + r + steps
                 real = (position >= low) & (position < top)
-                total += load_rows(q_base, position - first, real, stride_qn, D, BLOCK_D).to(tl.float32)  # [BLOCK_R, BLOCK_D]
+                q = load_rows(q_base, position - first, real, stride_qn, D, BLOCK_D)  # [BLOCK_R, BLOCK_D]
+                total += q.to(tl.float32)
                 if USE_ANCHOR:
                     maxima += tl.load(m_base + position - first, mask=real, other=0.0)
             count = tl.maximum(top - low, 1).to(tl.float32)

@@ -167,7 +167,8 @@ def group_products(
         slot = (k_group % in_page * SIZE).to(tl.int64)
         k_row = k_base + (page * x.stride_kb + slot * x.stride_kn)[:, None] + entries
     else:
-        k_row = k_base + (k_group * SIZE + row.start).to(tl.int64)[:, None] * x.stride_kn + entries  # [BLOCK_N, BLOCK_K]
+        # [BLOCK_N, BLOCK_K]
+        k_row = k_base + (k_group * SIZE + row.start).to(tl.int64)[:, None] * x.stride_kn + entries
     middle = steps
     if HALF > 0:
         middle = tl.where(drop, HALF * chunks, steps)

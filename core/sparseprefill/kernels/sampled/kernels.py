@@ -48,14 +48,14 @@ def _rows(
     h = z // parts % heads
     sample = z // parts // heads
     b = sample // samples
-    start, _, first = batch_row(b, starts_ptr, None, q_offset, 0)
+    start, _, _ = batch_row(b, starts_ptr, None, q_offset, 0)
     row = tl.arange(0, BLOCK_R)
     number = part * ROWS + row
     inside = (row < ROWS) & (number < count)
     place = sample.to(tl.int64) * count
     index = tl.load(rows_ptr + place + count - 1).to(tl.int32) - (count - 1) + number
     real = tl.load(real_ptr + place + number, mask=inside, other=0) != 0  # [BLOCK_R]
-    return Rows(sample, b, h, start, number, index, index + first, real)
+    return Rows(sample, b, h, start, number, index, index + q_offset - start, real)
 
 
 @triton.jit

@@ -74,8 +74,9 @@ def sampled_mass(
 
 
 def _round(
-    call: AttentionCall, rows: Tensor, real: Tensor, slash: int, column: int, chosen: tuple[Settings, Settings], part: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    call: AttentionCall, rows: Tensor, real: Tensor, slash: int, column: int, chosen: tuple[Settings, Settings],
+    part: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     geometry, (for_lse, for_mass) = call.geometry, chosen
     batch, samples, count = rows.shape
     heads, width, size = geometry.heads, call.q.shape[-1], geometry.kv_len
@@ -108,8 +109,9 @@ def _round(
         partial, lse, count, chunks, heads, samples, BLOCK_C=32, BLOCK_R=128, **FUSED
     )
     sampled_mass_kernel[grid](
-        q, keys.k, keys.table, rows, real, geometry.starts, lse, shares, *numbers, SLASH=slash, **flags, **for_mass.options
-    )
+        q, keys.k, keys.table, rows, real, geometry.starts, lse, shares, *numbers,
+        SLASH=slash, **flags, **for_mass.options,
+    )  # fmt: skip
     runs = {f"{name}_{key}": x for name, run in (("COLUMN", column), ("SLASH", slash)) for key, x in _run(run)}
     blocks = cdiv(columns.shape[3], runs["COLUMN_BINS"]) + cdiv(slashes.shape[3], runs["SLASH_BINS"])
     sampled_fold_kernel[batch * samples * heads, blocks](

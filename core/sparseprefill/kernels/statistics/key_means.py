@@ -41,8 +41,8 @@ def key_means_kernel(
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for row in tl.range(low, low + TILE, ROWS):
         at = row + tl.arange(0, ROWS)
-        k = stored_rows(k_base, at + start, at < top, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)  # [ROWS, BLOCK_D]
-        total += k.to(tl.float32)
+        k = stored_rows(k_base, at + start, at < top, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
+        total += k.to(tl.float32)  # [ROWS, BLOCK_D]
     mean = tl.sum(total, 0) / tl.maximum(top - low, 1).to(tl.float32)
     dims = tl.arange(0, BLOCK_D)
     tl.store(mean_ptr + (bh.to(tl.int64) * columns + column) * D + dims, mean, mask=dims < D)
