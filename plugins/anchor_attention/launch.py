@@ -1,133 +1,108 @@
-"""Sizes of the identification kernels' launches: a pure table by capability, and what a call makes of it."""
+"""Alg. 2 on the GPU in three launches: pool, score, compact. No score matrix in memory, nothing counted on the host."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sparseprefill.kernels.settings import FUSED, Settings
+from sparseprefill.kernels.source import Keys, strides
+
+from .kernels.compact import compact_kernel
+from .kernels.pool import pool_kernel
+from .kernels.score import score_kernel
+from .layout import WORD, Layout
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
 
     from .regions import Regions
 
-WORD = 16  # keys per word of flags: a bit "sure" and a bit "unsure" each
-STEP_PART = 16  # blocks of a group that are scored side by side
-
-
-@frozen
-class Settings:
-    """block_m: keys per program. block_n: pooled queries per step. warps, stages: of the program. tma: descriptors."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    tma: bool
-    maxnreg: int | None = None
-
-    @property
-    def registers(self) -> dict[str, int]:
-        """The cap as a launch option."""
-        return {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
+WORDS = 256  # words of flags per step of the compaction
+BATCH = 64  # keys settled at once
 
 
 def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settings:
-    """Settings of the scoring launch: (9, 0) is Hopper, (0, 0) the interpreter.
+    """Settings of the scoring launch, block_m keys by block_n pooled queries: (9, 0) is Hopper, (0, 0) the interpreter.
 
     block_d: head dimension, rounded up to a power of two. itemsize: bytes per element of k.
     """
     if capability[0] < 9:
-        return Settings(64, 64, 4, 2, tma=False)
+        return Settings(64, 64, 4, 2)
     if block_d > 128:
         return Settings(128, 64, 8, 2, tma=True)
     # 256 keys x 64 queries: each pooled query is read half as often as with 128 x 128, and two programs still fit.
     return Settings(256, 64, 8, 3, tma=True, maxnreg=128 if itemsize == 2 else None)
 
 
-@frozen(kw_only=True)
-class Layout:
-    """How one call's pooled queries lie in memory, and the words of flags per key range.
+def stripes(
+    call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, use_anchor: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts, offsets and indices of `identify.stripes`, for m ``[B, Hq, Nq]``, the anchor pass's row maxima.
 
-    A *set* is the blocks of one group and head that one step scores; `heads` heads share a KV head's keys; `parts` is
-    how many such shares a GQA group needs, `chunks` how many steps a group of many blocks needs. A *tile* is `rows`
-    groups. Pooled queries are ``[shares, chunks, tiles, block_n, D]``, columns as pool.py orders them.
+    Lists have room for every candidate key. Keys are selected as by float32 mean queries and float32 sums.
     """
-
-    heads: int
-    parts: int
-    step: int
-    chunks: int
-    sets: int
-    rows: int
-    groups: int
-    tiles: int
-    shares: int
-    first_key: int
-    key_tiles: int
-    words: int
-    room: int
-
-    @classmethod
-    def of(cls, geometry: Geometry, kv_heads: int, regions: Regions, block_m: int, block_n: int) -> Layout:
-        """From sizes alone."""
-        group = geometry.heads // kv_heads
-        step = min(max(_power(regions.step), 2), STEP_PART)
-        sets = block_n // step
-        heads = min(_power(group), sets)
-        parts, chunks = -(-group // heads), -(-regions.step // step)
-        rows = sets // heads
-        groups = geometry.tile_rows(regions.group)
-        first_key = regions.init_tokens // WORD * WORD
-        # No row of the batch has a candidate at or after the last group's start; rows that start later have fewer.
-        end = (geometry.q_offset + geometry.q_len - 1) // regions.group * regions.group
-        key_tiles = -(-max(end - first_key, 0) // block_m)
-        return cls(
-            heads=heads,
-            parts=parts,
-            step=step,
-            chunks=chunks,
-            sets=sets,
-            rows=rows,
-            groups=groups,
-            tiles=-(-groups // rows),
-            shares=geometry.batch * kv_heads * parts,
-            first_key=first_key,
-            key_tiles=key_tiles,
-            words=key_tiles * block_m // WORD,
-            room=before(geometry.q_offset // regions.group, groups, regions),
-        )
-
-
-def before(first: int, row: int, regions: Regions) -> int:
-    """Candidate keys of the rows in front of `row`, where row 0 is group `first`: where its list begins.
-
-    A row of group g has ``max(0, g * group - init_tokens)``. The kernel computes the same (`compact.py`).
-    """
-    skip = min(max(regions.init_tokens // regions.group + 1 - first, 0), row)
-    pairs = (row * (row - 1) - skip * (skip - 1)) // 2
-    return (row - skip) * (first * regions.group - regions.init_tokens) + regions.group * pairs
-
-
-def _power(x: int) -> int:
-    return 1 << (x - 1).bit_length()
-
-
-def workspace(call: AttentionCall, regions: Regions) -> int:
-    """Bytes on the device that the anchor pass and the identification need, their results included: an upper bound.
-
-    Most of it is 4 bytes for every candidate key of every group and head, the room of the lists; and the state of the
-    anchor pass, 4 bytes for each element of the output.
-    """
-    geometry, width = call.geometry, call.q.shape[-1]
-    plan = Layout.of(geometry, call.kv_heads, regions, 256, 64)
-    lists = geometry.batch * geometry.heads * plan.groups
-    blocks = geometry.batch * geometry.tile_rows(regions.block)
+    geometry, device, theta = call.geometry, call.q.device, float(theta)
+    q, keys = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call)
+    batch, heads, _, width = q.shape
+    chosen = choose(call)
+    plan = Layout.of(geometry, call.kv_heads, regions, chosen.block_m, chosen.block_n)
+    blocks, block_d = geometry.tile_rows(regions.block), triton.next_power_of_2(width)
+    counts = torch.empty(batch, heads, plan.groups, dtype=torch.int32, device=device)
+    offsets = torch.empty(batch, heads, plan.groups, dtype=torch.int64, device=device)
+    if plan.room == 0:
+        return counts.zero_(), offsets.zero_(), counts.new_zeros(1)
+    real: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    indices = torch.empty(batch * heads * plan.room, dtype=torch.int32, device=device)
+    flags = torch.empty(batch * heads * plan.groups, plan.words, dtype=torch.int32, device=device)
+    pooled, anchor = torch.empty(batch, heads, blocks, width, **real), torch.empty(batch, heads, blocks, **real)
     places = plan.shares * plan.chunks * plan.tiles
-    state = geometry.batch * geometry.heads * geometry.q_len * (call.value_dim + 2) * 4
-    ranges = blocks * 32 * ((regions.init_tokens + regions.group) // regions.tile_k)
-    found = geometry.batch * geometry.heads * plan.room * 4 + lists * (12 + plan.words * 4)
-    means = blocks * geometry.heads * (width + 4) * 4 + places * (64 * (width * 2 + 4) + plan.sets * 12)
-    small = 1 << 20  # counters and flags of the launches; the allocator rounds each tensor up to 512 bytes
-    return state + ranges + found + means + small
+    rounded = torch.float16 if q.dtype == torch.float32 else q.dtype
+    high = torch.empty(places * chosen.block_n, width, dtype=rounded, device=device)
+    limit, slack = torch.empty(places, chosen.block_n, **real), torch.empty(places, 3, plan.sets, **real)
+
+    numbers = (call.softmax_scale, call.softcap or 0.0)
+    cut: dict[str, Any] = {"STEP_P": plan.step, "D": width, "BLOCK_D": block_d}
+    tile: dict[str, Any] = {"CHUNKS": plan.chunks, "HEADS": plan.heads, "ROWS": plan.rows, "BLOCK_N": chosen.block_n}
+    bits: dict[str, Any] = {"SOFTCAP": call.softcap is not None, "WORD": WORD, "PAGE": keys.page}
+    pool_kernel[(plan.tiles * plan.rows * plan.chunks, plan.shares * plan.heads)](
+        q, m.contiguous(), call.starts, call.lengths, pooled, anchor, high, limit, slack, *strides(q),
+        call.softmax_scale, theta, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
+        blocks, plan.groups, plan.tiles, heads, call.group, plan.parts,
+        BLOCK=regions.block, STEP=regions.step, BLOCK_R=_rows_at_once(regions.block),
+        USE_ANCHOR=use_anchor, **cut, **tile, num_warps=4, **FUSED,
+    )  # fmt: skip
+    score_kernel[(plan.key_tiles, plan.shares)](
+        keys.k, keys.table, high, _descriptor(high, chosen, block_d), limit, slack, call.starts, flags, *keys.strides,
+        *numbers, geometry.q_offset, geometry.kv_len, plan.groups, plan.tiles, plan.words, plan.first_key,
+        heads, call.group, plan.parts,
+        GROUP=regions.group, BLOCK_M=chosen.block_m, TMA=chosen.tma, **cut, **tile, **bits,
+        num_warps=chosen.warps, num_stages=chosen.stages if plan.chunks == 1 else 1, **chosen.registers, **FUSED,
+    )  # fmt: skip
+    compact_kernel[(plan.groups, batch * heads)](
+        keys.k, keys.table, pooled, anchor, call.starts, flags, counts, offsets, indices, *keys.strides,
+        *numbers, theta, geometry.q_offset, geometry.q_len, blocks, plan.groups, plan.words, plan.first_key,
+        regions.init_tokens, geometry.q_offset // regions.group, plan.room, heads, call.group,
+        BLOCK=regions.block, STEP=regions.step, WORDS=WORDS, BLOCK_N=BATCH, **{**cut, "STEP_P": max(plan.step, 16)},
+        **bits, PRECISION="ieee", num_warps=4, **FUSED,
+    )  # fmt: skip
+    return counts, offsets, indices
+
+
+def choose(call: AttentionCall) -> Settings:
+    """Settings of the scoring launch for the call's device and width."""
+    capability = torch.cuda.get_device_capability(call.q.device) if call.q.is_cuda else (0, 0)
+    return settings(capability, triton.next_power_of_2(call.q.shape[-1]), call.q.element_size())
+
+
+def _rows_at_once(block: int) -> int:
+    """Of a block of queries, for at most a few loads in flight: 32 of the usual 128."""
+    return int(max(min(32, triton.next_power_of_2(block)), triton.next_power_of_2(-(-block // 8))))
+
+
+def _descriptor(high: Tensor, chosen: Settings, block_d: int) -> TensorDescriptor | None:
+    return TensorDescriptor.from_tensor(high, [chosen.block_n, block_d]) if chosen.tma else None

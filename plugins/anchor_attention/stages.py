@@ -9,17 +9,17 @@ from attrs import field, frozen
 
 from sparseprefill import kernels
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
 
 from . import identify
-from .launch import workspace
+from .layout import workspace
 from .regions import Regions
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.lists import IndexLists
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope, SparseExecutor
 
@@ -68,9 +68,9 @@ class AnchorEstimator:
 
     def _stripes(self, call: AttentionCall, m: torch.Tensor) -> IndexLists:
         if kernels.serve(call.q) and call.q.dtype != torch.float64:
-            from . import identify_triton
+            from . import launch
 
-            return identify_triton.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)
+            return IndexLists(*launch.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor))
         return identify.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.groups.launch import RUNTIME
-from sparseprefill.kernels.groups.products import (
+from sparseprefill.kernels.groups.kernels import (
+    RUNTIME,
+    Operands,
+    Tile,
     first_query_group,
     group_products,
     places,
     program_tile,
-    row_of_batch,
+    token_row,
 )
-from sparseprefill.kernels.steps import LOG2E, floor_div
+from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div
 
 
 @triton.jit
@@ -31,30 +33,32 @@ def block_scores_kernel(
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift,
     q_offset, q_len, kv_len, tiles, skipped, base, heads, kv_group, rows, columns,
     BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    D: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    D: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Eq. 3 and 4, for one tile of group pairs. Blocks without a query or a key, and of the future, may stay unwritten."""
+    """scores ``[batch, heads, rows, columns]`` of blocks: the largest dot product of their token groups (eq. 3 and 4).
+
+    One program: one tile of group pairs. Blocks without a query or a key, and of the future, may stay unwritten.
+    """
     per: tl.constexpr = BLOCK // SIZE
-    b, h, hk, row, column = program_tile(tl.program_id(0), tiles, skipped, base, heads, kv_group, BLOCK_M, BLOCK_N)
-    start, first, low, high = row_of_batch(
-        b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, HAS_STARTS, HAS_LENGTHS
+    x = Operands(
+        q_ptr, k_ptr, table_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift
     )  # fmt: skip
-    first_q, first_k = first_query_group(first, row, BLOCK, SIZE, BLOCK_M), column * BLOCK_N
-    if (first_k >= first_q + BLOCK_M) | (first_k * SIZE >= high) | (first_q * SIZE >= high):
+    b, h, hk, row, column = program_tile(tl.program_id(0), tiles, skipped, base, heads, kv_group, BLOCK_M, BLOCK_N)
+    tokens = token_row(b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len)
+    first_q, first_k = first_query_group(tokens.first, row, BLOCK, SIZE, BLOCK_M), column * BLOCK_N
+    if (first_k >= first_q + BLOCK_M) | (first_k * SIZE >= tokens.high) | (first_q * SIZE >= tokens.high):
         return
     acc = group_products(
-        b, h, hk, first_q, first_k, q_shift, start, first, low, high,
-        q_ptr, k_ptr, table_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
-        False, SIZE, False, 0, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE, PRECISION,
+        x, Tile(b, h, hk, first_q, first_k), tokens, False,
+        SIZE, False, 0, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE, PRECISION,
     )  # fmt: skip
     # A pair of groups counts where both hold a token at some place; keys do from place 0 on.
-    q_low, q_high = places(first_q + tl.arange(0, BLOCK_M), low, high, SIZE)
-    _, k_high = places(first_k + tl.arange(0, BLOCK_N), 0, high, SIZE)
+    q_low, q_high = places(first_q + tl.arange(0, BLOCK_M), tokens.low, tokens.high, SIZE)
+    _, k_high = places(first_k + tl.arange(0, BLOCK_N), 0, tokens.high, SIZE)
     acc = tl.where(q_low[:, None] < tl.minimum(q_high[:, None], k_high[None, :]), acc, float("-inf"))
-    score = _highest(acc, per, BLOCK_M, BLOCK_N)
-    odd = _highest((acc != acc).to(tl.int32), per, BLOCK_M, BLOCK_N)  # tl.max passes a NaN over
-    score = tl.where(odd > 0, float("nan"), score)
+    score = _highest(acc, per, BLOCK_M, BLOCK_N)  # [BLOCK_M / per, BLOCK_N / per]
+    nan = _highest((acc != acc).to(tl.int32), per, BLOCK_M, BLOCK_N)  # tl.max passes a NaN over
+    score = tl.where(nan > 0, float("nan"), score)
     r = row * (BLOCK_M // per) + tl.arange(0, BLOCK_M // per)
     c = column * (BLOCK_N // per) + tl.arange(0, BLOCK_N // per)
     where = ((b * heads + h).to(tl.int64) * rows + r)[:, None] * columns + c[None, :]
@@ -63,28 +67,30 @@ def block_scores_kernel(
 
 @triton.jit
 def _logits(line_ptr, c, begin, end, alpha, softcap, SOFTCAP: tl.constexpr):
-    """Base-2 logits of the blocks `c`, -inf for odd ones and where out of sight; and which are odd."""
+    """Base-2 logits of the blocks `c`, -inf for NaN and infinite ones and where out of sight; and which are those."""
     seen = (c >= begin) & (c < end)
     x = tl.load(line_ptr + c, mask=seen, other=0.0) * alpha
     if SOFTCAP:
         x = tl.where(x == float("-inf"), x, (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0) * softcap)
-    odd = (x < float("inf")) == 0
-    return tl.where(seen & (odd == 0), x, float("-inf")) * LOG2E, seen & odd
+    nonfinite = (x < float("inf")) == 0
+    return tl.where(seen & (nonfinite == 0), x, float("-inf")) * LOG2E, seen & nonfinite
 
 
 @triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "rows", "columns", "window", "heads"))
 def block_mass_kernel(
-    scores_ptr, odd_ptr, starts_ptr, lengths_ptr, alpha, softcap, q_offset, q_len, kv_len, rows, columns, window, heads,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    scores_ptr, nonfinite_ptr, starts_ptr, lengths_ptr, alpha, softcap, q_offset, q_len, kv_len, rows, columns, window,
+    heads,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Eq. 5 to 8: the softmax of one row of scores over its causal blocks, in their place, and which blocks are odd."""
+    """Scores ``[batch, heads, rows, columns]`` become softmax masses over a row's causal blocks, in place (eq. 5 to 8).
+
+    Blocks of a NaN or infinite score have no mass; nonfinite ``[batch, heads, rows, columns]`` names them. One program:
+    one row, in two sweeps of WIDTH blocks a step.
+    """
     bh, r = tl.program_id(1), tl.program_id(0)
-    _start, first, low, high = row_of_batch(
-        bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, HAS_STARTS, HAS_LENGTHS
-    )  # fmt: skip
-    block = floor_div(first, BLOCK) + r
-    live = (tl.minimum((block + 1) * BLOCK, high) > tl.maximum(block * BLOCK, low)).to(tl.int32)
+    tokens = token_row(bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len)
+    block = floor_div(tokens.first, BLOCK) + r
+    live = (tl.minimum((block + 1) * BLOCK, tokens.high) > tl.maximum(block * BLOCK, tokens.low)).to(tl.int32)
     begin, end = 0, tl.minimum(block + 1, columns) * live
     if WINDOW:
         begin = tl.maximum(floor_div(block * BLOCK - window + 1, BLOCK), 0)
@@ -92,7 +98,7 @@ def block_mass_kernel(
     top, total = float("-inf"), 0.0
     for at in tl.range(0, end, WIDTH):
         c = at + tl.arange(0, WIDTH)
-        x, _odd = _logits(scores_ptr + line, c, begin, end, alpha, softcap, SOFTCAP)
+        x, _ = _logits(scores_ptr + line, c, begin, end, alpha, softcap, SOFTCAP)
         higher = tl.maximum(top, tl.max(x, 0))
         level = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.math.exp2(top - level) + tl.sum(tl.math.exp2(x - level), 0)
@@ -101,21 +107,22 @@ def block_mass_kernel(
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
     for at in tl.range(0, columns, WIDTH):
         c = at + tl.arange(0, WIDTH)
-        x, odd = _logits(scores_ptr + line, c, begin, end, alpha, softcap, SOFTCAP)
-        tl.store(odd_ptr + line + c, odd.to(tl.uint8), mask=c < columns)
+        x, nonfinite = _logits(scores_ptr + line, c, begin, end, alpha, softcap, SOFTCAP)
+        tl.store(nonfinite_ptr + line + c, nonfinite.to(tl.uint8), mask=c < columns)
         tl.store(scores_ptr + line + c, tl.math.exp2(x - level) * share, mask=c < columns)
 
 
 @triton.jit(do_not_specialize=("q_offset", "rows", "columns", "tile_rows", "tile_columns", "heads"))
 def block_tiles_kernel(
-    keep_ptr, top_ptr, odd_ptr, starts_ptr, q_offset, rows, columns, tile_rows, tile_columns, heads,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, HAS_STARTS: tl.constexpr,
+    keep_ptr, top_ptr, nonfinite_ptr, starts_ptr, q_offset, rows, columns, tile_rows, tile_columns, heads,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Eq. 13 and 14: one row of tiles, each of which takes its block's choice."""
+    """keep ``[batch, heads, tile_rows, tile_columns]``: each tile takes its block's choice (eq. 13 and 14).
+
+    Blocks are kept that are in `top` or nonfinite. One program: one row of tiles.
+    """
     bh, t = tl.program_id(1), tl.program_id(0)
-    first = q_offset
-    if HAS_STARTS:
-        first -= tl.load(starts_ptr + bh // heads)
+    _, _, first = batch_row(bh // heads, starts_ptr, None, q_offset, 0)
     r = floor_div(floor_div(first, TILE) + t, BLOCK // TILE) - floor_div(first, BLOCK)
     r = tl.minimum(tl.maximum(r, 0), rows - 1)
     line = (bh.to(tl.int64) * rows + r) * columns
@@ -124,6 +131,6 @@ def block_tiles_kernel(
         inside = c < tile_columns
         block = c // (BLOCK // TILE)
         keep = tl.load(top_ptr + line + block, mask=inside, other=0) | tl.load(
-            odd_ptr + line + block, mask=inside, other=0
+            nonfinite_ptr + line + block, mask=inside, other=0
         )
         tl.store(keep_ptr + (bh.to(tl.int64) * tile_rows + t) * tile_columns + c, keep, mask=inside)

@@ -66,15 +66,15 @@ def kept_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Tiles of the kept blocks, bool ``[B, Hq, R, C]``, and the softmax mass of each block.
 
-    size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it (`fused`).
+    size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it (`launch`).
     """
     if kernels.serve(call.q):
         from sparseprefill.kernels.groups.launch import supported
 
         if supported(call, block, size):
-            from . import fused
+            from . import launch
 
-            return fused.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
+            return launch.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
     geometry = call.geometry
     scores = capped(block_scores(call, block, size).mul_(alpha), softcap)
     keep, mass = keep_blocks(scores, reachable_map(geometry, block, block)[:, None], keep_mass)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.lists.bits import span
+from sparseprefill.kernels.lists.kernels import span
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
-from sparseprefill.kernels.steps import LOG2E, floor_div
+from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div
 
 TINY = tl.constexpr(1.1754943508222875e-38)
 
@@ -38,21 +38,16 @@ def _level(line_ptr, begin, end, scale, softcap, SOFTCAP: tl.constexpr, WIDTH: t
 @triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "first_row", "columns", "window", "heads"))
 def tile_softmax_kernel(
     scores_ptr, starts_ptr, lengths_ptr, scale, softcap, q_offset, q_len, kv_len, first_row, columns, window, heads,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One row of products becomes its softmax over the key tiles within reach, in place; 0 elsewhere."""
+    """Products ``[batch, heads, rows, columns]`` become softmax scores, in place (Algorithm 4, of pooled vectors).
+
+    Over the key tiles within reach of a query tile; 0 elsewhere. One program: one row, in two sweeps.
+    """
     bh, r = tl.program_id(1), tl.program_id(0)
-    b = bh // heads
-    first, keys = q_offset, kv_len
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + b)
-        first -= start
-        keys -= start
-    if HAS_LENGTHS:
-        keys = tl.load(lengths_ptr + b)
+    _, length, first = batch_row(bh // heads, starts_ptr, lengths_ptr, q_offset, kv_len)
     tile = floor_div(first, BLOCK) + first_row + r
-    high, low = tl.minimum(first + q_len, keys), tl.maximum(first, 0)
+    high, low = tl.minimum(first + q_len, length), tl.maximum(first, 0)
     live = (tl.minimum((tile + 1) * BLOCK, high) > tl.maximum(tile * BLOCK, low)).to(tl.int32)
     begin, end = span(tile, columns, window, BLOCK, BLOCK, WINDOW)
     end *= live
@@ -60,7 +55,7 @@ def tile_softmax_kernel(
     level, share = _level(line, begin, end, scale, softcap, SOFTCAP, WIDTH)
     for at in tl.range(0, columns, WIDTH):
         c = at + tl.arange(0, WIDTH)
-        x = _logits(line, c, begin, end, scale, softcap, SOFTCAP)
+        x = _logits(line, c, begin, end, scale, softcap, SOFTCAP)  # [WIDTH]
         tl.store(line + c, tl.math.exp2(x - level) * share, mask=c < columns)
 
 
@@ -68,14 +63,16 @@ def tile_softmax_kernel(
 def distance_kernel(
     products_ptr, true_ptr, far_ptr, starts_ptr, lengths_ptr, scale, softcap,
     q_offset, q_len, kv_len, count, columns, window, heads,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """far ``[B * heads]``: distance of the softmax of products ``[B * heads, columns]`` to the true mass, alike."""
+    """far ``[batch * heads]``: Jensen-Shannon distance by which a head takes its pattern (Algorithm 2).
+
+    Of the softmax of products ``[batch * heads, columns]``, the pooled estimate, from the true mass, which is made to
+    add up to 1. One program: one head.
+    """
     bh = tl.program_id(0)
     begin, last = seen_blocks(
-        bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, count, window,
-        BLOCK, HAS_STARTS, HAS_LENGTHS, WINDOW,
+        bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, count, window, BLOCK, WINDOW
     )  # fmt: skip
     end = tl.minimum(last + 1, columns)
     products, true = products_ptr + bh.to(tl.int64) * columns, true_ptr + bh.to(tl.int64) * columns

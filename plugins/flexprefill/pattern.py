@@ -28,9 +28,9 @@ def distance(call: AttentionCall, keys: Tensor, rows: Tensor, real: Tensor, colu
     true = padded.unflatten(-1, (-1, block)).sum(-1)
     query = _mean_query(call, rows, real, keys.dtype)
     if kernels.serve(true) and true.dtype == torch.float32:
-        from . import fused
+        from . import launch
 
-        return fused.distance(call, products(query, keys)[:, :, 0], true, rows.shape[1], block)
+        return launch.distance(call, products(query, keys)[:, :, 0], true, rows.shape[1], block)
     true = true / true.sum(-1, keepdim=True).clamp(min=torch.finfo(true.dtype).tiny)
     estimate = scores(call, query, keys, _seen(call, rows, real, block)[:, None])
     return js_distance(estimate[:, :, 0], true)

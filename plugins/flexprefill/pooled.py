@@ -65,7 +65,7 @@ def query_aware_tiles(call: AttentionCall, keys: Tensor, config: FlexConfig, lea
 def _by_kernel(
     call: AttentionCall, queries: Tensor, keys: Tensor, config: FlexConfig, least: int, most: int | None
 ) -> Tensor:
-    from .fused import tile_softmax
+    from .launch import tile_softmax
 
     size = max(1, AT_ONCE // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
     found, first = [], 0

@@ -54,9 +54,9 @@ class FlexEstimator:
         slashes = top_mass(mass.slashes, config.gamma, least, most)
         columns = top_mass(mass.columns, config.gamma, least * block, None if most is None else most * block)
         queries = query_aware_tiles(call, keys, config, least, most)
-        tiles = slash_tiles(call.geometry, slashes, block, but=(aware, queries))
+        tiles = slash_tiles(call.geometry, slashes, block, exclude=(aware, queries))
         # The first tile of every row too, as the paper's kernels keep it.
-        mask = strips_mask(call, tiles, columns, block, but=aware, sink=1)
+        mask = strips_mask(call, tiles, columns, block, exclude=aware, sink=1)
         return Plan(mask, notes={"distance": far, "query_aware": aware})
 
 

@@ -5,45 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.statistics.divergence import js_distance
 from sparseprefill.statistics.slashes import slash_tiles
 
+from .records import Choice, Pivots
+
 if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
 
     from .heads import LayerHeads
-    from .pivots import Pivots
-
-
-@frozen(eq=False)
-class Choice:
-    """What each head runs, vertical-slash where neither flag is set.
-
-    flags: bool ``[3, B, H]``: heads that share their cluster's pivot, heads that run dense, either. own: ``[B, H, C]``,
-    the block-averaged attention that decided.
-    """
-
-    flags: Tensor
-    own: Tensor
-
-    @property
-    def share(self) -> Tensor:
-        """bool ``[B, H]``."""
-        return self.flags[0]
-
-    @property
-    def dense(self) -> Tensor:
-        """bool ``[B, H]``."""
-        return self.flags[1]
-
-    @property
-    def either(self) -> Tensor:
-        """bool ``[B, H]``."""
-        return self.flags[2]
 
 
 def choose(
@@ -74,9 +47,10 @@ def pattern_tiles(
 ) -> Tensor:
     """bool ``[B, H, R, C]``: by choice the tiles of the cluster's pivot, all, or those of slashes ``[B, H, S]``."""
     if kernels.serve(slashes):
-        from . import fused
+        from . import launch
 
-        return fused.pattern_tiles(geometry, slashes, block, choice, heads, pivots)
+        packed = None if pivots is None else pivots.packed
+        return launch.pattern_tiles(geometry, slashes, block, choice.flags, heads.codes(slashes.device), packed)
     tiles = slash_tiles(geometry, slashes, block)
     if pivots is not None:
         shared = pivots.pattern(heads.clusters(slashes.device))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.sampled.strips import strips
+from sparseprefill.kernels.sampled.diagonals import on_diagonals
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
-from sparseprefill.kernels.steps import floor_div
+from sparseprefill.kernels.steps import batch_row, floor_div
 
 FAR = tl.constexpr(1 << 30)
 
@@ -21,11 +21,12 @@ def choose_kernel(
     blocks_ptr, own_ptr, choice_ptr, codes_ptr, made_ptr, last_ptr, starts_ptr, lengths_ptr, tau, delta,
     q_offset, q_len, kv_len, count, window, layer, batch, heads, clusters, columns,
     BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, NEVER: tl.constexpr,
-    SUMS: tl.constexpr, HAS_PIVOTS: tl.constexpr,
-    HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
+    SUMS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """choice ``[3, batch, heads]``: shares, runs dense, either. One program: all heads of a batch row.
+    """choice ``[3, batch, heads]``: shares, runs dense, either (Algorithm 3). One program: all heads of a batch row.
 
+    A head shares its cluster's pivot where it lies near (below tau), and may run dense where it is far from uniform
+    attention, within delta; both by Jensen-Shannon distance. made_ptr, last_ptr: of the pivots, or None for none yet.
     blocks: ``[batch, heads, columns]``, shares or, with SUMS, sums that become shares in `own`.
     """
     b = tl.program_id(0)
@@ -35,7 +36,7 @@ def choose_kernel(
     line = (b * heads + h).to(tl.int64) * columns
     pivot = (b * clusters + cluster).to(tl.int64) * columns
     low, high = seen_blocks(
-        b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, count, window, BLOCK, HAS_STARTS, HAS_LENGTHS, WINDOW
+        b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, count, window, BLOCK, WINDOW
     )  # fmt: skip
     even = 1.0 / tl.maximum(tl.minimum(high, columns - 1) - low + 1, 1).to(tl.float32)
     nothing = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
@@ -51,19 +52,19 @@ def choose_kernel(
     for first in range(0, columns, BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
         there = (h < heads)[:, None] & (c < columns)[None, :]
-        own = tl.load(blocks_ptr + line[:, None] + c[None, :], mask=there, other=0.0)
+        own = tl.load(blocks_ptr + line[:, None] + c[None, :], mask=there, other=0.0)  # [BLOCK_H, BLOCK_C]
         if SUMS:
             own = own / whole[:, None]
             tl.store(own_ptr + line[:, None] + c[None, :], own, mask=there)
         uniform = tl.where(((c >= low) & (c <= high))[None, :] & there, even, 0.0)
         far += js_terms(own, uniform)
-        if HAS_PIVOTS:
+        if last_ptr is not None:
             other = tl.load(last_ptr + pivot[:, None] + c[None, :], mask=there, other=0.0)
             near += js_terms(own, other)
     able = (code >= 0) & (js_distance(tl.sum(far, 1)) < delta)
     makes = able & (code % 2 == 1)
     share = code < -1
-    if HAS_PIVOTS:
+    if made_ptr is not None:
         made = tl.load(made_ptr + b * clusters + cluster)
         share = able & (made < layer) & (js_distance(tl.sum(near, 1)) < tau)
         makes = makes & (made == NEVER)
@@ -80,25 +81,25 @@ def choose_kernel(
 def pattern_tiles_kernel(
     slashes_ptr, choice_ptr, codes_ptr, packed_ptr, starts_ptr, keep_ptr,
     q_offset, batch, heads, clusters, bins, rows, columns,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, HAS_PIVOTS: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """keep ``[batch * heads, rows, columns]``: all tiles, those of the cluster's pivot, or those of slashes."""
+    """keep ``[batch * heads, rows, columns]``: all tiles, those of the cluster's pivot, or those of slashes.
+
+    Algorithm 4, by the choice of Algorithm 3. One program: BLOCK_R query tiles by BLOCK_C key tiles of one head.
+    """
     bh = tl.program_id(2)
     b, h = bh // heads, bh % heads
-    start = 0
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + b)
+    _, _, first = batch_row(b, starts_ptr, None, q_offset, 0)
     dense = tl.load(choice_ptr + batch * heads + bh)
-    # Heads of another pattern lie out of reach of their strips.
+    # Heads of another pattern lie out of reach of their diagonals.
     hidden = tl.load(choice_ptr + 2 * batch * heads + bh).to(tl.int32) * FAR
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    lag = (floor_div(q_offset - start, BLOCK) + row)[:, None] - column[None, :]
-    keep = strips(slashes_ptr + bh.to(tl.int64) * bins, lag, bins, inside & (lag > hidden))
+    lag = (floor_div(first, BLOCK) + row)[:, None] - column[None, :]  # [BLOCK_R, BLOCK_C]
+    keep = on_diagonals(slashes_ptr + bh.to(tl.int64) * bins, lag, bins, inside & (lag > hidden))
     keep = tl.where(lag == hidden, 1, keep).to(tl.uint8) | dense
-    if HAS_PIVOTS:
+    if packed_ptr is not None:
         reach = tl.where(tl.load(choice_ptr + bh) != 0, columns, 0)
         cluster = tl.maximum(tl.load(codes_ptr + h).to(tl.int32), 0) // 2
         line = ((b * clusters + cluster).to(tl.int64) * rows + row) * tl.cdiv(columns, 8)
@@ -124,7 +125,10 @@ def pivot_maps_kernel(
     probe_ptr, dense_ptr, codes_ptr, which_ptr, maps_ptr, stride_b, stride_h, stride_r, heads, rows, columns,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """maps ``[batch, slots, rows, columns]`` of a probe ``[batch, heads, rows, columns]``; 0 for no head."""
+    """maps ``[batch, slots, rows, columns]`` of a probe ``[batch, heads, rows, columns]``; 0 for no head.
+
+    The block maps from which Algorithm 2 makes pivots. One program: one row of one open cluster's map.
+    """
     row, slot, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = _maker(dense_ptr, codes_ptr, b, tl.load(which_ptr + slot).to(tl.int32), heads, BLOCK_H)
     line = probe_ptr + b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + row.to(tl.int64) * stride_r
@@ -141,9 +145,11 @@ def pivot_update_kernel(
     dense_ptr, codes_ptr, which_ptr, own_ptr, tiles_ptr, old_made_ptr, old_last_ptr, old_packed_ptr,
     made_ptr, last_ptr, packed_ptr, layer, heads, clusters, slots, rows, columns,
     BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
-    NEVER: tl.constexpr, HAS_OLD: tl.constexpr,
+    NEVER: tl.constexpr,
 ):  # fmt: skip
-    """made, last and packed of `Pivots`: those of a head that runs dense, else the old ones.
+    """made, last and packed of `Pivots`: those of a head that runs dense, else the old ones (Algorithm 2).
+
+    One program: BLOCK_R rows of one cluster's pattern, packed to a bit per tile; the first one of a cluster does the rest.
 
     own ``[batch, heads, columns]``, tiles ``[batch, slots, rows, columns]`` of the clusters `which` ``[slots]``.
     """
@@ -167,19 +173,19 @@ def pivot_update_kernel(
             column = (byte * 8 + bit)[None, :]
             tile = tl.load(line + column, mask=inside & (column < new), other=0)
             bits |= tile.to(tl.int32) << bit
-        if HAS_OLD:
+        if old_packed_ptr is not None:
             bits |= tl.load(
                 old_packed_ptr + place + byte[None, :], mask=inside & (byte * 8 < kept)[None, :], other=0
             ).to(tl.int32)
         tl.store(packed_ptr + place + byte[None, :], bits.to(tl.uint8), mask=inside)
     if tl.program_id(0) == 0:
         made = NEVER
-        if HAS_OLD:
+        if old_made_ptr is not None:
             made = tl.load(old_made_ptr + bk)
         tl.store(made_ptr + bk, tl.where(fresh, layer, made))
         for first in range(0, columns, 1024):
             c = first + tl.arange(0, 1024)
             x = tl.load(own_ptr + (b * heads + head).to(tl.int64) * columns + c, mask=c < new, other=0.0)
-            if HAS_OLD:
+            if old_last_ptr is not None:
                 x += tl.load(old_last_ptr + bk.to(tl.int64) * columns + c, mask=c < kept, other=0.0)
             tl.store(last_ptr + bk.to(tl.int64) * columns + c, x, mask=c < columns)

@@ -19,9 +19,10 @@ from sparseprefill.statistics.slashes import slash_tiles, strips_mask
 
 from . import mean_qk, scores
 from .config import SINGLE, ShareConfig
-from .decide import Choice, choose, pattern_tiles
-from .heads import Clusters, LayerHeads, of_heads
-from .pivots import KEY, Pivots, earlier, renewed
+from .decide import choose, pattern_tiles
+from .heads import Clusters, LayerHeads, index, of_heads
+from .pivots import KEY, earlier, renewed
+from .records import Choice, Pivots
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -87,7 +88,7 @@ class ShareEstimator:
             return Plan(strips_mask(call, slash_tiles(geometry, slashes, config.block), stripes, config.block))
         choice = self._choice(call, mass, rows, real, heads, pivots)
         tiles = pattern_tiles(geometry, slashes, config.block, choice, heads, pivots)
-        mask = strips_mask(call, tiles, stripes, config.block, but=choice.either)
+        mask = strips_mask(call, tiles, stripes, config.block, exclude=choice.either)
         if not heads.open:
             return Plan(mask)
         probe = choice.dense if config.block_score == "mass" else None
@@ -105,9 +106,15 @@ class ShareEstimator:
             seen = scores.seen_blocks(geometry, rows, real, config.block)
             blocks = mean_qk.last_scores(call, rows, real, seen, config.block)
         if kernels.serve(blocks) and blocks.dtype == torch.float32:
-            from . import fused
+            from . import launch
 
-            return fused.choose(geometry, blocks, rows.shape[1], heads, pivots, call.layer, config, sums=sums)
+            before = None if pivots is None else (pivots.made, pivots.last)
+            return Choice(
+                *launch.choose(
+                    geometry, blocks, rows.shape[1], heads.codes(blocks.device), before, call.layer, config.block,
+                    config.tau, config.delta, sums=sums,
+                )
+            )  # fmt: skip
         if seen is None:
             blocks, seen = scores.shares(blocks), scores.seen_blocks(geometry, rows, real, config.block)
         return choose(blocks, seen, heads, pivots, call.layer, config.tau, config.delta)
@@ -143,9 +150,11 @@ class PivotObserver:
         if result.probe is None:
             raise StageError("the executor gave no probe, from which share-prefill makes its pivots")
         if kernels.serve(result.probe):
-            from .fused import maker_maps
+            from .launch import maker_maps
 
-            return scores.on_blocks(maker_maps(result.probe, dense, heads), plan.mask, block)
+            device = result.probe.device
+            maps = maker_maps(result.probe, dense, heads.codes(device), index(heads.open, device))
+            return scores.on_blocks(maps, plan.mask, block)
         return scores.on_blocks(of_heads(result.probe, heads.dense(dense)[0]), plan.mask, block)
 
     def _cover(self, maps: Tensor) -> Tensor:

@@ -8,21 +8,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.groups.launch import RUNTIME
-from sparseprefill.kernels.groups.products import (
+from sparseprefill.kernels.groups.kernels import (
+    RUNTIME,
+    Operands,
+    Tile,
     first_query_group,
     group_products,
     places,
     program_tile,
-    row_of_batch,
+    token_row,
 )
 from sparseprefill.kernels.steps import LN2, LOG2E, floor_div
 
 
 @triton.jit
-def _seen_rows(group, low, high, window, SIZE: tl.constexpr, WINDOW: tl.constexpr):
+def _seen_rows(group, tokens, window, SIZE: tl.constexpr, WINDOW: tl.constexpr):
     """Of query groups: their queries, those on the late half of the places, and whether any key group is seen."""
-    begin, end = places(group, low, high, SIZE)
+    begin, end = places(group, tokens.low, tokens.high, SIZE)
     count = tl.maximum(end - begin, 0)
     late = tl.maximum(end - tl.maximum(begin, SIZE // 2), 0)
     before = (count > 0) & (group > 0)
@@ -41,27 +43,31 @@ def partial_softmax_kernel(
     q_offset, q_len, kv_len, tiles, skipped, base, heads, kv_group,
     scale, softcap, window, first_row, stride_rows, width, blocks,
     BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    D: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    D: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of group pairs: of each row the maximum logit (base 2) and, against it, sums by key tile and in all."""
+    """Partial softmaxes of antidiagonal logits (Algorithm 1), for one tile of group pairs.
+
+    Of each row of query groups: tops ``[rows, blocks]``, the maximum logit (base 2), and against it sums of
+    exponentials by key tile, sums ``[rows, width]``, and in all, totals ``[rows, blocks]``.
+    """
     per: tl.constexpr = BLOCK // SIZE
     parts: tl.constexpr = BLOCK_N // per
-    b, h, hk, row, column = program_tile(tl.program_id(0), tiles, skipped, base, heads, kv_group, BLOCK_M, BLOCK_N)
-    start, first, low, high = row_of_batch(
-        b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, HAS_STARTS, HAS_LENGTHS
+    x = Operands(
+        q_ptr, k_ptr, table_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift
     )  # fmt: skip
-    first_q, first_k = first_query_group(first, row, BLOCK, SIZE, BLOCK_M), column * BLOCK_N
-    if (first_k >= first_q + BLOCK_M) | (first_q * SIZE >= high):
+    b, h, hk, row, column = program_tile(tl.program_id(0), tiles, skipped, base, heads, kv_group, BLOCK_M, BLOCK_N)
+    tokens = token_row(b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len)
+    first_q, first_k = first_query_group(tokens.first, row, BLOCK, SIZE, BLOCK_M), column * BLOCK_N
+    if (first_k >= first_q + BLOCK_M) | (first_q * SIZE >= tokens.high):
         return
     crossing = first_k + BLOCK_N > first_q
     acc = group_products(
-        b, h, hk, first_q, first_k, q_shift, start, first, low, high,
-        q_ptr, k_ptr, table_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
-        crossing, SIZE, True, SIZE // 2, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE, PRECISION,
+        x, Tile(b, h, hk, first_q, first_k), tokens, crossing,
+        SIZE, True, SIZE // 2, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE, PRECISION,
     )  # fmt: skip
     group, key = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
-    count, late, _ = _seen_rows(group, low, high, window, SIZE, WINDOW)
+    count, late, _ = _seen_rows(group, tokens, window, SIZE, WINDOW)
     acc = acc * (scale / tl.maximum(count, 1).to(tl.float32))[:, None]
     lag = group[:, None] - key[None, :]
     if crossing:
@@ -70,14 +76,14 @@ def partial_softmax_kernel(
         acc = tl.where(lag == 0, acc * again[:, None], acc)
     if SOFTCAP:
         acc = (2.0 * tl.sigmoid(2.0 * acc * LN2 / softcap) - 1.0) * softcap * LOG2E
-    if crossing | (first_q * SIZE < low) | ((first_q + BLOCK_M) * SIZE > high) | WINDOW:
+    if crossing | (first_q * SIZE < tokens.low) | ((first_q + BLOCK_M) * SIZE > tokens.high) | WINDOW:
         seen = ((lag > 0) & (count > 0)[:, None]) | ((lag == 0) & (late > 0)[:, None])
         if WINDOW:
             seen = seen & ((lag == 0) | (lag * SIZE - SIZE + 1 < window))
         acc = tl.where(seen, acc, float("-inf"))
     top = tl.max(acc, 1)
-    e = tl.math.exp2(acc - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    sums = tl.sum(tl.reshape(e, [BLOCK_M, parts, per]), 2)
+    e = tl.math.exp2(acc - tl.where(top == float("-inf"), 0.0, top)[:, None])  # [BLOCK_M, BLOCK_N]
+    sums = tl.sum(tl.reshape(e, [BLOCK_M, parts, per]), 2)  # [BLOCK_M, parts]
     total = tl.sum(sums, 1)
     r = row * BLOCK_M + tl.arange(0, BLOCK_M) - first_row
     line = (b * heads + h).to(tl.int64) * stride_rows + r
@@ -96,20 +102,21 @@ def tile_scores_kernel(
     scores_ptr, sums_ptr, tops_ptr, totals_ptr, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, window,
     first_row, stride_rows, width, blocks, heads, rows, columns,
     BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The scores of one query tile: sums over its groups' softmaxes. Key tiles of the future get 0."""
+    """scores ``[batch, heads, rows, columns]`` of key tiles: sums of softmaxes over a query tile's groups (Algorithm 1).
+
+    One program: one query tile, from the partial softmaxes of its groups. Key tiles of the future get 0.
+    """
     per: tl.constexpr = BLOCK // SIZE
     parts: tl.constexpr = BLOCK_N // per
     bh, r = tl.program_id(1), first_row // per + tl.program_id(0)
-    _, first, low, high = row_of_batch(
-        bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, HAS_STARTS, HAS_LENGTHS
-    )  # fmt: skip
-    tile = floor_div(first, BLOCK) + r
+    tokens = token_row(bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len)
+    tile = floor_div(tokens.first, BLOCK) + r
     group = tile * per + tl.arange(0, per)
-    _, _, real = _seen_rows(group, low, high, window, SIZE, WINDOW)
+    _, _, real = _seen_rows(group, tokens, window, SIZE, WINDOW)
     # Behind the call's end and in padding there is nothing to read.
-    live = (tl.minimum((tile + 1) * BLOCK, high) > tl.maximum(tile * BLOCK, low)).to(tl.int32)
+    live = (tl.minimum((tile + 1) * BLOCK, tokens.high) > tl.maximum(tile * BLOCK, tokens.low)).to(tl.int32)
     end = tl.minimum(tile + 1, columns) * live
     met = tl.cdiv(end, parts)
     line = bh.to(tl.int64) * stride_rows + r * per - first_row + tl.arange(0, per)
@@ -130,6 +137,6 @@ def tile_scores_kernel(
         inside = (c < end)[None, :]
         m = tl.load(tops_ptr + line[:, None] * blocks + (c // parts)[None, :], mask=inside, other=float("-inf"))
         s = tl.load(sums_ptr + line[:, None] * width + c[None, :], mask=inside, other=0.0)
-        p = s * tl.math.exp2(m - level[:, None]) * share[:, None]
+        p = s * tl.math.exp2(m - level[:, None]) * share[:, None]  # [per, COLUMNS]
         score = tl.sum(tl.where(real[:, None] & inside, p, 0.0), 0)
         tl.store(scores_ptr + (bh.to(tl.int64) * rows + r) * columns + c, score, mask=c < columns)

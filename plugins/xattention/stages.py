@@ -60,9 +60,9 @@ def kept_tiles(call: AttentionCall, stride: int, block: int, threshold: float) -
         from sparseprefill.kernels.groups.launch import supported
 
         if supported(call, block, stride):
-            from . import fused
+            from . import launch
 
-            return top_mass(fused.tile_scores(call, stride, block), threshold)
+            return top_mass(launch.tile_scores(call, stride, block), threshold)
     geometry = call.geometry
     shape = (geometry.batch, geometry.heads, geometry.tile_rows(block), geometry.tile_columns(block))
     keep = torch.zeros(shape, dtype=torch.bool, device=geometry.device)

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from kernels.device import CUDA, DEVICE, DTYPES, TMA
 from sparseprefill import AttentionCall
 from sparseprefill.kernels.groups import launch as group_launch
-from sparseprefill.kernels.groups.settings import GroupSettings
+from sparseprefill.kernels.settings import Settings
 from sparseprefill.testing import tensors
 
 SMALL = st.sampled_from([(16, 16), (16, 32), (16, 64)])
 LENGTHS = st.sampled_from([1, 16, 127, 128, 129, 151]) | st.integers(1, 200 if CUDA else 150)
 
 
-def small_settings(patch: pytest.MonkeyPatch, tile: tuple[int, int], tma: bool) -> GroupSettings:
+def small_settings(patch: pytest.MonkeyPatch, tile: tuple[int, int], tma: bool) -> Settings:
     """Tiles that a short call has many of; on a GPU this replaces the settings that production takes."""
-    chosen = GroupSettings(*tile, 16, 4, 2, tma=tma)
+    chosen = Settings(*tile, 4, 2, tma=tma, block_k=16)
     patch.setattr(group_launch, "group_settings", lambda capability, itemsize: chosen)
     return chosen
 

@@ -9,9 +9,10 @@ import triton.language as tl
 
 from kernels.device import DEVICE, DTYPES
 from kernels.groups import make, small_settings
+from sparseprefill.kernels.groups.kernels import program_tile, tile_of
 from sparseprefill.kernels.groups.launch import GroupTiles, supported
-from sparseprefill.kernels.groups.products import program_tile, tile_of
-from sparseprefill.kernels.groups.settings import GroupSettings, group_settings, paged_settings
+from sparseprefill.kernels.groups.settings import group_settings, paged_settings
+from sparseprefill.kernels.settings import Settings
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def test_settings_suit_the_grid(capability: tuple[int, int], itemsize: int) -> N
         suits(capability, itemsize, paged_settings(capability, itemsize, size))
 
 
-def suits(capability: tuple[int, int], itemsize: int, chosen: GroupSettings) -> None:
+def suits(capability: tuple[int, int], itemsize: int, chosen: Settings) -> None:
     assert chosen.block_n % chosen.block_m == 0
     assert chosen.block_m >= 64
     assert chosen.tma == (capability[0] >= 9)

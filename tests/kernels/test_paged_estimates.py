@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.anchor_attention import identify_triton
+from sparseprefill.plugins.anchor_attention import launch
 from sparseprefill.plugins.anchor_attention.regions import Regions
 
 from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, Memory, build, kernels
+from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.split import Part
 from sparseprefill.statistics.pooled import tile_mean
 from sparseprefill.statistics.sampled import last_rows, sampled_mass
@@ -80,7 +81,7 @@ def check_samples(call: AttentionCall, slash: int = 16) -> None:
 def check_stripes(call: AttentionCall, theta: float = 0.5) -> int:
     there = copied(call)
     m = maxima(there, theta)
-    expected, actual = (identify_triton.stripes(x, REGIONS, m, theta) for x in (there, call))
+    expected, actual = (IndexLists(*launch.stripes(x, REGIONS, m, theta)) for x in (there, call))
     assert torch.equal(expected.counts, actual.counts)
     assert torch.equal(expected.to_map(call.kv_len), actual.to_map(call.kv_len))
     return int(expected.counts.sum())

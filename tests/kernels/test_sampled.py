@@ -1,4 +1,4 @@
-"""Kernels of sampled rows against plain PyTorch: LSE, columns, diagonals, and tile maps from strips."""
+"""Kernels of sampled rows against plain PyTorch: LSE, columns, diagonals, and tile maps from both."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, build
+from sparseprefill.kernels.sampled import diagonals
 from sparseprefill.kernels.sampled import launch as sampled
-from sparseprefill.kernels.sampled import strips as sampled_strips
 from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
 from sparseprefill.statistics.slashes import slash_tiles
 
@@ -135,7 +135,7 @@ def test_nan_in_a_key_of_the_future_does_not_show() -> None:
 @pytest.mark.parametrize("block", [16, 128, 7])
 @pytest.mark.parametrize("parts", [None, 3])
 @pytest.mark.parametrize("fields", [{}, {"starts": rows_of(0, 60)}, {"q_offset": 30}])
-def test_tiles_of_strips(block: int, parts: int | None, fields: dict[str, Any]) -> None:
+def test_tiles_of_columns_and_diagonals(block: int, parts: int | None, fields: dict[str, Any]) -> None:
     geometry = call_of(900, 1130, width=8, **fields).geometry
     there = moved(call_of(900, 1130, width=8, **fields)).geometry
     generator = torch.Generator().manual_seed(block)
@@ -143,22 +143,21 @@ def test_tiles_of_strips(block: int, parts: int | None, fields: dict[str, Any]) 
     slashes, columns = (torch.rand(shape, generator=generator) < 0.1 for _ in range(2))
     part = None if parts is None else torch.randint(parts, (2, geometry.tile_rows(block)), generator=generator)
     own = None if part is None else part.to(DEVICE)
-    for chosen in (None, columns):
-        flat = [x if x is None or parts else x[:, :, 0] for x in (slashes, chosen)]
+    for some in (None, columns):
+        flat = [x if x is None or parts else x[:, :, 0] for x in (slashes, some)]
         expected = slash_tiles(geometry, flat[0], block, part, flat[1])  # type: ignore[arg-type]
-        strips = None if chosen is None else chosen.to(DEVICE)
-        actual = sampled_strips.strip_tiles(there, slashes.to(DEVICE), block, own, strips)
+        moved_columns = None if some is None else some.to(DEVICE)
+        actual = diagonals.diagonal_tiles(there, slashes.to(DEVICE), block, own, moved_columns)
         assert torch.equal(expected, actual.cpu())
 
 
 @pytest.mark.gpu
 def test_nothing_recompiles_when_only_the_length_changes() -> None:
-    from sparseprefill.kernels.sampled import fold as sampled_fold
-    from sparseprefill.kernels.sampled import passes as sampled_passes
+    from sparseprefill.kernels.sampled import kernels as device_code
 
     kernels = (
-        sampled_passes.sampled_lse_kernel, sampled_fold.sampled_merge_kernel, sampled_passes.sampled_mass_kernel,
-        sampled_fold.sampled_fold_kernel, sampled_strips.strip_tiles_kernel,
+        device_code.sampled_lse_kernel, device_code.sampled_merge_kernel, device_code.sampled_mass_kernel,
+        device_code.sampled_fold_kernel, diagonals.strip_tiles_kernel,
     )  # fmt: skip
     compiled = []
     for length in (4096, 4097, 5000, 6144, 40000, 1):

@@ -71,8 +71,8 @@ def sound(lists: IndexLists) -> None:
 def test_maps_and_lists_are_those_of_plain_pytorch(tiles: TileMap) -> None:
     expected = tiles.plain()
     for unite in (1, 2, 4):
-        assert torch.equal(tiles.plain(unite), resolve(tiles, unite))
-    lists = IndexLists(*encode(tiles))
+        assert torch.equal(tiles.plain(unite), resolve(*tiles.kernel_arguments(), unite))
+    lists = IndexLists(*encode(*tiles.kernel_arguments()))
     sound(lists)
     assert torch.equal(expected, decode((lists.counts, lists.offsets, lists.indices), expected.shape[-1]))
 
@@ -91,7 +91,8 @@ def test_heads_that_are_views_of_one_are_listed_once() -> None:
     keep = torch.ones(1, 1, 4, 9, dtype=torch.bool, device=DEVICE).expand(-1, 8, -1, -1)
     assert 4 * 9 == encode_map(keep)[2].numel()
     geometry = Geometry(1, 8, 128, 128, 0, torch.device(DEVICE))
-    assert 36 == encode(TileMap(geometry=geometry, tile_q=16, tile_k=16, band=1))[2].numel()
+    tiles = TileMap(geometry=geometry, tile_q=16, tile_k=16, band=1)
+    assert 36 == encode(*tiles.kernel_arguments())[2].numel()
 
 
 @given(seed=st.integers(0, 99), parts=st.integers(1, 3))
@@ -120,10 +121,11 @@ def test_a_call_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = Geometry(1, 32, 32768, 32768, 0, torch.device(DEVICE))
     keep = torch.rand(1, 32, 256, 256, device=DEVICE) < 0.1
     tiles = TileMap(geometry=geometry, tile_q=128, tile_k=128, keep=keep, band=8, sink=1, stride=Stride(16, 7))
-    _ = encode(tiles), resolve(tiles)
+    given_tiles = tiles.kernel_arguments()
+    _ = encode(*given_tiles), resolve(*given_tiles)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as seen:
-        _ = encode(tiles), resolve(tiles)
+        _ = encode(*given_tiles), resolve(*given_tiles)
         torch.cuda.synchronize()
     ran = {event.key: event.count for event in seen.key_averages() if event.device_type.name == "CUDA"}
     assert {"encode_kernel": 1, "resolve_kernel": 1} == ran

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.flexprefill import fused
+from sparseprefill.plugins.flexprefill import launch
 from sparseprefill.plugins.flexprefill.pattern import distance
 from sparseprefill.plugins.flexprefill.pooled import products, scores
 from torch import Tensor
@@ -72,7 +72,7 @@ def test_scores_and_distance(
         if not queries[:, :, part].shape[2]:
             continue
         raw = products(queries[:, :, part], keys).to(DEVICE)
-        actual = fused.tile_softmax(there, raw, part.start, block)
+        actual = launch.tile_softmax(there, raw, part.start, block)
         torch.testing.assert_close(expected[:, :, part], actual.cpu(), rtol=1e-5, atol=1e-6)
 
     rows, exist = last_rows(call, block)
@@ -84,24 +84,23 @@ def test_scores_and_distance(
     query = torch.where(exist[:, None, :, None], torch.gather(call.q, 2, index), 0).sum(2, keepdim=True)
     query = query / exist.sum(1).clamp(min=1)[:, None, None, None]
     raw = products(query, keys)[:, :, 0].to(DEVICE)
-    actual = fused.distance(there, raw, true.to(DEVICE), rows.shape[1], block)
+    actual = launch.distance(there, raw, true.to(DEVICE), rows.shape[1], block)
     # The square root makes much of rounding where two distributions are alike.
     torch.testing.assert_close(far**2, actual.cpu() ** 2, rtol=1e-4, atol=2e-6)
 
 
 def test_tiles_of_another_map_stay() -> None:
-    from sparseprefill.kernels.sampled.strips import strip_tiles
+    from sparseprefill.kernels.sampled.diagonals import diagonal_tiles
 
     call = call_of((200, 100), (4, 2), {})
     generator = torch.Generator().manual_seed(0)
     shape = (2, 4, call.geometry.tile_rows(16), call.geometry.tile_columns(16))
     others, slashes = (torch.rand(x, generator=generator) < 0.3 for x in (shape, (2, 4, shape[3])))
-    but = torch.rand(2, 4, generator=generator) < 0.5
-    expected = slash_tiles(call.geometry, slashes, 16, but=(but, others))
+    excluded = torch.rand(2, 4, generator=generator) < 0.5
+    expected = slash_tiles(call.geometry, slashes, 16, exclude=(excluded, others))
     for given_map in (others.clone(), others.transpose(2, 3).contiguous().transpose(2, 3)):
-        found = strip_tiles(
-            moved(call).geometry, slashes[:, :, None].to(DEVICE), 16, None, None, but.to(DEVICE), given_map.to(DEVICE)
-        )
+        heads = (excluded.to(DEVICE), given_map.to(DEVICE))
+        found = diagonal_tiles(moved(call).geometry, slashes[:, :, None].to(DEVICE), 16, None, None, *heads)
         assert torch.equal(expected, found.cpu())
 
 

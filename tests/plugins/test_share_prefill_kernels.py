@@ -9,11 +9,9 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.share_prefill import decide, fused, scores
-from sparseprefill.plugins.share_prefill.config import ShareConfig
-from sparseprefill.plugins.share_prefill.decide import Choice
+from sparseprefill.plugins.share_prefill import decide, launch, scores
 from sparseprefill.plugins.share_prefill.heads import LayerHeads, index, of_heads
-from sparseprefill.plugins.share_prefill.pivots import NEVER, Pivots
+from sparseprefill.plugins.share_prefill.records import NEVER, Choice, Pivots
 from torch import Tensor
 
 from kernels.device import CUDA, DEVICE
@@ -97,7 +95,6 @@ def test_choice_and_tiles(
     if seed % 7 == 0:
         blocks[0, 0, 0] = torch.nan
     pivots = pivots_of(generator, geometry, block, blocks.nan_to_num()) if has_pivots else None
-    config = ShareConfig(tau=limits[0], delta=limits[1], block=block, clusters="single")
     blocks = blocks if sums else scores.shares(blocks)
     call = AttentionCall(torch.zeros(2, count, lengths[0], 8), *torch.zeros(2, 2, count, sum(lengths), 8))
     call = evolve(call, starts=geometry.starts, lengths=geometry.lengths, window=geometry.window)
@@ -107,9 +104,13 @@ def test_choice_and_tiles(
     expected = decide.choose(own, seen, heads, pivots, LAYER, *limits)
 
     there, known = moved(geometry), None if pivots is None else moved(pivots)
-    actual = fused.choose(there, blocks.to(DEVICE), rows.shape[1], heads, known, LAYER, config, sums=sums)
-    torch.testing.assert_close(expected.own, actual.own.cpu(), rtol=1e-5, atol=1e-7, equal_nan=True)
-    assert torch.equal(expected.flags, actual.flags.cpu())
+    codes = heads.codes(torch.device(DEVICE))
+    before = known and (known.made, known.last)
+    by_kernel, mass = launch.choose(
+        there, blocks.to(DEVICE), rows.shape[1], codes, before, LAYER, block, *limits, sums=sums
+    )
+    torch.testing.assert_close(expected.own, mass.cpu(), rtol=1e-5, atol=1e-7, equal_nan=True)
+    assert torch.equal(expected.flags, by_kernel.cpu())
 
     flags = torch.zeros(3, 2, count, dtype=torch.bool)
     kinds = torch.randint(3 if has_pivots else 2, (2, count), generator=generator)
@@ -117,7 +118,8 @@ def test_choice_and_tiles(
     choice = Choice(flags, own)
     slashes = torch.rand(2, count, geometry.tile_columns(block), generator=generator) < 0.2
     tiles = decide.pattern_tiles(geometry, slashes, block, choice, heads, pivots)
-    by_kernel = fused.pattern_tiles(there, slashes.to(DEVICE), block, moved(choice), heads, known)
+    packed = known and known.packed
+    by_kernel = launch.pattern_tiles(there, slashes.to(DEVICE), block, choice.flags.to(DEVICE), codes, packed)
     assert torch.equal(tiles, by_kernel.cpu())
 
 
@@ -143,16 +145,17 @@ def test_renewed_pivots(
     dense = (torch.rand(2, count, generator=generator) < 0.7) & first
     probe = torch.rand(2, count, rows, rows, generator=generator)
     head, made = heads.dense(dense)
-    maps = fused.maker_maps(probe.to(device), dense.to(device), heads).cpu()
+    codes, which = heads.codes(device), index(heads.open, device)
+    maps = launch.maker_maps(probe.to(device), dense.to(device), codes, which).cpu()
     assert torch.equal(torch.where(made[..., None, None], of_heads(probe, head), 0.0), maps)
 
     tiles = torch.rand(2, len(heads.open), rows, rows, generator=generator) < 0.3
     call = AttentionCall(*torch.zeros(3, 2, 1, kv_len, 8), layer=LAYER)
     old = before if has_pivots else Pivots.none(call, tiles.shape, 3, own.dtype)
     new = old.updated(call, index(heads.open, torch.device("cpu")), made, of_heads(own, head), tiles)
-    known = moved(before) if has_pivots else None
-    there = (dense.to(device), own.to(device), tiles.to(device))
-    for name, x in zip(("made", "last", "packed"), fused.updated(known, LAYER, 3, heads, *there), strict=True):
+    known = tuple(x.to(device) for x in (before.made, before.last, before.packed)) if has_pivots else None
+    found = launch.updated(known, LAYER, 3, codes, which, dense.to(device), own.to(device), tiles.to(device))
+    for name, x in zip(("made", "last", "packed"), found, strict=True):
         assert torch.equal(getattr(new, name) if name != "packed" else unspare(new, rows), unspare_x(x, name, rows)), (
             name
         )

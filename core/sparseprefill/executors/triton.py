@@ -57,13 +57,10 @@ class TritonExecutor:
         return self._execute(call, plan, None)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-        """See `executors.into`: without a copy where rows are contiguous."""
+        """As `execute`, into tensors of the caller; without a copy where rows are contiguous."""
         if out.stride(-1) == 1 and lse.stride(-1) == 1:
             return self._execute(call, plan, (out, lse))
-        result = self._execute(call, plan, None)
-        out.copy_(result.out)
-        lse.copy_(result.lse)
-        return evolve(result, out=out, lse=lse)
+        return self._execute(call, plan, None).into(out, lse)
 
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call)

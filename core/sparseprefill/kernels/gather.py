@@ -7,24 +7,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.settings import FUSED
+
 BLOCK = 32
 
 
 @triton.jit(do_not_specialize=("length",), do_not_specialize_on_alignment=("table_ptr",))
 def gather_pages_kernel(
     x_ptr, table_ptr, out_ptr, scale_ptr, length, stride_page, stride_slot, stride_head,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """out ``[heads, length, D]``: BLOCK tokens of one head, each from slot ``token % PAGE`` of page ``table[token // PAGE]``.
+
+    scale_ptr: of the factor on what an fp8 cache holds, or None. Paged caches are vLLM's (Kwon et al., 2023).
+    """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)[None, :]
     real = token < length
-    page = tl.load(table_ptr + token // PAGE, mask=real, other=0).to(tl.int64)
+    page = tl.load(table_ptr + token // PAGE, mask=real, other=0).to(tl.int64)  # [BLOCK]
     source = (page * stride_page + (token % PAGE) * stride_slot + head * stride_head)[:, None] + d
     goal = (head * length + token)[:, None] * D + d
     keep = real[:, None] & (d < D)
-    x = tl.load(x_ptr + source, mask=keep)
-    if SCALED:
+    x = tl.load(x_ptr + source, mask=keep)  # [BLOCK, BLOCK_D]
+    if scale_ptr is not None:
         x = x.to(tl.float32) * tl.load(scale_ptr)
     tl.store(out_ptr + goal, x.to(out_ptr.dtype.element_ty), mask=keep)
 
@@ -39,7 +45,7 @@ def gather_pages(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dt
         BLOCK=BLOCK,
         D=size,
         BLOCK_D=triton.next_power_of_2(size),
-        SCALED=scale is not None,
         num_warps=4,
+        **FUSED,
     )
     return out

@@ -10,24 +10,35 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 SMALLEST = 16
 
 
+FUSED = {"enable_fp_fusion": True}
+"""For every launch: a product and the sum it goes into round once. Triton 3.9 warns where nobody says so."""
+
+
 @frozen
 class Settings:
-    """block_m, block_n: query rows and keys per step. warps, stages: of the program. tma: tensor descriptors.
+    """block_m, block_n: rows of a product's two sides, such as queries and keys, per step or tile of a launch.
 
-    maxnreg: cap on registers per thread, or None.
+    warps, stages: of the program. tma: whether it reads by tensor descriptors. maxnreg: cap on registers per thread, or
+    None. block_k: entries per step, where a product is summed in several; 0 elsewhere.
     """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    tma: bool
+    tma: bool = False
     maxnreg: int | None = None
+    block_k: int = 0
 
     @property
     def registers(self) -> dict[str, int]:
         """The cap as a launch option; the interpreter and the uncapped case get none."""
         return {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Launch options."""
+        return {"num_warps": self.warps, "num_stages": self.stages, **self.registers, **FUSED}
 
 
 def settings(capability: tuple[int, int], block_d: int, itemsize: int, tile_q: int, tile_k: int) -> Settings:

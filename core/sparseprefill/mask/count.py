@@ -133,11 +133,6 @@ class Selected:
     stripes: IndexLists | None
     disjoint: bool
 
-    @property
-    def group_rows(self) -> int:
-        """Query tokens that share one list of stripes."""
-        return self.tile_q * self.group
-
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the lists' device: allowed pairs selected.
 
@@ -147,9 +142,13 @@ class Selected:
         if kernels.serve_device(geometry.device):
             from sparseprefill.kernels.lists.pair_counts import pair_counts
 
-            return pair_counts(self, self.tiles)
-        lists = [one for one in (self.tiles, self.stripes) if one is not None]
-        if all(one.same_heads for one in lists):
+            tiles, stripes = (
+                None if one is None else (one.counts, one.offsets, one.indices) for one in (self.tiles, self.stripes)
+            )
+            return pair_counts(
+                geometry, self.tile_q, self.tile_k, self.group, tiles, stripes, disjoint=self.disjoint
+            )
+        if all(one.same_heads for one in (self.tiles, self.stripes) if one is not None):
             return self._of_heads(slice(0, 1)).expand(-1, geometry.heads)
         rows = geometry.batch * geometry.tile_rows(self.tile_q)
         size = max(1, ENTRIES // (rows * (self.tile_q + 2 * self.tile_k)))

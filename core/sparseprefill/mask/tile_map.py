@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, field, frozen
@@ -13,6 +14,9 @@ from sparseprefill.errors import MaskError
 from sparseprefill.mask import hashing
 from sparseprefill.mask.geometry import Geometry, diagonal_map, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
+
+if TYPE_CHECKING:
+    from sparseprefill.kernels.lists.kernels import Rules
 
 
 @frozen
@@ -89,7 +93,7 @@ class TileMap:
             from sparseprefill.kernels.lists.launch import encode
 
             same = not self.by_head and (self.keep is None or self.keep.shape[1] == 1)
-            return IndexLists(*encode(self), same_heads=same)
+            return IndexLists(*encode(*self.kernel_arguments()), same_heads=same)
         return IndexLists.from_map(self.resolved)
 
     @cached_property
@@ -130,8 +134,24 @@ class TileMap:
         if kernels.serve_device(self.geometry.device):
             from sparseprefill.kernels.lists.launch import resolve
 
-            return resolve(self, group)
+            return resolve(*self.kernel_arguments(), group)
         return self.plain(group)
+
+    def kernel_arguments(self) -> tuple[Geometry, int, int, Tensor | None, Rules, int, int]:
+        """What `kernels.lists.launch` takes: this map in plain tensors and numbers."""
+        from sparseprefill.kernels.lists.kernels import Rules
+
+        stride, random = self.stride, self.random
+        rules = Rules(
+            band=self.band,
+            sink=self.sink,
+            every=None if stride is None else stride.every,
+            stride_state=0 if stride is None else stride.state,
+            random_state=0 if random is None else random.state,
+            random_last=None if random is None else random.bound - 1,
+            first_head=self.first_head,
+        )
+        return self.geometry, self.tile_q, self.tile_k, self.keep, rules, self.per_row, self.per_column
 
     def plain(self, group: int = 1) -> Tensor:
         """bool ``[B, H / group, R, C]`` in plain PyTorch: what any of `group` neighbouring heads keeps."""

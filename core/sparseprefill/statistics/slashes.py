@@ -33,19 +33,19 @@ def vertical_slash(call: AttentionCall, gamma: float, block: int) -> SparseMask:
 
 
 def strips_mask(
-    call: AttentionCall, tiles: Tensor, columns: Tensor, block: int, *, but: Tensor | None = None, sink: int = 0
+    call: AttentionCall, tiles: Tensor, columns: Tensor, block: int, *, exclude: Tensor | None = None, sink: int = 0
 ) -> SparseMask:
     """Tiles, bool ``[B, H, R, C]``, with the diagonal ones, and key columns, bool ``[B, H, Nkv]``, for all their rows.
 
-    but: bool ``[B, H]``, heads whose columns do not count. sink: so many first tiles are kept too. Columns are
+    exclude: bool ``[B, H]``, heads whose columns do not count. sink: so many first tiles are kept too. Columns are
     positions on the row's grid. The map of tiles is read when the mask is used: nobody may write to it after this.
     """
     geometry = call.geometry
     group = geometry.tile_columns(block)
     groups = geometry.tile_rows(group * block)
     stripes = IndexLists.from_map(columns[:, :, None].expand(-1, -1, groups, -1))
-    if but is not None:
-        stripes.counts.masked_fill_(but[..., None], 0)
+    if exclude is not None:
+        stripes.counts.masked_fill_(exclude[..., None], 0)
     chosen = TileMap(geometry=geometry, tile_q=block, tile_k=block, keep=tiles, band=0, sink=sink)
     return SparseMask(geometry, block, block, chosen, group, stripes)
 
@@ -57,21 +57,21 @@ def slash_tiles(
     part: Tensor | None = None,
     columns: Tensor | None = None,
     *,
-    but: tuple[Tensor, Tensor] | None = None,
+    exclude: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """bool ``[B, H, R, C]``: tiles on the diagonals of bins ``[B, H, S]``, and the diagonal tiles; none of the future.
 
     A bin s holds distances ``[s * block, (s + 1) * block)``, whose pairs fall in the tile diagonals s and s + 1.
     part: int64 ``[B, R]``, for bins ``[B, H, P, S]``: which of the P sets governs each query tile. columns: bool
-    ``[B, H, C]``, or ``[B, H, P, C]`` with a part: tiles of these key columns too. but: bool ``[B, H]`` and ``[B, H, R,
-    C]``, heads that have the tiles of this other map, which may be written to.
+    ``[B, H, C]``, or ``[B, H, P, C]`` with a part: tiles of these key columns too. exclude: bool ``[B, H]`` and
+    ``[B, H, R, C]``, heads that have the tiles of this other map, which may be written to.
     """
     if part is None:
         slashes, columns = slashes[:, :, None], None if columns is None else columns[:, :, None]
     if kernels.serve(slashes):
-        from sparseprefill.kernels.sampled import strips as sampled_strips
+        from sparseprefill.kernels.sampled.diagonals import diagonal_tiles
 
-        return sampled_strips.strip_tiles(geometry, slashes, block, part, columns, *(but or ()))
+        return diagonal_tiles(geometry, slashes, block, part, columns, *(exclude or ()))
     part = torch.zeros_like(geometry.tiles(block)) if part is None else part
     heads, bins = slashes.shape[1], slashes.shape[3]
     lags = functional.pad(slashes, (0, 1)) | functional.pad(slashes, (1, 0))
@@ -83,4 +83,4 @@ def slash_tiles(
     if columns is not None:
         keep = keep | torch.gather(columns, 2, part[:, None, :, None].expand(-1, heads, -1, columns.shape[3]))
     past: Tensor = keep & (lag >= 0)[:, None]
-    return past if but is None else torch.where(but[0][..., None, None], but[1], past)
+    return past if exclude is None else torch.where(exclude[0][..., None, None], exclude[1], past)

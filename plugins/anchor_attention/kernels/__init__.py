@@ -1,1 +1,1 @@
-"""Device code of the identification: pool, score, compact. `identify_triton` launches it."""
+"""Device code of the identification: pool, score, compact. `launch` launches it."""

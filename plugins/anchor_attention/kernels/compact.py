@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import floor_div, load_rows, stored_rows
+from sparseprefill.kernels.steps import batch_row, floor_div, load_rows, stored_rows
 
 from .score import capped
+
+
+class Blocks(NamedTuple):
+    """Mean queries of some blocks in three parts, each [BLOCK_D, N]; anchors [N]; and which blocks there are."""
+
+    high: Any
+    middle: Any
+    low: Any
+    anchor: Any
+    real: Any
 
 
 @triton.jit
@@ -20,24 +32,24 @@ def _parts(pooled, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _near(k, high, middle, low, anchor, real, scale, softcap, theta, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+def _near(k, blocks, scale, softcap, theta, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """[N] int32: which keys come near the anchor of any of the blocks (eq. 2). A NaN logit does."""
     if k.dtype == tl.float32:
-        s = tl.dot(k, high, input_precision=PRECISION)
+        s = tl.dot(k, blocks.high, input_precision=PRECISION)  # [BLOCK_N, STEP_P]
     else:
-        s = tl.dot(k, high, tl.dot(k, middle, tl.dot(k, low)))
+        s = tl.dot(k, blocks.high, tl.dot(k, blocks.middle, tl.dot(k, blocks.low)))
     s = capped(s * scale, softcap, SOFTCAP)
-    return tl.max((((anchor[None, :] - s > theta) == 0) & real[None, :]).to(tl.int32), 1)
+    return tl.max((((blocks.anchor[None, :] - s > theta) == 0) & blocks.real[None, :]).to(tl.int32), 1)
 
 
 @triton.jit
 def _blocks(
     pooled_ptr, anchor_ptr, base, at, block_rows, real, D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Of some blocks: the mean queries in three parts, the anchors, and which blocks there are."""
+    """The `Blocks` at rows `at`, where `real`."""
     real = real & (at >= 0) & (at < block_rows)
     high, middle, low = _parts(load_rows(pooled_ptr, base + at, real, D, D, BLOCK_D), DTYPE)
-    return high, middle, low, tl.load(anchor_ptr + base + at, mask=real, other=0.0), real
+    return Blocks(high, middle, low, tl.load(anchor_ptr + base + at, mask=real, other=0.0), real)
 
 
 @triton.jit
@@ -81,20 +93,20 @@ def compact_kernel(
     heads, kv_group,
     BLOCK: tl.constexpr, STEP: tl.constexpr, STEP_P: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_STARTS: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: the list of one group of one query head. base_group: row 0's group where nothing is padded."""
+    """Alg. 2's stripe lists: settles the keys that are too close to call in float32, then lists all that are selected.
+
+    One program: the list of one group of one query head. base_group: row 0's group where nothing is padded.
+    """
     row = group_rows - 1 - tl.program_id(0)
     bh = tl.program_id(1)
     b, h = bh // heads, bh % heads
-    start = 0
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + b)
-    first = q_offset - start
+    start, _, first = batch_row(b, starts_ptr, None, q_offset, 0)
     group = floor_div(first, BLOCK * STEP) + row
     end = group * (BLOCK * STEP)
     end = tl.where(end < first + q_len, end, 0)  # rows for lists that a later start needs have no query
-    # Where the list begins: see `launch.before`. Rows that start later need less room than they get.
+    # Where the list begins: see `layout.before`. Rows that start later need less room than they get.
     skip = tl.minimum(tl.maximum(init // (BLOCK * STEP) + 1 - base_group, 0), row).to(tl.int64)
     many = row.to(tl.int64)
     pairs = (many * (many - 1) - skip * (skip - 1)) // 2
@@ -117,28 +129,20 @@ def compact_kernel(
         base = bh.to(tl.int64) * block_rows
         # Groups of up to STEP_P blocks (the usual case) keep their mean queries on chip.
         once: tl.constexpr = STEP <= STEP_P
-        high, middle, low, anchor, real = _blocks(
-            pooled_ptr, anchor_ptr, base, block, block_rows, number < STEP, D, BLOCK_D, dtype
-        )
+        blocks = _blocks(pooled_ptr, anchor_ptr, base, block, block_rows, number < STEP, D, BLOCK_D, dtype)
         for j in tl.range(0, unsure, BLOCK_N, num_stages=1):
             some = j + tl.arange(0, BLOCK_N) < unsure
             key = tl.load(list_ptr + j + tl.arange(0, BLOCK_N), mask=some, other=0, cache_modifier=".cg")
-            k = stored_rows(k_base, key + start, some, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
-            near = _near(k, high, middle, low, anchor, real, scale, softcap, theta, SOFTCAP, PRECISION)
+            k = stored_rows(
+                k_base, key + start, some, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D
+            )  # [BLOCK_N, BLOCK_D]
+            near = _near(k, blocks, scale, softcap, theta, SOFTCAP, PRECISION)
             if not once:
                 for chunk in range(STEP_P, STEP, STEP_P):
-                    h1, h2, h3, a, r = _blocks(
-                        pooled_ptr,
-                        anchor_ptr,
-                        base,
-                        block + chunk,
-                        block_rows,
-                        chunk + number < STEP,
-                        D,
-                        BLOCK_D,
-                        dtype,
-                    )
-                    near = near | _near(k, h1, h2, h3, a, r, scale, softcap, theta, SOFTCAP, PRECISION)
+                    more = _blocks(
+                        pooled_ptr, anchor_ptr, base, block + chunk, block_rows, chunk + number < STEP, D, BLOCK_D, dtype
+                    )  # fmt: skip
+                    near = near | _near(k, more, scale, softcap, theta, SOFTCAP, PRECISION)
             place = key - first_key
             tl.atomic_or(mine + place // WORD, 1 << (place % WORD), mask=some & (near > 0), sem="relaxed")
         tl.debug_barrier()

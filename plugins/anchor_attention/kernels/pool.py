@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import floor_div, load_rows
+from sparseprefill.kernels.steps import batch_row, floor_div, load_rows
 
 ROUNDING = tl.constexpr(2.0**-19)  # of a float32 dot product, against |q| |k|
 
@@ -19,9 +19,9 @@ def pool_kernel(
     scale, theta, softcap, q_offset, q_len, kv_len, block_rows, group_rows, tiles, heads, kv_group, parts,
     BLOCK: tl.constexpr, STEP: tl.constexpr, STEP_P: tl.constexpr, CHUNKS: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, USE_ANCHOR: tl.constexpr,
+    USE_ANCHOR: tl.constexpr,
 ):  # fmt: skip
-    """One program: one set, so STEP_P blocks of one head and group.
+    """AvgPool of Alg. 2, of queries and of the anchor pass's maxima. One program: one set, STEP_P blocks of a head and group.
 
     Writes the mean queries [B, Hq, R, D] and anchors [B, Hq, R] in float32; the mean queries rounded to 16 bits
     in the scoring kernel's order; the least logit that selects (`limit`, +inf where there is no block); and per set
@@ -33,13 +33,7 @@ def pool_kernel(
     kv_heads = heads // kv_group
     b, hk = share // parts // kv_heads, share // parts % kv_heads
     inner = part * HEADS + member
-    start = 0
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + b)
-    length = kv_len - start
-    if HAS_LENGTHS:
-        length = tl.load(lengths_ptr + b)
-    first = q_offset - start
+    _, length, first = batch_row(b, starts_ptr, lengths_ptr, q_offset, kv_len)
     block = (floor_div(first, BLOCK * STEP) + row) * STEP + chunk * STEP_P
     at = block - floor_div(first, BLOCK)
     few = tl.minimum(tl.minimum(STEP - chunk * STEP_P, STEP_P), block_rows - at)
@@ -68,7 +62,8 @@ def pool_kernel(
             for r in tl.static_range(0, BLOCK, BLOCK_R):
                 position = base + r + steps
                 real = (position >= low) & (position < top)
-                total += load_rows(q_base, position - first, real, stride_qn, D, BLOCK_D).to(tl.float32)
+                q = load_rows(q_base, position - first, real, stride_qn, D, BLOCK_D)  # [BLOCK_R, BLOCK_D]
+                total += q.to(tl.float32)
                 if USE_ANCHOR:
                     maxima += tl.load(m_base + position - first, mask=real, other=0.0)
             count = tl.maximum(top - low, 1).to(tl.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import floor_div, stored_rows
+from sparseprefill.kernels.steps import batch_row, floor_div, stored_rows
 
 
 @triton.jit
@@ -33,10 +33,11 @@ def score_kernel(
     scale, softcap, q_offset, kv_len, group_rows, tiles, words, first_key, heads, kv_group, parts,
     GROUP: tl.constexpr, STEP_P: tl.constexpr, CHUNKS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     WORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_STARTS: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M keys of one KV head, kept on chip, against the pooled queries of every later group.
+    """Alg. 2's difference test, ``anchor - logit <= theta`` (eq. 2), with a bound on what rounding to 16 bits can change.
 
+    One program: BLOCK_M keys of one KV head, kept on chip, against the pooled queries of every later group.
     Flags are int32 [B, Hq, G, words]: WORD keys a word, bit i "selected for sure", bit 16 + i "too close to call".
     Words of keys that are no candidates of a group may hold anything.
     """
@@ -44,13 +45,11 @@ def score_kernel(
     kv_heads = heads // kv_group
     part = share % parts
     b, hk = share // parts // kv_heads, share // parts % kv_heads
-    start = 0
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + b)
+    start, _, first = batch_row(b, starts_ptr, None, q_offset, kv_len)
     key = first_key + tl.program_id(0) * BLOCK_M
     at = key + start + tl.arange(0, BLOCK_M)
     k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
-    k = stored_rows(k_base, at, at < kv_len, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
+    k = stored_rows(k_base, at, at < kv_len, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     wide = k.to(tl.float32)
     norm = tl.sqrt(tl.sum(wide * wide, 1))
     rounded = k.to(high_ptr.dtype.element_ty)
@@ -59,7 +58,7 @@ def score_kernel(
         lost = wide - rounded.to(tl.float32)
         lost = tl.sqrt(tl.sum(lost * lost, 1))
     # Groups at or before the keys cannot select them.
-    row = tl.maximum(key // GROUP + 1 - floor_div(q_offset - start, GROUP), 0)
+    row = tl.maximum(key // GROUP + 1 - floor_div(first, GROUP), 0)
     sets: tl.constexpr = BLOCK_N // STEP_P
     which = tl.arange(0, sets)
     inner = part * HEADS + which % HEADS
@@ -81,8 +80,8 @@ def score_kernel(
             else:
                 spot = high_ptr + (place.to(tl.int64) * BLOCK_N + columns)[:, None] * D + dims[None, :]
                 q = tl.load(spot, mask=(dims < D)[None, :], other=0.0)
-            s = capped(tl.dot(rounded, tl.trans(q)) * scale, softcap, SOFTCAP)
-            above = best(s - limit[None, :], BLOCK_M, sets, STEP_P)
+            s = capped(tl.dot(rounded, tl.trans(q)) * scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
+            above = best(s - limit[None, :], BLOCK_M, sets, STEP_P)  # [BLOCK_M, sets]
             # Written so that NaN, in any of the three, ends up unsure.
             sure = above > bound
             unsure = (sure | (above < -bound)) == 0

@@ -11,15 +11,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseprefill.kernels.groups.keys import group_keys
-from sparseprefill.kernels.groups.settings import GroupSettings, group_settings, paged_settings
+from sparseprefill.kernels.groups.settings import group_settings, paged_settings
+from sparseprefill.kernels.settings import Settings
 from sparseprefill.kernels.source import Keys, strides
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 HIGHEST = 128  # rows of the largest tile, and so groups of a block
-RUNTIME = ("q_shift", "q_offset", "q_len", "kv_len", "tiles", "skipped", "base", "heads", "kv_group", "rows", "columns")
-"""Arguments that change with the length: kernels must not be specialised on their values."""
 
 
 def supported(call: AttentionCall, block: int, size: int) -> bool:
@@ -30,7 +29,7 @@ def supported(call: AttentionCall, block: int, size: int) -> bool:
 
 @frozen(eq=False)
 class Part:
-    """One launch: its grid, the arguments that `group_products` and `program_tile` need, and flags."""
+    """One launch over some rows of tiles: its grid, the arguments of `Operands` and `program_tile`, and flags."""
 
     programs: int
     rows: range
@@ -49,7 +48,7 @@ class GroupTiles:
     block: int
     size: int
     keys: Keys
-    settings: GroupSettings
+    settings: Settings
     q: Tensor = field(init=False)
 
     @q.default
@@ -138,7 +137,6 @@ class GroupTiles:
         flags = {
             "BLOCK": self.block, "SIZE": self.size, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n,
             "BLOCK_K": chosen.block_k, "D": self.q.shape[3], "TMA": descriptors[0] is not None,
-            "PAGE": keys.page, "HAS_STARTS": geometry.starts is not None, "HAS_LENGTHS": geometry.lengths is not None,
-            "PRECISION": "ieee",
+            "PAGE": keys.page, "PRECISION": "ieee",
         }  # fmt: skip
         return Part(tiles * pairs, rows, arguments, flags)

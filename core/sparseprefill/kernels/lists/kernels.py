@@ -1,15 +1,112 @@
-"""Maps to lists and back, one launch each: a program takes the map of one query tile and stores what it keeps."""
+"""Maps of tiles to lists and back, one launch each: a program takes one query tile's row and stores what it keeps.
+
+Sizes and rules come flat, so that none of them makes another kernel; within one they travel as `Map` and `Rules`.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.lists.bits import kept, map_row, span
-from sparseprefill.kernels.steps import floor_div
+from sparseprefill.kernels.steps import batch_row, floor_div
 
 ROOM, TALL, WIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """How lists lie in their storage: all with equal room; as long as causality allows, tiles taller or wider than long."""
+
+
+class Map(NamedTuple):
+    """A bool map of tiles: where it lies, or None for no map; its strides; its rows; heads that share an entry."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_r: Any
+    stride_c: Any
+    rows: Any
+    share: Any
+
+
+class Rules(NamedTuple):
+    """Tiles that are kept beside a map's; see `TileMap`. On the host None switches a rule off; kernels have flags.
+
+    band: the diagonal tiles and so many before them. sink: so many first tiles. every, stride_state: each `every`-th
+    tile, from a phase by hash. random_state, random_last: tiles whose hash is at most `random_last`. States and hashes
+    are 32-bit words; the launcher makes them signed. first_head: the number of head 0, which hashes depend on.
+    """
+
+    band: Any = None
+    sink: Any = 0
+    every: Any = None
+    stride_state: Any = 0
+    random_state: Any = 0
+    random_last: Any = None
+    first_head: Any = 0
+
+
+@triton.jit
+def _mix(x):
+    """`mask.hashing.mix` on uint32."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _fold(state, word):
+    """`mask.hashing.fold`: state uint32, word an integer."""
+    return _mix((state ^ word.to(tl.uint32)) + 0x9E3779B9)
+
+
+@triton.jit
+def span(tile, columns, window, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, WINDOW: tl.constexpr):
+    """Half-open range of key tiles that the rows of a query tile may see, as in `mask.geometry.span`."""
+    last = tl.minimum(floor_div((tile + 1) * TILE_Q - 1, TILE_K) + 1, columns)
+    last = tl.where(tile >= 0, last, 0)
+    first = last * 0
+    if WINDOW:
+        first = tl.maximum(floor_div(tile * TILE_Q - window + 1, TILE_K), 0)
+    return first, last
+
+
+@triton.jit
+def _map_row(tiles, batch, head, tile, first_position, TILE_Q: tl.constexpr, PER_ROW: tl.constexpr):
+    """Where the entries of a query tile begin, in a map with one row for PER_ROW query tiles."""
+    row = floor_div(tile, PER_ROW) - floor_div(first_position, TILE_Q * PER_ROW)
+    row = tl.minimum(tl.maximum(row, 0), tiles.rows - 1)
+    line = tiles.ptr + batch.to(tl.int64) * tiles.stride_b + (head // tiles.share).to(tl.int64) * tiles.stride_h
+    return line + row.to(tl.int64) * tiles.stride_r
+
+
+@triton.jit
+def _kept(
+    line_ptr, stride, rules, column, first, last, tile, head,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PER_COLUMN: tl.constexpr,
+    RULES: tl.constexpr, STRIDE: tl.constexpr, RANDOM: tl.constexpr,
+):  # fmt: skip
+    """bool [len(column)]: the tiles in [first, last) that the map or a rule keeps.
+
+    line_ptr: the row's entries, `stride` apart, one for PER_COLUMN tiles; None for no map.
+    """
+    inside = (column >= first) & (column < last)
+    keep = column < 0
+    if RULES:
+        low = floor_div(tile * TILE_Q, TILE_K)
+        behind = tl.where(rules.band >= 0, floor_div((tile + 1) * TILE_Q - 1, TILE_K) + 1, 0)
+        keep = ((column >= low - rules.band) & (column < behind)) | (column < rules.sink)
+    if STRIDE:
+        every = rules.every.to(tl.uint32)
+        phase = _fold(_fold(rules.stride_state.to(tl.uint32, bitcast=True), rules.first_head + head), tile)
+        keep = keep | ((column.to(tl.uint32) + phase % every) % every == 0)
+    if RANDOM:
+        state = _fold(_fold(rules.random_state.to(tl.uint32, bitcast=True), rules.first_head + head), tile)
+        keep = keep | (_fold(state, column) <= rules.random_last.to(tl.uint32, bitcast=True))
+    if line_ptr is not None:
+        # Not where a rule keeps a tile already: the map is most of what is read.
+        more = tl.load(line_ptr + (column // PER_COLUMN).to(tl.int64) * stride, mask=inside & (keep == 0), other=0)
+        keep = keep | (more != 0)
+    return keep & inside
 
 
 @triton.jit
@@ -39,34 +136,38 @@ def encode_kernel(
     stride_b, stride_h, stride_r, stride_c, map_rows, map_share, rows, columns, heads, share, q_offset, window,
     band, sink, every, stride_state, random_state, random_last, first_head, storage, room,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PER_ROW: tl.constexpr, PER_COLUMN: tl.constexpr, KIND: tl.constexpr, PER: tl.constexpr,
-    HAS_STARTS: tl.constexpr, REACH: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_MAP: tl.constexpr, RULES: tl.constexpr, STRIDE: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+    REACH: tl.constexpr, WINDOW: tl.constexpr,
+    RULES: tl.constexpr, STRIDE: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query tile of one list of heads. `share` neighbouring heads have the same list."""
+    """A map with its rules to lists (ours). One program: one query tile of one list of heads.
+
+    It walks the key tiles in reach BLOCK at a time, and a running sum gives each kept one its slot in the list. `share`
+    neighbouring heads have the same list, which is stored once. REACH: only tiles that causality and window allow.
+    """
+    tiles = Map(map_ptr, stride_b, stride_h, stride_r, stride_c, map_rows, map_share)
+    rules = Rules(band, sink, every, stride_state, random_state, random_last, first_head)
     program = tl.program_id(0)
     row = program % rows
     lists = heads // share
     batch, number = program // rows // lists, program // rows % lists
     head = number * share
-    first_position = q_offset
-    if HAS_STARTS:
-        first_position -= tl.load(starts_ptr + batch)
+    _, _, first_position = batch_row(batch, starts_ptr, None, q_offset, 0)
     tile = floor_div(first_position, TILE_Q) + row
     first, last = columns * 0, columns
     if REACH:
         first, last = span(tile, columns, window, TILE_Q, TILE_K, WINDOW)
-    at = map_row(
-        map_ptr, batch, head // map_share, tile, first_position, stride_b, stride_h, stride_r, map_rows, TILE_Q, PER_ROW
-    )
+    line_ptr = map_ptr
+    if map_ptr is not None:
+        line_ptr = _map_row(tiles, batch, head, tile, first_position, TILE_Q, PER_ROW)
     begin = (batch * lists + number).to(tl.int64) * storage + _begin(KIND, row, q_offset // TILE_Q, room, PER)
     count = 0
     for low in range(first // BLOCK * BLOCK, last, BLOCK):
         column = low + tl.arange(0, BLOCK)
-        keep = kept(
-            at, stride_c, column, first, last, tile, first_head + head, band, sink, every,
-            stride_state, random_state, random_last, TILE_Q, TILE_K, PER_COLUMN, HAS_MAP, RULES, STRIDE, RANDOM,
+        keep = _kept(
+            line_ptr, stride_c, rules, column, first, last, tile, head,
+            TILE_Q, TILE_K, PER_COLUMN, RULES, STRIDE, RANDOM,
         )  # fmt: skip
-        order = tl.cumsum(keep.to(tl.int32), 0)
+        order = tl.cumsum(keep.to(tl.int32), 0)  # [BLOCK]
         tl.store(indices_ptr + begin + count + order - 1, column, mask=keep)
         count += tl.sum(keep.to(tl.int32), 0)
     for other in range(share):
@@ -86,17 +187,20 @@ def resolve_kernel(
     stride_b, stride_h, stride_r, stride_c, map_rows, map_share, rows, columns, heads, unite, q_offset, window,
     band, sink, every, stride_state, random_state, random_last, first_head,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PER_ROW: tl.constexpr, PER_COLUMN: tl.constexpr,
-    HAS_STARTS: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_MAP: tl.constexpr, RULES: tl.constexpr, STRIDE: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    RULES: tl.constexpr, STRIDE: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query tile, as a row of a bool map; what any of `unite` neighbouring heads keeps."""
+    """A map with its rules to a plain bool map (ours). One program: the row of one query tile.
+
+    It holds what any of `unite` neighbouring heads keeps, such as those of a GQA group.
+    """
+    tiles = Map(map_ptr, stride_b, stride_h, stride_r, stride_c, map_rows, map_share)
+    rules = Rules(band, sink, every, stride_state, random_state, random_last, first_head)
     program = tl.program_id(0)
     row = program % rows
     groups = heads // unite
     batch, number = program // rows // groups, program // rows % groups
-    first_position = q_offset
-    if HAS_STARTS:
-        first_position -= tl.load(starts_ptr + batch)
+    _, _, first_position = batch_row(batch, starts_ptr, None, q_offset, 0)
     tile = floor_div(first_position, TILE_Q) + row
     first, last = span(tile, columns, window, TILE_Q, TILE_K, WINDOW)
     out_ptr += program.to(tl.int64) * columns
@@ -105,27 +209,26 @@ def resolve_kernel(
         keep = column < 0
         if (low < last) & (low + BLOCK > first):
             for head in range(number * unite, (number + 1) * unite):
-                at = map_row(
-                    map_ptr, batch, head // map_share, tile, first_position, stride_b, stride_h, stride_r, map_rows,
-                    TILE_Q, PER_ROW,
-                )  # fmt: skip
-                keep = keep | kept(
-                    at, stride_c, column, first, last, tile, first_head + head, band, sink, every,
-                    stride_state, random_state, random_last, TILE_Q, TILE_K, PER_COLUMN, HAS_MAP, RULES, STRIDE, RANDOM,
+                line_ptr = map_ptr
+                if map_ptr is not None:
+                    line_ptr = _map_row(tiles, batch, head, tile, first_position, TILE_Q, PER_ROW)
+                keep = keep | _kept(
+                    line_ptr, stride_c, rules, column, first, last, tile, head,
+                    TILE_Q, TILE_K, PER_COLUMN, RULES, STRIDE, RANDOM,
                 )  # fmt: skip
         tl.store(out_ptr + column, keep, mask=column < columns)
 
 
 @triton.jit(do_not_specialize=("columns",))
 def decode_kernel(counts_ptr, offsets_ptr, indices_ptr, out_ptr, columns, BLOCK: tl.constexpr):
-    """One program: one list, marked in its row of a bool map that holds nothing yet."""
+    """Lists to a bool map (ours). One program: one list, marked in its row of a map that holds nothing yet."""
     row = tl.program_id(0)
     count = tl.load(counts_ptr + row)
     indices_ptr += tl.load(offsets_ptr + row)
     out_ptr += row.to(tl.int64) * columns
     for low in range(0, count, BLOCK):
         slot = low + tl.arange(0, BLOCK)
-        index = tl.load(indices_ptr + slot, mask=slot < count, other=-1)
+        index = tl.load(indices_ptr + slot, mask=slot < count, other=-1)  # [BLOCK]
         tl.store(out_ptr + index, index >= 0, mask=(index >= 0) & (index < columns))
 
 
@@ -133,7 +236,7 @@ def decode_kernel(counts_ptr, offsets_ptr, indices_ptr, out_ptr, columns, BLOCK:
 def ranges_kernel(
     first_ptr, last_ptr, counts_ptr, offsets_ptr, indices_ptr, rows, heads, parts, width, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program: the list of one row, made of `parts` runs, for all heads."""
+    """Half-open ranges to lists (ours). One program: the list of one row, made of `parts` runs, for all heads."""
     program = tl.program_id(0)
     batch, row = program // rows, program % rows
     begin = program.to(tl.int64) * width

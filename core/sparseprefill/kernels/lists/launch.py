@@ -11,20 +11,19 @@ from sparseprefill.kernels.lists.kernels import (
     ROOM,
     TALL,
     WIDE,
+    Rules,
     decode_kernel,
     encode_kernel,
     ranges_kernel,
     resolve_kernel,
 )
+from sparseprefill.kernels.settings import FUSED
 
 if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.mask.tile_map import TileMap
 
 Lists = tuple[Tensor, Tensor, Tensor]
 """counts, offsets and indices of IndexLists."""
-NO_RULES = (-1, 0, 1, 0, 0, 0, 0)
-"""band, sink, every, stride_state, random_state, random_last, first_head."""
 
 
 def encode_map(keep: Tensor) -> Lists:
@@ -35,41 +34,49 @@ def encode_map(keep: Tensor) -> Lists:
     if counts.numel():
         encode_kernel[(batch * (heads // share) * rows,)](
             keep, None, counts, offsets, indices, *keep.stride(), rows, 1, rows, columns, heads, share, 0, 0,
-            *NO_RULES, rows * columns, columns,
-            TILE_Q=1, TILE_K=1, PER_ROW=1, PER_COLUMN=1, KIND=ROOM, PER=1,
-            HAS_STARTS=False, REACH=False, WINDOW=False, HAS_MAP=True, RULES=False, STRIDE=False, RANDOM=False,
-            **_launch(columns),
+            *_numbers(Rules()), rows * columns, columns,
+            TILE_Q=1, TILE_K=1, PER_ROW=1, PER_COLUMN=1, KIND=ROOM, PER=1, REACH=False, WINDOW=False,
+            **_rule_flags(Rules()), **_launch(columns),
         )  # fmt: skip
     return counts, offsets, indices
 
 
-def encode(tiles: TileMap) -> Lists:
-    """The lists of a TileMap. They lie as close as causality (or the window) allows; neighbours with one list share it."""
-    geometry = tiles.geometry
-    batch, heads, rows = tiles.shape
-    columns = geometry.tile_columns(tiles.tile_k)
-    share = 1 if tiles.by_head else heads // _map_heads(tiles)
-    kind, per, room, storage = _storage(geometry, tiles.tile_q, tiles.tile_k)
-    counts, offsets, indices = _lists(geometry.device, tiles.shape, batch * (heads // share) * storage)
-    keep, where = _map(tiles, indices)
+def encode(
+    geometry: Geometry, tile_q: int, tile_k: int, keep: Tensor | None, rules: Rules, per_row: int = 1,
+    per_column: int = 1,
+) -> Lists:  # fmt: skip
+    """The lists of what a map and rules keep; arguments as the fields of `TileMap`.
+
+    They lie as close as causality (or the window) allows; neighbouring heads with one list share it.
+    """
+    batch, heads, rows = geometry.batch, geometry.heads, geometry.tile_rows(tile_q)
+    columns = geometry.tile_columns(tile_k)
+    by_head = rules.every is not None or rules.random_last is not None
+    share = 1 if by_head else heads if keep is None else heads // keep.shape[1]
+    kind, per, room, storage = _storage(geometry, tile_q, tile_k)
+    counts, offsets, indices = _lists(geometry.device, (batch, heads, rows), batch * (heads // share) * storage)
     encode_kernel[(batch * (heads // share) * rows,)](
-        keep, geometry.starts, counts, offsets, indices, *where, rows, columns, heads, share,
-        geometry.q_offset, geometry.window or 0, *_rules(tiles), storage, room,
-        **_flags(tiles), KIND=kind, PER=per, REACH=True, **_launch(columns),
+        keep, geometry.starts, counts, offsets, indices, *_where(keep, heads), rows, columns, heads, share,
+        geometry.q_offset, geometry.window or 0, *_numbers(rules), storage, room,
+        TILE_Q=tile_q, TILE_K=tile_k, PER_ROW=per_row, PER_COLUMN=per_column, KIND=kind, PER=per, REACH=True,
+        WINDOW=geometry.window is not None, **_rule_flags(rules), **_launch(columns),
     )  # fmt: skip
     return counts, offsets, indices
 
 
-def resolve(tiles: TileMap, unite: int = 1) -> Tensor:
+def resolve(
+    geometry: Geometry, tile_q: int, tile_k: int, keep: Tensor | None, rules: Rules, per_row: int = 1,
+    per_column: int = 1, unite: int = 1,
+) -> Tensor:  # fmt: skip
     """bool ``[B, H // unite, R, C]``: the tiles kept, within reach; those of any of `unite` neighbouring heads."""
-    geometry = tiles.geometry
-    batch, heads, rows = tiles.shape
-    columns = geometry.tile_columns(tiles.tile_k)
+    batch, heads, rows = geometry.batch, geometry.heads, geometry.tile_rows(tile_q)
+    columns = geometry.tile_columns(tile_k)
     out = torch.empty(batch, heads // unite, rows, columns, dtype=torch.bool, device=geometry.device)
-    keep, where = _map(tiles, out)
     resolve_kernel[(batch * (heads // unite) * rows,)](
-        keep, geometry.starts, out, *where, rows, columns, heads, unite,
-        geometry.q_offset, geometry.window or 0, *_rules(tiles), **_flags(tiles), **_launch(columns),
+        keep, geometry.starts, out, *_where(keep, heads), rows, columns, heads, unite,
+        geometry.q_offset, geometry.window or 0, *_numbers(rules),
+        TILE_Q=tile_q, TILE_K=tile_k, PER_ROW=per_row, PER_COLUMN=per_column,
+        WINDOW=geometry.window is not None, **_rule_flags(rules), **_launch(columns),
     )  # fmt: skip
     return out
 
@@ -80,7 +87,7 @@ def decode(lists: Lists, columns: int) -> Tensor:
     out = torch.zeros(*counts.shape, columns, dtype=torch.bool, device=counts.device)
     if out.numel():
         decode_kernel[(counts.numel(),)](
-            counts.contiguous(), offsets.contiguous(), indices, out, columns, BLOCK=256, num_warps=1
+            counts.contiguous(), offsets.contiguous(), indices, out, columns, BLOCK=256, num_warps=1, **FUSED
         )
     return out
 
@@ -92,7 +99,7 @@ def encode_ranges(first: Tensor, last: Tensor, heads: int, width: int) -> Lists:
     if counts.numel():
         ranges_kernel[(batch * rows,)](
             first.contiguous(), last.contiguous(), counts, offsets, indices, rows, heads, parts, width,
-            BLOCK=128, num_warps=1,
+            BLOCK=128, num_warps=1, **FUSED,
         )  # fmt: skip
     return counts, offsets, indices
 
@@ -128,30 +135,23 @@ def _steps(number: int, per: int) -> int:
     return number + per * (full * (full - 1) // 2) + full * (number - full * per)
 
 
-def _map_heads(tiles: TileMap) -> int:
-    return 1 if tiles.keep is None else tiles.keep.shape[1]
+def _where(keep: Tensor | None, heads: int) -> tuple[int, ...]:
+    """Of a map: strides (that of a single batch row is never used), rows, and heads that share an entry."""
+    if keep is None:
+        return 0, 0, 0, 0, 1, 1
+    return 0 if keep.shape[0] == 1 else keep.stride(0), *keep.stride()[1:], keep.shape[2], heads // keep.shape[1]
 
 
-def _map(tiles: TileMap, other: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The map, or any tensor for none; its strides (that of a single batch row is never used), rows, heads an entry."""
-    if tiles.keep is None:
-        return other, (0, 0, 0, 0, 1, 1)
-    keep = tiles.keep
-    strides = (0 if keep.shape[0] == 1 else keep.stride(0), *keep.stride()[1:])
-    return keep, (*strides, keep.shape[2], tiles.shape[1] // keep.shape[1])
-
-
-def _rules(tiles: TileMap) -> tuple[int, ...]:
-    """See NO_RULES. Hash states as signed words, so that none is of another integer type."""
-    stride, random = tiles.stride, tiles.random
-    return (
-        -1 if tiles.band is None else tiles.band,
-        tiles.sink,
-        1 if stride is None else stride.every,
-        0 if stride is None else _signed(stride.state),
-        0 if random is None else _signed(random.state),
-        0 if random is None else _signed(random.bound - 1),
-        tiles.first_head,
+def _numbers(rules: Rules) -> Rules:
+    """As kernels take them. Words of hashes are signed, so that none is of another integer type."""
+    return Rules(
+        band=-1 if rules.band is None else rules.band,
+        sink=rules.sink,
+        every=1 if rules.every is None else rules.every,
+        stride_state=_signed(rules.stride_state),
+        random_state=_signed(rules.random_state),
+        random_last=0 if rules.random_last is None else _signed(rules.random_last),
+        first_head=rules.first_head,
     )
 
 
@@ -159,16 +159,15 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
-def _flags(tiles: TileMap) -> dict[str, Any]:
+def _rule_flags(rules: Rules) -> dict[str, bool]:
     return {
-        "TILE_Q": tiles.tile_q, "TILE_K": tiles.tile_k, "PER_ROW": tiles.per_row, "PER_COLUMN": tiles.per_column,
-        "HAS_STARTS": tiles.geometry.starts is not None, "WINDOW": tiles.geometry.window is not None,
-        "HAS_MAP": tiles.keep is not None, "RULES": tiles.band is not None or tiles.sink > 0,
-        "STRIDE": tiles.stride is not None, "RANDOM": tiles.random is not None,
-    }  # fmt: skip
+        "RULES": rules.band is not None or rules.sink > 0,
+        "STRIDE": rules.every is not None,
+        "RANDOM": rules.random_last is not None,
+    }
 
 
-def _launch(columns: int) -> dict[str, int]:
+def _launch(columns: int) -> dict[str, int | bool]:
     """Small blocks for maps of tiles, which causality ends early; large ones for few and long rows of keys."""
     block, warps = (256, 1) if columns <= 1024 else (1024, 4) if columns <= 8192 else (8192, 16)
-    return {"BLOCK": block, "num_warps": warps}
+    return {"BLOCK": block, "num_warps": warps, **FUSED}

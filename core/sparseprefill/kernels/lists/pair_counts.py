@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.steps import count_up_to, floor_div
+from sparseprefill.kernels.settings import FUSED, cdiv
+from sparseprefill.kernels.steps import batch_row, count_up_to, floor_div
 
 if TYPE_CHECKING:
-    from sparseprefill.mask.lists import IndexLists
-    from sparseprefill.mask.mask import SparseMask
+    from sparseprefill.mask.geometry import Geometry
 
 BLOCK = 512
+"""Entries of a list that a program takes at once."""
+
+
+class Rows(NamedTuple):
+    """Real query rows [first, behind) of a query tile, by position, and the sliding window, if any."""
+
+    first: Any
+    behind: Any
+    window: Any
 
 
 @triton.jit
@@ -41,12 +50,12 @@ def _ramp(n, width: tl.constexpr):
 
 
 @triton.jit
-def _pairs(key, first, behind, window, width: tl.constexpr, WINDOW: tl.constexpr):
-    """int64: allowed pairs of the query rows [first, behind) with the keys [key, key + width)."""
+def _pairs(key, rows, width: tl.constexpr, WINDOW: tl.constexpr):
+    """int64: allowed pairs of the query rows with the keys [key, key + width)."""
     key = key.to(tl.int64)
-    pairs = _ramp(behind - key, width) - _ramp(first - key, width)
+    pairs = _ramp(rows.behind - key, width) - _ramp(rows.first - key, width)
     if WINDOW:
-        pairs = pairs - _ramp(behind - window - key, width) + _ramp(first - window - key, width)
+        pairs = pairs - _ramp(rows.behind - rows.window - key, width) + _ramp(rows.first - rows.window - key, width)
     return pairs
 
 
@@ -54,7 +63,10 @@ def _pairs(key, first, behind, window, width: tl.constexpr, WINDOW: tl.constexpr
 def held_kernel(
     counts_ptr, offsets_ptr, indices_ptr, held_ptr, columns, steps, TILE_K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program: some key tiles of one list of stripes."""
+    """held ``[lists, columns]``: how many stripes of a list lie in each key tile (ours).
+
+    One program: BLOCK key tiles of one list, each with two binary searches.
+    """
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     indices_ptr += tl.load(offsets_ptr + row)
@@ -72,95 +84,101 @@ def pair_counts_kernel(
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr, stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr,
     held_ptr, starts_ptr, lengths_ptr, out_ptr,
     q_offset, q_len, kv_len, tile_rows, group_rows, columns, steps, window, heads,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-    HAS_TILES: tl.constexpr, HAS_STRIPES: tl.constexpr, DEDUPE: tl.constexpr,
-    HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query tile of one head. Stripes at the edges are looked at, those between only counted."""
+    """out ``[batch * heads, tile_rows]``: allowed pairs that lists of tiles and of stripes select (ours).
+
+    One program: one query tile of one head. The pairs of a key tile are a difference of ramps; stripes at the causal
+    edge, and at a window's far edge, are looked at one by one, and those between only counted. GROUP: query tiles of a
+    query tile group, which has one list of stripes. held_ptr: given where a tile may hold stripes, whose pairs count
+    once; see `held_kernel`.
+    """
     program = tl.program_id(0)
     head, row = program // tile_rows, program % tile_rows
-    start = 0
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + head // heads)
-    length = kv_len - start
-    if HAS_LENGTHS:
-        length = tl.load(lengths_ptr + head // heads)
-    position = q_offset - start
+    _, length, position = batch_row(head // heads, starts_ptr, lengths_ptr, q_offset, kv_len)
     tile = floor_div(position, TILE_Q) + row
     first = tl.maximum(tl.maximum(tile * TILE_Q, position), 0)
     behind = tl.maximum(tl.minimum(tl.minimum((tile + 1) * TILE_Q, position + q_len), length), first)
-    rows = behind - first
+    rows = Rows(first, behind, window)
+    number_of_rows = behind - first
     # Every row sees the keys [low, high), on the grid of key tiles.
-    low, high = rows * 0, (first + 1) // TILE_K * TILE_K
+    low, high = number_of_rows * 0, (first + 1) // TILE_K * TILE_K
     if WINDOW:
         low = tl.maximum(behind - 1 - window + TILE_K, 0) // TILE_K * TILE_K
         high = tl.maximum(low, high)
     number = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
-    inner = rows.to(tl.int64) * 0
-    tiles_ptr, count = tile_indices_ptr, rows * 0
-    if HAS_TILES:
-        tiles_ptr = tile_indices_ptr + tl.load(tile_offsets_ptr + program)
-        count = tl.load(tile_counts_ptr + program)
+    inner = number_of_rows.to(tl.int64) * 0
     group = floor_div(tile, GROUP) - floor_div(position, TILE_Q * GROUP)
     group = tl.minimum(tl.maximum(group, 0), group_rows - 1)
     list_of_stripes = head.to(tl.int64) * group_rows + group
-    for slot in range(0, count, BLOCK):
-        there = slot + number < count
-        entry = tl.load(tiles_ptr + slot + number, mask=there, other=0)
-        total += tl.where(there, _pairs(entry * TILE_K, first, behind, window, TILE_K, WINDOW), 0)
-        if DEDUPE:
-            whole = there & (entry * TILE_K >= low) & (entry * TILE_K < high)
-            held = tl.load(held_ptr + list_of_stripes * columns + entry, mask=whole, other=0)
-            total -= held.to(tl.int64) * rows
-    if HAS_STRIPES:
+    tiles_ptr, count = tile_indices_ptr, number_of_rows * 0
+    if tile_indices_ptr is not None:
+        tiles_ptr = tile_indices_ptr + tl.load(tile_offsets_ptr + program)
+        count = tl.load(tile_counts_ptr + program)
+        for slot in range(0, count, BLOCK):
+            there = slot + number < count
+            entry = tl.load(tiles_ptr + slot + number, mask=there, other=0)  # [BLOCK]
+            total += tl.where(there, _pairs(entry * TILE_K, rows, TILE_K, WINDOW), 0)
+            if held_ptr is not None:
+                unmasked = there & (entry * TILE_K >= low) & (entry * TILE_K < high)
+                held = tl.load(held_ptr + list_of_stripes * columns + entry, mask=unmasked, other=0)
+                total -= held.to(tl.int64) * number_of_rows
+    if stripe_indices_ptr is not None:
         offset, some = tl.load(stripe_offsets_ptr + list_of_stripes), tl.load(stripe_counts_ptr + list_of_stripes)
         begin = count_up_to(stripe_indices_ptr, offset, some, low - 1)
         end = count_up_to(stripe_indices_ptr, offset, some, high - 1)
-        inner = (end - begin).to(tl.int64) * rows
+        inner = (end - begin).to(tl.int64) * number_of_rows
         for edge in tl.static_range(2 if WINDOW else 1):
             at, last = end, count_up_to(stripe_indices_ptr, offset, some, behind - 1)
             if edge == 1:
                 at, last = count_up_to(stripe_indices_ptr, offset, some, first - window), begin
             for slot in range(at, last, BLOCK):
                 there = slot + number < last
-                key = tl.load(stripe_indices_ptr + offset + slot + number, mask=there, other=0)
-                if DEDUPE:
+                key = tl.load(stripe_indices_ptr + offset + slot + number, mask=there, other=0)  # [BLOCK]
+                if held_ptr is not None:
                     place = _below(tiles_ptr, count, key // TILE_K, steps)
                     found = tl.load(tiles_ptr + place, mask=there & (place < count), other=-1)
                     there = there & (found != key // TILE_K)
-                total += tl.where(there, _pairs(key, first, behind, window, 1, WINDOW), 0)
+                total += tl.where(there, _pairs(key, rows, 1, WINDOW), 0)
     tl.store(out_ptr + program, tl.sum(total, 0) + inner)
 
 
-def pair_counts(mask: SparseMask, tiles: IndexLists | None) -> Tensor:
-    """int64 ``[B, Hq]``: allowed pairs of the mask's stripes and of `tiles`, each once."""
-    geometry, stripes = mask.geometry, mask.stripes
-    rows, groups = geometry.tile_rows(mask.tile_q), geometry.tile_rows(mask.group_rows)
-    columns = geometry.tile_columns(mask.tile_k)
+Lists = tuple[Tensor, Tensor, Tensor]
+"""counts, offsets and indices of IndexLists."""
+
+
+def pair_counts(
+    geometry: Geometry, tile_q: int, tile_k: int, group: int, tiles: Lists | None, stripes: Lists | None, *,
+    disjoint: bool = False,
+) -> Tensor:  # fmt: skip
+    """int64 ``[B, Hq]``: allowed pairs of `tiles`, lists by query tile, and of `stripes`, each once.
+
+    group: query tiles of a query tile group, by which stripes are listed. disjoint: no stripe lies in a listed tile.
+    """
+    rows, groups = geometry.tile_rows(tile_q), geometry.tile_rows(tile_q * group)
+    columns = geometry.tile_columns(tile_k)
     out = torch.zeros(geometry.batch, geometry.heads, rows, dtype=torch.int64, device=geometry.device)
-    dedupe = tiles is not None and stripes is not None and not mask.disjoint
-    held = out
-    if dedupe and stripes is not None:
-        lists = _lists(stripes)
-        held = torch.empty(*stripes.counts.shape, columns, dtype=torch.int32, device=geometry.device)
-        grid = (stripes.counts.numel(), triton.cdiv(columns, BLOCK))
-        held_kernel[grid](
-            *lists, held, columns, geometry.kv_len.bit_length(), TILE_K=mask.tile_k, BLOCK=BLOCK, num_warps=4
-        )
     if tiles is None and stripes is None:
         return out.sum(-1)
+    held = None
+    if tiles is not None and stripes is not None and not disjoint:
+        counts = stripes[0]
+        held = torch.empty(*counts.shape, columns, dtype=torch.int32, device=geometry.device)
+        held_kernel[(counts.numel(), cdiv(columns, BLOCK))](
+            *_packed(stripes), held, columns, geometry.kv_len.bit_length(),
+            TILE_K=tile_k, BLOCK=BLOCK, num_warps=4, **FUSED,
+        )  # fmt: skip
     pair_counts_kernel[(out.numel(),)](
-        *_lists(tiles or stripes), *_lists(stripes or tiles), held, geometry.starts, geometry.lengths, out,
+        *_packed(tiles), *_packed(stripes), held, geometry.starts, geometry.lengths, out,
         geometry.q_offset, geometry.q_len, geometry.kv_len, rows, groups, columns, columns.bit_length(),
         geometry.window or 0, geometry.heads,
-        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group,
-        HAS_TILES=tiles is not None, HAS_STRIPES=stripes is not None, DEDUPE=dedupe,
-        HAS_STARTS=geometry.starts is not None, HAS_LENGTHS=geometry.lengths is not None,
-        WINDOW=geometry.window is not None, BLOCK=BLOCK, num_warps=4,
+        TILE_Q=tile_q, TILE_K=tile_k, GROUP=group, WINDOW=geometry.window is not None,
+        BLOCK=BLOCK, num_warps=4, **FUSED,
     )  # fmt: skip
     return out.sum(-1)
 
 
-def _lists(lists: IndexLists | None) -> tuple[Tensor, ...]:
-    return () if lists is None else (lists.counts.contiguous(), lists.offsets.contiguous(), lists.indices)
+def _packed(lists: Lists | None) -> tuple[Tensor | None, ...]:
+    """Counts and offsets without gaps, which heads that share them have."""
+    return (None, None, None) if lists is None else (lists[0].contiguous(), lists[1].contiguous(), lists[2])

@@ -6,12 +6,16 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import evolve
 from torch import Tensor
 
-from sparseprefill.kernels.sampled.fold import sampled_fold_kernel, sampled_merge_kernel
-from sparseprefill.kernels.sampled.passes import sampled_lse_kernel, sampled_mass_kernel
-from sparseprefill.kernels.settings import cdiv, power_of_two
+from sparseprefill.kernels.sampled.kernels import (
+    sampled_fold_kernel,
+    sampled_lse_kernel,
+    sampled_mass_kernel,
+    sampled_merge_kernel,
+)
+from sparseprefill.kernels.settings import FUSED, Settings, cdiv, power_of_two
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E
 
@@ -27,30 +31,20 @@ SHARES = 512 << 20
 """Bytes of the sums by key that samples of one round may hold."""
 
 
-@frozen
-class Settings:
-    """rows, keys: of one product. warps, stages: of a program, for the pass that sums exponentials and for the other.
+@lru_cache
+def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> tuple[Settings, Settings]:
+    """By compute capability, head dimension, rounded up to a power of two, and bytes per element.
 
+    Of the pass that sums exponentials and of the other, with the same rows (block_m) and keys (block_n) of a product.
     Two to three programs share a Hopper multiprocessor: one's exponentials overlap the other's products.
     """
-
-    rows: int
-    keys: int
-    lse: dict[str, int]
-    mass: dict[str, int]
-
-
-@lru_cache
-def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settings:
-    """By compute capability, head dimension, rounded up to a power of two, and bytes per element."""
     wide = block_d > 128
     if itemsize == 4:
-        plain = {"num_warps": 8, "num_stages": 2}
-        return Settings(32, 16 if wide else 32, plain, plain)
-    few = {"num_warps": 4, "num_stages": 2}
+        plain = Settings(32, 16 if wide else 32, warps=8, stages=2)
+        return plain, plain
+    few = Settings(64 if wide else 128, 64, warps=4, stages=2)
     # Three programs of four warps have 168 registers a thread.
-    cap = {"maxnreg": 168} if capability[0] == 9 and not wide else {}
-    return Settings(64 if wide else 128, 64, few, few | cap)
+    return few, evolve(few, maxnreg=168 if capability[0] == 9 and not wide else None)
 
 
 def fits(call: AttentionCall) -> bool:
@@ -68,7 +62,7 @@ def sampled_mass(
     """
     geometry = call.geometry
     chosen = settings(_capability(call.q.device), _block(call.q.shape[-1]), call.q.element_size())
-    part = min(chosen.rows, slash)
+    part = min(chosen[0].block_m, slash)
     one = geometry.batch * geometry.heads * cdiv(rows.shape[2], part) * 2 * geometry.kv_len * 4
     size = max(1, SHARES // one)
     if rows.shape[1] <= size:
@@ -80,16 +74,17 @@ def sampled_mass(
 
 
 def _round(
-    call: AttentionCall, rows: Tensor, real: Tensor, slash: int, column: int, chosen: Settings, part: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    geometry = call.geometry
+    call: AttentionCall, rows: Tensor, real: Tensor, slash: int, column: int, chosen: tuple[Settings, Settings],
+    part: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    geometry, (for_lse, for_mass) = call.geometry, chosen
     batch, samples, count = rows.shape
     heads, width, size = geometry.heads, call.q.shape[-1], geometry.kv_len
     q, keys = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call)
     rows, real = rows.contiguous(), real.contiguous().view(torch.uint8)
     parts = cdiv(count, part)
     programs = batch * samples * heads * parts
-    chunk = _chunk(size, programs, chosen.keys)
+    chunk = _chunk(size, programs, for_lse.block_n)
     chunks = cdiv(size, chunk)
     options: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     partial = torch.empty(batch * samples * heads * chunks * count, **options)
@@ -102,26 +97,27 @@ def _round(
         geometry.q_offset, size, count, heads, call.group, samples, parts, chunk, call.window or 0,
     )  # fmt: skip
     flags = {
-        "ROWS": part, "BLOCK_R": _block(part), "BLOCK_N": chosen.keys, "D": width, "BLOCK_D": _block(width),
-        "HAS_STARTS": geometry.starts is not None, "WINDOW": call.window is not None,
+        "ROWS": part, "BLOCK_R": _block(part), "BLOCK_N": for_lse.block_n, "D": width, "BLOCK_D": _block(width),
+        "WINDOW": call.window is not None,
         "SOFTCAP": call.softcap is not None, "PAGE": keys.page, "PRECISION": "ieee",
     }  # fmt: skip
     grid = (programs, chunks)
     sampled_lse_kernel[grid](
-        q, keys.k, keys.table, rows, real, geometry.starts, partial, *numbers, **flags, **chosen.lse
+        q, keys.k, keys.table, rows, real, geometry.starts, partial, *numbers, **flags, **for_lse.options
     )
     sampled_merge_kernel[batch * samples * heads, cdiv(count, 128)](
-        partial, lse, count, chunks, heads, samples, BLOCK_C=32, BLOCK_R=128
+        partial, lse, count, chunks, heads, samples, BLOCK_C=32, BLOCK_R=128, **FUSED
     )
     sampled_mass_kernel[grid](
-        q, keys.k, keys.table, rows, real, geometry.starts, lse, shares, *numbers, SLASH=slash, **flags, **chosen.mass
-    )
+        q, keys.k, keys.table, rows, real, geometry.starts, lse, shares, *numbers,
+        SLASH=slash, **flags, **for_mass.options,
+    )  # fmt: skip
     runs = {f"{name}_{key}": x for name, run in (("COLUMN", column), ("SLASH", slash)) for key, x in _run(run)}
     blocks = cdiv(columns.shape[3], runs["COLUMN_BINS"]) + cdiv(slashes.shape[3], runs["SLASH_BINS"])
     sampled_fold_kernel[batch * samples * heads, blocks](
         shares, rows, geometry.starts, columns, slashes,
         geometry.q_offset, count, heads, samples, parts, chunks * chunk, columns.shape[3], slashes.shape[3],
-        COLUMN=column, SLASH=slash, **runs, ROWS=part, HAS_STARTS=geometry.starts is not None,
+        COLUMN=column, SLASH=slash, **runs, ROWS=part, **FUSED,
     )  # fmt: skip
     return columns, slashes, lse
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import floor_div
+from sparseprefill.kernels.steps import batch_row, floor_div
 
 TINY = tl.constexpr(1.1754943508222875e-38)
 TWICE_LN2 = tl.constexpr(1.3862943611198906)
@@ -35,18 +35,11 @@ def js_distance(total):
 
 @triton.jit
 def seen_blocks(
-    b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, count, window,
-    BLOCK: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
+    b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, count, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
     """First and last block with a key that one of the last `count` real queries sees; last before first for none."""
-    first, keys = q_offset, kv_len
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + b)
-        first -= start
-        keys -= start
-    if HAS_LENGTHS:
-        keys = tl.load(lengths_ptr + b)
-    behind = tl.minimum(first + q_len, keys)
+    _, length, first = batch_row(b, starts_ptr, lengths_ptr, q_offset, kv_len)
+    behind = tl.minimum(first + q_len, length)
     begin = tl.maximum(tl.maximum(first, behind - count), 0)
     last = tl.where(behind > begin, behind - 1, -1)
     low = 0

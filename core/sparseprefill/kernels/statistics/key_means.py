@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Keys
-from sparseprefill.kernels.steps import stored_rows
+from sparseprefill.kernels.steps import batch_row, stored_rows
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -25,18 +26,15 @@ ROWS = 32
 def key_means_kernel(
     k_ptr, table_ptr, starts_ptr, lengths_ptr, mean_ptr, stride_kb, stride_kh, stride_kn,
     end, kv_len, columns, heads,
-    TILE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of one KV head. end: index among the keys behind the call's last query."""
+    """mean ``[batch, heads, columns, D]``: average pooling of keys, as FlexPrefill's Algorithm 4 takes it.
+
+    One program: one tile of one KV head, ROWS keys at a time. end: index among the keys behind the call's last query.
+    """
     column, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    start = 0
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + b)
-    length = kv_len - start
-    if HAS_LENGTHS:
-        length = tl.load(lengths_ptr + b)
+    start, length, _ = batch_row(b, starts_ptr, lengths_ptr, 0, kv_len)
     low = column * TILE
     top = tl.minimum(tl.minimum(low + TILE, end - start), length)
     k_base = k_ptr + b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
@@ -44,7 +42,7 @@ def key_means_kernel(
     for row in tl.range(low, low + TILE, ROWS):
         at = row + tl.arange(0, ROWS)
         k = stored_rows(k_base, at + start, at < top, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
-        total += k.to(tl.float32)
+        total += k.to(tl.float32)  # [ROWS, BLOCK_D]
     mean = tl.sum(total, 0) / tl.maximum(top - low, 1).to(tl.float32)
     dims = tl.arange(0, BLOCK_D)
     tl.store(mean_ptr + (bh.to(tl.int64) * columns + column) * D + dims, mean, mask=dims < D)
@@ -58,7 +56,6 @@ def key_means(call: AttentionCall, tile: int) -> Tensor:
     key_means_kernel[(columns, geometry.batch * call.kv_heads)](
         keys.k, keys.table, geometry.starts, geometry.lengths, mean, *keys.strides,
         geometry.q_offset + geometry.q_len, geometry.kv_len, columns, call.kv_heads,
-        TILE=tile, ROWS=ROWS, D=width, BLOCK_D=triton.next_power_of_2(width), HAS_STARTS=geometry.starts is not None,
-        HAS_LENGTHS=geometry.lengths is not None, PAGE=keys.page, num_warps=4,
+        TILE=tile, ROWS=ROWS, D=width, BLOCK_D=triton.next_power_of_2(width), PAGE=keys.page, num_warps=4, **FUSED,
     )  # fmt: skip
     return mean

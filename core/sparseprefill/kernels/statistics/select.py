@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.settings import FUSED
+
 SIZES = ((32, 32, 1, 144), (16, 256, 8, 128))
 """(entries of a thread, threads, warps, cap on registers) of a program that holds its row, for rows that fit."""
 STREAM = (16, 512, 16, None)
@@ -105,10 +107,13 @@ def _store(keep_ptr, x, at, value, ties, columns):
 def top_mass_rows_kernel(
     scores_ptr, keep_ptr, share_bits, least, most, columns, BOUNDED: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """One program: one row, in registers."""
+    """keep ``[rows, columns]``: the fewest entries of a row that reach a share of its mass, as `top_mass` says (ours).
+
+    Bisection on the bits of the least value kept. One program: one row, in registers.
+    """
     row = tl.program_id(0).to(tl.int64) * columns
     at = tl.arange(0, N)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    x = _load(scores_ptr + row, at, columns)
+    x = _load(scores_ptr + row, at, columns)  # [N, WIDTH]
     top = _bits(tl.max(tl.max(x, 0), 0))
     scale = _scale(top)
     upper, lower = _halves(x, scale)
@@ -141,7 +146,7 @@ def top_mass_rows_kernel(
 def top_mass_stream_kernel(
     scores_ptr, keep_ptr, share_bits, least, most, columns, BOUNDED: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """One program: one row, read again for each probe (from L2, mostly)."""
+    """The same for long rows. One program: one row, read again for each probe (from L2, mostly)."""
     row = tl.program_id(0).to(tl.int64) * columns
     scores_ptr += row
     slot = tl.arange(0, N)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -199,11 +204,11 @@ def top_mass_fwd(scores: Tensor, share: float, least: int, most: int | None) -> 
     (share_bits,) = struct.unpack("<q", struct.pack("<d", share if share > 0 else -1.0))
     last = LAST.value
     bounds = (min(least, last), last if most is None else min(most, last))
-    chosen = next((size for size in SIZES if columns <= size[0] * size[1]), None)
-    kernel = top_mass_stream_kernel if chosen is None else top_mass_rows_kernel
-    number, width, warps, registers = STREAM if chosen is None else chosen
+    fits = next((size for size in SIZES if columns <= size[0] * size[1]), None)
+    kernel = top_mass_stream_kernel if fits is None else top_mass_rows_kernel
+    number, width, warps, registers = STREAM if fits is None else fits
     kernel[(keep.numel() // columns,)](
         scores, keep, share_bits, *bounds, columns,
-        BOUNDED=least > 0 or most is not None, N=number, WIDTH=width, num_warps=warps, maxnreg=registers,
+        BOUNDED=least > 0 or most is not None, N=number, WIDTH=width, num_warps=warps, maxnreg=registers, **FUSED,
     )  # fmt: skip
     return keep

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseprefill.kernels.groups.launch import GroupTiles
+from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import LOG2E
 
 from . import kernels
@@ -29,11 +30,7 @@ def tile_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
     size = min(max(1, PARTIALS // (most * parts)), tiles.count)
     sums = torch.empty(most * parts * size, **options)
     tops, totals = torch.empty(2, most * size, **options)
-    flags = {
-        "HAS_STARTS": geometry.starts is not None,
-        "HAS_LENGTHS": geometry.lengths is not None,
-        "WINDOW": geometry.window is not None,
-    }
+    flags = {"WINDOW": geometry.window is not None}
     cap = {"SOFTCAP": call.softcap is not None}
     scale, softcap, window = call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.window or 0
     for first in range(0, tiles.count, size):
@@ -43,11 +40,11 @@ def tile_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
         for part in tiles.parts(some):
             kernels.partial_softmax_kernel[(part.programs,)](
                 sums, tops, totals, *part.arguments, scale, softcap, window, *place,
-                **{**part.flags, **flags, **cap}, **chosen.options,
+                **part.flags, **flags, **cap, **chosen.options,
             )  # fmt: skip
         kernels.tile_scores_kernel[(min(rows, some.stop * step) - first * step, pairs)](
             scores, sums, tops, totals, geometry.starts, geometry.lengths,
             geometry.q_offset, geometry.q_len, geometry.kv_len, window, *place, geometry.heads, rows, columns,
-            BLOCK=block, SIZE=stride, BLOCK_N=chosen.block_n, COLUMNS=256, PARTS=32, **flags, num_warps=4,
+            BLOCK=block, SIZE=stride, BLOCK_N=chosen.block_n, COLUMNS=256, PARTS=32, **flags, num_warps=4, **FUSED,
         )  # fmt: skip
     return scores

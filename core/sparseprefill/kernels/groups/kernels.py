@@ -1,15 +1,65 @@
-"""Dot products of groups of tokens, as estimators take them: a causal matrix product without a copy of q and k.
+"""Dot products of token groups, as estimators take them: a causal matrix product without a copy of q and k.
 
-A group is `SIZE` consecutive tokens of the row's grid, one vector of ``SIZE * D`` entries. Device functions: which
-tile a program has, and its products; what becomes of them is each kernel's own.
+A token group is `SIZE` consecutive tokens of the row's grid, one vector of ``SIZE * D`` entries: BFLA's flattened groups
+(its equation 3), and XAttention's strided groups, whose antidiagonal sums are products against reversed keys (its
+Algorithm 1). Device functions: which tile a program has, and its products; what becomes of them is each kernel's own.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import floor_div
+from sparseprefill.kernels.steps import batch_row, floor_div
+
+RUNTIME = ("q_shift", "q_offset", "q_len", "kv_len", "tiles", "skipped", "base", "heads", "kv_group", "rows", "columns")
+"""Arguments that change with the length: kernels must not be specialised on their values."""
+
+
+class Operands(NamedTuple):
+    """Where a launch reads queries and keys.
+
+    Pointers, and the table of pages, None for keys in a tensor; tensor descriptors ``[B, H, SIZE, groups, D]``, or
+    None. Strides of batch row (of k, in pages, that of pages), head and row. q_shift: the query group that descriptors
+    begin with.
+    """
+
+    q_ptr: Any
+    k_ptr: Any
+    table_ptr: Any
+    q_desc: Any
+    k_desc: Any
+    stride_qb: Any
+    stride_qh: Any
+    stride_qn: Any
+    stride_kb: Any
+    stride_kh: Any
+    stride_kn: Any
+    q_shift: Any
+
+
+class TokenRow(NamedTuple):
+    """Of a batch row: index of position 0 among the keys, position of query row 0, and the positions that hold queries.
+
+    Queries stand at `low` to `high` - 1, and keys that count before `high`.
+    """
+
+    start: Any
+    first: Any
+    low: Any
+    high: Any
+
+
+class Tile(NamedTuple):
+    """A tile of group pairs: batch row, query head, its KV head, first query group and first key group."""
+
+    b: Any
+    h: Any
+    hk: Any
+    first_q: Any
+    first_k: Any
 
 
 @triton.jit
@@ -36,21 +86,10 @@ def tile_of(number, skipped, RATIO: tl.constexpr):
 
 
 @triton.jit
-def row_of_batch(
-    b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, HAS_STARTS: tl.constexpr, HAS_LENGTHS: tl.constexpr
-):  # fmt: skip
-    """Of a batch row: index of position 0 among the keys, position of query row 0, and the positions that hold queries.
-
-    Returns start, first, low, high: queries stand at `low` to `high` - 1, and keys that count before `high`.
-    """
-    start = 0
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + b)
-    length = kv_len - start
-    if HAS_LENGTHS:
-        length = tl.load(lengths_ptr + b)
-    first = q_offset - start
-    return start, first, tl.maximum(first, 0), tl.minimum(first + q_len, length)
+def token_row(b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len):
+    """The `TokenRow` of a batch row."""
+    start, length, first = batch_row(b, starts_ptr, lengths_ptr, q_offset, kv_len)
+    return TokenRow(start, first, tl.maximum(first, 0), tl.minimum(first + q_len, length))
 
 
 @triton.jit
@@ -61,49 +100,49 @@ def places(group, low, high, SIZE: tl.constexpr):
 
 @triton.jit
 def _operands(
-    j, b, h, hk, q_desc, k_desc, q_row, k_row, q_group, k_group, q_low, q_high, k_low, k_high, stride_qn, stride_kn,
-    table_ptr, stride_kb,
+    j, x, tile, q_row, k_row, q_low, q_high, k_low, k_high,
     SIZE: tl.constexpr, REVERSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     D: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """q [M, K] and k [N, K] of one step: BLOCK_K entries of one place of every group. k_group: number of the first."""
+    """q [BLOCK_M, BLOCK_K] and k [BLOCK_N, BLOCK_K] of one step: BLOCK_K entries of one place of every group."""
     chunks: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     place, entry = j // chunks, (j % chunks) * BLOCK_K
     other = SIZE - 1 - place if REVERSED else place
+    q_group, k_group = tile.first_q - x.q_shift, tile.first_k
     if TMA and PAGE == 0:
-        q = q_desc.load([b, h, place, q_group, entry]).reshape([BLOCK_M, BLOCK_K])
-        k = k_desc.load([b, hk, other, k_group, entry]).reshape([BLOCK_N, BLOCK_K])
+        q = x.q_desc.load([tile.b, tile.h, place, q_group, entry]).reshape([BLOCK_M, BLOCK_K])
+        k = x.k_desc.load([tile.b, tile.hk, other, k_group, entry]).reshape([BLOCK_N, BLOCK_K])
     else:
         q_real, k_real = ((place >= q_low) & (place < q_high))[:, None], ((other >= k_low) & (other < k_high))[:, None]
         if D % BLOCK_K != 0:
             inside = (entry + tl.arange(0, BLOCK_K) < D)[None, :]
             q_real, k_real = q_real & inside, k_real & inside
         if TMA:
-            q = q_desc.load([b, h, place, q_group, entry]).reshape([BLOCK_M, BLOCK_K])
+            q = x.q_desc.load([tile.b, tile.h, place, q_group, entry]).reshape([BLOCK_M, BLOCK_K])
         else:
-            q = tl.load(q_row + (place * stride_qn + entry), mask=q_real, other=0.0)
+            q = tl.load(q_row + (place * x.stride_qn + entry), mask=q_real, other=0.0)
         if PAGE > 0 and PAGE < SIZE:
             group = k_group + tl.arange(0, BLOCK_N)
             there = (other >= k_low) & (other < k_high)
-            page = tl.load(table_ptr + group * (SIZE // PAGE) + other // PAGE, mask=there, other=0).to(tl.int64)
-            k = tl.load(k_row + page[:, None] * stride_kb + (other % PAGE * stride_kn + entry), mask=k_real, other=0.0)
+            page = tl.load(x.table_ptr + group * (SIZE // PAGE) + other // PAGE, mask=there, other=0).to(tl.int64)
+            in_page = other % PAGE * x.stride_kn + entry
+            k = tl.load(k_row + page[:, None] * x.stride_kb + in_page, mask=k_real, other=0.0)
         else:
-            k = tl.load(k_row + (other * stride_kn + entry), mask=k_real, other=0.0)
+            k = tl.load(k_row + (other * x.stride_kn + entry), mask=k_real, other=0.0)
     return q, k
 
 
 @triton.jit
 def group_products(
-    b, h, hk, first_q, first_k, q_shift, start, first, low, high,
-    q_ptr, k_ptr, table_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, drop,
+    x, tile, row, drop,
     SIZE: tl.constexpr, REVERSED: tl.constexpr, HALF: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr,
     TMA: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """float32 [M, N]: products of the query groups from `first_q` and the key groups from `first_k`.
+    """float32 [BLOCK_M, BLOCK_N]: products of a `Tile`'s query groups and key groups. x: `Operands`. row: `TokenRow`.
 
-    Tokens outside `low` to `high` - 1 count as zeros. TMA: by tensor descriptors ``[B, H, SIZE, groups, D]``, whose
-    query groups begin with the group `q_shift`; no group of the tile may hold such tokens and others too.
+    Tokens outside row.low to row.high - 1 count as zeros. TMA: by tensor descriptors; no group of the tile may hold
+    such tokens and others too.
     PAGE: 0, or tokens of a page, a multiple of SIZE or one of its parts; k then goes by pointers, its one row begins
     with its first key, and stride_kb is that of pages. Entries of the table behind `high` are not read.
     REVERSED: place a of a query group meets place SIZE - 1 - a of a key group. HALF: for a group and itself, the places
@@ -111,43 +150,44 @@ def group_products(
     """
     chunks: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     steps: tl.constexpr = SIZE * chunks
-    q_group, k_group = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
+    q_group, k_group = tile.first_q + tl.arange(0, BLOCK_M), tile.first_k + tl.arange(0, BLOCK_N)
     entries = tl.arange(0, BLOCK_K)[None, :]
-    q_low, q_high = places(q_group, low, high, SIZE)
-    k_low, k_high = places(k_group, 0, high, SIZE)
+    q_low, q_high = places(q_group, row.low, row.high, SIZE)
+    k_low, k_high = places(k_group, 0, row.high, SIZE)
     # Of what goes by descriptors, these stay unused, and vanish.
-    q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-    k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
-    q_row = q_base + (q_group * SIZE - first).to(tl.int64)[:, None] * stride_qn + entries
+    q_base = x.q_ptr + tile.b.to(tl.int64) * x.stride_qb + tile.h.to(tl.int64) * x.stride_qh
+    k_base = x.k_ptr + tile.b.to(tl.int64) * x.stride_kb + tile.hk.to(tl.int64) * x.stride_kh
+    q_row = q_base + (q_group * SIZE - row.first).to(tl.int64)[:, None] * x.stride_qn + entries  # [BLOCK_M, BLOCK_K]
     if PAGE > 0 and PAGE < SIZE:
         k_row = k_base + entries
     elif PAGE > 0:
         # A group lies in one page: one look-up before the loop, which is then that of a tensor.
         in_page: tl.constexpr = PAGE // SIZE
-        page = tl.load(table_ptr + k_group // in_page, mask=k_high > 0, other=0).to(tl.int64)
+        page = tl.load(x.table_ptr + k_group // in_page, mask=k_high > 0, other=0).to(tl.int64)
         slot = (k_group % in_page * SIZE).to(tl.int64)
-        k_row = k_base + (page * stride_kb + slot * stride_kn)[:, None] + entries
+        k_row = k_base + (page * x.stride_kb + slot * x.stride_kn)[:, None] + entries
     else:
-        k_row = k_base + (k_group * SIZE + start).to(tl.int64)[:, None] * stride_kn + entries
+        # [BLOCK_N, BLOCK_K]
+        k_row = k_base + (k_group * SIZE + row.start).to(tl.int64)[:, None] * x.stride_kn + entries
     middle = steps
     if HALF > 0:
         middle = tl.where(drop, HALF * chunks, steps)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for j in tl.range(0, middle):
         q, k = _operands(
-            j, b, h, hk, q_desc, k_desc, q_row, k_row, first_q - q_shift, first_k, q_low, q_high, k_low, k_high,
-            stride_qn, stride_kn, table_ptr, stride_kb, SIZE, REVERSED, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE,
+            j, x, tile, q_row, k_row, q_low, q_high, k_low, k_high,
+            SIZE, REVERSED, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE,
         )  # fmt: skip
-        acc = tl.dot(q, tl.trans(k), acc, input_precision=PRECISION)
+        acc = tl.dot(q, tl.trans(k), acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if HALF > 0:
         if drop:
             acc = tl.where(q_group[:, None] == k_group[None, :], 0.0, acc)
         for j in tl.range(middle, steps):
             q, k = _operands(
-                j, b, h, hk, q_desc, k_desc, q_row, k_row, first_q - q_shift, first_k, q_low, q_high, k_low, k_high,
-                stride_qn, stride_kn, table_ptr, stride_kb, SIZE, REVERSED, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE,
+                j, x, tile, q_row, k_row, q_low, q_high, k_low, k_high,
+                SIZE, REVERSED, BLOCK_M, BLOCK_N, BLOCK_K, D, TMA, PAGE,
             )  # fmt: skip
-            acc = tl.dot(q, tl.trans(k), acc, input_precision=PRECISION)
+            acc = tl.dot(q, tl.trans(k), acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     return acc
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sparseprefill.kernels.settings import FUSED
+
 from . import kernels
 
 if TYPE_CHECKING:
@@ -43,9 +45,8 @@ def _arguments(call: AttentionCall, block: int) -> tuple[tuple[Any, ...], dict[s
     )  # fmt: skip
     flags = {
         "BLOCK": block,
-        "HAS_STARTS": geometry.starts is not None,
-        "HAS_LENGTHS": geometry.lengths is not None,
         "WINDOW": geometry.window is not None,
         "SOFTCAP": call.softcap is not None,
+        **FUSED,
     }
     return numbers, flags

@@ -1,0 +1,103 @@
+"""How the identification's pooled queries, flags and lists lie in memory: sizes alone, known on the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.geometry import Geometry
+
+    from .regions import Regions
+
+WORD = 16  # keys per word of flags: a bit "sure" and a bit "unsure" each
+STEP_PART = 16  # blocks of a group that are scored side by side
+
+
+@frozen(kw_only=True)
+class Layout:
+    """How one call's pooled queries lie in memory, and the words of flags per key range.
+
+    A *set* is the blocks of one group and head that one step scores; `heads` heads share a KV head's keys; `parts` is
+    how many such shares a GQA group needs, `chunks` how many steps a group of many blocks needs. A *tile* is `rows`
+    groups. Pooled queries are ``[shares, chunks, tiles, block_n, D]``, columns as pool.py orders them.
+    """
+
+    heads: int
+    parts: int
+    step: int
+    chunks: int
+    sets: int
+    rows: int
+    groups: int
+    tiles: int
+    shares: int
+    first_key: int
+    key_tiles: int
+    words: int
+    room: int
+
+    @classmethod
+    def of(cls, geometry: Geometry, kv_heads: int, regions: Regions, block_m: int, block_n: int) -> Layout:
+        """From sizes alone."""
+        group = geometry.heads // kv_heads
+        step = min(max(_power(regions.step), 2), STEP_PART)
+        sets = block_n // step
+        heads = min(_power(group), sets)
+        parts, chunks = -(-group // heads), -(-regions.step // step)
+        rows = sets // heads
+        groups = geometry.tile_rows(regions.group)
+        first_key = regions.init_tokens // WORD * WORD
+        # No row of the batch has a candidate at or after the last group's start; rows that start later have fewer.
+        end = (geometry.q_offset + geometry.q_len - 1) // regions.group * regions.group
+        key_tiles = -(-max(end - first_key, 0) // block_m)
+        return cls(
+            heads=heads,
+            parts=parts,
+            step=step,
+            chunks=chunks,
+            sets=sets,
+            rows=rows,
+            groups=groups,
+            tiles=-(-groups // rows),
+            shares=geometry.batch * kv_heads * parts,
+            first_key=first_key,
+            key_tiles=key_tiles,
+            words=key_tiles * block_m // WORD,
+            room=before(geometry.q_offset // regions.group, groups, regions),
+        )
+
+
+def before(first: int, row: int, regions: Regions) -> int:
+    """Candidate keys of the rows in front of `row`, where row 0 is group `first`: where its list begins.
+
+    A row of group g has ``max(0, g * group - init_tokens)``. The kernel computes the same (`compact.py`).
+    """
+    skip = min(max(regions.init_tokens // regions.group + 1 - first, 0), row)
+    pairs = (row * (row - 1) - skip * (skip - 1)) // 2
+    return (row - skip) * (first * regions.group - regions.init_tokens) + regions.group * pairs
+
+
+def _power(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+def workspace(call: AttentionCall, regions: Regions) -> int:
+    """Bytes on the device that the anchor pass and the identification need, their results included: an upper bound.
+
+    Most of it is 4 bytes for every candidate key of every group and head, the room of the lists; and the state of the
+    anchor pass, 4 bytes for each element of the output.
+    """
+    geometry, width = call.geometry, call.q.shape[-1]
+    plan = Layout.of(geometry, call.kv_heads, regions, 256, 64)
+    lists = geometry.batch * geometry.heads * plan.groups
+    blocks = geometry.batch * geometry.tile_rows(regions.block)
+    places = plan.shares * plan.chunks * plan.tiles
+    state = geometry.batch * geometry.heads * geometry.q_len * (call.value_dim + 2) * 4
+    ranges = blocks * 32 * ((regions.init_tokens + regions.group) // regions.tile_k)
+    found = geometry.batch * geometry.heads * plan.room * 4 + lists * (12 + plan.words * 4)
+    means = blocks * geometry.heads * (width + 4) * 4 + places * (64 * (width * 2 + 4) + plan.sets * 12)
+    small = 1 << 20  # counters and flags of the launches; the allocator rounds each tensor up to 512 bytes
+    return state + ranges + found + means + small
