@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from sparseprefill.adapters.session import session as sessions
 from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.session import session as sessions
 
 import sparseprefill as sp
 
