@@ -149,7 +149,10 @@ def sparse_attention_fwd(
     lists = (*_lists(mask.tiles or mask.stripes), *_lists(mask.stripes or mask.tiles))
     overlap = mask.tile_map().contiguous().view(torch.uint8) if dedupe else None
     special = specialised(call, mask)
-    flagged = None if special is None else _flags_of(special, call, mask, lists, overlap, carry, filled)
+    none = (None, None, None)
+    given = (*(none if mask.tiles is None else lists[:3]), *(none if mask.stripes is None else lists[3:]))
+    fill = (filled.out, filled.lse, filled.state)
+    flagged = None if special is None else _flags_of(special, call, mask, given, overlap, carry, *fill)
     odd = (
         torch.empty(shape[0] * shape[1] * blocks, dtype=torch.int8, device=call.q.device)
         if flagged is None
