@@ -1,24 +1,22 @@
-"""What the roles of the kernel are handed: small tuples, built inside the kernel from its flat arguments.
+"""What the kernel's roles are handed: tuples that the kernel builds of its flat arguments, and how the roles talk.
 
-How the four roles talk to each other
--------------------------------------
-Everything between them is in shared memory, in slots that are filled and emptied again and again. Each slot has two
-barriers, `ready` (full, may be read) and `empty` (may be filled again), and nobody else tells anybody anything:
+A field may be None, which device code asks for (``mask.bitmap is not None``); the branch is decided when it is compiled.
 
-==========  =====  ==========================================  ==========================================
-slots       of     `ready` completes when                      `empty` completes when
-==========  =====  ==========================================  ==========================================
-`Queries`   1      the copy engine has landed both halves      both consumers have issued their last product
-`Ring` k    STAGES the step's keys have landed                 both consumers have their logits (and masks)
-`Ring` v    STAGES the step's values have landed               both consumers have added them up
-`Work`      SLOTS  the scheduler has written the item          producer and both consumers have read it
-==========  =====  ==========================================  ==========================================
+All that passes between roles lies in slots of shared memory, which are filled and emptied in turn. A slot has two
+barriers: `ready`, which completes when it has been filled, and `empty`, which completes when all who read it are done.
 
-A barrier flips its phase each time it completes, and `mbarrier.wait(barrier, phase)` returns once phase `phase` is over.
-Who waits for `ready` begins with phase 0; who waits for `empty` begins with phase 1, the phase "before the first", which
-counts as over: fresh slots are empty. Each role walks the slots in the same order and flips its phase after the last one,
-so that roles agree on slots and phases without a word. K and V of a step share a slot number and a phase, not a barrier:
-the slot of the keys is free as soon as the logits are there, that of the values one step later.
+- `Queries`, 1 slot. The scheduler fills it through the copy engine, whose bytes complete `ready`; the two consumers
+  complete `empty` when their last logits are computed. Items without a step pass it by.
+- `Ring`, STAGES slots, in which K and V have barriers of their own. The producer fills them: tiles' bytes complete
+  `ready`, of stripes the producer arrives once its gathered copies have landed. The two consumers complete `k_empty`
+  when a step's logits are computed and masked (`positions` lie there as long as the keys), and `v_empty` one step
+  later, when its values are summed.
+- `Work`, SLOTS slots. The scheduler fills them and arrives; the producer and both consumers complete `empty`.
+
+So `ready` counts 1 arrival, `empty` as many as there are readers. A barrier flips its phase, 0 or 1, whenever it
+completes, and a wait names the phase whose end it awaits. Readers begin with phase 0, those who fill with phase 1, which
+a fresh barrier takes for long over: all slots start out empty. Everybody walks slots in the same order and flips the
+phase after the last slot, which is all the agreement there is.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ def hide(s, positions, position, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def softmax(s, m, l, scale):
-    """One online step: weights, factor for what was summed before, new sum and new maximum (base 2)."""
+    """One online step: weights, factor for what was summed before, new sum and new maximum (base 2).
+
+    s ``[half, BLOCK_N]``; m, l ``[half]``.
+    """
     m_new = gl.maximum(m, gl.max(s, 1) * scale)
     base = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale - base[:, None])
@@ -40,12 +43,13 @@ def softmax(s, m, l, scale):
 def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, scale, shape):
     """One warpgroup: half of a query block. The next step's logits run on the tensor cores during this one's softmax.
 
-    The softmax of step j hides behind the product of step j - 1 with its values, as in FlashAttention-3 (Shah et al.,
-    2024, Algorithm 2). Which steps need a mask, the lists' order and the flags of nonfinite sums are ours.
+    The softmax of step j hides behind the product of step j - 1 with its values: FlashAttention-3's overlap within a
+    warpgroup (Shah et al., 2024, Algorithm 2). Ours are the masks of steps (the first `crossing` ones of the tiles, and
+    those of the stripes from `masked` on; the rest runs unmasked), the carry, and the flags of nonfinite sums.
     """
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     D: gl.constexpr = shape.D
-    half: gl.constexpr = shape.BLOCK_M // 2
+    half: gl.constexpr = shape.BLOCK_M // 2  # rows of one consumer
     width: gl.constexpr = D if D <= 128 else 128  # of one accumulator; a second one, `o_high`, holds what lies beyond
     wide: gl.constexpr = D > 128
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -85,10 +89,10 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sc
             dims = gl.arange(0, width, layout=gl.SliceLayout(0, o_layout))
             head_row = bh.to(gl.int64) * sizes.q_len
             if carry.m is not None:
-                m = gl.load(carry.m + head_row + index, mask=inside, other=float("-inf")) * LOG2E
-                l = gl.load(carry.l + head_row + index, mask=inside, other=0.0)  # noqa: E741
+                m = gl.load(carry.m + head_row + index, mask=inside, other=float("-inf")) * LOG2E  # [half]
+                l = gl.load(carry.l + head_row + index, mask=inside, other=0.0)  # noqa: E741 - [half]
                 at = carry.acc + (head_row + o_index)[:, None] * D + dims[None, :]
-                o = gl.load(at, mask=o_inside[:, None], other=0.0)
+                o = gl.load(at, mask=o_inside[:, None], other=0.0)  # [half, width]
                 if wide:
                     o_high = gl.load(at + width, mask=o_inside[:, None], other=0.0)
             else:
@@ -98,13 +102,13 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sc
                 if wide:
                     o_high = gl.full([half, width], 0.0, gl.float32, o_layout)
             if steps > 0:
-                q = queries.smem.index(NUMBER).reshape([half, D])
+                q = queries.smem.index(NUMBER).reshape([half, D])  # [half, D]
                 mbarrier.wait(queries.ready, turn & 1)
                 turn += 1
                 zero = gl.full([half, BLOCK_N], 0.0, gl.float32, s_layout)
                 mbarrier.wait(ring.k_ready.index(stage), phase)
-                k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
-                s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))  # [D, BLOCK_N]
+                s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [half, BLOCK_N]
                 s = warpgroup_mma_wait(0, deps=[s])
                 if (crossing > 0) | (masked == 0):
                     s = hide(s, ring.positions.index(stage), position, s_columns)
@@ -115,7 +119,7 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sc
                     o = o * factor
                     if wide:
                         o_high = o_high * factor
-                p16 = gl.convert_layout(p.to(dtype), p_layout)
+                p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
                 for j in range(1, steps):
                     before = stage
                     phase_before = phase
@@ -124,15 +128,15 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sc
                         stage = 0
                         phase ^= 1
                     mbarrier.wait(ring.k_ready.index(stage), phase)
-                    k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
-                    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                    k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))  # [D, BLOCK_N]
+                    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [half, BLOCK_N]
                     mbarrier.wait(ring.v_ready.index(before), phase_before)
-                    v = ring.v_smem.index(before).reshape([BLOCK_N, D])
+                    v = ring.v_smem.index(before).reshape([BLOCK_N, D])  # [BLOCK_N, D]
                     if wide:
-                        o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)
+                        o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
                         o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
                     else:
-                        o = warpgroup_mma(p16, v, o, is_async=True)
+                        o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
                     s = warpgroup_mma_wait(2 if wide else 1, deps=[s])
                     if (j < crossing) | (j >= masked):
                         s = hide(s, ring.positions.index(stage), position, s_columns)
@@ -151,16 +155,16 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sc
                     o = o * factor
                     if wide:
                         o_high = o_high * factor
-                    p16 = gl.convert_layout(p.to(dtype), p_layout)
+                    p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
                 mbarrier.arrive(queries.empty, count=1)
                 mbarrier.wait(ring.v_ready.index(stage), phase)
-                v = ring.v_smem.index(stage).reshape([BLOCK_N, D])
+                v = ring.v_smem.index(stage).reshape([BLOCK_N, D])  # [BLOCK_N, D]
                 if wide:
-                    o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)
+                    o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
                     o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
                     o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
                 else:
-                    o = warpgroup_mma(p16, v, o, is_async=True)
+                    o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
                     o = warpgroup_mma_wait(0, deps=[o])
                 mbarrier.arrive(ring.v_empty.index(stage), count=1)
                 stage += 1

@@ -42,15 +42,15 @@ def hopper_attention_fwd_kernel(
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Block-sparse attention: each query block over the key tiles and the stripes that its lists name.
+    """Block-sparse attention: each block of queries over the key tiles and the stripes that its lists name.
 
     A persistent kernel: as many programs as multiprocessors, and each draws query blocks until none is left. Sixteen
-    warps in four roles: two consumers of four warps, who compute (the first is the default partition), a producer of
-    four, who fetches keys and values, and a scheduler of one, whose warpgroup is padded. Producer and consumers apart,
-    and the overlap of products with softmax, are FlashAttention-3's (Shah et al., 2024, sections 3.1 and 3.2); lists of
-    tiles and stripes, pages, and the scheduler are ours. How the roles talk is told in `arguments`.
+    warps play four roles: two consumers of four warps compute (the first is the default partition), a producer of four
+    fetches keys and values, and a scheduler of one, whose warpgroup is padded, draws the blocks. Producer and consumers
+    apart, and products that overlap with softmax, are FlashAttention-3's (Shah et al., 2024, Algorithms 1 and 2); lists
+    of tiles and stripes, pages, and the scheduler are ours. How the roles talk is told in `arguments`.
 
-    Pointers of what a call lacks are None. REGISTERS: per thread of consumer, producer, scheduler.
+    What a call lacks is None. REGISTERS: per thread of consumer, producer, scheduler.
     """
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()

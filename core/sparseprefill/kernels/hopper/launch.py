@@ -102,10 +102,13 @@ def launch(
     else:
         descriptors = _descriptor(source.k, block_n), _descriptor(source.v, block_n)
         kv_strides = (*strides(source.k), *strides(source.v))
+    none = (None, None, None)
+    resumed = none if carry is None else (carry.m.contiguous(), carry.l.contiguous(), carry.acc.contiguous())
+    filled = none if state is None else (state.m, state.l, state.acc)
     hopper_attention_fwd_kernel[(min(items, _multiprocessors(call.q.device)),)](
         _descriptor(call.q, BLOCK_M // 2), *descriptors, source.k, source.v, source.table,
         geometry.starts, geometry.lengths, call.sinks, *lists, bitmap,
-        *_tensors(carry), out, lse, *_tensors(state), nonfinite, counter,
+        *resumed, out, lse, *filled, nonfinite, counter,
         *kv_strides, *_out_strides(out, lse), call.softmax_scale * LOG2E.value,
         geometry.q_offset, geometry.q_len, geometry.kv_len, blocks, tile_rows, geometry.tile_rows(mask.group_rows),
         geometry.tile_columns(mask.tile_k), items, heads, call.group,
@@ -118,10 +121,6 @@ def launch(
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _tensors(state: SoftmaxState | None) -> tuple[Tensor | None, ...]:
-    return (None,) * 3 if state is None else (state.m.contiguous(), state.l.contiguous(), state.acc.contiguous())
 
 
 def _out_strides(out: Tensor | None, lse: Tensor | None) -> tuple[int, ...]:

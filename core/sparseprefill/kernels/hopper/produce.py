@@ -21,6 +21,7 @@ from sparseprefill.kernels.hopper.work import (
     batch_row,
     get,
     get_wide,
+    query_block,
 )
 
 HIDDEN = gl.constexpr(-2147483648)
@@ -29,7 +30,7 @@ HIDDEN = gl.constexpr(-2147483648)
 
 @gluon.jit
 def gather(smem, numbers, base, stride, dims, LAYOUT: gl.constexpr, shape):
-    """Start copying the rows that `numbers` names into one stage."""
+    """Start copying the rows that `numbers` names into one stage, 16 bytes a lane."""
     rows = (numbers.load(LAYOUT) & 0x7FFFFFFF).to(gl.uint32, bitcast=True)  # [BLOCK_N]
     # One widening product: signed 64-bit arithmetic would cost the producer three times the instructions.
     where = (rows.to(gl.uint64) * stride.to(gl.uint32, bitcast=True).to(gl.uint64)).to(gl.int64)
@@ -50,10 +51,9 @@ def hand_over(ready, PENDING: gl.constexpr):
 def produce(ring, work, sizes, mask, cache, shape):
     """Four warps. Steps of an item: its tiles from the last to the first, then its stripes, BLOCK_N at a time.
 
-    Tiles come through the copy engine, as FlashAttention-3's producer has them come (Shah et al., 2024, Algorithm 1);
-    columns of stripes are gathered row by row with asynchronous copies, a step ahead of telling the consumers: ours.
-    Where rows need a mask, `ring.positions` names the positions of the keys. With pages, stripes are gathered from the
-    rows that `ring.cache_rows` names.
+    Tiles come through the copy engine, as all keys do in FlashAttention-3 (Shah et al., 2024, Algorithm 1). Stripes are
+    ours: their columns are gathered row by row with asynchronous copies, and the consumers are told of a step while the
+    next one's copies are under way. With pages, rows are gathered from where `ring.cache_rows` says.
     """
     if shape.PAGE > 0:
         k_boxes = boxes(ring.k_smem, shape)
@@ -108,7 +108,7 @@ def produce(ring, work, sizes, mask, cache, shape):
                     if shape.PAGE > 0:
                         load_pages(cache.k_desc, entries, hk, key, ring.k_ready.index(stage), k_boxes, stage, shape)
                     else:
-                        token = key + start
+                        token = key + start  # the first of [BLOCK_N, D], of k as of v
                         load_block(cache.k_desc, [b, hk, token, 0], ring.k_ready.index(stage), ring.k_smem.index(stage))
                     mbarrier.wait(ring.v_empty.index(stage), phase)
                     mbarrier.expect(ring.v_ready.index(stage), BLOCK_N * D * 2)
@@ -128,15 +128,15 @@ def produce(ring, work, sizes, mask, cache, shape):
                     k_base += start.to(gl.int64) * cache.stride_kn
                     v_base += start.to(gl.int64) * cache.stride_vn
                 chunks = gl.cdiv(seen, BLOCK_N)
-                at = gl.load(stripe_ptr + gl.minimum(number, seen - 1), mask=number * 0 < seen, other=0)
+                at = gl.load(stripe_ptr + gl.minimum(number, seen - 1), mask=number * 0 < seen, other=0)  # [BLOCK_N]
                 if shape.PAGE > 0:
-                    there = row_in_cache(cache.table, at, cache.stride_kb, shape.PAGE)
+                    there = row_in_cache(cache.table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
                 before = 0
                 for j in range(chunks):
                     if j >= unmasked:
                         keep = j * BLOCK_N + number < seen
                         if mask.bitmap is not None:
-                            tile = (sizes.blocks - 1 - item % sizes.blocks) // (shape.TILE_Q // shape.BLOCK_M)
+                            tile = query_block(item, sizes) // (shape.TILE_Q // shape.BLOCK_M)
                             row = bh.to(gl.int64) * mask.tile_rows + tile
                             keep = keep & (gl.load(mask.bitmap + row * mask.columns + at // shape.TILE_K) == 0)
                         at = gl.where(keep, at, at | HIDDEN)
@@ -147,12 +147,12 @@ def produce(ring, work, sizes, mask, cache, shape):
                         ring.cache_rows.store(there)
                         numbers = ring.cache_rows
                     barrier()
-                    at = gl.load(stripe_ptr + gl.minimum((j + 1) * BLOCK_N + number, seen - 1))
+                    at = gl.load(stripe_ptr + gl.minimum((j + 1) * BLOCK_N + number, seen - 1))  # [BLOCK_N]
                     gather(ring.k_smem.index(stage), numbers, k_base, cache.stride_kn, dims, by_row, shape)
                     if j > 0:
                         hand_over(ring.k_ready.index(before), 2)
                     if shape.PAGE > 0:
-                        there = row_in_cache(cache.table, at, cache.stride_kb, shape.PAGE)
+                        there = row_in_cache(cache.table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
                     mbarrier.wait(ring.v_empty.index(stage), phase)
                     gather(ring.v_smem.index(stage), numbers, v_base, cache.stride_vn, dims, by_row, shape)
                     if j > 0:

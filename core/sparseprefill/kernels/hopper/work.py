@@ -39,13 +39,18 @@ def batch_row(sizes, b):
 
 
 @gluon.jit
+def query_block(item, sizes):
+    """Blocks of one head follow each other, the longest first: programs that run together share keys in L2."""
+    return sizes.blocks - 1 - item % sizes.blocks
+
+
+@gluon.jit
 def item_rows(item, sizes, shape):
     """Where an item lies: head of the batch, query block, the row's length, the position of its first query, the query
-    tile and the position of the block's first row. Blocks of one head follow each other, the longest first: programs
-    that run together share keys in L2."""
+    tile and the position of the block's first row."""
     per_tile: gl.constexpr = shape.TILE_Q // shape.BLOCK_M
     bh = item // sizes.blocks
-    block = sizes.blocks - 1 - item % sizes.blocks
+    block = query_block(item, sizes)
     _, length, first = batch_row(sizes, bh // sizes.heads)
     tile = floor_div(first, shape.TILE_Q) + block // per_tile
     low = tile * shape.TILE_Q + (block % per_tile) * shape.BLOCK_M
@@ -99,10 +104,10 @@ def count_up_to(list_ptr, count, bound):
 
 @gluon.jit
 def schedule(queries, work, sizes, mask, shape):
-    """One warp: draw items from a counter, read what their lists hold, hand them on and load their queries. Ours.
+    """One warp: draw items from a counter, read what their lists hold, hand them on and load their queries.
 
-    It runs ahead of the others, so that nobody waits for a chain of dependent loads between two items. Items without a
-    key, as in the padding of short batch rows, need no queries.
+    Ours. It runs ahead of the others, so that nobody waits for a chain of dependent loads between two items. Items
+    without a key, as in the padding of short batch rows, need no queries.
     """
     half: gl.constexpr = shape.BLOCK_M // 2
     parts: gl.constexpr = shape.TILE_K // shape.BLOCK_N  # steps of a tile
