@@ -16,7 +16,6 @@ from sparseprefill.pages import Pages
 from sparseprefill.testing import tensors
 
 launch = pytest.importorskip("sparseprefill.kernels.hopper.launch")
-hopper = pytest.importorskip("sparseprefill.kernels.hopper.paged")
 from sparseprefill.kernels.source import Source  # noqa: E402 - behind what may skip all of it
 
 
@@ -104,7 +103,7 @@ def test_what_it_would_not_serve_anyway_is_read_in_place(more: dict[str, Any], m
 @pytest.mark.parametrize(("page", "rows", "columns"), [(16, 16, 64), (64, 64, 64), (128, 128, 128), (256, 128, 128)])
 def test_blocks_of_the_copy_engine_lie_within_a_page(page: int, rows: int, columns: int, layout: str) -> None:
     source = Source.of(paged(call(width=128), page, layout))
-    for one, x in zip(hopper.cache_descriptors(source, 128), (source.k, source.v), strict=True):
+    for one, x in zip(launch.cache_descriptors(source, 128), (source.k, source.v), strict=True):
         assert [1, 1, rows, columns] == one.block_shape
         assert one.base.data_ptr() == x.data_ptr()
         assert torch.equal(one.base[1, 1, 3], x[1, 3, 1]) or bool(x[1, 3, 1].isnan().any())
@@ -116,7 +115,7 @@ def test_a_key_is_found_by_rows(layout: str) -> None:
     """As the producer of the kernel does it: row ``page * rows of a page + slot`` of a head."""
     given = paged(call(), 16, layout)
     source, table = Source.of(given), pages_of(given).table
-    per_page, head, row = hopper.cache_strides(source)[:3]
+    per_page, head, row = launch.cache_strides(source)[:3]
     for key in (0, 15, 16, 77, 199):
         at = (int(table[key // 16]) * per_page + key % 16) * row + 1 * head
         found = source.k.as_strided((64,), (1,), source.k.storage_offset() + at)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sparseprefill.kernels.attention.arguments import State
 from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel
 from sparseprefill.kernels.attention.tile_mass import tile_mass_fwd_kernel
-from sparseprefill.kernels.options import OPTIONS
-from sparseprefill.kernels.settings import Settings, cdiv, power_of_two, settings
+from sparseprefill.kernels.settings import FUSED, Settings, cdiv, power_of_two, settings
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
 
@@ -168,8 +166,7 @@ def _launch(
     out_strides = (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
     nonfinite = None
     if choice.hopper is not None:
-        filled = SimpleNamespace(out=out, lse=lse, state=state, strides=out_strides)
-        nonfinite = _flags_of(choice.hopper, call, mask, lists, bitmap, carry, filled)
+        nonfinite = _flags_of(choice.hopper, call, mask, lists, bitmap, carry, out, lse, state)
     forward = nonfinite is None
     if nonfinite is None:
         nonfinite = torch.empty(batch * heads * blocks, dtype=torch.int8, device=call.q.device)
@@ -184,7 +181,7 @@ def _launch(
     )  # fmt: skip
     options: dict[str, Any] = {
         "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, **_blocks(chosen, width, source.page),
-        "num_warps": chosen.warps, "num_stages": chosen.stages, **chosen.registers, **OPTIONS,
+        "num_warps": chosen.warps, "num_stages": chosen.stages, **chosen.registers, **FUSED,
     }  # fmt: skip
     if forward:
         sparse_attention_fwd_kernel[(blocks, batch * heads)](*arguments, **options, REPAIR=False)
@@ -211,7 +208,7 @@ def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Ten
         call.softmax_scale * LOG2E.value, call.softcap, call.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, columns, heads, call.group,
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, **_blocks(chosen, call.q.shape[-1], source.page),
-        num_warps=chosen.warps, num_stages=chosen.stages, **OPTIONS,
+        num_warps=chosen.warps, num_stages=chosen.stages, **FUSED,
     )  # fmt: skip
     return mass
 

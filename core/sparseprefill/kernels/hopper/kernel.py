@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparseprefill.kernels.attention.arguments import Lists, Mask, State
+from sparseprefill.kernels.hopper.arguments import Cache, Outputs, Queries, Ring, Shape, Sizes, Work
 from sparseprefill.kernels.hopper.consume import consume
 from sparseprefill.kernels.hopper.produce import produce
 from sparseprefill.kernels.hopper.work import FIELDS, SLOTS, schedule
@@ -14,27 +16,31 @@ RUNTIME = (
     "stride_lb", "stride_lh", "q_offset", "q_len", "kv_len", "blocks", "tile_rows", "group_rows", "columns", "items",
     "heads", "kv_group",
 )  # fmt: skip
-"""Sizes that change from call to call and must not cause a compilation."""
+"""Sizes that change from call to call and must not cause a compilation. They stay flat: this list does not reach into a
+tuple."""
 
 
 @gluon.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("table_ptr",))
 def hopper_attention_fwd_kernel(
     q_desc, k_desc, v_desc, k_ptr, v_ptr, table_ptr, starts_ptr, lengths_ptr, sinks_ptr,
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
-    stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, chosen_ptr,
-    carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr, next_ptr,
+    stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, bitmap_ptr,
+    carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr, next_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale,
     q_offset, q_len, kv_len, blocks, tile_rows, group_rows, columns, items, heads, kv_group,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, HAS_TILES: gl.constexpr, HAS_STRIPES: gl.constexpr, DEDUPE: gl.constexpr,
-    HAS_CARRY: gl.constexpr, STORE_STATE: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    HAS_SINKS: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as multiprocessors; each draws query blocks until none is left.
+    """Block-sparse attention: each block of queries over the key tiles and the stripes that its lists name.
 
-    Sixteen warps: two consumers of four (the first is the default partition), a producer of four and the scheduler's one,
-    whose warpgroup is padded. REGISTERS: per thread of consumer, producer, scheduler. PAGE: see `produce`.
+    A persistent kernel: as many programs as multiprocessors, and each draws query blocks until none is left. Sixteen
+    warps play four roles: two consumers of four warps compute (the first is the default partition), a producer of four
+    fetches keys and values, and a scheduler of one, whose warpgroup is padded, draws the blocks. Producer and consumers
+    apart, and products that overlap with softmax, are FlashAttention-3's (Shah et al., 2024, Algorithms 1 and 2); lists
+    of tiles and stripes, pages, and the scheduler are ours. How the roles talk is told in `arguments`.
+
+    What a call lacks is None. REGISTERS: per thread of consumer, producer, scheduler.
     """
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -42,8 +48,10 @@ def hopper_attention_fwd_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M // 2, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
-    at_smem = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
-    from_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_N if PAGE > 0 and HAS_STRIPES else 1], flat)
+    positions = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
+    cache_rows = gl.allocate_shared_memory(
+        gl.int32, [BLOCK_N if PAGE > 0 and stripe_indices_ptr is not None else 1], flat
+    )
     work_smem = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], flat)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
@@ -63,38 +71,28 @@ def hopper_attention_fwd_kernel(
     for i in gl.static_range(SLOTS):
         mbarrier.init(work_ready.index(i), count=1)
         mbarrier.init(work_empty.index(i), count=3)
+    shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, STAGES, PAGE)
+    queries = Queries(q_desc, q_smem, q_ready, q_empty)
+    ring = Ring(k_smem, v_smem, positions, k_ready, k_empty, v_ready, v_empty, cache_rows)
+    work = Work(work_smem, work_ready, work_empty, next_ptr)
+    sizes = Sizes(starts_ptr, lengths_ptr, q_offset, q_len, kv_len, blocks, items, heads, kv_group)
+    tiles = Lists(tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr)
+    stripes = Lists(stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr)
+    mask = Mask(tiles, stripes, bitmap_ptr, tile_rows, group_rows, columns)
+    cache = Cache(
+        k_desc, v_desc, k_ptr, v_ptr, table_ptr, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn
+    )
+    carry, state = State(carry_m_ptr, carry_l_ptr, carry_acc_ptr), State(m_ptr, l_ptr, acc_ptr)
+    outputs = Outputs(
+        out_ptr, lse_ptr, state, nonfinite_ptr, sinks_ptr, stride_ob, stride_oh, stride_on, stride_lb, stride_lh
+    )
     gl.warp_specialize(
         [
-            (consume, (
-                q_smem, k_smem, v_smem, at_smem, work_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                work_ready, work_empty, starts_ptr, lengths_ptr, sinks_ptr, carry_m_ptr, carry_l_ptr, carry_acc_ptr,
-                out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
-                stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale,
-                q_offset, q_len, kv_len, blocks, items, heads,
-                0, TILE_Q, BLOCK_M, BLOCK_N, D, STAGES, HAS_CARRY, STORE_STATE, HAS_STARTS, HAS_LENGTHS, HAS_SINKS,
-            )),
-            (consume, (
-                q_smem, k_smem, v_smem, at_smem, work_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                work_ready, work_empty, starts_ptr, lengths_ptr, sinks_ptr, carry_m_ptr, carry_l_ptr, carry_acc_ptr,
-                out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, odd_ptr,
-                stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale,
-                q_offset, q_len, kv_len, blocks, items, heads,
-                1, TILE_Q, BLOCK_M, BLOCK_N, D, STAGES, HAS_CARRY, STORE_STATE, HAS_STARTS, HAS_LENGTHS, HAS_SINKS,
-            )),
-            (produce, (
-                k_smem, v_smem, at_smem, from_smem, work_smem, k_ready, k_empty, v_ready, v_empty, work_ready, work_empty,
-                k_desc, v_desc, k_ptr, v_ptr, table_ptr, starts_ptr, tile_indices_ptr, stripe_indices_ptr, chosen_ptr,
-                stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-                kv_len, blocks, tile_rows, columns, items, heads, kv_group,
-                TILE_Q, TILE_K, BLOCK_M, BLOCK_N, D, STAGES, HAS_TILES, HAS_STRIPES, DEDUPE, HAS_STARTS, PAGE,
-            )),
-            (schedule, (
-                q_smem, work_smem, q_ready, q_empty, work_ready, work_empty, q_desc, starts_ptr, lengths_ptr,
-                tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr, stripe_counts_ptr, stripe_offsets_ptr,
-                stripe_indices_ptr, next_ptr, q_offset, q_len, kv_len, blocks, tile_rows, group_rows, items, heads,
-                TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, HAS_TILES, HAS_STRIPES, DEDUPE, HAS_STARTS, HAS_LENGTHS,
-            )),
+            (consume, (0, queries, ring, work, sizes, carry, outputs, scale, shape)),
+            (consume, (1, queries, ring, work, sizes, carry, outputs, scale, shape)),
+            (produce, (ring, work, sizes, mask, cache, shape)),
+            (schedule, (queries, work, sizes, mask, shape)),
         ],
         [4, 4, 1],
         [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
-    )  # fmt: skip
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,23 +11,27 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
-from sparseprefill.kernels.hopper.paged import cache_descriptors, cache_strides, refusal
+from sparseprefill.kernels.hopper.paging import PANEL
+from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.kernels.attention.launch import Outputs
     from sparseprefill.mask.mask import SparseMask
+    from sparseprefill.pages import Pages
     from sparseprefill.softmax import SoftmaxState
 
 BLOCK_M = 128
+"""Query rows of a work item: two consumers of 64."""
 STAGES = {64: 4, 128: 3, 256: 2}
 """Steps of K and V in shared memory, by head dimension."""
 BLOCK_N = {64: 128, 128: 128, 256: 64}
 """Most keys of a step, by head dimension."""
 REGISTERS = (216, 48, 32)
 """Per thread of the consumers, the producer and the scheduler: 216 + 216 + 48 + 32 is a multiprocessor's share."""
+LEAST_PAGE = 16
+"""Tokens of the smallest page: 8 rows make one period of shared memory's swizzle."""
 SCRATCH = 16
 """Bytes before the flags of the scratch tensor; the first four are the counter of work items."""
 
@@ -38,7 +42,7 @@ def objection(call: AttentionCall, mask: SparseMask) -> str | None:
     if reason is not None:
         return reason
     if call.pages is not None:
-        return refusal(call.pages, call)
+        return _pages_objection(call, call.pages)
     return None if _aligned(call.k) and _aligned(call.v) else "rows that are not aligned to 16 bytes"
 
 
@@ -54,50 +58,65 @@ def features(call: AttentionCall, mask: SparseMask) -> str | None:
     return None if _aligned(q) else "rows that are not aligned to 16 bytes"
 
 
+def _pages_objection(call: AttentionCall, pages: Pages) -> str | None:
+    """Why the kernel cannot read these pages, or None; the call's other features are the matter of `features`."""
+    if pages.converted:
+        return f"pages of {pages.k.dtype}, to be read as {pages.dtype}"
+    if pages.page < LEAST_PAGE or pages.page & (pages.page - 1):
+        return f"pages of {pages.page} tokens"
+    if call.starts is not None:
+        return "padding before the keys in pages"
+    steps, size = pages.k.stride(), pages.k.element_size()
+    if steps != pages.v.stride():
+        return "pages of K and V that differ in strides"
+    if steps[1] == 0 or steps[0] % steps[1] or pages.k.shape[0] * (steps[0] // steps[1]) >= 1 << 31:
+        return f"pages of strides {steps}"
+    if any(x.data_ptr() % 16 for x in (pages.k, pages.v)) or any(step * size % 16 for step in steps[:3]):
+        return "rows of pages that are not aligned to 16 bytes"
+    return None
+
+
 def launch(
     call: AttentionCall,
     mask: SparseMask,
-    lists: tuple[Tensor, ...],
-    chosen: Tensor | None,
+    lists: tuple[Tensor | None, ...],
+    bitmap: Tensor | None,
     carry: SoftmaxState | None,
-    filled: Outputs,
+    out: Tensor | None,
+    lse: Tensor | None,
+    state: SoftmaxState | None,
 ) -> Tensor:
-    """Run the kernel; int8 flags ``[B * Hq * blocks]`` of the query blocks that met a NaN or infinity.
+    """Run the kernel; int8 flags ``[B * Hq * blocks]`` of the query blocks whose sums are nonfinite.
 
-    lists: counts, offsets and indices of tiles, then of stripes. chosen: uint8 tile map, where stripes and tiles of the
-    mask may overlap. filled: out and lse, or a state, to fill.
+    lists: counts, offsets and indices of tiles, then of stripes; None, all three, where the mask has none. bitmap: uint8
+    tile map where stripes and tiles of the mask may overlap. out and lse, or state: what to fill; the others are None.
     """
     geometry, (batch, heads, _, width), source = call.geometry, call.q.shape, Source.of(call)
     block_n = min(mask.tile_k, BLOCK_N[width])
-    rows = geometry.tile_rows(mask.tile_q)
-    blocks = rows * (mask.tile_q // BLOCK_M)
+    tile_rows = geometry.tile_rows(mask.tile_q)
+    blocks = tile_rows * (mask.tile_q // BLOCK_M)
     items = batch * heads * blocks
     scratch = torch.zeros(SCRATCH + items, dtype=torch.int8, device=call.q.device)
-    none, state = (None, None, None), filled.state
-    flags: dict[str, Any] = {
-        "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, "BLOCK_M": BLOCK_M, "BLOCK_N": block_n,
-        "D": width, "STAGES": STAGES[width], "HAS_TILES": mask.tiles is not None,
-        "HAS_STRIPES": mask.stripes is not None, "DEDUPE": chosen is not None, "HAS_CARRY": carry is not None,
-        "STORE_STATE": filled.state is not None, "HAS_STARTS": geometry.starts is not None,
-        "HAS_LENGTHS": geometry.lengths is not None, "HAS_SINKS": call.sinks is not None, "PAGE": source.page,
-        "REGISTERS": REGISTERS,
-    }  # fmt: skip
+    counter, nonfinite = scratch[:4].view(torch.int32), scratch[SCRATCH:]
     if source.page:
-        descriptors, steps = cache_descriptors(source, block_n), cache_strides(source)
+        descriptors, kv_strides = cache_descriptors(source, block_n), cache_strides(source)
     else:
         descriptors = _descriptor(source.k, block_n), _descriptor(source.v, block_n)
-        steps = (*strides(source.k), *strides(source.v))
+        kv_strides = (*strides(source.k), *strides(source.v))
+    none = (None, None, None)
+    resumed = none if carry is None else (carry.m.contiguous(), carry.l.contiguous(), carry.acc.contiguous())
+    filled = none if state is None else (state.m, state.l, state.acc)
     hopper_attention_fwd_kernel[(min(items, _multiprocessors(call.q.device)),)](
         _descriptor(call.q, BLOCK_M // 2), *descriptors, source.k, source.v, source.table,
-        geometry.starts, geometry.lengths, call.sinks, *lists, chosen,
-        *(none if carry is None else (carry.m.contiguous(), carry.l.contiguous(), carry.acc.contiguous())),
-        filled.out, filled.lse, *(none if state is None else (state.m, state.l, state.acc)),
-        scratch[SCRATCH:], scratch[:4].view(torch.int32),
-        *steps, *filled.strides, call.softmax_scale * LOG2E.value,
-        geometry.q_offset, geometry.q_len, geometry.kv_len, blocks, rows, geometry.tile_rows(mask.group_rows),
-        geometry.tile_columns(mask.tile_k), items, heads, call.group, **flags, num_warps=4,
+        geometry.starts, geometry.lengths, call.sinks, *lists, bitmap,
+        *resumed, out, lse, *filled, nonfinite, counter,
+        *kv_strides, *_out_strides(out, lse), call.softmax_scale * LOG2E.value,
+        geometry.q_offset, geometry.q_len, geometry.kv_len, blocks, tile_rows, geometry.tile_rows(mask.group_rows),
+        geometry.tile_columns(mask.tile_k), items, heads, call.group,
+        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, BLOCK_M=BLOCK_M, BLOCK_N=block_n, D=width,
+        STAGES=STAGES[width], PAGE=source.page, REGISTERS=REGISTERS, num_warps=4, **FUSED,
     )  # fmt: skip
-    return scratch[SCRATCH:]
+    return nonfinite
 
 
 @cache
@@ -105,10 +124,31 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Blocks of `rows` tokens of one head."""
+def _out_strides(out: Tensor | None, lse: Tensor | None) -> tuple[int, ...]:
+    """Batch, head and row strides of out, batch and head strides of lse; zeros where a state is filled."""
+    return (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
+
+
+def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Of ``[B, H, N, D]``: blocks of `rows` tokens of one head, and of `columns` of its dimensions if not all."""
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[-1]], layout)
+    block = [1, 1, rows, columns or x.shape[-1]]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def cache_descriptors(source: Source, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of K and V in pages: blocks of a step's keys of one head in one page, or, of smaller pages, of one panel."""
+    page = source.k.shape[1]
+    block = (block_n, None) if page >= block_n else (page, PANEL.value)
+    # Heads first, as in tensors: the copy engine takes strides in any order.
+    k, v = (_descriptor(x.permute(0, 2, 1, 3), *block) for x in (source.k, source.v))
+    return k, v
+
+
+def cache_strides(source: Source) -> tuple[int, int, int, int, int, int]:
+    """Of K, then of V in pages: rows from page to page, elements from head to head and from row to row."""
+    k, v = source.k.stride(), source.v.stride()
+    return k[0] // k[1], k[2], k[1], v[0] // v[1], v[2], v[1]
 
 
 def _aligned(x: Tensor) -> bool:

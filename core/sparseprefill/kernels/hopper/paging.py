@@ -18,40 +18,38 @@ def pages_of(BLOCK_N, PAGE):
 
 
 @gluon.jit
-def boxes(smem, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr):
-    """The stages of K or V as what one load fills: a whole stage, or the rows of one page in one panel of columns."""
-    if PAGE >= BLOCK_N:
+def boxes(smem, shape):
+    """The stages of K or V as what one load fills: a stage, or the rows of one page in one panel of columns."""
+    if shape.PAGE >= shape.BLOCK_N:
         return smem
     else:  # noqa: RET505 - what stands behind a branch that returns is compiled, too
-        count: gl.constexpr = STAGES * (D // PANEL) * (BLOCK_N // PAGE)
-        return reinterpret(smem, smem.dtype, [count, 1, 1, PAGE, PANEL], smem.layout)
+        count: gl.constexpr = shape.STAGES * (shape.D // PANEL) * (shape.BLOCK_N // shape.PAGE)
+        return reinterpret(smem, smem.dtype, [count, 1, 1, shape.PAGE, PANEL], smem.layout)
 
 
 @gluon.jit
-def entries_of(table_ptr, key, kv_len, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+def entries_of(table_ptr, key, kv_len, shape):
     """The pages of a step's keys, -1 behind the request's last: outside of the cache, so that the copy engine fills
     zeros."""
     entries = ()
-    for part in gl.static_range(pages_of(BLOCK_N, PAGE)):
-        at = key + part * PAGE
-        entries += (gl.load(table_ptr + at // PAGE, mask=at < kv_len, other=-1),)  # type: ignore[assignment]
+    for part in gl.static_range(pages_of(shape.BLOCK_N, shape.PAGE)):
+        at = key + part * shape.PAGE
+        entries += (gl.load(table_ptr + at // shape.PAGE, mask=at < kv_len, other=-1),)  # type: ignore[assignment]
     return entries
 
 
 @gluon.jit
-def load_pages(
-    desc, entries, head, key, ready, smem, stage, BLOCK_N: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr
-):  # fmt: skip
+def load_pages(desc, entries, head, key, ready, smem, stage, shape):
     """Start copying a step's keys, by pages, into the `boxes` of a stage."""
-    if PAGE >= BLOCK_N:
-        load_block(desc, [entries[0], head, key % PAGE, 0], ready, smem.index(stage))
+    if shape.PAGE >= shape.BLOCK_N:
+        load_block(desc, [entries[0], head, key % shape.PAGE, 0], ready, smem.index(stage))  # [BLOCK_N, D]
     else:
-        parts: gl.constexpr = BLOCK_N // PAGE
-        panels: gl.constexpr = D // PANEL
+        parts: gl.constexpr = shape.BLOCK_N // shape.PAGE
+        panels: gl.constexpr = shape.D // PANEL
         for part in gl.static_range(parts):
             for panel in gl.static_range(panels):
                 box = smem.index(stage * (panels * parts) + panel * parts + part)
-                load_block(desc, [entries[part], head, 0, panel * PANEL], ready, box)
+                load_block(desc, [entries[part], head, 0, panel * PANEL], ready, box)  # [PAGE, PANEL]
 
 
 @gluon.jit

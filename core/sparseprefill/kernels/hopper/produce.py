@@ -17,9 +17,11 @@ from sparseprefill.kernels.hopper.work import (
     STRIPE_LIST,
     TILE_LIST,
     TILES,
-    WHOLE,
+    UNMASKED,
+    batch_row,
     get,
     get_wide,
+    query_block,
 )
 
 HIDDEN = gl.constexpr(-2147483648)
@@ -27,12 +29,12 @@ HIDDEN = gl.constexpr(-2147483648)
 
 
 @gluon.jit
-def gather(smem, at_stage, base, stride, dims, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr):
-    """Start copying the rows that `at_stage` names."""
-    rows = (at_stage.load(ROWS) & 0x7FFFFFFF).to(gl.uint32, bitcast=True)
+def gather(smem, numbers, base, stride, dims, LAYOUT: gl.constexpr, shape):
+    """Start copying the rows that `numbers` names into one stage, 16 bytes a lane."""
+    rows = (numbers.load(LAYOUT) & 0x7FFFFFFF).to(gl.uint32, bitcast=True)  # [BLOCK_N]
     # One widening product: signed 64-bit arithmetic would cost the producer three times the instructions.
     where = (rows.to(gl.uint64) * stride.to(gl.uint32, bitcast=True).to(gl.uint64)).to(gl.int64)
-    load_rows(smem.reshape([BLOCK_N, D]), base + where[:, None] + dims[None, :])
+    load_rows(smem.reshape([shape.BLOCK_N, shape.D]), base + where[:, None] + dims[None, :])  # [BLOCK_N, D]
     async_copy.commit_group()
 
 
@@ -46,28 +48,22 @@ def hand_over(ready, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def produce(
-    k_smem, v_smem, at_smem, from_smem, work_smem, k_ready, k_empty, v_ready, v_empty, work_ready, work_empty,
-    k_desc, v_desc, k_ptr, v_ptr, table_ptr, starts_ptr, tile_indices_ptr, stripe_indices_ptr, chosen_ptr,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    kv_len, blocks, tile_rows, columns, items, heads, kv_group,
-    TILE_Q: gl.constexpr, TILE_K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, HAS_TILES: gl.constexpr, HAS_STRIPES: gl.constexpr, DEDUPE: gl.constexpr,
-    HAS_STARTS: gl.constexpr, PAGE: gl.constexpr,
-):  # fmt: skip
+def produce(ring, work, sizes, mask, cache, shape):
     """Four warps. Steps of an item: its tiles from the last to the first, then its stripes, BLOCK_N at a time.
 
-    K and V of a step lie in a ring of STAGES. Where rows need a mask, `at_smem` names the positions of the keys.
-    PAGE: tokens of a page, a power of two, or 0; with pages, stripes are gathered from the rows that `from_smem` names,
-    where `stride_kb` rows lie between two pages.
+    Tiles come through the copy engine, as all keys do in FlashAttention-3 (Shah et al., 2024, Algorithm 1). Stripes are
+    ours: their columns are gathered row by row with asynchronous copies, and the consumers are told of a step while the
+    next one's copies are under way. With pages, rows are gathered from where `ring.cache_rows` says.
     """
-    if PAGE > 0:
-        k_boxes = boxes(k_smem, STAGES, BLOCK_N, D, PAGE)
-        v_boxes = boxes(v_smem, STAGES, BLOCK_N, D, PAGE)
+    if shape.PAGE > 0:
+        k_boxes = boxes(ring.k_smem, shape)
+        v_boxes = boxes(ring.v_smem, shape)
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    D: gl.constexpr = shape.D
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     block: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     by_row: gl.constexpr = gl.SliceLayout(1, block)
-    parts: gl.constexpr = TILE_K // BLOCK_N
+    parts: gl.constexpr = shape.TILE_K // BLOCK_N
     number = gl.arange(0, BLOCK_N, layout=line)
     dims = gl.arange(0, D, layout=gl.SliceLayout(0, block))
     stage = 0
@@ -76,99 +72,98 @@ def produce(
     turn = 0
     going = True
     while going:
-        mbarrier.wait(work_ready.index(slot), turn)
-        item = get(work_smem, slot, ITEM)
-        tiles = get(work_smem, slot, TILES)
-        crossing = get(work_smem, slot, CROSSING)
-        seen = get(work_smem, slot, SEEN)
-        whole = get(work_smem, slot, WHOLE)
-        tile_ptr = tile_indices_ptr
-        if HAS_TILES:
-            tile_ptr = tile_indices_ptr + get_wide(work_smem, slot, TILE_LIST)
-        stripe_ptr = stripe_indices_ptr
-        if HAS_STRIPES:
-            stripe_ptr = stripe_indices_ptr + get_wide(work_smem, slot, STRIPE_LIST)
-        mbarrier.arrive(work_empty.index(slot), count=1)
+        mbarrier.wait(work.ready.index(slot), turn)
+        item = get(work, slot, ITEM)
+        tiles = get(work, slot, TILES)
+        crossing = get(work, slot, CROSSING)
+        seen = get(work, slot, SEEN)
+        unmasked = get(work, slot, UNMASKED)
+        if mask.tiles.indices is not None:
+            tile_ptr = mask.tiles.indices + get_wide(work, slot, TILE_LIST)
+        if mask.stripes.indices is not None:
+            stripe_ptr = mask.stripes.indices + get_wide(work, slot, STRIPE_LIST)
+        mbarrier.arrive(work.empty.index(slot), count=1)
         slot += 1
         if slot == SLOTS:
             slot = 0
             turn ^= 1
-        going = item < items
+        going = item < sizes.items
         if going:
-            bh = item // blocks
-            b = bh // heads
-            hk = (bh % heads) // kv_group
-            start = 0
-            if HAS_STARTS:
-                start = gl.load(starts_ptr + b)
-            if HAS_TILES:
+            bh = item // sizes.blocks
+            b = bh // sizes.heads
+            hk = (bh % sizes.heads) // sizes.kv_group
+            if mask.tiles.indices is not None:
+                start, _, _ = batch_row(sizes, b)
                 entry = gl.load(tile_ptr + (tiles - 1) // parts, mask=tiles > 0, other=0)
                 for j in range(tiles):
-                    key = entry * TILE_K + ((tiles - 1 - j) % parts) * BLOCK_N
+                    key = entry * shape.TILE_K + ((tiles - 1 - j) % parts) * BLOCK_N
                     entry = gl.load(tile_ptr + gl.maximum(tiles - 2 - j, 0) // parts)
-                    if PAGE > 0:  # early: their latency passes while the stage empties
-                        entries = entries_of(table_ptr, key, kv_len, BLOCK_N, PAGE)
-                    mbarrier.wait(k_empty.index(stage), phase)
+                    if shape.PAGE > 0:  # early: their latency passes while the stage empties
+                        entries = entries_of(cache.table, key, sizes.kv_len, shape)
+                    mbarrier.wait(ring.k_empty.index(stage), phase)
                     if j < crossing:
-                        at_smem.index(stage).store(key + number)
+                        ring.positions.index(stage).store(key + number)
                         barrier()
-                    mbarrier.expect(k_ready.index(stage), BLOCK_N * D * 2)
-                    if PAGE > 0:
-                        load_pages(k_desc, entries, hk, key, k_ready.index(stage), k_boxes, stage, BLOCK_N, D, PAGE)
+                    mbarrier.expect(ring.k_ready.index(stage), BLOCK_N * D * 2)
+                    if shape.PAGE > 0:
+                        load_pages(cache.k_desc, entries, hk, key, ring.k_ready.index(stage), k_boxes, stage, shape)
                     else:
-                        load_block(k_desc, [b, hk, key + start, 0], k_ready.index(stage), k_smem.index(stage))
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    mbarrier.expect(v_ready.index(stage), BLOCK_N * D * 2)
-                    if PAGE > 0:
-                        load_pages(v_desc, entries, hk, key, v_ready.index(stage), v_boxes, stage, BLOCK_N, D, PAGE)
+                        token = key + start  # the first of [BLOCK_N, D], of k as of v
+                        load_block(cache.k_desc, [b, hk, token, 0], ring.k_ready.index(stage), ring.k_smem.index(stage))
+                    mbarrier.wait(ring.v_empty.index(stage), phase)
+                    mbarrier.expect(ring.v_ready.index(stage), BLOCK_N * D * 2)
+                    if shape.PAGE > 0:
+                        load_pages(cache.v_desc, entries, hk, key, ring.v_ready.index(stage), v_boxes, stage, shape)
                     else:
-                        load_block(v_desc, [b, hk, key + start, 0], v_ready.index(stage), v_smem.index(stage))
+                        load_block(cache.v_desc, [b, hk, token, 0], ring.v_ready.index(stage), ring.v_smem.index(stage))
                     stage += 1
-                    if stage == STAGES:
+                    if stage == shape.STAGES:
                         stage = 0
                         phase ^= 1
-            if HAS_STRIPES:
-                k_base = k_ptr + b.to(gl.int64) * stride_kb + hk.to(gl.int64) * stride_kh
-                v_base = v_ptr + b.to(gl.int64) * stride_vb + hk.to(gl.int64) * stride_vh
-                if HAS_STARTS:
-                    k_base += gl.load(starts_ptr + b).to(gl.int64) * stride_kn
-                    v_base += gl.load(starts_ptr + b).to(gl.int64) * stride_vn
+            if mask.stripes.indices is not None:
+                start, _, _ = batch_row(sizes, b)  # again, rather than held through the tiles
+                k_base = cache.k + b.to(gl.int64) * cache.stride_kb + hk.to(gl.int64) * cache.stride_kh
+                v_base = cache.v + b.to(gl.int64) * cache.stride_vb + hk.to(gl.int64) * cache.stride_vh
+                if sizes.starts is not None:
+                    k_base += start.to(gl.int64) * cache.stride_kn
+                    v_base += start.to(gl.int64) * cache.stride_vn
                 chunks = gl.cdiv(seen, BLOCK_N)
-                at = gl.load(stripe_ptr + gl.minimum(number, seen - 1), mask=number * 0 < seen, other=0)
-                if PAGE > 0:
-                    there = row_in_cache(table_ptr, at, stride_kb, PAGE)
+                at = gl.load(stripe_ptr + gl.minimum(number, seen - 1), mask=number * 0 < seen, other=0)  # [BLOCK_N]
+                if shape.PAGE > 0:
+                    there = row_in_cache(cache.table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
                 before = 0
                 for j in range(chunks):
-                    if j >= whole:
+                    if j >= unmasked:
                         keep = j * BLOCK_N + number < seen
-                        if DEDUPE:
-                            row = bh.to(gl.int64) * tile_rows + (blocks - 1 - item % blocks) // (TILE_Q // BLOCK_M)
-                            keep = keep & (gl.load(chosen_ptr + row * columns + at // TILE_K) == 0)
+                        if mask.bitmap is not None:
+                            tile = query_block(item, sizes) // (shape.TILE_Q // shape.BLOCK_M)
+                            row = bh.to(gl.int64) * mask.tile_rows + tile
+                            keep = keep & (gl.load(mask.bitmap + row * mask.columns + at // shape.TILE_K) == 0)
                         at = gl.where(keep, at, at | HIDDEN)
-                    mbarrier.wait(k_empty.index(stage), phase)
-                    at_smem.index(stage).store(at)
-                    rows = at_smem.index(stage)
-                    if PAGE > 0:
-                        from_smem.store(there)
-                        rows = from_smem
+                    mbarrier.wait(ring.k_empty.index(stage), phase)
+                    ring.positions.index(stage).store(at)
+                    numbers = ring.positions.index(stage)
+                    if shape.PAGE > 0:
+                        ring.cache_rows.store(there)
+                        numbers = ring.cache_rows
                     barrier()
-                    at = gl.load(stripe_ptr + gl.minimum((j + 1) * BLOCK_N + number, seen - 1))
-                    gather(k_smem.index(stage), rows, k_base, stride_kn, dims, by_row, BLOCK_N, D)
+                    at = gl.load(stripe_ptr + gl.minimum((j + 1) * BLOCK_N + number, seen - 1))  # [BLOCK_N]
+                    gather(ring.k_smem.index(stage), numbers, k_base, cache.stride_kn, dims, by_row, shape)
                     if j > 0:
-                        hand_over(k_ready.index(before), 2)
-                    if PAGE > 0:
-                        there = row_in_cache(table_ptr, at, stride_kb, PAGE)
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    gather(v_smem.index(stage), rows, v_base, stride_vn, dims, by_row, BLOCK_N, D)
+                        hand_over(ring.k_ready.index(before), 2)
+                    if shape.PAGE > 0:
+                        there = row_in_cache(cache.table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
+                    mbarrier.wait(ring.v_empty.index(stage), phase)
+                    gather(ring.v_smem.index(stage), numbers, v_base, cache.stride_vn, dims, by_row, shape)
                     if j > 0:
-                        hand_over(v_ready.index(before), 2)
-                    elif PAGE > 0:
-                        barrier()  # nobody reads `from_smem` any more
+                        hand_over(ring.v_ready.index(before), 2)
+                    elif shape.PAGE > 0:
+                        barrier()  # nobody reads `ring.cache_rows` any more
                     before = stage
                     stage += 1
-                    if stage == STAGES:
+                    if stage == shape.STAGES:
                         stage = 0
                         phase ^= 1
                 if chunks > 0:
-                    hand_over(k_ready.index(before), 1)
-                    hand_over(v_ready.index(before), 0)
+                    hand_over(ring.k_ready.index(before), 1)
+                    hand_over(ring.v_ready.index(before), 0)

@@ -8,14 +8,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseprefill.kernels.hopper.gluon import barrier, load_block
 
-# Fields of a work item in shared memory.
-ITEM = gl.constexpr(0)
-TILES = gl.constexpr(1)
-CROSSING = gl.constexpr(2)
-SEEN = gl.constexpr(3)
-WHOLE = gl.constexpr(4)
-TILE_LIST = gl.constexpr(5)  # two words
-STRIPE_LIST = gl.constexpr(7)  # two words
+# Fields of a work item in shared memory: 32-bit words.
+ITEM = gl.constexpr(0)  # its number; `sizes.items` where none is left
+TILES = gl.constexpr(1)  # steps of tiles, from the last key to the first
+CROSSING = gl.constexpr(2)  # the first of them, which need a mask
+SEEN = gl.constexpr(3)  # columns of stripes
+UNMASKED = gl.constexpr(4)  # steps of stripes before the first that needs a mask
+TILE_LIST = gl.constexpr(5)  # where the list of tiles begins; two words
+STRIPE_LIST = gl.constexpr(7)  # and that of stripes; two words
 FIELDS = gl.constexpr(9)
 SLOTS = gl.constexpr(2)
 
@@ -27,52 +27,61 @@ def floor_div(x, y: gl.constexpr):
 
 
 @gluon.jit
-def item_rows(
-    item, starts_ptr, lengths_ptr, q_offset, kv_len, blocks, heads,
-    TILE_Q: gl.constexpr, BLOCK_M: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-):  # fmt: skip
-    """Where an item lies: head of the batch, query block, the row's first key, its length, its first query's position,
-    the query tile and the position of the block's first row. Blocks of one head follow each other, the longest first:
-    programs that run together share keys in L2."""
-    bh = item // blocks
-    block = blocks - 1 - item % blocks
+def batch_row(sizes, b):
+    """Of row `b` of the batch: its first key, its length, and the position of the call's first query."""
     start = 0
-    if HAS_STARTS:
-        start = gl.load(starts_ptr + bh // heads)
-    length = kv_len - start
-    if HAS_LENGTHS:
-        length = gl.load(lengths_ptr + bh // heads)
-    first = q_offset - start
-    tile = floor_div(first, TILE_Q) + block // (TILE_Q // BLOCK_M)
-    low = tile * TILE_Q + (block % (TILE_Q // BLOCK_M)) * BLOCK_M
-    return bh, block, start, length, first, tile, low
+    if sizes.starts is not None:
+        start = gl.load(sizes.starts + b)
+    length = sizes.kv_len - start
+    if sizes.lengths is not None:
+        length = gl.load(sizes.lengths + b)
+    return start, length, sizes.q_offset - start
 
 
 @gluon.jit
-def put(work_smem, slot, field: gl.constexpr, value):
+def query_block(item, sizes):
+    """Blocks of one head follow each other, the longest first: programs that run together share keys in L2."""
+    return sizes.blocks - 1 - item % sizes.blocks
+
+
+@gluon.jit
+def item_rows(item, sizes, shape):
+    """Where an item lies: head of the batch, query block, the row's length, the position of its first query, the query
+    tile and the position of the block's first row."""
+    per_tile: gl.constexpr = shape.TILE_Q // shape.BLOCK_M
+    bh = item // sizes.blocks
+    block = query_block(item, sizes)
+    _, length, first = batch_row(sizes, bh // sizes.heads)
+    tile = floor_div(first, shape.TILE_Q) + block // per_tile
+    low = tile * shape.TILE_Q + (block % per_tile) * shape.BLOCK_M
+    return bh, block, length, first, tile, low
+
+
+@gluon.jit
+def put(work, slot, field: gl.constexpr, value):
     """Write one field of the item in `slot`."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    work_smem.index(slot * FIELDS + field).store(gl.full([1], value, gl.int32, one))
+    work.smem.index(slot * FIELDS + field).store(gl.full([1], value, gl.int32, one))
 
 
 @gluon.jit
-def get(work_smem, slot, field: gl.constexpr):
+def get(work, slot, field: gl.constexpr):
     """Read one field of the item in `slot`."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(work_smem.index(slot * FIELDS + field).load(one), 0)
+    return gl.max(work.smem.index(slot * FIELDS + field).load(one), 0)
 
 
 @gluon.jit
-def put_wide(work_smem, slot, field: gl.constexpr, value):
+def put_wide(work, slot, field: gl.constexpr, value):
     """Write an int64 in two words."""
-    put(work_smem, slot, field, (value & 0xFFFFFFFF).to(gl.int32))
-    put(work_smem, slot, field + 1, (value >> 32).to(gl.int32))
+    put(work, slot, field, (value & 0xFFFFFFFF).to(gl.int32))
+    put(work, slot, field + 1, (value >> 32).to(gl.int32))
 
 
 @gluon.jit
-def get_wide(work_smem, slot, field: gl.constexpr):
+def get_wide(work, slot, field: gl.constexpr):
     """Read an int64."""
-    low, high = get(work_smem, slot, field), get(work_smem, slot, field + 1)
+    low, high = get(work, slot, field), get(work, slot, field + 1)
     return (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
 
 
@@ -94,81 +103,74 @@ def count_up_to(list_ptr, count, bound):
 
 
 @gluon.jit
-def schedule(
-    q_smem, work_smem, q_ready, q_empty, work_ready, work_empty, q_desc, starts_ptr, lengths_ptr,
-    tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr, stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr,
-    next_ptr, q_offset, q_len, kv_len, blocks, tile_rows, group_rows, items, heads,
-    TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, HAS_TILES: gl.constexpr, HAS_STRIPES: gl.constexpr, DEDUPE: gl.constexpr,
-    HAS_STARTS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-):  # fmt: skip
+def schedule(queries, work, sizes, mask, shape):
     """One warp: draw items from a counter, read what their lists hold, hand them on and load their queries.
 
-    It runs ahead of the others, so that nobody waits for a chain of dependent loads between two items. Items without a
-    key, as in the padding of short batch rows, need no queries.
+    Ours. It runs ahead of the others, so that nobody waits for a chain of dependent loads between two items. Items
+    without a key, as in the padding of short batch rows, need no queries.
     """
-    half: gl.constexpr = BLOCK_M // 2
-    parts: gl.constexpr = TILE_K // BLOCK_N
+    half: gl.constexpr = shape.BLOCK_M // 2
+    parts: gl.constexpr = shape.TILE_K // shape.BLOCK_N  # steps of a tile
+    per_tile: gl.constexpr = shape.TILE_Q // shape.BLOCK_M  # query blocks of a tile
+    per_list: gl.constexpr = shape.TILE_Q * shape.GROUP  # query rows of a list of stripes
     turn = 0
     slot = 0
     phase = 1
-    item = gl.atomic_add(next_ptr, 1, sem="relaxed")
-    while item < items:
-        bh, block, _, length, first, tile, low = item_rows(
-            item, starts_ptr, lengths_ptr, q_offset, kv_len, blocks, heads, TILE_Q, BLOCK_M, HAS_STARTS, HAS_LENGTHS
-        )
-        last = gl.minimum(gl.minimum(low + BLOCK_M, first + q_len), length) - 1
-        live = (low + BLOCK_M > 0) & (low + BLOCK_M > first) & (last >= low)
+    item = gl.atomic_add(work.counter, 1, sem="relaxed")
+    while item < sizes.items:
+        bh, block, length, first, tile, low = item_rows(item, sizes, shape)
+        last = gl.minimum(gl.minimum(low + shape.BLOCK_M, first + sizes.q_len), length) - 1
+        live = (low + shape.BLOCK_M > 0) & (low + shape.BLOCK_M > first) & (last >= low)
         tiles = 0
         crossing = 0
-        tile_list = gl.full([], 0, gl.int64)
-        if HAS_TILES:
-            row = bh.to(gl.int64) * tile_rows + block // (TILE_Q // BLOCK_M)
-            count = gl.where(live, gl.load(tile_counts_ptr + row), 0)
-            tile_list = gl.load(tile_offsets_ptr + row)
-            list_ptr = tile_indices_ptr + tile_list
+        if mask.tiles.indices is not None:
+            row = bh.to(gl.int64) * mask.tile_rows + block // per_tile
+            count = gl.where(live, gl.load(mask.tiles.counts + row), 0)
+            tile_list = gl.load(mask.tiles.offsets + row)
+            list_ptr = mask.tiles.indices + tile_list
             tiles = count * parts
             # Lists ascend: how many of the last steps hold a key beyond row `low`, so that they need a mask.
             more = count > 0
             while more:
                 entry = gl.load(list_ptr + count - 1 - crossing // parts)
-                below = gl.minimum(gl.maximum((low + 1 - entry * TILE_K) // BLOCK_N, 0), parts)
+                below = gl.minimum(gl.maximum((low + 1 - entry * shape.TILE_K) // shape.BLOCK_N, 0), parts)
                 crossing += parts - below
                 more = (below == 0) & (crossing < tiles)
         seen = 0
-        whole = 0
-        stripe_list = gl.full([], 0, gl.int64)
-        if HAS_STRIPES:
-            row = bh.to(gl.int64) * group_rows + floor_div(tile, GROUP) - floor_div(first, TILE_Q * GROUP)
-            stripe_list = gl.load(stripe_offsets_ptr + row, mask=live, other=0)
-            count = gl.load(stripe_counts_ptr + row, mask=live, other=0)
-            seen = count_up_to(stripe_indices_ptr + stripe_list, count, last)
-            if not DEDUPE:
-                whole = count_up_to(stripe_indices_ptr + stripe_list, seen, low) // BLOCK_N
-        mbarrier.wait(work_empty.index(slot), phase)
-        put(work_smem, slot, ITEM, item)
-        put(work_smem, slot, TILES, tiles)
-        put(work_smem, slot, CROSSING, crossing)
-        put(work_smem, slot, SEEN, seen)
-        put(work_smem, slot, WHOLE, whole)
-        if HAS_TILES:
-            put_wide(work_smem, slot, TILE_LIST, tile_list)
-        if HAS_STRIPES:
-            put_wide(work_smem, slot, STRIPE_LIST, stripe_list)
+        unmasked = 0
+        if mask.stripes.indices is not None:
+            row = bh.to(gl.int64) * mask.group_rows + floor_div(tile, shape.GROUP) - floor_div(first, per_list)
+            stripe_list = gl.load(mask.stripes.offsets + row, mask=live, other=0)
+            count = gl.load(mask.stripes.counts + row, mask=live, other=0)
+            list_ptr = mask.stripes.indices + stripe_list
+            seen = count_up_to(list_ptr, count, last)
+            if mask.bitmap is None:
+                unmasked = count_up_to(list_ptr, seen, low) // shape.BLOCK_N
+        mbarrier.wait(work.empty.index(slot), phase)
+        put(work, slot, ITEM, item)
+        put(work, slot, TILES, tiles)
+        put(work, slot, CROSSING, crossing)
+        put(work, slot, SEEN, seen)
+        put(work, slot, UNMASKED, unmasked)
+        if mask.tiles.indices is not None:
+            put_wide(work, slot, TILE_LIST, tile_list)
+        if mask.stripes.indices is not None:
+            put_wide(work, slot, STRIPE_LIST, stripe_list)
         barrier()
-        mbarrier.arrive(work_ready.index(slot), count=1)
+        mbarrier.arrive(work.ready.index(slot), count=1)
         if tiles + seen > 0:
-            mbarrier.wait(q_empty, (turn & 1) ^ 1)
-            mbarrier.expect(q_ready, BLOCK_M * D * 2)
-            load_block(q_desc, [bh // heads, bh % heads, low - first, 0], q_ready, q_smem.index(0))
-            load_block(q_desc, [bh // heads, bh % heads, low - first + half, 0], q_ready, q_smem.index(1))
+            mbarrier.wait(queries.empty, (turn & 1) ^ 1)
+            mbarrier.expect(queries.ready, shape.BLOCK_M * shape.D * 2)
+            b, h, index = bh // sizes.heads, bh % sizes.heads, low - first
+            load_block(queries.desc, [b, h, index, 0], queries.ready, queries.smem.index(0))  # [half, D]
+            load_block(queries.desc, [b, h, index + half, 0], queries.ready, queries.smem.index(1))  # [half, D]
             turn += 1
         slot += 1
         if slot == SLOTS:
             slot = 0
             phase ^= 1
-        item = gl.atomic_add(next_ptr, 1, sem="relaxed")
-    mbarrier.wait(work_empty.index(slot), phase)
-    put(work_smem, slot, ITEM, items)
+        item = gl.atomic_add(work.counter, 1, sem="relaxed")
+    mbarrier.wait(work.empty.index(slot), phase)
+    put(work, slot, ITEM, sizes.items)
     barrier()
-    mbarrier.arrive(work_ready.index(slot), count=1)
+    mbarrier.arrive(work.ready.index(slot), count=1)

@@ -1,0 +1,129 @@
+"""What the kernel's roles are handed: tuples that the kernel builds of its flat arguments, and how the roles talk.
+
+A field may be None, which device code asks for (``mask.bitmap is not None``); the branch is decided when it is compiled.
+
+All that passes between roles lies in slots of shared memory, which are filled and emptied in turn. A slot has two
+barriers: `ready`, which completes when it has been filled, and `empty`, which completes when all who read it are done.
+
+- `Queries`, 1 slot. The scheduler fills it through the copy engine, whose bytes complete `ready`; the two consumers
+  complete `empty` when their last logits are computed. Items without a step pass it by.
+- `Ring`, STAGES slots, in which K and V have barriers of their own. The producer fills them: tiles' bytes complete
+  `ready`, of stripes the producer arrives once its gathered copies have landed. The two consumers complete `k_empty`
+  when a step's logits are computed and masked (`positions` lie there as long as the keys), and `v_empty` one step
+  later, when its values are summed.
+- `Work`, SLOTS slots. The scheduler fills them and arrives; the producer and both consumers complete `empty`.
+
+So `ready` counts 1 arrival, `empty` as many as there are readers. A barrier flips its phase, 0 or 1, whenever it
+completes, and a wait names the phase whose end it awaits. Readers begin with phase 0, those who fill with phase 1, which
+a fresh barrier takes for long over: all slots start out empty. Everybody walks slots in the same order and flips the
+phase after the last slot, which is all the agreement there is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Shape(NamedTuple):
+    """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, steps in the ring.
+
+    GROUP: query tiles that share a list of stripes. PAGE: tokens of a page, a power of two; 0 without pages.
+    """
+
+    TILE_Q: Any
+    TILE_K: Any
+    GROUP: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    D: Any
+    STAGES: Any
+    PAGE: Any
+
+
+class Queries(NamedTuple):
+    """The block of queries at work. desc: of q, in halves."""
+
+    desc: Any
+    smem: Any  # [2, 1, 1, BLOCK_M // 2, D]
+    ready: Any  # [1]
+    empty: Any  # [1]
+
+
+class Ring(NamedTuple):
+    """Steps of keys and values on their way.
+
+    positions: of the step's keys, where rows need a mask; told and freed with the keys. cache_rows: where the keys of a
+    step of stripes stand in the pages of a cache; a note of the producer's to itself, without barriers.
+    """
+
+    k_smem: Any  # [STAGES, 1, 1, BLOCK_N, D]
+    v_smem: Any  # [STAGES, 1, 1, BLOCK_N, D]
+    positions: Any  # [STAGES, BLOCK_N]
+    k_ready: Any  # [STAGES, 1]
+    k_empty: Any
+    v_ready: Any
+    v_empty: Any
+    cache_rows: Any  # [BLOCK_N] with pages and stripes, else [1]
+
+
+class Work(NamedTuple):
+    """Items on their way: fields as `work` numbers them. counter: items drawn so far by all programs together."""
+
+    smem: Any  # [SLOTS * FIELDS, 1]
+    ready: Any  # [SLOTS, 1]
+    empty: Any
+    counter: Any
+
+
+class Sizes(NamedTuple):
+    """Lengths of the call, and where its batch rows begin and end (see `work.batch_row`).
+
+    starts, lengths: ``[B]`` or None. blocks: of one head; items: of all. kv_group: query heads a KV head.
+    """
+
+    starts: Any
+    lengths: Any
+    q_offset: Any
+    q_len: Any
+    kv_len: Any
+    blocks: Any
+    items: Any
+    heads: Any
+    kv_group: Any
+
+
+class Cache(NamedTuple):
+    """K and V, ``[B, Hkv, Nkv, D]``: descriptors for tiles, pointers for stripes.
+
+    With pages, table names those of the request, and stride_kb counts rows, not elements, from one page to the next.
+    """
+
+    k_desc: Any
+    v_desc: Any
+    k: Any
+    v: Any
+    table: Any
+    stride_kb: Any
+    stride_kh: Any
+    stride_kn: Any
+    stride_vb: Any
+    stride_vh: Any
+    stride_vn: Any
+
+
+class Outputs(NamedTuple):
+    """Where results go: either out and lse, or a state. sinks: logits that join the denominator of out, or None.
+
+    nonfinite: int8 ``[B * Hq * blocks]``, 1 where a sum of the block is NaN or infinite.
+    """
+
+    out: Any
+    lse: Any
+    state: State
+    nonfinite: Any
+    sinks: Any
+    stride_ob: Any
+    stride_oh: Any
+    stride_on: Any
+    stride_lb: Any
+    stride_lh: Any
