@@ -145,9 +145,7 @@ class Selected:
             tiles, stripes = (
                 None if one is None else (one.counts, one.offsets, one.indices) for one in (self.tiles, self.stripes)
             )
-            return pair_counts(
-                geometry, self.tile_q, self.tile_k, self.group, tiles, stripes, disjoint=self.disjoint
-            )
+            return pair_counts(geometry, self.tile_q, self.tile_k, self.group, tiles, stripes, disjoint=self.disjoint)
         if all(one.same_heads for one in (self.tiles, self.stripes) if one is not None):
             return self._of_heads(slice(0, 1)).expand(-1, geometry.heads)
         rows = geometry.batch * geometry.tile_rows(self.tile_q)

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from sparseprefill.kernels.attention.arguments import State
+
 
 class Shape(NamedTuple):
     """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, steps in the ring.
