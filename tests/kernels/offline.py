@@ -24,6 +24,7 @@ from sparseprefill import AttentionCall, Carry, Pages, Plan, SoftmaxState, Spars
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.hopper import launch as hopper
+from sparseprefill.kernels.settings import settings
 
 LENGTH = 256
 RUN = JITFunction.run
@@ -145,7 +146,6 @@ def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
 
 def main() -> None:
     compiled: list[str] = []
-    settings = attention.settings
     driver.set_active(Target())
     replace(compiler, max_shared_mem=lambda _: SHARED)
     replace(torch.cuda, get_device_properties=lambda *_: Properties)

@@ -134,7 +134,8 @@ def sparse_attention_fwd(
 
 def sparse_attention_state(call: AttentionCall, mask: SparseMask, carry: SoftmaxState | None = None) -> State:
     """The same, unnormalised: m, l and acc of a `SoftmaxState`, float32."""
-    shape, options = call.q.shape[:3], {"dtype": torch.float32, "device": call.q.device}
+    shape = call.q.shape[:3]
+    options: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
     acc = torch.empty(*shape, call.value_dim, **options)
     state = State(torch.empty(shape, **options), torch.empty(shape, **options), acc)
     _launch(call, mask, carry, None, None, state)
