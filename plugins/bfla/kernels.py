@@ -69,7 +69,7 @@ def block_scores_kernel(
 def _logits(line_ptr, c, begin, end, alpha, softcap, SOFTCAP: tl.constexpr):
     """Base-2 logits of the blocks `c`, -inf for NaN and infinite ones and where out of sight; and which are those."""
     seen = (c >= begin) & (c < end)
-    x = tl.load(line_ptr + c, mask=seen, other=0.0) * alpha
+    x = tl.load(line_ptr + c, mask=seen, other=0.0) * alpha  # [WIDTH]
     if SOFTCAP:
         x = tl.where(x == float("-inf"), x, (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0) * softcap)
     nonfinite = (x < float("inf")) == 0

@@ -16,7 +16,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 def _logits(line_ptr, c, begin, end, scale, softcap, SOFTCAP: tl.constexpr):
     """Base-2 logits of the tiles `c`, -inf outside [begin, end)."""
     seen = (c >= begin) & (c < end)
-    x = tl.load(line_ptr + c, mask=seen, other=0.0) * scale
+    x = tl.load(line_ptr + c, mask=seen, other=0.0) * scale  # [WIDTH]
     if SOFTCAP:
         x = (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0) * softcap
     return tl.where(seen, x, float("-inf")) * LOG2E
@@ -80,7 +80,7 @@ def distance_kernel(
     mass = tl.zeros([WIDTH], tl.float32)
     for at in tl.range(0, columns, WIDTH):
         c = at + tl.arange(0, WIDTH)
-        mass += tl.load(true + c, mask=c < columns, other=0.0)
+        mass += tl.load(true + c, mask=c < columns, other=0.0)  # [WIDTH]
     whole = tl.maximum(tl.sum(mass, 0), TINY)
     total = tl.zeros([WIDTH], tl.float32)
     for at in tl.range(0, columns, WIDTH):

@@ -31,7 +31,7 @@ def choose_kernel(
     """
     b = tl.program_id(0)
     h = tl.arange(0, BLOCK_H)
-    code = tl.load(codes_ptr + h, mask=h < heads, other=-1).to(tl.int32)
+    code = tl.load(codes_ptr + h, mask=h < heads, other=-1).to(tl.int32)  # [BLOCK_H]
     cluster = tl.maximum(code, 0) // 2
     line = (b * heads + h).to(tl.int64) * columns
     pivot = (b * clusters + cluster).to(tl.int64) * columns
@@ -45,7 +45,7 @@ def choose_kernel(
         for first in range(0, columns, BLOCK_C):
             c = first + tl.arange(0, BLOCK_C)
             there = (h < heads)[:, None] & (c < columns)[None, :]
-            mass += tl.load(blocks_ptr + line[:, None] + c[None, :], mask=there, other=0.0)
+            mass += tl.load(blocks_ptr + line[:, None] + c[None, :], mask=there, other=0.0)  # [BLOCK_H, BLOCK_C]
     whole = tl.sum(mass, 1)
     whole = tl.where(whole == 0.0, 1.0, whole)
     far, near = nothing, nothing
@@ -59,13 +59,13 @@ def choose_kernel(
         uniform = tl.where(((c >= low) & (c <= high))[None, :] & there, even, 0.0)
         far += js_terms(own, uniform)
         if last_ptr is not None:
-            other = tl.load(last_ptr + pivot[:, None] + c[None, :], mask=there, other=0.0)
+            other = tl.load(last_ptr + pivot[:, None] + c[None, :], mask=there, other=0.0)  # [BLOCK_H, BLOCK_C]
             near += js_terms(own, other)
     able = (code >= 0) & (js_distance(tl.sum(far, 1)) < delta)
     makes = able & (code % 2 == 1)
     share = code < -1
     if made_ptr is not None:
-        made = tl.load(made_ptr + b * clusters + cluster)
+        made = tl.load(made_ptr + b * clusters + cluster)  # [BLOCK_H]
         share = able & (made < layer) & (js_distance(tl.sum(near, 1)) < tau)
         makes = makes & (made == NEVER)
     # Of a cluster's heads the first that may make its pivot does.
@@ -114,8 +114,8 @@ def pattern_tiles_kernel(
 def _maker(dense_ptr, codes_ptr, b, cluster, heads, BLOCK_H: tl.constexpr):
     """The cluster's head that runs dense, BLOCK_H where none does."""
     h = tl.arange(0, BLOCK_H)
-    code = tl.load(codes_ptr + h, mask=h < heads, other=-1).to(tl.int32)
-    dense = tl.load(dense_ptr + b * heads + h, mask=h < heads, other=0) != 0
+    code = tl.load(codes_ptr + h, mask=h < heads, other=-1).to(tl.int32)  # [BLOCK_H]
+    dense = tl.load(dense_ptr + b * heads + h, mask=h < heads, other=0) != 0  # [BLOCK_H]
     mine = dense & (code >= 0) & (code // 2 == cluster)
     return tl.min(tl.where(mine, h, BLOCK_H), 0)
 
@@ -136,7 +136,7 @@ def pivot_maps_kernel(
     out = maps_ptr + ((b * tl.num_programs(1) + slot).to(tl.int64) * rows + row) * columns
     for first in range(0, columns, BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
-        x = tl.load(line + c, mask=c < there, other=0.0)
+        x = tl.load(line + c, mask=c < there, other=0.0)  # [BLOCK_C]
         tl.store(out + c, x, mask=c < columns)
 
 
@@ -156,7 +156,7 @@ def pivot_update_kernel(
     bk = tl.program_id(1)
     b, cluster = bk // clusters, bk % clusters
     s = tl.arange(0, BLOCK_S)
-    mine = tl.load(which_ptr + s, mask=s < slots, other=-1).to(tl.int32) == cluster
+    mine = tl.load(which_ptr + s, mask=s < slots, other=-1).to(tl.int32) == cluster  # [BLOCK_S]
     slot = tl.max(tl.where(mine, s, -1), 0)
     head = _maker(dense_ptr, codes_ptr, b, cluster, heads, BLOCK_H)
     fresh = (slot >= 0) & (head < BLOCK_H)
@@ -171,7 +171,7 @@ def pivot_update_kernel(
         bits = tl.zeros([BLOCK_R, BLOCK_W], tl.int32)
         for bit in tl.static_range(8):
             column = (byte * 8 + bit)[None, :]
-            tile = tl.load(line + column, mask=inside & (column < new), other=0)
+            tile = tl.load(line + column, mask=inside & (column < new), other=0)  # [BLOCK_R, BLOCK_W]
             bits |= tile.to(tl.int32) << bit
         if old_packed_ptr is not None:
             bits |= tl.load(

@@ -124,8 +124,8 @@ def tile_scores_kernel(
     for at in tl.range(0, met, PARTS):
         n = at + tl.arange(0, PARTS)
         inside = (n < met)[None, :]
-        m = tl.load(tops_ptr + line[:, None] * blocks + n[None, :], mask=inside, other=float("-inf"))
-        t = tl.load(totals_ptr + line[:, None] * blocks + n[None, :], mask=inside, other=0.0)
+        m = tl.load(tops_ptr + line[:, None] * blocks + n[None, :], mask=inside, other=float("-inf"))  # [per, PARTS]
+        t = tl.load(totals_ptr + line[:, None] * blocks + n[None, :], mask=inside, other=0.0)  # [per, PARTS]
         higher = tl.maximum(top, tl.max(m, 1))
         level = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.math.exp2(top - level) + tl.sum(t * tl.math.exp2(m - level[:, None]), 1)
@@ -136,7 +136,7 @@ def tile_scores_kernel(
         c = at + tl.arange(0, COLUMNS)
         inside = (c < end)[None, :]
         m = tl.load(tops_ptr + line[:, None] * blocks + (c // parts)[None, :], mask=inside, other=float("-inf"))
-        s = tl.load(sums_ptr + line[:, None] * width + c[None, :], mask=inside, other=0.0)
+        s = tl.load(sums_ptr + line[:, None] * width + c[None, :], mask=inside, other=0.0)  # [per, COLUMNS]
         p = s * tl.math.exp2(m - level[:, None]) * share[:, None]  # [per, COLUMNS]
         score = tl.sum(tl.where(real[:, None] & inside, p, 0.0), 0)
         tl.store(scores_ptr + (bh.to(tl.int64) * rows + r) * columns + c, score, mask=c < columns)

@@ -8,8 +8,6 @@ from sparseprefill.errors import UnsupportedCallError
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 SMALLEST = 16
-
-
 FUSED = {"enable_fp_fusion": True}
 """For every launch: a product and the sum it goes into round once. Triton 3.9 warns where nobody says so."""
 

@@ -62,7 +62,7 @@ def _append(
     """
     word = first + tl.arange(0, WORDS)
     key = first_key + word * WORD
-    value = tl.load(flags_ptr + word, mask=key < end, other=0, cache_modifier=".cg") >> SHIFT
+    value = tl.load(flags_ptr + word, mask=key < end, other=0, cache_modifier=".cg") >> SHIFT  # [WORDS]
     # Bits of keys that are no candidates: before `low`, and from `end` on.
     drop = tl.minimum(tl.maximum(low - key, 0), WORD)
     take = tl.minimum(tl.maximum(end - key, 0), WORD)

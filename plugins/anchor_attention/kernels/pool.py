@@ -65,7 +65,7 @@ def pool_kernel(
                 q = load_rows(q_base, position - first, real, stride_qn, D, BLOCK_D)  # [BLOCK_R, BLOCK_D]
                 total += q.to(tl.float32)
                 if USE_ANCHOR:
-                    maxima += tl.load(m_base + position - first, mask=real, other=0.0)
+                    maxima += tl.load(m_base + position - first, mask=real, other=0.0)  # [BLOCK_R]
             count = tl.maximum(top - low, 1).to(tl.float32)
             mean = tl.sum(total, 0) / count
             # A block of padding alone asks for no column: else its group would depend on the rest of the batch.

@@ -70,7 +70,7 @@ def score_kernel(
         flags = tl.zeros([BLOCK_M, sets], tl.int32)
         for chunk in tl.static_range(CHUNKS):
             place = (share * CHUNKS + chunk) * tiles + tile
-            limit = tl.load(limit_ptr + place * BLOCK_N + columns)
+            limit = tl.load(limit_ptr + place * BLOCK_N + columns)  # [BLOCK_N]
             slack_row = slack_ptr + place * (3 * sets) + which
             bound = norm[:, None] * tl.load(slack_row)[None, :] + tl.load(slack_row + 2 * sets)[None, :]
             if k.dtype == tl.float32:
@@ -79,7 +79,7 @@ def score_kernel(
                 q = high_desc.load([place * BLOCK_N, 0])
             else:
                 spot = high_ptr + (place.to(tl.int64) * BLOCK_N + columns)[:, None] * D + dims[None, :]
-                q = tl.load(spot, mask=(dims < D)[None, :], other=0.0)
+                q = tl.load(spot, mask=(dims < D)[None, :], other=0.0)  # [BLOCK_N, BLOCK_D]
             s = capped(tl.dot(rounded, tl.trans(q)) * scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
             above = best(s - limit[None, :], BLOCK_M, sets, STEP_P)  # [BLOCK_M, sets]
             # Written so that NaN, in any of the three, ends up unsure.

@@ -120,7 +120,7 @@ def _operands(
         if TMA:
             q = x.q_desc.load([tile.b, tile.h, place, q_group, entry]).reshape([BLOCK_M, BLOCK_K])
         else:
-            q = tl.load(q_row + (place * x.stride_qn + entry), mask=q_real, other=0.0)
+            q = tl.load(q_row + (place * x.stride_qn + entry), mask=q_real, other=0.0)  # [BLOCK_M, BLOCK_K]
         if PAGE > 0 and PAGE < SIZE:
             group = k_group + tl.arange(0, BLOCK_N)
             there = (other >= k_low) & (other < k_high)
@@ -128,7 +128,7 @@ def _operands(
             in_page = other % PAGE * x.stride_kn + entry
             k = tl.load(k_row + page[:, None] * x.stride_kb + in_page, mask=k_real, other=0.0)
         else:
-            k = tl.load(k_row + (other * x.stride_kn + entry), mask=k_real, other=0.0)
+            k = tl.load(k_row + (other * x.stride_kn + entry), mask=k_real, other=0.0)  # [BLOCK_N, BLOCK_K]
     return q, k
 
 
@@ -163,7 +163,7 @@ def group_products(
     elif PAGE > 0:
         # A group lies in one page: one look-up before the loop, which is then that of a tensor.
         in_page: tl.constexpr = PAGE // SIZE
-        page = tl.load(x.table_ptr + k_group // in_page, mask=k_high > 0, other=0).to(tl.int64)
+        page = tl.load(x.table_ptr + k_group // in_page, mask=k_high > 0, other=0).to(tl.int64)  # [BLOCK_N]
         slot = (k_group % in_page * SIZE).to(tl.int64)
         k_row = k_base + (page * x.stride_kb + slot * x.stride_kn)[:, None] + entries
     else:

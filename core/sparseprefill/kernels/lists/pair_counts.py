@@ -34,7 +34,7 @@ def _below(indices_ptr, count, bound, steps):
     high = low + count
     for _ in range(steps):
         middle = (low + high) // 2
-        entry = tl.load(indices_ptr + middle, mask=middle < high, other=0)
+        entry = tl.load(indices_ptr + middle, mask=middle < high, other=0)  # [BLOCK]
         less = (middle < high) & (entry < bound)
         high = tl.where(less, high, middle)
         low = tl.where(less, middle + 1, low)
@@ -122,7 +122,7 @@ def pair_counts_kernel(
             total += tl.where(there, _pairs(entry * TILE_K, rows, TILE_K, WINDOW), 0)
             if held_ptr is not None:
                 unmasked = there & (entry * TILE_K >= low) & (entry * TILE_K < high)
-                held = tl.load(held_ptr + list_of_stripes * columns + entry, mask=unmasked, other=0)
+                held = tl.load(held_ptr + list_of_stripes * columns + entry, mask=unmasked, other=0)  # [BLOCK]
                 total -= held.to(tl.int64) * number_of_rows
     if stripe_indices_ptr is not None:
         offset, some = tl.load(stripe_offsets_ptr + list_of_stripes), tl.load(stripe_counts_ptr + list_of_stripes)
@@ -138,7 +138,7 @@ def pair_counts_kernel(
                 key = tl.load(stripe_indices_ptr + offset + slot + number, mask=there, other=0)  # [BLOCK]
                 if held_ptr is not None:
                     place = _below(tiles_ptr, count, key // TILE_K, steps)
-                    found = tl.load(tiles_ptr + place, mask=there & (place < count), other=-1)
+                    found = tl.load(tiles_ptr + place, mask=there & (place < count), other=-1)  # [BLOCK]
                     there = there & (found != key // TILE_K)
                 total += tl.where(there, _pairs(key, rows, 1, WINDOW), 0)
     tl.store(out_ptr + program, tl.sum(total, 0) + inner)

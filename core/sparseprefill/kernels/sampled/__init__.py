@@ -1,1 +1,1 @@
-"""Exact attention of sampled query rows."""
+"""Exact attention of sampled query rows, and the tiles of its columns and diagonals."""

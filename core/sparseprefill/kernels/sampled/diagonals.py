@@ -25,7 +25,7 @@ def on_diagonals(slashes_ptr, lag, bins, past):
 
     A bin of distances holds pairs of two tile diagonals; see `sparseprefill.statistics.slashes.slash_tiles`.
     """
-    near = tl.load(slashes_ptr + lag, mask=past & (lag < bins), other=0)
+    near = tl.load(slashes_ptr + lag, mask=past & (lag < bins), other=0)  # [BLOCK_R, BLOCK_C]
     return near | tl.load(slashes_ptr + lag - 1, mask=past & (lag <= bins), other=0)
 
 
@@ -53,7 +53,7 @@ def strip_tiles_kernel(
     lag = (floor_div(first, BLOCK) + row)[:, None] - column[None, :]  # [BLOCK_R, BLOCK_C]
     own = tl.full([BLOCK_R], 0, tl.int32) + bh * sets
     if part_ptr is not None:
-        own += tl.load(part_ptr + b * rows + row, mask=row < rows, other=0).to(tl.int32)
+        own += tl.load(part_ptr + b * rows + row, mask=row < rows, other=0).to(tl.int32)  # [BLOCK_R]
     past = inside & (lag > 0)
     keep = on_diagonals(slashes_ptr + own.to(tl.int64)[:, None] * bins, lag, bins, past)
     if columns_ptr is not None:

@@ -95,8 +95,8 @@ def sampled_lse_kernel(
 ):  # fmt: skip
     """First pass. partial ``[samples, heads, chunks, count]``: base-2 LSE of each row over one chunk of keys.
 
-    Online softmax without a value product: running maximum m and sum l of each row. Steps that all rows see whole come
-    first and take no mask.
+    Online softmax without a value product: running maximum m and sum l of each row. Unmasked steps, of keys that
+    all rows see, come first.
     """
     rows = _rows(
         tl.program_id(0), rows_ptr, real_ptr, starts_ptr, q_offset, count, heads, samples, parts, ROWS, BLOCK_R
