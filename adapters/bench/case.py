@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 from sparseprefill.errors import ParameterError
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import EMPTY
+from sparseprefill.route import Route
 from sparseprefill.validate import number, one_of, whole
 
 from .shape import DTYPES, HeadSizes
@@ -78,7 +79,7 @@ class Case:
     shape: Shape
     input: str = field(default="heads", validator=one_of(*INPUTS))
     mask: tuple[Part, ...] = ()
-    pipeline: Pipeline | None = field(default=None, eq=False)
+    pipeline: Pipeline | Route | None = field(default=None, eq=False)
     parameters: Mapping[str, Any] = field(default=EMPTY, eq=False)
     gate: bool = False
 

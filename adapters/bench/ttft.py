@@ -172,7 +172,8 @@ class Prefill:
 def _injected(pipeline: Pipeline, given: tuple[Tensor, Tensor] | None) -> Pipeline:
     if given is None:
         return pipeline
-    return Injected(**{str(one.alias): getattr(pipeline, one.name) for one in fields(Pipeline) if one.init}, given=given)
+    own = {str(one.alias): getattr(pipeline, one.name) for one in fields(Pipeline) if one.init}
+    return Injected(**own, given=given)
 
 
 @torch.inference_mode()
