@@ -31,8 +31,7 @@ def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCal
     from ..demo.samples import key_value_prompts
 
     logging.disable_progress_bar()
-    dtype = getattr(torch, shape.dtype)
-    model = load_model(dtype, device)
+    model = load_model(shape.torch_dtype, device)
     config = model.config
     if shape.length > config.max_position_embeddings:
         raise ParameterError(f"length is {shape.length}: captured inputs have at most {config.max_position_embeddings}")

@@ -11,28 +11,24 @@ from attrs import evolve, field, frozen
 from sparseprefill.errors import ParameterError
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import EMPTY
+from sparseprefill.route import Route
 from sparseprefill.validate import number, one_of, whole
+
+from .shape import DTYPES, HeadSizes
 
 INPUTS = ("heads", "random", "stripes", "sink", "local", "captured")
 """Kinds of inputs: those of `sparseprefill.testing.tensors`, and q, k, v of the embedded model."""
-DTYPES = ("bfloat16", "float16", "float32")
 SHARE = number(0.0, 1.0)
 
 
 @frozen(kw_only=True)
-class Shape:
+class Shape(HeadSizes):
     """Sizes of a causal prefill call. A batch has rows of unequal lengths, the first of `length` tokens."""
 
     length: int = field(validator=whole(2))
-    heads: int = field(default=32, validator=whole())
-    kv_heads: int = field(default=8, validator=whole())
     head_dim: int = field(default=128, validator=whole(32))
     dtype: str = field(default="bfloat16", validator=one_of(*DTYPES))
     batch: int = field(default=1, validator=whole(1, 64))
-
-    def __attrs_post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ParameterError(f"heads is {self.heads}: pass a multiple of the {self.kv_heads} kv_heads")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -41,7 +37,7 @@ class Shape:
 
     def __str__(self) -> str:
         rows = f"batch {self.batch}, " if self.batch > 1 else ""
-        return f"{rows}{self.heads} / {self.kv_heads} heads, d {self.head_dim}, {self.dtype}"
+        return f"{rows}{super().__str__()}"
 
 
 @frozen
@@ -83,7 +79,7 @@ class Case:
     shape: Shape
     input: str = field(default="heads", validator=one_of(*INPUTS))
     mask: tuple[Part, ...] = ()
-    pipeline: Pipeline | None = field(default=None, eq=False)
+    pipeline: Pipeline | Route | None = field(default=None, eq=False)
     parameters: Mapping[str, Any] = field(default=EMPTY, eq=False)
     gate: bool = False
 

@@ -1,4 +1,4 @@
-"""Seconds of a piece of work by the device's clock, next to dense attention in the same run."""
+"""Seconds of a piece of work: by the device's clock, next to dense attention in the same run, or at its fastest."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ ROW, MOST = 0.02, 50
 
 @frozen
 class Clock:
-    """Medians of repeated rounds. On a GPU a round runs short work several times in a row, as the layers of a model do:
-    what the host spends on one launch hides behind the launch before it, unless it takes longer than the device's work.
+    """The clock of every bench. `median` and `beside` repeat a piece of work in rounds, of which the median counts; on
+    a GPU a round runs short work several times in a row, as the layers of a model do: what the host spends on one
+    launch hides behind the launch before it, unless it takes longer than the device's work. `fastest` runs it from a
+    device at rest each time, and the least counts.
 
     rounds: at most. budget: seconds that one piece of work may take in all. It runs twice in any case, and of what
-    takes longer than the budget the second run alone counts.
+    takes longer than the budget the second run alone counts for a median.
     """
 
     device: torch.device
@@ -48,6 +50,16 @@ class Clock:
         middle = self.times(run)
         return statistics.median(middle), statistics.median([*before, *self.times(dense, share=0.5)])
 
+    def fastest(self, run: Run) -> float:
+        """Least seconds of `run`, launches included, as for a short prompt: whatever else goes on only adds to a time.
+
+        The first run does not count: it compiles kernels and fills caches. At least two do.
+        """
+        run()
+        once = self.once(run)
+        more = max(1, min(self.rounds, int(self.budget / max(once, 1e-6))) - 1)
+        return min(once, *(self.once(run) for _ in range(more)))
+
     def times(self, run: Run, share: float = 1.0) -> list[float]:
         """Seconds of each round after warming up. share: of the budget and the rounds."""
         budget, begin = self.budget * share, time.perf_counter()
@@ -68,7 +80,7 @@ class Clock:
         return 1 if self.device.type != "cuda" else min(MOST, max(1, round(ROW / max(once, 1e-6))))
 
     def once(self, run: Run, count: int = 1) -> float:
-        """Seconds of one run, the mean of `count` in a row."""
+        """Seconds of one run from a device at rest, the mean of `count` in a row."""
         if self.device.type != "cuda":
             begin = time.perf_counter()
             for _ in range(count):
@@ -83,3 +95,9 @@ class Clock:
             last.record()
             torch.cuda.synchronize()
         return float(first.elapsed_time(last)) / 1000 / count
+
+
+def middle(once: Callable[[], float], rounds: int) -> float:
+    """For work that keeps time itself, already warm: the median of what `once` says in each of so many rounds, of two
+    in the middle the longer."""
+    return statistics.median_high(once() for _ in range(rounds))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from attrs import asdict
 
+from sparseprefill import __version__
+
 from .measure import Row
 
 COLUMNS = ("what", "ms", "estimate", "density", "speed-up", "efficiency", "recall", "lowest")
@@ -30,6 +32,17 @@ def machine(device: torch.device) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def about(device: torch.device, **settings: Any) -> dict[str, Any]:
+    """What a JSON file of figures begins with: our version, device and software, and what was asked for."""
+    return {"version": __version__, "machine": machine(device), **settings}
+
+
+def grid(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; all columns but the first are aligned to the right."""
+    ruler = f"| --- |{' ---: |' * (len(heads) - 1)}"
+    return [f"| {' | '.join(heads)} |", ruler, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def fact(row: Row) -> dict[str, Any]:
@@ -94,8 +107,7 @@ def markdown(rows: Iterable[Row]) -> str:
     lines: list[str] = []
     for group in grouped(rows):
         lines += [f"### {title(group[0])}", "", f"{dense_text(group)}.", ""]
-        lines += [f"| {' | '.join((*COLUMNS, EXTRA))} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
-        lines += [*(f"| {' | '.join((*cells(row), _extra(row)))} |" for row in group), ""]
+        lines += [*grid((*COLUMNS, EXTRA), ((*cells(row), _extra(row)) for row in group)), ""]
     return "\n".join(lines)
 
 

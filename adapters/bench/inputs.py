@@ -33,7 +33,7 @@ def call_of(shape: Shape, kind: str, seed: int, device: torch.device) -> Attenti
         strength=STRENGTH,
         seed=seed,
         device=device,
-        dtype=getattr(torch, shape.dtype),
+        dtype=shape.torch_dtype,
     )
     if shape.batch == 1:
         return AttentionCall(q, k, v)

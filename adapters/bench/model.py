@@ -8,27 +8,21 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from sparseprefill.errors import ParameterError
-from sparseprefill.testing.heads import head_tensors
 from sparseprefill.validate import one_of, whole
+
+from .shape import DTYPES, HeadSizes
 
 
 @frozen(kw_only=True)
-class ModelShape:
+class ModelShape(HeadSizes):
     """A Llama of random weights; by default Llama-3-8B's, with a small vocabulary to save memory."""
 
     layers: int = field(default=32, validator=whole())
     hidden: int = field(default=4096, validator=whole(32))
     inner: int = field(default=14336, validator=whole())
-    heads: int = field(default=32, validator=whole())
-    kv_heads: int = field(default=8, validator=whole())
     head_dim: int = field(default=128, validator=whole(32))
     vocabulary: int = field(default=1024, validator=whole(16))
-    dtype: str = field(default="bfloat16", validator=one_of("bfloat16", "float16", "float32"))
-
-    def __attrs_post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ParameterError(f"heads is {self.heads}: pass a multiple of the {self.kv_heads} kv_heads")
+    dtype: str = field(default="bfloat16", validator=one_of(*DTYPES))
 
     def config(self, tokens: int, **more: Any) -> Any:
         """The LlamaConfig for prompts of so many tokens; more: other fields of it. ImportError without transformers."""
@@ -55,7 +49,7 @@ class ModelShape:
 
         config = self.config(tokens, attn_implementation="sdpa")
         before = torch.get_default_dtype()
-        torch.set_default_dtype(getattr(torch, self.dtype))
+        torch.set_default_dtype(self.torch_dtype)
         try:
             with torch.device(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
@@ -65,14 +59,5 @@ class ModelShape:
 
     def structured(self, tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
         """q ``[1, Hq, N, D]`` and k ``[1, Hkv, N, D]`` of made-up heads for a layer, token-major (`head_tensors`)."""
-        q, k, _ = head_tensors(
-            q_len=tokens,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            strided=True,
-            device=device,
-            dtype=getattr(torch, self.dtype),
-            seed=seed,
-        )
+        q, k, _ = self.made_up(tokens, device, seed, strided=True)
         return q, k

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 from sparseprefill.validate import one_of, whole
 
+from ..progress import Progress
 from .baseline import ANY, KERNELS, forced
 from .case import Part
+from .clock import middle
 from .masks import random_mask
 from .model import ModelShape
 
 STRUCTURES = ("heads", "model")
-Told = Callable[[str, int, int], None]
-"""Hears of progress: what is being done, how much of it is done, of how much."""
 
 
 @frozen(eq=False)
@@ -104,20 +105,22 @@ class Prefill:
     rounds: int = field(default=3, validator=whole())
     seed: int = 0
 
-    def run(self, methods: Sequence[tuple[str, Pipeline]], told: Told = lambda what, done, of: None) -> list[Timed]:
+    def run(
+        self, methods: Sequence[tuple[str, Pipeline]], progress: Progress = lambda what, done, of: None
+    ) -> list[Timed]:
         """The stock model with cuDNN's attention, then each method through `attach`, then the stock model again."""
-        told("model", 0, len(methods) + 2)
+        progress("model", 0, len(methods) + 2)
         model = self.shape.build(self.tokens, self.device, self.seed)
         source = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(2, self.shape.vocabulary, (1, self.tokens), generator=source).to(self.device)
         given = self._given()
-        told("stock model", 0, len(methods) + 2)
+        progress("stock model", 0, len(methods) + 2)
         kernel, stock = self._stock(model, ids)
         rows = []
         for done, (name, pipeline) in enumerate(methods, 1):
-            told(name, done, len(methods) + 2)
+            progress(name, done, len(methods) + 2)
             rows.append(self._attached(model, ids, name, pipeline, given))
-        told("stock model", len(methods) + 1, len(methods) + 2)
+        progress("stock model", len(methods) + 1, len(methods) + 2)
         stock = (stock + self._stock(model, ids)[1]) / 2
         first = Timed(name=f"stock ({kernel})", tokens=self.tokens, structure=self.structure, seconds=stock)
         return [evolve(one, stock=stock) for one in (first, *rows)]
@@ -163,14 +166,14 @@ class Prefill:
 
     def _median(self, model: Any, ids: Tensor) -> float:
         _forward(model, ids)
-        times = sorted(_forward(model, ids) for _ in range(self.rounds))
-        return times[len(times) // 2]
+        return middle(partial(_forward, model, ids), self.rounds)
 
 
 def _injected(pipeline: Pipeline, given: tuple[Tensor, Tensor] | None) -> Pipeline:
     if given is None:
         return pipeline
-    return Injected(**{str(one.alias): getattr(pipeline, one.name) for one in fields(Pipeline)}, given=given)
+    own = {str(one.alias): getattr(pipeline, one.name) for one in fields(Pipeline) if one.init}
+    return Injected(**own, given=given)
 
 
 @torch.inference_mode()

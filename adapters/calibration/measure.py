@@ -24,14 +24,13 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.stages import SparseExecutor
 
-from .clock import Clock
-from .inputs import HeadSizes, prompt
+from ..bench.clock import Clock
+from ..bench.shape import HeadSizes
+from ..progress import Progress
 
 SHARES = (0.05, 0.25, 0.5)
 """Shares of random tiles that the executor is timed on, besides the diagonal."""
 TILE = 128
-Told = Callable[[str, int, int], None]
-"""Hears of progress: what is being measured, sizes done, of how many."""
 
 
 @frozen(eq=False)
@@ -58,7 +57,7 @@ def calibrate(
     at: Sequence[tuple[int, int]],
     methods: Mapping[str, Pipeline],
     clock: Clock,
-    told: Told = lambda what, done, of: None,
+    progress: Progress = lambda what, done, of: None,
 ) -> Calibration:
     """Measure one shape of heads at each (queries, keys) of `at`.
 
@@ -68,11 +67,11 @@ def calibrate(
     failed: dict[str, str] = {}
     with torch.no_grad():
         for keys in sorted({keys for _, keys in at}):
-            q, k, v = prompt(heads, keys, clock.device)
+            q, k, v = heads.made_up(keys, clock.device)
             for rows in [rows for rows, of in at if of == keys]:
                 call = AttentionCall(q[:, :, keys - rows :].contiguous(), k, v)
-                points.append(_point(call, methods, clock, failed, lambda what: told(what, len(points), len(at))))
-    told("done", len(at), len(at))
+                points.append(_point(call, methods, clock, failed, lambda what: progress(what, len(points), len(at))))
+    progress("done", len(at), len(at))
     facts = {"heads": heads.heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim, "dtype": heads.dtype}
     ordered = tuple(sorted(points, key=lambda point: (point.queries, point.keys)))
     return Calibration(HeadShape(**facts, points=ordered), failed)  # type: ignore[arg-type]
@@ -83,18 +82,18 @@ def _point(
     methods: Mapping[str, Pipeline],
     clock: Clock,
     failed: dict[str, str],
-    told: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Point:
     rows, keys = call.q.shape[2], call.kv_len
-    told("dense")
+    progress("dense")
     dense, times = dense_time(call, clock), dict[str, MethodTime]()
     for name, pipeline in methods.items():
-        told(name)
+        progress(name)
         try:
             times[name] = method_time(call, pipeline, clock)
         except (SparsePrefillError, torch.OutOfMemoryError) as error:
             failed.setdefault(name, f"{rows:,} x {keys:,}: {str(error).splitlines()[0]}")
-    told("executor")
+    progress("executor")
     executor = next((one.executor for one in methods.values()), AutoExecutor())
     return Point(queries=rows, keys=keys, dense=dense, executor=executor_times(call, executor, clock), methods=times)
 
@@ -104,9 +103,9 @@ def dense_time(call: AttentionCall, clock: Clock) -> float:
     rows, keys = call.q.shape[2], call.kv_len
     group: Any = {"enable_gqa": True} if call.group > 1 else {}
     how: Any = {"is_causal": True} if rows == keys else {"attn_mask": causal_lower_right(rows, keys)}
-    ran = [clock.seconds(lambda: functional.scaled_dot_product_attention(call.q, call.k, call.v, **how, **group))]
+    ran = [clock.fastest(lambda: functional.scaled_dot_product_attention(call.q, call.k, call.v, **how, **group))]
     if attend(call) is not None:
-        ran.append(clock.seconds(lambda: attend(call)))
+        ran.append(clock.fastest(lambda: attend(call)))
     return min(ran)
 
 
@@ -114,8 +113,8 @@ def method_time(call: AttentionCall, pipeline: Pipeline, clock: Clock) -> Method
     """Seconds of a method's call and of its plan alone, in a request that is under way, and its density."""
     memory = Memory()
     density = pipeline.run(call, memory).density
-    seconds = clock.seconds(lambda: pipeline.run(call, memory))
-    estimate = clock.seconds(lambda: pipeline.plan(call, memory))
+    seconds = clock.fastest(lambda: pipeline.run(call, memory))
+    estimate = clock.fastest(lambda: pipeline.plan(call, memory))
     return MethodTime(seconds=seconds, estimate=estimate, density=min(1.0, density))
 
 
@@ -129,5 +128,5 @@ def executor_times(call: AttentionCall, executor: SparseExecutor, clock: Clock) 
         plan = Plan(SparseMask.from_tiles(call, noise < share, TILE))
         density = plan.mask.density
         if not made or density > made[-1][0]:
-            made.append((density, clock.seconds(lambda plan=plan: executor.execute(call, plan))))  # type: ignore[misc]
+            made.append((density, clock.fastest(lambda plan=plan: executor.execute(call, plan))))  # type: ignore[misc]
     return tuple(made)

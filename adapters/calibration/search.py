@@ -17,6 +17,8 @@ from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.profile import LengthRange
 
+from ..progress import Steps
+
 By = Literal["density", "seconds"]
 
 
@@ -41,9 +43,6 @@ class Measured:
 
 Measure = Callable[[Pipeline | None, int], Measured]
 """Runs a pipeline, or the model's own attention for None, on the tasks of a length in tokens."""
-
-Told = Callable[[int, int], None]
-"""Hears of progress: settings measured, of how many."""
 
 
 @frozen
@@ -93,7 +92,7 @@ def search(
     *,
     by: By = "density",
     loss: float = 0.01,
-    told: Told = lambda done, of: None,
+    progress: Steps = lambda done, of: None,
 ) -> Search:
     """Measure dense and every setting at one length, and choose.
 
@@ -108,9 +107,9 @@ def search(
         raise ParameterError(f"at {tokens} tokens the model's own attention fails the tasks ({reason}): tune on others")
     trials = []
     for done, parameters in enumerate(tried):
-        told(done, len(tried))
+        progress(done, len(tried))
         trials.append(Trial(parameters, measure(method.pipeline(**parameters), tokens)))
-    told(len(tried), len(tried))
+    progress(len(tried), len(tried))
     # The difference of two quotients is rounded: a setting as accurate as allowed must not fail by that.
     least = (1.0 - loss) * dense.accuracy - 1e-9
     good = [one for one in trials if not one.measured.error and one.measured.accuracy >= least]

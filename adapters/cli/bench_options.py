@@ -12,6 +12,7 @@ from sparseprefill.config import from_config
 from sparseprefill.errors import ParameterError, nearest
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
+from sparseprefill.route import Route
 
 from ..bench import tables
 from ..bench.case import Case, Shape, of_mask
@@ -44,7 +45,7 @@ class Wanted:
         except ParameterError as error:
             raise CommandError(str(error)) from error
 
-    def pipelines(self, registry: Registry) -> list[tuple[str, Pipeline]]:
+    def pipelines(self, registry: Registry) -> list[tuple[str, Pipeline | Route]]:
         """The methods and configurations for a whole model, by label; errors as those of `cases`."""
         for option, value in (("--table", self.tables), ("--executor", self.masks), ("--input", self.input)):
             if value:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-
-from sparseprefill import __version__
 
 from ..bench import facts
 from ..bench.measure import ROWS, Row
@@ -42,14 +40,7 @@ TTFT_NOTES = {
 def as_tables(rows: Sequence[Row], on_cpu: bool) -> None:
     """Print a table for each length and shape, and what the columns mean."""
     for group in facts.grouped(rows):
-        render.table(COLUMNS, [_cells(row) for row in group], right=COLUMNS[1:], title=facts.title(group[0]))
-        render.line(facts.dense_text(group))
-        for row in group:
-            if row.error:
-                render.line(f"{row.case.label} failed: {row.error}")
-            if row.note:
-                render.line(f"{row.case.label} ran dense: {row.note}")
-        _memory(group)
+        render.figures(facts.title(group[0]), COLUMNS, map(_cells, group), _remarks(group))
     render.line(NOTES.format(rows=ROWS) + (f" {ON_CPU}" if on_cpu else ""), style="dim")
 
 
@@ -58,8 +49,7 @@ def as_json(rows: Sequence[Row], timed: Sequence[Timed], settings: dict[str, Any
     from attrs import asdict
 
     model = [{**asdict(one), "speedup": one.speedup, "error": one.error or None} for one in timed]
-    found = {"version": __version__, "machine": facts.machine(device), **settings}
-    return {**found, "rows": [facts.fact(row) for row in rows], "ttft": model}
+    return facts.about(device, **settings, rows=[facts.fact(row) for row in rows], ttft=model)
 
 
 def as_ttft(timed: Sequence[Timed], shape: ModelShape, on_cpu: bool) -> None:
@@ -69,13 +59,8 @@ def as_ttft(timed: Sequence[Timed], shape: ModelShape, on_cpu: bool) -> None:
         head = f"first token of {tokens:,}, {shape.layers} layers of Llama-3-8B's shape, {shape.dtype}, random weights"
         if shape.hidden != ModelShape().hidden:
             head = f"first token of {tokens:,}, {shape.layers} layers of width {shape.hidden}, {shape.dtype}"
-        render.table(TTFT, [_timed(one) for one in group], right=TTFT[1:], title=head)
-        for one in group:
-            if one.error:
-                render.line(f"{one.name} failed: {one.error}")
-            for reason, count in one.dense_layers.items():
-                render.line(f"{one.name}: {count} layers ran dense: {reason}")
-        render.line(TTFT_NOTES[group[0].structure] + (f" {ON_CPU}" if on_cpu else ""), style="dim")
+        notes = TTFT_NOTES[group[0].structure] + (f" {ON_CPU}" if on_cpu else "")
+        render.figures(head, TTFT, map(_timed, group), _ttft_remarks(group), notes)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -97,8 +82,22 @@ def _timed(one: Timed) -> tuple[str, ...]:
     return one.name, f"{one.seconds:.3f}", f"{one.speedup:.2f}", density
 
 
-def _memory(rows: Sequence[Row]) -> None:
+def _remarks(rows: Sequence[Row]) -> Iterator[str]:
+    yield facts.dense_text(rows)
+    for row in rows:
+        if row.error:
+            yield f"{row.case.label} failed: {row.error}"
+        if row.note:
+            yield f"{row.case.label} ran dense: {row.note}"
     most = max(rows, key=lambda row: row.extra or 0)
     if most.extra:
         parts = f", in {most.parts} parts" if most.parts > 1 else ""
-        render.line(f"most memory beyond inputs and result: {most.extra / 2**30:.2f} GiB, {most.case.label}{parts}")
+        yield f"most memory beyond inputs and result: {most.extra / 2**30:.2f} GiB, {most.case.label}{parts}"
+
+
+def _ttft_remarks(timed: Sequence[Timed]) -> Iterator[str]:
+    for one in timed:
+        if one.error:
+            yield f"{one.name} failed: {one.error}"
+        for reason, count in one.dense_layers.items():
+            yield f"{one.name}: {count} layers ran dense: {reason}"

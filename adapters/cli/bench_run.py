@@ -12,6 +12,7 @@ from ..bench import facts, ttft
 from ..bench.clock import Clock
 from ..bench.measure import Bench, Row
 from ..bench.model import ModelShape
+from ..progress import Progress
 from . import bench_plot, bench_results, render
 from .bench_options import Files, Wanted
 from .group import CommandError
@@ -34,8 +35,8 @@ def layers(wanted: Wanted, registry: Registry, place: Place, files: Files, clock
     rows: list[Row] = []
     with bars(len(cases)) as shown, place.threaded():
         for case in cases:
-            with shown.contender(str(case)) as told:
-                told("measuring", 0, 1)
+            with shown.contender(str(case)) as progress:
+                progress("measuring", 0, 1)
                 rows.append(bench.measure(case))
     if files.plot is not None:
         bench_plot.draw(rows, files.plot)
@@ -78,8 +79,8 @@ def models(
                 rounds=min(rounds, ROUNDS),
                 seed=seed,
             )
-            with shown.contender(f"{tokens:,} tokens") as told:
-                timed += _run(prefill, contenders, told)
+            with shown.contender(f"{tokens:,} tokens") as progress:
+                timed += _run(prefill, contenders, progress)
     _json(files, (), timed, place, rounds, seed)
     if not files.alone:
         bench_results.as_ttft(timed, shape, place.device.type == "cpu")
@@ -93,9 +94,9 @@ def _shape(sizes: Any, depth: int) -> ModelShape:
     return ModelShape(layers=depth, hidden=hidden, inner=hidden * 7 // 2, **heads)
 
 
-def _run(prefill: ttft.Prefill, contenders: Sequence[Any], told: ttft.Told) -> list[ttft.Timed]:
+def _run(prefill: ttft.Prefill, contenders: Sequence[Any], progress: Progress) -> list[ttft.Timed]:
     try:
-        return prefill.run(contenders, told)
+        return prefill.run(contenders, progress)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "transformers":
             raise

@@ -29,6 +29,8 @@ HEADS = {"cpu": (4, 2, 64), "cuda": (32, 8, 128)}
 LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536)}
 CHUNK = {"cpu": 1024, "cuda": 2048}
 REPEATS = {"cpu": 3, "cuda": 20}
+SECONDS = 1.0
+"""That the runs of one piece of work may take in all; two count in any case."""
 NEEDED: Mapping[str, Mapping[str, Any]] = {"share-prefill": {"clusters": "single"}}
 """What a method cannot run without, where it has no default."""
 
@@ -66,8 +68,9 @@ def calibrate(
     Times dense attention, the sparse executor and the methods by length, and writes the table by which `attach` and
     `build` decide whether a call is worth running sparse.
     """
-    from .. import calibrate as calibration
-    from ..calibration.clock import Clock
+    from ..bench.clock import Clock
+    from ..bench.shape import HeadSizes
+    from ..calibration import measure
     from .progress import bars
     from .setup import Place
 
@@ -76,18 +79,18 @@ def calibrate(
     place = Place.of(device, dtype.value, threads)
     kind = place.device.type if place.device.type in HEADS else "cpu"
     usual = HEADS[kind]
-    shape = calibration.HeadSizes(
+    shape = HeadSizes(
         heads=heads or usual[0], kv_heads=kv_heads or usual[1], head_dim=head_dim or usual[2], dtype=place.dtype_name
     )
     parameters = _parameters(method or (), settings or ())
     before = _before(output, place.device) if append else None
     rows = CHUNK[kind] if chunk is None else chunk
-    sizes = calibration.sizes(length or LENGTHS[kind], rows or None)
-    clock = Clock(place.device, repeats or REPEATS[kind])
+    sizes = measure.sizes(length or LENGTHS[kind], rows or None)
+    clock = Clock(place.device, repeats or REPEATS[kind], SECONDS)
     pipelines = {name: default_registry().build(name, **given) for name, given in parameters.items()}
-    with bars(1) as shown, place.threaded(), shown.contender(str(shape)) as told:
-        found = calibration.calibrate(shape, sizes, pipelines, clock, told)
-    how = {"parameters": {name: given for name, given in parameters.items() if given}, "repeats": clock.repeats}
+    with bars(1) as shown, place.threaded(), shown.contender(str(shape)) as progress:
+        found = measure.calibrate(shape, sizes, pipelines, clock, progress)
+    how = {"parameters": {name: given for name, given in parameters.items() if given}, "repeats": clock.rounds}
     if place.device.type == "cpu":
         how["threads"] = threads
     made = _table(found.shape, place.device, how, before)

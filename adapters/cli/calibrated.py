@@ -32,7 +32,7 @@ def as_table(table: BreakEven, shape: HeadShape, methods: Sequence[str]) -> None
         heads = ("method", *(f"{point.keys:,}" for point in points))
         rows = [("dense, ms", *_milliseconds(points))]
         rows += [(name, *_ratios(shape, name, points)) for name in methods]
-        render.table(heads, rows, right=heads[1:], title=f"the last {queries:,} rows of so many keys")
+        render.figures(f"the last {queries:,} rows of so many keys", heads, rows)
     doubtful = [name for name in methods if too_dense(shape, name)]
     if doubtful:
         render.line(DOUBT.format(methods=", ".join(doubtful)), style="dim")

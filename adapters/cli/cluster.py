@@ -65,18 +65,18 @@ def cluster(
             prompts = key_value_prompts(tokenizer, tokens, samples, seed)
         except ValueError as error:
             raise CommandError(f"--tokens {tokens}: {error}") from error
-        with shown.contender("maps") as told:
-            by_layer = capture.block_maps(found, prompts, block, lambda done, of: told("layers", done, of))
+        with shown.contender("maps") as progress:
+            by_layer = capture.block_maps(found, prompts, block, lambda done, of: progress("layers", done, of))
         heads = [(layer, head) for layer, maps in by_layer.items() for head in range(maps.shape[1])]
         maps = torch.cat(list(by_layer.values()), 1)
-        with shown.contender("autoencoder") as told:
+        with shown.contender("autoencoder") as progress:
             codes, error_left = autoencoder.compress(
                 maps.flatten(0, 1),
                 latent=latent,
                 epochs=epochs,
                 seed=seed,
                 device=place.device,
-                told=lambda done, of: told("epochs", done, of),
+                progress=lambda done, of: progress("epochs", done, of),
             )
         chosen = group.labels(group.features(codes.unflatten(0, maps.shape[:2])), threshold, min_size)
         made: dict[str, Any] = {

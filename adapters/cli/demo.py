@@ -69,8 +69,8 @@ def demo(
         compared = comparison(tokens, questions, seed, (layer, head), place)
         outcomes = []
         for contender in found:
-            with shown.contender(contender.label) as told:
-                outcomes.append(compared.run(contender, told))
+            with shown.contender(contender.label) as progress:
+                outcomes.append(compared.run(contender, progress))
         pictures.draw(outcomes, layer, head, picture)
     facts = {
         "tokens": tokens,

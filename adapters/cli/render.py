@@ -44,6 +44,18 @@ def broken(registry: Registry) -> None:
             note(f"{record.source} failed to load and is left out: {record.error}")
 
 
+def figures(
+    title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], remarks: Iterable[str] = (), notes: str = ""
+) -> None:
+    """A table of what was measured, all but its first column aligned to the right; below it what else is to be said of
+    its rows, and, dim, what the columns mean."""
+    table(heads, rows, right=heads[1:], title=title)
+    for text in remarks:
+        line(text)
+    if notes:
+        line(notes, style="dim")
+
+
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), title: str | None = None
 ) -> None:

@@ -67,7 +67,7 @@ def tune(
     Every combination of the method's search space answers the tasks of each length; the cheapest one whose accuracy
     stays within the loss goes into a profile, which `build` and `attach` load.
     """
-    from .. import tuning
+    from ..calibration import search as tuning
     from .progress import bars
     from .setup import Place, measure_of
 
@@ -83,9 +83,9 @@ def tune(
         measure, identity = measure_of(model, lengths, texts, questions, seed, place)
         searches = []
         for length in lengths:
-            with shown.contender(f"{length:,} tokens") as told:
-                step = partial(told, "settings")
-                one = tuning.search(found, length, measure, settings, by=cost, loss=loss, told=step)
+            with shown.contender(f"{length:,} tokens") as progress:
+                step = partial(progress, "settings")
+                one = tuning.search(found, length, measure, settings, by=cost, loss=loss, progress=step)
                 searches.append(one)
     how: dict[str, Any] = {
         **{"by": cost, "loss": loss, "settings": len(settings), "texts": texts, "questions": questions, "seed": seed},
@@ -113,7 +113,7 @@ def tune(
 
 
 def _settings(method: Method, model: str | None, tried: Sequence[str], fixed: Sequence[str]) -> list[dict[str, Any]]:
-    from .. import tuning
+    from ..calibration import search as tuning
     from ..demo.settings import PARAMETERS
 
     values = {name: [value_of(part) for part in text.split(",")] for name, text in map(_pair("--try"), tried)}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..progress import Steps
+
 GRAIN = 16
 """Two poolings of 4: the side of a map must be a multiple of it."""
-
-Told = Callable[[int, int], None]
-"""Hears of progress: epochs done, of at most how many."""
 
 
 class Autoencoder(nn.Module):
@@ -70,7 +67,7 @@ def compress(
     batch: int = 16,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    told: Told = lambda done, of: None,
+    progress: Steps = lambda done, of: None,
 ) -> tuple[Tensor, float]:
     """Codes ``[n, latent]`` of block maps ``[n, R, R]``, and the mean squared error of the restored maps.
 
@@ -93,7 +90,7 @@ def compress(
                 loss.backward()
                 optimizer.step()
                 total += float(loss.detach()) * len(part)
-            told(epoch + 1, epochs)
+            progress(epoch + 1, epochs)
             best, since = (total, 0) if total < best * 0.999 else (best, since + 1)
             if since >= patience:
                 break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,7 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 
 from ..huggingface import attach
-
-Told = Callable[[int, int], None]
-"""Hears of progress: layers captured, of how many."""
+from ..progress import Steps
 
 
 @frozen
@@ -36,7 +34,7 @@ class ProbedDense:
 
 @torch.inference_mode()
 def block_maps(
-    model: Any, samples: Sequence[Sequence[int]], block: int, told: Told = lambda done, of: None
+    model: Any, samples: Sequence[Sequence[int]], block: int, progress: Steps = lambda done, of: None
 ) -> dict[int, Tensor]:
     """By layer: float32 ``[S, H, R, R]`` on the CPU, mean over a block's queries of the mass in a block of keys.
 
@@ -50,7 +48,7 @@ def block_maps(
         if result.probe is None:
             raise UnsupportedCallError([f"layer {call.layer}: the executor gave no probe"])
         maps.setdefault(call.layer, []).append(result.probe[0].to("cpu", torch.float32))
-        told(sum(map(len, maps.values())), total)
+        progress(sum(map(len, maps.values())), total)
 
     with attach(
         model, Pipeline(ProbedDense(block), name="block-maps"), strict=True, observe=observe, gate=None

@@ -22,13 +22,12 @@ from sparseprefill.metrics import recall
 from sparseprefill.plan import Result
 
 from ..huggingface import attach
+from ..progress import Progress, Steps
 from .exam import Exam, greedy, take
 from .outcome import Contender, Layer, Outcome
 
 WARM = 1024
 ROWS = 64
-Told = Callable[[str, int, int], None]
-"""Hears of progress: what is being done, how much of it is done, of how much."""
 
 
 @frozen
@@ -45,18 +44,18 @@ class Comparison:
     head: int = 0
     rows: int = ROWS
 
-    def run(self, contender: Contender, told: Told = lambda what, done, of: None) -> Outcome:
+    def run(self, contender: Contender, progress: Progress = lambda what, done, of: None) -> Outcome:
         """Prefill, measure, ask. An error of the library, or lack of memory, ends the contender alone."""
         try:
-            return self._run(contender, told)
+            return self._run(contender, progress)
         except (SparsePrefillError, torch.OutOfMemoryError) as error:
             return Outcome(contender, error=str(error))
 
     @torch.inference_mode()
-    def _run(self, contender: Contender, told: Told) -> Outcome:
+    def _run(self, contender: Contender, progress: Progress) -> Outcome:
         ids = torch.tensor([self.tokenizer(self.exam.context)["input_ids"]], device=self.model.device)
         kept: dict[int, tuple[AttentionCall, Result]] = {}
-        told("warm-up", 0, 1)
+        progress("warm-up", 0, 1)
         recording = True
 
         def observe(call: AttentionCall, result: Result) -> None:
@@ -66,14 +65,14 @@ class Comparison:
         with self._attached(contender, observe) as handle:
             self._prefill(ids if ids.is_cuda else ids[:, :WARM])
             kept.clear()
-            with _counted(self.model, lambda done, of: told("prefill", done, of)):
+            with _counted(self.model, lambda done, of: progress("prefill", done, of)):
                 seconds, cache = self._prefill(ids)
             recording = False
             reasons = {} if handle is None else _reasons(handle)
-            families = self._ask(cache, told)
+            families = self._ask(cache, progress)
         layers = []
         for index in range(self.model.config.num_hidden_layers):
-            told("recall", index, self.model.config.num_hidden_layers)
+            progress("recall", index, self.model.config.num_hidden_layers)
             layers.append(self._layer(index, kept.get(index), reasons))
         picked = kept.get(self.layer)
         mask = None if picked is None else picked[1].mask.head(0, self.head)
@@ -104,12 +103,12 @@ class Comparison:
         by_head = recall(*seen, rows=self.rows)[0].double().nanmean(-1)
         return Layer(index, seen[1].density, tuple(by_head.tolist()))
 
-    def _ask(self, cache: Any, told: Told) -> dict[str, tuple[int, int]]:
+    def _ask(self, cache: Any, progress: Progress) -> dict[str, tuple[int, int]]:
         done = 0
 
         def answer(question: str, expected: str) -> str:
             nonlocal done
-            told("questions", done, self.exam.questions)
+            progress("questions", done, self.exam.questions)
             done += 1
             prompt, draft = (
                 self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (question, expected)
@@ -119,17 +118,17 @@ class Comparison:
 
         with _one_thread(self.model):
             answers = take(self.exam, answer)
-        told("questions", done, self.exam.questions)
+        progress("questions", done, self.exam.questions)
         return answers
 
 
 @contextmanager
-def _counted(model: Any, told: Callable[[int, int], None]) -> Iterator[None]:
+def _counted(model: Any, progress: Steps) -> Iterator[None]:
     """Tells how many of the model's layers have run."""
     layers = model.get_decoder().layers
-    told(0, len(layers))
+    progress(0, len(layers))
     hooks = [
-        layer.register_forward_hook(lambda *_, done=done: told(done, len(layers)))
+        layer.register_forward_hook(lambda *_, done=done: progress(done, len(layers)))
         for done, layer in enumerate(layers, start=1)
     ]
     try:

@@ -11,7 +11,7 @@ from sparseprefill.adapters.bench import facts, tables
 from sparseprefill.adapters.bench.baseline import baseline
 from sparseprefill.adapters.bench.captured import captured_call
 from sparseprefill.adapters.bench.case import Part, Shape, of_mask, parse_mask
-from sparseprefill.adapters.bench.clock import Clock
+from sparseprefill.adapters.bench.clock import Clock, middle
 from sparseprefill.adapters.bench.inputs import call_of
 from sparseprefill.adapters.bench.masks import random_mask
 from sparseprefill.adapters.bench.measure import Bench, prepare
@@ -162,6 +162,11 @@ def test_the_clock_keeps_to_its_budget() -> None:
     assert len(ran) == 8
     assert len(Clock(CPU, rounds=5, budget=0.0).times(lambda: ran.append(1))) == 1
     assert len(ran) == 10
+
+
+def test_of_two_times_in_the_middle_the_longer_counts() -> None:
+    assert middle(iter([3.0, 1.0, 9.0, 2.0]).__next__, 4) == 3.0
+    assert middle(iter([3.0, 1.0, 2.0]).__next__, 3) == 2.0
 
 
 def test_captured_inputs_keep_the_models_logits() -> None:

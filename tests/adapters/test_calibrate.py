@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.calibration.clock import Clock
-from sparseprefill.adapters.calibration.measure import HeadSizes, calibrate, sizes
+from sparseprefill.adapters.bench.clock import Clock
+from sparseprefill.adapters.bench.shape import HeadSizes
+from sparseprefill.adapters.calibration.measure import calibrate, sizes
 from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner, Result
 
@@ -44,9 +45,9 @@ def test_heads_must_be_a_multiple_of_the_kv_heads() -> None:
 
 
 def test_every_size_has_its_figures() -> None:
-    told: list[tuple[str, int, int]] = []
+    progress: list[tuple[str, int, int]] = []
     method = sp.build("streaming", sink=16, window=16, block=16)
-    found = calibrate(TINY, sizes((64, 300), 32), {"streaming": method}, CLOCK, lambda *what: told.append(what))
+    found = calibrate(TINY, sizes((64, 300), 32), {"streaming": method}, CLOCK, lambda *what: progress.append(what))
     assert [(32, 64), (32, 300), (64, 64), (300, 300)] == [(one.queries, one.keys) for one in found.shape.points]
     assert {} == found.failed
     for point in found.shape.points:
@@ -56,8 +57,8 @@ def test_every_size_has_its_figures() -> None:
         assert point.dense > 0
         assert point.executor
         assert list(point.executor) == sorted(point.executor)
-    assert ("streaming", 1, 4) in told
-    assert ("done", 4, 4) == told[-1]
+    assert ("streaming", 1, 4) in progress
+    assert ("done", 4, 4) == progress[-1]
 
 
 def test_a_method_that_fails_is_left_out_with_its_reason() -> None:
@@ -84,7 +85,7 @@ def test_every_method_can_be_calibrated() -> None:
 
 def test_the_clock_takes_the_fastest_run_that_counts() -> None:
     runs: list[int] = []
-    assert 0 <= Clock(torch.device("cpu"), 5, 10.0).seconds(lambda: runs.append(1)) < 1
+    assert 0 <= Clock(torch.device("cpu"), 5, 10.0).fastest(lambda: runs.append(1)) < 1
     assert 6 == len(runs)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.adapters import tuning
-from sparseprefill.adapters.calibration.search import Measured, search, settings
+from sparseprefill.adapters.calibration.search import Measure, Measured, ranges, search, settings
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
@@ -27,7 +26,7 @@ from .test_cli import refused
 STREAMING = evolve(sp.default_registry().get("streaming"), search={"window": (8, 16, 32), "sink": (0, 8)})
 
 
-def measure(answers: dict[int, int], density: dict[int, float] | None = None) -> tuning.Measure:
+def measure(answers: dict[int, int], density: dict[int, float] | None = None) -> Measure:
     """Made-up figures by window: right answers of 100, dense has 90; density grows with the window."""
 
     def run(pipeline: sp.Pipeline | None, tokens: int) -> Measured:
@@ -99,7 +98,7 @@ def test_declared_search_spaces_fit_their_methods(name: str) -> None:
 def test_ranges_meet_half_way() -> None:
     tried = settings(STREAMING, {"sink": [0]})
     found = [search(STREAMING, tokens, measure({8: 90 * (tokens < 3000)}), tried) for tokens in (4096, 1024, 2048)]
-    made = tuning.ranges(found)
+    made = ranges(found)
     assert [0, 1536, 3072] == [one.least for one in made]
     assert [{"window": 8, "sink": 0}] * 2 + [None] == [one.parameters for one in made]
 
@@ -110,7 +109,7 @@ def tiny(tmp_path: Path) -> tuple[Any, Path]:
     model = build("llama")
     method = sp.default_registry().get("streaming")
     found = search(method, 64, lambda *_: Measured(1, 1, 0.5, 1.0), [{"sink": 8, "window": 16, "block": 8}])
-    profile = Profile(method="streaming", model=identity(model.get_decoder()), ranges=tuning.ranges([found]))
+    profile = Profile(method="streaming", model=identity(model.get_decoder()), ranges=ranges([found]))
     path = tmp_path / "tiny.json"
     path.write_text(profile.to_json(), encoding="utf-8")
     return model, path

@@ -7,27 +7,29 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from attrs import evolve
+from sparseprefill.adapters.bench.clock import Run
 from sparseprefill.adapters.star import RankError, ranks
 from sparseprefill.adapters.star.bench import decode, layer, model
 from sparseprefill.adapters.star.bench.run import Rows
 from sparseprefill.adapters.star.bench.table import Table
 
 CPU = torch.device("cpu")
-SHAPE = layer.Shape(4, 2, 64, torch.float32, CPU)
-SMALL = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPE = layer.LayerShape(heads=4, kv_heads=2, head_dim=64, dtype="float32", device=CPU)
+SMALL = evolve(model.SHAPE, hidden=256, inner=128, heads=2, kv_heads=1)
 
 
-def nothing() -> layer.Run:
+def nothing() -> Run:
     """A row that does nothing."""
     return lambda: None
 
 
-def refuses() -> layer.Run:
+def refuses() -> Run:
     """A row that cannot be made."""
     raise MemoryError("no room for this row")
 
 
-def stumbles(on: int, here: ranks.Ranks) -> layer.Run:
+def stumbles(on: int, here: ranks.Ranks) -> Run:
     """A row that fails on a rank; the others meet in a collective first."""
 
     def run() -> None:
@@ -78,12 +80,12 @@ def chosen(rank: int, path: str) -> None:
 def every(rank: int, path: str) -> list[str]:
     """Each kind of row but the ring's, which PyTorch has on GPUs alone."""
     made, tokens = table(path), 2048
-    model.SIZES.update(SMALL)
+    model.SHAPE = SMALL
     rows = Rows(made, SHAPE, None, [tokens])
     for inside in ("", "pieces", "streaming"):
         rows.star(tokens, rows.quarter(tokens), inside)
     rows.decode(tokens, graphs=False)
-    kinds: dict[str, Callable[[], layer.Run]] = {
+    kinds: dict[str, Callable[[], Run]] = {
         "dense": lambda: layer.one_gpu(SHAPE, tokens),
         "layers, dense": lambda: model.dense(CPU, tokens),
         "layers, star": lambda: model.star(CPU, tokens, 512, "streaming", 20.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import frozen
 
 from ..layout import Layout
-from .layer import Shape
+from .layer import LayerShape
 
 RATE = 400e12  # products and sums a second; the kernels reach about 550e12 on the GPUs that the table is for
 PARAMETERS = 218.1e6  # of one layer of the model
@@ -15,11 +15,11 @@ PARAMETERS = 218.1e6  # of one layer of the model
 class Cost:
     """Seconds on one GPU, generously."""
 
-    shape: Shape
+    shape: LayerShape
 
     def pairs(self, count: float) -> float:
         """Attention of so many pairs of a query and a key, in all heads."""
-        return self._seconds(4 * self.shape.heads * self.shape.width * count)
+        return self._seconds(4 * self.shape.heads * self.shape.head_dim * count)
 
     def dense(self, tokens: int, ranks: int = 1) -> float:
         """A whole prompt, causal, divided by ranks."""

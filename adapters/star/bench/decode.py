@@ -12,10 +12,11 @@ from torch.nn import functional
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.auto import AutoExecutor
 
+from ...bench.clock import Run
 from ..executor import AnchoredBlockExecutor, Shard
 from ..ranks import Ranks
 from ..unmasked import attend_all
-from .layer import Run, Shape
+from .layer import LayerShape
 
 TAIL, STEPS = 64, 50
 
@@ -50,24 +51,24 @@ def repeated(repeat: Callable[[Run], Run], make: Callable[[], Run]) -> Run:
     return repeat(make())
 
 
-def sdpa(shape: Shape, tokens: int) -> Run:
+def sdpa(shape: LayerShape, tokens: int) -> Run:
     """Dense decoding as transformers has it."""
     q, k, v = _held(shape, tokens)
     return partial(functional.scaled_dot_product_attention, q, k, v, enable_gqa=True)
 
 
-def split(shape: Shape, tokens: int) -> Run:
+def split(shape: LayerShape, tokens: int) -> Run:
     """Dense decoding by the kernel that a rank uses, which divides the keys among its programs."""
     q, k, v = _held(shape, tokens)
     return partial(attend_all, AutoExecutor(), AttentionCall(q, k, v), k, v)
 
 
-def _held(shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def _held(shape: LayerShape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     k, v = (shape.random(shape.kv_heads, tokens, seed) for seed in (1, 2))
     return shape.random(shape.heads, 1), k, v
 
 
-def star(shape: Shape, ranks: Ranks, tokens: int) -> Run:
+def star(shape: LayerShape, ranks: Ranks, tokens: int) -> Run:
     """One token over all ranks; the last one holds the tail."""
     share = tokens // ranks.size
     k, v = (shape.random(shape.kv_heads, share, seed) for seed in (1, 2))

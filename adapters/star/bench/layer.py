@@ -19,31 +19,30 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
 
+from ...bench.clock import Run
+from ...bench.shape import HeadSizes
 from ..anchor import Anchor, Keys
 from ..encode import Block, Held, Inner
 from ..layout import Layout
 from ..ranks import Ranks
 from ..unmasked import attend_all
 
-Run = Callable[[], object]
 Tensors = Callable[[int, int], tuple[Tensor, Tensor, Tensor]]
 """q, k and v of a block: of so many tokens, by its number."""
 
 
-@frozen
-class Shape:
-    """Of a layer's heads; those of Llama 3.1 8B unless told otherwise."""
+@frozen(kw_only=True)
+class LayerShape(HeadSizes):
+    """A layer's heads, by default Llama 3.1 8B's, and where its tensors are made."""
 
-    heads: int = 32
-    kv_heads: int = 8
-    width: int = 128
-    dtype: torch.dtype = torch.bfloat16
     device: torch.device = field(factory=lambda: torch.device("cuda"))
 
     def random(self, heads: int, tokens: int, seed: int = 0) -> Tensor:
-        """``[1, heads, tokens, width]``, made on the device."""
+        """``[1, heads, tokens, head_dim]``, made on the device."""
         source = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(1, heads, tokens, self.width, dtype=self.dtype, device=self.device, generator=source)
+        return torch.randn(
+            1, heads, tokens, self.head_dim, dtype=self.torch_dtype, device=self.device, generator=source
+        )
 
     def qkv(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of so many tokens."""
@@ -57,8 +56,8 @@ class Shape:
         q, k, v = self.qkv(tokens, seed)
         source = torch.Generator(self.device).manual_seed(1000 + seed)
         column = torch.rand(1, self.kv_heads, tokens, device=self.device, generator=source) < 0.05
-        step = math.sqrt(14 * math.sqrt(self.width)) / math.sqrt(self.width)
-        return q + step, k + (step * column[..., None]).to(self.dtype), v
+        step = math.sqrt(14 * math.sqrt(self.head_dim)) / math.sqrt(self.head_dim)
+        return q + step, k + (step * column[..., None]).to(self.torch_dtype), v
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -70,12 +69,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
-def one_gpu(shape: Shape, tokens: int) -> Run:
+def one_gpu(shape: LayerShape, tokens: int) -> Run:
     """Dense attention of the whole prompt on each GPU by itself."""
     return partial(sdpa, *shape.qkv(tokens))
 
 
-def ring(shape: Shape, mesh: Any, tokens: int, rotate: str = "allgather") -> Run:
+def ring(shape: LayerShape, mesh: Any, tokens: int, rotate: str = "allgather") -> Run:
     """PyTorch's context parallelism, cuDNN inside; it takes no grouped heads, so K and V are repeated beforehand.
 
     rotate: how keys go round: allgather, PyTorch's default, or alltoall.
@@ -105,12 +104,12 @@ def circle(mesh: Any, device: torch.device, rotate: str = "allgather") -> Iterat
         set_rotate_method("allgather")
 
 
-def star(shape: Shape, ranks: Ranks, layout: Layout, inner: Inner, tensors: Tensors | None = None) -> Run:
+def star(shape: LayerShape, ranks: Ranks, layout: Layout, inner: Inner, tensors: Tensors | None = None) -> Run:
     """Phase 1 of one layer: the anchor's keys sent, all blocks of this rank attended to.
 
     tensors: q, k, v of a block by its number, for methods that look at them; random otherwise.
     """
-    keys = Keys(shape.kv_heads, shape.width, shape.width, shape.dtype, shape.device)
+    keys = Keys(shape.kv_heads, shape.head_dim, shape.head_dim, shape.torch_dtype, shape.device)
     share, first = layout.share(ranks.rank), layout.first(ranks.rank)
     held = {0: Held.of(keys, 1, max(layout.held(ranks.rank), 1))}
     calls = {n: AttentionCall(*(tensors or shape.qkv)(len(layout.span(n)), n)) for n in share}

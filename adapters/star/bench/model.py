@@ -9,37 +9,23 @@ from typing import Any
 
 import torch
 
+from ...bench.clock import Run
+from ...bench.model import ModelShape
 from ..answer import counting_cache
 from ..api import Star
-from .layer import Run, circle, sdpa
+from .layer import circle, sdpa
 
-LAYERS, VOCABULARY, WIDTH = 4, 1024, 128
+SHAPE = ModelShape(layers=4)
 STEPS = 16  # tokens that a row of decoding counts
 FITS = 524288  # tokens of a prefill on one GPU with 139 GiB: of twice as many an MLP's three products alone are 84
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 1 << 21,
-}
+MOST = 1 << 21
+"""Tokens that the model reads."""
 
 
 @cache
 def build(device: torch.device) -> Any:
     """The model, made on the device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
-    finally:
-        torch.set_default_dtype(before)
+    return SHAPE.build(MOST, device)
 
 
 def star(device: torch.device, tokens: int, block: int, inner: str | None, timeout: float) -> Run:
@@ -56,7 +42,7 @@ def dense(device: torch.device, tokens: int) -> Run:
 
 def ring(mesh: Any, device: torch.device, tokens: int) -> Run:
     """Each rank's part of the prompt through the decoder; K and V are repeated for the ring."""
-    repeat = SIZES["num_attention_heads"] // SIZES["num_key_value_heads"]
+    repeat = SHAPE.heads // SHAPE.kv_heads
     return _prefill(device, tokens // mesh.size(), repeat, partial(circle, mesh, device))
 
 
@@ -65,8 +51,8 @@ def decode_dense(device: torch.device, tokens: int) -> Run:
     from transformers import DynamicCache
 
     model, cache = build(device), DynamicCache()
-    for layer in range(LAYERS):
-        keys = torch.randn(2, 1, SIZES["num_key_value_heads"], tokens, WIDTH, dtype=torch.bfloat16, device=device)
+    for layer in range(SHAPE.layers):
+        keys = torch.randn(2, 1, SHAPE.kv_heads, tokens, SHAPE.head_dim, dtype=SHAPE.torch_dtype, device=device)
         cache.update(keys[0], keys[1], layer)
     return partial(_decode, model, cache, tokens)
 
@@ -92,7 +78,7 @@ def _decode(model: Any, cache: Any, tokens: int) -> None:
 
 
 def _ids(tokens: int) -> list[int]:
-    found: list[int] = torch.arange(tokens).remainder(VOCABULARY).tolist()
+    found: list[int] = torch.arange(tokens).remainder(SHAPE.vocabulary).tolist()
     return found
 
 

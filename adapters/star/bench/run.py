@@ -15,6 +15,7 @@ from attrs import define
 
 from sparseprefill.registry import default_registry
 
+from ...bench.clock import Run
 from ..api import attention_of
 from ..encode import Inner
 from ..layout import BLOCK, LONG, Layout, Sizes
@@ -36,9 +37,9 @@ def bench(given: Namespace) -> None:
         ranks = Ranks(timeout=TIMEOUT)
         path = None if given.json is None else Path(given.json)
         table = Table(ranks, place.device, given.seconds, began, path, given.rows)
-        shape = layer.Shape(device=place.device)
+        shape = layer.LayerShape(device=place.device)
         if place.device.type == "cpu":
-            shape = layer.Shape(4, 2, 64, torch.float32, place.device)
+            shape = layer.LayerShape(heads=4, kv_heads=2, head_dim=64, dtype="float32", device=place.device)
         mesh = dist.device_mesh.init_device_mesh(place.device.type, (ranks.size,))
         device = _name(place.device)
         table.note(torch=torch.__version__, ranks=ranks.size, device=device, tokens=given.tokens)
@@ -54,7 +55,7 @@ class Rows:
     """All of them. shape: of the layer. mesh: all ranks, in one dimension."""
 
     table: Table
-    shape: layer.Shape
+    shape: layer.LayerShape
     mesh: Any
     lengths: list[int]
 
@@ -100,7 +101,7 @@ class Rows:
         """Number of ranks."""
         return self.table.ranks.size
 
-    def row(self, tokens: int, what: str, make: Callable[[], layer.Run], seconds: float, **options: Any) -> None:
+    def row(self, tokens: int, what: str, make: Callable[[], Run], seconds: float, **options: Any) -> None:
         """A row, with fewer rounds where one takes long."""
         options.setdefault("rounds", 5 if seconds < 0.5 else 3 if seconds < 1 else 1 if seconds < 4 else 0)
         self.table.row(tokens, what, make, seconds=seconds, **options)
@@ -155,7 +156,7 @@ class Rows:
 
     def decode(self, tokens: int, *, graphs: bool) -> None:
         """A token of phase 2 against one GPU that holds all keys."""
-        steps: dict[str, Callable[[], layer.Run]] = {
+        steps: dict[str, Callable[[], Run]] = {
             "dense decode, SDPA": lambda: decode.sdpa(self.shape, tokens),
             "dense decode, split keys": lambda: decode.split(self.shape, tokens),
             "star decode": lambda: decode.star(self.shape, self.table.ranks, tokens),
@@ -168,8 +169,8 @@ class Rows:
 
     def layers(self, tokens: int) -> None:
         """A model's prefill over all ranks, and on one GPU at the first length."""
-        linear = model.LAYERS * self.cost.linear(tokens / self.size)
-        ring = linear + model.LAYERS * self.cost.dense(tokens, self.size)
+        linear = model.SHAPE.layers * self.cost.linear(tokens / self.size)
+        ring = linear + model.SHAPE.layers * self.cost.dense(tokens, self.size)
         self.row(tokens, "layers, ring", partial(model.ring, self.mesh, self.shape.device, tokens), ring, base="layers")
         small = self.blocks(tokens)
         for layout, inside in ((small, ""), (small, "streaming"), (self.quarter(tokens), ""), (None, "")):
@@ -183,13 +184,13 @@ class Rows:
     def layers_star(self, tokens: int, layout: Layout, inside: str) -> None:
         """A model's prefill through `Star.encode`."""
         make = partial(model.star, self.shape.device, tokens, layout.block, inside or None, TIMEOUT)
-        seconds = model.LAYERS * (self.cost.linear(tokens / self.size) + self.cost.star(layout))
+        seconds = model.SHAPE.layers * (self.cost.linear(tokens / self.size) + self.cost.star(layout))
         what = f"layers, star, {self.name(layout)}" + (f", {inside} inside" if inside else "")
         self.row(tokens, what, make, seconds, against="layers")
 
     def alone(self, tokens: int) -> None:
         """A model's prefill on one GPU, where it fits."""
-        seconds = model.LAYERS * (self.cost.linear(tokens) + self.cost.dense(tokens))
+        seconds = model.SHAPE.layers * (self.cost.linear(tokens) + self.cost.dense(tokens))
         if tokens <= model.FITS:
             self.row(tokens, "layers, dense, one GPU", partial(model.dense, self.shape.device, tokens), seconds)
 

@@ -1,4 +1,4 @@
-"""Clock and table of the benchmark: every rank measures, the slowest counts, the first one writes."""
+"""The table of the benchmark: every rank measures, the slowest counts, the first one writes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
+from ...bench.clock import Clock, Run, middle
 from ..ranks import RankError, Ranks
 from ..watch import EXIT, Watch
 
-Run = Callable[[], object]
 START = 3.0  # seconds to make tensors
 OVER = 15.0  # seconds behind the budget at which a row that takes longer than thought is cut off
 
@@ -164,25 +164,13 @@ class Table:
     def _measured(self, run: Run, rounds: int, note: Callable[[], str]) -> tuple[float, float, str]:
         if rounds:
             run()
-        spent = []
-        for _ in range(max(rounds, 1)):
-            self.ranks.gather(torch.zeros(1, device=self.device))
-            spent.append(self._once(run))
+        spent = middle(partial(self._together, run), max(rounds, 1)) * 1e3
         memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0
-        mine = torch.tensor([sorted(spent)[len(spent) // 2], memory], device=self.device)
+        mine = torch.tensor([spent, memory], device=self.device)
         ms, most = self.ranks.gather(mine).amax(0).tolist()
         return ms, most, note()
 
-    def _once(self, run: Run) -> float:
-        """Milliseconds."""
-        if self.device.type != "cuda":
-            began = time.perf_counter()
-            run()
-            return (time.perf_counter() - began) * 1e3
-        torch.cuda.synchronize()
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        run()
-        last.record()
-        torch.cuda.synchronize()
-        return float(first.elapsed_time(last))
+    def _together(self, run: Run) -> float:
+        """Seconds of one run, which all ranks begin together."""
+        self.ranks.gather(torch.zeros(1, device=self.device))
+        return Clock(self.device).once(run)

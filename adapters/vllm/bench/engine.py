@@ -76,7 +76,7 @@ class Setup:
 
     def _bytes(self, tokens: int, block: int) -> int:
         one = 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim
-        return (tokens + ROOM * block) * one * int(getattr(torch, self.shape.dtype).itemsize)
+        return (tokens + ROOM * block) * one * self.shape.torch_dtype.itemsize
 
 
 @define(eq=False)

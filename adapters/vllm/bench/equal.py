@@ -81,8 +81,8 @@ def equal(
     cases = list(product(cache_dtype or ["auto"], blocks))
     with bars(len(cases)) as shown:
         for cache, block in cases:
-            with shown.contender(f"cache {cache}, blocks {block or 'as they are'}") as told:
-                for row in work.run(cache, block, told):
+            with shown.contender(f"cache {cache}, blocks {block or 'as they are'}") as progress:
+                for row in work.run(cache, block, progress):
                     sheet.add(row)
     sheet.finish()
     if not all(row.equal or row.tied(tie) for row in sheet.rows):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from attrs import asdict, frozen
 
-from ...bench.ttft import Told
 from ...cli.group import CommandError
+from ...progress import Progress
 from .compare import Answer, Compared, differ
 from .engine import Engine, Setup, described, prompt
 from .sheet import Form
@@ -33,13 +33,15 @@ class Equality:
     budget: int = 2048
     answer: int = 16
 
-    def run(self, cache: str, block: int | None, told: Told = lambda what, done, of: None) -> Iterator[Compared]:
+    def run(
+        self, cache: str, block: int | None, progress: Progress = lambda what, done, of: None
+    ) -> Iterator[Compared]:
         """A row a prompt; one row with the error where an engine fails, or runs nothing sparse."""
         options: dict[str, Any] = {"kv_cache_dtype": cache, **({} if block is None else {"block_size": block})}
         try:
-            told(self.setup.stock, 0, 2)
+            progress(self.setup.stock, 0, 2)
             stock, _ = self._answers(None, options)
-            told("ours", 1, 2)
+            progress("ours", 1, 2)
             ours, report = self._answers(self.sparse, options)
         except CommandError:
             raise

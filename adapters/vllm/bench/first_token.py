@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
 
 from ...bench.baseline import baseline
-from ...bench.clock import Clock
-from ...bench.ttft import Told
+from ...bench.clock import Clock, middle
 from ...cli.group import CommandError
+from ...progress import Progress
 from .counters import pairs
 from .engine import Engine, Setup, described, prompt
 from .structure import Structure
@@ -82,10 +83,10 @@ class FirstToken:
     _stock: dict[tuple[int, int], float] = field(factory=dict, init=False)
     _dense: dict[int, tuple[str, float]] = field(factory=dict, init=False)
 
-    def run(self, contender: Contender, told: Told = lambda what, done, of: None) -> Iterator[Timed]:
+    def run(self, contender: Contender, progress: Progress = lambda what, done, of: None) -> Iterator[Timed]:
         """A row for each length and chunk; where the engine fails, a last row with the error."""
         cases = self.cases()
-        told("starting", 0, len(cases))
+        progress("starting", 0, len(cases))
         longest = max(self.lengths)
         sizes = {"longest": longest + 16, "kept": longest + 16, "max_num_seqs": 1}
         budget = max(chunk for _, chunk in cases)
@@ -94,7 +95,7 @@ class FirstToken:
             with self.setup.engine(contender.sparse, **sizes, **switches) as engine:
                 engine.apply(self.structure.fit)
                 for done, (tokens, chunk) in enumerate(cases):
-                    told(f"{tokens:,} tokens in steps of {chunk:,}", done, len(cases))
+                    progress(f"{tokens:,} tokens in steps of {chunk:,}", done, len(cases))
                     yield self._row(engine, contender, tokens, chunk)
         except CommandError:
             raise
@@ -115,7 +116,7 @@ class FirstToken:
             raise SparsePrefillError(f"a prompt of {tokens} tokens ran in {steps} steps, not in steps of {chunk}")
         before = Counter(engine.report().get("fallbacks", {}))
         held = self._memory()
-        seconds = sorted(self._once(engine, ids) for _ in range(self.rounds))[self.rounds // 2]
+        seconds = middle(partial(self._once, engine, ids), self.rounds)
         most = None if held is None else torch.cuda.max_memory_allocated(self.structure.device) - held
         after = Counter(engine.report().get("fallbacks", {}))
         row = Timed(backend=contender.name, parameters=contender.parameters, tokens=tokens, chunk=chunk, steps=steps)

@@ -63,8 +63,8 @@ def pages(
     ]
     with bars(len(cases)) as shown, place.threaded():
         for case in cases:
-            with shown.contender(f"{case.work}, pages of {case.page}, {case.cache}, {case.layout}") as told:
-                told("measuring", 0, 1)
+            with shown.contender(f"{case.work}, pages of {case.page}, {case.cache}, {case.layout}") as progress:
+                progress("measuring", 0, 1)
                 sheet.add(work.measure(case))
     sheet.finish()
     if any(row.error for row in sheet.rows):

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from sparseprefill import __version__
-
-from ...bench.facts import machine
+from ...bench.facts import about, grid
 from ...cli import render
 from ...cli.bench_options import Files
 
@@ -40,13 +38,7 @@ class Form:
 
     def markdown(self, rows: Sequence[Any]) -> str:
         """A table for the documentation."""
-        lines = [
-            f"### {self.title}",
-            "",
-            f"| {' | '.join(self.heads)} |",
-            f"| --- |{' ---: |' * (len(self.heads) - 1)}",
-        ]
-        lines += [f"| {' | '.join(self.cells(row))} |" for row in rows]
+        lines = [f"### {self.title}", "", *grid(self.heads, map(self.cells, rows))]
         remarks = [f"- {text}" for text in self.said(rows)]
         return "\n".join([*lines, "", *remarks, *([""] if remarks else []), self.notes(rows), ""])
 
@@ -72,8 +64,8 @@ class Sheet:
 
     def facts(self) -> dict[str, Any]:
         """Everything that was measured."""
-        found = {"version": __version__, "machine": machine(self.device), "vllm": version(), **self.settings}
-        return {**found, "rows": [self.form.fact(row) for row in self.rows]}
+        rows = [self.form.fact(row) for row in self.rows]
+        return about(self.device, vllm=version(), **self.settings, rows=rows)
 
     def finish(self) -> None:
         """Show all rows."""
@@ -82,11 +74,8 @@ class Sheet:
         if self.files.alone:
             render.write_json(self.facts())
             return
-        heads = self.form.heads
-        render.table(heads, [self.form.cells(row) for row in self.rows], right=heads[1:], title=self.form.title)
-        for text in self.form.said(self.rows):
-            render.line(text)
-        render.line(self.form.notes(self.rows), style="dim")
+        form, rows = self.form, self.rows
+        render.figures(form.title, form.heads, map(form.cells, rows), form.said(rows), form.notes(rows))
 
 
 def write(path: Path, text: str) -> None:

@@ -88,8 +88,8 @@ def ttft(
     )
     with bars(len(wanted)) as shown:
         for one in wanted:
-            with shown.contender(one.name) as told:
-                for row in work.run(one, told):
+            with shown.contender(one.name) as progress:
+                for row in work.run(one, progress):
                     sheet.add(row)
     sheet.finish()
     if any(row.error for row in sheet.rows):
