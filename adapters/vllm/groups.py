@@ -18,14 +18,14 @@ from .warm import Sizes, warm_engine
 
 def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
     """Tell the runtime of a builder's layers, and why some will stay dense. Returns the others, with their modules."""
-    config, pipeline = builder.vllm_config, runtime.session.pipeline
+    config, route = builder.vllm_config, runtime.session.route
     model, chosen = config.model_config, runtime.options.layers
     sizes = {"keys": int(model.max_model_len), "first_head": runtime.model.first_head}
     reasons: dict[int, str | None] = {}
     able: list[tuple[Layer, Any]] = []
     for name, module in get_layers_from_vllm_config(config, Attention, builder.layer_names).items():
         one = Layer.of(name, module.impl)
-        reasons[one.index] = one.reason or unsupported(pipeline, one, module.impl, model.dtype, builder.device, **sizes)
+        reasons[one.index] = one.reason or unsupported(route, one, module.impl, model.dtype, builder.device, **sizes)
         if reasons[one.index] is None and (chosen is None or one.index in chosen):
             able.append((one, module))
     runtime.expect(reasons)
@@ -52,7 +52,7 @@ def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]])
         outside=layout.index("H") < layout.index("N"),
         step=min(int(config.scheduler_config.max_num_batched_tokens), longest),
         longest=longest,
-        small=runtime.options.min_query if impl.slow and runtime.session.gate is not None else 0,
+        small=runtime.options.min_query if impl.slow and runtime.session.route.gate is not None else 0,
         device=builder.device,
     )
     warm_engine(runtime, layers, sizes)

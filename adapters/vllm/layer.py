@@ -10,7 +10,7 @@ from attrs import frozen
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError
-from sparseprefill.pipeline import Pipeline
+from sparseprefill.route import Route
 
 WINDOW = "the layer has a sliding window"
 
@@ -58,9 +58,9 @@ def _reason(name: str, impl: Any) -> str | None:
 
 
 def unsupported(
-    pipeline: Pipeline, layer: Layer, impl: Any, dtype: torch.dtype, device: torch.device, *, keys: int, first_head: int
+    route: Route, layer: Layer, impl: Any, dtype: torch.dtype, device: torch.device, *, keys: int, first_head: int
 ) -> str | None:
-    """Why the pipeline objects to this layer's longest call, of `keys` keys, or None: asked with a call of no data."""
+    """Why the method objects to this layer's longest call, of `keys` keys, or None: asked with a call of no data."""
     zero = torch.zeros(1, dtype=dtype, device=device)
     q = zero.expand(1, impl.num_heads, min(keys, 16), impl.head_size)
     k = zero.expand(1, impl.num_kv_heads, keys, impl.head_size)
@@ -77,4 +77,4 @@ def unsupported(
         )
     except InvalidCallError as error:
         return str(error)
-    return "; ".join(pipeline.unsupported(call)) or None
+    return "; ".join(route.unsupported(call)) or None

@@ -96,7 +96,8 @@ def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Si
 
     try:
         with torch.inference_mode():
-            warm(runtime.session.pipeline, [layer for layer, _ in layers], sizes, pages, runtime.model.first_head)
+            for pipeline in runtime.session.route.known:
+                warm(pipeline, [layer for layer, _ in layers], sizes, pages, runtime.model.first_head)
             torch.cuda.synchronize(sizes.device)
     except Exception as error:  # the engine starts all the same, and a request that fails says why
         log.warning("sparseprefill: the run that compiles kernels failed: %s: %s", type(error).__name__, error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from attrs import frozen
 
 from sparseprefill.errors import UnsupportedCallError
@@ -39,6 +41,7 @@ class Settings:
         return {"num_warps": self.warps, "num_stages": self.stages, **self.registers, **FUSED}
 
 
+@cache
 def settings(capability: tuple[int, int], block_d: int, itemsize: int, tile_q: int, tile_k: int) -> Settings:
     """Settings for one launch.
 
@@ -65,6 +68,7 @@ def cdiv(x: int, y: int) -> int:
     return -(-x // y)
 
 
+@cache
 def power_of_two(x: int) -> int:
     """The smallest power of two that is not below x, which is at least 1."""
     return 1 << (x - 1).bit_length()

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sparseprefill.kernels.attention.arguments import State
 from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel
 from sparseprefill.kernels.attention.tile_mass import tile_mass_fwd_kernel
-from sparseprefill.kernels.settings import FUSED, Settings, cdiv, power_of_two, settings
+from sparseprefill.kernels.settings import FUSED, Settings, power_of_two, settings
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
 
@@ -186,7 +186,7 @@ def _launch(
     }  # fmt: skip
     if forward:
         sparse_attention_fwd_kernel[(blocks, batch * heads)](*arguments, **options, REPAIR=False)
-    programs = min(cdiv(nonfinite.numel(), FLAGS.value), REPAIRERS)
+    programs = min(-(-nonfinite.numel() // FLAGS.value), REPAIRERS)
     sparse_attention_fwd_kernel[(programs,)](*arguments, **options, REPAIR=True)
 
 
