@@ -24,6 +24,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
+from sparseprefill.route import Route
 from sparseprefill.validate import one_of, whole
 
 from ..progress import Progress
@@ -106,7 +107,7 @@ class Prefill:
     seed: int = 0
 
     def run(
-        self, methods: Sequence[tuple[str, Pipeline]], progress: Progress = lambda what, done, of: None
+        self, methods: Sequence[tuple[str, Pipeline | Route]], progress: Progress = lambda what, done, of: None
     ) -> list[Timed]:
         """The stock model with cuDNN's attention, then each method through `attach`, then the stock model again."""
         progress("model", 0, len(methods) + 2)
@@ -142,7 +143,7 @@ class Prefill:
         return ANY, self._median(model, ids)
 
     def _attached(
-        self, model: Any, ids: Tensor, name: str, pipeline: Pipeline, given: tuple[Tensor, Tensor] | None
+        self, model: Any, ids: Tensor, name: str, pipeline: Pipeline | Route, given: tuple[Tensor, Tensor] | None
     ) -> Timed:
         from ..huggingface import attach
 
@@ -169,11 +170,12 @@ class Prefill:
         return middle(partial(_forward, model, ids), self.rounds)
 
 
-def _injected(pipeline: Pipeline, given: tuple[Tensor, Tensor] | None) -> Pipeline:
+def _injected(pipeline: Pipeline | Route, given: tuple[Tensor, Tensor] | None) -> Route:
+    route = Route.of(pipeline)
     if given is None:
-        return pipeline
-    own = {str(one.alias): getattr(pipeline, one.name) for one in fields(Pipeline) if one.init}
-    return Injected(**own, given=given)
+        return route
+    names = [(str(one.alias), one.name) for one in fields(Pipeline) if one.init]
+    return route.each(lambda one: Injected(**{alias: getattr(one, name) for alias, name in names}, given=given))
 
 
 @torch.inference_mode()

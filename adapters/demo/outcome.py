@@ -10,6 +10,7 @@ from attrs import field, frozen
 
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
+from sparseprefill.route import Route
 
 
 @frozen
@@ -17,7 +18,7 @@ class Contender:
     """A pipeline under a name, with the parameters that made it; pipeline None is the stock model."""
 
     name: str
-    pipeline: Pipeline | None = None
+    pipeline: Pipeline | Route | None = None
     parameters: Mapping[str, Any] = field(factory=dict)
 
     @property

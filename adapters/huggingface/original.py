@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,12 +19,8 @@ class Original:
     """An implementation by the name that transformers knows it by, such as ``sdpa`` or ``eager``."""
 
     name: str
-    applies_extras: bool = field(init=False)
+    applies_extras: bool = field(default=Factory(lambda self: "sdpa" not in self.name, takes_self=True), init=False)
     """Whether it honours softcap and sinks; sdpa drops both in silence, and equality means to drop them too."""
-
-    @applies_extras.default
-    def _unlike_sdpa(self) -> bool:
-        return "sdpa" not in self.name
 
     def attention(self, module: torch.nn.Module) -> Any:
         """Its attention function for this module; ``eager`` is the one in the file of the module's class."""

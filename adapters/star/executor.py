@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError
@@ -54,11 +54,9 @@ class AnchoredBlockExecutor:
 
     executor: SparseExecutor = field(factory=AutoExecutor)
     ranks: Exchange = field(factory=GroupExchange)
-    _inner: ExecutorStage = field(init=False, repr=False)
-
-    @_inner.default
-    def _ask_inner(self) -> ExecutorStage:
-        return ExecutorStage.of(self.executor)
+    _inner: ExecutorStage = field(
+        default=Factory(lambda self: ExecutorStage.of(self.executor), takes_self=True), init=False, repr=False
+    )
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """The wrapped executor's objection."""

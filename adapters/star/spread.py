@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 if TYPE_CHECKING:
+    from .anchor import Keys
     from .attention import Switch
     from .ranks import Ranks
 
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 class Spread:
     """The model, the ranks that share its contexts, and what switches its attention.
 
-    layers: indices of the attention layers. fill: token id that stands in for padding.
+    layers: the attention layers by index, with what their keys are like. fill: token id that stands in for padding.
     """
 
     model: Any
     ranks: Ranks
     switch: Switch
-    layers: tuple[int, ...]
+    layers: dict[int, Keys]
     fill: int

@@ -12,6 +12,7 @@ from sparseprefill.config import KEYS, from_config
 from sparseprefill.errors import ParameterError, nearest
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
+from sparseprefill.route import Route
 
 TABLE = "sparseprefill"
 OWN = ("config", "layers", "log_level", "measure", "min_query", "strict", "warm_up")
@@ -43,7 +44,7 @@ class Options:
         """The gate that the pipeline does not bring along: by default the break-even table for the device."""
         return None if isinstance(self.pipeline, str) or "gate" in self.pipeline else AUTO
 
-    def build(self, registry: Registry | None = None) -> Pipeline:
+    def build(self, registry: Registry | None = None) -> Pipeline | Route:
         """The pipeline. registry: where methods are looked up, by default all that are installed.
 
         ParameterError or UnknownMethodError name the key at fault.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from sparseprefill.breakeven.gate import Gate, GateChoice
 from sparseprefill.breakeven.table import BreakEven, Verdict
@@ -111,13 +111,15 @@ def methods() -> Mapping[str, str]:
 
 
 @overload
-def build(name: str, *, profile: None = None, gate: None = None, **parameters: Any) -> Pipeline: ...
+def build(name: str, *, profile: None = None, gate: Literal[False] | None = None, **parameters: Any) -> Pipeline: ...
 
 
 @overload
-def build(
-    name: str, *, profile: str | Path | Profile | None = None, gate: GateChoice = None, **parameters: Any
-) -> Pipeline | Route: ...
+def build(name: str, *, profile: str | Path | Profile, gate: GateChoice = None, **parameters: Any) -> Route: ...
+
+
+@overload
+def build(name: str, *, profile: None = None, gate: BreakEven | Gate | str | Path, **parameters: Any) -> Route: ...
 
 
 def build(

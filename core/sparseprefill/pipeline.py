@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
-from attrs import Attribute, field, frozen
+from attrs import Attribute, Factory, field, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
@@ -68,6 +68,18 @@ def _limit(_: object, attribute: Attribute[Any], value: object) -> None:
         raise ParameterError(f"Pipeline.{attribute.name} is {value!r}: pass a positive number of bytes, 'auto' or None")
 
 
+def _ask_planning(pipeline: Pipeline) -> tuple[Stage, ...]:
+    return tuple(Stage.of(stage) for stage in (pipeline.estimator, *pipeline.refiners))
+
+
+def _ask_executor(pipeline: Pipeline) -> ExecutorStage:
+    return ExecutorStage.of(pipeline.executor)
+
+
+def _ask_observers(pipeline: Pipeline) -> tuple[Stage, ...]:
+    return tuple(Stage.of(stage) for stage in pipeline.observers)
+
+
 @frozen(eq=False)
 class Pipeline:
     """A method ready to run. Immutable and free of state, so one serves all threads and requests.
@@ -85,21 +97,9 @@ class Pipeline:
     observers: tuple[Observer, ...] = field(default=(), converter=_observers, validator=_each(Observer))
     name: str = "pipeline"
     workspace: Limit = field(default="auto", kw_only=True, validator=_limit)
-    _planning: tuple[Stage, ...] = field(init=False, repr=False)
-    _executing: ExecutorStage = field(init=False, repr=False)
-    _observing: tuple[Stage, ...] = field(init=False, repr=False)
-
-    @_planning.default
-    def _ask_planning(self) -> tuple[Stage, ...]:
-        return tuple(Stage.of(stage) for stage in (self.estimator, *self.refiners))
-
-    @_executing.default
-    def _ask_executing(self) -> ExecutorStage:
-        return ExecutorStage.of(self.executor)
-
-    @_observing.default
-    def _ask_observing(self) -> tuple[Stage, ...]:
-        return tuple(Stage.of(stage) for stage in self.observers)
+    _planning: tuple[Stage, ...] = field(default=Factory(_ask_planning, takes_self=True), init=False, repr=False)
+    _executing: ExecutorStage = field(default=Factory(_ask_executor, takes_self=True), init=False, repr=False)
+    _observing: tuple[Stage, ...] = field(default=Factory(_ask_observers, takes_self=True), init=False, repr=False)
 
     @property
     def _asked(self) -> tuple[Stage, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from attrs import evolve, frozen
 from torch import Tensor
@@ -21,6 +21,9 @@ from sparseprefill.profiles.profile import Profile
 from sparseprefill.stages import HeadScope, SparseExecutor, common_grain, widest_scope
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sparseprefill.breakeven.table import BreakEven
     from sparseprefill.method import Method
     from sparseprefill.profiles.identity import ModelIdentity
 
@@ -220,12 +223,20 @@ class _Nothing:
         raise UnsupportedCallError(["no setting serves calls of this length"])
 
 
+@overload
+def gated(given: Pipeline | Route, gate: BreakEven | Gate | str | Path = AUTO) -> Route: ...
+
+
+@overload
+def gated(given: Pipeline | Route, gate: GateChoice) -> Pipeline | Route: ...
+
+
 def gated(given: Pipeline | Route, gate: GateChoice = AUTO) -> Pipeline | Route:
     """The pipeline behind a gate: "auto", the path of a table, a BreakEven or Gate; None or False takes a gate away.
 
     Raises ParameterError for a table that cannot be read. See `breakeven.gate.gate_of` for what "auto" means.
     """
     route, found = Route.of(given), gate_of(gate)
-    if found is None and route.profile is None:
+    if (gate is None or gate is False) and route.profile is None:
         return route.known[0]
     return evolve(route, gate=found)

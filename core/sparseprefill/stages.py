@@ -148,7 +148,7 @@ class ExecutorStage(Stage):
         """Ask an executor, once."""
 
         def copied(call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-            result = given.execute(call, plan)
+            result: Result = given.execute(call, plan)
             return result.into(out, lse) if hasattr(result, "into") else result  # nonsense is the pipeline's to name
 
         return cls(**_answers(given), execute_into=getattr(given, "execute_into", copied))

@@ -32,5 +32,6 @@ def test_the_file_is_the_table() -> None:
     namespace: dict[str, sp.Pipeline] = {}
     exec(first.code.replace("print(", "str("), namespace)
     made, expected = sp.from_config(tomllib.loads(toml.code)), namespace["pipeline"]
+    assert isinstance(made, sp.Pipeline)
     assert (expected.name, expected.refiners) == (made.name, made.refiners)
     assert repr(expected.estimator) == repr(made.estimator)

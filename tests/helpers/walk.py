@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,10 +13,9 @@ from typing import Any
 import torch
 
 import sparseprefill as sp
-from sparseprefill import adapters, plugins
 
-ROOTS = {str(Path(str(module.__file__)).parent): name for name, module in (("core", sp), ("plugins", plugins))}
-ROOTS[str(Path(str(adapters.__file__)).parent)] = "adapters"
+NAMES = {"core": "sparseprefill", "plugins": "sparseprefill.plugins", "adapters": "sparseprefill.adapters"}
+ROOTS = {str(Path(str(import_module(name).__file__)).parent): layer for layer, name in NAMES.items()}
 
 
 def place(path: str) -> str | None:
@@ -64,7 +64,8 @@ def layer_files(name: str, device: str = "cpu") -> set[str]:
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)  # type: ignore[arg-type]
-    model = LlamaForCausalLM(config).to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
+    model: Any = LlamaForCausalLM(config).eval()
+    model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
     ids, seen = torch.randint(0, 64, (1, 1024), device=device), set[str]()
     layer = model.model.layers[1].self_attn
     forward = layer.forward
@@ -77,7 +78,7 @@ def layer_files(name: str, device: str = "cpu") -> set[str]:
 
     with torch.no_grad(), attach(model, name, gate=None):
         model(ids, use_cache=False)
-        layer.forward = watch  # type: ignore[method-assign]
+        layer.forward = watch
         model(ids, use_cache=False)
     return seen
 

@@ -135,7 +135,7 @@ def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
         del warmup
         if only not in self.fn.__name__:
             return None
-        kernel = RUN(self, *args, grid=grid, warmup=True, **options)
+        kernel: Any = RUN(self, *args, grid=grid, warmup=True, **options)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
         assert kernel.asm["ptx"]
         compiled.append(self.fn.__name__)
@@ -146,7 +146,7 @@ def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
 
 def main() -> None:
     compiled: list[str] = []
-    driver.set_active(Target())
+    driver.set_active(Target())  # pyright: ignore[reportArgumentType]
     replace(compiler, max_shared_mem=lambda _: SHARED)
     replace(torch.cuda, get_device_properties=lambda *_: Properties)
     replace(TritonExecutor, unsupported=lambda *_: None)

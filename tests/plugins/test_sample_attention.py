@@ -63,7 +63,8 @@ def attend(made: dict[str, Any], **parameters: Any) -> sp.Result:
         name: torch.tensor(made[name], dtype=torch.int32) for name in ("starts", "lengths") if name in made
     }
     arguments: dict[str, Any] = {**made, **rows}
-    return sp.build("sample-attention", **parameters).run(sp.AttentionCall(**arguments))
+    pipeline: sp.Pipeline = sp.build("sample-attention", **parameters)
+    return pipeline.run(sp.AttentionCall(**arguments))
 
 
 @settings(max_examples=60, deadline=None)

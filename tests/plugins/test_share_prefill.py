@@ -75,7 +75,8 @@ def run(layers: Layers, pipeline: sp.Pipeline, **options: Any) -> list[sp.Result
 
 
 def build(table: Any, p: oracle.Parameters) -> sp.Pipeline:
-    return sp.build("share-prefill", clusters=table, **vars(p))
+    pipeline: sp.Pipeline = sp.build("share-prefill", clusters=table, **vars(p))
+    return pipeline
 
 
 PARAMETERS = st.builds(

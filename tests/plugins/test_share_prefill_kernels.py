@@ -153,7 +153,8 @@ def test_renewed_pivots(
     call = AttentionCall(*torch.zeros(3, 2, 1, kv_len, 8), layer=LAYER)
     old = before if has_pivots else Pivots.none(call, tiles.shape, 3, own.dtype)
     new = old.updated(call, index(heads.open, torch.device("cpu")), made, of_heads(own, head), tiles)
-    known = tuple(x.to(device) for x in (before.made, before.last, before.packed)) if has_pivots else None
+    pivots = before.made.to(device), before.last.to(device), before.packed.to(device)
+    known = pivots if has_pivots else None
     found = launch.updated(known, LAYER, 3, codes, which, dense.to(device), own.to(device), tiles.to(device))
     for name, x in zip(("made", "last", "packed"), found, strict=True):
         assert torch.equal(getattr(new, name) if name != "packed" else unspare(new, rows), unspare_x(x, name, rows)), (

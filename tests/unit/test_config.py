@@ -35,20 +35,27 @@ def test_a_method_with_its_parameters() -> None:
     assert sp.build("dense").name == sp.from_config({"method": "dense"}).name
 
 
+def pipeline_of(source: Any, **options: Any) -> sp.Pipeline:
+    """What a configuration without a profile or a gate makes."""
+    made = sp.from_config(source, **options)
+    assert isinstance(made, sp.Pipeline)
+    return made
+
+
 def test_refiners_come_after_the_methods_own_in_order() -> None:
     table = {
         **ANCHOR,
         "refiners": [{"name": "stride-rescue", "every": 3, "seed": 5}, {"name": "gqa-union"}],
         "name": "mine",
     }
-    made = sp.from_config(table)
+    made = pipeline_of(table)
     assert (sp.StrideRescue(3, seed=5), sp.GqaUnion()) == made.refiners
     assert "mine" == made.name
 
 
 def test_a_union_of_tables() -> None:
     dense_rows = {**STREAMING, "refiners": [{"name": "dense-rows", "last": 8}]}
-    made = sp.from_config({"union": [ANCHOR, dense_rows], "refiners": [{"name": "sink", "tiles": 1}]})
+    made = pipeline_of({"union": [ANCHOR, dense_rows], "refiners": [{"name": "sink", "tiles": 1}]})
     parts = [sp.from_config(table).run(CALL).mask.to_dense() for table in (ANCHOR, dense_rows)]
     result = made.run(CALL)
     assert "anchor-attention + streaming" == made.name
@@ -70,7 +77,7 @@ def test_unions_keep_the_observers() -> None:
             return [sp.Method(name="watched", summary="", config=dense.config, build=build)]
 
     registry.register(Plugin, "watched")
-    made = sp.from_config({"union": [{"method": "watched"}, {"method": "watched"}]}, registry=registry)
+    made = pipeline_of({"union": [{"method": "watched"}, {"method": "watched"}]}, registry=registry)
     assert ["Watch", "Watch"] == [type(observer).__name__ for observer in made.observers]
 
 
@@ -91,7 +98,7 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(TOML)
     table = {"method": "anchor-attention", "parameters": {"theta": math.inf}, "name": "from a file"}
     (tmp_path / "a.json").write_text(json.dumps({**table, "refiners": [{"name": "dense-rows", "last": 64}]}))
-    for made in (sp.from_config(tmp_path / "a.toml"), sp.from_config(str(tmp_path / "a.json"))):
+    for made in (pipeline_of(tmp_path / "a.toml"), pipeline_of(str(tmp_path / "a.json"))):
         assert ("from a file", (sp.DenseRows(64),)) == (made.name, made.refiners)
 
 

@@ -219,7 +219,8 @@ def test_an_executor_that_returns_nonsense_is_named() -> None:
 
 def test_bounds_of_the_built_in_methods_are_numbers_and_grow_with_heads() -> None:
     for name in sp.methods():
-        pipeline = sp.build(name, **({"clusters": "single"} if name == "share-prefill" else {}))
+        parameters: dict[str, Any] = {"clusters": "single"} if name == "share-prefill" else {}
+        pipeline = sp.build(name, **parameters)
         assert pipeline.head_scope == "head"
         whole, part = (pipeline.bound(call) for call in (CALL, Part((0, 4), (0, 64)).of(CALL)))
         assert 0 < part <= whole
