@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,11 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError
 
 from ..session.session import Fallback
-from . import forwards, reasons
+from . import reasons
 from .eager import eagerly
 from .masks import Compact, classify, encode, is_compact
 from .original import Original
-
-if TYPE_CHECKING:
-    from .state import Attachment
+from .state import Attachment, Forward, current
 
 Ref = Callable[[], "Attachment | None"]  # a weak reference
 Outputs = tuple[Tensor, Tensor | None]
@@ -105,7 +103,7 @@ def _attend(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    layer, forward = reasons.layer_of(module), forwards.current(attached)
+    layer, forward = reasons.layer_of(module), current(attached)
     reason = reasons.of_host(module, query, key, value, mask, kwargs, inside=forward is not None)
     if reason is None and forward is not None:
         compact = forward.decoded(mask)
@@ -159,7 +157,7 @@ def _call(
 
 def _dense(
     original: Original,
-    forward: forwards.Forward | None,
+    forward: Forward | None,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .eager import eagerly
-from .forwards import Forward, Requests, enter, leave, past_length
-
-if TYPE_CHECKING:
-    from .state import Attachment
+from .state import Attachment, Forward, Requests, enter, leave, past_length
 
 
 def install(attached: Attachment, decoder: torch.nn.Module) -> list[Any]:

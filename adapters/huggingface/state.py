@@ -1,15 +1,28 @@
-"""What an attached model's attention, mask and hooks share, with the handle that made it."""
+"""What an attached model's attention, mask and hooks share: the attachment, and the forward that a call belongs to.
+
+The attention function sees neither the cache nor the request. A hook before the decoder opens a `Forward`, one after
+it (errors included) closes it; every thread and task has its own. What must outlive one forward, a prefill in chunks,
+is found by its cache and goes with it.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..session.session import Session
+from ..session.session import Prefill, Session
+from .masks import Compact, decode
 from .original import Original
+
+_current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)
 
 
 @define(eq=False)
@@ -44,3 +57,94 @@ class Attachment:
     def is_decoder(self, module: torch.nn.Module) -> bool:
         """Whether a hook speaks of the attached decoder, and not of a copy of it."""
         return self.active and module is self._decoder()
+
+
+@frozen(eq=False)
+class Progress:
+    """How far a cache's prefill has come: the next chunk starts at token `end`, with as many batch rows."""
+
+    prefill: Prefill
+    end: int
+    batch: int
+
+
+@define(eq=False)
+class Forward:
+    """One forward of an attached decoder. masks: each compact mask of it, decoded once."""
+
+    owner: object
+    progress: Progress
+    cache: Any = None
+    outer: Forward | None = None
+    masks: dict[int, tuple[Tensor, Compact]] = field(factory=dict)
+    rebuilt: dict[int, Any] = field(factory=dict)
+
+    def decoded(self, mask: Tensor) -> Compact:
+        """Layers share one tensor, so its identity is the key; holding it keeps the identity true."""
+        if id(mask) not in self.masks:
+            self.masks[id(mask)] = (mask, decode(mask))
+        return self.masks[id(mask)][1]
+
+
+class Requests:
+    """Prefills in progress, by cache. Entries vanish with their cache, or when it decodes."""
+
+    def __init__(self) -> None:
+        self._caches: WeakKeyDictionary[Any, Progress] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def advance(self, cache: Any, past: int, rows: int, batch: int) -> tuple[Progress, bool]:
+        """The prefill of a forward of `rows` tokens behind `past`; whether it goes on with an earlier chunk.
+
+        It does only where the last chunk of this cache ended; after decoding, cropping or a reset a new one begins.
+        """
+        with self._lock:
+            before = None if cache is None else self._caches.get(cache)
+            goes_on = before is not None and before.end == past > 0 and before.batch == batch
+            prefill = before.prefill if before is not None and goes_on else Prefill()
+            return Progress(prefill, past + rows, batch), goes_on
+
+    def keep(self, cache: Any, progress: Progress) -> None:
+        """Remember where this cache's prefill stands."""
+        with self._lock:
+            self._caches[cache] = progress
+
+    def drop(self, cache: Any) -> None:
+        """The cache decodes: its prefill is over."""
+        with self._lock:
+            self._caches.pop(cache, None)
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+
+def enter(forward: Forward) -> None:
+    """Make `forward` the current one of this context."""
+    forward.outer = _current.get()
+    _current.set(forward)
+
+
+def leave(owner: object) -> Forward | None:
+    """End the owner's current forward and return it; None where it has none."""
+    forward = current(owner)
+    if forward is not None:
+        _current.set(forward.outer)
+    return forward
+
+
+def current(owner: object) -> Forward | None:
+    """The innermost open forward of `owner` in this context."""
+    forward = _current.get()
+    while forward is not None and forward.owner is not owner:
+        forward = forward.outer
+    return forward
+
+
+def past_length(cache: Any) -> int:
+    """Tokens the cache holds already; 0 for none and for caches that cannot tell (linear attention only)."""
+    if cache is None:
+        return 0
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, ValueError, TypeError):
+        return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,8 @@ from sparseprefill.stages import (
 )
 
 T = TypeVar("T")
+KEPT = 256
+"""Sizes of calls whose parts a pipeline remembers."""
 
 
 def _refiners(given: Iterable[MaskRefiner]) -> tuple[MaskRefiner, ...]:
@@ -82,7 +84,7 @@ def _ask_observers(pipeline: Pipeline) -> tuple[Stage, ...]:
 
 @frozen(eq=False)
 class Pipeline:
-    """A method ready to run. Immutable and free of state, so one serves all threads and requests.
+    """A method ready to run. Immutable and without a request's state, so one serves all threads and requests.
 
     Compose with ``attrs.evolve(pipeline, refiners=(*pipeline.refiners, mine))`` or from stages of any plugin.
 
@@ -100,6 +102,7 @@ class Pipeline:
     _planning: tuple[Stage, ...] = field(default=Factory(_ask_planning, takes_self=True), init=False, repr=False)
     _executing: ExecutorStage = field(default=Factory(_ask_executor, takes_self=True), init=False, repr=False)
     _observing: tuple[Stage, ...] = field(default=Factory(_ask_observers, takes_self=True), init=False, repr=False)
+    _cuts: dict[Hashable, tuple[Part, ...]] = field(factory=dict, init=False, repr=False)
 
     @property
     def _asked(self) -> tuple[Stage, ...]:
@@ -172,13 +175,25 @@ class Pipeline:
         memory = Memory() if memory is None else memory
         limited = self.workspace is not None and (call.q.is_cuda or self.workspace != "auto")
         with torch.cuda.device_of(call.q):  # kernels start on the current device, which need not be the tensors'
-            cut = parts(self, call, limit_of(self.workspace, call.q.device)) if limited else ()
+            cut = self._cut(call) if limited else ()
             if len(cut) > 1:
                 return self._run_parts(call, memory, cut)
             plan = self.plan(call, memory)
             result = _ask(self.executor, "execute", Result, lambda: self.executor.execute(call, plan))
             self.observe(call, plan, result, memory)
         return result
+
+    def _cut(self, call: AttentionCall) -> tuple[Part, ...]:
+        """The parts of a call, by sizes alone; remembered, since the layers of a model ask with the same ones."""
+        sizes = (call.q.shape, call.kv_heads, call.kv_len, call.value_dim, call.geometry.q_offset, call.window)
+        padded = (call.starts is None, call.lengths is None, call.pages is None)
+        key = (sizes, padded, call.q.dtype, call.q.device, call.softcap is None, call.sinks is None)
+        found = self._cuts.get(key)
+        if found is None:
+            if len(self._cuts) >= KEPT:
+                self._cuts.clear()
+            found = self._cuts[key] = parts(self, call, limit_of(self.workspace, call.q.device))
+        return found
 
     def _run_parts(self, call: AttentionCall, memory: Memory, cut: tuple[Part, ...]) -> Result:
         """Part after part into one output; nothing of a part stays but what `Recorder` keeps."""

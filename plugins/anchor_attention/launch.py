@@ -81,7 +81,7 @@ def stripes(
         *numbers, geometry.q_offset, geometry.kv_len, plan.groups, plan.tiles, plan.words, plan.first_key,
         heads, call.group, plan.parts,
         GROUP=regions.group, BLOCK_M=chosen.block_m, TMA=chosen.tma, **cut, **tile, **bits,
-        num_warps=chosen.warps, num_stages=chosen.stages if plan.chunks == 1 else 1, **chosen.registers, **FUSED,
+        **{**chosen.options, "num_stages": chosen.stages if plan.chunks == 1 else 1},
     )  # fmt: skip
     compact_kernel[(plan.groups, batch * heads)](
         keys.k, keys.table, pooled, anchor, call.starts, flags, counts, offsets, indices, *keys.strides,

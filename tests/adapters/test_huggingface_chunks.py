@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
-from sparseprefill.adapters.huggingface.forwards import Requests
+from sparseprefill.adapters.huggingface.state import Requests
 from transformers import DynamicCache
 
 import sparseprefill as sp

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.huggingface import attach, forwards
+from sparseprefill.adapters.huggingface import attach, state
 from transformers import LlamaForCausalLM
 
 import sparseprefill as sp
@@ -95,7 +95,7 @@ def test_an_error_inside_the_forward_closes_it(model: Any) -> None:
         with pytest.raises(RuntimeError, match="out of luck"):
             logits(model)
         hook.remove()
-        assert forwards.current(handle) is None
+        assert state.current(handle.state) is None
         torch.testing.assert_close(logits(model), wanted, atol=2e-5, rtol=1e-4)
     assert not handle.report().fallbacks
 
@@ -106,7 +106,7 @@ def test_an_observer_that_fails_is_heard(model: Any) -> None:
 
     with attach(model, "dense", observe=fail) as handle, pytest.raises(KeyError, match="mine"):
         logits(model)
-    assert forwards.current(handle) is None
+    assert state.current(handle.state) is None
 
 
 def test_threads_share_a_model(model: Any) -> None:

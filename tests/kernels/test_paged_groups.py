@@ -16,7 +16,7 @@ from sparseprefill.plugins.xattention import launch as xattention
 from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
 from kernels.groups import CUDA, DEVICE, DTYPES, TMA, make, small_settings
 from sparseprefill import AttentionCall
-from sparseprefill.kernels.groups import keys as group_keys
+from sparseprefill.kernels.groups import launch as group_keys
 from sparseprefill.kernels.groups import launch as group_launch
 from sparseprefill.kernels.groups.launch import GroupTiles
 from sparseprefill.mask.geometry import reachable_map

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from attrs import frozen
+from attrs import Factory, field, frozen
 
 from sparseprefill.errors import UnsupportedCallError
 
@@ -12,6 +12,11 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 SMALLEST = 16
 FUSED = {"enable_fp_fusion": True}
 """For every launch: a product and the sum it goes into round once. Triton 3.9 warns where nobody says so."""
+
+
+def _options(chosen: Settings) -> dict[str, int | bool]:
+    cap: dict[str, int] = {} if chosen.maxnreg is None else {"maxnreg": chosen.maxnreg}
+    return {"num_warps": chosen.warps, "num_stages": chosen.stages, **cap, **FUSED}
 
 
 @frozen
@@ -29,16 +34,8 @@ class Settings:
     tma: bool = False
     maxnreg: int | None = None
     block_k: int = 0
-
-    @property
-    def registers(self) -> dict[str, int]:
-        """The cap as a launch option; the interpreter and the uncapped case get none."""
-        return {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
-
-    @property
-    def options(self) -> dict[str, int | bool]:
-        """Launch options."""
-        return {"num_warps": self.warps, "num_stages": self.stages, **self.registers, **FUSED}
+    options: dict[str, int | bool] = field(default=Factory(_options, takes_self=True), init=False, eq=False)
+    """Of a launch: warps, stages and the cap, which the interpreter and the uncapped case do without."""
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ def fold(state: Word, word: Word) -> Word:
     return mix(((state ^ (word & WORD)) + 0x9E3779B9) & WORD)
 
 
+@cache
 def begin(use: int, seed: int, layer: int) -> int:
     """The hash of what all tiles of a layer have in common."""
     state = 0

@@ -182,7 +182,7 @@ def _launch(
     )  # fmt: skip
     options: dict[str, Any] = {
         "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, **_blocks(chosen, width, source.page),
-        "num_warps": chosen.warps, "num_stages": chosen.stages, **chosen.registers, **FUSED,
+        **chosen.options,
     }  # fmt: skip
     if forward:
         sparse_attention_fwd_kernel[(blocks, batch * heads)](*arguments, **options, REPAIR=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,15 +11,20 @@ from attrs import field, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparseprefill.kernels.groups.keys import group_keys
-from sparseprefill.kernels.groups.settings import group_settings, paged_settings
 from sparseprefill.kernels.settings import Settings
 from sparseprefill.kernels.source import Keys, strides
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-HIGHEST = 128  # rows of the largest tile, and so groups of a block
+HIGHEST = 128
+"""Rows of the largest tile, and so groups of a block."""
+LONG = 32
+"""Tokens of a group from which its products take long beside the rest of a tile."""
+READS = 8
+"""Of tensor descriptors: keys for each query row up to which a copy costs less than pointers into pages do."""
+COPY = 1 << 30
+"""Bytes of such a copy, at most."""
 
 
 def supported(call: AttentionCall, block: int, size: int) -> bool:
@@ -140,3 +146,52 @@ class GroupTiles:
             "PAGE": keys.page, "PRECISION": "ieee",
         }  # fmt: skip
         return Part(tiles * pairs, rows, arguments, flags)
+
+
+@cache
+def group_settings(capability: tuple[int, int], itemsize: int) -> Settings:
+    """Settings by compute capability, (0, 0) for the interpreter, and bytes per element of q and k: a pure table.
+
+    block_m and block_n are the query and key groups of a tile.
+    """
+    hopper = capability[0] >= 9
+    if itemsize == 4:
+        return Settings(64, 64, 8, 3, tma=hopper, block_k=16)
+    if hopper:
+        # Bytes from L2 per product decide: two warp groups of 64 x 256, one program per multiprocessor.
+        return Settings(128, 256, 8, 4, tma=True, block_k=64)
+    return Settings(128, 128, 8, 3, block_k=32)
+
+
+@cache
+def paged_settings(capability: tuple[int, int], itemsize: int, size: int) -> Settings:
+    """The same where keys are read from their pages: by pointers on any device, q as elsewhere. size: of a group.
+
+    By measurement: pointers take registers and a thread's time, so that long sums do better with small tiles.
+    """
+    if capability[0] < 9 or itemsize == 4:
+        return group_settings(capability, itemsize)
+    if size >= LONG:
+        return Settings(128, 128, 4, 5, tma=True, block_k=64)
+    return Settings(128, 256, 8, 3, tma=True, block_k=64)
+
+
+def group_keys(call: AttentionCall, size: int, *, tma: bool) -> Keys:
+    """Keys as the kernels read them: from their pages, or, as if there were none, from a copy.
+
+    Pages serve where groups of `size` tokens lie within one or fill several, so not where groups may begin or end
+    inside a page, by its size or by `starts`; and not where `Keys.of` says so. tma: whether tensors are read by
+    descriptors, which cannot follow a table: queries that read all keys often, as those of a whole prompt do, then gain
+    more by them than a copy costs.
+    """
+    pages = call.pages
+    if pages is not None:
+        cut = (pages.page % size and size % pages.page) or call.starts is not None
+        if cut or (tma and _often(call)):
+            pages.keys()  # the pages keep the copy, which `Keys.of` then takes
+    return Keys.of(call)
+
+
+def _often(call: AttentionCall) -> bool:
+    held = call.kv_heads * call.kv_len * call.q.shape[3] * call.q.element_size()
+    return call.q.shape[2] * READS >= call.kv_len and held <= COPY

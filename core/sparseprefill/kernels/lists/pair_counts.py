@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.settings import FUSED, cdiv
+from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import batch_row, count_up_to, floor_div
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def pair_counts(
     if tiles is not None and stripes is not None and not disjoint:
         counts = stripes[0]
         held = torch.empty(*counts.shape, columns, dtype=torch.int32, device=geometry.device)
-        held_kernel[(counts.numel(), cdiv(columns, BLOCK))](
+        held_kernel[(counts.numel(), -(-columns // BLOCK))](
             *_packed(stripes), held, columns, geometry.kv_len.bit_length(),
             TILE_K=tile_k, BLOCK=BLOCK, num_warps=4, **FUSED,
         )  # fmt: skip
