@@ -12,7 +12,7 @@ from sparseprefill.plan import Plan
 from sparseprefill.statistics.pooled import key_tile_mean
 from sparseprefill.statistics.sampled import last_rows, sampled_mass
 from sparseprefill.statistics.select import top_mass
-from sparseprefill.statistics.slashes import slash_tiles, strips_mask
+from sparseprefill.statistics.slashes import columns_and_diagonals, slash_tiles
 
 from .config import FlexConfig
 from .pattern import distance
@@ -56,7 +56,7 @@ class FlexEstimator:
         queries = query_aware_tiles(call, keys, config, least, most)
         tiles = slash_tiles(call.geometry, slashes, block, exclude=(aware, queries))
         # The first tile of every row too, as the paper's kernels keep it.
-        mask = strips_mask(call, tiles, columns, block, exclude=aware, sink=1)
+        mask = columns_and_diagonals(call, tiles, columns, block, exclude=aware, sink=1)
         return Plan(mask, notes={"distance": far, "query_aware": aware})
 
 

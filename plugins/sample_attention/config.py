@@ -24,9 +24,9 @@ class SampleConfig:
 
     alpha_c: share of the sampled mass that key columns must reach; 1 keeps all. alpha_s: share of the sampled mass that
     slashes must reach; 1 keeps all. chunk_n: parts that the queries are cut into, each sampled at its end; with more
-    parts than query blocks, each block is one. block: rows sampled per part, and keys per column and slash strip, in
-    tokens. extend: "chunk", strips govern the rows of the part that they were found in; "union", strips of every part
-    govern all rows.
+    parts than query blocks, each block is one. block: rows sampled per part, and keys per bin of columns and of
+    diagonals, in tokens. extend: "chunk", columns and diagonals govern the rows of the part that they were found in;
+    "union", those of every part govern all rows.
     """
 
     alpha_c: float = field(default=0.95, validator=number(0.0, 1.0))

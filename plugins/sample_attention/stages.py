@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @frozen
 class SampleEstimator:
-    """Algorithm 1: sample each chunk's last rows, keep the strips that reach both thresholds, merge them to tiles.
+    """Algorithm 1: sample each chunk's last rows, keep columns and diagonals up to both thresholds, merge them to tiles.
 
     It looks at the last rows of chunks of the call, so cutting a prompt changes the estimate: it has no grain.
     """
@@ -46,7 +46,7 @@ class SampleEstimator:
         return default_workspace(call, self.block)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Tiles of column and slash strips; `Plan.notes` keeps what `cra` needs."""
+        """Tiles of columns and diagonals; `Plan.notes` keeps what `cra` needs."""
         samples = Samples.of(call.geometry, self.block, self.chunk_n)
         mass = sampled_mass(call, samples.rows, samples.real, self.block, column=self.block, until=samples.until)
         columns, slashes = top_mass(mass.columns, self.alpha_c), top_mass(mass.slashes, self.alpha_s)

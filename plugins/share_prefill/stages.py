@@ -15,7 +15,7 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
 from sparseprefill.statistics.select import top_mass
-from sparseprefill.statistics.slashes import slash_tiles, strips_mask
+from sparseprefill.statistics.slashes import columns_and_diagonals, slash_tiles
 
 from . import mean_qk, scores
 from .config import SINGLE, ShareConfig
@@ -85,10 +85,12 @@ class ShareEstimator:
         heads = self.clusters.layer(call.layer, geometry.heads, call.first_head)
         pivots = earlier(call, memory)
         if pivots is None and not heads.open:
-            return Plan(strips_mask(call, slash_tiles(geometry, slashes, config.block), stripes, config.block))
+            return Plan(
+                columns_and_diagonals(call, slash_tiles(geometry, slashes, config.block), stripes, config.block)
+            )
         choice = self._choice(call, mass, rows, real, heads, pivots)
         tiles = pattern_tiles(geometry, slashes, config.block, choice, heads, pivots)
-        mask = strips_mask(call, tiles, stripes, config.block, exclude=choice.either)
+        mask = columns_and_diagonals(call, tiles, stripes, config.block, exclude=choice.either)
         if not heads.open:
             return Plan(mask)
         probe = choice.dense if config.block_score == "mass" else None

@@ -6,6 +6,8 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,29 @@ def test_every_stage_method_is_in_the_reference() -> None:
     verbs = {verb for interface in interfaces for verb in stages.missing(object(), interface)}
     text = section((ROOT / "docs" / "reference.md").read_text(), "Stages")
     assert sorted(verb for verb in verbs if f"{verb}(" not in text) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text()
+    files = re.findall(r"`((?:core|plugins|adapters)/[\w/]+\.py)`", text)
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    gone = [module for module in re.findall(r"`(sparseprefill(?:\.\w+)+)`", text) if not there(module)]
+    assert gone == []
+
+
+def there(dotted: str) -> bool:
+    """Whether a dotted name is a module, or something that a module holds. Hosts that are not installed count as there."""
+    head, _, last = dotted.rpartition(".")
+    try:
+        if find_spec(dotted) is not None:
+            return True
+    except ModuleNotFoundError:
+        pass
+    try:
+        return hasattr(import_module(head), last)
+    except ModuleNotFoundError as error:
+        return not (error.name or "").startswith("sparseprefill")
 
 
 @pytest.mark.parametrize("method", sorted(OURS))

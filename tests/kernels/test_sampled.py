@@ -157,7 +157,7 @@ def test_nothing_recompiles_when_only_the_length_changes() -> None:
 
     kernels = (
         device_code.sampled_lse_kernel, device_code.sampled_merge_kernel, device_code.sampled_mass_kernel,
-        device_code.sampled_fold_kernel, diagonals.strip_tiles_kernel,
+        device_code.sampled_fold_kernel, diagonals.diagonal_tiles_kernel,
     )  # fmt: skip
     compiled = []
     for length in (4096, 4097, 5000, 6144, 40000, 1):

@@ -10,7 +10,7 @@ Shares no code with the plugin. Settled where the paper is silent:
   block diagonals s and s + 1. Both are kept.
 - find_k takes the smallest k whose top-k share reaches alpha, the crossing element included; of equal scores the
   earlier one goes first; alpha = 1 takes all.
-- extend "chunk": strips govern the rows of the chunk that they were found in. "union": of every chunk, all rows.
+- extend "chunk": columns and diagonals govern the rows of the chunk that they were found in. "union": of every chunk, all rows.
 - The diagonal block and the first block are kept always.
 """
 
@@ -59,7 +59,7 @@ def sampled_rows(chunks: dict[int, int], blk: int) -> dict[int, list[int]]:
     return {c: [p for p in chunks if chunks[p] == c][-blk:] for c in sorted(set(chunks.values()))}
 
 
-def strips(
+def columns_and_diagonals(
     q: Tensor,
     k: Tensor,
     first: int,
@@ -97,9 +97,9 @@ def head_mask(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """bool ``[n, m]``: M, merged from both kinds of strips."""
+    """bool ``[n, m]``: M, merged from columns and diagonals."""
     chunks = chunks_of(first, len(q), blk, chunk_n)
-    found = strips(q, k, first, alpha_c, alpha_s, chunk_n, blk, scale, softcap)
+    found = columns_and_diagonals(q, k, first, alpha_c, alpha_s, chunk_n, blk, scale, softcap)
     mask = torch.zeros(len(q), len(k), dtype=torch.bool)
     for i in range(len(q)):
         position = first + i

@@ -101,7 +101,7 @@ def test_a_slash_bin_keeps_both_tile_diagonals_that_its_pairs_fall_in() -> None:
     assert float(cra(result).min()) > 0.999
 
 
-def test_strips_govern_their_own_chunk_or_all() -> None:
+def test_columns_and_diagonals_govern_their_own_chunk_or_all() -> None:
     """The upper half looks 20 back, the lower half 40."""
     call = planted({0: 20, 48: 40})
     parameters: dict[str, Any] = {"alpha_c": 0.0, "alpha_s": 0.9, "chunk_n": 2, "block": 16}

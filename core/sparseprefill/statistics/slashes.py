@@ -29,10 +29,10 @@ def vertical_slash(call: AttentionCall, gamma: float, block: int) -> SparseMask:
     rows, real = last_rows(call, block)
     mass = sampled_mass(call, rows, real, block)
     columns, slashes = top_mass(mass.columns, gamma), top_mass(mass.slashes, gamma)
-    return strips_mask(call, slash_tiles(geometry, slashes, block), columns, block)
+    return columns_and_diagonals(call, slash_tiles(geometry, slashes, block), columns, block)
 
 
-def strips_mask(
+def columns_and_diagonals(
     call: AttentionCall, tiles: Tensor, columns: Tensor, block: int, *, exclude: Tensor | None = None, sink: int = 0
 ) -> SparseMask:
     """Tiles, bool ``[B, H, R, C]``, with the diagonal ones, and key columns, bool ``[B, H, Nkv]``, for all their rows.

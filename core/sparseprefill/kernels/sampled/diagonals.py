@@ -30,7 +30,7 @@ def on_diagonals(slashes_ptr, lag, bins, past):
 
 
 @triton.jit(do_not_specialize=("q_offset", "heads", "sets", "bins", "rows", "columns"))
-def strip_tiles_kernel(
+def diagonal_tiles_kernel(
     slashes_ptr, columns_ptr, part_ptr, exclude_ptr, starts_ptr, keep_ptr, q_offset, heads, sets, bins, rows, columns,
     BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def diagonal_tiles(
         if others is not None:
             keep.copy_(others)
     flags = (None if x is None else x.contiguous().view(torch.uint8) for x in (slashes, columns))
-    strip_tiles_kernel[cdiv(width, COLUMNS), cdiv(rows, ROWS), batch * heads](
+    diagonal_tiles_kernel[cdiv(width, COLUMNS), cdiv(rows, ROWS), batch * heads](
         *flags, None if part is None else part.contiguous(),
         None if exclude is None else exclude.contiguous().view(torch.uint8), geometry.starts, keep.view(torch.uint8),
         geometry.q_offset, heads, sets, bins, rows, width,
