@@ -129,7 +129,7 @@ def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
 
 
 def there(dotted: str) -> bool:
-    """Whether a dotted name is a module, or something that a module holds. Hosts that are not installed count as there."""
+    """Whether a dotted name is a module, or something that one holds. Hosts that are not installed count as there."""
     head, _, last = dotted.rpartition(".")
     try:
         if find_spec(dotted) is not None:

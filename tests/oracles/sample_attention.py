@@ -10,7 +10,8 @@ Shares no code with the plugin. Settled where the paper is silent:
   block diagonals s and s + 1. Both are kept.
 - find_k takes the smallest k whose top-k share reaches alpha, the crossing element included; of equal scores the
   earlier one goes first; alpha = 1 takes all.
-- extend "chunk": columns and diagonals govern the rows of the chunk that they were found in. "union": of every chunk, all rows.
+- extend "chunk": columns and diagonals govern the rows of the chunk that they were found in. "union": those of every
+  chunk govern all rows.
 - The diagonal block and the first block are kept always.
 """
 
