@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @frozen
 class SampleEstimator:
-    """Algorithm 1: sample each chunk's last rows, keep columns and diagonals up to both thresholds, merge them to tiles.
+    """Algorithm 1: sample each chunk's last rows, keep columns and diagonals up to both thresholds, merge them.
 
     It looks at the last rows of chunks of the call, so cutting a prompt changes the estimate: it has no grain.
     """

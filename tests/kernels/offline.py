@@ -161,7 +161,7 @@ def main() -> None:
             found[name] = list(compiled)
             compiled.clear()
     if attention.FAILED:
-        raise attention.FAILED[0]
+        raise next(iter(attention.FAILED.values()))
     sys.stdout.write(json.dumps(found) + "\n")
 
 

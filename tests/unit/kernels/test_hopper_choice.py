@@ -51,6 +51,26 @@ def test_rows_must_be_aligned() -> None:
     assert "16 bytes" in launch.objection(given, SparseMask.full(given))
 
 
+def test_stripes_need_strides_that_the_compiler_is_told_of() -> None:
+    """Of a stride of 136 it learns nothing, and the kernel for stripes does not compile; that for tiles does."""
+    q = torch.zeros(1, 2, 200, 128, dtype=torch.bfloat16)
+    k, v = (torch.zeros(1, 2, 200, 136, dtype=torch.bfloat16)[..., :128] for _ in range(2))
+    given = AttentionCall(q, k, v)
+    stripes = SparseMask.from_stripes(given, torch.ones(200, dtype=torch.bool), diagonal=False)
+    assert launch.objection(given, SparseMask.full(given)) is None
+    assert "multiples of 16" in launch.objection(given, stripes)
+
+
+def test_a_variant_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, given = Broken(RuntimeError("PassManager::run failed")), call(torch.float16, 64)
+    monkeypatch.setattr(attention, "FAILED", {})
+    monkeypatch.setattr(attention, "hopper_of", lambda _: broken)
+    stripes = SparseMask.from_stripes(given, torch.ones(200, dtype=torch.bool), diagonal=False)
+    TritonExecutor().execute(given, Plan(stripes))
+    assert attention.choose(given, stripes).hopper is None
+    assert attention.choose(given, SparseMask.full(given)).hopper is broken
+
+
 class Broken:
     """A module whose kernel does not compile."""
 
@@ -70,8 +90,8 @@ def test_what_does_not_compile_is_said_once_and_the_portable_kernel_serves(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = Broken(error)
-    monkeypatch.setattr(attention, "FAILED", [])
-    monkeypatch.setattr(attention, "hopper_of", lambda _: None if attention.FAILED else broken)
+    monkeypatch.setattr(attention, "FAILED", {})
+    monkeypatch.setattr(attention, "hopper_of", lambda _: broken)
     for _ in range(2):
         given = call(torch.float16, 64)
         result = TritonExecutor().execute(given, Plan(SparseMask.full(given)))
@@ -81,12 +101,12 @@ def test_what_does_not_compile_is_said_once_and_the_portable_kernel_serves(
 
 
 def test_running_out_of_memory_is_no_reason_to_give_the_kernel_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "FAILED", [])
+    monkeypatch.setattr(attention, "FAILED", {})
     monkeypatch.setattr(attention, "hopper_of", lambda _: Broken(torch.OutOfMemoryError("full")))
     given = call(torch.float16, 64)
     with pytest.raises(torch.OutOfMemoryError):
         TritonExecutor().execute(given, Plan(SparseMask.full(given)))
-    assert attention.FAILED == []
+    assert attention.FAILED == {}
 
 
 def test_what_it_declines_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from sparseprefill.softmax import SoftmaxState
 
 
-FAILED: list[Exception] = []
-"""Why the Hopper kernel is not used any more; empty while it works."""
+FAILED: dict[Hashable, Exception] = {}
+"""Variants of the Hopper kernel that do not compile or launch here, with the reason; empty while all of them work."""
 REPAIRERS = 256
 """Most programs that look for blocks to repair."""
 
@@ -59,7 +60,7 @@ def choose(call: AttentionCall, mask: SparseMask) -> Choice:
     tells of it.
     """
     hopper = hopper_of(call)
-    if hopper is None:
+    if hopper is None or variant(call, mask) in FAILED:
         return Choice(call)
     reason = hopper.objection(call, mask)
     if reason is not None and call.pages is not None and hopper.features(call, mask) is None:
@@ -72,10 +73,10 @@ def choose(call: AttentionCall, mask: SparseMask) -> Choice:
 
 
 def hopper_of(call: AttentionCall) -> Any:
-    """The module of the Hopper kernel, `kernels.hopper.launch`; None on other devices, or once it has failed."""
+    """The module of the Hopper kernel, `kernels.hopper.launch`; None on other devices, or where it has no Gluon."""
     if not call.q.is_cuda or torch.cuda.get_device_capability(call.q.device) != (9, 0):
         return None
-    return None if FAILED else _hopper()
+    return _hopper()
 
 
 @cache
@@ -84,8 +85,16 @@ def _hopper() -> Any:
     try:
         from sparseprefill.kernels.hopper import launch
     except (ImportError, AttributeError) as error:
-        return _fail(error)
+        return _fail("at all", error)
     return launch
+
+
+def variant(call: AttentionCall, mask: SparseMask) -> Hashable:
+    """What the Hopper kernel is compiled for, but for its carry and state: one that fails says nothing of the others."""
+    lists = (mask.has_tiles, mask.stripes is not None, mask.disjoint)
+    optional = tuple(x is not None for x in (call.starts, call.lengths, call.sinks))
+    page = 0 if call.pages is None else call.pages.page
+    return call.q.dtype, call.q.shape[-1], mask.tile_q, mask.tile_k, mask.group, lists, optional, page
 
 
 @cache
@@ -95,21 +104,21 @@ def _declined(reason: str) -> None:
     logging.getLogger(__name__).info(text, reason)
 
 
-def _fail(error: Exception) -> None:
-    """From now on the portable kernel serves, which one warning says."""
-    FAILED.append(error)
-    text = "the Hopper kernel does not work with triton %s; the portable kernel serves instead: %s"
-    logging.getLogger(__name__).warning(text, triton.__version__, error)
+def _fail(which: Hashable, error: Exception) -> None:
+    """From now on the portable kernel serves this variant, which one warning says."""
+    FAILED[which] = error
+    text = "the Hopper kernel does not work with triton %s for %s; the portable kernel serves instead: %s"
+    logging.getLogger(__name__).warning(text, triton.__version__, which, error)
 
 
-def _flags_of(hopper: Any, *arguments: Any) -> Tensor | None:
-    """What the Hopper kernel flags as nonfinite, or None where it cannot be compiled or launched here."""
+def _flags_of(hopper: Any, which: Hashable, *arguments: Any) -> Tensor | None:
+    """What the Hopper kernel flags as nonfinite, or None where this variant cannot be compiled or launched here."""
     try:
         flags: Tensor = hopper.launch(*arguments)
     except torch.OutOfMemoryError:
         raise
     except (TritonError, RuntimeError) as error:
-        _fail(error)
+        _fail(which, error)
         return None
     return flags
 
@@ -167,7 +176,7 @@ def _launch(
     out_strides = (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
     nonfinite = None
     if choice.hopper is not None:
-        nonfinite = _flags_of(choice.hopper, call, mask, lists, bitmap, carry, out, lse, state)
+        nonfinite = _flags_of(choice.hopper, variant(call, mask), call, mask, lists, bitmap, carry, out, lse, state)
     forward = nonfinite is None
     if nonfinite is None:
         nonfinite = torch.empty(batch * heads * blocks, dtype=torch.int8, device=call.q.device)

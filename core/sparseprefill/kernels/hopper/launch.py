@@ -43,7 +43,11 @@ def objection(call: AttentionCall, mask: SparseMask) -> str | None:
         return reason
     if call.pages is not None:
         return _pages_objection(call, call.pages)
-    return None if _aligned(call.k) and _aligned(call.v) else "rows that are not aligned to 16 bytes"
+    if not (_aligned(call.k) and _aligned(call.v)):
+        return "rows that are not aligned to 16 bytes"
+    if mask.stripes is not None and not (_specialised(call.k) and _specialised(call.v)):
+        return "stripes of keys or values whose strides are no multiples of 16 elements"
+    return None
 
 
 def features(call: AttentionCall, mask: SparseMask) -> str | None:
@@ -149,6 +153,11 @@ def cache_strides(source: Source) -> tuple[int, int, int, int, int, int]:
     """Of K, then of V in pages: rows from page to page, elements from head to head and from row to row."""
     k, v = source.k.stride(), source.v.stride()
     return k[0] // k[1], k[2], k[1], v[0] // v[1], v[2], v[1]
+
+
+def _specialised(x: Tensor) -> bool:
+    """Whether the compiler learns that rows are aligned: it is told of strides that are multiples of 16, not of 8."""
+    return all(stride % 16 == 0 for stride in strides(x))
 
 
 def _aligned(x: Tensor) -> bool:
