@@ -10,10 +10,12 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from sparseprefill.errors import InvalidCallError
+from sparseprefill.errors import InvalidCallError, printed
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.pages import Pages
 
+LEAST, MOST = 1e-30, 1e30
+"""Bounds of scale and softcap: beyond them float32 logits, or logits over the softcap, are no numbers any more."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -176,8 +178,9 @@ def _check_rows(call: AttentionCall) -> None:
 
 def _check_numbers(call: AttentionCall) -> None:
     for name, value in (("scale", call.scale), ("softcap", call.softcap)):
-        if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
-            raise InvalidCallError(name, repr(value), "pass a finite positive number, or None")
+        if value is not None and not (_is_number(value) and LEAST <= value <= MOST):
+            remedy = f"pass a finite positive number from {LEAST:g} to {MOST:g}, or None"
+            raise InvalidCallError(name, printed(value), remedy)
     if call.window is not None and not (_is_int(call.window) and call.window >= 1):
         raise InvalidCallError("window", repr(call.window), "pass a positive number of keys, or None")
     if not _is_int(call.layer):
@@ -189,6 +192,8 @@ def _check_numbers(call: AttentionCall) -> None:
         if not isinstance(call.sinks, Tensor) or call.sinks.shape != (heads,):
             shown = f"of shape {tuple(call.sinks.shape)}" if isinstance(call.sinks, Tensor) else repr(call.sinks)
             raise InvalidCallError("sinks", shown, f"pass one logit per query head, shape ({heads},)")
+        if call.sinks.dtype not in DTYPES:
+            raise InvalidCallError("sinks", f"of {call.sinks.dtype}", "use float16, bfloat16, float32 or float64")
         if call.sinks.device != call.q.device:
             raise InvalidCallError("sinks", f"on {call.sinks.device}", f"move it to q's device {call.q.device}")
 

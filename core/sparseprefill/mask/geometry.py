@@ -33,10 +33,14 @@ class Geometry:
     lengths: Tensor | None = None
     window: int | None = None
 
-    def fits(self, other: Geometry) -> bool:
-        """Whether a mask made for `other` may serve a call of this geometry (sizes only, no device sync)."""
+    def same_sizes(self, other: Geometry) -> bool:
+        """Whether the sizes, the place of the queries and the window are alike; padding is not looked at."""
         mine = (self.batch, self.heads, self.q_len, self.kv_len, self.q_offset, self.window)
         return mine == (other.batch, other.heads, other.q_len, other.kv_len, other.q_offset, other.window)
+
+    def fits(self, other: Geometry) -> bool:
+        """Whether a mask made for `other` may serve a call of this geometry (sizes only, no device sync)."""
+        return self.same_sizes(other)
 
     def describe(self) -> str:
         """Short text for error messages."""

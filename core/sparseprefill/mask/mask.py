@@ -279,16 +279,39 @@ class SparseMask:
         )
 
     def check(self) -> None:
-        """Read every value and raise MaskError where a list is not ascending, distinct and within bounds."""
+        """Read every value and raise MaskError where a list is not ascending, distinct and within bounds.
+
+        A list that reaches beyond the indices in memory is named by its place.
+        """
         bounds = self.geometry.tile_columns(self.tile_k)
         for name, lists, bound in (("tiles", self.tiles, bounds), ("stripes", self.stripes, self.geometry.kv_len)):
             if lists is None:
                 continue
+            _check_counts(name, lists, bound)
             entry, index = lists.padded(int(lists.counts.max()))
             rising = (index[..., 1:] > index[..., :-1]) | ~entry[..., 1:]
             inside = ((index >= 0) & (index < bound)) | ~entry
-            if bool((lists.counts < 0).any()) or not bool(rising.all()) or not bool(inside.all()):
-                raise MaskError(f"SparseMask.{name} must hold ascending, distinct indices from 0 to {bound - 1}")
+            if not bool(rising.all()) or not bool(inside.all()):
+                raise MaskError(_wanted(name, bound))
+
+
+def _check_counts(name: str, lists: IndexLists, bound: int) -> None:
+    """That every list has a possible length and lies within the indices, before any of them is read."""
+    counts, offsets, held = lists.counts, lists.offsets, lists.indices.numel()
+    if bool(((counts < 0) | (counts > bound)).any()):
+        raise MaskError(_wanted(name, bound))
+    outside = ((offsets < 0) | (offsets > held - counts)) & (counts > 0)
+    if bool(outside.any()):
+        batch, head, row = outside.nonzero()[0].tolist()
+        offset, count = int(offsets[batch, head, row]), int(counts[batch, head, row])
+        raise MaskError(
+            f"SparseMask.{name}: the list of batch row {batch}, head {head}, row {row} has {count} entries from offset "
+            f"{offset}: it must lie within the {held} indices"
+        )
+
+
+def _wanted(name: str, bound: int) -> str:
+    return f"SparseMask.{name} must hold ascending, distinct indices from 0 to {bound - 1}"
 
 
 def _geometry(call: AttentionCall | Geometry) -> Geometry:
@@ -314,7 +337,7 @@ def _broadcast(keep: Tensor, shape: tuple[int, int, int, int], axes: str) -> Ten
     if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
         raise MaskError(f"keep is {getattr(keep, 'dtype', type(keep).__name__)}: pass a bool tensor")
     try:
-        return keep.expand(shape) if keep.dim() <= 4 else keep.view(shape)
+        return keep.expand(shape)
     except RuntimeError:
         wanted = f"[batch, query heads, {axes}] = {shape}"
         raise MaskError(f"keep has shape {tuple(keep.shape)}: it must broadcast to {wanted}") from None
