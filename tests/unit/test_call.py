@@ -59,6 +59,8 @@ BAD_FIELDS = {
     "complex sinks": ("sinks", torch.zeros(4, dtype=torch.complex64), "torch.complex64", "float16, bfloat16"),
     "integer sinks": ("sinks", torch.zeros(4, dtype=torch.int32), "torch.int32", "float16, bfloat16"),
     "sinks of rank 2": ("sinks", torch.zeros(1, 4), "(1, 4)", "shape (4,)"),
+    "negative starts": ("starts", int32(0, -3), "[0, -3]", "no number below 0"),
+    "negative lengths": ("lengths", int32(-1, 3), "[-1, 3]", "no number below 0"),
     "sinks per KV head": ("sinks", torch.zeros(2), "(2,)", "shape (4,)"),
     "sinks as a list": ("sinks", [0.0] * 4, "[0.0", "shape (4,)"),
     "sinks elsewhere": ("sinks", torch.zeros(4, device="meta"), "meta", "q's device cpu"),

@@ -177,9 +177,13 @@ class SparseMask:
             mine, theirs = self.geometry.describe(), other.geometry.describe()
             raise MaskError(f"cannot {verb} masks of different calls: {mine} and {theirs}")
 
-    def to_dense(self, rows: Tensor | None = None) -> Tensor:
-        """bool ``[B, Hq, Nq, Nkv]``, in the order of the call's tensors; `rows` picks query rows (int64 [n])."""
+    def to_dense(self, rows: Tensor | Sequence[int] | None = None) -> Tensor:
+        """bool ``[B, Hq, Nq, Nkv]``, in the order of the call's tensors; `rows` picks query rows (int64 [n]).
+
+        Raises MaskError for rows that are no indices of query rows; of rows on a device no value is read.
+        """
         geometry = self.geometry
+        rows = None if rows is None else _query_rows(rows, geometry)
         query, key = geometry.query_positions(), geometry.key_positions()
         if rows is not None:
             query = query[:, rows]
@@ -245,6 +249,9 @@ class SparseMask:
     def head(self, batch: int, head: int) -> SparseMask:
         """The mask of one head, as a mask of batch 1 and one head (views)."""
         one, g = slice(batch, batch + 1), self.geometry
+        for name, index, size in (("batch", batch, g.batch), ("head", head, g.heads)):
+            if not isinstance(index, int) or not 0 <= index < size:
+                raise MaskError(f"{name} is {index!r}: pass an integer from 0 to {size - 1}")
         starts = None if g.starts is None else g.starts[one]
         lengths = None if g.lengths is None else g.lengths[one]
         tiles = None if self.tiles is None else self.tiles.narrow(batch, head)
@@ -257,6 +264,8 @@ class SparseMask:
 
         Exact for short calls; of more than 32 query rows a cell, about 16, evenly spaced, stand for it.
         """
+        if not isinstance(cells, int) or isinstance(cells, bool) or cells < 1:
+            raise MaskError(f"cells is {cells!r}: pass a positive number of cells")
         g = self.geometry
         selected = torch.zeros(g.batch, g.heads, cells, cells, device=g.device)
         allowed = torch.zeros(g.batch, 1, cells, cells, device=g.device)
@@ -324,6 +333,21 @@ def _geometry(call: AttentionCall | Geometry) -> Geometry:
 def _check_size(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise MaskError(f"SparseMask.{name} is {value!r}: pass a positive number of tokens or tiles")
+
+
+def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:
+    """Indices of query rows, on the geometry's device."""
+    last = geometry.q_len - 1
+    remedy = f"pass indices of query rows, integers from 0 to {last}"
+    try:
+        index = rows if isinstance(rows, Tensor) else torch.tensor(rows)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise MaskError(f"rows is {rows!r}: {remedy}") from None
+    if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+        raise MaskError(f"rows is {index.dtype} of shape {tuple(index.shape)}: {remedy}")
+    if index.device.type == "cpu" and bool(((index < -geometry.q_len) | (index > last)).any()):
+        raise MaskError(f"rows is {index.tolist()}: {remedy}")
+    return index.to(geometry.device)
 
 
 def _pair(tile: int | tuple[int, int]) -> tuple[int, int]:

@@ -193,3 +193,46 @@ RANGE = torch.zeros(1, 3, 1, dtype=torch.int64)
 def test_bad_ranges(first: Any, last: Any, width: Any, message: str) -> None:
     with pytest.raises(MaskError, match=message):
         SparseMask.from_ranges(CALL, first, last, width, 4)
+
+
+@pytest.mark.parametrize("name", ["starts", "lengths"])
+def test_union_of_calls_with_other_padding_names_both(name: str) -> None:
+    one, other = (SparseMask.full(make(10, 12, batch=2, **{name: rows}), 4) for rows in (int32(0, 5), int32(4, 0)))
+    with pytest.raises(MaskError, match=rf"different calls: .*{name}=\[0, 5\].*{name}=\[4, 0\]"):
+        _ = one | other
+    with pytest.raises(MaskError, match=rf"cannot subtract .*{name}="):
+        _ = one - other
+
+
+@pytest.mark.parametrize(
+    ("rows", "shown"),
+    [
+        ([999], r"\[999\]"),
+        ([-11], r"\[-11\]"),
+        (torch.tensor([0, 10]), r"\[0, 10\]"),
+        ([0.5], r"torch\.float32"),
+        ([True], r"torch\.bool"),
+        ([[0]], r"of shape \(1, 1\)"),
+        (["first"], "'first'"),
+    ],
+)
+def test_rows_that_are_none(rows: Any, shown: str) -> None:
+    with pytest.raises(MaskError, match=rf"rows is .*{shown}.*: pass indices of query rows, integers from 0 to 9"):
+        SparseMask.full(CALL, 4).to_dense(rows)
+
+
+def test_rows_as_a_list() -> None:
+    mask = SparseMask.full(CALL, 4)
+    assert torch.equal(mask.to_dense()[:, :, [3, -1]], mask.to_dense([3, -1]))
+
+
+@pytest.mark.parametrize("cells", [0, -1, 2.5, True])
+def test_bad_cells(cells: Any) -> None:
+    with pytest.raises(MaskError, match=r"cells is .*: pass a positive number of cells"):
+        SparseMask.full(CALL, 4).shade(cells)
+
+
+@pytest.mark.parametrize(("where", "name"), [((1, 0), "batch"), ((0, 2), "head"), ((0, -1), "head")])
+def test_head_that_is_none(where: tuple[int, int], name: str) -> None:
+    with pytest.raises(MaskError, match=rf"{name} is -?\d: pass an integer from 0 to"):
+        SparseMask.full(CALL, 4).head(*where)
