@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import field, fields, frozen
 from torch import Tensor
 
-from sparseprefill.errors import InvalidCallError
+from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.pages import Pages
 
+LEAST, MOST = 1e-30, 1e30
+"""Bounds of scale and softcap: beyond them float32 logits, or logits over the softcap, are no numbers any more."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -33,7 +36,7 @@ class AttentionCall:
     first_head: index among the layer's query heads of query head 0, where the call holds only some of them: a part of
     a call (`split`), or one device's share of the heads. Stages that know heads by number go by it.
 
-    Raises InvalidCallError, naming the field, for anything that does not fit. Values on the device are never read.
+    Raises InvalidCallError, naming the field, for anything that does not fit. Values on a device are never read.
     """
 
     q: Tensor
@@ -57,7 +60,16 @@ class AttentionCall:
     @classmethod
     def of_pages(cls, q: Tensor, pages: Pages, **options: Any) -> AttentionCall:
         """A call whose keys and values are read from pages. q: ``[1, Hq, Nq, D]``; options: the other fields."""
-        return cls(q, pages, pages, **options)
+        return cls.of(q, pages, pages, options)
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor | Pages, v: Tensor | Pages, options: Mapping[str, Any]) -> AttentionCall:
+        """A call with other fields by name; InvalidCallError for a name that is no field, with the nearest."""
+        known = [attribute.alias for attribute in fields(cls) if attribute.kw_only]
+        for name, value in options.items():
+            if name not in known:
+                raise InvalidCallError(name, printed(value), f"there is no such field{nearest(name, known)}")
+        return cls(q, k, v, **options)
 
     @property
     def pages(self) -> Pages | None:
@@ -122,6 +134,12 @@ class AttentionCall:
         return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, self.window)
 
 
+def check_call(call: object) -> None:
+    """ParameterError for anything that is no AttentionCall."""
+    if not isinstance(call, AttentionCall):
+        raise ParameterError(f"call is {type(call).__name__}: pass an AttentionCall, such as AttentionCall(q, k, v)")
+
+
 def _rows_at(x: Tensor, index: Tensor) -> Tensor:
     return torch.gather(x, 2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
@@ -172,12 +190,15 @@ def _check_rows(call: AttentionCall) -> None:
             raise InvalidCallError(name, shown, f"pass an int32 tensor of shape ({call.q.shape[0]},)")
         if rows.device != call.q.device:
             raise InvalidCallError(name, f"on {rows.device}", f"move it to q's device {call.q.device}")
+        if rows.device.type == "cpu" and bool((rows < 0).any()):  # of other devices no value is read
+            raise InvalidCallError(name, str(rows.tolist()), "pass no number below 0")
 
 
 def _check_numbers(call: AttentionCall) -> None:
     for name, value in (("scale", call.scale), ("softcap", call.softcap)):
-        if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
-            raise InvalidCallError(name, repr(value), "pass a finite positive number, or None")
+        if value is not None and not (_is_number(value) and LEAST <= value <= MOST):
+            remedy = f"pass a finite positive number from {LEAST:g} to {MOST:g}, or None"
+            raise InvalidCallError(name, printed(value), remedy)
     if call.window is not None and not (_is_int(call.window) and call.window >= 1):
         raise InvalidCallError("window", repr(call.window), "pass a positive number of keys, or None")
     if not _is_int(call.layer):
@@ -189,6 +210,8 @@ def _check_numbers(call: AttentionCall) -> None:
         if not isinstance(call.sinks, Tensor) or call.sinks.shape != (heads,):
             shown = f"of shape {tuple(call.sinks.shape)}" if isinstance(call.sinks, Tensor) else repr(call.sinks)
             raise InvalidCallError("sinks", shown, f"pass one logit per query head, shape ({heads},)")
+        if call.sinks.dtype not in DTYPES:
+            raise InvalidCallError("sinks", f"of {call.sinks.dtype}", "use float16, bfloat16, float32 or float64")
         if call.sinks.device != call.q.device:
             raise InvalidCallError("sinks", f"on {call.sinks.device}", f"move it to q's device {call.q.device}")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from attrs import NOTHING, evolve, fields, frozen
 
+from sparseprefill import json_text
 from sparseprefill.breakeven.gate import AUTO
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest
 from sparseprefill.pipeline import Pipeline
@@ -22,6 +23,7 @@ from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.registry import Registry, default_registry
 from sparseprefill.route import Route, gated
 from sparseprefill.stages import MaskRefiner, Observer
+from sparseprefill.validate import FILE
 
 REFINERS: Mapping[str, type] = {
     "budget-ceiling": BudgetCeiling,
@@ -34,6 +36,8 @@ REFINERS: Mapping[str, type] = {
     "stride-rescue": StrideRescue,
 }
 """The refiners that a configuration may name."""
+DEEPEST = 32
+"""Unions within unions."""
 KEYS = ("gate", "method", "name", "parameters", "profile", "refiners", "union")
 
 
@@ -65,8 +69,8 @@ def _load(path: Path) -> Any:
     if path.suffix not in readers:
         raise ParameterError(f"is a file of kind {path.suffix!r}: pass the path of a .toml or .json file")
     try:
-        return readers[path.suffix](path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return json_text.parsed(json_text.read(path), readers[path.suffix], path.suffix[1:].upper())
+    except ParameterError as error:
         raise ParameterError(f"cannot be read: {error}") from error
 
 
@@ -77,13 +81,18 @@ class _Reader:
     registry: Registry
     folder: Path
 
-    def pipeline(self, given: Any, at: str) -> Pipeline | Route:
+    def pipeline(self, given: Any, at: str, above: tuple[object, ...] = ()) -> Pipeline | Route:
+        """above: the tables that this one is part of."""
+        if any(given is one for one in above):
+            raise ParameterError(f"{at} is a table that it is part of: a union cannot hold itself")
+        if len(above) >= DEEPEST:
+            raise ParameterError(f"{at} is nested too deeply: unite at most {DEEPEST} tables one in the other")
         table = _table(given, at)
         _known(table, KEYS, at)
         if ("method" in table) == ("union" in table):
             both = "both method and union" if "method" in table else "neither method nor union"
             raise ParameterError(f"{at or 'the configuration'} has {both}: give one of them")
-        made = self._union(table, at) if "union" in table else self._method(table, at)
+        made = self._union(table, at, (*above, given)) if "union" in table else self._method(table, at)
         refiners = [_refiner(one, _join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
         name = _text(table["name"], _join(at, "name")) if "name" in table else made.name
 
@@ -113,6 +122,7 @@ class _Reader:
         except UnknownMethodError as error:
             raise UnknownMethodError(f"{_join(at, 'method')}: {error}") from error
         _known(parameters, _names(method.config), here)
+        parameters = self._placed(method.config, parameters)
         try:
             if "profile" not in table:
                 return method.pipeline(**parameters)
@@ -121,14 +131,24 @@ class _Reader:
         except (ParameterError, UnknownMethodError) as error:
             raise _located(error, parameters, here if "profile" not in table else at) from error
 
-    def _union(self, table: Mapping[str, Any], at: str) -> Pipeline:
+    def _placed(self, kind: type, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Parameters with relative paths taken from the folder, where a field says that it holds paths (`FILE`)."""
+        words = {str(one.alias): one.metadata[FILE] for one in fields(kind) if FILE in one.metadata}
+        return {
+            name: str(self.folder / value)
+            if name in words and isinstance(value, str) and value and value not in words[name]
+            else value
+            for name, value in parameters.items()
+        }
+
+    def _union(self, table: Mapping[str, Any], at: str, above: tuple[object, ...]) -> Pipeline:
         for key in ("parameters", "profile"):
             if key in table:
                 raise ParameterError(f"{_join(at, key)} means nothing beside union: each of its tables has its own")
         for i, one in _items(table, "union", at):
             if isinstance(one, Mapping) and "gate" in one:
                 raise ParameterError(f"{_join(at, f'union[{i}].gate')} means nothing there: put gate beside union")
-        parts = [self.pipeline(one, _join(at, f"union[{i}]")) for i, one in _items(table, "union", at)]
+        parts = [self.pipeline(one, _join(at, f"union[{i}]"), above) for i, one in _items(table, "union", at)]
         if not parts:
             raise ParameterError(f"{_join(at, 'union')} is empty: give the tables of the methods to unite")
         observers = tuple(one for part in parts for one in _observers(part))

@@ -69,6 +69,15 @@ class AttachError(SparsePrefillError):
     """An adapter cannot bind this model; the message gives the reason."""
 
 
+def printed(value: object) -> str:
+    """The value as messages show it; integers of thousands of digits, which have no repr, by their size."""
+    try:
+        return repr(value)
+    except ValueError:
+        bits = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
+        return f"{type(value).__name__}{bits}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'theta'? Known: block, step, theta`` for error messages."""
     names = sorted(known)

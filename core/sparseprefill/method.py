@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import field, fields, frozen, has
 
-from sparseprefill.errors import ParameterError, SparsePrefillError, StageError, nearest
+from sparseprefill.errors import ParameterError, SparsePrefillError, StageError, nearest, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import EMPTY
 
@@ -55,10 +55,10 @@ class Method:
         except SparsePrefillError:
             raise
         except Exception as error:  # a plugin's own validator may raise anything
-            shown = ", ".join(f"{name}={value!r}" for name, value in parameters.items())
+            shown = ", ".join(f"{name}={printed(value)}" for name, value in parameters.items())
             raise ParameterError(f"{self.name}({shown}): {error}") from error
 
-    def pipeline(self, **parameters: Any) -> Pipeline:
+    def pipeline(self, /, **parameters: Any) -> Pipeline:
         """Validate the parameters and build; StageError where the plugin's `build` raises or returns nonsense."""
         config = self.configure(parameters)
         try:

@@ -20,9 +20,23 @@ def recall(call: AttentionCall, result: Result, rows: int | Sequence[int] | Tens
 
     rows: indices of query rows, or how many to take evenly spaced (the last row among them), or None for all. The
     dense LSE is computed for these rows alone, in chunks of keys, so a sample is cheap at any length.
+
+    Raises ParameterError for the result of a call of other sizes.
     """
+    _check_result(call, result)
     index = sample_rows(call, rows)
     return torch.exp(result.lse[:, :, index] - dense_lse(call, index))
+
+
+def _check_result(call: AttentionCall, result: Result) -> None:
+    wanted = call.geometry
+    made = result.plan.mask.geometry if result.parts is None else result.parts.geometry
+    if not made.same_sizes(wanted) or result.lse.shape != call.q.shape[:3]:
+        given = f"{made.describe()}, window {made.window}, lse {tuple(result.lse.shape)}"
+        raise ParameterError(
+            f"result is of another call ({given}): pass what this call's run returned, for {wanted.describe()}, "
+            f"window {wanted.window}"
+        )
 
 
 def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from attrs import Attribute, Factory, field, frozen
 from torch import Tensor
 
-from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError, UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
@@ -167,8 +167,9 @@ class Pipeline:
 
         memory: this request's Memory, shared by its layers and chunks; None for a call on its own.
         Raises UnsupportedCallError where a stage objects to the call (there is no silent fallback), StageError where
-        a stage raises or returns nonsense, MaskError where a mask does not fit the call.
+        a stage raises or returns nonsense, MaskError where a mask does not fit the call, ParameterError for no call.
         """
+        check_call(call)
         reasons = self.unsupported(call)
         if reasons:
             raise UnsupportedCallError(reasons)
@@ -230,6 +231,7 @@ class Pipeline:
 
     def __call__(
         self,
+        /,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -240,8 +242,8 @@ class Pipeline:
         **options: Any,
     ) -> Tensor:
         """Attention output ``[B, Hq, Nq, Dv]``; `options` are AttentionCall's other fields."""
-        call = AttentionCall(q, k, v, scale=scale, q_offset=q_offset, layer=layer, **options)
-        return self.run(call, memory).out
+        given = {"scale": scale, "q_offset": q_offset, "layer": layer, **options}
+        return self.run(AttentionCall.of(q, k, v, given), memory).out
 
 
 def _objections(stages: Iterable[Stage], call: AttentionCall) -> tuple[str, ...]:

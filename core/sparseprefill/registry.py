@@ -19,6 +19,7 @@ from sparseprefill.errors import (
     PluginLoadError,
     UnknownMethodError,
     nearest,
+    printed,
 )
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
@@ -178,6 +179,8 @@ class Registry:
 
         A plugin that failed to load could not say what it offers: it answers for the method of its own name.
         """
+        if not isinstance(name, str):
+            raise UnknownMethodError(f"name is {printed(name)}: pass the name of a method{nearest('', self._methods)}")
         if name in self._methods:
             return self._methods[name]
         broken = [record for record in self._records if record.error is not None]
@@ -191,12 +194,14 @@ class Registry:
         raise UnknownMethodError(f"no method is named {name!r}{nearest(str(name), self._methods)}{more}")
 
     @overload
-    def build(self, name: str, *, profile: None = None, **parameters: Any) -> Pipeline: ...
+    def build(self, /, name: str, *, profile: None = None, **parameters: Any) -> Pipeline: ...
 
     @overload
-    def build(self, name: str, *, profile: str | Path | Profile, **parameters: Any) -> Route: ...
+    def build(self, /, name: str, *, profile: str | Path | Profile, **parameters: Any) -> Route: ...
 
-    def build(self, name: str, *, profile: str | Path | Profile | None = None, **parameters: Any) -> Pipeline | Route:
+    def build(
+        self, /, name: str, *, profile: str | Path | Profile | None = None, **parameters: Any
+    ) -> Pipeline | Route:
         """A pipeline by name. ParameterError where a parameter is wrong, StageError where the plugin's build fails.
 
         profile: a file of ``sparseprefill tune``; each call's parameters then follow its length, under `parameters`.

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill.breakeven.gate import AUTO, Gate, GateChoice, gate_of
-from sparseprefill.call import AttentionCall
+from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import ParameterError, UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
@@ -186,6 +186,7 @@ class Route:
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention: see Pipeline. `Result.dense` holds the reason where the call ran dense."""
+        check_call(call)
         choice = self.choose(call)
         if choice.dense:
             return dense(call, choice.pipeline.executor, choice.dense)
@@ -201,6 +202,7 @@ class Route:
 
     def __call__(
         self,
+        /,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -211,8 +213,8 @@ class Route:
         **options: Any,
     ) -> Tensor:
         """Attention output ``[B, Hq, Nq, Dv]``; `options` are AttentionCall's other fields."""
-        call = AttentionCall(q, k, v, scale=scale, q_offset=q_offset, layer=layer, **options)
-        return self.run(call, memory).out
+        given = {"scale": scale, "q_offset": q_offset, "layer": layer, **options}
+        return self.run(AttentionCall.of(q, k, v, given), memory).out
 
 
 @frozen

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from attrs import Attribute
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 
+WIDEST = 1 << 63
+"""Integers from it on are none for a device."""
+FILE = "sparseprefill.file"
+"""Metadata of a field that may hold the path of a file: the words that are no paths. `from_config` takes a relative
+path in a configuration file from that file's folder: ``field(default=None, metadata={FILE: ("single",)})``."""
 Check = Callable[[Any, "Attribute[Any]", Any], None]
 
 
@@ -17,10 +23,10 @@ def whole(least: int = 1, most: int | None = None) -> Check:
     """An integer from `least` to `most`."""
 
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        good = isinstance(value, int) and not isinstance(value, bool) and least <= value < WIDEST
         if not good or (most is not None and value > most):
             bound = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
-            raise ParameterError(f"{attribute.name} is {value!r}: pass {bound}")
+            raise ParameterError(f"{attribute.name} is {printed(value)}: pass {bound}")
 
     check.__doc__ = f"integer >= {least}" if most is None else f"integer {least} to {most}"
     return check
@@ -31,8 +37,8 @@ def number(least: float = -math.inf, most: float = math.inf) -> Check:
 
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or math.isnan(value) or not least <= value <= most:
-            raise ParameterError(f"{attribute.name} is {value!r}: pass a number from {least:g} to {most:g}")
+        if not good or not least <= value <= most or (isinstance(value, int) and abs(value) > sys.float_info.max):
+            raise ParameterError(f"{attribute.name} is {printed(value)}: pass a number from {least:g} to {most:g}")
 
     check.__doc__ = f"number {least:g} to {most:g}"
     return check

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import Attribute, field, frozen
 
 from sparseprefill.profiles.cluster_file import load, parse
-from sparseprefill.validate import number, one_of, whole
+from sparseprefill.validate import FILE, number, one_of, whole
 
 SINGLE = "single"
 """The value of `clusters` that needs no table: all heads of all layers are one cluster."""
@@ -41,6 +41,6 @@ class ShareConfig:
     tau: float = field(default=0.2, validator=number(0.0))
     delta: float = field(default=0.3, validator=number(0.0))
     block: int = field(default=128, validator=whole())
-    clusters: Any = field(default=None, converter=_table, validator=_is_table)
+    clusters: Any = field(default=None, converter=_table, validator=_is_table, metadata={FILE: (SINGLE,)})
     block_score: str = field(default="mass", validator=one_of("mass", "mean_qk"))
     coverage: str = field(default="row", validator=one_of("row", "global"))

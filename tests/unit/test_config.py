@@ -189,3 +189,76 @@ def test_every_refiner_of_the_core_has_its_name() -> None:
         assert kind.__module__.startswith(refiners.__name__)
         assert name.replace("-", "") == kind.__name__.lower()
         assert "name" not in [attribute.alias for attribute in fields(kind)]
+
+
+DEEP = "[" * 100000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", DEEP, "is nested too deeply"),
+        ("a.toml", f"method = {DEEP}", "is nested too deeply"),
+        ("a.json", f'{{"method": {"1" * 5000}}}', "is no JSON"),
+        ("a.toml", f"method = {'1' * 5000}", "is no TOML"),
+    ],
+)
+def test_files_that_python_cannot_hold(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ParameterError, match=f"{name}: cannot be read: {message}"):
+        sp.from_config(tmp_path / name)
+
+
+@pytest.mark.parametrize("key", ["profile", "gate"])
+def test_null_bytes_in_paths(key: str) -> None:
+    with pytest.raises(ParameterError, match=r"is no path \(embedded null byte\)"):
+        sp.from_config({"method": "streaming", key: "a\0b.json"})
+    with pytest.raises(ParameterError, match=r"cannot be read: is no path \(embedded null byte\)"):
+        sp.from_config("a\0b.json")
+
+
+def test_a_union_that_holds_itself() -> None:
+    table: dict[str, Any] = {"union": [STREAMING]}
+    table["union"].append({"union": [table]})
+    with pytest.raises(ParameterError, match=r"union\[1\]\.union\[0\] is a table that it is part of"):
+        sp.from_config(table)
+    assert pipeline_of({"union": [STREAMING, STREAMING]})  # beside itself a table may stand
+
+
+def test_unions_without_end() -> None:
+    table: dict[str, Any] = STREAMING
+    for _ in range(5000):
+        table = {"union": [table]}
+    with pytest.raises(ParameterError, match="is nested too deeply: unite at most 32"):
+        sp.from_config(table)
+
+
+def test_a_parameter_called_self() -> None:
+    for make_it in (sp.build, sp.build.__globals__["default_registry"]().build):
+        with pytest.raises(ParameterError, match="streaming has no parameter 'self'"):
+            make_it("streaming", **{"self": 1})
+    with pytest.raises(ParameterError, match=r"parameters\.self is unknown"):
+        sp.from_config({"method": "streaming", "parameters": {"self": 1}})
+
+
+@pytest.mark.parametrize(("method", "name"), [("streaming", "sink"), ("anchor-attention", "theta")])
+@pytest.mark.parametrize("value", [10**400, 10**5000], ids=["400 digits", "5000 digits"])
+def test_numbers_beyond_any_device(method: str, name: str, value: int) -> None:
+    with pytest.raises(ParameterError, match=rf"parameters\.{name} is .*: pass an? "):
+        sp.from_config({"method": method, "parameters": {name: value}})
+
+
+@pytest.mark.parametrize("source", ["a.toml", "a.json"])
+def test_clusters_are_found_beside_the_file(tmp_path: Path, source: str) -> None:
+    table = {"schema": "sparseprefill.clusters", "version": 1, "model": None, "clusters": [[[0, 0]]], "noise": []}
+    (tmp_path / "own.json").write_text(json.dumps(table))
+    texts = {
+        "a.toml": 'method = "share-prefill"\nparameters.clusters = "{}"',
+        "a.json": '{{"method": "share-prefill", "parameters": {{"clusters": "{}"}}}}',
+    }
+    for clusters in ("own.json", str(tmp_path / "own.json"), "single"):
+        (tmp_path / source).write_text(texts[source].format(clusters))
+        assert "share-prefill" == pipeline_of(tmp_path / source).name
+    (tmp_path / source).write_text(texts[source].format("none.json"))
+    with pytest.raises(ParameterError, match=rf"parameters\.clusters is '{tmp_path}/none.json': No such file"):
+        sp.from_config(tmp_path / source)

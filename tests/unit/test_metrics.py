@@ -81,3 +81,11 @@ def test_output_error_is_the_relative_norm() -> None:
     truth = torch.tensor([3.0, 4.0])
     assert 0.0 == sp.output_error(truth, truth)
     assert pytest.approx(0.1) == sp.output_error(torch.tensor([3.0, 4.5]), truth)
+
+
+@pytest.mark.parametrize(
+    "other", [make(20, 24), make(24, 24, heads=4), make(24, window=5), make(24, batch=2), make(24, 40)]
+)
+def test_recall_refuses_the_result_of_another_call(other: sp.AttentionCall) -> None:
+    with pytest.raises(ParameterError, match=r"result is of another call .*: pass what this call's run returned"):
+        sp.recall(make(24), run(other))

@@ -11,10 +11,10 @@ import torch
 from attrs import evolve
 
 import sparseprefill as sp
-from helpers.build import make
+from helpers.build import int32, make
 from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import ParameterError, UnsupportedCallError
+from sparseprefill.errors import InvalidCallError, MaskError, ParameterError, UnsupportedCallError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
@@ -35,6 +35,17 @@ def test_call_returns_the_output_of_run() -> None:
     assert CALL.q.dtype == expected.dtype
 
 
+@pytest.mark.parametrize("made", [Pipeline(Estimate()), sp.gated(Pipeline(Estimate()))], ids=["pipeline", "route"])
+def test_unknown_options_and_calls_that_are_none(made: sp.Pipeline | sp.Route) -> None:
+    for name in ("bogus", "self"):
+        with pytest.raises(InvalidCallError, match=rf"\.{name} is 1: there is no such field.*Known: .*sinks"):
+            made(CALL.q, CALL.k, CALL.v, **{name: 1})
+    with pytest.raises(InvalidCallError, match="did you mean 'softcap'"):
+        made(CALL.q, CALL.k, CALL.v, soft_cap=1)
+    with pytest.raises(ParameterError, match="call is NoneType: pass an AttentionCall"):
+        made.run(None)  # type: ignore[arg-type]
+
+
 def test_call_passes_its_arguments_on() -> None:
     seen: list[Any] = []
     pipeline = Pipeline(Estimate(), observers=(Observe(lambda call, *_: seen.append(call)),))
@@ -42,6 +53,14 @@ def test_call_passes_its_arguments_on() -> None:
     pipeline(CALL.q[:, :, :8], CALL.k, CALL.v, 0.5, 3, 7, memory, window=5, softcap=2.0)
     call = seen[0]
     assert (0.5, 3, 7, 5, 2.0) == (call.scale, call.q_offset, call.layer, call.window, call.softcap)
+
+
+@pytest.mark.parametrize("name", ["starts", "lengths"])
+def test_mask_for_other_padding_is_refused(name: str) -> None:
+    """Such a mask leaves rows empty without a word."""
+    call, other = (make(16, batch=2, **{name: rows}) for rows in (int32(0, 5), int32(9, 12)))
+    with pytest.raises(MaskError, match=rf"returned a mask for .*{name}=\[9, 12\].*the call is .*{name}=\[0, 5\]"):
+        Pipeline(Estimate(lambda *_: Plan(SparseMask.full(other, 4)))).run(call)
 
 
 def test_refiner_added_with_evolve_widens_the_mask() -> None:

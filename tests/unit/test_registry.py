@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 
+import sparseprefill as sp
 from helpers.registry_plugins import Point, load, method, plugin
 from sparseprefill.errors import MethodCollisionError, UnknownMethodError
 from sparseprefill.hookspecs import hookimpl
@@ -129,3 +131,9 @@ def test_real_entry_points_serve_too() -> None:
     registry = load(EntryPoint("classic", "sparseprefill.plugins.classic", "sparseprefill"))
     assert {"dense", "streaming", "vertical-slash"} == set(registry.methods())
     assert [(record.name, record.distribution) for record in registry.plugins()] == [("classic", "unknown")]
+
+
+@pytest.mark.parametrize("name", [["dense"], None, {}, 3])
+def test_names_that_are_none(name: Any) -> None:
+    with pytest.raises(UnknownMethodError, match=r"name is .*: pass the name of a method.*Known: .*dense"):
+        sp.build(name)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 
 _POINT = ("queries", "keys", "dense", "executor", "methods")
 _SHAPE = ("heads", "kv_heads", "head_dim", "dtype", "points")
+MOST = 1 << 40
+"""No size reaches it; products of sizes up to it are floats still."""
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -30,7 +32,7 @@ def device_of(facts: object) -> DeviceKind:
     if capability is None:
         return DeviceKind(type=facts["type"], name=facts["name"])
     if not isinstance(capability, list) or len(capability) != 2 or not all(_whole(one, 0) for one in capability):
-        raise ParameterError(f"device.capability is {capability!r}: pass two integers, such as [9, 0], or null")
+        raise ParameterError(f"device.capability is {printed(capability)}: pass two integers, such as [9, 0], or null")
     return DeviceKind(type=facts["type"], capability=(capability[0], capability[1]), name=facts["name"])
 
 
@@ -45,7 +47,7 @@ def shape_of(at: str, facts: object) -> HeadShape:
     facts = table(at, facts, _SHAPE)
     for name in _SHAPE[:3]:
         if not _whole(facts[name], 1):
-            raise ParameterError(f"{at}.{name} is {facts[name]!r}: pass a positive integer")
+            raise ParameterError(f"{at}.{name} is {printed(facts[name])}: pass a positive integer up to 2^40")
     if facts["heads"] % facts["kv_heads"]:
         raise ParameterError(f"{at}.heads is {facts['heads']}: pass a multiple of the {facts['kv_heads']} kv_heads")
     if facts["dtype"] not in DTYPES:
@@ -94,7 +96,7 @@ def _point(at: str, facts: object) -> Point:
     facts = table(at, facts, _POINT)
     for name in ("queries", "keys"):
         if not _whole(facts[name], 1):
-            raise ParameterError(f"{at}.{name} is {facts[name]!r}: pass a positive integer")
+            raise ParameterError(f"{at}.{name} is {printed(facts[name])}: pass a positive integer up to 2^40")
     if facts["queries"] > facts["keys"]:
         raise ParameterError(f"{at}.queries is {facts['queries']}: there are no more queries than keys")
     methods = table(f"{at}.methods", facts["methods"])
@@ -130,20 +132,20 @@ def _method(at: str, value: object) -> MethodTime:
 
 
 def _seconds(at: str, value: object) -> float:
-    if not _number(value) or not value > 0:  # type: ignore[operator]
-        raise ParameterError(f"{at} is {value!r}: pass seconds, a finite number above 0")
+    if not _number(value) or not 1e-12 <= value <= 1e12:  # type: ignore[operator]
+        raise ParameterError(f"{at} is {printed(value)}: pass seconds, a finite number above 0 (1e-12 to 1e12)")
     return float(value)  # type: ignore[arg-type]
 
 
 def _density(at: str, value: object) -> float:
     if not _number(value) or not 0 < value <= 1:  # type: ignore[operator]
-        raise ParameterError(f"{at} is {value!r}: pass a share of the causal pairs, above 0 and up to 1")
+        raise ParameterError(f"{at} is {printed(value)}: pass a share of the causal pairs, above 0 and up to 1")
     return float(value)  # type: ignore[arg-type]
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import field, frozen
 
+from sparseprefill import json_text
 from sparseprefill.breakeven.file import device_facts, device_of, listed, shape_facts, shape_of, table
 from sparseprefill.breakeven.points import DeviceKind, HeadShape
 from sparseprefill.breakeven.rule import GAIN, Line, Sizes, from_length, lines, nearest, ratio_of
@@ -93,16 +94,15 @@ class BreakEven:
     def load(cls, source: str | Path) -> BreakEven:
         """From a JSON file; ParameterError names the file, the field that does not fit, and what would do."""
         try:
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "is no text file"
+            text = json_text.read(source)
+        except ParameterError as error:
             remedy = "pass a file of sparseprefill calibrate"
-            raise ParameterError(f"break-even table {str(source)!r}: {reason}; {remedy}") from error
+            raise ParameterError(f"break-even table {str(source)!r}: {error}; {remedy}") from error
         try:
-            return cls.of(json.loads(text))
-        except ValueError as error:  # JSONDecodeError and ParameterError are both
-            reason = f"is no JSON ({error})" if not isinstance(error, ParameterError) else str(error)
-            raise ParameterError(f"{source}: {reason}") from error
+            with json_text.bounded():
+                return cls.of(json_text.parsed(text))
+        except ParameterError as error:
+            raise ParameterError(f"{source}: {error}") from error
 
     @classmethod
     def of(cls, facts: object) -> BreakEven:

@@ -33,14 +33,24 @@ class Geometry:
     lengths: Tensor | None = None
     window: int | None = None
 
-    def fits(self, other: Geometry) -> bool:
-        """Whether a mask made for `other` may serve a call of this geometry (sizes only, no device sync)."""
+    def same_sizes(self, other: Geometry) -> bool:
+        """Whether the sizes, the place of the queries and the window are alike; padding is not looked at."""
         mine = (self.batch, self.heads, self.q_len, self.kv_len, self.q_offset, self.window)
         return mine == (other.batch, other.heads, other.q_len, other.kv_len, other.q_offset, other.window)
 
+    def fits(self, other: Geometry) -> bool:
+        """Whether a mask made for `other` may serve a call of this geometry: same sizes, and the same padding.
+
+        Of padding on a device only the place in memory is compared, so that nothing synchronises: equal values in
+        other tensors do not fit there.
+        """
+        alike = _same_rows(self.starts, other.starts) and _same_rows(self.lengths, other.lengths)
+        return alike and self.same_sizes(other)
+
     def describe(self) -> str:
-        """Short text for error messages."""
-        return f"[B={self.batch}, Hq={self.heads}, Nq={self.q_len}, Nkv={self.kv_len}, q_offset={self.q_offset}]"
+        """Short text for error messages; values of padding are shown where they are on the CPU."""
+        sizes = f"B={self.batch}, Hq={self.heads}, Nq={self.q_len}, Nkv={self.kv_len}, q_offset={self.q_offset}"
+        return f"[{sizes}{_described('starts', self.starts)}{_described('lengths', self.lengths)}]"
 
     def first_position(self) -> Tensor:
         """int64 [B]: position of query row 0 on each row's grid; negative where it is padding."""
@@ -100,6 +110,26 @@ class Geometry:
         """int64 [B, Nq]: number of keys each query row may attend to."""
         counts = (self.query_positions() + 1) * self.real_queries()
         return counts if self.window is None else counts.clamp(max=self.window)
+
+
+def _same_rows(mine: Tensor | None, theirs: Tensor | None) -> bool:
+    """Whether starts or lengths are the same, as far as the host can tell without waiting for a device."""
+    if mine is theirs:
+        return True
+    if mine is None or theirs is None:
+        return False
+    if (mine.device, mine.dtype, mine.shape) != (theirs.device, theirs.dtype, theirs.shape):
+        return False
+    if mine.device.type == "cpu":
+        return torch.equal(mine, theirs)
+    return (mine.data_ptr(), mine.stride()) == (theirs.data_ptr(), theirs.stride())
+
+
+def _described(name: str, rows: Tensor | None) -> str:
+    if rows is None:
+        return ""
+    values = rows.tolist() if rows.device.type == "cpu" and rows.numel() <= 8 else f"of {rows.device}"
+    return f", {name}={values}"
 
 
 def span(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,7 @@ class IndexLists:
         first, last: int64 ``[B, R, P]``, P ascending, non-overlapping ranges per row (empty where last <= first).
         width: an upper bound on the length of a list, known on the host.
         """
+        _check_ranges(first, last, width)
         if kernels.serve(first):
             from sparseprefill.kernels.lists.launch import encode_ranges
 
@@ -128,3 +129,15 @@ class IndexLists:
         """The lists of one head, as ``[1, 1, R]`` (a view)."""
         part = (slice(batch, batch + 1), slice(head, head + 1))
         return IndexLists(self.counts[part], self.offsets[part], self.indices)
+
+
+def _check_ranges(first: object, last: object, width: object) -> None:
+    for name, x in (("first", first), ("last", last)):
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+            raise MaskError(f"{name} is {getattr(x, 'dtype', type(x).__name__)}: pass an int64 tensor [B, R, P]")
+        if x.dim() != 3:
+            raise MaskError(f"{name} has shape {tuple(x.shape)}: pass [B, R, P], P ranges per row")
+    if isinstance(first, Tensor) and isinstance(last, Tensor) and first.shape != last.shape:
+        raise MaskError(f"last has shape {tuple(last.shape)}: pass first's, {tuple(first.shape)}")
+    if not isinstance(width, int) or isinstance(width, bool) or width < 0:
+        raise MaskError(f"width is {width!r}: pass the most entries that a list may have, an integer >= 0")

@@ -177,9 +177,13 @@ class SparseMask:
             mine, theirs = self.geometry.describe(), other.geometry.describe()
             raise MaskError(f"cannot {verb} masks of different calls: {mine} and {theirs}")
 
-    def to_dense(self, rows: Tensor | None = None) -> Tensor:
-        """bool ``[B, Hq, Nq, Nkv]``, in the order of the call's tensors; `rows` picks query rows (int64 [n])."""
+    def to_dense(self, rows: Tensor | Sequence[int] | None = None) -> Tensor:
+        """bool ``[B, Hq, Nq, Nkv]``, in the order of the call's tensors; `rows` picks query rows (int64 [n]).
+
+        Raises MaskError for rows that are no indices of query rows; of rows on a device no value is read.
+        """
         geometry = self.geometry
+        rows = None if rows is None else _query_rows(rows, geometry)
         query, key = geometry.query_positions(), geometry.key_positions()
         if rows is not None:
             query = query[:, rows]
@@ -245,6 +249,9 @@ class SparseMask:
     def head(self, batch: int, head: int) -> SparseMask:
         """The mask of one head, as a mask of batch 1 and one head (views)."""
         one, g = slice(batch, batch + 1), self.geometry
+        for name, index, size in (("batch", batch, g.batch), ("head", head, g.heads)):
+            if not isinstance(index, int) or not 0 <= index < size:
+                raise MaskError(f"{name} is {index!r}: pass an integer from 0 to {size - 1}")
         starts = None if g.starts is None else g.starts[one]
         lengths = None if g.lengths is None else g.lengths[one]
         tiles = None if self.tiles is None else self.tiles.narrow(batch, head)
@@ -257,6 +264,8 @@ class SparseMask:
 
         Exact for short calls; of more than 32 query rows a cell, about 16, evenly spaced, stand for it.
         """
+        if not isinstance(cells, int) or isinstance(cells, bool) or cells < 1:
+            raise MaskError(f"cells is {cells!r}: pass a positive number of cells")
         g = self.geometry
         selected = torch.zeros(g.batch, g.heads, cells, cells, device=g.device)
         allowed = torch.zeros(g.batch, 1, cells, cells, device=g.device)
@@ -279,16 +288,39 @@ class SparseMask:
         )
 
     def check(self) -> None:
-        """Read every value and raise MaskError where a list is not ascending, distinct and within bounds."""
+        """Read every value and raise MaskError where a list is not ascending, distinct and within bounds.
+
+        A list that reaches beyond the indices in memory is named by its place.
+        """
         bounds = self.geometry.tile_columns(self.tile_k)
         for name, lists, bound in (("tiles", self.tiles, bounds), ("stripes", self.stripes, self.geometry.kv_len)):
             if lists is None:
                 continue
+            _check_counts(name, lists, bound)
             entry, index = lists.padded(int(lists.counts.max()))
             rising = (index[..., 1:] > index[..., :-1]) | ~entry[..., 1:]
             inside = ((index >= 0) & (index < bound)) | ~entry
-            if bool((lists.counts < 0).any()) or not bool(rising.all()) or not bool(inside.all()):
-                raise MaskError(f"SparseMask.{name} must hold ascending, distinct indices from 0 to {bound - 1}")
+            if not bool(rising.all()) or not bool(inside.all()):
+                raise MaskError(_wanted(name, bound))
+
+
+def _check_counts(name: str, lists: IndexLists, bound: int) -> None:
+    """That every list has a possible length and lies within the indices, before any of them is read."""
+    counts, offsets, held = lists.counts, lists.offsets, lists.indices.numel()
+    if bool(((counts < 0) | (counts > bound)).any()):
+        raise MaskError(_wanted(name, bound))
+    outside = ((offsets < 0) | (offsets > held - counts)) & (counts > 0)
+    if bool(outside.any()):
+        batch, head, row = outside.nonzero()[0].tolist()
+        offset, count = int(offsets[batch, head, row]), int(counts[batch, head, row])
+        raise MaskError(
+            f"SparseMask.{name}: the list of batch row {batch}, head {head}, row {row} has {count} entries from offset "
+            f"{offset}: it must lie within the {held} indices"
+        )
+
+
+def _wanted(name: str, bound: int) -> str:
+    return f"SparseMask.{name} must hold ascending, distinct indices from 0 to {bound - 1}"
 
 
 def _geometry(call: AttentionCall | Geometry) -> Geometry:
@@ -303,6 +335,21 @@ def _check_size(name: str, value: object) -> None:
         raise MaskError(f"SparseMask.{name} is {value!r}: pass a positive number of tokens or tiles")
 
 
+def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:
+    """Indices of query rows, on the geometry's device."""
+    last = geometry.q_len - 1
+    remedy = f"pass indices of query rows, integers from 0 to {last}"
+    try:
+        index = rows if isinstance(rows, Tensor) else torch.tensor(rows)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise MaskError(f"rows is {rows!r}: {remedy}") from None
+    if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+        raise MaskError(f"rows is {index.dtype} of shape {tuple(index.shape)}: {remedy}")
+    if index.device.type == "cpu" and bool(((index < -geometry.q_len) | (index > last)).any()):
+        raise MaskError(f"rows is {index.tolist()}: {remedy}")
+    return index.to(geometry.device)
+
+
 def _pair(tile: int | tuple[int, int]) -> tuple[int, int]:
     pair = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
     if len(pair) != 2 or any(not isinstance(x, int) or isinstance(x, bool) or x < 1 for x in pair):
@@ -314,7 +361,7 @@ def _broadcast(keep: Tensor, shape: tuple[int, int, int, int], axes: str) -> Ten
     if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
         raise MaskError(f"keep is {getattr(keep, 'dtype', type(keep).__name__)}: pass a bool tensor")
     try:
-        return keep.expand(shape) if keep.dim() <= 4 else keep.view(shape)
+        return keep.expand(shape)
     except RuntimeError:
         wanted = f"[batch, query heads, {axes}] = {shape}"
         raise MaskError(f"keep has shape {tuple(keep.shape)}: it must broadcast to {wanted}") from None

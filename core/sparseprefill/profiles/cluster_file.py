@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparseprefill import json_text
 from sparseprefill.errors import ParameterError
 from sparseprefill.profiles.clusters import NOISE, ClusterTable, Spot
 from sparseprefill.profiles.identity import ModelIdentity
@@ -32,14 +33,12 @@ def dump(table: ClusterTable) -> str:
 def load(path: str | Path) -> ClusterTable:
     """From a JSON file; ParameterError names the file and the field that does not fit."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "is no text file"
-        raise ParameterError(f"clusters is {str(path)!r}: {reason}; pass the JSON file of a cluster table") from error
+        text = json_text.read(path)
+    except ParameterError as error:
+        raise ParameterError(f"clusters is {str(path)!r}: {error}; pass the JSON file of a cluster table") from error
     try:
-        return parse(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ParameterError(f"{path}: is no JSON ({error})") from error
+        with json_text.bounded():
+            return parse(json_text.parsed(text))
     except ParameterError as error:
         raise ParameterError(f"{path}: {error}") from error
 
@@ -50,6 +49,8 @@ def parse(facts: object) -> ClusterTable:
         return facts
     if not isinstance(facts, Mapping):
         raise ParameterError(f"clusters is {type(facts).__name__}: pass a path, or a mapping")
+    if not facts:
+        raise ParameterError("clusters is an empty table: pass {(layer, head): cluster}, or what a cluster file holds")
     if "schema" not in facts and all(isinstance(key, tuple) for key in facts):
         return _by_hand(facts)
     for name, wanted in (("schema", SCHEMA), ("version", VERSION)):

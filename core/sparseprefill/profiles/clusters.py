@@ -44,14 +44,16 @@ class ClusterTable:
                 seen[head] = name
         if self.model is None:
             return
-        every = {(layer, head) for layer in range(self.model.layers) for head in range(self.model.heads)}
-        for head in sorted(set(seen) - every):
+        layers, count = self.model.layers, self.model.heads
+        unknown = [head for head in seen if not (0 <= head[0] < layers and 0 <= head[1] < count)]
+        if unknown:
+            head = min(unknown)
             raise ParameterError(
-                f"{seen[head]}: {_words(head)} is unknown to a model of {self.model.layers} layers with "
-                f"{self.model.heads} heads"
+                f"{seen[head]}: {_words(head)} is unknown to a model of {layers} layers with {count} heads"
             )
-        for head in sorted(every - set(seen)):
-            raise ParameterError(f"clusters: {_words(head)} is in no cluster, and not in noise")
+        if len(seen) < layers * count:  # the first that lacks is among the first so many and one
+            lacking = next(head for i in range(len(seen) + 1) if (head := divmod(i, count)) not in seen)
+            raise ParameterError(f"clusters: {_words(lacking)} is in no cluster, and not in noise")
 
     @cached_property
     def labels(self) -> Mapping[Spot, int]:

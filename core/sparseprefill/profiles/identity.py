@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, fields, frozen
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+
+MOST = 1 << 31
+"""No size of a model reaches it."""
 
 
 @frozen(kw_only=True)
@@ -61,6 +64,6 @@ class ModelIdentity:
             if name in ("name", "architecture", "digest"):
                 if not isinstance(value, str):
                     raise ParameterError(f"model.{name} is {value!r}: pass a text")
-            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ParameterError(f"model.{name} is {value!r}: pass a positive integer")
+            elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MOST:
+                raise ParameterError(f"model.{name} is {printed(value)}: pass a positive integer below 2^31")
         return cls(**facts)

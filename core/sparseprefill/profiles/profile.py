@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from sparseprefill import json_text
 from sparseprefill.errors import ParameterError
 from sparseprefill.profiles.identity import ModelIdentity
 
@@ -99,14 +100,12 @@ class Profile:
         if not isinstance(source, str | Path):
             raise ParameterError(f"profile is {source!r}: pass the path of a profile")
         try:
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "is no text file"
-            raise ParameterError(f"profile is {str(source)!r}: {reason}; pass a file of sparseprefill tune") from error
+            text = json_text.read(source)
+        except ParameterError as error:
+            raise ParameterError(f"profile is {str(source)!r}: {error}; pass a file of sparseprefill tune") from error
         try:
-            return cls.of(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ParameterError(f"{source}: is no JSON ({error})") from error
+            with json_text.bounded():
+                return cls.of(json_text.parsed(text))
         except ParameterError as error:
             raise ParameterError(f"{source}: {error}") from error
 

@@ -216,6 +216,12 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("shapes", 0, "points", 1, "keys"), 512, r"shapes\[0\].points has 128 x 512 behind 128 x 512: sizes ascend"),
     (("shapes", 0, "points", 2, "dense"), 0, r"points\[2\].dense is 0: pass seconds"),
     (("shapes", 0, "points", 2, "dense"), float("nan"), r"points\[2\].dense is nan: pass seconds"),
+    (("shapes", 0, "points", 2, "dense"), 10**400, r"points\[2\].dense is 1000.*: pass seconds"),
+    (("shapes", 0, "points", 2, "dense"), 1e300, r"points\[2\].dense is 1e\+300: pass seconds"),
+    (("shapes", 0, "points", 2, "queries"), 10**400, r"points\[2\].queries is 1000.*: pass a positive integer up to 2"),
+    (("shapes", 0, "points", 2, "keys"), 10**400, r"points\[2\].keys is 1000.*: pass a positive integer up to 2"),
+    (("shapes", 0, "heads"), 10**400, r"heads is 1000.*: pass a positive integer up to 2"),
+    (("shapes", 0, "points", 2, "methods", "streaming", "density"), 10**400, r"streaming.density is 1000.*: pass a"),
     (("shapes", 0, "points", 2, "dense"), True, r"points\[2\].dense is True"),
     (("shapes", 0, "points", 2, "executor"), None, r"points\[2\].executor is None: pass a list"),
     (("shapes", 0, "points", 2, "executor", 1, "density"), 0.05, r"executor\[1\].density is 0.05: densities ascend"),
@@ -254,7 +260,14 @@ def test_a_table_without_whole_prompts_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"{", "is no JSON"), (b"[]", r"the file is \[\]"), (b"\xff\xfe", "is no text file")]
+    ("content", "message"),
+    [
+        (b"{", "is no JSON"),
+        (b"[]", r"the file is \[\]"),
+        (b"\xff\xfe", "is no text file"),
+        (b"[" * 100000, "is nested too deeply"),
+        (b"1" * 5000, "is no JSON"),
+    ],
 )
 def test_a_file_that_is_no_table(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"
@@ -263,6 +276,8 @@ def test_a_file_that_is_no_table(content: bytes, message: str, tmp_path: Path) -
         BreakEven.load(path)
     with pytest.raises(sp.ParameterError, match=r"No such file.*sparseprefill calibrate"):
         BreakEven.load(tmp_path / "none.json")
+    with pytest.raises(sp.ParameterError, match=r"is no path \(embedded null byte\)"):
+        BreakEven.load("a\0b")
 
 
 TABLES = sorted((Path(sp.__file__).parent / "breakeven" / "tables").glob("*.json"))

@@ -143,3 +143,96 @@ def test_check_reads_the_lists(indices: list[int]) -> None:
     bad = evolve(mask, tiles=evolve(mask.tiles, indices=torch.tensor(indices, dtype=torch.int32)))
     with pytest.raises(MaskError, match="ascending, distinct indices from 0 to 2"):
         bad.check()
+
+
+@pytest.mark.parametrize("kind", ["tiles", "stripes"])
+@pytest.mark.parametrize("offset", [-1, -1000, 2, 1 << 40, (1 << 63) - 1])
+def test_check_finds_lists_outside_their_indices(kind: str, offset: int) -> None:
+    mask = SparseMask.full(CALL, 4) if kind == "tiles" else SparseMask.from_stripes(CALL, torch.ones(1, 12) > 0, 3, 4)
+    lists = getattr(mask, kind)
+    offsets = lists.offsets.clone()
+    offsets[0, 1, -1] = lists.indices.numel() - 1 if offset == 2 else offset
+    with pytest.raises(MaskError, match=rf"SparseMask\.{kind}: the list of .* head 1, .* must lie within the \d+ ind"):
+        evolve(mask, **{kind: evolve(lists, offsets=offsets)}).check()
+
+
+@pytest.mark.parametrize("count", [-1, 4, 1 << 30])
+def test_check_finds_impossible_counts(count: int) -> None:
+    mask = SparseMask.full(CALL, 4)
+    assert mask.tiles is not None
+    with pytest.raises(MaskError, match="ascending, distinct indices from 0 to 2"):
+        evolve(mask, tiles=evolve(mask.tiles, counts=torch.full_like(mask.tiles.counts, count))).check()
+
+
+def test_lists_without_entries_may_begin_anywhere() -> None:
+    lists = IndexLists.empty(1, 2, 3, torch.device("cpu"))
+    SparseMask(CALL.geometry, 4, 4, evolve(lists, offsets=lists.offsets - 7)).check()
+
+
+def test_maps_of_more_dimensions_are_refused_whatever_their_size() -> None:
+    with pytest.raises(MaskError, match=r"keep has shape \(1, 1, 2, 3, 3\): it must broadcast to .*\(1, 2, 3, 3\)"):
+        SparseMask.from_tiles(CALL, torch.ones(1, 1, 2, 3, 3, dtype=torch.bool), 4)
+    with pytest.raises(MaskError, match=r"keep has shape \(1, 1, 2, 3, 12\): it must broadcast"):
+        SparseMask.from_stripes(CALL, torch.ones(1, 1, 2, 3, 12, dtype=torch.bool), tile=4)
+
+
+RANGE = torch.zeros(1, 3, 1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "width", "message"),
+    [
+        (RANGE.float(), RANGE, 3, r"first is torch\.float32: pass an int64 tensor \[B, R, P\]"),
+        (RANGE, RANGE.double(), 3, r"last is torch\.float64: pass an int64 tensor"),
+        (RANGE, [0], 3, "last is list: pass an int64 tensor"),
+        (RANGE[0], RANGE, 3, r"first has shape \(3, 1\): pass \[B, R, P\]"),
+        (RANGE, RANGE[:, :2], 3, r"last has shape \(1, 2, 1\): pass first's"),
+        (RANGE, RANGE, 2.5, r"width is 2\.5: pass the most entries"),
+    ],
+)
+def test_bad_ranges(first: Any, last: Any, width: Any, message: str) -> None:
+    with pytest.raises(MaskError, match=message):
+        SparseMask.from_ranges(CALL, first, last, width, 4)
+
+
+@pytest.mark.parametrize("name", ["starts", "lengths"])
+def test_union_of_calls_with_other_padding_names_both(name: str) -> None:
+    one, other = (SparseMask.full(make(10, 12, batch=2, **{name: rows}), 4) for rows in (int32(0, 5), int32(4, 0)))
+    with pytest.raises(MaskError, match=rf"different calls: .*{name}=\[0, 5\].*{name}=\[4, 0\]"):
+        _ = one | other
+    with pytest.raises(MaskError, match=rf"cannot subtract .*{name}="):
+        _ = one - other
+
+
+@pytest.mark.parametrize(
+    ("rows", "shown"),
+    [
+        ([999], r"\[999\]"),
+        ([-11], r"\[-11\]"),
+        (torch.tensor([0, 10]), r"\[0, 10\]"),
+        ([0.5], r"torch\.float32"),
+        ([True], r"torch\.bool"),
+        ([[0]], r"of shape \(1, 1\)"),
+        (["first"], "'first'"),
+    ],
+)
+def test_rows_that_are_none(rows: Any, shown: str) -> None:
+    with pytest.raises(MaskError, match=rf"rows is .*{shown}.*: pass indices of query rows, integers from 0 to 9"):
+        SparseMask.full(CALL, 4).to_dense(rows)
+
+
+def test_rows_as_a_list() -> None:
+    mask = SparseMask.full(CALL, 4)
+    assert torch.equal(mask.to_dense()[:, :, [3, -1]], mask.to_dense([3, -1]))
+
+
+@pytest.mark.parametrize("cells", [0, -1, 2.5, True])
+def test_bad_cells(cells: Any) -> None:
+    with pytest.raises(MaskError, match=r"cells is .*: pass a positive number of cells"):
+        SparseMask.full(CALL, 4).shade(cells)
+
+
+@pytest.mark.parametrize(("where", "name"), [((1, 0), "batch"), ((0, 2), "head"), ((0, -1), "head")])
+def test_head_that_is_none(where: tuple[int, int], name: str) -> None:
+    with pytest.raises(MaskError, match=rf"{name} is -?\d: pass an integer from 0 to"):
+        SparseMask.full(CALL, 4).head(*where)

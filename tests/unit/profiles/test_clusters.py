@@ -1,0 +1,76 @@
+"""Tables of clusters: files that claim, nest or name what no model has are refused at once."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from sparseprefill.errors import ParameterError
+from sparseprefill.profiles.cluster_file import load, parse
+from sparseprefill.profiles.clusters import ClusterTable
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.profiles.profile import Profile
+
+MODEL = ModelIdentity(name="tiny", architecture="Tiny", layers=2, heads=2, kv_heads=1, head_dim=8, digest="01")
+HUGE = (1 << 31) - 1
+
+
+def facts(**model: Any) -> dict[str, Any]:
+    table = {"schema": "sparseprefill.clusters", "version": 1, "clusters": [[[0, 0], [0, 1]]], "noise": [[1, 0]]}
+    return {**table, "model": {**MODEL.to_dict(), **model}}
+
+
+def test_a_model_of_billions_of_heads_is_refused_at_once() -> None:
+    with pytest.raises(ParameterError, match="clusters: layer 0, head 2 is in no cluster, and not in noise"):
+        parse(facts(layers=HUGE, heads=HUGE))
+    with pytest.raises(ParameterError, match="clusters: layer 1, head 1 is in no cluster"):
+        parse(facts(layers=HUGE))
+
+
+def test_the_first_head_at_fault_is_named() -> None:
+    spots = ((0, 0), (0, 1), (1, 0), (1, 1))
+    assert 4 == len(ClusterTable(clusters=(spots,), model=MODEL).labels)
+    with pytest.raises(ParameterError, match=r"noise: layer 1, head 2 is unknown to a model of 2 layers with 2 heads"):
+        ClusterTable(clusters=(spots,), noise=((2, 0), (1, 2)), model=MODEL)
+    with pytest.raises(ParameterError, match=r"clusters: layer 1, head 0 is in no cluster"):
+        ClusterTable(clusters=(spots[:2], spots[3:]), model=evolve(MODEL, layers=3))
+
+
+@pytest.mark.parametrize("value", [1 << 31, 10**400, 10**5000], ids=["2^31", "400 digits", "5000 digits"])
+@pytest.mark.parametrize("name", ["layers", "heads", "kv_heads", "head_dim"])
+def test_sizes_that_no_model_has(name: str, value: int) -> None:
+    with pytest.raises(ParameterError, match=rf"model\.{name} is .*: pass a positive integer below 2\^31"):
+        parse(facts(**{name: value}))
+
+
+def test_an_empty_table_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    for make_it, source in ((parse, {}), (load, tmp_path / "a.json")):
+        with pytest.raises(ParameterError, match="clusters is an empty table: pass"):
+            make_it(source)
+
+
+@pytest.mark.parametrize("read", [load, Profile.load])
+def test_files_that_python_cannot_hold(tmp_path: Path, read: Any) -> None:
+    path = tmp_path / "a.json"
+    for text, message in (("[" * 100000, "is nested too deeply"), ("1" * 5000, r"is no JSON \(Exceeds the limit")):
+        path.write_text(text)
+        with pytest.raises(ParameterError, match=f"a.json: {message}"):
+            read(path)
+    with pytest.raises(ParameterError, match=r"is no path \(embedded null byte\)"):
+        read("a\0b")
+
+
+def test_a_profile_nested_as_deep_as_json_allows(tmp_path: Path) -> None:
+    names = ("method", "model", "versions", "ranges")
+    deep = '{"a":' * 900 + "1" + "}" * 900
+    head = {"schema": "sparseprefill.profile", "version": 1, **dict.fromkeys(names)}
+    (tmp_path / "a.json").write_text(json.dumps(head)[:-1] + f', "tuned": {deep}}}')
+    with pytest.raises(ParameterError, match=r"a.json: "):
+        Profile.load(tmp_path / "a.json")
