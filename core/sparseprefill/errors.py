@@ -15,14 +15,21 @@ SparsePrefillError
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 class SparsePrefillError(Exception):
-    """Base of everything this library raises on purpose."""
+    """Base of everything this library raises on purpose.
+
+    Errors can be pickled, so that they reach the caller of a worker process: what they hold comes back as it was,
+    whatever their classes are made from.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.args), self.__dict__.copy()
 
 
 class InvalidCallError(SparsePrefillError, ValueError):
@@ -69,6 +76,7 @@ class AttachError(SparsePrefillError):
     """An adapter cannot bind this model; the message gives the reason."""
 
 
+<<<<<<< HEAD
 def printed(value: object) -> str:
     """The value as messages show it; integers of thousands of digits, which have no repr, by their size."""
     try:
@@ -76,6 +84,11 @@ def printed(value: object) -> str:
     except ValueError:
         bits = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
         return f"{type(value).__name__}{bits}"
+=======
+def _again(kind: type[SparsePrefillError], args: tuple[Any, ...]) -> SparsePrefillError:
+    """An error with its message, without its constructor; what it holds besides comes by its state."""
+    return kind.__new__(kind, *args)
+>>>>>>> 4c2d0e2 (Errors, results, plans and methods can be pickled and copied)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

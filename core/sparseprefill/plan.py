@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Never
 
 import torch
 from attrs import evolve, field, frozen
@@ -17,7 +16,29 @@ from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.softmax import SoftmaxState
 
-EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+class _Empty(Mapping[str, Any]):
+    """A mapping that holds nothing and can hold nothing; a copy, or what a pickle brings back, is the very same one."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: str) -> Never:
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "{}"
+
+    def __reduce__(self) -> str:
+        return "EMPTY"
+
+
+EMPTY: Mapping[str, Any] = _Empty()
 
 
 @frozen(eq=False)
