@@ -76,7 +76,6 @@ class AttachError(SparsePrefillError):
     """An adapter cannot bind this model; the message gives the reason."""
 
 
-<<<<<<< HEAD
 def printed(value: object) -> str:
     """The value as messages show it; integers of thousands of digits, which have no repr, by their size."""
     try:
@@ -84,11 +83,11 @@ def printed(value: object) -> str:
     except ValueError:
         bits = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
         return f"{type(value).__name__}{bits}"
-=======
+
+
 def _again(kind: type[SparsePrefillError], args: tuple[Any, ...]) -> SparsePrefillError:
     """An error with its message, without its constructor; what it holds besides comes by its state."""
     return kind.__new__(kind, *args)
->>>>>>> 4c2d0e2 (Errors, results, plans and methods can be pickled and copied)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
