@@ -42,6 +42,11 @@ class Choice:
         """bool ``[B, H]``."""
         return self.flags[2]
 
+    def of_whole(self, whole: Tensor) -> Choice:
+        """The choice where of the dense heads only those count that were computed in full, bool ``[B, H]``."""
+        dense = self.dense & whole
+        return evolve(self, flags=torch.stack([self.share, dense, self.share | dense]))
+
 
 @frozen(eq=False)
 class Pivots:

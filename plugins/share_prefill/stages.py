@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
@@ -26,6 +26,7 @@ from .records import Choice, Pivots
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.mask import SparseMask
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Result
     from sparseprefill.profiles.identity import ModelIdentity
@@ -41,10 +42,19 @@ PART = 256
 
 @frozen(eq=False)
 class Evidence:
-    """What the estimator leaves for the observer."""
+    """What the estimator leaves for the observer. mask: as the estimator made it."""
 
     heads: LayerHeads
     choice: Choice
+    mask: SparseMask
+
+    def after(self, plan: Plan) -> Evidence:
+        """The evidence for the plan that ran, without the dense heads from which a refiner took pairs."""
+        if plan.mask is self.mask:
+            return self
+        pairs = sum(mask.pairs() for mask in plan.computed())
+        allowed = plan.mask.geometry.visible_counts().sum(-1, keepdim=True)
+        return evolve(self, choice=self.choice.of_whole(pairs == allowed))
 
 
 @frozen(eq=False)
@@ -94,7 +104,7 @@ class ShareEstimator:
         if not heads.open:
             return Plan(mask)
         probe = choice.dense if config.block_score == "mass" else None
-        return Plan(mask, probe=probe, notes={KEY: Evidence(heads, choice)})
+        return Plan(mask, probe=probe, notes={KEY: Evidence(heads, choice, mask)})
 
     def _choice(
         self, call: AttentionCall, mass: SampledMass, rows: Tensor, real: Tensor, heads: LayerHeads,
@@ -124,7 +134,10 @@ class ShareEstimator:
 
 @frozen(eq=False)
 class PivotObserver:
-    """Algorithm 2: the block map of each dense head, cut to its covering set, becomes its cluster's pivot."""
+    """Algorithm 2: the block map of each dense head, cut to its covering set, becomes its cluster's pivot.
+
+    The head must have been computed in full: one that a refiner narrowed makes none.
+    """
 
     config: ShareConfig
     clusters: Clusters
@@ -139,6 +152,7 @@ class PivotObserver:
         evidence = plan.notes.get(KEY)
         if not isinstance(evidence, Evidence):
             return
+        evidence = evidence.after(plan)
         cover = self._cover(self._maps(call, plan, result, evidence))
         memory.put(
             KEY, renewed(call, earlier(call, memory), self.clusters.count, evidence.heads, evidence.choice, cover)

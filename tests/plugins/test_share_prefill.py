@@ -66,12 +66,14 @@ def calls(draw: st.DrawFn) -> tuple[Layers, dict[str, Any]]:
 
 def run(layers: Layers, pipeline: sp.Pipeline, **options: Any) -> list[sp.Result]:
     """All layers with one memory."""
-    rows = ("starts", "lengths")
-    fields: dict[str, Any] = {
-        name: torch.tensor(one, dtype=torch.int32) if name in rows else one for name, one in options.items()
-    }
-    memory = sp.Memory()
+    fields, memory = fields_of(options), sp.Memory()
     return [pipeline.run(sp.AttentionCall(*qkv, layer=i, **fields), memory) for i, qkv in enumerate(layers)]
+
+
+def fields_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a call, whose rows are tensors."""
+    rows = ("starts", "lengths")
+    return {name: torch.tensor(one, dtype=torch.int32) if name in rows else one for name, one in options.items()}
 
 
 def build(table: Any, p: oracle.Parameters) -> sp.Pipeline:
@@ -239,3 +241,41 @@ def test_a_grid_that_does_not_divide_the_block_is_an_error() -> None:
     pipeline = sp.build("share-prefill", clusters="single", delta=1.01, block=16)
     with pytest.raises(sp.StageError, match="24 x 24"):
         run(tensors(1, (2, 1), 90, 90), evolve(pipeline, refiners=(Coarse(),)))
+
+
+class Narrow:
+    """A refiner that takes the first key tile from a query tile of one head, or leaves all heads whole."""
+
+    def __init__(self, head: int | None) -> None:
+        self.head = head
+
+    def refine(self, call: sp.AttentionCall, plan: sp.Plan, memory: sp.Memory) -> sp.Plan:
+        if call.layer > 0:
+            return plan
+        keep = torch.zeros(1, call.q.shape[1], call.geometry.tile_rows(16), 1, dtype=torch.bool)
+        if self.head is not None:
+            keep[:, self.head, 2] = True
+        keep = torch.nn.functional.pad(keep, (0, call.geometry.tile_columns(16) - 1))
+        return evolve(plan, mask=plan.mask - sp.SparseMask.from_tiles(call, keep, 16, diagonal=False))
+
+
+@pytest.mark.parametrize("block_score", ["mass", "mean_qk"])
+@pytest.mark.parametrize("options", [{}, {"starts": [5, 0], "lengths": [60, 81]}], ids=str)
+def test_a_head_that_a_refiner_narrowed_makes_no_pivot(options: dict[str, Any], block_score: str) -> None:
+    """Algorithm 2 takes the map of a head that was computed in full."""
+    layers = tensors(1, (2, 1), 90, 90, 2 if options else 1, layers=3)
+    pipeline = sp.build(
+        "share-prefill", clusters="single", tau=1.01, delta=1.01, gamma=0.6, block=16, block_score=block_score
+    )
+
+    def masks(head: int | None) -> list[Tensor]:
+        return [one.mask.to_dense() for one in run(layers, evolve(pipeline, refiners=(Narrow(head),)), **options)]
+
+    plain = [one.mask.to_dense() for one in run(layers, pipeline, **options)]
+    assert all(torch.equal(a, b) for a, b in zip(plain, masks(None), strict=True))  # whole, on another mask
+    assert all(torch.equal(a, b) for a, b in zip(plain[1:], masks(1)[1:], strict=True))  # it made no pivot anyway
+    later = masks(0)
+    full = sp.AttentionCall(*layers[1], **fields_of(options)).geometry.visible()
+    assert torch.equal(later[1][:, 0], full)  # no pivot yet: the next layer's first head runs dense to make one
+    alone = [one.mask.to_dense() for one in run(layers[1:], pipeline, **options)]
+    assert all(torch.equal(a, b) for a, b in zip(alone, later[1:], strict=True))
