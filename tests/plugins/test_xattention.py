@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.xattention import scores
+from sparseprefill.plugins.xattention.stages import kept_tiles
 from torch import Tensor
 
 import sparseprefill as sp
@@ -19,6 +20,7 @@ from oracles import xattention as oracle
 from oracles.classic import Keep
 from oracles.drawn import Made, call, calls, compare, run
 from oracles.xattention import Parameters
+from sparseprefill.testing import tensors
 
 PARAMETERS = st.builds(
     lambda stride, groups, threshold, sink: Parameters(stride, threshold, stride * groups, sink),
@@ -134,3 +136,16 @@ def test_parameters_are_checked() -> None:
         sp.build("xattention", block=100)
     with pytest.raises(sp.ParameterError, match=r"threshold is 1\.5"):
         sp.build("xattention", threshold=1.5)
+
+
+@pytest.mark.parametrize("kind", ["random", "heads"])
+def test_own_tile_and_sink_cost_what_the_page_says(kind: str) -> None:
+    """On top of the threshold at most 3 * block / N of all pairs, one third of it without the sink."""
+    q, k, v = tensors(kind, batch=1, heads=2, kv_heads=1, q_len=512, kv_len=512, head_dim=32)
+    one, block = sp.AttentionCall(q, k, v), 16
+    for threshold in (0.0, 0.5, 0.9):
+        keep = kept_tiles(one, 4, block, threshold)
+        chosen = sp.SparseMask.from_tiles(one, keep, block, diagonal=False).density
+        for sink, most in ((False, 1), (True, 3)):
+            made = sp.build("xattention", stride=4, threshold=threshold, block=block, sink=sink).run(one)
+            assert chosen <= made.density <= chosen + most * (block + 1) / 513 + 1e-9
