@@ -59,5 +59,6 @@ def sparseprefill_methods() -> list[Method]:
             build=_vertical_slash,
             full={"gamma": 1.0},
             small={"gamma": 0.6, "block": 16},
+            search={"gamma": (0.7, 0.8, 0.9, 0.95, 0.98, 0.99)},
         ),
     ]

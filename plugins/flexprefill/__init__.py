@@ -31,5 +31,6 @@ def sparseprefill_methods() -> list[Method]:
             build=_build,
             full={"gamma": 1.0},
             small={"gamma": 0.6, "tau": 0.2, "block": 16, "min_budget": 16},
+            search={"gamma": (0.8, 0.9, 0.95, 0.98), "tau": (0.1, 0.2), "min_budget": (256, 1024)},
         )
     ]

@@ -31,5 +31,6 @@ def sparseprefill_methods() -> list[Method]:
             build=_build,
             full={"threshold": 1.0},
             small={"stride": 4, "threshold": 0.6, "block": 16},
+            search={"threshold": (0.7, 0.8, 0.9, 0.95, 0.98), "stride": (8, 16)},
         )
     ]
