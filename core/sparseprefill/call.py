@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -65,10 +65,9 @@ class AttentionCall:
     @classmethod
     def of(cls, q: Tensor, k: Tensor | Pages, v: Tensor | Pages, options: Mapping[str, Any]) -> AttentionCall:
         """A call with other fields by name; InvalidCallError for a name that is no field, with the nearest."""
-        known = [attribute.alias for attribute in fields(cls) if attribute.kw_only]
         for name, value in options.items():
-            if name not in known:
-                raise InvalidCallError(name, printed(value), f"there is no such field{nearest(name, known)}")
+            if name not in _options():
+                raise InvalidCallError(name, printed(value), f"there is no such field{nearest(name, _options())}")
         return cls(q, k, v, **options)
 
     @property
@@ -132,6 +131,11 @@ class AttentionCall:
         offset = self.kv_len - self.q.shape[2] if self.q_offset is None else self.q_offset
         batch, heads, q_len = self.q.shape[:3]
         return Geometry(batch, heads, q_len, self.kv_len, offset, self.q.device, self.starts, self.lengths, self.window)
+
+
+@cache
+def _options() -> tuple[str, ...]:
+    return tuple(str(attribute.alias) for attribute in fields(AttentionCall) if attribute.kw_only)
 
 
 def check_call(call: object) -> None:
