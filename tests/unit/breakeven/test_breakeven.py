@@ -233,7 +233,7 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("at", "value", "message"), FAULTS)
+@pytest.mark.parametrize(("at", "value", "message"), FAULTS, ids=[message[:40] for _, _, message in FAULTS])
 def test_a_wrong_file_is_refused_by_field(at: tuple[Any, ...], value: Any, message: str, tmp_path: Path) -> None:
     facts: Any = json.loads(table(CHUNKED).to_json())
     inner = facts
