@@ -74,7 +74,8 @@ def test_an_error_crosses_a_worker_pool() -> None:
 @copied
 def test_results_and_plans_are_copied_with_their_masks(again: Copy) -> None:
     call = make(40)
-    for name, parameters in (("xattention", {"stride": 4, "block": 16, "threshold": 0.5}), ("dense", {})):
+    methods: dict[str, dict[str, Any]] = {"xattention": {"stride": 4, "block": 16, "threshold": 0.5}, "dense": {}}
+    for name, parameters in methods.items():
         result = sp.build(name, **parameters).run(call)
         found = again(result)
         assert isinstance(found, Result)
@@ -121,6 +122,6 @@ def test_the_empty_mapping_stays_itself(again: Copy) -> None:
     assert again(EMPTY) is EMPTY
     assert (dict(EMPTY), len(EMPTY), repr(EMPTY), "x" in EMPTY) == ({}, 0, "{}", False)
     with pytest.raises(TypeError):
-        EMPTY["x"] = 1  # type: ignore[index]
+        EMPTY["x"] = 1
     with pytest.raises(KeyError):
         EMPTY["x"]
