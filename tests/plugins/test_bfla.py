@@ -242,3 +242,17 @@ def test_rescues_are_refiners_that_can_be_replaced() -> None:
     expected = ["LocalBand", "Sink", "StrideRescue", "RandomRescue"]
     assert expected == names
     assert sp.build("bfla").estimator == evolve(pipeline, refiners=()).estimator
+
+
+@pytest.mark.parametrize("norm", ["sum", "mean"])
+def test_the_softcap_counts_with_mean_scores_alone(norm: str) -> None:
+    """A product of whole groups is a sum of logits, to which no softcap applies; their mean is as large as one."""
+    q, k, v = tensors(3, (2, 1), 160, 160)
+
+    def mask(softcap: float | None) -> torch.Tensor:
+        pipeline = sp.build(
+            "bfla", block=16, group=8, tile=16, keep_mass=0.5, score_norm=norm, stride=None, local_tiles=1
+        )
+        return pipeline.run(sp.AttentionCall(q, k, v, softcap=softcap)).mask.to_dense()
+
+    assert torch.equal(mask(None), mask(0.2)) == (norm == "sum")

@@ -288,3 +288,13 @@ def test_a_shipped_table_is_for_the_capability_in_its_name(path: Path) -> None:
     found = BreakEven.load(path)
     assert found.device.capability is not None
     assert path.name == "breakeven-cuda-{}.{}.json".format(*found.device.capability)
+
+
+def test_what_is_remembered_of_a_call_knows_its_kv_heads() -> None:
+    """Two calls of the same queries, judged by shapes of their own, in either order."""
+    found = table(whole({64: 0.2}, kv_heads=4), whole({64: 3.0}, kv_heads=1))
+    q = torch.zeros(1, 4, 64, 8)
+    wide, narrow = (sp.AttentionCall(q, k, k) for k in (torch.zeros(1, 4, 64, 8), torch.zeros(1, 1, 64, 8)))
+    for calls in ((wide, narrow), (narrow, wide)):
+        fresh = evolve(found)
+        assert {id(one): one is wide for one in calls} == {id(one): fresh.worth(one, "streaming") for one in calls}

@@ -162,3 +162,15 @@ def test_chunks_of_the_hash_are_the_whole() -> None:
 def test_parameters_out_of_bounds_are_named(make_one: Any, words: str) -> None:
     with pytest.raises(sp.ParameterError, match=words):
         make_one()
+
+
+@pytest.mark.parametrize("make_one", [lambda seed: sp.RandomRescue(0.5, seed), lambda seed: sp.StrideRescue(7, seed)])
+def test_every_bit_of_a_seed_counts(make_one: Any) -> None:
+    call = make(320, heads=2)
+    plan = sp.Plan(sp.SparseMask.empty(call, 8))
+    seeds = [0, *(1 << bit for bit in range(63)), 2**63 - 1]
+    found = {refined(make_one(seed), call, plan).mask.tile_map().numpy().tobytes() for seed in seeds}
+    assert len(found) == len(seeds)
+    for seed in (-1, 2**63, True):
+        with pytest.raises(sp.ParameterError, match=r"seed is"):
+            make_one(seed)

@@ -1,0 +1,51 @@
+"""A session's filter of layers: which run sparse, and what the report says of the others."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+from sparseprefill.adapters.session.session import NOT_CHOSEN, Fallback, Prefill, Session
+
+import sparseprefill as sp
+from helpers.build import make
+
+CALL = make(96, heads=4, kv_heads=2)
+METHOD = sp.build("streaming", sink=16, window=16, block=16)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_layers_that_were_not_asked_for_run_dense(strict: bool) -> None:
+    """Windowed or not, and no failure: `strict` raises nothing for them."""
+    session, prefill = Session(METHOD, layers=[0, 2], strict=strict), Prefill()
+    for window in (None, 8):
+        found = [session.run(evolve(CALL, layer=layer, window=window), prefill) for layer in range(4)]
+        assert [isinstance(one, Fallback) for one in found] == [False, True, False, True]
+        assert found[1] == Fallback(NOT_CHOSEN)
+    report = session.report("none", "none")
+    assert {one.layer: (one.sparse_calls, one.dense_calls) for one in report.layers if one.layer % 2} == {
+        1: (0, 2),
+        3: (0, 2),
+    }
+    assert [one.sparse_calls for one in report.layers if one.layer % 2 == 0] == [1, 1]
+    assert report.fallbacks == {NOT_CHOSEN: 4}
+
+
+def test_no_filter_and_an_empty_one() -> None:
+    for layers, sparse in ((None, True), ([], False)):
+        session = Session(METHOD, layers=layers)
+        assert all(
+            isinstance(session.run(evolve(CALL, layer=layer), Prefill()), sp.Result) == sparse for layer in range(3)
+        )
+
+
+def test_a_host_that_declines_a_layer_not_asked_for_is_no_failure() -> None:
+    session = Session(METHOD, layers=[0], strict=True)
+    assert session.decline(1, "padding", (1, 4, 4)) == Fallback(NOT_CHOSEN)
+    with pytest.raises(sp.UnsupportedCallError, match="layer 0: padding"):
+        session.decline(0, "padding", (1, 4, 4))
+
+
+@pytest.mark.parametrize("layers", [3, ["first"], [True], [1.0]], ids=str)
+def test_a_wrong_filter_is_refused(layers: object) -> None:
+    with pytest.raises(sp.ParameterError, match="layers is"):
+        Session(METHOD, layers=layers)  # type: ignore[arg-type]
