@@ -52,7 +52,7 @@ class Evidence:
         """The evidence for the plan that ran, without the dense heads from which a refiner took pairs."""
         if plan.mask is self.mask:
             return self
-        pairs = sum(mask.pairs() for mask in plan.computed())
+        pairs = torch.stack([mask.pairs() for mask in plan.computed()]).sum(0)
         allowed = plan.mask.geometry.visible_counts().sum(-1, keepdim=True)
         return evolve(self, choice=self.choice.of_whole(pairs == allowed))
 

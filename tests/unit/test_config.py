@@ -236,7 +236,7 @@ def test_unions_without_end() -> None:
 def test_a_parameter_called_self() -> None:
     for make_it in (sp.build, sp.build.__globals__["default_registry"]().build):
         with pytest.raises(ParameterError, match="streaming has no parameter 'self'"):
-            make_it("streaming", **{"self": 1})
+            make_it("streaming", **dict[str, Any]({"self": 1}))
     with pytest.raises(ParameterError, match=r"parameters\.self is unknown"):
         sp.from_config({"method": "streaming", "parameters": {"self": 1}})
 

@@ -76,7 +76,7 @@ def test_results_and_plans_are_copied_with_their_masks(again: Copy) -> None:
     call = make(40)
     methods: dict[str, dict[str, Any]] = {"xattention": {"stride": 4, "block": 16, "threshold": 0.5}, "dense": {}}
     for name, parameters in methods.items():
-        result = sp.build(name, **parameters).run(call)
+        result = sp.default_registry().get(name).pipeline(**parameters).run(call)
         found = again(result)
         assert isinstance(found, Result)
         assert torch.equal(found.out, result.out)

@@ -39,7 +39,7 @@ def test_call_returns_the_output_of_run() -> None:
 def test_unknown_options_and_calls_that_are_none(made: sp.Pipeline | sp.Route) -> None:
     for name in ("bogus", "self"):
         with pytest.raises(InvalidCallError, match=rf"\.{name} is 1: there is no such field.*Known: .*sinks"):
-            made(CALL.q, CALL.k, CALL.v, **{name: 1})
+            made(CALL.q, CALL.k, CALL.v, **dict[str, Any]({name: 1}))
     with pytest.raises(InvalidCallError, match="did you mean 'softcap'"):
         made(CALL.q, CALL.k, CALL.v, soft_cap=1)
     with pytest.raises(ParameterError, match="call is NoneType: pass an AttentionCall"):
@@ -58,7 +58,7 @@ def test_call_passes_its_arguments_on() -> None:
 @pytest.mark.parametrize("name", ["starts", "lengths"])
 def test_mask_for_other_padding_is_refused(name: str) -> None:
     """Such a mask leaves rows empty without a word."""
-    call, other = (make(16, batch=2, **{name: rows}) for rows in (int32(0, 5), int32(9, 12)))
+    call, other = (make(16, batch=2, **dict[str, Any]({name: rows})) for rows in (int32(0, 5), int32(9, 12)))
     with pytest.raises(MaskError, match=rf"returned a mask for .*{name}=\[9, 12\].*the call is .*{name}=\[0, 5\]"):
         Pipeline(Estimate(lambda *_: Plan(SparseMask.full(other, 4)))).run(call)
 

@@ -81,7 +81,9 @@ def test_fits_compares_sizes() -> None:
 
 @pytest.mark.parametrize("name", ["starts", "lengths"])
 def test_fits_compares_the_padding(name: str) -> None:
-    one, same, other = (make(10, 12, batch=2, **{name: rows}) for rows in (int32(0, 5), int32(0, 5), int32(4, 0)))
+    one, same, other = (
+        make(10, 12, batch=2, **dict[str, Any]({name: rows})) for rows in (int32(0, 5), int32(0, 5), int32(4, 0))
+    )
     bare = make(10, 12, batch=2)
     assert one.geometry.fits(same.geometry)
     assert one.geometry.same_sizes(other.geometry)
@@ -94,9 +96,9 @@ def test_fits_compares_the_padding(name: str) -> None:
 def test_fits_reads_no_padding_on_a_device(name: str) -> None:
     """Meta tensors have no values, and so stand for a device on which a look at them would wait."""
     rows = torch.zeros(4, dtype=torch.int32, device="meta")
-    geometry = evolve(make(4, 6, batch=2).geometry, **{name: rows[:2]})
-    assert geometry.fits(evolve(geometry, **{name: rows[:2]}))
-    assert not geometry.fits(evolve(geometry, **{name: rows[::2]}))
+    geometry = evolve(make(4, 6, batch=2).geometry, **dict[str, Any]({name: rows[:2]}))
+    assert geometry.fits(evolve(geometry, **dict[str, Any]({name: rows[:2]})))
+    assert not geometry.fits(evolve(geometry, **dict[str, Any]({name: rows[::2]})))
 
 
 def test_description_names_the_padding() -> None:

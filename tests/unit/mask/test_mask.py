@@ -197,7 +197,9 @@ def test_bad_ranges(first: Any, last: Any, width: Any, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["starts", "lengths"])
 def test_union_of_calls_with_other_padding_names_both(name: str) -> None:
-    one, other = (SparseMask.full(make(10, 12, batch=2, **{name: rows}), 4) for rows in (int32(0, 5), int32(4, 0)))
+    one, other = (
+        SparseMask.full(make(10, 12, batch=2, **dict[str, Any]({name: rows})), 4) for rows in (int32(0, 5), int32(4, 0))
+    )
     with pytest.raises(MaskError, match=rf"different calls: .*{name}=\[0, 5\].*{name}=\[4, 0\]"):
         _ = one | other
     with pytest.raises(MaskError, match=rf"cannot subtract .*{name}="):
