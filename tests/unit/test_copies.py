@@ -121,7 +121,8 @@ def test_methods_are_copied(again: Copy) -> None:
 def test_the_empty_mapping_stays_itself(again: Copy) -> None:
     assert again(EMPTY) is EMPTY
     assert (dict(EMPTY), len(EMPTY), repr(EMPTY), "x" in EMPTY) == ({}, 0, "{}", False)
+    held: Any = EMPTY
     with pytest.raises(TypeError):
-        EMPTY["x"] = 1
+        held["x"] = 1
     with pytest.raises(KeyError):
         EMPTY["x"]
