@@ -32,11 +32,12 @@ class FlexConfig:
     """Settings of `flexprefill`.
 
     gamma: share of the scores that the chosen tiles of a query-aware head, and the columns and diagonals each of
-    another, must reach. tau: a head is query-aware where the Jensen-Shannon distance (0 to 1) between estimated and
-    true attention of the last block lies below. block: tile size, number of representative queries, and width of a
-    diagonal bin, in tokens. min_budget: least tokens, rounded up to whole blocks, of the tiles per query tile, of
-    the columns, and of the diagonals. max_budget: most tokens of the same, or None. coverage: "row" takes gamma of
-    each query tile's scores, "global" of the whole map's.
+    another, must reach. tau: a head is query-aware where the Jensen-Shannon distance between estimated and true
+    attention of the last block lies below; in nats, as the authors' release takes it: from 0 to sqrt(ln 2) = 0.833.
+    block: tile size, number of representative queries, and width of a diagonal bin, in tokens. min_budget: least
+    tokens, rounded up to whole blocks, of the tiles per query tile, of the columns, and of the diagonals. max_budget:
+    most tokens of the same, or None. coverage: "row" takes gamma of each query tile's scores, "global" of the whole
+    map's.
     """
 
     gamma: float = field(default=0.95, validator=number(0.0, 1.0))

@@ -10,6 +10,7 @@ from sparseprefill.kernels.statistics.distance import js_distance, js_terms, see
 from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div
 
 TINY = tl.constexpr(1.1754943508222875e-38)
+SQRT_LN2 = tl.constexpr(0.8325546111576977)
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def distance_kernel(
     q_offset, q_len, kv_len, count, columns, window, heads,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """far ``[batch * heads]``: Jensen-Shannon distance by which a head takes its pattern (Algorithm 2).
+    """far ``[batch * heads]``: Jensen-Shannon distance, in nats, by which a head takes its pattern (Algorithm 2).
 
     Of the softmax of products ``[batch * heads, columns]``, the pooled estimate, from the true mass, which is made to
     add up to 1. One program: one head.
@@ -87,4 +88,4 @@ def distance_kernel(
         c = at + tl.arange(0, WIDTH)
         estimate = tl.math.exp2(_logits(products, c, begin, end, scale, softcap, SOFTCAP) - level) * share
         total += js_terms(estimate, tl.load(true + c, mask=c < columns, other=0.0) / whole)
-    tl.store(far_ptr + bh, js_distance(tl.sum(total, 0)))
+    tl.store(far_ptr + bh, js_distance(tl.sum(total, 0)) * SQRT_LN2)  # to nats

@@ -26,7 +26,7 @@ def tile_softmax(call: AttentionCall, products: Tensor, first_row: int, block: i
 
 
 def distance(call: AttentionCall, products: Tensor, true: Tensor, count: int, block: int) -> Tensor:
-    """float32 ``[B, Hq]`` of ``[B, Hq, C]`` each. count: sampled queries, the call's last ones."""
+    """float32 ``[B, Hq]``, in nats, of ``[B, Hq, C]`` each. count: sampled queries, the call's last ones."""
     batch, heads, columns = products.shape
     far = torch.empty(batch, heads, dtype=torch.float32, device=products.device)
     numbers, flags = _arguments(call, block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 
+SQRT_LN2 = math.sqrt(math.log(2))
+"""Largest distance in nats. The authors take the divergence by the natural logarithm, core by base 2."""
+
+
 def distance(call: AttentionCall, keys: Tensor, rows: Tensor, real: Tensor, columns: Tensor, block: int) -> Tensor:
-    """Jensen-Shannon distance ``[B, Hq]`` between the estimated and the true attention of the sampled queries.
+    """Jensen-Shannon distance ``[B, Hq]``, in nats, between estimated and true attention of the sampled queries.
 
     keys: mean key per tile ``[B, Hkv, C, D]``. rows, real: the sampled queries, index and existence ``[B, n]``.
     columns: their exact attention mass by key ``[B, Hq, Nkv]``.
@@ -33,7 +38,7 @@ def distance(call: AttentionCall, keys: Tensor, rows: Tensor, real: Tensor, colu
         return launch.distance(call, products(query, keys)[:, :, 0], true, rows.shape[1], block)
     true = true / true.sum(-1, keepdim=True).clamp(min=torch.finfo(true.dtype).tiny)
     estimate = scores(call, query, keys, _seen(call, rows, real, block)[:, None])
-    return js_distance(estimate[:, :, 0], true)
+    return js_distance(estimate[:, :, 0], true) * SQRT_LN2
 
 
 def _mean_query(call: AttentionCall, rows: Tensor, real: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ Settled where the paper is silent:
 - A block's mean key is over its keys up to the call's last query. A block is scored where causality and the window
   allow any pair of it.
 - Both distributions of the test sum to 1: the true one is the attention mass of a block.
-- Jensen-Shannon divergence with log base 2, and 0 log 0 = 0.
+- Jensen-Shannon divergence by the natural logarithm, as the authors' release has it, and 0 log 0 = 0.
 - The element that crosses gamma is kept; of equal scores the earlier one; gamma = 1 keeps everything.
 - Budgets are in whole blocks: per query block of a query-aware head, and for columns and diagonals each of others.
 - Columns are single keys. The pairs of slash bin s, distances [s * block, (s + 1) * block), fall in the diagonals
@@ -75,12 +75,12 @@ class Head:
 
 
 def jensen_shannon(p: list[float], q: list[float]) -> float:
-    """The distance: square root of the divergence, between 0 and 1."""
+    """The distance: square root of the divergence in nats, between 0 and sqrt(ln 2)."""
     total = 0.0
     for x, y in zip(p, q, strict=True):
         m = (x + y) / 2
-        total += x / 2 * math.log2(x / m) if x > 0 else 0.0
-        total += y / 2 * math.log2(y / m) if y > 0 else 0.0
+        total += x / 2 * math.log(x / m) if x > 0 else 0.0
+        total += y / 2 * math.log(y / m) if y > 0 else 0.0
     return math.sqrt(max(total, 0.0))
 
 

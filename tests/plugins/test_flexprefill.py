@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -76,7 +77,26 @@ def test_the_distance_is_the_oracles() -> None:
     p, q = torch.rand(2, 30, generator=generator, dtype=torch.float64)
     p[:5], q[3:9] = 0, 0
     p, q = p / p.sum(), q / q.sum()
-    assert oracle.jensen_shannon(p.tolist(), q.tolist()) == pytest.approx(float(js_distance(p, q)), abs=1e-12)
+    ours = float(js_distance(p, q)) * math.sqrt(math.log(2))
+    assert oracle.jensen_shannon(p.tolist(), q.tolist()) == pytest.approx(ours, abs=1e-12)
+
+
+def test_tau_is_in_the_units_of_the_authors_release() -> None:
+    """Their test, with the natural logarithm, on a head whose distance lies between tau in nats and tau in bits."""
+    made = call(1, (1, 1), 120, 0)
+    far = float(ours(Parameters(0.6, 0.2, 16), made).plan.notes["distance"])
+    q, k = made["q"][0, 0].double(), made["k"][0, 0].double()
+    block, first, scale = 16, len(k) - 16, q.shape[-1] ** -0.5
+    future = torch.arange(first, first + block)[:, None] < torch.arange(len(k))
+    true = (q[-block:] @ k.T * scale).masked_fill(future, -torch.inf).softmax(-1)
+    true = torch.stack([part.sum(-1) for part in true.split(block, -1)], -1).mean(0)
+    means = torch.stack([part.mean(0) for part in k.split(block)])
+    estimate = (means @ q[-block:].mean(0) * scale).softmax(-1)
+    m = (true + estimate) / 2
+    release = torch.sqrt(0.5 * (true * torch.log(true / m)).sum() + 0.5 * (estimate * torch.log(estimate / m)).sum())
+    assert far == pytest.approx(float(release), rel=1e-6)
+    between = float(release) * 1.1  # base 2 would put the head at 1.2 times its distance: not query-aware
+    assert [[True]] == ours(Parameters(0.6, between, 16), made).plan.notes["query_aware"].tolist()
 
 
 # Bugs of released code, each as a test.
