@@ -1,0 +1,214 @@
+"""A model's own dense prefill beside sparse ones, prompt by prompt.
+
+For every prompt the model reads once with its own attention, which serves all contenders. A contender then prefills the
+same tokens: once watched, for distributions and recall, and as often as asked with nothing measured in it, for the
+clock. What follows the prompt, a held-back tail of it and dense's greedy continuation, is read with dense attention
+behind the sparse prefill's cache, as a server decodes. One cache is alive at a time, and logits of some rows only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from sparseprefill.errors import ParameterError, SparsePrefillError
+from sparseprefill.validate import whole
+
+from ..huggingface import attach
+from ..progress import Progress
+from .attention import LayerWatch
+from .contender import Contender
+from .divergence import compare
+from .outcome import Fidelity, Layer, Outcome
+from .prompts import Prompt
+from .reading import Reader, Truth
+
+Ask = Callable[[Any, Progress], Mapping[str, tuple[int, int]]]
+"""Asks about the prompt that a cache holds: ``ask(cache, progress)``; values right and asked by family."""
+
+
+def _silent(what: str, done: int, of: int) -> None:
+    """Hears of progress and says nothing."""
+
+
+@frozen(kw_only=True)
+class Sizes:
+    """How much is looked at, in tokens or rows.
+
+    last: last rows of the prefill. tail: text held back from the prompt's end. greedy: tokens of dense's own
+    continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts.
+    """
+
+    last: int = field(default=32, validator=whole(1))
+    tail: int = field(default=32, validator=whole(2))
+    greedy: int = field(default=64, validator=whole(1))
+    rows: int = field(default=64, validator=whole(1))
+    repeats: int = field(default=1, validator=whole(1))
+
+
+@frozen(eq=False)
+class Comparison:
+    """One prompt on one model, read by the model itself; runs contenders one after the other.
+
+    truth: the dense pass. stock: its outcome. answers come from `ask`, if there is one. pictured: layer and head whose
+    mask is kept.
+    """
+
+    reader: Reader
+    prompt: Prompt
+    sizes: Sizes
+    truth: Truth
+    stock: Outcome
+    pictured: tuple[int, int] | None = None
+    ask: Ask | None = None
+
+    @classmethod
+    @torch.inference_mode()
+    def of(
+        cls,
+        model: Any,
+        prompt: Prompt,
+        sizes: Sizes | None = None,
+        *,
+        pictured: tuple[int, int] | None = None,
+        ask: Ask | None = None,
+        progress: Progress = _silent,
+    ) -> Comparison:
+        """Read the prompt with the model's own attention. ParameterError where it is too short for the sizes."""
+        sizes, reader = sizes or Sizes(), Reader(model)
+        ids, tail = _cut(prompt, sizes, reader)
+        with _counted(model, lambda done, of: progress("dense", done, of)):
+            truth = Truth.of(reader, ids, tail, sizes.last, sizes.greedy, sizes.repeats)
+        answers: Mapping[str, tuple[int, int]] = {}
+        if ask is not None:
+            answers = ask(reader.prefill(ids, 1)[1], progress)
+        stock = Outcome(
+            Contender("stock"),
+            prompt.name,
+            ids.shape[1],
+            seconds=median(truth.seconds),
+            extra_bytes=None if truth.peak is None else 0,
+            layers=_dense_layers(model),
+            answers=answers,
+        )
+        return cls(reader, prompt, sizes, truth, stock, pictured, ask)
+
+    def run(self, contender: Contender, progress: Progress = _silent) -> Outcome:
+        """Prefill, compare, ask. An error of the library, or lack of memory, ends the contender alone."""
+        if contender.pipeline is None:
+            return self.stock
+        try:
+            return self._run(contender, progress)
+        except (SparsePrefillError, torch.OutOfMemoryError) as error:
+            return Outcome(contender, self.prompt.name, error=str(error).splitlines()[0])
+
+    @torch.inference_mode()
+    def _run(self, contender: Contender, progress: Progress) -> Outcome:
+        reader, sizes = self.reader, self.sizes
+        ids, tail = _cut(self.prompt, sizes, reader)
+        watch = LayerWatch(sizes.rows, sizes.last, self.pictured)
+        watching = True
+
+        def observe(call: Any, result: Any) -> None:
+            if watching:
+                watch(call, result)
+
+        with _attached(reader.model, contender, observe) as handle:
+            with _counted(reader.model, lambda done, of: progress("prefill", done, of)):
+                logits, cache = reader.prefill(ids, sizes.last)
+            watching = False
+            report = handle.report()
+            answers = {} if self.ask is None else self.ask(cache, progress)
+        progress("fidelity", 0, 1)
+        fidelity = self._fidelity(logits, cache, tail)
+        del cache, logits
+        with _attached(reader.model, contender, None):
+            runs = []
+            for done in range(sizes.repeats):
+                progress("clock", done, sizes.repeats)
+                runs.append(reader.timed(ids))
+        peak = runs[-1][1]
+        return Outcome(
+            contender,
+            self.prompt.name,
+            ids.shape[1],
+            fidelity,
+            median(seconds for seconds, _ in runs),
+            None if peak is None or self.truth.peak is None else peak - self.truth.peak,
+            _layers(watch, report, self.stock.layers),
+            answers,
+            watch.mask,
+            dict(report.notes),
+        )
+
+    def _fidelity(self, logits: Tensor, cache: Any, tail: Tensor) -> Fidelity:
+        truth, reader = self.truth, self.reader
+        ids = torch.tensor(self.prompt.ids)
+        end = len(self.prompt.ids) - tail.shape[1]
+        follows = reader.follow(cache, tail)
+        _, chosen = reader.decode(cache, follows[-1], self.sizes.greedy, truth.continuation)
+        parted = (chosen.argmax(-1).cpu() != truth.continuation.cpu()).nonzero()
+        return Fidelity(
+            compare(truth.last, logits, ids[end - logits.shape[0] + 1 : end + 1]),
+            compare(truth.tail, follows[:-1], ids[end + 1 :]),
+            compare(truth.greedy, chosen),
+            int(parted[0]) if parted.numel() else None,
+        )
+
+
+def _cut(prompt: Prompt, sizes: Sizes, reader: Reader) -> tuple[Tensor, Tensor]:
+    least = sizes.last + sizes.tail
+    if len(prompt.ids) < least + 1:
+        raise ParameterError(
+            f"the prompt {prompt.name!r} has {len(prompt.ids)} tokens: pass one of more than {least}, of which "
+            f"{sizes.tail} are held back and {sizes.last} are compared"
+        )
+    ids = torch.tensor([prompt.ids], device=reader.device)
+    return ids[:, : -sizes.tail], ids[:, -sizes.tail :]
+
+
+def _attached(model: Any, contender: Contender, observe: Any) -> AbstractContextManager[Any]:
+    if contender.pipeline is None:
+        return nullcontext()
+    handle: AbstractContextManager[Any] = attach(model, contender.pipeline, observe=observe, gate=None)
+    return handle
+
+
+def _dense_layers(model: Any) -> tuple[Layer, ...]:
+    config = model.config.get_text_config()
+    heads = (1.0,) * int(config.num_attention_heads)
+    return tuple(Layer(index, 1.0, heads, heads) for index in range(int(config.num_hidden_layers)))
+
+
+def _layers(watch: LayerWatch, report: Any, stock: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The layers that ran sparse, and those of the report that did not, with the reason."""
+    heads = stock[0].recalls if stock else (1.0,)
+    made = dict(watch.found)
+    for layer in report.layers:
+        if layer.layer not in made:
+            reason = "; ".join(layer.reasons) or f"ran as {layer.mode}"
+            made[layer.layer] = Layer(layer.layer, 1.0, heads, heads, reason)
+    return tuple(made[index] for index in sorted(made))
+
+
+@contextmanager
+def _counted(model: Any, progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Tells how many of the model's layers have run."""
+    decoder = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else model
+    layers = getattr(decoder, "layers", None) or []
+    progress(0, max(1, len(layers)))
+    hooks = [
+        layer.register_forward_hook(lambda *_, done=done: progress(done, len(layers)))
+        for done, layer in enumerate(layers, start=1)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,116 @@
+"""Prompts to compare on: from files, or made of text that is at hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from sparseprefill.errors import ParameterError
+
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+"""Files that a folder of prompts may hold."""
+
+
+@frozen
+class Prompt:
+    """A prompt as the model reads it. name: where it comes from. ids: its tokens, at least one."""
+
+    name: str
+    ids: tuple[int, ...]
+
+
+def load(path: str | Path, tokenizer: Any, tokens: int | None = None) -> list[Prompt]:
+    """The prompts of a text file (one prompt), a JSONL file (one a line), or a folder of both, in order of name.
+
+    A line of JSONL is an object with `prompt`, a text, or with `messages`, chat messages that go through the
+    tokenizer's chat template. tokens: the most of one prompt. A text is cut behind it; of a line of JSONL, whose
+    question is likely to stand at the end, the middle is left out.
+
+    Raises ParameterError, which names file and line, for what is none of that.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(one for one in path.iterdir() if one.suffix.lower() in SUFFIXES)
+        if not files:
+            raise ParameterError(f"prompts: {path} holds no file that ends in {', '.join(SUFFIXES)}")
+    elif path.is_file():
+        files = [path]
+    else:
+        raise ParameterError(f"prompts: there is no file or folder {path}")
+    return [prompt for file in files for prompt in _of_file(file, tokenizer, tokens)]
+
+
+def made(texts: Sequence[str], tokenizer: Any, tokens: int, count: int) -> list[Prompt]:
+    """`count` prompts of exactly `tokens` tokens each, out of lines of text, each from another place.
+
+    Raises ParameterError where the text has fewer tokens.
+    """
+    found = []
+    for index in range(count):
+        first = len(texts) * index // count
+        ids: list[int] = []
+        for line in (*texts[first:], *texts[:first]):
+            ids += _ids(tokenizer, line + "\n", start=not ids)
+            if len(ids) >= tokens:
+                break
+        if len(ids) < tokens:
+            raise ParameterError(f"tokens is {tokens}: the built-in text has {len(ids)}")
+        found.append(Prompt(f"built-in {index + 1}", tuple(ids[:tokens])))
+    return found
+
+
+def _of_file(path: Path, tokenizer: Any, tokens: int | None) -> Iterator[Prompt]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(f"prompts: {path} cannot be read as UTF-8 text: {error}") from error
+    if path.suffix.lower() != ".jsonl":
+        ids = _ids(tokenizer, text, start=True)[:tokens]
+        if not ids:
+            raise ParameterError(f"prompts: {path} holds no text")
+        yield Prompt(path.name, tuple(ids))
+        return
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise ParameterError(f"prompts: {path} holds no line")
+    for number, line in lines:
+        where = f"{path.name}:{number}"
+        yield Prompt(where, tuple(_middle_out(_of_line(line, where, tokenizer), tokens)))
+
+
+def _of_line(line: str, where: str, tokenizer: Any) -> list[int]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ParameterError(f"prompts: {where} is no JSON: {error}") from error
+    given = sorted({"prompt", "messages"} & set(entry)) if isinstance(entry, dict) else []
+    if len(given) != 1:
+        raise ParameterError(f"prompts: {where} is {line[:60]!r}: pass an object with either 'prompt' or 'messages'")
+    if given == ["prompt"]:
+        if not isinstance(entry["prompt"], str) or not entry["prompt"]:
+            raise ParameterError(f"prompts: {where}: prompt is {entry['prompt']!r}: pass a text")
+        return _ids(tokenizer, entry["prompt"], start=True)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ParameterError(
+            f"prompts: {where} has messages, and the tokenizer no chat template: pass 'prompt' instead"
+        )
+    try:
+        text = tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs of others, and raise what they like
+        raise ParameterError(f"prompts: {where}: the chat template refuses the messages: {error}") from error
+    return _ids(tokenizer, text, start=False)
+
+
+def _ids(tokenizer: Any, text: str, *, start: bool) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=start)["input_ids"])
+
+
+def _middle_out(ids: list[int], tokens: int | None) -> list[int]:
+    if tokens is None or len(ids) <= tokens:
+        return ids
+    first = tokens // 2
+    return ids[:first] + ids[len(ids) - (tokens - first) :]
