@@ -55,39 +55,37 @@ def demo(
     The model reads a long text with facts hidden in it, once with its own attention and once with each method, and
     then answers questions about it.
     """
+    from ..demo.settings import PARAMETERS
+    from ..evaluation.runs import outcomes
     from . import picture as pictures
     from . import results
     from .options import configured, contenders
     from .progress import bars
-    from .setup import Place, comparison
+    from .setup import Place, exam_of
 
     pictures.check_path(picture)
     registry = default_registry()
-    found = contenders(registry, method or (), settings or ()) + configured(config or (), hybrids)
+    compared = contenders(registry, method or (), settings or (), PARAMETERS) + configured(config or (), hybrids)
     place = Place.of(device, dtype.value, threads)
-    with bars(len(found)) as shown, place.threaded():
-        compared = comparison(tokens, questions, seed, (layer, head), place)
-        outcomes = []
-        for contender in found:
-            with shown.contender(contender.label) as progress:
-                outcomes.append(compared.run(contender, progress))
-        pictures.draw(outcomes, layer, head, picture)
+    with bars(len(compared) + 1) as shown, place.threaded():
+        exam = exam_of(tokens, questions, seed, (layer, head), place)
+        found = list(outcomes(exam.model, [exam.prompt], compared, exam.sizes, shown, (layer, head), exam.ask))
+        pictures.draw(found, layer, head, picture)
     facts = {
         "tokens": tokens,
-        "questions": compared.exam.questions,
+        "questions": exam.questions,
         "seed": seed,
-        "rows": compared.rows,
         "device": str(place.device),
         "dtype": place.dtype_name,
         "threads": threads,
         "picture": {"path": str(picture), "layer": layer, "head": head},
     }
     if json:
-        render.write_json(results.as_json(outcomes, facts))
+        render.write_json(results.as_json(found, facts, exam.sizes))
     else:
-        title = f"{tokens:,} tokens, {compared.exam.questions} questions, seed {seed}, {place}"
-        results.as_table(outcomes, title, compared.rows, place.device.type == "cpu")
+        title = f"{tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
+        results.as_table(found, title, exam.sizes, place.device.type == "cpu")
         render.line(f"picture of layer {layer}, head {head}: {picture}")
     render.broken(registry)
-    if any(outcome.error for outcome in outcomes):
+    if any(outcome.error for outcome in found):
         raise typer.Exit(1)

@@ -1,9 +1,9 @@
-"""What the options of `demo` mean: contenders and their parameters, device and dtype."""
+"""What the options of `compare` and `demo` mean: contenders and their parameters."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,23 @@ from sparseprefill.errors import nearest
 from sparseprefill.registry import Registry
 
 from ..demo.hybrids import HYBRIDS
-from ..demo.outcome import Contender
-from ..demo.settings import PARAMETERS
+from ..evaluation.contender import Contender
 from .group import CommandError
-
-STOCK = "stock"
-"""The name of the stock model's row: the model with its own dense attention."""
 
 DENSE = "dense"
 """The registry's method that computes the same, through the sparse executor; left out unless it is named."""
 
 
-def contenders(registry: Registry, names: Sequence[str], settings: Sequence[str]) -> list[Contender]:
-    """The stock model, then the methods to compare, built: those named, or every one that is registered.
+def contenders(
+    registry: Registry,
+    names: Sequence[str],
+    settings: Sequence[str],
+    suited: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Contender]:
+    """The methods to compare, built: those named, or every one that is registered.
 
-    settings: texts ``name.parameter=value``, over the parameters that suit the embedded model. Raises CommandError or
-    the library's own errors for anything that does not fit.
+    suited: parameters that suit the model, by method. settings: texts ``name.parameter=value``, over them. Raises
+    CommandError or the library's own errors for anything that does not fit.
     """
     chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
     changes: dict[str, dict[str, Any]] = {registry.get(name).name: {} for name in chosen}
@@ -38,9 +39,9 @@ def contenders(registry: Registry, names: Sequence[str], settings: Sequence[str]
                 f"--set {text}: {method!r} is not among the methods of this run{nearest(method, changes)}"
             )
         changes[method][parameter] = value
-    made = [Contender(STOCK)]
+    made = []
     for name, changed in changes.items():
-        parameters = {**PARAMETERS.get(name, {}), **changed}
+        parameters = {**(suited or {}).get(name, {}), **changed}
         made.append(Contender(name, registry.build(name, **parameters), parameters))
     return made
 

@@ -1,4 +1,4 @@
-"""The picture of the demo: each contender's mask for one layer and head."""
+"""Pictures of masks: each contender's for one layer and head, or the heads of one contender."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import frozen
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 
 from sparseprefill.mask.mask import SparseMask
 
-from ..demo.outcome import Outcome
+from ..evaluation.outcome import Outcome
 from .group import CommandError
 
 CELLS = 128
@@ -27,21 +28,52 @@ def check_path(path: Path) -> None:
     """CommandError, before any work is done, where the picture cannot be written there."""
     if path.suffix.lower() != ".png":
         raise CommandError(f"--picture {path}: the picture is a PNG; pass a name that ends in .png")
+    check_writable("--picture", path)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """CommandError, before any work is done, where the file of an option cannot be written."""
     there = path.exists()
     try:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise CommandError(f"--picture {path}: {error.strerror}; pass a path that can be written") from error
+        raise CommandError(f"{option} {path}: {error.strerror}; pass a path that can be written") from error
     if not there:
         path.unlink()
 
 
 def draw(outcomes: Sequence[Outcome], layer: int, head: int, path: Path) -> None:
     """Write the picture: a panel per contender that came through, queries downwards and keys to the right."""
-    shown = [outcome for outcome in outcomes if not outcome.error]
-    if not shown:
-        return
+    shown = [_of_outcome(outcome, layer, head) for outcome in outcomes if not outcome.error]
+    if shown:
+        where = f"layer {layer}, head {head}, {shown[0].tokens:,} tokens (grey: the future)"
+        _figure(shown, ("What each prefill computes:", where)).savefig(path, format="png")
+
+
+@frozen(eq=False)
+class Panel:
+    """One mask: its title, what is said below, the tokens of the prompt; mask None is dense."""
+
+    title: str
+    figures: str
+    tokens: int
+    mask: SparseMask | None
+
+
+def sheet(panels: Sequence[Panel], title: str) -> Figure:
+    """Panels side by side, at least one."""
+    return _figure(panels, (title,))
+
+
+def _of_outcome(outcome: Outcome, layer: int, head: int) -> Panel:
+    density = 1.0 if outcome.mask is None else outcome.mask.density
+    recall = next((one.recalls[head] for one in outcome.layers if one.index == layer), 1.0)
+    figures = f"density {density:.1%}, recall {recall:.1%}"
+    return Panel(outcome.contender.label, figures, outcome.tokens, outcome.mask)
+
+
+def _figure(shown: Sequence[Panel], title: Sequence[str]) -> Figure:
     rows = -(-len(shown) // COLUMNS)
     columns = -(-len(shown) // rows)
     figure = Figure(figsize=(2.75 * columns + 0.9, 3.05 * rows + 0.5), dpi=160, layout="constrained")
@@ -49,35 +81,30 @@ def draw(outcomes: Sequence[Outcome], layer: int, head: int, path: Path) -> None
     for axis in axes[len(shown) :]:
         axis.set_axis_off()
     images = []
-    for index, (axis, outcome) in enumerate(zip(axes, shown, strict=False)):
-        images.append(_panel(axis, outcome, layer, head))
+    for index, (axis, panel) in enumerate(zip(axes, shown, strict=False)):
+        images.append(_draw(axis, panel))
         axis.set_ylabel("query" if index % columns == 0 else "", fontsize=9, color=INK)
-    parts = (
-        "What each prefill computes:",
-        f"layer {layer}, head {head}, {shown[0].tokens:,} tokens (grey: the future)",
-    )
-    figure.suptitle(("\n" if columns == 1 else " ").join(parts), color=INK, fontsize=11)
+    figure.suptitle(("\n" if columns == 1 else " ").join(title), color=INK, fontsize=11)
     bar = figure.colorbar(images[0], ax=axes, ticks=TICKS, shrink=0.8 if rows == 1 else 0.5, aspect=22, pad=0.012)
     bar.ax.set_yticklabels([f"{tick:.0%}" for tick in TICKS])
     bar.set_label("pairs computed in a cell", color=INK, fontsize=8)
     bar.ax.tick_params(labelsize=7, colors=INK, length=2)
     bar.outline.set_edgecolor(FUTURE)
-    figure.savefig(path, format="png")
+    return figure
 
 
-def _panel(axis: Any, outcome: Outcome, layer: int, head: int) -> Any:
-    mask, tokens = outcome.mask, outcome.tokens
-    figures = f"density {1.0 if mask is None else mask.density:.1%}, recall {outcome.layers[layer].recalls[head]:.1%}"
+def _draw(axis: Any, panel: Panel) -> Any:
+    tokens = panel.tokens
     image = axis.imshow(
-        _shares(mask, min(CELLS, tokens)),
+        _shares(panel.mask, min(CELLS, tokens)),
         cmap=SHADES,
         norm=PowerNorm(0.5, 0.0, 1.0),
         extent=(0, tokens, tokens, 0),
         interpolation="nearest",
     )
     axis.set_facecolor(FUTURE)
-    axis.text(0.5, 1.105, outcome.contender.label, transform=axis.transAxes, ha="center", color=INK, weight="bold")
-    axis.set_title(figures, fontsize=8.5, color=INK)
+    axis.text(0.5, 1.105, panel.title, transform=axis.transAxes, ha="center", color=INK, weight="bold")
+    axis.set_title(panel.figures, fontsize=8.5, color=INK)
     step = 1 << max(0, (tokens - 1).bit_length() - 2)
     ticks = range(0, tokens + 1, step)
     labels = [f"{tick // 1024}K" if tick % 1024 == 0 and tick else str(tick) for tick in ticks]

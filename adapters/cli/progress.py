@@ -12,7 +12,7 @@ from ..progress import Progress
 
 
 class Bars:
-    """One bar for the contenders, one for what the present contender is doing."""
+    """One bar for the contenders, with an estimate of the time left, one for what the present contender is doing."""
 
     def __init__(self, shown: rich.Progress, contenders: int) -> None:
         self._shown = shown
@@ -38,7 +38,11 @@ def bars(contenders: int) -> Iterator[Bars]:
         rich.BarColumn(),
         rich.MofNCompleteColumn(),
         rich.TimeElapsedColumn(),
+        rich.TextColumn("left:"),
+        rich.TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with rich.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+    with rich.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=3600
+    ) as shown:
         yield Bars(shown, contenders)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -60,10 +62,15 @@ def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), title: str | None = None
 ) -> None:
     """A table on standard output; columns named in `right` are aligned to the right."""
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    made, lines = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False), [*rows]
     for index, head in enumerate(heads):
         narrow = index == 0 or head in right
-        made.add_column(head, justify="right" if head in right else "left", no_wrap=narrow, overflow="fold")
-    for row in rows:
+        # What is narrow is never cut: a line longer than the terminal is better than half a number.
+        least = max(cell_len(text) for text in (head, *(row[index] for row in lines))) if narrow else None
+        justify: Literal["left", "right"] = "right" if head in right else "left"
+        made.add_column(head, justify=justify, no_wrap=narrow, min_width=least, overflow="fold")
+    for row in lines:
         made.add_row(*(Text(cell) for cell in row))
-    Console().print(made)
+    console = Console()
+    console.width = max(console.width, Measurement.get(console, console.options, made).minimum)
+    console.print(made)

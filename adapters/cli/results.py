@@ -1,4 +1,4 @@
-"""What `demo` reports: the table, and the same as JSON."""
+"""What `compare` and `demo` report: the table, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -9,87 +9,150 @@ from attrs import asdict
 
 from sparseprefill import __version__
 
-from ..demo.outcome import Outcome
+from ..evaluation.divergence import Divergence
+from ..evaluation.outcome import Outcome, Summary
+from ..evaluation.reading import Sizes
 from . import render
 
-HEADS = ("method", "answers", "density", "recall", "lowest", "prefill", "ratio")
 NOTES = (
-    "answers: values right / asked, greedy, decoded with dense attention after each prefill. density: pairs computed / "
-    "causal pairs, mean over layers. recall: attention mass kept, mean over layers, heads and {rows} sampled rows; "
-    "lowest: the same for the head that keeps least. prefill: one forward pass over the text, nothing measured in it; "
-    "ratio: to the stock model."
+    "KL, worst, same: KL(dense || sparse) of the next token in nats, mean and largest, and the share of rows where "
+    "both choose the same token; over the prompt's last {last} rows, the {tail} tokens that follow and dense's own "
+    "{greedy} greedy ones. parts: greedy tokens until sparse would have chosen another (median). recall: attention "
+    "mass kept, mean over layers, heads and {rows} rows; least: of the head that keeps least, over these rows or the last. "
+    "density: pairs computed / causal pairs. prefill: one forward pass, nothing measured in it; speed-up: over the "
+    "stock model in this run."
 )
+ANSWERS = "answers: values right / asked, greedy, each question read by the same method, decoded with dense attention."
 ON_CPU = (
     "On a CPU the methods run the plain PyTorch executor, which is made to be exact and not to be fast: "
     "compare the methods' times with each other."
 )
 
 
-def ratio(outcome: Outcome, stock: Outcome) -> float | None:
-    """Prefill time over the stock model's."""
-    return None if outcome.error or not stock.seconds else outcome.seconds / stock.seconds
+def as_table(found: Sequence[Outcome], title: str, sizes: Sizes, on_cpu: bool) -> None:
+    """Print the table, what failed or ran dense, and what the columns mean."""
+    rows = summaries(found, sizes)
+    heads, lines = columns(rows)
+    notes = [*([ANSWERS] if "answers" in heads else []), NOTES.format(**asdict(sizes)), *([ON_CPU] if on_cpu else [])]
+    render.figures(title, heads, lines, [*failures(rows), *_dense_layers(found)], " ".join(notes))
 
 
-def as_table(outcomes: Sequence[Outcome], title: str, rows: int, on_cpu: bool) -> None:
-    """Print the table and what its columns mean."""
-    lines = [_row(outcome, outcomes[0]) for outcome in outcomes if not outcome.error]
-    render.table(HEADS, lines, right=HEADS[1:], title=title)
-    for outcome in outcomes:
-        if outcome.error:
-            render.line(f"{outcome.contender.label} failed: {outcome.error}")
-        for reason, layers in _dense_layers(outcome).items():
-            render.line(f"{outcome.contender.label}: dense in layers {', '.join(map(str, layers))}: {reason}")
-    render.line(NOTES.format(rows=rows) + (f" {ON_CPU}" if on_cpu else ""), style="dim")
-
-
-def as_json(outcomes: Sequence[Outcome], settings: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(found: Sequence[Outcome], facts: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Everything that was measured."""
-    return {"version": __version__, **settings, "outcomes": [_facts(outcome, outcomes[0]) for outcome in outcomes]}
+    rows = summaries(found, sizes)
+    return {
+        "version": __version__,
+        **facts,
+        "sizes": asdict(sizes),
+        "methods": [_summary(one, rows[0]) for one in rows],
+        "outcomes": [_facts(one) for one in found],
+    }
 
 
-def figures(outcome: Outcome) -> str:
-    """Density and recall in a few words, for a picture."""
-    return f"density {outcome.density:.1%}, recall {outcome.recall:.1%}"
+def summaries(found: Sequence[Outcome], sizes: Sizes) -> list[Summary]:
+    """One summary a contender; the first is the stock model."""
+    from ..evaluation.runs import summaries
+
+    return summaries(found, sizes.greedy)
 
 
-def _row(outcome: Outcome, stock: Outcome) -> tuple[str, ...]:
-    times = ratio(outcome, stock)
+def speed_up(one: Summary, stock: Summary) -> float | None:
+    """Stock's prefill time over the contender's, of the prompts that it read; None where it read fewer."""
+    return stock.seconds / one.seconds if one.seconds and one.prompts == stock.prompts else None
+
+
+def columns(rows: Sequence[Summary]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Heads of the table's columns, and a line for each contender that read a prompt. The first is the stock model."""
+    asked, extra = any(one.answers[1] for one in rows), any(one.extra_bytes is not None for one in rows)
+    heads = ["method", *(["answers"] if asked else []), "KL", "worst", "same", "parts", "recall", "least"]
+    heads += ["density", "prefill", "speed-up", *(["extra"] if extra else [])]
+    return heads, [_row(one, rows[0], asked, extra) for one in rows if one.prompts]
+
+
+def _row(one: Summary, stock: Summary, asked: bool, extra: bool) -> tuple[str, ...]:
+    found, times = one.divergence, speed_up(one, stock)
+    distance = ("", "", "", "")
+    if found is not None:
+        parted = "" if one.parted is None else f"{one.parted:.0f}"
+        distance = (_small(found.kl), _small(found.worst), f"{found.agreement:.1%}", parted)
     return (
-        outcome.contender.label,
-        f"{outcome.right} / {outcome.asked}",
-        f"{outcome.density:.1%}",
-        f"{outcome.recall:.1%}",
-        f"{outcome.lowest:.1%}",
-        f"{outcome.seconds:.2f} s",
+        one.contender.label,
+        *([f"{one.answers[0]} / {one.answers[1]}"] if asked else []),
+        *distance,
+        f"{one.recall:.1%}",
+        f"{min(one.lowest, one.last_lowest):.1%}",
+        f"{one.density:.1%}",
+        f"{one.seconds / max(1, one.prompts):.2f} s",
         "" if times is None else f"{times:.2f}",
+        *(["" if one.extra_bytes is None else f"{one.extra_bytes / 2**20:,.0f} MiB"] if extra else []),
     )
 
 
-def _dense_layers(outcome: Outcome) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for layer in outcome.layers:
-        if layer.reason:
-            found.setdefault(layer.reason, []).append(layer.index)
-    return found
+def _small(value: float) -> str:
+    return f"{value:.4f}" if value < 10 else f"{value:.1f}"
 
 
-def _facts(outcome: Outcome, stock: Outcome) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "method": outcome.contender.name,
-        "parameters": dict(outcome.contender.parameters),
-        "error": outcome.error or None,
+def failures(rows: Sequence[Summary]) -> list[str]:
+    """What stopped whom on which prompts."""
+    made = []
+    for one in rows:
+        reasons = dict[str, list[str]]()
+        for prompt, reason in one.failed.items():
+            reasons.setdefault(reason, []).append(prompt)
+        made += [f"{one.contender.label} failed on {', '.join(where)}: {why}" for why, where in reasons.items()]
+    return made
+
+
+def _dense_layers(found: Sequence[Outcome]) -> list[str]:
+    reasons: dict[tuple[str, str], set[int]] = {}
+    for outcome in found:
+        for layer in outcome.layers:
+            if layer.reason:
+                reasons.setdefault((outcome.contender.label, layer.reason), set()).add(layer.index)
+    return [
+        f"{label}: dense in layers {', '.join(map(str, sorted(layers)))}: {reason}"
+        for (label, reason), layers in reasons.items()
+    ]
+
+
+def _summary(one: Summary, stock: Summary) -> dict[str, Any]:
+    return {
+        "method": one.contender.name,
+        "parameters": dict(one.contender.parameters),
+        "prompts": one.prompts,
+        "failed": dict(one.failed),
+        **_divergence(one.divergence),
+        "perplexity_ratio": one.perplexity_ratio,
+        "parted": one.parted,
+        "recall": {"mean": one.recall, "p5": one.p5, "lowest": one.lowest},
+        "last_rows_recall": {"mean": one.last_recall, "p5": one.last_p5, "lowest": one.last_lowest},
+        "density": one.density,
+        "seconds": one.seconds,
+        "speed_up": speed_up(one, stock),
+        "extra_bytes": one.extra_bytes,
+        "right": one.answers[0],
+        "asked": one.answers[1],
     }
+
+
+def _divergence(found: Divergence | None) -> dict[str, Any]:
+    return {"kl": None, "worst_kl": None, "agreement": None} if found is None else {
+        "kl": found.kl, "worst_kl": found.worst, "agreement": found.agreement,
+    }  # fmt: skip
+
+
+def _facts(outcome: Outcome) -> dict[str, Any]:
+    facts: dict[str, Any] = {"method": outcome.contender.name, "prompt": outcome.prompt, "error": outcome.error or None}
     if outcome.error:
         return facts
+    fidelity = outcome.fidelity
     return facts | {
         "tokens": outcome.tokens,
-        "right": outcome.right,
-        "asked": outcome.asked,
-        "families": {name: {"right": right, "asked": asked} for name, (right, asked) in outcome.families.items()},
-        "density": outcome.density,
-        "recall": outcome.recall,
-        "lowest_head_recall": outcome.lowest,
+        "fidelity": None if fidelity is None else asdict(fidelity),
         "seconds": outcome.seconds,
-        "ratio": ratio(outcome, stock),
-        "layers": [asdict(layer) for layer in outcome.layers],
+        "extra_bytes": outcome.extra_bytes,
+        "density": outcome.density,
+        "families": {name: {"right": right, "asked": asked} for name, (right, asked) in outcome.answers.items()},
+        "layers": [asdict(layer, filter=lambda attribute, _: attribute.name != "lowest") for layer in outcome.layers],
+        "notes": dict(outcome.notes),
     }

@@ -1,4 +1,4 @@
-"""Loading what `demo` and `tune` run on: the model, its text and questions, the device."""
+"""Loading what commands run on: the model, its text and questions, the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
 
     from ..calibration.search import Measure
-    from ..demo.compare import Comparison
+    from ..evaluation.comparison import Ask
+    from ..evaluation.prompts import Prompt
+    from ..evaluation.reading import Sizes
 
 EMBEDDED = "embedded"
 
@@ -63,21 +65,49 @@ class Place:
         return cls(found, chosen, threads)
 
 
-def comparison(tokens: int, questions: int, seed: int, pictured: tuple[int, int], place: Place) -> Comparison:
-    """The embedded model and the questions about one text, ready to run contenders.
+@frozen
+class Exam:
+    """The embedded model and the questions about one text."""
 
-    pictured: layer and head whose masks are kept. Raises CommandError for what the model cannot do.
-    """
+    model: Any
+    prompt: Prompt
+    sizes: Sizes
+    ask: Ask
+    questions: int
+
+
+def exam_of(tokens: int, questions: int, seed: int, pictured: tuple[int, int], place: Place) -> Exam:
+    """The embedded model and the questions about one text; CommandError for what the model cannot do."""
     model, tokenizer = _load(place)
-    from ..demo.compare import Comparison
-    from ..demo.exam import make_exam
+    from ..demo.exam import asker, make_exam, prompt_of
+    from ..evaluation.reading import Sizes
 
     _check(model.config, tokens, *pictured)
     try:
         exam = make_exam(tokenizer, tokens, seed, questions)
     except ValueError as error:
         raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
-    return Comparison(model, tokenizer, exam, *pictured)
+    prompt, behind = prompt_of(exam, tokenizer)
+    return Exam(model, prompt, Sizes(tail=behind), asker(model, tokenizer, exam), exam.questions)
+
+
+def language_model(path: str | None, place: Place, device_map: str | None = None) -> tuple[Any, Any]:
+    """A causal language model of transformers, ready to read, and its tokenizer. path: None for the embedded one."""
+    return _load(place) if path is None else _load_other(place, path, device_map)
+
+
+def check_layers(config: Any, layer: int, head: int) -> None:
+    """CommandError where the model has no such layer or query head."""
+    text = config.get_text_config()
+    for option, value, count in (("layer", layer, text.num_hidden_layers), ("head", head, text.num_attention_heads)):
+        if value >= count:
+            raise CommandError(f"--{option} {value}: the model has {count}; pass 0 to {count - 1}")
+
+
+def positions(config: Any) -> int | None:
+    """Tokens that a model reads at most, None where its configuration does not say."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(found) if isinstance(found, int) and found > 0 else None
 
 
 def measure_of(
@@ -129,7 +159,7 @@ def _load(place: Place) -> tuple[Any, Any]:
         raise CommandError(f"{error}: install the package with its checkpoint, or train one") from error
 
 
-def _load_other(place: Place, path: str) -> tuple[Any, Any]:
+def _load_other(place: Place, path: str, device_map: str | None = None) -> tuple[Any, Any]:
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
@@ -137,18 +167,17 @@ def _load_other(place: Place, path: str) -> tuple[Any, Any]:
         raise CommandError('--model needs transformers: pip install "sparseprefill[hf]"') from error
     logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=place.dtype)
-        return model.to(place.device).eval(), AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        if device_map is not None:
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=place.dtype, device_map=device_map)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=place.dtype).to(place.device)
+        return model.eval(), AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, ImportError) as error:
         raise CommandError(f"--model {path}: {str(error).splitlines()[0]}") from error
 
 
 def _check(config: Any, tokens: int, layer: int = 0, head: int = 0) -> None:
-    if tokens > config.max_position_embeddings:
-        raise CommandError(f"--tokens {tokens}: the model reads at most {config.max_position_embeddings}")
-    for option, value, count in (
-        ("layer", layer, config.num_hidden_layers),
-        ("head", head, config.num_attention_heads),
-    ):
-        if value >= count:
-            raise CommandError(f"--{option} {value}: the embedded model has {count}; pass 0 to {count - 1}")
+    most = positions(config)
+    if most is not None and tokens > most:
+        raise CommandError(f"--tokens {tokens}: the model reads at most {most}")
+    check_layers(config, layer, head)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 
+from ..evaluation.prompts import Prompt
+from ..progress import Progress
 from ..session.session import MIN_QUERY
 from .haystack import haystack_of
 from .tasks import FAMILIES, Family, Task, make_task, score
@@ -58,9 +61,55 @@ def make_exam(tokenizer: Callable[..., Any], tokens: int, seed: int, questions: 
     return Exam(context, tuple(evolve(task, context=context, length=tokens) for task in tasks))
 
 
+def prompt_of(exam: Exam, tokenizer: Any) -> tuple[Prompt, int]:
+    """The context with the first question and its answer behind it, and how many tokens these two have."""
+    first = exam.tasks[0].questions[0]
+    context = tokenizer(exam.context)["input_ids"]
+    behind = tokenizer(first.text + first.answer, add_special_tokens=False)["input_ids"]
+    return Prompt("exam", (*context, *behind)), len(behind)
+
+
 def take(exam: Exam, answer: Callable[[str, str], str]) -> dict[str, tuple[int, int]]:
     """Ask every question, ``answer(question, expected answer)``; values right and asked by family."""
     return {task.family: score(task, [answer(one.text, one.answer) for one in task.questions]) for task in exam.tasks}
+
+
+def asker(model: Any, tokenizer: Any, exam: Exam) -> Callable[[Any, Progress], Mapping[str, tuple[int, int]]]:
+    """Asks the exam's questions of the context that a cache holds: ``ask(cache, progress)``; answers by family.
+
+    Each question is one more chunk of the prompt, read by whatever reads the model's prefill, so that what it needs of
+    the text must pass the method's mask. The cache is left as it was.
+    """
+
+    def ask(cache: Any, progress: Progress) -> Mapping[str, tuple[int, int]]:
+        done = 0
+
+        def answer(question: str, expected: str) -> str:
+            nonlocal done
+            progress("questions", done, exam.questions)
+            done += 1
+            prompt, draft = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (question, expected))
+            found: str = tokenizer.decode(greedy(model, cache, prompt, draft))
+            return found
+
+        with _one_thread(model):
+            answers = take(exam, answer)
+        progress("questions", done, exam.questions)
+        return answers
+
+    return ask
+
+
+@contextmanager
+def _one_thread(model: Any) -> Iterator[None]:
+    """Decoding on a CPU is many small operations, where more threads cost more than they bring."""
+    threads = torch.get_num_threads()
+    if model.device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @torch.inference_mode()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from sparseprefill.pipeline import Pipeline
 
 from ..calibration.search import Measured
-from .compare import Comparison
-from .exam import Exam, make_exam
-from .outcome import Contender
+from ..evaluation.comparison import Comparison
+from ..evaluation.contender import Contender
+from ..evaluation.reading import Sizes
+from .exam import Exam, asker, make_exam, prompt_of
 
-ROWS = 1  # recall plays no part in tuning
+LITTLE = Sizes(last=1, greedy=1, rows=1)
+"""Distributions and recall play no part in tuning by answers."""
 
 
 @frozen
@@ -30,12 +32,13 @@ class ExamMeasure:
     questions: int = 4
     seed: int = 1000
     _exams: dict[int, list[Exam]] = field(factory=dict, init=False)
+    _read: dict[int, list[Comparison]] = field(factory=dict, init=False)
 
     def __call__(self, pipeline: Pipeline | None, tokens: int) -> Measured:
         """Sum of answers and seconds, mean of densities; the first error ends it."""
         outcomes = []
-        for exam in self.exams(tokens):
-            outcome = Comparison(self.model, self.tokenizer, exam, rows=ROWS).run(Contender("tuning", pipeline))
+        for comparison in self._compared(tokens):
+            outcome = comparison.run(Contender("tuning", pipeline))
             if outcome.error:
                 return Measured(0, 0, 1.0, 0.0, outcome.error)
             outcomes.append(outcome)
@@ -52,3 +55,14 @@ class ExamMeasure:
             seeds = range(self.seed, self.seed + self.texts)
             self._exams[tokens] = [make_exam(self.tokenizer, tokens, seed, self.questions) for seed in seeds]
         return self._exams[tokens]
+
+    def _compared(self, tokens: int) -> list[Comparison]:
+        """Each exam, read by the model's own attention once."""
+        if tokens not in self._read:
+            self._read[tokens] = [self._comparison(exam) for exam in self.exams(tokens)]
+        return self._read[tokens]
+
+    def _comparison(self, exam: Exam) -> Comparison:
+        prompt, behind = prompt_of(exam, self.tokenizer)
+        ask = asker(self.model, self.tokenizer, exam)
+        return Comparison.of(self.model, prompt, evolve(LITTLE, tail=behind), ask=ask)

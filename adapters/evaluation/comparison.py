@@ -8,17 +8,16 @@ behind the sparse prefill's cache, as a server decodes. One cache is alive at a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.errors import ParameterError, SparsePrefillError
-from sparseprefill.validate import whole
 
 from ..huggingface import attach
 from ..progress import Progress
@@ -27,29 +26,14 @@ from .contender import Contender
 from .divergence import compare
 from .outcome import Fidelity, Layer, Outcome
 from .prompts import Prompt
-from .reading import Reader, Truth
+from .reading import Answers, Reader, Sizes, Truth
 
-Ask = Callable[[Any, Progress], Mapping[str, tuple[int, int]]]
-"""Asks about the prompt that a cache holds: ``ask(cache, progress)``; values right and asked by family."""
+Ask = Callable[[Any, Progress], Answers]
+"""Asks about the prompt that a cache holds, and leaves the cache as it was: ``ask(cache, progress)``."""
 
 
 def _silent(what: str, done: int, of: int) -> None:
     """Hears of progress and says nothing."""
-
-
-@frozen(kw_only=True)
-class Sizes:
-    """How much is looked at, in tokens or rows.
-
-    last: last rows of the prefill. tail: text held back from the prompt's end. greedy: tokens of dense's own
-    continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts.
-    """
-
-    last: int = field(default=32, validator=whole(1))
-    tail: int = field(default=32, validator=whole(2))
-    greedy: int = field(default=64, validator=whole(1))
-    rows: int = field(default=64, validator=whole(1))
-    repeats: int = field(default=1, validator=whole(1))
 
 
 @frozen(eq=False)
@@ -84,10 +68,7 @@ class Comparison:
         sizes, reader = sizes or Sizes(), Reader(model)
         ids, tail = _cut(prompt, sizes, reader)
         with _counted(model, lambda done, of: progress("dense", done, of)):
-            truth = Truth.of(reader, ids, tail, sizes.last, sizes.greedy, sizes.repeats)
-        answers: Mapping[str, tuple[int, int]] = {}
-        if ask is not None:
-            answers = ask(reader.prefill(ids, 1)[1], progress)
+            truth = Truth.of(reader, ids, tail, sizes, lambda cache: ask(cache, progress) if ask else {})
         stock = Outcome(
             Contender("stock"),
             prompt.name,
@@ -95,7 +76,7 @@ class Comparison:
             seconds=median(truth.seconds),
             extra_bytes=None if truth.peak is None else 0,
             layers=_dense_layers(model),
-            answers=answers,
+            answers=truth.answers,
         )
         return cls(reader, prompt, sizes, truth, stock, pictured, ask)
 

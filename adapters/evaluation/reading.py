@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import AttachError
+from sparseprefill.validate import whole
 
 from .divergence import log_probabilities
+
+Answers = Mapping[str, tuple[int, int]]
+"""Values right and asked, by family of task."""
+
+
+@frozen(kw_only=True)
+class Sizes:
+    """How much is looked at, in tokens or rows.
+
+    last: last rows of the prefill. tail: text held back from the prompt's end. greedy: tokens of dense's own
+    continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts.
+    """
+
+    last: int = field(default=32, validator=whole(1))
+    tail: int = field(default=32, validator=whole(2))
+    greedy: int = field(default=64, validator=whole(1))
+    rows: int = field(default=64, validator=whole(1))
+    repeats: int = field(default=1, validator=whole(1))
 
 
 @frozen
@@ -77,24 +97,30 @@ class Reader:
 class Truth:
     """What the model's own prefill of one prompt makes of it. Log-probabilities are float32 ``[rows, vocabulary]``.
 
-    last, tail, greedy: of the prompt's last rows, of the held-back text, of the greedy continuation. following: the
-    tokens after each row of `last`. continuation: the greedy tokens. seconds: each prefill that was timed.
+    last, tail, greedy: of the prompt's last rows, of the held-back text, of the greedy continuation. continuation: the
+    greedy tokens. answers: what was asked of the cache. seconds: each prefill that was timed. peak: bytes that one adds
+    on the devices, None on a CPU.
     """
 
     last: Tensor
     tail: Tensor
     greedy: Tensor
     continuation: Tensor
+    answers: Answers
     seconds: tuple[float, ...]
     peak: int | None
 
     @classmethod
-    def of(cls, reader: Reader, ids: Tensor, tail: Tensor, last: int, greedy: int, repeats: int) -> Truth:
-        """One dense pass over the prompt ``[1, n]``, the tail ``[1, t]`` behind it, and `greedy` tokens more."""
-        logits, cache = reader.prefill(ids, last)
+    def of(cls, reader: Reader, ids: Tensor, tail: Tensor, sizes: Sizes, ask: Callable[[Any], Answers]) -> Truth:
+        """One dense pass over the prompt ``[1, n]``, the tail ``[1, t]`` behind it, and greedy tokens more.
+
+        ask: is given the prompt's cache, and leaves it as it was.
+        """
+        logits, cache = reader.prefill(ids, sizes.last)
+        answers = ask(cache)
         follows = reader.follow(cache, tail)
-        continuation, chosen = reader.decode(cache, follows[-1], greedy)
+        continuation, chosen = reader.decode(cache, follows[-1], sizes.greedy)
         del cache
-        runs = [reader.timed(ids) for _ in range(repeats)]
+        runs = [reader.timed(ids) for _ in range(sizes.repeats)]
         made = (log_probabilities(rows) for rows in (logits, follows[:-1], chosen))
-        return cls(*made, continuation, tuple(seconds for seconds, _ in runs), runs[-1][1])
+        return cls(*made, continuation, answers, tuple(seconds for seconds, _ in runs), runs[-1][1])

@@ -1,0 +1,162 @@
+"""The command `compare`: what every method does to a model of the user's own, on prompts of the user's own."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparseprefill.registry import default_registry
+
+from . import render
+from .demo import Dtype
+from .group import CommandError
+
+if TYPE_CHECKING:
+    from ..evaluation.outcome import Outcome
+    from ..evaluation.prompts import Prompt
+
+BUILT_IN = 4096
+"""Tokens of a built-in prompt unless told otherwise."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(compare)
+
+
+def compare(
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder of these; else built-in texts."),
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
+    ] = None,
+    config: Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=128, help="The most tokens of a prompt; of a built-in one, just so many.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Built-in prompts, or the first so many of a file.")] = 4,
+    tail: Annotated[int, typer.Option(min=2, help="Tokens held back from each prompt's end, to be predicted.")] = 32,
+    greedy: Annotated[int, typer.Option(min=1, help="Tokens of dense's own continuation.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Query rows that recall is sampled on.")] = 64,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Prefills that are timed, of which the median counts; 1 on a CPU, else 3.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the table and pictures there.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write a picture of one head's masks there.")] = None,
+    layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = 0,
+    head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = 0,
+    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="Spread the model over devices, such as auto (needs accelerate).")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 2,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """See what every method does to a model: to its next tokens, its attention and its speed, against dense prefill.
+
+    Needs no tasks and no labels. Ctrl-C stops, and shows what was measured so far.
+    """
+    from ..evaluation.reading import Sizes
+    from ..evaluation.runs import outcomes
+    from . import page, results
+    from . import picture as pictures
+    from .options import configured, contenders
+    from .progress import bars
+    from .setup import Place, check_layers, language_model
+
+    if picture is not None:
+        pictures.check_path(picture)
+    if html is not None:
+        pictures.check_writable("--html", html)
+    registry = default_registry()
+    compared = contenders(registry, method or (), settings or (), _suited(model)) + configured(config or (), False)
+    place = Place.of(device, dtype.value, threads)
+    repeats = repeats or (1 if place.device.type == "cpu" else 3)
+    sizes = Sizes(tail=tail, greedy=greedy, rows=rows, repeats=repeats)
+    found: list[Outcome] = []
+    with place.threaded():
+        loaded, tokenizer = language_model(model, place, device_map)
+        check_layers(loaded.config, layer, head)
+        chosen = _prompts(prompts, loaded, tokenizer, tokens, count, greedy)
+        stopped = False
+        with bars(len(chosen) * (len(compared) + 1)) as shown:
+            try:
+                for outcome in outcomes(loaded, chosen, compared, sizes, shown, (layer, head)):
+                    found.append(outcome)
+            except KeyboardInterrupt:
+                stopped = True
+    if not found:
+        raise typer.Abort
+    name = model or "the embedded model"
+    title = f"{name}: {_described(chosen)}, {place}"
+    facts: dict[str, Any] = {
+        "model": model or "embedded",
+        "prompts": [{"name": prompt.name, "tokens": len(prompt.ids)} for prompt in chosen],
+        "device": str(place.device),
+        "dtype": place.dtype_name,
+        "threads": threads,
+        "stopped": stopped,
+    }
+    if picture is not None:
+        pictures.draw([one for one in found if one.prompt == chosen[0].name], layer, head, picture)
+    if html is not None:
+        page.write(html, found, title, shlex.join(["sparseprefill", *sys.argv[1:]]), sizes)
+    if json:
+        render.write_json(results.as_json(found, facts, sizes))
+    else:
+        results.as_table(found, title, sizes, place.device.type == "cpu")
+        for what, path in (("picture", picture), ("page", html)):
+            if path is not None:
+                render.line(f"{what}: {path}")
+    render.broken(registry)
+    if stopped:
+        render.note(f"stopped after {len(found)} of {len(chosen) * (len(compared) + 1)} readings")
+        raise typer.Exit(130)
+    if any(outcome.error for outcome in found):
+        raise typer.Exit(1)
+
+
+def _suited(model: str | None) -> dict[str, Any]:
+    if model is not None:
+        return {}
+    from ..demo.settings import PARAMETERS
+
+    return dict(PARAMETERS)
+
+
+def _prompts(
+    path: Path | None, model: Any, tokenizer: Any, tokens: int | None, count: int, greedy: int
+) -> list[Prompt]:
+    from ..demo.text import text_lines
+    from ..evaluation.prompts import load, made
+    from .setup import positions
+
+    most = positions(model.config)
+    if path is None:
+        found = made(text_lines(), tokenizer, tokens or min(BUILT_IN, (most or BUILT_IN) - greedy), count)
+    else:
+        found = load(path, tokenizer, tokens)[:count]
+    for prompt in found:
+        if most is not None and len(prompt.ids) + greedy > most:
+            raise CommandError(
+                f"the prompt {prompt.name} has {len(prompt.ids)} tokens, {greedy} greedy ones follow, and the model "
+                f"reads at most {most}: pass --tokens {most - greedy} or less"
+            )
+    return found
+
+
+def _described(prompts: list[Prompt]) -> str:
+    sizes = sorted({len(prompt.ids) for prompt in prompts})
+    span = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    return f"{len(prompts)} prompt{'s' if len(prompts) > 1 else ''} of {span} tokens"
