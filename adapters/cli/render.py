@@ -19,6 +19,10 @@ from sparseprefill.registry import Registry
 from .describe import plain
 
 
+MEASURED = 1000
+"""Columns in which a table's own width is measured."""
+
+
 def to_json(value: Any) -> str:
     """JSON text; what JSON cannot hold becomes text."""
     return json.dumps(plain(value), indent=2, ensure_ascii=False)
@@ -72,5 +76,7 @@ def table(
     for row in lines:
         made.add_row(*(Text(cell) for cell in row))
     console = Console()
-    console.width = max(console.width, Measurement.get(console, console.options, made).minimum)
+    console.width = max(
+        console.width, Measurement.get(console, console.options.update(max_width=MEASURED), made).minimum
+    )
     console.print(made)

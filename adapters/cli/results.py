@@ -18,8 +18,8 @@ NOTES = (
     "KL, worst, same: KL(dense || sparse) of the next token in nats, mean and largest, and the share of rows where "
     "both choose the same token; over the prompt's last {last} rows, the {tail} tokens that follow and dense's own "
     "{greedy} greedy ones. parts: greedy tokens until sparse would have chosen another (median). recall: attention "
-    "mass kept, mean over layers, heads and {rows} rows; least: of the head that keeps least, over these rows or the last. "
-    "density: pairs computed / causal pairs. prefill: one forward pass, nothing measured in it; speed-up: over the "
+    "mass kept, mean over layers, heads and {rows} rows; least: of the head that keeps least, over these or the last "
+    "rows. density: pairs computed / causal pairs. prefill: one forward pass, nothing measured in it; speed-up: over the "
     "stock model in this run."
 )
 ANSWERS = "answers: values right / asked, greedy, each question read by the same method, decoded with dense attention."
