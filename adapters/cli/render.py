@@ -18,7 +18,6 @@ from sparseprefill.registry import Registry
 
 from .describe import plain
 
-
 MEASURED = 1000
 """Columns in which a table's own width is measured."""
 
