@@ -54,33 +54,40 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
 def test_json(small: tuple[dict[str, Any], Path]) -> None:
     facts, path = small
     assert set(facts) == {
-        *("version", "tokens", "questions", "seed", "rows", "device", "dtype", "threads", "picture", "outcomes"),
+        *("version", "tokens", "questions", "seed", "device", "dtype", "threads", "picture", "sizes"),
+        *("methods", "outcomes"),
     }
     assert (facts["tokens"], facts["questions"], facts["device"], facts["dtype"]) == (1024, 4, "cpu", "float32")
     assert facts["picture"] == {"path": str(path), "layer": demo.LAYER, "head": demo.HEAD}
     names = [outcome["method"] for outcome in facts["outcomes"]]
     assert names == ["stock", *(name for name in default_registry().methods() if name != "dense")]
-    for outcome in facts["outcomes"]:
+    assert names == [method["method"] for method in facts["methods"]]
+    stock = facts["methods"][0]
+    for outcome, method in zip(facts["outcomes"], facts["methods"], strict=True):
         assert outcome["error"] is None
         assert set(outcome["families"]) == {"single", "multikey", "multivalue", "multiquery"}
-        assert outcome["asked"] == sum(family["asked"] for family in outcome["families"].values()) == 10
-        assert outcome["right"] == sum(family["right"] for family in outcome["families"].values())
+        assert method["asked"] == sum(family["asked"] for family in outcome["families"].values()) == 10
+        assert method["right"] == sum(family["right"] for family in outcome["families"].values())
         assert 800 < outcome["tokens"] < 1024
-        assert 0 < outcome["density"] <= 1
-        assert 0 < outcome["lowest_head_recall"] <= outcome["recall"] <= 1.0001
-        assert outcome["ratio"] == pytest.approx(outcome["seconds"] / facts["outcomes"][0]["seconds"])
+        assert 0 < outcome["density"] == method["density"] <= 1
+        assert 0 < method["recall"]["lowest"] <= method["recall"]["p5"] <= method["recall"]["mean"] <= 1.0001
+        assert method["speed_up"] == pytest.approx(stock["seconds"] / method["seconds"])
         assert [layer["index"] for layer in outcome["layers"]] == list(range(len(outcome["layers"])))
         assert all(layer["reason"] == "" for layer in outcome["layers"])
+        if method is not stock:
+            assert 0 <= method["kl"] <= method["worst_kl"]
+            assert 0 <= method["agreement"] <= 1
 
 
 def test_the_stock_model_answers(small: tuple[dict[str, Any], Path]) -> None:
-    stock = small[0]["outcomes"][0]
+    stock = small[0]["methods"][0]
     assert stock["right"] >= stock["asked"] - 1
-    assert (stock["density"], stock["recall"], stock["parameters"]) == (1.0, 1.0, {})
+    assert (stock["density"], stock["recall"]["mean"], stock["parameters"]) == (1.0, 1.0, {})
+    assert stock["kl"] is None
 
 
 def test_parameters_come_from_the_table_and_from_the_options(small: tuple[dict[str, Any], Path]) -> None:
-    found = {outcome["method"]: outcome for outcome in small[0]["outcomes"]}
+    found = {method["method"]: method for method in small[0]["methods"]}
     assert found["streaming"]["parameters"] == {**PARAMETERS["streaming"], "window": 128}
     assert found["streaming"]["density"] < 0.6
     assert found["anchor-attention"]["parameters"] == {**PARAMETERS["anchor-attention"], "step": 2}
@@ -101,14 +108,14 @@ def test_table() -> None:
     result = run(*SMALL, "--method", "streaming", "--method", "dense", "--seed", "2", "--layer", "1", "--head", "3")
     assert result.exit_code == 0, result.output
     assert "1,024 tokens, 4 questions, seed 2, cpu (1 thread), float32" in result.stdout
-    for word in ("method", "answers", "density", "recall", "prefill", "ratio", "dense (stock)", "streaming"):
+    for word in ("method", "answers", "KL", "density", "recall", "prefill", "speed-up", "dense (stock)", "streaming"):
         assert word in result.stdout
     assert "anchor-attention" not in result.stdout
     assert "picture of layer 1, head 3: sparseprefill-demo.png" in result.stdout
     assert Path("sparseprefill-demo.png").stat().st_size > 10_000
-    assert "64 sampled rows" in result.stdout
+    assert "heads and 64 rows" in " ".join(result.stdout.split())
     dense = next(line.split() for line in result.stdout.splitlines() if line.strip().startswith("dense  "))
-    assert dense[4:7] == ["100.0%", "100.0%", "100.0%"]
+    assert dense[4:11] == ["0.0000", "0.0000", "100.0%", "64", "100.0%", "100.0%", "100.0%"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""The command `compare`, on the embedded model and on a random one, as a new user would try it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.demo.model import load_tokenizer
+from sparseprefill.adapters.evaluation import runs
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
+
+SMALL = ("--tokens", "256", "--count", "1", "--greedy", "6", "--device", "cpu", "--method", "streaming")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["compare", "--threads", "1", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers with the embedded tokenizer; it reads 512 tokens."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.4,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    load_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_a_model_of_the_users_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps({"prompt": f"{n} apples. " * 40}) for n in (3, 5)))
+    arguments = ("--model", str(folder), "--prompts", "mine.jsonl", "--greedy", "6", "--device", "cpu", "--json")
+    result = run(*arguments, "--method", "streaming", "--set", "streaming.window=16", "--set", "streaming.sink=1")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert [prompt["name"] for prompt in facts["prompts"]] == ["mine.jsonl:1", "mine.jsonl:2"]
+    stock, sparse = facts["methods"]
+    assert (stock["method"], stock["prompts"], stock["kl"]) == ("stock", 2, None)
+    assert sparse["prompts"] == 2
+    assert sparse["kl"] > 1e-4
+    assert sparse["density"] < 0.9
+    assert sparse["last_rows_recall"]["mean"] < 0.999
+    assert facts["stopped"] is False
+    assert len(facts["outcomes"]) == 4
+
+
+def test_the_table_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    result = run(*SMALL)
+    assert result.exit_code == 0, result.output
+    assert "the embedded model: 1 prompt of 256 tokens, cpu (1 thread), float32" in " ".join(result.stdout.split())
+    head = next(line for line in result.stdout.splitlines() if line.strip().startswith("method"))
+    assert head.split() == [
+        "method", "KL", "worst", "same", "parts", "recall", "least", "density", "prefill", "speed-up",
+    ]  # fmt: skip
+    row = next(line for line in result.stdout.splitlines() if line.strip().startswith("streaming"))
+    assert re.fullmatch(r" streaming( +[\d.]+){2} +[\d.]+% +\d+( +[\d.]+%){3} +[\d.]+ s +[\d.]+ *", row)
+
+
+def test_the_page_holds_everything(folder: Path) -> None:
+    result = run(
+        *SMALL, "--model", str(folder), "--html", "page.html", "--picture", "p.png", "--set", "streaming.window=16"
+    )
+    assert result.exit_code == 0, result.output
+    text = Path("page.html").read_text()
+    assert "streaming" in text
+    assert "window=16" in text
+    assert "<th" in text
+    assert text.count("data:image/svg+xml;base64,") == 2
+    assert text.count("data:image/png;base64,") == 1
+    assert not re.search(r"(src|href)=.https?:", text)
+    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = runs.outcomes
+
+    def stops(*arguments: Any, **more: Any) -> Iterator[Any]:
+        for done, outcome in enumerate(whole(*arguments, **more)):
+            if done == 2:
+                raise KeyboardInterrupt
+            yield outcome
+
+    monkeypatch.setattr(runs, "outcomes", stops)
+    result = run(*SMALL, "--method", "bfla", "--json")
+    assert result.exit_code == 130
+    facts = json.loads(result.stdout)
+    assert facts["stopped"] is True
+    assert [one["method"] for one in facts["methods"]] == ["stock", "streaming"]
+    assert "stopped after 2 of 3 readings" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "nowhere"), "--model nowhere"),
+        (("--prompts", "gone.txt"), "there is no file or folder gone.txt"),
+        (("--prompts", "bad.jsonl"), "bad.jsonl:1 is no JSON"),
+        (("--prompts", "long.txt"), "the model reads at most 40960: pass --tokens 40896 or less"),
+        (("--tokens", "50000"), "pass --tokens 40896 or less"),
+        (("--layer", "9"), "--layer 9: the model has 6; pass 0 to 5"),
+        (("--html", "nowhere/p.html"), "--html nowhere/p.html: No such file or directory"),
+        (("--method", "anchor"), "no method is named 'anchor'"),
+    ],
+)
+def test_refused(arguments: tuple[str, ...], words: str) -> None:
+    Path("bad.jsonl").write_text("{")
+    Path("long.txt").write_text("apple " * 60_000)
+    Path("nowhere.weights").mkdir()
+    result = run("--device", "cpu", "--count", "1", *arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert words in " ".join(result.stderr.split())
+
+
+def test_a_model_without_weights(folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((folder / "config.json").read_text())
+    result = run("--model", str(bare), "--device", "cpu")
+    assert result.exit_code == 1
+    assert f"--model {bare}" in " ".join(result.stderr.split())

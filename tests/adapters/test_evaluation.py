@@ -1,0 +1,363 @@
+"""Fidelity: a sparse prefill held against the model's own, without tasks."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sparseprefill.adapters.demo.model import load_tokenizer
+from sparseprefill.adapters.demo.text import text_lines
+from sparseprefill.adapters.evaluation.comparison import Comparison
+from sparseprefill.adapters.evaluation.contender import Contender
+from sparseprefill.adapters.evaluation.divergence import Divergence, compare, log_probabilities, pooled
+from sparseprefill.adapters.evaluation.outcome import Fidelity, Outcome, Summary
+from sparseprefill.adapters.evaluation.prompts import Prompt, load, made
+from sparseprefill.adapters.evaluation.reading import Reader, Sizes
+from sparseprefill.adapters.evaluation.runs import outcomes, summaries
+from sparseprefill.adapters.progress import Progress
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Qwen3Config,
+)
+
+import sparseprefill as sp
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.4,
+    "pad_token_id": 0,
+}
+SIZES = Sizes(last=5, tail=6, greedy=7, rows=9)
+
+
+def model_of(config: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    made: LlamaForCausalLM = model_of(LlamaConfig(**SMALL))
+    return made
+
+
+def prompt_of(tokens: int, seed: int = 0) -> Prompt:
+    source = torch.Generator().manual_seed(seed)
+    return Prompt(f"drawn {seed}", tuple(torch.randint(1, 97, (tokens,), generator=source).tolist()))
+
+
+def streaming(window: int = 16) -> Contender:
+    return Contender("streaming", sp.build("streaming", sink=1, window=window))
+
+
+# Distances of distributions.
+
+
+def test_divergence_is_that_of_plain_loops() -> None:
+    torch.manual_seed(0)
+    dense, sparse, text = torch.randn(37, 11), torch.randn(37, 11), torch.randint(11, (37,))
+    found = compare(log_probabilities(dense), sparse, text)
+    p, q = dense.double().softmax(-1), sparse.double().softmax(-1)
+    each = [sum(float(a * (a / b).log()) for a, b in zip(x, y, strict=True)) for x, y in zip(p, q, strict=True)]
+    assert found.rows == 37
+    assert found.kl == pytest.approx(sum(each) / 37, rel=1e-5)
+    assert found.worst == pytest.approx(max(each), rel=1e-5)
+    assert found.agreement == sum(int(x.argmax()) == int(y.argmax()) for x, y in zip(p, q, strict=True)) / 37
+    surprise = [-math.log(float(y[t])) for y, t in zip(q, text.tolist(), strict=True)]
+    dense_surprise = [-math.log(float(x[t])) for x, t in zip(p, text.tolist(), strict=True)]
+    assert found.surprise == pytest.approx(sum(surprise) / 37, rel=1e-5)
+    ratio = math.exp((sum(surprise) - sum(dense_surprise)) / 37)
+    assert found.perplexity_ratio == pytest.approx(ratio, rel=1e-5)
+
+
+def test_tokens_that_dense_excludes_add_nothing() -> None:
+    dense = torch.tensor([[0.0, -torch.inf, 1.0]])
+    found = compare(log_probabilities(dense), torch.tensor([[0.0, -torch.inf, 1.0]]))
+    assert found.kl == 0.0
+    assert compare(log_probabilities(dense), torch.tensor([[0.0, 2.0, 1.0]])).kl > 0.1
+
+
+def test_what_sparse_excludes_is_infinitely_far() -> None:
+    found = compare(log_probabilities(torch.zeros(1, 2)), torch.tensor([[0.0, -torch.inf]]))
+    assert found.kl == math.inf
+
+
+def test_pooled_weighs_by_rows() -> None:
+    found = pooled([Divergence(1, 1.0, 1.0, 0.0, 4.0, 2.0), Divergence(3, 0.2, 0.5, 1.0, 0.0, 2.0)])
+    assert (found.rows, found.worst, found.agreement) == (4, 1.0, 0.75)
+    assert found.kl == pytest.approx(0.4)
+    assert found.perplexity_ratio == pytest.approx(math.exp(-1.0))
+
+
+# One prompt.
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen3Config, GemmaConfig, Phi3Config])
+def test_a_full_mask_changes_nothing(config: Any) -> None:
+    one = Comparison.of(model_of(config(**SMALL)), prompt_of(150), SIZES)
+    found = one.run(Contender("dense", sp.build("dense")))
+    assert found.error == ""
+    assert found.fidelity is not None
+    every = found.fidelity.all
+    assert (every.rows, every.agreement, found.fidelity.parted) == (5 + 5 + 7, 1.0, None)
+    assert every.worst < 1e-8
+    assert found.fidelity.tail.perplexity_ratio == pytest.approx(1.0, abs=1e-4)
+    assert found.density == 1.0
+    assert all(abs(each - 1) < 1e-5 for layer in found.layers for each in (*layer.recalls, *layer.last))
+    assert found.extra_bytes is None
+    assert found.seconds > 0
+
+
+def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> None:
+    """Every distribution once more, from one forward of the whole text each time."""
+    prompt, contender = prompt_of(170, 1), streaming()
+    one = Comparison.of(model, prompt, SIZES)
+    found = one.run(contender)
+    ids = torch.tensor([[*prompt.ids, *one.truth.continuation.tolist()]])
+    end = len(prompt.ids) - SIZES.tail
+    with torch.inference_mode():
+        dense = model(ids).logits[0].double()
+        cache = Reader(model).prefill(ids[:, :end], 1)[1]
+        with sp.attach(model, contender.pipeline, gate=None):  # type: ignore[arg-type]
+            first = model(ids[:, :end], past_key_values=None, use_cache=True)
+        behind = model(ids[:, end:], past_key_values=first.past_key_values).logits[0].double()
+        del cache
+    p = dense.log_softmax(-1)
+    q = torch.cat([first.logits[0].double(), behind]).log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1)
+    assert found.fidelity is not None
+    spans = {
+        "last": slice(end - SIZES.last, end),
+        "tail": slice(end, end + SIZES.tail - 1),
+        "greedy": slice(end + SIZES.tail - 1, end + SIZES.tail - 1 + SIZES.greedy),
+    }
+    for name, span in spans.items():
+        part = getattr(found.fidelity, name)
+        assert part.rows == span.stop - span.start
+        assert part.kl == pytest.approx(float(kl[span].mean()), rel=1e-3, abs=1e-6)
+        assert part.worst == pytest.approx(float(kl[span].max()), rel=1e-3, abs=1e-6)
+        assert part.agreement == float((p[span].argmax(-1) == q[span].argmax(-1)).double().mean())
+    for name in ("last", "tail"):
+        span = spans[name]
+        text = ids[0, span.start + 1 : span.stop + 1]
+        surprise = -q[span].gather(1, text[:, None]).mean()
+        assert getattr(found.fidelity, name).surprise == pytest.approx(float(surprise), rel=1e-4)
+    greedy = q[spans["greedy"]].argmax(-1) != one.truth.continuation
+    assert found.fidelity.parted == (int(greedy.nonzero()[0]) if greedy.any() else None)
+    assert found.fidelity.all.kl > 1e-4
+
+
+def test_recall_is_that_of_the_layers_calls(model: LlamaForCausalLM) -> None:
+    prompt, contender = prompt_of(160, 2), streaming()
+    found = Comparison.of(model, prompt, SIZES, pictured=(1, 2)).run(contender)
+    kept: dict[int, Any] = {}
+
+    def observe(call: sp.AttentionCall, result: sp.Result) -> None:
+        kept[call.layer] = call, result
+
+    with torch.inference_mode(), sp.attach(model, contender.pipeline, gate=None, observe=observe):  # type: ignore[arg-type]
+        model(torch.tensor([prompt.ids[: -SIZES.tail]]))
+    for layer in found.layers:
+        call, result = kept[layer.index]
+        assert layer.recalls == pytest.approx(sp.recall(call, result, rows=9)[0].mean(-1).tolist(), rel=1e-5)
+        assert layer.last == pytest.approx(sp.recall(call, result, rows=range(149, 154))[0].mean(-1).tolist(), rel=1e-5)
+        assert layer.density == pytest.approx(result.density)
+        assert layer.lowest is not None
+        head = layer.lowest[0]
+        assert min(layer.recalls[head], layer.last[head]) == min(*layer.recalls, *layer.last)
+    assert found.mask is not None
+    assert torch.equal(found.mask.to_dense()[0, 0], kept[1][1].mask.to_dense()[0, 2])
+
+
+def test_nothing_of_a_run_stays(model: LlamaForCausalLM) -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    class Spy(Reader):
+        def prefill(self, ids: torch.Tensor, keep: int) -> tuple[torch.Tensor, Any]:
+            logits, cache = super().prefill(ids, keep)
+            assert logits.shape[0] == keep
+            gc.collect()
+            assert not [ref for ref in seen if ref() is not None], "an earlier cache is still alive"
+            seen.append(weakref.ref(cache))
+            return logits, cache
+
+    one = Comparison.of(model, prompt_of(150), SIZES)
+    spied = Comparison(Spy(model), one.prompt, one.sizes, one.truth, one.stock)
+    for _ in range(3):
+        assert spied.run(streaming()).error == ""
+    assert len(seen) == 3
+
+
+def test_a_method_that_fails_ends_alone(model: LlamaForCausalLM) -> None:
+    class Raises:
+        def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+            raise ZeroDivisionError("by zero")
+
+    one = Comparison.of(model, prompt_of(150), SIZES)
+    broken = one.run(Contender("raises", sp.Pipeline(Raises())))
+    assert "by zero" in broken.error
+    assert broken.fidelity is None
+    assert one.run(streaming()).error == ""
+
+
+def test_layers_that_run_dense_say_why(model: LlamaForCausalLM) -> None:
+    class Even:
+        def unsupported(self, call: sp.AttentionCall) -> str | None:
+            return "odd layers are not honoured" if call.layer % 2 else None
+
+        def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+            return sp.Plan(sp.SparseMask.full(call))
+
+    found = Comparison.of(model, prompt_of(150), SIZES).run(Contender("even", sp.Pipeline(Even())))
+    assert [layer.reason for layer in found.layers] == ["", "Even: odd layers are not honoured"]
+    assert found.layers[1].density == 1.0
+
+
+def test_a_short_prompt_is_refused(model: LlamaForCausalLM) -> None:
+    with pytest.raises(sp.ParameterError, match="has 11 tokens: pass one of more than 11"):
+        Comparison.of(model, prompt_of(11), SIZES)
+
+
+def test_sizes_are_checked() -> None:
+    for wrong in ({"tail": 1}, {"last": 0}, {"greedy": 0}, {"rows": 0}, {"repeats": 0}):
+        with pytest.raises(sp.ParameterError, match=next(iter(wrong))):
+            Sizes(**wrong)
+
+
+# Several prompts.
+
+
+class Heard:
+    """A listener that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.steps: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def contender(self, name: str) -> Iterator[Progress]:
+        self.names.append(name)
+        yield lambda what, done, of: self.steps.append((what, done, of))
+
+
+def test_outcomes_come_one_by_one(model: LlamaForCausalLM) -> None:
+    heard, prompts = Heard(), [prompt_of(150, 3), prompt_of(190, 4)]
+    found = list(outcomes(model, prompts, [streaming(), streaming(200)], SIZES, heard))
+    assert [(one.prompt, one.contender.name) for one in found[:3]] == [
+        ("drawn 3", "stock"), ("drawn 3", "streaming"), ("drawn 3", "streaming"),
+    ]  # fmt: skip
+    assert heard.names[:2] == ["dense, prompt 1 of 2", "streaming, prompt 1 of 2"]
+    assert ("prefill", 2, 2) in heard.steps
+    assert [one.tokens for one in found] == [144] * 3 + [184] * 3
+
+
+def test_a_summary_is_over_all_prompts(model: LlamaForCausalLM) -> None:
+    found = list(outcomes(model, [prompt_of(150, 5), prompt_of(190, 6)], [streaming()], SIZES, Heard()))
+    stock, sparse = summaries(found, SIZES.greedy)
+    facts = [one.fidelity for one in found if one.fidelity is not None]
+    assert (stock.prompts, sparse.prompts, stock.divergence) == (2, 2, None)
+    assert sparse.divergence == pooled([fact.all for fact in facts])
+    parted = sorted(7 if fact.parted is None else fact.parted for fact in facts)
+    assert sparse.parted == sum(parted) / 2
+    recalls = [each for one in found if one.fidelity for layer in one.layers for each in layer.recalls]
+    assert sparse.recall == pytest.approx(sum(recalls) / len(recalls))
+    assert sparse.lowest == min(recalls)
+    assert sparse.p5 == pytest.approx(float(torch.tensor(recalls, dtype=torch.float64).quantile(0.05)))
+    assert sparse.seconds == sum(one.seconds for one in found if one.fidelity)
+
+
+def test_a_summary_of_failures() -> None:
+    found = [Outcome(Contender("x"), "a", error="no"), Outcome(Contender("x"), "b", error="never")]
+    summary = Summary.of(found, 4)
+    assert (summary.prompts, summary.failed, summary.divergence) == (0, {"a": "no", "b": "never"}, None)
+
+
+def test_fidelity_pools_its_parts() -> None:
+    parts = [Divergence(2, 0.1, 0.2, 1.0), Divergence(1, 0.4, 0.4, 0.0), Divergence(1, 0.0, 0.0, 1.0)]
+    assert Fidelity(*parts, None).all.kl == pytest.approx(0.15)
+
+
+# Prompts.
+
+
+def test_text_files_and_folders(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer()
+    (tmp_path / "b.txt").write_text("one two three four five six seven")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a b c d e f g h"}\n\n{"prompt": "x"}\n')
+    (tmp_path / "skipped.bin").write_bytes(b"\xff")
+    found = load(tmp_path, tokenizer)
+    assert [prompt.name for prompt in found] == ["a.jsonl:1", "a.jsonl:3", "b.txt"]
+    whole = found[2].ids
+    assert list(whole) == tokenizer("one two three four five six seven")["input_ids"]
+    assert load(tmp_path / "b.txt", tokenizer, 4)[0].ids == whole[:4]
+    first = found[0].ids
+    assert load(tmp_path / "a.jsonl", tokenizer, 5)[0].ids == (*first[:2], *first[-3:])
+
+
+def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer()
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "where is it"}]}))
+    with pytest.raises(sp.ParameterError, match="chat.jsonl:1 has messages, but the tokenizer no chat template"):
+        load(path, tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %} [assistant]"
+    expected = tokenizer("[user] where is it [assistant]", add_special_tokens=False)["input_ids"]
+    assert list(load(path, tokenizer)[0].ids) == expected
+    tokenizer.chat_template = "{{ raise_exception('no user') }}"
+    with pytest.raises(sp.ParameterError, match="the chat template refuses the messages"):
+        load(path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"", "holds no text"),
+        ("a.txt", b"\xff\xfe\xfa", "cannot be read as UTF-8"),
+        ("a.jsonl", b"", "holds no line"),
+        ("a.jsonl", b"{", "a.jsonl:1 is no JSON"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is no JSON"),
+        ("a.jsonl", b'{"prompt": "x"}\n[1]', "a.jsonl:2 is '\\[1\\]': pass an object with either"),
+        ("a.jsonl", b'{"prompt": "x", "messages": []}', "pass an object with either"),
+        ("a.jsonl", b'{"text": "x"}', "pass an object with either"),
+        ("a.jsonl", b'{"prompt": 3}', "prompt is 3: pass a text"),
+        ("a.jsonl", b'{"prompt": ""}', "prompt is '': pass a text"),
+    ],
+)
+def test_bad_prompt_files(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(sp.ParameterError, match=words):
+        load(tmp_path / name, load_tokenizer())
+
+
+def test_no_such_prompts(tmp_path: Path) -> None:
+    with pytest.raises(sp.ParameterError, match="there is no file or folder"):
+        load(tmp_path / "gone", load_tokenizer())
+    with pytest.raises(sp.ParameterError, match="holds no file that ends in"):
+        load(tmp_path, load_tokenizer())
+
+
+def test_built_in_prompts_have_just_so_many_tokens() -> None:
+    found = made(text_lines(), load_tokenizer(), 300, 3)
+    assert [len(prompt.ids) for prompt in found] == [300] * 3
+    assert len({prompt.ids for prompt in found}) == 3
+    assert made(text_lines(), load_tokenizer(), 300, 3) == found
+    with pytest.raises(sp.ParameterError, match="the built-in text has"):
+        made(["one line"], load_tokenizer(), 300, 1)
