@@ -69,9 +69,9 @@ def _of_file(path: Path, tokenizer: Any, tokens: int | None) -> Iterator[Prompt]
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"prompts: {path} cannot be read as UTF-8 text: {error}") from error
     if path.suffix.lower() != ".jsonl":
-        ids = _ids(tokenizer, text, start=True)[:tokens]
-        if not ids:
+        if not text.strip():
             raise ParameterError(f"prompts: {path} holds no text")
+        ids = _ids(tokenizer, text, start=True)[:tokens]
         yield Prompt(path.name, tuple(ids))
         return
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
@@ -95,9 +95,7 @@ def _of_line(line: str, where: str, tokenizer: Any) -> list[int]:
             raise ParameterError(f"prompts: {where}: prompt is {entry['prompt']!r}: pass a text")
         return _ids(tokenizer, entry["prompt"], start=True)
     if not getattr(tokenizer, "chat_template", None):
-        raise ParameterError(
-            f"prompts: {where} has messages, and the tokenizer no chat template: pass 'prompt' instead"
-        )
+        raise ParameterError(f"prompts: {where} has messages, but the tokenizer no chat template: pass 'prompt'")
     try:
         text = tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of others, and raise what they like

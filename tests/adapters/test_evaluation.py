@@ -22,6 +22,7 @@ from sparseprefill.adapters.evaluation.outcome import Fidelity, Outcome, Summary
 from sparseprefill.adapters.evaluation.prompts import Prompt, load, made
 from sparseprefill.adapters.evaluation.reading import Reader, Sizes
 from sparseprefill.adapters.evaluation.runs import outcomes, summaries
+from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.progress import Progress
 from transformers import (
     AutoModelForCausalLM,
@@ -118,7 +119,7 @@ def test_a_full_mask_changes_nothing(config: Any) -> None:
     assert found.fidelity is not None
     every = found.fidelity.all
     assert (every.rows, every.agreement, found.fidelity.parted) == (5 + 5 + 7, 1.0, None)
-    assert every.worst < 1e-8
+    assert every.worst < 1e-6  # float32 log-probabilities
     assert found.fidelity.tail.perplexity_ratio == pytest.approx(1.0, abs=1e-4)
     assert found.density == 1.0
     assert all(abs(each - 1) < 1e-5 for layer in found.layers for each in (*layer.recalls, *layer.last))
@@ -128,18 +129,16 @@ def test_a_full_mask_changes_nothing(config: Any) -> None:
 
 def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> None:
     """Every distribution once more, from one forward of the whole text each time."""
-    prompt, contender = prompt_of(170, 1), streaming()
+    prompt, contender = prompt_of(570, 1), streaming()
     one = Comparison.of(model, prompt, SIZES)
     found = one.run(contender)
     ids = torch.tensor([[*prompt.ids, *one.truth.continuation.tolist()]])
     end = len(prompt.ids) - SIZES.tail
     with torch.inference_mode():
         dense = model(ids).logits[0].double()
-        cache = Reader(model).prefill(ids[:, :end], 1)[1]
-        with sp.attach(model, contender.pipeline, gate=None):  # type: ignore[arg-type]
+        with attach(model, contender.pipeline, gate=None):  # type: ignore[arg-type]
             first = model(ids[:, :end], past_key_values=None, use_cache=True)
         behind = model(ids[:, end:], past_key_values=first.past_key_values).logits[0].double()
-        del cache
     p = dense.log_softmax(-1)
     q = torch.cat([first.logits[0].double(), behind]).log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1)
@@ -166,19 +165,19 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
 
 
 def test_recall_is_that_of_the_layers_calls(model: LlamaForCausalLM) -> None:
-    prompt, contender = prompt_of(160, 2), streaming()
+    prompt, contender = prompt_of(560, 2), streaming()
     found = Comparison.of(model, prompt, SIZES, pictured=(1, 2)).run(contender)
     kept: dict[int, Any] = {}
 
     def observe(call: sp.AttentionCall, result: sp.Result) -> None:
         kept[call.layer] = call, result
 
-    with torch.inference_mode(), sp.attach(model, contender.pipeline, gate=None, observe=observe):  # type: ignore[arg-type]
+    with torch.inference_mode(), attach(model, contender.pipeline, gate=None, observe=observe):  # type: ignore[arg-type]
         model(torch.tensor([prompt.ids[: -SIZES.tail]]))
     for layer in found.layers:
         call, result = kept[layer.index]
         assert layer.recalls == pytest.approx(sp.recall(call, result, rows=9)[0].mean(-1).tolist(), rel=1e-5)
-        assert layer.last == pytest.approx(sp.recall(call, result, rows=range(149, 154))[0].mean(-1).tolist(), rel=1e-5)
+        assert layer.last == pytest.approx(sp.recall(call, result, rows=range(549, 554))[0].mean(-1).tolist(), rel=1e-5)
         assert layer.density == pytest.approx(result.density)
         assert layer.lowest is not None
         head = layer.lowest[0]
@@ -270,11 +269,17 @@ def test_outcomes_come_one_by_one(model: LlamaForCausalLM) -> None:
 
 
 def test_a_summary_is_over_all_prompts(model: LlamaForCausalLM) -> None:
-    found = list(outcomes(model, [prompt_of(150, 5), prompt_of(190, 6)], [streaming()], SIZES, Heard()))
+    found = list(outcomes(model, [prompt_of(550, 5), prompt_of(590, 6)], [streaming()], SIZES, Heard()))
     stock, sparse = summaries(found, SIZES.greedy)
     facts = [one.fidelity for one in found if one.fidelity is not None]
     assert (stock.prompts, sparse.prompts, stock.divergence) == (2, 2, None)
-    assert sparse.divergence == pooled([fact.all for fact in facts])
+    every = pooled([fact.all for fact in facts])
+    assert sparse.divergence is not None
+    assert (sparse.divergence.rows, sparse.divergence.kl, sparse.divergence.worst) == (
+        every.rows,
+        every.kl,
+        every.worst,
+    )
     parted = sorted(7 if fact.parted is None else fact.parted for fact in facts)
     assert sparse.parted == sum(parted) / 2
     recalls = [each for one in found if one.fidelity for layer in one.layers for each in layer.recalls]
@@ -316,7 +321,7 @@ def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
     tokenizer = load_tokenizer()
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "where is it"}]}))
-    with pytest.raises(sp.ParameterError, match="chat.jsonl:1 has messages, but the tokenizer no chat template"):
+    with pytest.raises(sp.ParameterError, match=r"chat\.jsonl:1 has messages, but the tokenizer no chat template"):
         load(path, tokenizer)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %} [assistant]"
     expected = tokenizer("[user] where is it [assistant]", add_special_tokens=False)["input_ids"]
