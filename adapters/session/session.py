@@ -19,7 +19,6 @@ from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 from sparseprefill.route import Route, gated
-from sparseprefill.stages import ExecutorStage
 
 from .ledger import LayerRecord, Uncounted, sizes
 from .report import Report
@@ -119,11 +118,11 @@ class Session:
 
         For hosts whose own dense attention is slower: `run` has recorded the call as dense, a note says by whom.
         """
-        executor = ExecutorStage.of(self.route.executor(call))
+        executor = self.route.executing(call)
         if executor.objection(call):
             return None
         self.note(WHOLE)
-        return executor.given.execute(call, Plan(SparseMask.full(call))).out
+        return executor.execute(call, Plan(SparseMask.full(call))).out
 
     def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host.
@@ -170,11 +169,11 @@ class Session:
             )
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
-        executor = ExecutorStage.of(self.route.executor(call))
+        executor = self.route.executing(call)
         reason = executor.objection(call)
         if reason:
             return self.decline(call.layer, f"{executor.name}: {reason}", sizes(call))
-        result = executor.given.execute(call, Plan(SparseMask.full(call)))
+        result = executor.execute(call, Plan(SparseMask.full(call)))
         with self._lock:
             self._record(call.layer).count("window", sizes(call))
         return result

@@ -8,9 +8,12 @@ from typing import Any
 
 from attrs import field, fields, frozen, has
 
-from sparseprefill.errors import ParameterError, SparsePrefillError, StageError, nearest, printed
+from sparseprefill.errors import ParameterError, SparsePrefillError, nearest, printable, printed, told
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import EMPTY
+from sparseprefill.stages import Answer, Guard
+
+PIPELINE = Answer.of(Pipeline)
 
 
 def _check_config(_: object, __: object, value: Any) -> None:
@@ -52,21 +55,13 @@ class Method:
                 raise ParameterError(f"{self.name} has no parameter {name!r}{nearest(name, known)}")
         try:
             return self.config(**parameters)
-        except SparsePrefillError:
-            raise
         except Exception as error:  # a plugin's own validator may raise anything
+            if isinstance(error, SparsePrefillError) and printable(error):
+                raise
             shown = ", ".join(f"{name}={printed(value)}" for name, value in parameters.items())
-            raise ParameterError(f"{self.name}({shown}): {error}") from error
+            raise ParameterError(f"{self.name}({shown}): {told(error)}") from error
 
     def pipeline(self, /, **parameters: Any) -> Pipeline:
         """Validate the parameters and build; StageError where the plugin's `build` raises or returns nonsense."""
-        config = self.configure(parameters)
-        try:
-            pipeline = self.build(config)
-        except SparsePrefillError:
-            raise
-        except Exception as error:
-            raise StageError(f"{self.name}: build() raised {type(error).__name__}: {error}") from error
-        if not isinstance(pipeline, Pipeline):
-            raise StageError(f"{self.name}: build() returned {type(pipeline).__name__}, not a Pipeline")
+        pipeline: Pipeline = Guard(self, self.name).ask("build", PIPELINE, self.configure(parameters))
         return pipeline

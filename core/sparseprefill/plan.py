@@ -95,8 +95,12 @@ class Plan:
 
     @cached_property
     def mask(self) -> SparseMask:
-        """Tiles and stripes still to do."""
-        return self._mask if isinstance(self._mask, SparseMask) else self._mask()
+        """Tiles and stripes still to do. MaskError where the function that was given makes something else."""
+        if isinstance(self._mask, SparseMask):
+            return self._mask
+        made = self._mask()
+        _check("Plan.mask", made, SparseMask)
+        return made
 
     def computed(self) -> tuple[SparseMask, ...]:
         """Every mask that is computed, the carry's region included, as lists alone: maps of tiles are let go.
