@@ -13,7 +13,6 @@ from attrs import evolve
 
 import sparseprefill as sp
 from helpers.build import make
-from helpers.stubs import Estimate
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan, Result
@@ -26,14 +25,14 @@ NAME = "my-method"
 MODEL = ModelIdentity(name="m", architecture="M", layers=1, heads=2, kv_heads=1, head_dim=8, digest="0")
 
 
-class Mute(Exception):
+class MuteError(Exception):
     """An error that cannot be printed."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
 
 
-class MuteOfOurs(sp.SparsePrefillError):
+class MuteOfOursError(sp.SparsePrefillError):
     """One of our tree that cannot be printed."""
 
     def __str__(self) -> str:
@@ -125,8 +124,8 @@ RIGHT = {  # of the answers above, what a question takes
 ERRORS: dict[str, BaseException] = {
     "raises": KeyError("lost"),
     "raises AttributeError": AttributeError("lost"),
-    "raises what cannot be printed": Mute(),
-    "raises ours that cannot be printed": MuteOfOurs(),
+    "raises what cannot be printed": MuteError(),
+    "raises ours that cannot be printed": MuteOfOursError(),
     "recurses": RecursionError("too deep"),
 }
 BAD = {f"is {name}": value for name, value in ANSWERS.items()} | ERRORS
