@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SCHEMA = "sparseprefill.breakeven"
 VERSION = 1
 BELOW = "below break-even: dense attention is faster at this size"
+UNKNOWN = "not gated: "
+"""How the reason of a verdict begins where a table knows nothing of a call."""
 _FIELDS = ("schema", "version", "device", "versions", "measured", "shapes")
 _KEPT = 4096  # judgements; lengths of prompts differ without end
 
@@ -134,7 +136,7 @@ class BreakEven:
         q = call.q
         here = device_kind(q.device)
         if (here.type, here.capability) != (self.device.type, self.device.capability):
-            return Verdict(True, None, f"not gated: the {self} says nothing of {here}")
+            return Verdict(True, None, f"{UNKNOWN}the {self} says nothing of {here}")
         dtype = str(q.dtype).removeprefix("torch.")
         keys = call.kv_len if call.q_offset is None else call.q_offset + q.shape[2]
         sizes = Sizes(
@@ -143,7 +145,7 @@ class BreakEven:
         )  # fmt: skip
         ratio = self.ratio(method, sizes)
         if ratio is None:
-            return Verdict(True, None, f"not gated: the {self} has no figures for {dtype}")
+            return Verdict(True, None, f"{UNKNOWN}the {self} has no figures for {dtype}")
         return Verdict(True, ratio) if ratio <= GAIN else Verdict(False, ratio, BELOW)
 
 
