@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseprefill.breakeven.gate import AUTO, GateChoice
-from sparseprefill.errors import AttachError, ParameterError
+from sparseprefill.errors import AttachError, ParameterError, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
@@ -97,7 +97,7 @@ def _pipeline(method: str | Pipeline | Route, profile: Profile | None, parameter
     if isinstance(method, str):
         return default_registry().build(method, profile=profile, **parameters)
     if not isinstance(method, Pipeline | Route):
-        raise ParameterError(f"method is {method!r}: pass the name of a method, or a Pipeline")
+        raise ParameterError(f"method is {printed(method)}: pass the name of a method, or a Pipeline")
     if profile is not None:
         raise ParameterError("a Pipeline is built already: a profile goes with the name of a method")
     if parameters:

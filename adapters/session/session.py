@@ -231,7 +231,7 @@ class Session:
 
 def _indices(layers: Iterable[int]) -> frozenset[int]:
     try:
-        chosen = frozenset(layers)
+        chosen = frozenset(None if isinstance(layers, str | bytes) else layers)  # type: ignore[arg-type]
     except TypeError:
         shown = printed(layers)
         raise ParameterError(f"layers is {shown}: pass layer indices, such as range(4, 32), or None") from None

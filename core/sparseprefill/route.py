@@ -73,6 +73,14 @@ def _pipelines(route: Route, attribute: Attribute[Any], value: object) -> None:
         raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a tuple of Pipelines, one at least")
 
 
+def _kind(wanted: type) -> Callable[[Any, Attribute[Any], object], None]:
+    def check(_: object, attribute: Attribute[Any], value: object) -> None:
+        if value is not None and (isinstance(value, type) or not isinstance(value, wanted)):
+            raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a {wanted.__name__}, or None")
+
+    return check
+
+
 def _guarded(route: Route) -> Guard | None:
     return None if route.gate is None else Guard(route.gate, route.name)
 
@@ -89,13 +97,15 @@ class Route:
 
     name: str = field(validator=_text)
     pipelines: tuple[Pipeline | None, ...] = field(validator=_pipelines)
-    profile: Profile | None = None
-    gate: Gate | None = None
+    profile: Profile | None = field(default=None, validator=_kind(Profile))
+    gate: Gate | None = field(default=None, validator=_kind(Gate))
     _judging: Guard | None = field(default=Factory(_guarded, takes_self=True), init=False, repr=False)
 
     @classmethod
     def of(cls, given: Pipeline | Route) -> Route:
         """A pipeline as a route of one, without a gate; a route as it is."""
+        if not isinstance(given, Pipeline | Route):
+            raise ParameterError(f"pipeline is {printed(given)}: pass a Pipeline, or a Route")
         return given if isinstance(given, Route) else cls(given.name, (given,))
 
     @classmethod
@@ -106,7 +116,7 @@ class Route:
         parameters do not fit the method.
         """
         if profile.method != method.name:
-            raise ParameterError(f"the profile is for {profile.method!r}, not for {method.name!r}")
+            raise ParameterError(f"the profile is for {printed(profile.method)}, not for {printed(method.name)}")
         made: list[Pipeline | None] = []
         for i, one in enumerate(profile.ranges):
             try:

@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from sparseprefill.breakeven.table import UNKNOWN, BreakEven, Verdict, device_kind
 from sparseprefill.breakeven.unmeasured import rule_for
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ def gate_of(given: GateChoice) -> Gate | None:
         return BreakEven.load(given)
     if isinstance(given, Gate):
         return given
-    raise ParameterError(f'gate is {given!r}: pass "auto", the path of a break-even table, a BreakEven, or None')
+    raise ParameterError(f'gate is {printed(given)}: pass "auto", the path of a break-even table, a BreakEven, or None')
 
 
 def shipped(major: int, minor: int) -> BreakEven | None:

@@ -14,7 +14,7 @@ from sparseprefill import json_text
 from sparseprefill.breakeven.file import device_facts, device_of, listed, shape_facts, shape_of, table
 from sparseprefill.breakeven.points import DeviceKind, HeadShape
 from sparseprefill.breakeven.rule import GAIN, Line, Sizes, from_length, lines, nearest, ratio_of
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -99,7 +99,7 @@ class BreakEven:
             text = json_text.read(source)
         except ParameterError as error:
             remedy = "pass a file of sparseprefill calibrate"
-            raise ParameterError(f"break-even table {str(source)!r}: {error}; {remedy}") from error
+            raise ParameterError(f"break-even table {printed(str(source))}: {error}; {remedy}") from error
         try:
             with json_text.bounded():
                 return cls.of(json_text.parsed(text))
@@ -112,7 +112,9 @@ class BreakEven:
         facts = table("the file", facts)
         for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
             if facts.get(name) != wanted or isinstance(facts.get(name), bool):
-                raise ParameterError(f"{name} is {facts.get(name)!r}: this library reads {wanted!r}; calibrate anew")
+                raise ParameterError(
+                    f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}; calibrate anew"
+                )
         table("the file", facts, _FIELDS)
         return cls(
             device=device_of(facts["device"]),
