@@ -422,7 +422,7 @@ def outcome(bad: Bad) -> Outcome:
 REMEDIES = (
     *("pass", "use ", "give", "must ", "move ", "Known: ", "put ", "unite ", "needs it", "leave it out", "reads '"),
     *("calibrate anew", "keys are names", "there is no", "there are ", "is made for", "sparseprefill "),
-    *("is missing", "reads 1", "or None", "no field"),
+    *("is missing", "reads 1", "or None", "no field", "drop it"),
 )
 """Words with which messages say what would do."""
 

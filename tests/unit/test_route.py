@@ -211,7 +211,7 @@ def test_what_the_users_table_has_no_figures_for_is_left_to_the_rule(path: Path)
 
 
 def test_every_shipped_method_is_faster_where_the_rule_lets_an_unknown_gpu_run_sparse() -> None:
-    """By the figures of the GPU with the fastest dense attention: elsewhere dense attention takes longer still."""
+    """By the figures of the one GPU that was measured; most others take longer for dense attention."""
     table, rule = breakeven_gate.shipped(9, 0), rule_for("cuda")
     assert table is not None
     seen = 0

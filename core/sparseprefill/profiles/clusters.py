@@ -49,7 +49,7 @@ class ClusterTable:
         if unknown:
             head = min(unknown)
             raise ParameterError(
-                f"{seen[head]}: {_words(head)} is unknown to a model of {layers} layers with {count} heads: leave it out"
+                f"{seen[head]}: {_words(head)} is unknown to a model of {layers} layers with {count} heads: drop it"
             )
         if len(seen) < layers * count:  # the first that lacks is among the first so many and one
             lacking = next(head for i in range(len(seen) + 1) if (head := divmod(i, count)) not in seen)
