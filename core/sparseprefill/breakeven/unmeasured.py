@@ -42,7 +42,9 @@ class Unmeasured:
     def __str__(self) -> str:
         if self.work is None:
             return "the built-in rule (nothing is known of such devices, so every call is dense)"
-        return f"the built-in rule (sparse from {self.keys:,} keys and {self.work:.0e} multiplications on)"
+        return (
+            f"the built-in rule (sparse from {self.keys:,} keys and {self.work / 1e9:,.0f} billion multiplications on)"
+        )
 
 
 def _work(queries: int, keys: int, heads: int, width: int) -> float:
