@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel module is imported, so before any is
+# `gate="auto"` keeps short prompts dense on a CPU, and those of tests are short; set to nothing it is off.
+os.environ.setdefault("SPARSEPREFILL_BREAKEVEN", "")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
 
 # Many small operations: more threads cost more than they bring, and far more where cores are shared.

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from attrs import asdict
 
+from sparseprefill.errors import told
 from sparseprefill.registry import PluginRecord, default_registry
 
 from . import describe, render
@@ -69,7 +70,7 @@ def plugins(json: Json = False) -> None:
 
 
 def _error(record: PluginRecord) -> str:
-    return "" if record.error is None else f"{type(record.error).__name__}: {record.error}"
+    return "" if record.error is None else f"{type(record.error).__name__}: {told(record.error)}"
 
 
 def _grain(grain: int | None) -> str:

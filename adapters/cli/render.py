@@ -14,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from sparseprefill.errors import told
 from sparseprefill.registry import Registry
 
 from .describe import plain
@@ -46,7 +47,7 @@ def broken(registry: Registry) -> None:
     """A note on every plugin that failed to load."""
     for record in registry.plugins():
         if record.error is not None:
-            note(f"{record.source} failed to load and is left out: {record.error}")
+            note(f"{record.source} failed to load and is left out: {told(record.error)}")
 
 
 def figures(

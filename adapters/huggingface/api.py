@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseprefill.breakeven.gate import AUTO, GateChoice
-from sparseprefill.errors import AttachError, ParameterError
+from sparseprefill.errors import AttachError, ParameterError, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
@@ -49,9 +49,12 @@ def attach(
     gate: judges each call by its sizes, so that one too small for the method runs dense. "auto": the break-even table
     that fits the device, if there is one; or the path of a table, a BreakEven or Gate, None for no gate.
 
-    Raises AttachError if the model cannot be attached, UnknownMethodError or ParameterError for a wrong method, or for
-    a profile or a cluster table of another model, or a break-even table that cannot be read; ImportError without
-    transformers.
+    Where nothing of the model can ever run sparse (every layer would stay dense), attach refuses; where nothing may, as
+    far as can be told (only sliding windows, a `min_query` or a break-even table beyond the model's length), it warns.
+
+    Raises AttachError if the model cannot be attached or nothing can run sparse, UnknownMethodError or ParameterError
+    for a wrong method, or for a profile or a cluster table of another model, or a break-even table that cannot be read;
+    ImportError without transformers.
     """
     profile = None if profile is None else Profile.load(profile)
     given = Route.of(_pipeline(method, profile, parameters))
@@ -62,7 +65,7 @@ def attach(
         from .dry_run import dry_run
         from .handle import PREFIX, Handle
         from .identity import identity
-        from .inspection import check, find_decoder
+        from .inspection import check, declared_layers, find_decoder, trained_length
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "transformers":
             raise
@@ -77,8 +80,14 @@ def attach(
         _check_layers(session, findings.layers)
         if strict:
             _check_strict(session, findings.dense)
+        session.start(type(model).__name__, findings.kinds, windows=findings.windows, trained=trained_length(decoder))
         if findings.repeated:
             session.note("layer indices repeat within a forward: methods that remember by layer mix them up")
+    else:
+        layers, windows = declared_layers(decoder)
+        if layers or windows:
+            host, trained = type(model).__name__, trained_length(decoder)
+            session.start(host, layers, windows=windows, trained=trained, certain=False)
     handle = Handle(model, decoder, session)
     handle.bind()
     return handle
@@ -88,7 +97,7 @@ def _pipeline(method: str | Pipeline | Route, profile: Profile | None, parameter
     if isinstance(method, str):
         return default_registry().build(method, profile=profile, **parameters)
     if not isinstance(method, Pipeline | Route):
-        raise ParameterError(f"method is {method!r}: pass the name of a method, or a Pipeline")
+        raise ParameterError(f"method is {printed(method)}: pass the name of a method, or a Pipeline")
     if profile is not None:
         raise ParameterError("a Pipeline is built already: a profile goes with the name of a method")
     if parameters:

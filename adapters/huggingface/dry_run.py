@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import AttachError
+from sparseprefill.errors import AttachError, told
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
@@ -41,10 +41,11 @@ class FullEstimator:
 
 @frozen(eq=False)
 class Findings:
-    """Layers that were seen, in their report, and what the pipeline objects to in them."""
+    """Layers that were seen, in their report, what the pipeline objects to in them, and a call of each."""
 
     report: Report
     objections: dict[int, tuple[str, ...]] = field(factory=dict)
+    calls: dict[int, AttentionCall] = field(factory=dict)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -58,6 +59,17 @@ class Findings:
         return {**reasons, **self.objections}
 
     @property
+    def kinds(self) -> dict[int, AttentionCall | str]:
+        """Layers as `Session.start` takes them: a call, or why the host computes the layer. Without sliding windows."""
+        dense = {one.layer: "; ".join(one.reasons) for one in self.report.layers if one.mode == "dense"}
+        return {**dense, **self.calls}
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Layers with a sliding window."""
+        return tuple(one.layer for one in self.report.layers if one.mode == "window")
+
+    @property
     def repeated(self) -> bool:
         """Whether one forward called a layer index twice."""
         return any(layer.calls > 1 for layer in self.report.layers)
@@ -68,12 +80,10 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
 
     Raises AttachError where the logits differ, no layer can be bound, or either run fails.
     """
-    objections: dict[int, tuple[str, ...]] = {}
+    calls: dict[int, AttentionCall] = {}
 
     def observe(call: AttentionCall, result: Result) -> None:
-        reasons = route.unsupported(call)
-        if reasons:
-            objections[call.layer] = reasons
+        calls[call.layer] = call
 
     full = Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
     session = Session(full, min_query=SHORTEST, observe=observe, warn=False)
@@ -87,7 +97,8 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
         finally:
             handle.detach()
             handle.forget()
-    findings = Findings(handle.report(), objections)
+    objections = {layer: reasons for layer, call in calls.items() if (reasons := route.unsupported(call))}
+    findings = Findings(handle.report(), objections, calls)
     _compare(model, stock, ours, findings)
     return findings
 
@@ -109,7 +120,7 @@ def _run(model: torch.nn.Module, inputs: dict[str, Any], complaint: str) -> Tens
     try:
         outputs = model(**inputs)
     except Exception as error:
-        message = f"{type(model).__name__} {complaint}: {type(error).__name__}: {error}"
+        message = f"{type(model).__name__} {complaint}: {type(error).__name__}: {told(error)}"
         raise AttachError(f"{message} (verify=False skips this dry run)") from error
     for name in ("logits", "last_hidden_state"):
         x = getattr(outputs, name, None)

@@ -6,29 +6,28 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.breakeven.gate import GateChoice
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import ParameterError, UnsupportedCallError
+from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, printed, told
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 from sparseprefill.route import Route, gated
-from sparseprefill.stages import ExecutorStage
 
 from .ledger import LayerRecord, Uncounted, sizes
+from .prospects import NOT_CHOSEN, Bounds, prospects
 from .report import Report
 
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
 MIN_QUERY = 16  # query rows from which a forward is prefill; fewer are decoding, a draft's check among them
 WHOLE = "calls below break-even were computed with every key by the pipeline's executor, not by the host"
-NOT_CHOSEN = "not among the layers asked for"
 _serials = itertools.count()
 log = logging.getLogger(__name__)
 
@@ -77,7 +76,11 @@ class Session:
         gate: GateChoice = None,
     ) -> None:
         if not isinstance(min_query, int) or isinstance(min_query, bool) or min_query < 2:
-            raise ParameterError(f"min_query is {min_query!r}: pass an integer >= 2, so that decoding stays dense")
+            raise ParameterError(
+                f"min_query is {printed(min_query)}: pass an integer >= 2, so that decoding stays dense"
+            )
+        if observe is not None and not callable(observe):
+            raise ParameterError(f"observe is {printed(observe)}: pass a function of a call and its result, or None")
         self.route = Route.of(pipeline if gate is None or gate is False else gated(pipeline, gate))
         self.min_query, self.strict = min_query, strict
         self.layers = None if layers is None else _indices(layers)
@@ -119,11 +122,11 @@ class Session:
 
         For hosts whose own dense attention is slower: `run` has recorded the call as dense, a note says by whom.
         """
-        executor = ExecutorStage.of(self.route.executor(call))
+        executor = self.route.executing(call)
         if executor.objection(call):
             return None
         self.note(WHOLE)
-        return executor.given.execute(call, Plan(SparseMask.full(call))).out
+        return executor.execute(call, Plan(SparseMask.full(call))).out
 
     def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host.
@@ -154,6 +157,33 @@ class Session:
             for layer in layers:
                 self._record(layer)
 
+    def start(
+        self,
+        host: str,
+        layers: Mapping[int, AttentionCall | str],
+        *,
+        windows: Iterable[int] = (),
+        rows: int | None = None,
+        keys: int | None = None,
+        trained: int | None = None,
+        certain: bool = True,
+    ) -> None:
+        """Say before the first request where nothing can run sparse: see `prospects` and `Bounds` for the arguments.
+
+        Raises AttachError where nothing ever can. Where nothing may, as far as can be told, the reason is logged as a
+        warning and noted in the report. host: for messages. certain: whether the host knows that the layers are so; if
+        it only guesses, what can never be is a warning, too.
+        """
+        bounds = Bounds(min_query=self.min_query, rows=rows, keys=keys, trained=trained)
+        found = prospects(self.route, layers, bounds, windows=windows, chosen=self.layers)
+        if found.never and certain:
+            raise AttachError(f"{self.route.name} can never run on {host}: {found.never}")
+        for doubt in (found.never, *found.doubts):
+            if doubt:
+                text = f"{self.route.name} may never run on {host}: {doubt}"
+                log.warning("%s", text)
+                self.note(text)
+
     def report(self, host: str, implementation: str) -> Report:
         """Everything recorded so far; counts the pairs of the masks that wait (host sync)."""
         with self._lock:
@@ -163,18 +193,18 @@ class Session:
                 implementation=implementation,
                 min_query=self.min_query,
                 grain=self.route.method_grain,
-                gate="" if self.route.gate is None else str(self.route.gate),
+                gate="" if self.route.gate is None else told(self.route.gate),
                 short_forwards=self._short,
                 layers=tuple(r.report(mean=self._measure) for _, r in sorted(self._records.items())),
                 notes=dict(self._notes),
             )
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
-        executor = ExecutorStage.of(self.route.executor(call))
+        executor = self.route.executing(call)
         reason = executor.objection(call)
         if reason:
             return self.decline(call.layer, f"{executor.name}: {reason}", sizes(call))
-        result = executor.given.execute(call, Plan(SparseMask.full(call)))
+        result = executor.execute(call, Plan(SparseMask.full(call)))
         with self._lock:
             self._record(call.layer).count("window", sizes(call))
         return result
@@ -201,9 +231,12 @@ class Session:
 
 def _indices(layers: Iterable[int]) -> frozenset[int]:
     try:
-        chosen = frozenset(layers)
+        chosen = frozenset(None if isinstance(layers, str | bytes) else layers)  # type: ignore[arg-type]
     except TypeError:
-        raise ParameterError(f"layers is {layers!r}: pass layer indices, such as range(4, 32), or None") from None
+        shown = printed(layers)
+        raise ParameterError(f"layers is {shown}: pass layer indices, such as range(4, 32), or None") from None
+    if not chosen:
+        raise ParameterError("layers is empty: pass the layers to run sparse, such as range(4, 32), or None for all")
     if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in chosen):
-        raise ParameterError(f"layers is {sorted(map(repr, chosen))}: pass integers")
+        raise ParameterError(f"layers is {sorted(map(printed, chosen))}: pass integers")
     return chosen

@@ -185,12 +185,12 @@ def _check_rows(call: AttentionCall) -> None:
             raise InvalidCallError("k", f"of length {kv_len}", remedy)
     elif not _is_int(call.q_offset) or not 0 <= call.q_offset <= kv_len - q_len:
         remedy = f"the {q_len} query rows must stand among the {kv_len} keys: 0 to {kv_len - q_len}"
-        raise InvalidCallError("q_offset", repr(call.q_offset), remedy)
+        raise InvalidCallError("q_offset", printed(call.q_offset), remedy)
     for name, rows in (("starts", call.starts), ("lengths", call.lengths)):
         if rows is None:
             continue
         if not isinstance(rows, Tensor) or rows.shape != (call.q.shape[0],) or rows.dtype != torch.int32:
-            shown = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+            shown = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else printed(rows)
             raise InvalidCallError(name, shown, f"pass an int32 tensor of shape ({call.q.shape[0]},)")
         if rows.device != call.q.device:
             raise InvalidCallError(name, f"on {rows.device}", f"move it to q's device {call.q.device}")
@@ -204,15 +204,15 @@ def _check_numbers(call: AttentionCall) -> None:
             remedy = f"pass a finite positive number from {LEAST:g} to {MOST:g}, or None"
             raise InvalidCallError(name, printed(value), remedy)
     if call.window is not None and not (_is_int(call.window) and call.window >= 1):
-        raise InvalidCallError("window", repr(call.window), "pass a positive number of keys, or None")
+        raise InvalidCallError("window", printed(call.window), "pass a positive number of keys, or None")
     if not _is_int(call.layer):
-        raise InvalidCallError("layer", repr(call.layer), "pass an integer")
+        raise InvalidCallError("layer", printed(call.layer), "pass an integer")
     if not _is_int(call.first_head) or call.first_head < 0:
-        raise InvalidCallError("first_head", repr(call.first_head), "pass an integer >= 0")
+        raise InvalidCallError("first_head", printed(call.first_head), "pass an integer >= 0")
     if call.sinks is not None:
         heads = call.q.shape[1]
         if not isinstance(call.sinks, Tensor) or call.sinks.shape != (heads,):
-            shown = f"of shape {tuple(call.sinks.shape)}" if isinstance(call.sinks, Tensor) else repr(call.sinks)
+            shown = f"of shape {tuple(call.sinks.shape)}" if isinstance(call.sinks, Tensor) else printed(call.sinks)
             raise InvalidCallError("sinks", shown, f"pass one logit per query head, shape ({heads},)")
         if call.sinks.dtype not in DTYPES:
             raise InvalidCallError("sinks", f"of {call.sinks.dtype}", "use float16, bfloat16, float32 or float64")

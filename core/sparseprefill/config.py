@@ -13,7 +13,7 @@ from attrs import NOTHING, evolve, fields, frozen
 
 from sparseprefill import json_text
 from sparseprefill.breakeven.gate import AUTO
-from sparseprefill.errors import ParameterError, UnknownMethodError, nearest
+from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
 from sparseprefill.refiners.heads import GqaUnion
@@ -67,7 +67,7 @@ def from_config(
 def _load(path: Path) -> Any:
     readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
     if path.suffix not in readers:
-        raise ParameterError(f"is a file of kind {path.suffix!r}: pass the path of a .toml or .json file")
+        raise ParameterError(f"is a file of kind {printed(path.suffix)}: pass the path of a .toml or .json file")
     try:
         return json_text.parsed(json_text.read(path), readers[path.suffix], path.suffix[1:].upper())
     except ParameterError as error:
@@ -107,7 +107,7 @@ class _Reader:
         if given is False:
             return made
         if not isinstance(given, str) or not given:
-            raise ParameterError(f'{here} is {given!r}: give "auto", the path of a break-even table, or false')
+            raise ParameterError(f'{here} is {printed(given)}: give "auto", the path of a break-even table, or false')
         try:
             return gated(made, AUTO if given == AUTO else self.folder / given)
         except ParameterError as error:
@@ -168,7 +168,7 @@ def _refiner(table: Any, at: str) -> MaskRefiner:
         raise ParameterError(f"{_join(at, 'name')} is missing{nearest('', REFINERS)}")
     name = _text(table["name"], _join(at, "name"))
     if name not in REFINERS:
-        raise ParameterError(f"{_join(at, 'name')} is {name!r}{nearest(name, REFINERS)}")
+        raise ParameterError(f"{_join(at, 'name')} is {printed(name)}{nearest(name, REFINERS)}")
     kind = REFINERS[name]
     parameters = {key: value for key, value in table.items() if key != "name"}
     _known(parameters, _names(kind), at)
@@ -207,21 +207,21 @@ def _known(table: Mapping[str, Any], keys: Sequence[str], at: str) -> None:
 
 def _table(value: Any, at: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ParameterError(f"{at or 'the configuration'} is {value!r}: give a table of keys and values")
+        raise ParameterError(f"{at or 'the configuration'} is {printed(value)}: give a table of keys and values")
     for key in value:
         if not isinstance(key, str):
-            raise ParameterError(f"{at or 'the configuration'} has the key {key!r}: keys are names")
+            raise ParameterError(f"{at or 'the configuration'} has the key {printed(key)}: keys are names")
     return value
 
 
 def _text(value: Any, at: str) -> str:
     if not isinstance(value, str) or not value:
-        raise ParameterError(f"{at} is {value!r}: give a name")
+        raise ParameterError(f"{at} is {printed(value)}: give a name")
     return value
 
 
 def _items(table: Mapping[str, Any], key: str, at: str) -> Iterable[tuple[int, Any]]:
     value = table.get(key, ())
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
-        raise ParameterError(f"{_join(at, key)} is {value!r}: give a list of tables")
+        raise ParameterError(f"{_join(at, key)} is {printed(value)}: give a list of tables")
     return enumerate(value)

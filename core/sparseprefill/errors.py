@@ -5,7 +5,7 @@ SparsePrefillError
 ├── MaskError (ValueError)              a mask does not fit its call, or its index lists are malformed
 ├── ParameterError (ValueError)         a method's parameter is unknown or out of bounds
 ├── UnsupportedCallError                a stage cannot honour a feature of the call (window, softcap, dtype, ...)
-├── StageError                          a stage raised, or returned something that is no Plan / Result / SoftmaxState
+├── StageError                          a stage or a gate raised, or answered something that is no answer
 ├── UnknownMethodError (LookupError)    no method of that name; lists the nearest
 ├── MethodCollisionError                two plugins offer one name
 ├── PluginLoadError                     the plugin that offers this method failed to load
@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+LONGEST = 400
+"""Characters of a value that a message shows."""
 
 
 class SparsePrefillError(Exception):
@@ -57,7 +61,7 @@ class UnsupportedCallError(SparsePrefillError):
 
 
 class StageError(SparsePrefillError):
-    """A stage raised a foreign exception or returned nonsense."""
+    """A stage, or a gate, raised a foreign exception or returned nonsense; the message names it and its method."""
 
 
 class UnknownMethodError(SparsePrefillError, LookupError):
@@ -77,12 +81,36 @@ class AttachError(SparsePrefillError):
 
 
 def printed(value: object) -> str:
-    """The value as messages show it; integers of thousands of digits, which have no repr, by their size."""
+    """The value as messages show it, on one page whatever it is.
+
+    Tensors by dtype and shape, without reading their values; long texts cut; integers of thousands of digits, and
+    objects whose own `repr` fails, by their type.
+    """
+    kind = type(value).__name__
+    if kind in ("Tensor", "Parameter"):
+        return f"a {kind} of {getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))}"
     try:
-        return repr(value)
-    except ValueError:
-        bits = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
-        return f"{type(value).__name__}{bits}"
+        text = repr(value)
+    except Exception:  # of a stranger's class; integers too long for Python to write
+        return f"{kind} of {value.bit_length()} bits" if isinstance(value, int) else f"a {kind} that cannot be printed"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
+
+
+def told(error: object) -> str:
+    """What an error says, or any object as text; its type where its own `str` fails."""
+    try:
+        return str(error)
+    except Exception:
+        return f"a {type(error).__name__} that cannot be printed"
+
+
+def printable(error: BaseException) -> bool:
+    """Whether an error can say what it has to say."""
+    try:
+        str(error)
+    except Exception:
+        return False
+    return True
 
 
 def _again(kind: type[SparsePrefillError], args: tuple[Any, ...]) -> SparsePrefillError:

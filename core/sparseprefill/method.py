@@ -8,19 +8,31 @@ from typing import Any
 
 from attrs import field, fields, frozen, has
 
-from sparseprefill.errors import ParameterError, SparsePrefillError, StageError, nearest, printed
+from sparseprefill.errors import ParameterError, SparsePrefillError, nearest, printable, printed, told
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import EMPTY
+from sparseprefill.stages import Answer, Guard
+
+PIPELINE = Answer.of(Pipeline)
 
 
 def _check_config(_: object, __: object, value: Any) -> None:
     if not (isinstance(value, type) and has(value)):
-        raise ParameterError(f"Method.config is {value!r}: pass an attrs class (frozen, kw_only) of the parameters")
+        raise ParameterError(
+            f"Method.config is {printed(value)}: pass an attrs class (frozen, kw_only) of the parameters"
+        )
 
 
 def _check_name(_: object, __: object, value: Any) -> None:
     if not isinstance(value, str) or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", value):
-        raise ParameterError(f"Method.name is {value!r}: use lower-case words joined by hyphens, such as 'my-method'")
+        raise ParameterError(
+            f"Method.name is {printed(value)}: use lower-case words joined by hyphens, such as 'my-method'"
+        )
+
+
+def _check_build(_: object, __: object, value: object) -> None:
+    if not callable(value):
+        raise ParameterError(f"Method.build is {printed(value)}: pass a function that makes a Pipeline of a config")
 
 
 @frozen(kw_only=True)
@@ -38,7 +50,7 @@ class Method:
     name: str = field(validator=_check_name)
     summary: str
     config: type = field(validator=_check_config)
-    build: Callable[[Any], Pipeline]
+    build: Callable[[Any], Pipeline] = field(validator=_check_build)
     paper: str = ""
     full: Mapping[str, Any] = EMPTY
     small: Mapping[str, Any] = EMPTY
@@ -49,24 +61,16 @@ class Method:
         known = [str(attribute.alias) for attribute in fields(self.config) if attribute.init]
         for name in parameters:
             if name not in known:
-                raise ParameterError(f"{self.name} has no parameter {name!r}{nearest(name, known)}")
+                raise ParameterError(f"{self.name} has no parameter {printed(name)}{nearest(name, known)}")
         try:
             return self.config(**parameters)
-        except SparsePrefillError:
-            raise
         except Exception as error:  # a plugin's own validator may raise anything
+            if isinstance(error, SparsePrefillError) and printable(error):
+                raise
             shown = ", ".join(f"{name}={printed(value)}" for name, value in parameters.items())
-            raise ParameterError(f"{self.name}({shown}): {error}") from error
+            raise ParameterError(f"{self.name}({shown}): {told(error)}") from error
 
     def pipeline(self, /, **parameters: Any) -> Pipeline:
         """Validate the parameters and build; StageError where the plugin's `build` raises or returns nonsense."""
-        config = self.configure(parameters)
-        try:
-            pipeline = self.build(config)
-        except SparsePrefillError:
-            raise
-        except Exception as error:
-            raise StageError(f"{self.name}: build() raised {type(error).__name__}: {error}") from error
-        if not isinstance(pipeline, Pipeline):
-            raise StageError(f"{self.name}: build() returned {type(pipeline).__name__}, not a Pipeline")
+        pipeline: Pipeline = Guard(self, self.name).ask("build", PIPELINE, self.configure(parameters))
         return pipeline

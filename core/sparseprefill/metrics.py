@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.call import check_call
+from sparseprefill.errors import ParameterError, printed
+from sparseprefill.plan import Result
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.plan import Result
 
 
 def recall(call: AttentionCall, result: Result, rows: int | Sequence[int] | Tensor | None = None) -> Tensor:
@@ -21,14 +22,17 @@ def recall(call: AttentionCall, result: Result, rows: int | Sequence[int] | Tens
     rows: indices of query rows, or how many to take evenly spaced (the last row among them), or None for all. The
     dense LSE is computed for these rows alone, in chunks of keys, so a sample is cheap at any length.
 
-    Raises ParameterError for the result of a call of other sizes.
+    Raises ParameterError for the result of a call of other sizes, and for rows that are none.
     """
+    check_call(call)
     _check_result(call, result)
     index = sample_rows(call, rows)
     return torch.exp(result.lse[:, :, index] - dense_lse(call, index))
 
 
 def _check_result(call: AttentionCall, result: Result) -> None:
+    if not isinstance(result, Result):
+        raise ParameterError(f"result is {type(result).__name__}: pass what this call's run returned")
     wanted = call.geometry
     made = result.plan.mask.geometry if result.parts is None else result.parts.geometry
     if not made.same_sizes(wanted) or result.lse.shape != call.q.shape[:3]:
@@ -44,13 +48,21 @@ def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) 
     q_len = call.q.shape[2]
     if rows is None:
         return torch.arange(q_len, device=call.q.device)
+    remedy = f"pass a positive number of rows, a list of row indices from 0 to {q_len - 1}, or None for all"
     if isinstance(rows, int):
-        if rows < 1:
-            raise ParameterError(f"rows is {rows}: pass a positive number of rows, their indices, or None for all")
+        if rows < 1 or isinstance(rows, bool):
+            raise ParameterError(f"rows is {printed(rows)}: {remedy}")
         return torch.linspace(0, q_len - 1, min(rows, q_len), dtype=torch.float64).round().long().to(call.q.device)
-    index = torch.as_tensor(rows, dtype=torch.int64, device=call.q.device)
-    if index.dim() != 1 or index.numel() == 0 or bool((index < -q_len).any()) or bool((index >= q_len).any()):
-        raise ParameterError(f"rows must be a list of row indices from 0 to {q_len - 1}")
+    try:
+        index = torch.as_tensor(rows, device=call.q.device)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ParameterError(f"rows is {printed(rows)}: {remedy}") from None
+    whole = index.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    if index.dim() != 1 or index.numel() == 0 or not whole:
+        raise ParameterError(f"rows is {printed(rows)}: {remedy}")
+    index = index.to(torch.int64)
+    if bool((index < -q_len).any()) or bool((index >= q_len).any()):
+        raise ParameterError(f"rows is {printed(rows)}: {remedy}")
     return index % q_len
 
 
@@ -72,6 +84,11 @@ def dense_lse(call: AttentionCall, rows: Tensor, chunk: int = 16384) -> Tensor:
 
 
 def output_error(out: Tensor, truth: Tensor) -> float:
-    """Relative norm of the difference, in float64 (host sync)."""
+    """Relative norm of the difference, in float64 (host sync). ParameterError for tensors of two shapes."""
+    for name, x in (("out", out), ("truth", truth)):
+        if not isinstance(x, Tensor):
+            raise ParameterError(f"{name} is {printed(x)}: pass a tensor")
+    if out.shape != truth.shape:
+        raise ParameterError(f"out is {printed(out)}, truth is {printed(truth)}: pass tensors of one shape")
     truth = truth.to(torch.float64)
     return float((out.to(torch.float64) - truth).norm() / truth.norm())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from attrs import Attribute, Factory, field, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall, check_call
-from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError, UnsupportedCallError
+from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
@@ -31,21 +31,28 @@ from sparseprefill.stages import (
     widest_scope,
 )
 
-T = TypeVar("T")
 KEPT = 256
 """Sizes of calls whose parts a pipeline remembers."""
 
 
 def _refiners(given: Iterable[MaskRefiner]) -> tuple[MaskRefiner, ...]:
-    return tuple(given)
+    return _several("refiners", given)
 
 
 def _observers(given: Iterable[Observer]) -> tuple[Observer, ...]:
+    return _several("observers", given)
+
+
+def _several(name: str, given: Any) -> tuple[Any, ...]:
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Tensor):
+        raise ParameterError(f"Pipeline.{name} is {printed(given)}: pass a tuple of stages")
     return tuple(given)
 
 
 def _implements(interface: type) -> Callable[[Any, Attribute[Any], object], None]:
     def check(_: object, attribute: Attribute[Any], value: object) -> None:
+        if isinstance(value, type):
+            raise ParameterError(f"Pipeline.{attribute.name} is the class {value.__name__}: pass an object of it")
         lacking = missing(value, interface)
         if lacking:
             shown = f"{type(value).__name__} has no {', '.join(f'{name}()' for name in lacking)}"
@@ -65,21 +72,28 @@ def _each(interface: type) -> Callable[[Any, Attribute[Any], Iterable[object]], 
 
 
 def _limit(_: object, attribute: Attribute[Any], value: object) -> None:
-    known = value is None or value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+    known = value is None or (isinstance(value, str) and value == "auto")
+    known = known or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
     if not known:
-        raise ParameterError(f"Pipeline.{attribute.name} is {value!r}: pass a positive number of bytes, 'auto' or None")
+        shown = printed(value)
+        raise ParameterError(f"Pipeline.{attribute.name} is {shown}: pass a positive number of bytes, 'auto' or None")
+
+
+def _text(_: object, attribute: Attribute[Any], value: object) -> None:
+    if not isinstance(value, str):
+        raise ParameterError(f"Pipeline.{attribute.name} is {printed(value)}: pass a text")
 
 
 def _ask_planning(pipeline: Pipeline) -> tuple[Stage, ...]:
-    return tuple(Stage.of(stage) for stage in (pipeline.estimator, *pipeline.refiners))
+    return tuple(Stage.of(stage, pipeline.name) for stage in (pipeline.estimator, *pipeline.refiners))
 
 
 def _ask_executor(pipeline: Pipeline) -> ExecutorStage:
-    return ExecutorStage.of(pipeline.executor)
+    return ExecutorStage.of(pipeline.executor, pipeline.name)
 
 
 def _ask_observers(pipeline: Pipeline) -> tuple[Stage, ...]:
-    return tuple(Stage.of(stage) for stage in pipeline.observers)
+    return tuple(Stage.of(stage, pipeline.name) for stage in pipeline.observers)
 
 
 @frozen(eq=False)
@@ -91,22 +105,23 @@ class Pipeline:
     workspace: bytes that a call may hold beyond q, k, v and the result; a longer call is cut into parts, by heads where
     `head_scope` allows it and by rows where there is a `grain`, one after the other. "auto": 3 GiB on CUDA devices,
     no limit elsewhere. None: no limit. A call that cannot be cut runs whole, whatever it needs.
+    executing: the executor behind its guard, for hosts that run dense attention or windows through it.
     """
 
     estimator: PatternEstimator = field(validator=_implements(PatternEstimator))
     refiners: tuple[MaskRefiner, ...] = field(default=(), converter=_refiners, validator=_each(MaskRefiner))
     executor: SparseExecutor = field(factory=AutoExecutor, validator=_implements(SparseExecutor))
     observers: tuple[Observer, ...] = field(default=(), converter=_observers, validator=_each(Observer))
-    name: str = "pipeline"
+    name: str = field(default="pipeline", validator=_text)
     workspace: Limit = field(default="auto", kw_only=True, validator=_limit)
     _planning: tuple[Stage, ...] = field(default=Factory(_ask_planning, takes_self=True), init=False, repr=False)
-    _executing: ExecutorStage = field(default=Factory(_ask_executor, takes_self=True), init=False, repr=False)
+    executing: ExecutorStage = field(default=Factory(_ask_executor, takes_self=True), init=False, repr=False)
     _observing: tuple[Stage, ...] = field(default=Factory(_ask_observers, takes_self=True), init=False, repr=False)
     _cuts: dict[Hashable, tuple[Part, ...]] = field(factory=dict, init=False, repr=False)
 
     @property
     def _asked(self) -> tuple[Stage, ...]:
-        return (*self._planning, self._executing, *self._observing)
+        return (*self._planning, self.executing, *self._observing)
 
     @property
     def stages(self) -> tuple[object, ...]:
@@ -131,13 +146,12 @@ class Pipeline:
     @property
     def asks_model(self) -> bool:
         """Whether a stage wants to know the model that it runs in: `check_model`."""
-        return any(stage.check_model is not None for stage in self._asked)
+        return any(stage.asks_model for stage in self._asked)
 
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError where a stage was made for another model."""
         for stage in self._asked:
-            if stage.check_model is not None:
-                stage.check_model(model)
+            stage.check_model(model)
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
         """Why this pipeline cannot honour the call: one reason per stage that objects; empty if it can."""
@@ -149,7 +163,7 @@ class Pipeline:
 
     def unsupported_execution(self, call: AttentionCall) -> tuple[str, ...]:
         """The objections of the executor alone, for hosts that run dense attention through it."""
-        return _objections((self._executing,), call)
+        return _objections((self.executing,), call)
 
     def plan_bound(self, call: AttentionCall) -> int:
         """Bytes that making a plan may hold at once: the estimator's, and of the refiners the largest."""
@@ -159,7 +173,7 @@ class Pipeline:
     def bound(self, call: AttentionCall) -> int:
         """Bytes that the pipeline may hold for a call at once: the plan, and the stage that works on it."""
         first, *refiners = self._planning
-        after = (*refiners, self._executing, *self._observing)
+        after = (*refiners, self.executing, *self._observing)
         return first.workspace(call) + max(stage.workspace(call) for stage in after)
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
@@ -173,14 +187,14 @@ class Pipeline:
         reasons = self.unsupported(call)
         if reasons:
             raise UnsupportedCallError(reasons)
-        memory = Memory() if memory is None else memory
+        memory = _memory(memory)
         limited = self.workspace is not None and (call.q.is_cuda or self.workspace != "auto")
         with torch.cuda.device_of(call.q):  # kernels start on the current device, which need not be the tensors'
             cut = self._cut(call) if limited else ()
             if len(cut) > 1:
                 return self._run_parts(call, memory, cut)
             plan = self.plan(call, memory)
-            result = _ask(self.executor, "execute", Result, lambda: self.executor.execute(call, plan))
+            result = self.executing.execute(call, plan)
             self.observe(call, plan, result, memory)
         return result
 
@@ -210,23 +224,22 @@ class Pipeline:
         return Result(out, lse, Plan(recorder.mask), parts=record)
 
     def _run_part(self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor) -> tuple[SparseMask, ...]:
-        plan, into = self.plan(call, memory), self._executing.execute_into
-        result = _ask(self.executor, "execute", Result, lambda: into(call, plan, out, lse))
+        plan = self.plan(call, memory)
+        result = self.executing.execute_into(call, plan, out, lse)
         self.observe(call, plan, result, memory)
         return plan.computed()
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Let the observers see a layer's result; errors as of `run`."""
-        for observer in self.observers:
-            _observed(observer, call, plan, result, memory)
+        for observer in self._observing:
+            observer.observe(call, plan, result, memory)
 
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:
         """What `run` would execute: the estimate, refined. For stages that hold a pipeline; errors as of `run`."""
-        plan = _ask(self.estimator, "estimate", Plan, lambda: self.estimator.estimate(call, memory))
-        _check_plan(self.estimator, call, plan)
-        for refiner in self.refiners:
-            plan = _refined(refiner, call, plan, memory)
-            _check_plan(refiner, call, plan)
+        estimator, *refiners = self._planning
+        plan = estimator.estimate(call, memory)
+        for refiner in refiners:
+            plan = refiner.refine(call, plan, memory)
         return plan
 
     def __call__(
@@ -246,34 +259,13 @@ class Pipeline:
         return self.run(AttentionCall.of(q, k, v, given), memory).out
 
 
+def _memory(given: Memory | None) -> Memory:
+    if given is not None and not isinstance(given, Memory):
+        raise ParameterError(f"memory is {printed(given)}: pass a Memory, or None for a call on its own")
+    return Memory() if given is None else given
+
+
 def _objections(stages: Iterable[Stage], call: AttentionCall) -> tuple[str, ...]:
     """``stage: reason`` of each stage that objects to a call, each once."""
-    reasons = ((stage, stage.unsupported(call)) for stage in stages if stage.unsupported is not None)
+    reasons = ((stage, stage.objection(call)) for stage in stages)
     return tuple(dict.fromkeys(f"{stage.name}: {reason}" for stage, reason in reasons if reason))
-
-
-def _refined(refiner: MaskRefiner, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
-    return _ask(refiner, "refine", Plan, lambda: refiner.refine(call, plan, memory))
-
-
-def _observed(observer: Observer, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
-    _ask(observer, "observe", type(None), lambda: observer.observe(call, plan, result, memory))
-
-
-def _ask(stage: object, verb: str, wanted: type[T], run: Callable[[], T]) -> T:
-    try:
-        answer = run()
-    except (SparsePrefillError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise StageError(f"{type(stage).__name__}.{verb}() raised {type(error).__name__}: {error}") from error
-    if not isinstance(answer, wanted):
-        given = type(answer).__name__
-        raise StageError(f"{type(stage).__name__}.{verb}() returned {given}: it must return {wanted.__name__}")
-    return answer
-
-
-def _check_plan(stage: object, call: AttentionCall, plan: Plan) -> None:
-    if not plan.mask.geometry.fits(call.geometry):
-        made, wanted = plan.mask.geometry.describe(), call.geometry.describe()
-        raise MaskError(f"{type(stage).__name__} returned a mask for {made}; the call is {wanted}")

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.errors import MaskError
+from sparseprefill.errors import MaskError, ParameterError
 from sparseprefill.mask.count import share
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
@@ -95,8 +95,12 @@ class Plan:
 
     @cached_property
     def mask(self) -> SparseMask:
-        """Tiles and stripes still to do."""
-        return self._mask if isinstance(self._mask, SparseMask) else self._mask()
+        """Tiles and stripes still to do. MaskError where the function that was given makes something else."""
+        if isinstance(self._mask, SparseMask):
+            return self._mask
+        made = self._mask()
+        _check("Plan.mask", made, SparseMask)
+        return made
 
     def computed(self) -> tuple[SparseMask, ...]:
         """Every mask that is computed, the carry's region included, as lists alone: maps of tiles are let go.
@@ -163,6 +167,12 @@ class Result:
         out.copy_(self.out)
         lse.copy_(self.lse)
         return evolve(self, out=out, lse=lse)
+
+
+def check_plan(plan: object) -> None:
+    """ParameterError for anything that is no Plan."""
+    if not isinstance(plan, Plan):
+        raise ParameterError(f"plan is {_shown(plan)}: pass a Plan, such as Plan(SparseMask.full(call))")
 
 
 def _check(name: str, value: object, wanted: type) -> None:

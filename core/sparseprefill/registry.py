@@ -20,6 +20,7 @@ from sparseprefill.errors import (
     UnknownMethodError,
     nearest,
     printed,
+    told,
 )
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
@@ -86,7 +87,7 @@ class Registry:
             raise
         except (Exception, SystemExit) as error:  # one bad wheel must not take the others down
             cause = error.__cause__ if isinstance(error, PluginLoadError) and error.__cause__ else error
-            log.warning("%s failed to load: %s: %s", record.source, type(cause).__name__, cause)
+            log.warning("%s failed to load: %s: %s", record.source, type(cause).__name__, told(cause))
             self._keep(evolve(record, error=cause))
 
     def register(self, plugin: object, name: str, distribution: str = "local", version: str = "") -> PluginRecord:
@@ -110,7 +111,7 @@ class Registry:
                 self._manager.unregister(plugin)
             if isinstance(error, PluginLoadError | MethodCollisionError) or not isinstance(error, Exception):
                 raise
-            raise PluginLoadError(f"{record.source}: {type(error).__name__}: {error}") from error
+            raise PluginLoadError(f"{record.source}: {type(error).__name__}: {told(error)}") from error
         self._methods.update({method.name: method for method in offered})
         record = evolve(record, methods=tuple(method.name for method in offered))
         self._keep(record)
@@ -142,7 +143,9 @@ class Registry:
         offered: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
         for method in offered:
             if not isinstance(method, Method):
-                raise PluginLoadError(f"plugin {name!r} offers {method!r}: sparseprefill_methods() returns Methods")
+                raise PluginLoadError(
+                    f"plugin {name!r} offers {printed(method)}: sparseprefill_methods() returns Methods"
+                )
         names = [method.name for method in offered]
         if len(set(names)) < len(names):
             raise PluginLoadError(f"plugin {name!r} offers one name twice: {', '.join(sorted(names))}")
@@ -186,7 +189,7 @@ class Registry:
         broken = [record for record in self._records if record.error is not None]
         for record in broken:
             if str(name).replace("_", "-") == record.name.replace("_", "-"):
-                shown = f"{type(record.error).__name__}: {record.error}"
+                shown = f"{type(record.error).__name__}: {told(record.error)}"
                 raise PluginLoadError(f"method {name!r}: {record.source} failed to load: {shown}") from record.error
         more = f" (failed to load: {'; '.join(record.source for record in broken)})" if broken else ""
         if self._left_out:

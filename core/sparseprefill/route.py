@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
-from attrs import evolve, frozen
+from attrs import Attribute, Factory, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.breakeven.gate import AUTO, Gate, GateChoice, gate_of
+from sparseprefill.breakeven.table import Verdict
 from sparseprefill.call import AttentionCall, check_call
-from sparseprefill.errors import ParameterError, UnsupportedCallError
+from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
@@ -18,7 +19,15 @@ from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 from sparseprefill.profiles.profile import Profile
-from sparseprefill.stages import HeadScope, SparseExecutor, common_grain, widest_scope
+from sparseprefill.stages import (
+    Answer,
+    ExecutorStage,
+    Guard,
+    HeadScope,
+    SparseExecutor,
+    common_grain,
+    widest_scope,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +35,19 @@ if TYPE_CHECKING:
     from sparseprefill.breakeven.table import BreakEven
     from sparseprefill.method import Method
     from sparseprefill.profiles.identity import ModelIdentity
+
+WORTH = Verdict(True)
+UNSAID = "the gate found the call not worth it, and gave no reason"
+
+
+def _is_verdict(value: Any) -> bool:
+    if not isinstance(value, Verdict) or not isinstance(value.worth, bool) or not isinstance(value.reason, str):
+        return False
+    ratio = value.ratio
+    return ratio is None or (isinstance(ratio, int | float) and not isinstance(ratio, bool) and ratio >= 0)
+
+
+VERDICT = Answer(_is_verdict, "a Verdict of worth (True or False), ratio (a number >= 0, or None) and reason (a text)")
 
 
 @frozen(eq=False)
@@ -41,6 +63,28 @@ class Choice:
     note: str = ""
 
 
+def _text(_: object, attribute: Attribute[Any], value: object) -> None:
+    if not isinstance(value, str):
+        raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a text")
+
+
+def _pipelines(route: Route, attribute: Attribute[Any], value: object) -> None:
+    if not isinstance(value, tuple) or not value or not all(one is None or isinstance(one, Pipeline) for one in value):
+        raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a tuple of Pipelines, one at least")
+
+
+def _kind(wanted: type) -> Callable[[Any, Attribute[Any], object], None]:
+    def check(_: object, attribute: Attribute[Any], value: object) -> None:
+        if value is not None and (isinstance(value, type) or not isinstance(value, wanted)):
+            raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a {wanted.__name__}, or None")
+
+    return check
+
+
+def _guarded(route: Route) -> Guard | None:
+    return None if route.gate is None else Guard(route.gate, route.name)
+
+
 @frozen(eq=False)
 class Route:
     """Pipelines of one method, of which each call meets one: `choose`. Runs like a Pipeline.
@@ -51,14 +95,17 @@ class Route:
     and observers do not see it, and nothing is remembered of it. None: every call runs the method.
     """
 
-    name: str
-    pipelines: tuple[Pipeline | None, ...]
-    profile: Profile | None = None
-    gate: Gate | None = None
+    name: str = field(validator=_text)
+    pipelines: tuple[Pipeline | None, ...] = field(validator=_pipelines)
+    profile: Profile | None = field(default=None, validator=_kind(Profile))
+    gate: Gate | None = field(default=None, validator=_kind(Gate))
+    _judging: Guard | None = field(default=Factory(_guarded, takes_self=True), init=False, repr=False)
 
     @classmethod
     def of(cls, given: Pipeline | Route) -> Route:
         """A pipeline as a route of one, without a gate; a route as it is."""
+        if not isinstance(given, Pipeline | Route):
+            raise ParameterError(f"pipeline is {printed(given)}: pass a Pipeline, or a Route")
         return given if isinstance(given, Route) else cls(given.name, (given,))
 
     @classmethod
@@ -69,7 +116,7 @@ class Route:
         parameters do not fit the method.
         """
         if profile.method != method.name:
-            raise ParameterError(f"the profile is for {profile.method!r}, not for {method.name!r}")
+            raise ParameterError(f"the profile is for {printed(profile.method)}, not for {printed(method.name)}")
         made: list[Pipeline | None] = []
         for i, one in enumerate(profile.ranges):
             try:
@@ -81,29 +128,39 @@ class Route:
     def choose(self, call: AttentionCall) -> Choice:
         """What serves a call. By sizes alone: nothing on the device is read.
 
-        Raises UnsupportedCallError where the profile is for another model, or has no setting for this length.
+        Raises UnsupportedCallError where the profile is for another model, or has no setting for this length;
+        StageError, naming the gate, where it raises or returns no Verdict.
         """
-        note = ""
-        if self.gate is not None:
-            verdict = self.gate.judge(call, self.name)
-            if not verdict.worth:
-                found = self._of_length(call)
-                return Choice(Pipeline(_Nothing()) if found is None else found, dense=verdict.reason)
-            note = verdict.reason
+        verdict = self._judge(call)
+        if not verdict.worth:
+            found = self._of_length(call)
+            return Choice(Pipeline(_Nothing()) if found is None else found, dense=verdict.reason or UNSAID)
         reason = self._objection(call)
         found = self._of_length(call)
         if reason is not None or found is None:
             raise UnsupportedCallError([reason or "no pipeline"])
-        return Choice(found, note=note)
+        return Choice(found, note=verdict.reason)
+
+    def _judge(self, call: AttentionCall) -> Verdict:
+        """The gate's verdict; without a gate every call is worth it."""
+        if self._judging is None:
+            return WORTH
+        verdict: Verdict = self._judging.ask("judge", VERDICT, call, self.name)
+        return verdict
 
     def worth(self, call: AttentionCall) -> bool:
-        """Whether the gate lets `run` run the call sparse."""
-        return self.gate is None or self.gate.judge(call, self.name).worth
+        """Whether the gate lets `run` run the call sparse; StageError as of `choose`."""
+        return self._judge(call).worth
 
     def executor(self, call: AttentionCall) -> SparseExecutor:
         """The executor for this call, for hosts that run all its keys; the usual one where the profile has none."""
         found = self._of_length(call)
         return AutoExecutor() if found is None else found.executor
+
+    def executing(self, call: AttentionCall) -> ExecutorStage:
+        """The same behind its guard: see `Pipeline.executing`."""
+        found = self._of_length(call)
+        return ExecutorStage.of(AutoExecutor(), self.name) if found is None else found.executing
 
     def _of_length(self, call: AttentionCall) -> Pipeline | None:
         return self.pipelines[0 if self.profile is None else self.profile.index(call.kv_len)]
@@ -189,7 +246,7 @@ class Route:
         check_call(call)
         choice = self.choose(call)
         if choice.dense:
-            return dense(call, choice.pipeline.executor, choice.dense)
+            return dense(call, choice.pipeline.executing, choice.dense)
         return choice.pipeline.run(call, memory)
 
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:

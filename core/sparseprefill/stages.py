@@ -1,11 +1,11 @@
-"""The interfaces that a method composes: estimator, refiners, executor, observers.
+"""The interfaces that a method composes: estimator, refiners, executor, observers; and the guard that asks them.
 
 Strangers pass by shape; classes that inherit get the missing-method error when they are made. A stage may say more of
-itself, in attributes that a pipeline asks for once, when it is built (`Stage`); each has a default:
+itself, in attributes that a pipeline looks up once, when it is built (`Stage`); each has a default:
 
-``unsupported(call) -> str | None``
-    why this stage cannot honour a feature of the call (window, softcap, sinks, padding, dtype); the caller then falls
-    back and records the reason. A stage without it honours everything.
+``unsupported(call) -> str | tuple[str, ...] | None``
+    why this stage cannot honour a feature of the call (window, softcap, sinks, padding, dtype), in one reason or
+    several; the caller then falls back and records them. A stage without it honours everything.
 ``grain: int | None``
     the number of tokens at whose multiples a prompt may be cut into chunks without changing the result. None, or no
     attribute: the stage looks at the call as a whole and has none.
@@ -22,6 +22,9 @@ itself, in attributes that a pipeline asks for once, when it is built (`Stage`);
 ``execute_into(call, plan, out, lse) -> Result``
     of an executor: as `execute`, into tensors of the caller, which may be views of larger ones: out ``[B, Hq, Nq, Dv]``
     in the call's dtype, lse ``[B, Hq, Nq]`` float32 (float64 for float64 calls). Without it the result is copied.
+
+Whatever a stage is asked, it is asked through a `Guard`: what it raises, and an answer that is none, becomes a
+StageError that names the method, the stage and the question.
 """
 
 from __future__ import annotations
@@ -29,20 +32,25 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
+import torch
 from attrs import frozen
+from torch import Tensor
 
+from sparseprefill.errors import MaskError, SparsePrefillError, StageError, printable, printed, told
 from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.plan import Plan, Result
+from sparseprefill.softmax import SoftmaxState
+from sparseprefill.validate import WIDEST
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
-    from sparseprefill.plan import Plan, Result
     from sparseprefill.profiles.identity import ModelIdentity
-    from sparseprefill.softmax import SoftmaxState
+
+T = TypeVar("T")
 
 HeadScope = Literal["head", "group"]
 """See `head_scope` above."""
@@ -104,65 +112,206 @@ class Observer(Protocol):
 def missing(stage: object, interface: type) -> list[str]:
     """Names of the interface's methods that `stage` lacks."""
     wanted = [name for name, value in vars(interface).items() if getattr(value, "__isabstractmethod__", False)]
-    return [name for name in wanted if not callable(getattr(stage, name, None))]
+    return [name for name in wanted if not _has(stage, name)]
+
+
+def _has(stage: object, name: str) -> bool:
+    try:
+        return callable(getattr(stage, name, None))
+    except Exception:  # it is there; the guard names it when it is asked
+        return True
+
+
+@frozen
+class Answer:
+    """What an answer must be. fits: the test. words: for messages. by_type: whether messages show a value's type."""
+
+    fits: Callable[[Any], bool]
+    words: str
+    by_type: bool = False
+
+    @classmethod
+    def of(cls, kind: type) -> Answer:
+        """An object of a class."""
+        return cls(lambda value: isinstance(value, kind), kind.__name__, by_type=True)
+
+    def shown(self, value: object) -> str:
+        """A value that does not fit."""
+        return type(value).__name__ if self.by_type else printed(value)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < WIDEST
+
+
+def _reasons(value: object) -> bool:
+    return (
+        value is None or isinstance(value, str) or (isinstance(value, tuple) and all(isinstance(x, str) for x in value))
+    )
+
+
+GRAIN = Answer(lambda value: value is None or _whole(value, 1), "a number of tokens from 1 to 2^63 - 1, or None")
+SCOPE = Answer(
+    lambda value: value is None or (isinstance(value, str) and value in ("head", "group")), "'head', 'group' or None"
+)
+BYTES = Answer(lambda value: _whole(value, 0), "a number of bytes, an int from 0 to 2^63 - 1")
+REASONS = Answer(_reasons, "a reason (str), a tuple of reasons, or None")
+CALLABLE = Answer(lambda value: value is None or callable(value), "a function, or None")
+NOTHING, PLAN, RESULT, STATE = (Answer.of(kind) for kind in (type(None), Plan, Result, SoftmaxState))
+QUESTIONS = ("unsupported", "workspace", "check_model", "execute_into")
+"""Methods that a stage may leave out."""
 
 
 @frozen(eq=False)
-class Stage:
-    """A stage with an answer to everything that a pipeline may ask: its own, or the default.
+class Guard:
+    """The one way to ask an object of a plugin, or of a user: what it raises or answers wrongly is a StageError.
 
-    given: the stage itself. unsupported, check_model: None where the stage has nothing to object to.
+    given: whom. method: the name of the pipeline that it serves, for messages; empty where it serves none.
+    Errors of the library pass unchanged, lack of memory on a device and what is no Exception (KeyboardInterrupt) too.
     """
 
     given: object
-    grain: int | None
-    head_scope: HeadScope | None
-    workspace: Callable[[AttentionCall], int]
-    unsupported: Callable[[AttentionCall], str | None] | None
-    check_model: Callable[[ModelIdentity], None] | None
-
-    @classmethod
-    def of(cls, given: object) -> Stage:
-        """Ask a stage, once."""
-        return cls(**_answers(given))
+    method: str
 
     @property
     def name(self) -> str:
         """Its class, for messages."""
         return type(self.given).__name__
 
+    @property
+    def place(self) -> str:
+        """``method: Class``, as messages begin."""
+        return f"{self.method}: {self.name}" if self.method else self.name
+
+    def own(self, name: str, answer: Answer) -> Any:
+        """An attribute, None where it has none. A property that fails is not taken for one that is missing."""
+
+        def look() -> Any:
+            try:
+                return getattr(self.given, name)
+            except AttributeError:
+                if getattr_static(self.given, name, self) is self:
+                    return None
+                raise
+
+        found = self.run(name, look)
+        if not answer.fits(found):
+            raise StageError(f"{self.place}.{name} is {answer.shown(found)}: it must be {answer.words}")
+        return found
+
+    def run(self, what: str, run: Callable[[], T]) -> T:
+        """What a function of the object gives; `what` is its name for messages."""
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if isinstance(error, SparsePrefillError) and printable(error):
+                raise
+            raise StageError(f"{self.place}.{what} raised {type(error).__name__}: {told(error)}") from error
+
+    def ask(self, verb: str, answer: Answer, *given: object) -> Any:
+        """The answer of one of its methods."""
+        found = self.run(f"{verb}()", lambda: getattr(self.given, verb)(*given))
+        if not answer.fits(found):
+            raise StageError(f"{self.place}.{verb}() returned {answer.shown(found)}: it must return {answer.words}")
+        return found
+
+
+@frozen(eq=False)
+class Stage(Guard):
+    """A stage with an answer to everything that a pipeline may ask: its own, or the default. Made by `of`.
+
+    questions: names of the optional methods that it has. All methods here raise StageError as `Guard` says.
+    """
+
+    grain: int | None
+    head_scope: HeadScope | None
+    questions: frozenset[str]
+
+    @classmethod
+    def of(cls, given: object, method: str = "") -> Self:
+        """Look up, once, what a stage says of itself. method: as in `Guard`."""
+        guard = Guard(given, method)
+        questions = frozenset(name for name in QUESTIONS if guard.own(name, CALLABLE) is not None)
+        return cls(given, method, guard.own("grain", GRAIN), guard.own("head_scope", SCOPE), questions)
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether it wants to know the model that it runs in."""
+        return "check_model" in self.questions
+
+    def check_model(self, model: ModelIdentity) -> None:
+        """ParameterError where it was made for another model."""
+        if self.asks_model:
+            self.ask("check_model", NOTHING, model)
+
     def objection(self, call: AttentionCall) -> str | None:
         """Why it cannot honour a feature of the call, or None."""
-        return None if self.unsupported is None else self.unsupported(call)
+        found = self.ask("unsupported", REASONS, call) if "unsupported" in self.questions else None
+        return "; ".join(found) if isinstance(found, tuple) else found
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Bytes that it may hold for a call."""
+        found: int = self.ask("workspace", BYTES, call) if "workspace" in self.questions else default_workspace(call)
+        return found
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """See PatternEstimator; the plan is one for this call."""
+        return self._planned("estimate", call, self.ask("estimate", PLAN, call, memory))
+
+    def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        """See MaskRefiner; the plan is one for this call."""
+        return self._planned("refine", call, self.ask("refine", PLAN, call, plan, memory))
+
+    def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
+        """See Observer."""
+        self.ask("observe", NOTHING, call, plan, result, memory)
+
+    def _planned(self, verb: str, call: AttentionCall, plan: Plan) -> Plan:
+        mask = self.run(f"{verb}().mask", lambda: plan.mask)
+        if not mask.geometry.fits(call.geometry):
+            made, wanted = mask.geometry.describe(), call.geometry.describe()
+            raise MaskError(f"{self.place} returned a mask for {made}; the call is {wanted}")
+        return plan
 
 
 @frozen(eq=False)
 class ExecutorStage(Stage):
-    """The same of an executor. execute_into: see above; the default copies what `execute` returns."""
+    """The same of an executor; it is one itself, and can stand in its place."""
 
-    given: SparseExecutor
-    execute_into: Callable[[AttentionCall, Plan, Tensor, Tensor], Result]
+    def execute(self, call: AttentionCall, plan: Plan) -> Result:
+        """See SparseExecutor; the result has the call's sizes."""
+        return self._computed("execute", call, self.ask("execute", RESULT, call, plan))
 
-    @classmethod
-    def of(cls, given: Any) -> ExecutorStage:
-        """Ask an executor, once."""
+    def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
+        """See above. Where it has no such method, what `execute` returns is copied."""
+        if "execute_into" not in self.questions:
+            return self.execute(call, plan).into(out, lse)
+        result = self._computed("execute_into", call, self.ask("execute_into", RESULT, call, plan, out, lse))
+        if (result.out.data_ptr(), result.lse.data_ptr()) != (out.data_ptr(), lse.data_ptr()):
+            words = "it must hold the tensors that the caller gave, filled"
+            raise StageError(f"{self.place}.execute_into() returned a Result of other tensors: {words}")
+        return result
 
-        def copied(call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-            result: Result = given.execute(call, plan)
-            return result.into(out, lse) if hasattr(result, "into") else result  # nonsense is the pipeline's to name
+    def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
+        """See SparseExecutor."""
+        state: SoftmaxState = self.ask("accumulate", STATE, call, plan)
+        return state
 
-        return cls(**_answers(given), execute_into=getattr(given, "execute_into", copied))
-
-
-def _answers(given: object) -> dict[str, Any]:
-    return {
-        "given": given,
-        "grain": getattr(given, "grain", None),
-        "head_scope": getattr(given, "head_scope", None),
-        "workspace": getattr(given, "workspace", default_workspace),
-        "unsupported": getattr(given, "unsupported", None),
-        "check_model": getattr(given, "check_model", None),
-    }
+    def _computed(self, verb: str, call: AttentionCall, result: Result) -> Result:
+        rows = tuple(call.q.shape[:3])
+        for name, x, shape in (("out", result.out, (*rows, call.value_dim)), ("lse", result.lse, rows)):
+            if not isinstance(x, Tensor) or tuple(x.shape) != shape or x.device != call.q.device:
+                words = f"it must be a tensor {list(shape)} on {call.q.device}"
+                raise StageError(f"{self.place}.{verb}() returned a Result whose {name} is {printed(x)}: {words}")
+        if result.out.dtype != call.q.dtype:
+            words = f"it must be {call.q.dtype}, the call's"
+            raise StageError(f"{self.place}.{verb}() returned a Result whose out is {result.out.dtype}: {words}")
+        if not isinstance(result.plan, Plan):
+            words = "it must be the Plan that was computed"
+            raise StageError(f"{self.place}.{verb}() returned a Result whose plan is {printed(result.plan)}: {words}")
+        return result
 
 
 def common_grain(grains: Iterable[int | None]) -> int | None:

@@ -49,7 +49,7 @@ def flag() -> Check:
 
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         if not isinstance(value, bool):
-            raise ParameterError(f"{attribute.name} is {value!r}: pass True or False")
+            raise ParameterError(f"{attribute.name} is {printed(value)}: pass True or False")
 
     check.__doc__ = "true or false"
     return check
@@ -60,8 +60,8 @@ def one_of(*names: str) -> Check:
     listed = " or ".join(f"'{name}'" for name in names)
 
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if value not in names:
-            raise ParameterError(f"{attribute.name} is {value!r}: pass {listed}")
+        if not isinstance(value, str) or value not in names:
+            raise ParameterError(f"{attribute.name} is {printed(value)}: pass {listed}")
 
     check.__doc__ = listed
     return check

@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 from sparseprefill.validate import number, whole
 
 COVERAGES = ("row", "global")
@@ -15,7 +15,7 @@ COVERAGES = ("row", "global")
 def _coverage(_: Any, attribute: Attribute[Any], value: Any) -> None:
     """row or global."""
     if value not in COVERAGES:
-        raise ParameterError(f"{attribute.name} is {value!r}: pass 'row' or 'global'")
+        raise ParameterError(f"{attribute.name} is {printed(value)}: pass 'row' or 'global'")
 
 
 def _ceiling(config: FlexConfig, attribute: Attribute[Any], value: Any) -> None:
@@ -24,7 +24,9 @@ def _ceiling(config: FlexConfig, attribute: Attribute[Any], value: Any) -> None:
         return
     whole()(config, attribute, value)
     if value < config.min_budget:
-        raise ParameterError(f"{attribute.name} is {value!r}: pass at least min_budget, {config.min_budget}, or None")
+        raise ParameterError(
+            f"{attribute.name} is {printed(value)}: pass at least min_budget, {config.min_budget}, or None"
+        )
 
 
 @frozen(kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 from sparseprefill.validate import number, whole
 
 EXTEND = ("chunk", "union")
@@ -15,7 +15,7 @@ EXTEND = ("chunk", "union")
 def _extend(_: Any, attribute: Attribute[Any], value: Any) -> None:
     """chunk or union"""
     if value not in EXTEND:
-        raise ParameterError(f"{attribute.name} is {value!r}: pass {' or '.join(map(repr, EXTEND))}")
+        raise ParameterError(f"{attribute.name} is {printed(value)}: pass {' or '.join(map(repr, EXTEND))}")
 
 
 @frozen(kw_only=True)

@@ -8,21 +8,23 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 from sparseprefill.validate import maybe, whole
 
 
 def _context(_: Any, attribute: Attribute[Any], value: Any) -> None:
     """integer, negative from the end, or None"""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise ParameterError(f"{attribute.name} is {value!r}: pass a number of tokens, negative from the end, or None")
+        raise ParameterError(
+            f"{attribute.name} is {printed(value)}: pass a number of tokens, negative from the end, or None"
+        )
 
 
 def _inner(_: Any, attribute: Attribute[Any], value: Any) -> None:
     """method name, table or None"""
     if value is not None and not isinstance(value, str | Mapping):
         wanted = "a method's name, a table as of sparseprefill.from_config, or None"
-        raise ParameterError(f"{attribute.name} is {value!r}: pass {wanted}")
+        raise ParameterError(f"{attribute.name} is {printed(value)}: pass {wanted}")
 
 
 def _table(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 from sparseprefill.validate import flag, number, whole
 
 
@@ -14,7 +14,7 @@ def _block(config: XConfig, attribute: Attribute[Any], value: Any) -> None:
     """a multiple of stride."""
     whole()(config, attribute, value)
     if value % config.stride:
-        raise ParameterError(f"{attribute.name} is {value!r}: pass a multiple of stride, {config.stride}")
+        raise ParameterError(f"{attribute.name} is {printed(value)}: pass a multiple of stride, {config.stride}")
 
 
 @frozen(kw_only=True)

@@ -84,11 +84,20 @@ def test_auto_is_the_default_and_takes_the_table_of_the_environment(
         attach(model, "streaming", **STREAMING)
 
 
-def test_auto_without_a_table_runs_sparse(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_a_table_keeps_short_prompts_dense_and_says_so(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("SPARSEPREFILL_BREAKEVEN", raising=False)
-    with attach(model, "streaming", **STREAMING) as handle:
-        logits(model)
-    assert ({}, "", {}) == (handle.report().fallbacks, handle.report().gate, handle.report().notes)
+    stock = logits(model)
+    with attach(model, "streaming", strict=True, **STREAMING) as handle:
+        assert torch.equal(stock, logits(model))
+    report = handle.report()
+    (reason,) = report.fallbacks
+    assert "no break-even table for cpu: dense by the built-in rule (sparse from " in reason
+    assert "sparseprefill calibrate measures a table, gate=None runs every call sparse" in reason
+    assert "the built-in rule (sparse from" in report.gate
+    (record,) = caplog.records  # nothing of so small a model can ever run sparse
+    assert "up to 512 tokens every call stays dense: no break-even table for cpu" in record.getMessage()
 
 
 def test_a_gated_pipeline_brings_its_gate(model: Any) -> None:

@@ -18,6 +18,7 @@ from attrs import NOTHING, fields
 import sparseprefill as sp
 from docs.pages import ROOT, SKIP, anchors, blocks, headings, links, name, pages, section
 from sparseprefill import errors, hookspecs, stages, testing
+from sparseprefill.breakeven.gate import TABLE
 
 PAGES = pages()
 METHODS = ROOT / "docs" / "methods"
@@ -30,6 +31,7 @@ HEADINGS = ("Parameters", "What it computes", "Differences from the paper", "Gra
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty directory to run in; plugins that a page registers are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(TABLE, raising=False)  # a reader has not set it
     before = set(sp.default_registry().plugins())
     with torch.random.fork_rng():
         yield

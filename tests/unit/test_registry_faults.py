@@ -141,7 +141,7 @@ def test_parameters_are_known_by_the_name_users_type() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [(None, "returned NoneType, not a Pipeline"), (1, "returned int"), (KeyError("k"), "KeyError")],
+    [(None, "returned NoneType: it must return Pipeline"), (1, "returned int"), (KeyError("k"), "KeyError")],
 )
 def test_a_build_that_raises_or_returns_nonsense_is_named(answer: Any, message: str) -> None:
     def build(config: Config) -> Any:

@@ -20,7 +20,9 @@ from helpers.build import int32, make
 from helpers.tables import from_length
 from sparseprefill.breakeven import gate as breakeven_gate
 from sparseprefill.breakeven.gate import AutoGate, gate_of
+from sparseprefill.breakeven.rule import pairs
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
+from sparseprefill.breakeven.unmeasured import rule_for
 from sparseprefill.executors.dense import attend, dense
 from sparseprefill.testing import attention
 
@@ -152,12 +154,76 @@ def test_the_name_of_a_pipeline_is_what_the_table_knows() -> None:
     assert not sp.gated(named, found).run(call).dense  # judged by the executor alone
 
 
-def test_auto_without_a_table_runs_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_sizes(rows: int, keys: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> sp.AttentionCall:
+    """A call of 32 / 8 heads of 128, without memory for them."""
+    q, k = (
+        torch.empty(1, heads, 1, 128, device=device, dtype=dtype).expand(-1, -1, n, -1)
+        for heads, n in ((32, rows), (8, keys))
+    )
+    return sp.AttentionCall(q, k, k)
+
+
+def test_auto_without_a_table_goes_by_a_cautious_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(breakeven_gate.TABLE, raising=False)
     gate = gate_of("auto")
     assert isinstance(gate, AutoGate)
-    assert Verdict(True) == gate.judge(make(60), "streaming")
     assert "" == str(gate)
+    short, long = (gate.judge(of_sizes(n, n), "streaming") for n in (8192, 65536))
+    assert (False, True) == (short.worth, long.worth)
+    for verdict in (short, long):
+        assert verdict.reason.startswith("no break-even table for cpu: ")
+        assert "by the built-in rule (sparse from" in verdict.reason
+    assert str(gate).startswith("the built-in rule (sparse from")
+    assert Verdict(True) == gate.judge(make(60, window=8), "streaming")
+    assert gate.judge(of_sizes(8192, 8192), "streaming").reason == sp.gated(
+        sp.build("streaming"), gate
+    ).choose(of_sizes(8192, 8192)).dense  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_rule_asks_for_a_long_call_with_much_to_do(device: str) -> None:
+    rule = rule_for(device)
+
+    def worth(rows: int, keys: int) -> bool:
+        return rule.judge(of_sizes(rows, keys), "no table").worth
+
+    assert not worth(rule.keys - 1, rule.keys - 1)
+    assert worth(rule.keys, rule.keys)
+    assert not worth(16, 8 * rule.keys)
+    assert worth(2048, 32 * rule.keys)
+
+
+def test_nothing_is_worth_it_on_a_device_of_which_nothing_is_known() -> None:
+    gate = AutoGate()
+    verdict = gate.judge(of_sizes(1 << 20, 1 << 20, "meta"), "streaming")
+    assert not verdict.worth
+    assert (
+        "no break-even table for meta: dense by the built-in rule (nothing is known of such devices" in verdict.reason
+    )
+
+
+def test_what_the_users_table_has_no_figures_for_is_left_to_the_rule(path: Path) -> None:
+    gate = AutoGate(sp.BreakEven.load(path))
+    verdict = gate.judge(of_sizes(64, 64, dtype=torch.float64), "streaming")
+    assert not verdict.worth
+    assert "the break-even table of test (cpu) has no figures for float64: dense by the built-in rule" in verdict.reason
+    assert str(gate).startswith("break-even table of test (cpu); the built-in rule")
+
+
+def test_every_shipped_method_is_faster_where_the_rule_lets_an_unknown_gpu_run_sparse() -> None:
+    """By the figures of the one GPU that was measured; most others take longer for dense attention."""
+    table, rule = breakeven_gate.shipped(9, 0), rule_for("cuda")
+    assert table is not None
+    seen = 0
+    for shape in table.shapes:
+        for point in shape.points:
+            work = shape.heads * shape.head_dim * pairs(point.queries, point.keys)
+            if point.keys < rule.keys or rule.work is None or work < rule.work:
+                continue
+            for name, one in point.methods.items():
+                seen += 1
+                assert one.seconds < 0.95 * point.dense, (str(shape), point.queries, point.keys, name)
+    assert seen > 50
 
 
 def test_auto_takes_the_table_of_the_environment(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
@@ -180,7 +246,7 @@ def test_auto_leaves_a_table_of_another_device_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(breakeven_gate.TABLE, str(path))
     gate = gate_of("auto")
     assert gate is not None
-    assert Verdict(True) == gate.judge(make(60), "streaming")
+    assert "no break-even table for cpu" in gate.judge(make(60), "streaming").reason
 
 
 def test_a_shipped_table_is_found_by_capability(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -91,10 +91,10 @@ def method(build: Any) -> Method:
 
 
 def test_build_that_raises_or_returns_nonsense() -> None:
-    with pytest.raises(StageError, match=r"mine: build\(\) raised KeyError: 'lost'") as caught:
+    with pytest.raises(StageError, match=r"mine: Method\.build\(\) raised KeyError: 'lost'") as caught:
         method(fail).pipeline()
     assert isinstance(caught.value.__cause__, KeyError)
-    with pytest.raises(StageError, match=r"mine: build\(\) returned Config, not a Pipeline"):
+    with pytest.raises(StageError, match=r"mine: Method\.build\(\) returned Config: it must return Pipeline"):
         method(lambda config: config).pipeline()
 
 

@@ -27,7 +27,7 @@ def device_of(facts: object) -> DeviceKind:
     facts = table("device", facts, ("type", "capability", "name"))
     for name in ("type", "name"):
         if not isinstance(facts[name], str):
-            raise ParameterError(f"device.{name} is {facts[name]!r}: pass a text")
+            raise ParameterError(f"device.{name} is {printed(facts[name])}: pass a text")
     capability = facts["capability"]
     if capability is None:
         return DeviceKind(type=facts["type"], name=facts["name"])
@@ -51,7 +51,7 @@ def shape_of(at: str, facts: object) -> HeadShape:
     if facts["heads"] % facts["kv_heads"]:
         raise ParameterError(f"{at}.heads is {facts['heads']}: pass a multiple of the {facts['kv_heads']} kv_heads")
     if facts["dtype"] not in DTYPES:
-        raise ParameterError(f"{at}.dtype is {facts['dtype']!r}: pass one of {', '.join(DTYPES)}")
+        raise ParameterError(f"{at}.dtype is {printed(facts['dtype'])}: pass one of {', '.join(DTYPES)}")
     points = tuple(_point(f"{at}.points[{i}]", one) for i, one in enumerate(listed(f"{at}.points", facts["points"])))
     try:
         return HeadShape(**{**facts, "points": points})
@@ -62,7 +62,7 @@ def shape_of(at: str, facts: object) -> HeadShape:
 def table(at: str, value: object, names: Sequence[str] | None = None) -> Mapping[str, Any]:
     """An object, with just these names if they are given."""
     if not isinstance(value, Mapping):
-        raise ParameterError(f"{at} is {value!r}: pass an object")
+        raise ParameterError(f"{at} is {printed(value)}: pass an object")
     for name in value if names is not None else ():
         if names is not None and name not in names:
             raise ParameterError(f"{at}.{name} is no field of a break-even table: there are {', '.join(names)}")
@@ -75,7 +75,7 @@ def table(at: str, value: object, names: Sequence[str] | None = None) -> Mapping
 def listed(at: str, value: object) -> list[Any]:
     """A list that is not empty."""
     if not isinstance(value, list) or not value:
-        raise ParameterError(f"{at} is {value!r}: pass a list with one entry or more")
+        raise ParameterError(f"{at} is {printed(value)}: pass a list with one entry or more")
     return value
 
 
@@ -111,7 +111,7 @@ def _point(at: str, facts: object) -> Point:
 
 def _executor(at: str, value: object) -> tuple[tuple[float, float], ...]:
     if not isinstance(value, list):
-        raise ParameterError(f"{at} is {value!r}: pass a list")
+        raise ParameterError(f"{at} is {printed(value)}: pass a list")
     made: list[tuple[float, float]] = []
     for i, one in enumerate(value):
         facts = table(f"{at}[{i}]", one, ("density", "seconds"))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from sparseprefill.breakeven.table import BreakEven, Verdict, device_kind
-from sparseprefill.errors import ParameterError
+from sparseprefill.breakeven.table import UNKNOWN, BreakEven, Verdict, device_kind
+from sparseprefill.breakeven.unmeasured import rule_for
+from sparseprefill.errors import ParameterError, printed
 
 if TYPE_CHECKING:
     import torch
@@ -34,13 +35,15 @@ class Gate(Protocol):
 
 @frozen(eq=False)
 class AutoGate:
-    """Judges each call by the table for its device: the user's own, else the one that ships; without any, runs sparse.
+    """Judges each call by the table for its device: the user's own, else the one that ships.
 
-    own: the table that the environment variable SPARSEPREFILL_BREAKEVEN names.
+    Where there is none, or it has no figures for the call, a cautious rule decides (`Unmeasured`), and its verdicts say
+    so. own: the table that the environment variable SPARSEPREFILL_BREAKEVEN names.
     """
 
     own: BreakEven | None = None
-    _tables: dict[torch.device, BreakEven | None] = field(factory=dict, init=False, repr=False)
+    _tables: dict[torch.device, BreakEven | str] = field(factory=dict, init=False, repr=False)
+    _said: dict[str, None] = field(factory=dict, init=False, repr=False)
 
     def judge(self, call: AttentionCall, method: str) -> Verdict:
         """See BreakEven."""
@@ -48,16 +51,29 @@ class AutoGate:
         if device not in self._tables:
             self._tables[device] = self._find(device)
         found = self._tables[device]
-        return Verdict(True) if found is None else found.judge(call, method)
+        if isinstance(found, str):
+            return self._by_rule(call, found)
+        verdict = found.judge(call, method)
+        self._said.setdefault(str(found))
+        if verdict.ratio is None and verdict.reason:
+            return self._by_rule(call, verdict.reason.removeprefix(UNKNOWN))
+        return verdict
 
     def __str__(self) -> str:
-        return "; ".join(dict.fromkeys(str(one) for one in self._tables.values() if one is not None))
+        return "; ".join(self._said)
 
-    def _find(self, device: torch.device) -> BreakEven | None:
+    def _by_rule(self, call: AttentionCall, why: str) -> Verdict:
+        rule = rule_for(call.q.device.type)
+        self._said.setdefault(str(rule))
+        return rule.judge(call, why)
+
+    def _find(self, device: torch.device) -> BreakEven | str:
+        """The table, or what is missing."""
         here = device_kind(device)
         if self.own is not None and (self.own.device.type, self.own.device.capability) == (here.type, here.capability):
             return self.own
-        return None if here.capability is None else shipped(*here.capability)
+        found = None if here.capability is None else shipped(*here.capability)
+        return f"no break-even table for {here}" if found is None else found
 
 
 GateChoice = BreakEven | Gate | str | Path | Literal[False] | None
@@ -68,7 +84,7 @@ def gate_of(given: GateChoice) -> Gate | None:
     """The gate that a user means, None for none.
 
     "auto": the table that the environment variable SPARSEPREFILL_BREAKEVEN names, on its own kind of device; else the
-    table that ships for the device of a call; else no gate. The variable set to nothing means no gate.
+    table that ships for the device of a call; else a cautious rule. The variable set to nothing means no gate.
     Raises ParameterError for a table that cannot be read, with the field that does not fit.
     """
     if given is None or given is False:
@@ -85,7 +101,7 @@ def gate_of(given: GateChoice) -> Gate | None:
         return BreakEven.load(given)
     if isinstance(given, Gate):
         return given
-    raise ParameterError(f'gate is {given!r}: pass "auto", the path of a break-even table, a BreakEven, or None')
+    raise ParameterError(f'gate is {printed(given)}: pass "auto", the path of a break-even table, a BreakEven, or None')
 
 
 def shipped(major: int, minor: int) -> BreakEven | None:

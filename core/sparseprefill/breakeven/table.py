@@ -14,7 +14,7 @@ from sparseprefill import json_text
 from sparseprefill.breakeven.file import device_facts, device_of, listed, shape_facts, shape_of, table
 from sparseprefill.breakeven.points import DeviceKind, HeadShape
 from sparseprefill.breakeven.rule import GAIN, Line, Sizes, from_length, lines, nearest, ratio_of
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SCHEMA = "sparseprefill.breakeven"
 VERSION = 1
 BELOW = "below break-even: dense attention is faster at this size"
+UNKNOWN = "not gated: "
+"""How the reason of a verdict begins where a table knows nothing of a call."""
 _FIELDS = ("schema", "version", "device", "versions", "measured", "shapes")
 _KEPT = 4096  # judgements; lengths of prompts differ without end
 
@@ -97,7 +99,7 @@ class BreakEven:
             text = json_text.read(source)
         except ParameterError as error:
             remedy = "pass a file of sparseprefill calibrate"
-            raise ParameterError(f"break-even table {str(source)!r}: {error}; {remedy}") from error
+            raise ParameterError(f"break-even table {printed(str(source))}: {error}; {remedy}") from error
         try:
             with json_text.bounded():
                 return cls.of(json_text.parsed(text))
@@ -110,7 +112,9 @@ class BreakEven:
         facts = table("the file", facts)
         for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
             if facts.get(name) != wanted or isinstance(facts.get(name), bool):
-                raise ParameterError(f"{name} is {facts.get(name)!r}: this library reads {wanted!r}; calibrate anew")
+                raise ParameterError(
+                    f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}; calibrate anew"
+                )
         table("the file", facts, _FIELDS)
         return cls(
             device=device_of(facts["device"]),
@@ -134,7 +138,7 @@ class BreakEven:
         q = call.q
         here = device_kind(q.device)
         if (here.type, here.capability) != (self.device.type, self.device.capability):
-            return Verdict(True, None, f"not gated: the {self} says nothing of {here}")
+            return Verdict(True, None, f"{UNKNOWN}the {self} says nothing of {here}")
         dtype = str(q.dtype).removeprefix("torch.")
         keys = call.kv_len if call.q_offset is None else call.q_offset + q.shape[2]
         sizes = Sizes(
@@ -143,7 +147,7 @@ class BreakEven:
         )  # fmt: skip
         ratio = self.ratio(method, sizes)
         if ratio is None:
-            return Verdict(True, None, f"not gated: the {self} has no figures for {dtype}")
+            return Verdict(True, None, f"{UNKNOWN}the {self} has no figures for {dtype}")
         return Verdict(True, ratio) if ratio <= GAIN else Verdict(False, ratio, BELOW)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from sparseprefill.call import check_call
 from sparseprefill.executors.reference import ReferenceExecutor
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class AutoExecutor:
     """
 
     def choose(self, call: AttentionCall) -> ReferenceExecutor | TritonExecutor:
-        """The executor for this call."""
+        """The executor for this call; ParameterError for no call."""
+        check_call(call)
         if call.q.device.type != "cuda":
             return REFERENCE
         from sparseprefill.executors.triton import TritonExecutor

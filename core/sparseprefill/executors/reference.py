@@ -9,9 +9,10 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.call import check_call
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.plan import Plan, Result
+from sparseprefill.plan import Plan, Result, check_plan
 from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class ReferenceExecutor:
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The carry, if any, merged with attention over the plan's mask; unnormalised."""
+        check_call(call)
+        check_plan(plan)
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         shape = (call.q.shape[0], call.q.shape[1], call.q.shape[2])
         state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)

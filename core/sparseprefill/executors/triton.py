@@ -8,11 +8,12 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.call import check_call
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.settings import HEAD_DIMS
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import Plan, Result
+from sparseprefill.plan import Plan, Result, check_plan
 from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class TritonExecutor:
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The carry, if any, resumed over the plan's mask; unnormalised, float32."""
-        call = self._checked(call)
+        call = self._checked(call, plan)
         if plan.mask.tiles is None and plan.mask.stripes is None and plan.carry is not None:
             return plan.carry.state
         with torch.cuda.device_of(call.q):
@@ -63,13 +64,15 @@ class TritonExecutor:
         return self._execute(call, plan, None).into(out, lse)
 
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
-        call = self._checked(call)
+        call = self._checked(call, plan)
         with torch.cuda.device_of(call.q):
             out, lse = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into)
             probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan.mask, lse, plan.probe)
         return Result(out, lse, plan, probe)
 
-    def _checked(self, call: AttentionCall) -> AttentionCall:
+    def _checked(self, call: AttentionCall, plan: Plan) -> AttentionCall:
+        check_call(call)
+        check_plan(plan)
         reason = self.unsupported(call)
         if reason is not None:
             raise UnsupportedCallError([f"TritonExecutor: {reason}"])

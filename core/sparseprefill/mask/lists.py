@@ -7,7 +7,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.errors import MaskError
+from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, span
 
 
@@ -140,4 +140,4 @@ def _check_ranges(first: object, last: object, width: object) -> None:
     if isinstance(first, Tensor) and isinstance(last, Tensor) and first.shape != last.shape:
         raise MaskError(f"last has shape {tuple(last.shape)}: pass first's, {tuple(first.shape)}")
     if not isinstance(width, int) or isinstance(width, bool) or width < 0:
-        raise MaskError(f"width is {width!r}: pass the most entries that a list may have, an integer >= 0")
+        raise MaskError(f"width is {printed(width)}: pass the most entries that a list may have, an integer >= 0")

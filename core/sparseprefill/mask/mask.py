@@ -11,7 +11,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.errors import MaskError
+from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.count import Selected, share
 from sparseprefill.mask.geometry import Geometry, regrid
 from sparseprefill.mask.lists import IndexLists
@@ -20,6 +20,8 @@ from sparseprefill.mask.tile_map import TileMap
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
+LARGEST = 1 << 31
+"""No tile, group or picture reaches it."""
 SHADED = 16
 """Query rows that stand for a cell of a picture."""
 
@@ -248,10 +250,11 @@ class SparseMask:
 
     def head(self, batch: int, head: int) -> SparseMask:
         """The mask of one head, as a mask of batch 1 and one head (views)."""
-        one, g = slice(batch, batch + 1), self.geometry
+        g = self.geometry
         for name, index, size in (("batch", batch, g.batch), ("head", head, g.heads)):
-            if not isinstance(index, int) or not 0 <= index < size:
-                raise MaskError(f"{name} is {index!r}: pass an integer from 0 to {size - 1}")
+            if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
+                raise MaskError(f"{name} is {printed(index)}: pass an integer from 0 to {size - 1}")
+        one = slice(batch, batch + 1)
         starts = None if g.starts is None else g.starts[one]
         lengths = None if g.lengths is None else g.lengths[one]
         tiles = None if self.tiles is None else self.tiles.narrow(batch, head)
@@ -264,8 +267,8 @@ class SparseMask:
 
         Exact for short calls; of more than 32 query rows a cell, about 16, evenly spaced, stand for it.
         """
-        if not isinstance(cells, int) or isinstance(cells, bool) or cells < 1:
-            raise MaskError(f"cells is {cells!r}: pass a positive number of cells")
+        if not _is_size(cells):
+            raise MaskError(f"cells is {printed(cells)}: pass a positive number of cells, below 2^31")
         g = self.geometry
         selected = torch.zeros(g.batch, g.heads, cells, cells, device=g.device)
         allowed = torch.zeros(g.batch, 1, cells, cells, device=g.device)
@@ -331,8 +334,12 @@ def _geometry(call: AttentionCall | Geometry) -> Geometry:
 
 
 def _check_size(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise MaskError(f"SparseMask.{name} is {value!r}: pass a positive number of tokens or tiles")
+    if not _is_size(value):
+        raise MaskError(f"SparseMask.{name} is {printed(value)}: pass a positive number of tokens or tiles, below 2^31")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < LARGEST
 
 
 def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:
@@ -342,7 +349,7 @@ def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:
     try:
         index = rows if isinstance(rows, Tensor) else torch.tensor(rows)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise MaskError(f"rows is {rows!r}: {remedy}") from None
+        raise MaskError(f"rows is {printed(rows)}: {remedy}") from None
     if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
         raise MaskError(f"rows is {index.dtype} of shape {tuple(index.shape)}: {remedy}")
     if index.device.type == "cpu" and bool(((index < -geometry.q_len) | (index > last)).any()):
@@ -352,8 +359,9 @@ def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:
 
 def _pair(tile: int | tuple[int, int]) -> tuple[int, int]:
     pair = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
-    if len(pair) != 2 or any(not isinstance(x, int) or isinstance(x, bool) or x < 1 for x in pair):
-        raise MaskError(f"tile is {tile!r}: pass a positive number of tokens, or (query tokens, key tokens)")
+    if len(pair) != 2 or not all(map(_is_size, pair)):
+        remedy = "pass a positive number of tokens below 2^31, or (query tokens, key tokens)"
+        raise MaskError(f"tile is {printed(tile)}: {remedy}")
     return pair[0], pair[1]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseprefill import json_text
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 from sparseprefill.profiles.clusters import NOISE, ClusterTable, Spot
 from sparseprefill.profiles.identity import ModelIdentity
 
@@ -35,7 +35,9 @@ def load(path: str | Path) -> ClusterTable:
     try:
         text = json_text.read(path)
     except ParameterError as error:
-        raise ParameterError(f"clusters is {str(path)!r}: {error}; pass the JSON file of a cluster table") from error
+        raise ParameterError(
+            f"clusters is {printed(str(path))}: {error}; pass the JSON file of a cluster table"
+        ) from error
     try:
         with json_text.bounded():
             return parse(json_text.parsed(text))
@@ -55,13 +57,13 @@ def parse(facts: object) -> ClusterTable:
         return _by_hand(facts)
     for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
         if facts.get(name) != wanted or isinstance(facts.get(name), bool):
-            raise ParameterError(f"{name} is {facts.get(name)!r}: this library reads {wanted!r}")
+            raise ParameterError(f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}")
     unknown = sorted(set(facts) - {"schema", "version", "model", "clusters", "noise", "made"})
     if unknown:
         raise ParameterError(f"{unknown[0]} is no field of a cluster table")
     made = facts.get("made", {})
     if not isinstance(made, Mapping):
-        raise ParameterError(f"made is {made!r}: pass an object")
+        raise ParameterError(f"made is {printed(made)}: pass an object")
     groups = _list("clusters", facts.get("clusters"))
     return ClusterTable(
         clusters=tuple(_heads(f"clusters[{i}]", heads) for i, heads in enumerate(groups)),
@@ -75,19 +77,21 @@ def _by_hand(facts: Mapping[Any, Any]) -> ClusterTable:
     named: dict[int, list[Spot]] = {}
     noise = []
     for key, label in facts.items():
-        head = _head(f"clusters[{key!r}]", key)
+        head = _head(f"clusters[{printed(key)}]", key)
         if label is None or label == NOISE:
             noise.append(head)
         elif isinstance(label, int) and not isinstance(label, bool) and label >= 0:
             named.setdefault(label, []).append(head)
         else:
-            raise ParameterError(f"clusters[{key!r}] is {label!r}: pass the number of a cluster, or None for noise")
+            raise ParameterError(
+                f"clusters[{printed(key)}] is {printed(label)}: pass the number of a cluster, or None for noise"
+            )
     return ClusterTable(clusters=tuple(tuple(named[label]) for label in sorted(named)), noise=tuple(noise))
 
 
 def _list(name: str, value: object) -> list[Any] | tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise ParameterError(f"{name} is {value!r}: pass a list")
+        raise ParameterError(f"{name} is {printed(value)}: pass a list")
     return value
 
 
@@ -98,7 +102,7 @@ def _heads(name: str, value: object) -> tuple[Spot, ...]:
 def _head(name: str, value: object) -> Spot:
     if isinstance(value, list | tuple) and len(value) == 2 and all(_is_index(x) for x in value):
         return value[0], value[1]
-    raise ParameterError(f"{name} is {value!r}: pass [layer, head], two integers from 0")
+    raise ParameterError(f"{name} is {printed(value)}: pass [layer, head], two integers from 0")
 
 
 def _is_index(value: object) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 from sparseprefill.profiles.identity import ModelIdentity
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ class ClusterTable:
         if unknown:
             head = min(unknown)
             raise ParameterError(
-                f"{seen[head]}: {_words(head)} is unknown to a model of {layers} layers with {count} heads"
+                f"{seen[head]}: {_words(head)} is unknown to a model of {layers} layers with {count} heads: drop it"
             )
         if len(seen) < layers * count:  # the first that lacks is among the first so many and one
             lacking = next(head for i in range(len(seen) + 1) if (head := divmod(i, count)) not in seen)
-            raise ParameterError(f"clusters: {_words(lacking)} is in no cluster, and not in noise")
+            raise ParameterError(f"clusters: {_words(lacking)} is in no cluster, and not in noise: put it into one")
 
     @cached_property
     def labels(self) -> Mapping[Spot, int]:
@@ -78,4 +78,4 @@ class ClusterTable:
 
 
 def _words(head: Iterable[int]) -> str:
-    return "layer {}, head {}".format(*head)
+    return "layer {}, head {}".format(*map(printed, head))

@@ -37,7 +37,9 @@ class ModelIdentity:
         for field in fields(type(self)):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if field.name != "name" and mine != theirs:
-                return f"model.{field.name} is {mine!r} ({self.name}), here it is {theirs!r} ({other.name})"
+                return (
+                    f"model.{field.name} is {printed(mine)} ({self.name}), here it is {printed(theirs)} ({other.name})"
+                )
         return None
 
     def objection(self, call: AttentionCall) -> str | None:
@@ -59,11 +61,11 @@ class ModelIdentity:
         """From plain data; ParameterError names the field that does not fit."""
         names = [field.name for field in fields(cls)]
         if not isinstance(facts, Mapping) or set(facts) != set(names):
-            raise ParameterError(f"model is {facts!r}: pass an object with {', '.join(names)}")
+            raise ParameterError(f"model is {printed(facts)}: pass an object with {', '.join(names)}")
         for name, value in facts.items():
             if name in ("name", "architecture", "digest"):
                 if not isinstance(value, str):
-                    raise ParameterError(f"model.{name} is {value!r}: pass a text")
+                    raise ParameterError(f"model.{name} is {printed(value)}: pass a text")
             elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MOST:
                 raise ParameterError(f"model.{name} is {printed(value)}: pass a positive integer below 2^31")
         return cls(**facts)

@@ -11,8 +11,9 @@ from typing import Any
 from attrs import field, frozen
 
 from sparseprefill import json_text
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.validate import WIDEST
 
 SCHEMA = "sparseprefill.profile"
 VERSION = 1
@@ -51,7 +52,7 @@ class Profile:
 
     def __attrs_post_init__(self) -> None:
         if not self.ranges:
-            raise ParameterError("ranges is empty: a profile needs one")
+            raise ParameterError("ranges is empty: pass one range or more")
         below = -1
         for i, one in enumerate(self.ranges):
             if i == 0 and one.least != 0:
@@ -98,11 +99,13 @@ class Profile:
         if isinstance(source, cls):
             return source
         if not isinstance(source, str | Path):
-            raise ParameterError(f"profile is {source!r}: pass the path of a profile")
+            raise ParameterError(f"profile is {printed(source)}: pass the path of a profile")
         try:
             text = json_text.read(source)
         except ParameterError as error:
-            raise ParameterError(f"profile is {str(source)!r}: {error}; pass a file of sparseprefill tune") from error
+            raise ParameterError(
+                f"profile is {printed(str(source))}: {error}; pass a file of sparseprefill tune"
+            ) from error
         try:
             with json_text.bounded():
                 return cls.of(json_text.parsed(text))
@@ -115,13 +118,13 @@ class Profile:
         facts = _object("the file", facts)
         for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
             if facts.get(name) != wanted or isinstance(facts.get(name), bool):
-                raise ParameterError(f"{name} is {facts.get(name)!r}: this library reads {wanted!r}")
+                raise ParameterError(f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}")
         _finite("", facts)
         _exactly("", facts, ("schema", "version", "method", "model", "versions", "tuned", "ranges"))
         if not isinstance(facts["method"], str):
-            raise ParameterError(f"method is {facts['method']!r}: pass a name")
+            raise ParameterError(f"method is {printed(facts['method'])}: pass a name")
         if not isinstance(facts["ranges"], list):
-            raise ParameterError(f"ranges is {facts['ranges']!r}: pass a list")
+            raise ParameterError(f"ranges is {printed(facts['ranges'])}: pass a list")
         return cls(
             method=facts["method"],
             model=ModelIdentity.of(facts["model"]),
@@ -136,8 +139,8 @@ def _range(at: str, facts: object) -> LengthRange:
     _exactly(f"{at}.", facts, _RANGE)
     for name, least in (("from", 0), ("tokens", 1)):
         value = facts[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ParameterError(f"{at}.{name} is {value!r}: pass an integer >= {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < WIDEST:
+            raise ParameterError(f"{at}.{name} is {printed(value)}: pass an integer >= {least}")
     parameters = facts["parameters"]
     return LengthRange(
         least=facts["from"],
@@ -149,7 +152,7 @@ def _range(at: str, facts: object) -> LengthRange:
 
 def _object(at: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ParameterError(f"{at} is {value!r}: pass an object")
+        raise ParameterError(f"{at} is {printed(value)}: pass an object")
     return value
 
 

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
 from sparseprefill.mask.geometry import diagonal_map, reachable_map
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
@@ -34,7 +34,7 @@ class _Budget:
 
     def __attrs_post_init__(self) -> None:
         if (self.tiles is None) == (self.share is None):
-            given = f"tiles={self.tiles!r}, share={self.share!r}"
+            given = f"tiles={printed(self.tiles)}, share={printed(self.share)}"
             raise ParameterError(f"{type(self).__name__}({given}): pass tiles, or share, and not both")
 
     def _exact(self, seen: Tensor) -> Tensor:

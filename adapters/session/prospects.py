@@ -1,0 +1,161 @@
+"""What can be told before the first request: whether anything of a session can ever run sparse, and if not, why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import UnsupportedCallError
+
+if TYPE_CHECKING:
+    from sparseprefill.route import Route
+
+LONGEST = 1 << 20
+"""Tokens up to which calls are tried where nothing bounds them."""
+SLIDING = "a sliding window, of which every key is computed and the method is not asked"
+NOT_CHOSEN = "not among the layers asked for"
+
+
+@frozen
+class Prospects:
+    """What will become of a session's calls.
+
+    never: why none of them can run sparse, whatever comes; empty where one can. doubts: why none may run sparse, as
+    far as can be told.
+    """
+
+    never: str = ""
+    doubts: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class Bounds:
+    """Of what a host can be asked. min_query: query rows from which a call is prefill.
+
+    rows, keys: query rows of one forward, and tokens of one request, that are never passed; None where nothing bounds
+    them. trained: tokens that the model was made for, which may be passed.
+    """
+
+    min_query: int
+    rows: int | None = None
+    keys: int | None = None
+    trained: int | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of prompts to try: powers of two from `min_query` on, and the bounds."""
+        last = min(x for x in (self.keys, self.trained, LONGEST) if x is not None)
+        powers = [self.min_query << i for i in range(64) if self.min_query << i < last]
+        return (*powers, max(last, self.min_query))
+
+
+def prospects(
+    route: Route,
+    layers: Mapping[int, AttentionCall | str],
+    bounds: Bounds,
+    *,
+    windows: Iterable[int] = (),
+    chosen: frozenset[int] | None = None,
+) -> Prospects:
+    """Whether any call can run sparse. By sizes alone: no value on a device is read, and no memory is needed.
+
+    layers: every attention layer, as a call with its sizes, type, softcap and sinks (of any length), or as the reason
+    why the host computes it, whatever comes. windows: layers whose sliding window the session computes exactly.
+    chosen: the layers asked for, None for all. Raises StageError where a stage or the gate fails to answer.
+    """
+    short = _short(bounds)
+    if short:
+        return Prospects(never=short)
+    asked = [i for i in sorted({*layers, *windows}) if chosen is None or i in chosen]
+    if not asked:
+        return Prospects(never="the model has no attention layer" if not layers else f"no layer is left: {NOT_CHOSEN}")
+    sliding = set(windows)
+    lengths = _lengths(route, bounds)
+    reasons: dict[int, str] = {}
+    opened: list[AttentionCall] = []
+    for i in asked:
+        given = SLIDING if i in sliding else layers[i]
+        reason = given if isinstance(given, str) else _objection(route, given, lengths, bounds)
+        if reason:
+            reasons[i] = reason
+        elif isinstance(given, AttentionCall):
+            opened.append(given)
+    if not opened:
+        said = _listed(reasons)
+        return Prospects(doubts=(said,)) if sliding & set(asked) else Prospects(never=said)
+    doubts: list[str] = []
+    if bounds.trained is not None and bounds.trained < bounds.min_query:
+        doubts.append(f"min_query is {bounds.min_query}, and the model was made for {bounds.trained} tokens at most")
+    small = _too_small(route, opened, lengths, bounds)
+    return Prospects(doubts=(*doubts, *([small] if small else [])))
+
+
+def _short(bounds: Bounds) -> str:
+    for most, what in ((bounds.rows, "query rows in a forward"), (bounds.keys, "tokens in a request")):
+        if most is not None and most < bounds.min_query:
+            return f"min_query is {bounds.min_query}, and there are never more than {most} {what}: lower min_query"
+    return ""
+
+
+def _lengths(route: Route, bounds: Bounds) -> list[int]:
+    """Those of the bounds, and one of each range of a profile."""
+    ranges = () if route.profile is None else route.profile.ranges
+    last = bounds.lengths[-1]
+    return sorted({*bounds.lengths, *(one.least for one in ranges if bounds.min_query <= one.least <= last)})
+
+
+def _objection(route: Route, like: AttentionCall, lengths: Iterable[int], bounds: Bounds) -> str:
+    """What the stages object to at every length; empty where they take one."""
+    reasons: dict[str, None] = {}
+    for keys in lengths:
+        try:
+            found = route.unsupported(_call(like, keys, bounds))
+        except UnsupportedCallError as error:
+            found = error.reasons
+        if not found:
+            return ""
+        reasons.update(dict.fromkeys(found))
+    return "; ".join(list(reasons)[:3])
+
+
+def _too_small(route: Route, layers: Iterable[AttentionCall], lengths: list[int], bounds: Bounds) -> str:
+    """What the gate says where it lets no length pass; empty where it lets one."""
+    seen, said = set(), ""
+    for like in layers:
+        sizes = (like.q.shape[1], like.kv_heads, like.q.shape[3], like.q.dtype, like.q.device)
+        if sizes in seen:
+            continue
+        seen.add(sizes)
+        for keys in lengths:
+            call = _call(like, keys, bounds)
+            if route.worth(call):
+                return ""
+        said = f"up to {lengths[-1]} tokens every call stays dense: {route.choose(call).dense}"
+    return said
+
+
+def _call(like: AttentionCall, keys: int, bounds: Bounds) -> AttentionCall:
+    """A call of another length: the last rows of so many keys, as one forward has them, without memory of its own."""
+    rows = keys if bounds.rows is None else min(keys, bounds.rows)
+    q = like.q[:1, :, :1].expand(-1, -1, rows, -1)
+    k, v = (x[:1, :, :1].expand(-1, -1, keys, -1) for x in (like.k, like.v))
+    given = {name: getattr(like, name) for name in ("scale", "layer", "softcap", "sinks", "first_head")}
+    return AttentionCall(q, k, v, **given)
+
+
+def _listed(reasons: Mapping[int, str]) -> str:
+    """``layers 0 to 3: reason; layer 4: reason``, layers of one reason together."""
+    found: dict[str, list[int]] = {}
+    for layer, reason in reasons.items():
+        found.setdefault(reason, []).append(layer)
+    if len(found) == 1:
+        return f"every layer asked for stays without it: {next(iter(found))}"
+    return "; ".join(f"{'layer' if len(of) == 1 else 'layers'} {_ranges(of)}: {why}" for why, of in found.items())
+
+
+def _ranges(layers: list[int]) -> str:
+    whole = len(layers) > 2 and layers == list(range(layers[0], layers[-1] + 1))
+    return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))

@@ -1,0 +1,189 @@
+"""Selected, but nothing can run sparse: said before the first request, as an error or as a warning."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve, frozen
+from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.session.prospects import SLIDING, Bounds, prospects
+from sparseprefill.adapters.session.session import Session
+
+import sparseprefill as sp
+from helpers.build import make
+from helpers.stubs import Estimate
+from helpers.tables import from_length
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.profiles.profile import LengthRange, Profile
+
+from . import hf_models
+from .hf_models import STREAMING, logits
+
+HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8}
+LIKE = make(1, heads=4, kv_heads=2)
+LAYERS = {0: LIKE, 1: evolve(LIKE, layer=1)}
+FULL = sp.Route.of(sp.build("streaming", **STREAMING))
+NONE = (
+    "share-prefill can never run on LlamaForCausalLM: every layer asked for stays without it: ShareEstimator: no table"
+)
+
+
+@pytest.fixture
+def model() -> Any:
+    return hf_models.build("llama")
+
+
+def untouched(model: Any) -> bool:
+    return bool(model.config._attn_implementation == "sdpa")
+
+
+def test_share_prefill_without_a_table_is_refused_when_attaching(model: Any) -> None:
+    with pytest.raises(sp.AttachError, match=NONE):
+        attach(model, "share-prefill")
+    assert untouched(model)
+    with attach(model, "share-prefill", clusters="single", block=16) as handle:
+        logits(model)
+    assert {} == handle.report().notes
+
+
+def test_without_the_dry_run_it_is_a_warning(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with attach(model, "share-prefill", verify=False) as handle:
+        pass
+    (record,) = caplog.records
+    assert NONE.replace("can never", "may never") in record.getMessage()
+    assert 1 == len(handle.report().notes)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_model_of_sliding_windows_alone_is_warned_about(verify: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its windows are served, exactly, so it is no error; the method is never asked."""
+    model = hf_models.build("mistral-sliding")
+    with attach(model, "streaming", gate=None, verify=verify, **STREAMING) as handle:
+        logits(model)
+    (record,) = caplog.records
+    assert f"streaming may never run on MistralForCausalLM: every layer asked for stays without it: {SLIDING}" in (
+        record.getMessage()
+    )
+    assert [record.getMessage()] == list(handle.report().notes)
+    assert ["window"] * 2 == [layer.mode for layer in handle.report().layers]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_layers_that_leave_sliding_windows_alone(verify: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = hf_models.build("gemma3")  # layer 0 slides, layer 1 is full
+    for layers, count in (([0], 1), ([1], 0), (None, 0)):
+        caplog.clear()
+        attach(model, "streaming", gate=None, verify=verify, layers=layers, **STREAMING).detach()
+        assert count == len(caplog.records)
+
+
+def test_layers_that_leave_none(model: Any) -> None:
+    with pytest.raises(sp.ParameterError, match="layers is empty: pass the layers to run sparse"):
+        attach(model, "streaming", layers=[])
+    session = Session(FULL, layers=[5])
+    with pytest.raises(sp.AttachError, match="streaming can never run on host: no layer is left: not among the layers"):
+        session.start("host", LAYERS)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_min_query_beyond_what_the_model_was_made_for(
+    model: Any, verify: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rotary embeddings go on beyond: a warning."""
+    attach(model, "streaming", gate=None, verify=verify, min_query=513, **STREAMING).detach()
+    (record,) = caplog.records
+    assert "min_query is 513, and the model was made for 512 tokens at most" in record.getMessage()
+    caplog.clear()
+    attach(model, "streaming", gate=None, verify=verify, min_query=512, **STREAMING).detach()
+    assert [] == caplog.records
+
+
+@pytest.mark.parametrize("bound", ["rows", "keys"])
+def test_min_query_beyond_what_a_host_ever_sends(bound: str) -> None:
+    session = Session(FULL, min_query=64)
+    with pytest.raises(sp.AttachError, match=r"min_query is 64, and there are never more than 63 .*: lower min_query"):
+        session.start("host", LAYERS, **dict[str, Any]({bound: 63}))
+    session.start("host", LAYERS, **dict[str, Any]({bound: 64}))
+    assert {} == session.report("host", "own").notes
+
+
+def test_a_gate_that_lets_nothing_pass(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    attach(model, "streaming", gate=from_length(4096, **HEADS), **STREAMING).detach()
+    (record,) = caplog.records
+    assert "up to 512 tokens every call stays dense: below break-even" in record.getMessage()
+    caplog.clear()
+    attach(model, "streaming", gate=from_length(500, **HEADS), **STREAMING).detach()
+    assert [] == caplog.records
+
+
+def test_layers_of_the_host_and_layers_without_any() -> None:
+    def never(layers: dict[int, Any], **options: Any) -> str:
+        return prospects(FULL, layers, Bounds(min_query=16), **options).never
+
+    assert "the model has no attention layer" == never({})
+    assert "layers 0 to 2: pooling; layer 3: MLA" == never({0: "pooling", 1: "pooling", 2: "pooling", 3: "MLA"})
+    assert "" == never({0: "pooling", 1: LIKE})
+    assert "every layer asked for stays without it: pooling" == never({0: "pooling", 1: LIKE}, chosen=frozenset({0}))
+
+
+@frozen
+class OnlyLong:
+    """An estimator that takes calls from a length on, and up to one."""
+
+    least: int
+    most: int = 1 << 40
+
+    def unsupported(self, call: sp.AttentionCall) -> str | None:
+        return None if self.least <= call.kv_len <= self.most else f"{call.kv_len} keys"
+
+    def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+        raise NotImplementedError
+
+
+def test_an_objection_to_some_lengths_is_none_to_all() -> None:
+    def never(least: int, most: int = 1 << 40, **bounds: Any) -> str:
+        return prospects(sp.Route.of(sp.Pipeline(OnlyLong(least, most))), LAYERS, Bounds(min_query=16, **bounds)).never
+
+    assert "" == never(5000)
+    assert "" == never(0, 16)
+    assert "" == never(4096, keys=4096)
+    assert "OnlyLong: 16 keys; OnlyLong: 32 keys" in never(4097, keys=4096)
+
+
+def test_a_length_of_a_profile_is_tried() -> None:
+    sizes: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)
+
+    def never(*settings: dict[str, Any] | None) -> str:
+        ranges = [
+            LengthRange(least=least, tokens=max(least, 1), parameters=one, measured={})
+            for least, one in zip((0, 3000), settings, strict=True)
+        ]
+        profile = Profile(method="streaming", model=identity, ranges=tuple(ranges), versions={}, tuned={})
+        route = sp.build("streaming", profile=profile)
+        return prospects(route, LAYERS, Bounds(min_query=16, keys=3001)).never
+
+    assert "" == never(None, {"block": 16})
+    assert "" == never({"block": 16}, None)
+    assert "the profile has no setting of streaming" in never(None, None)
+
+
+def test_a_stage_that_fails_to_answer_fails_at_the_start(model: Any) -> None:
+    class Odd(OnlyLong):
+        def unsupported(self, call: sp.AttentionCall) -> str | None:
+            raise KeyError("lost")
+
+    with pytest.raises(sp.StageError, match=r"mine: Odd\.unsupported\(\) raised KeyError"):
+        attach(model, sp.Pipeline(Odd(0), name="mine"))
+    assert untouched(model)
+
+
+def test_trying_needs_no_memory_and_no_values() -> None:
+    """A million tokens, on a device without values."""
+    like = sp.AttentionCall(*(torch.empty(1, heads, 1, 8, device="meta") for heads in (4, 2, 2)))
+    found = prospects(sp.Route.of(sp.Pipeline(Estimate(objection="never"))), {0: like}, Bounds(min_query=16))
+    assert "every layer asked for stays without it: Estimate: never" == found.never
