@@ -179,7 +179,11 @@ def test_a_tail_keeps_the_real_tokens_of_each_row(chunks: list[list[int]], data:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "sliding": ("Gemma2", {"head_dim": 8, "sliding_window": 24}, "layers of sliding_attention"),
+    "sliding": (
+        "Gemma2",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
+        "layers of sliding_attention",
+    ),
     "rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary"),
     "window": ("Mistral", {"sliding_window": 24}, "sliding window|sliding_attention"),
 }
