@@ -65,7 +65,9 @@ class Finite:
                 mine[place] = torch.maximum(k, v)
         at = first_bad(self.ranks.gather(mine).cpu().T)
         if at is not None:
-            self._raise(f"keys or values of layer {layers[at[0]]} are not finite (NaN or infinity) after phase 1", at[1])
+            self._raise(
+                f"keys or values of layer {layers[at[0]]} are not finite (NaN or infinity) after phase 1", at[1]
+            )
 
     def _raise(self, what: str, ranks: list[int]) -> None:
         who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

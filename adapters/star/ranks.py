@@ -155,9 +155,9 @@ class Ranks(GroupExchange):
         for name in dict.fromkeys(name for answer in answers for name in answer):
             values = [answer.get(name) for answer in answers]
             if any(value != values[0] for value in values):
-                name, values = difference(name, values)
-                shown = "; ".join(f"rank {rank} has {_short(value)}" for rank, value in enumerate(values))
-                raise RankError(self.tell(f"{what}: {name} differs over the ranks: {shown}"))
+                place, each = difference(name, values)
+                shown = "; ".join(f"rank {rank} has {_short(value)}" for rank, value in enumerate(each))
+                raise RankError(self.tell(f"{what}: {place} differs over the ranks: {shown}"))
 
     @contextmanager
     def busy(self) -> Iterator[None]:

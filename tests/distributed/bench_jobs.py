@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 from attrs import evolve
-from helpers.patience import patient
 from sparseprefill.adapters.bench.clock import Run
 from sparseprefill.adapters.star import RankError, ranks
 from sparseprefill.adapters.star.bench import decode, layer, model
 from sparseprefill.adapters.star.bench.run import Rows
 from sparseprefill.adapters.star.bench.table import Table
+
+from helpers.patience import patient
 
 CPU = torch.device("cpu")
 LONG = patient(20)
@@ -84,7 +85,7 @@ def chosen(rank: int, path: str) -> None:
 
 def every(rank: int, path: str) -> list[str]:
     """Each kind of row but the ring's, which PyTorch has on GPUs alone."""
-    made, tokens = table(path), 2048
+    made, tokens = table(path), 512
     before, model.SHAPE = model.SHAPE, SMALL
     rows = Rows(made, SHAPE, None, [tokens])
     for inside in ("", "pieces", "streaming"):
@@ -93,7 +94,7 @@ def every(rank: int, path: str) -> list[str]:
     kinds: dict[str, Callable[[], Run]] = {
         "dense": lambda: layer.one_gpu(SHAPE, tokens),
         "layers, dense": lambda: model.dense(CPU, tokens),
-        "layers, star": lambda: model.star(CPU, tokens, 512, "streaming", LONG),
+        "layers, star": lambda: model.star(CPU, tokens, 128, "streaming", LONG),
         "layers, dense decode": lambda: decode.repeated(decode.many, lambda: model.decode_dense(CPU, 64)),
         "layers, star decode": lambda: model.decode_star(CPU, tokens, LONG),
     }

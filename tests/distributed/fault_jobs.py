@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import evolve
-from helpers.patience import patient
 from sparseprefill.adapters.star import Context, RankError, Star, ranks
 
 import sparseprefill as sp
 from distributed.models import build, device, tokens
+from helpers.patience import patient
 
 SIZES: dict[str, Any] = {"block_size": 48, "tile": 16}
 LONG = patient(60)
@@ -185,7 +185,9 @@ def differs(rank: int, what: str) -> str:
     """Rank 1 is given something else; what every rank is told."""
     other = rank == 1
     sizes, context, question, options = dict(SIZES), tokens(200), tokens(9, 5), dict(NEW)
-    model = build(seed=int(other and what == "weights"), **({"num_hidden_layers": 1} if what == "model" and other else {}))
+    model = build(
+        seed=int(other and what == "weights"), **({"num_hidden_layers": 1} if what == "model" and other else {})
+    )
     if what in ("same", "inner.estimator.keep.closure.least", "inner.estimator.weights"):
         least = 3 if other and what.endswith("least") else 2
         sizes["inner"] = marked(least, weight=float(other and what.endswith("weights")))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
-
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.patience import patient
 from sparseprefill.adapters.star import Context, Star, exchange
 
 from distributed.models import CASES, NEW, QUESTIONS, Case, build, tokens
+from helpers.patience import patient
 
 RANKS = 4
 PATIENT = patient(60)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.patience import patient
 from sparseprefill.adapters.star import Star, exchange
 from sparseprefill.adapters.star.executor import AnchoredBlockExecutor, Shard
 from sparseprefill.adapters.star.ranks import Ranks
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from distributed import jobs
 from distributed.models import NEW, QUESTIONS, Case, alone, build, device, tokens
+from helpers.patience import patient
 from sparseprefill import AttentionCall, SparseMask
 from sparseprefill.plan import Plan
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.patience import patient
-
 from distributed import fault_jobs, nccl_jobs, world
+from helpers.patience import patient
 
 COUNT = min(4, torch.cuda.device_count())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")]

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.patience import patient
 from sparseprefill.adapters.demo.model import CHECKPOINT
 from sparseprefill.adapters.star.__main__ import main, parser
 
 from distributed.models import lines
+from helpers.patience import patient
 
 RUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 

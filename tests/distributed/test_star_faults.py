@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from helpers.patience import patient
 
 from distributed import fault_jobs, world
+from helpers.patience import patient
 
 
 @pytest.mark.parametrize(("who", "phase"), [(1, 1), (0, 2), (2, 2)])
@@ -46,8 +46,10 @@ def test_what_fails_on_one_rank_is_reported_by_all(who: int, phase: int, memory:
 
 
 DIFFERENT = {
-    "start": ["sizes", "weights", "model", "dtype", "timeout", "inner", "inner.estimator.window"]
-    + ["inner.estimator.weights", "inner.estimator.keep.closure.least"],
+    "start": [
+        *("sizes", "weights", "model", "dtype", "timeout", "inner"),
+        *("inner.estimator.window", "inner.estimator.weights", "inner.estimator.keep.closure.least"),
+    ],
     "encode": ["contexts"],
     "generate": ["questions", "before", "seed", "options.max_new_tokens", "generation_config", "the call"],
 }

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.patience import patient
 from sparseprefill.adapters.star import ranks as module
 from sparseprefill.adapters.star import watch
 from sparseprefill.adapters.star.ranks import RankError, Ranks
 from torch._C._distributed_c10d import HashStore
+
+from helpers.patience import patient
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from attrs import define, field, frozen
+
 from helpers.patience import patient
 
 TESTS = Path(__file__).parents[1]
