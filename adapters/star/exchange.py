@@ -95,7 +95,8 @@ def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Te
 
 def largest(x: Tensor) -> Tensor:
     """The largest magnitude of each ``x[r]``, float32 ``[R]``: NaN where any number is NaN. One launch."""
-    return torch.linalg.vector_norm(x, torch.inf, dim=tuple(range(1, x.dim())))
+    found: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=tuple(range(1, x.dim())))
+    return found
 
 
 class Merged(NamedTuple):
