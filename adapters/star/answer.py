@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from sparseprefill.call import AttentionCall
 
 from .executor import AnchoredBlockExecutor, Shard
+from .finite import Finite
 from .tail import Tail
 
 
@@ -21,12 +23,13 @@ from .tail import Tail
 class Answer:
     """The phase of everything behind the context. real: of each batch row's next tokens, how many are no padding.
 
-    owner: whether this rank keeps the new tokens' keys; one does.
+    owner: whether this rank keeps the new tokens' keys; one does. finite: what the layers' attention was like.
     """
 
     executor: AnchoredBlockExecutor
     shards: dict[int, Shard]
     owner: bool
+    finite: Finite
     tails: dict[int, Tail] = field(factory=dict)
     real: dict[int, Sequence[int]] = field(factory=dict)
     _last: tuple[object, Tensor | None] | None = None
@@ -43,7 +46,8 @@ class Answer:
             count = call.q.shape[2]
             k, v = tail.append(call.k, call.v, (count,) * call.q.shape[0] if real is None else real)
             call = evolve(call, k=k, v=v, starts=self._starts(tail, call.q.device))
-        return self.executor.attend(call, self.shards.get(call.layer), owner=self.owner, lse=False)[0]
+        shard, note = self.shards.get(call.layer), partial(self.finite.note, call.layer)
+        return self.executor.attend(call, shard, owner=self.owner, lse=False, note=note)[0]
 
     def _starts(self, tail: Tail, device: torch.device) -> Tensor | None:
         """Made once for all layers of a forward: they have the same."""

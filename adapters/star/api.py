@@ -22,6 +22,8 @@ from .attention import Switch
 from .context import Context
 from .encode import Inner, encode
 from .executor import AnchoredBlockExecutor
+from .fingerprint import fingerprint
+from .finite import Finite
 from .inspection import decoder_of, probe
 from .layout import Sizes
 from .ranks import Ranks
@@ -62,8 +64,8 @@ class Star:
         self.switch = Switch(decoder_of(model))
         self.ranks = Ranks(group, timeout)
         pipeline = _inner(inner, self.switch.decoder)
-        said = {"sizes": str(self.sizes), "inner": str(inner if isinstance(inner, str | Mapping) else pipeline)}
-        self.ranks.agree("start", {**said, "timeout": timeout, **_facts(self.switch.decoder)})
+        said = {"sizes": str(self.sizes), "inner": fingerprint(pipeline), "timeout": timeout}
+        self.ranks.agree("start", {**said, **_facts(self.switch.decoder)})
         with self.ranks.run("the trial run"):
             self.layers = probe(model, self.switch)
         self.executor = AnchoredBlockExecutor(AutoExecutor(), self.ranks)
@@ -77,17 +79,17 @@ class Star:
         """Phase 1: every rank computes its blocks, and keeps their keys.
 
         contexts: token ids of each batch row, without padding; lengths may differ. Raises RankError where a rank fails
-        or was given other contexts.
+        or was given other contexts, and with the rank's number where what it computed is not finite.
         """
         rows = rows_of("contexts", contexts)
         layouts = tuple(self.sizes.layout(len(row), self.ranks.size) for row in rows)
         self.ranks.agree("encode", {"contexts": digest(rows)})
         with self.ranks.run("phase 1"):
             shards = encode(self.switch, self.ranks, self.layers, self.inner, rows, layouts)
-            # Nobody goes on before all are done: what failed anywhere, on a device too, is told here.
-            self.ranks.gather(torch.zeros(1, device=self.switch.decoder.device)).cpu()
+            finite = Finite(self.ranks)
+            finite.check_shards(shards, list(self.layers), self.switch.decoder.device)
         owner = self.ranks.rank == self.ranks.size - 1
-        return Context(self._spread, rows, layouts, Answer(self.executor, shards, owner))
+        return Context(self._spread, rows, layouts, Answer(self.executor, shards, owner, finite))
 
 
 def _inner(given: str | Mapping[str, Any] | Pipeline | Route | None, decoder: Any) -> Pipeline | Route | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparseprefill.errors import ParameterError
 
 from .answer import Answer, columns, counting_cache
-from .options import SameScores, check_options, seeded, stops
+from .options import SameScores, Sound, check_options, seeded, shown, stops
 from .tokens import Rows, digest, rows_of
 
 if TYPE_CHECKING:
@@ -50,23 +50,24 @@ class Context:
         questions: token ids of each batch row, at least one each. seed: of sampling, the same on every rank.
         options: of `generate`, such as max_new_tokens, do_sample, temperature, eos_token_id, streamer.
         Returns each row's new tokens, up to its end token. Raises ParameterError for what cannot run over ranks,
-        RankError where a rank fails, stalls, or was asked something else.
+        RankError where a rank fails, stalls, was asked something else, or computes what is not finite.
         """
         spread, model = self.spread, self.spread.model
         check_options(options, model.generation_config)
         asked = self._asked(questions)
-        shown = {name: str(value) for name, value in options.items() if isinstance(value, str | int | float | list)}
-        said = {"questions": digest(asked), "before": digest(self.tokens), "seed": seed, "options": shown}
-        spread.ranks.agree("generate", said)
+        said = {"questions": digest(asked), "before": digest(self.tokens), "seed": seed}
+        spread.ranks.agree("generate", {**said, "options": shown(options, model.generation_config)})
         with spread.ranks.run("phase 2"):
             ids, mask, past = self._next(asked)
-            processors = [*options.pop("logits_processor", []), SameScores(spread.ranks)]
+            processors = [*(options.pop("logits_processor", None) or []), SameScores(spread.ranks, self.phase.finite)]
+            criteria = [*(options.pop("stopping_criteria", None) or []), Sound(self.phase.finite)]
             with spread.switch.to(self.phase), seeded(seed, ids.device):
                 out = model.generate(
                     ids,
                     attention_mask=mask,
                     past_key_values=counting_cache(list(spread.layers), past),
                     logits_processor=processors,
+                    stopping_criteria=criteria,
                     **options,
                 )
             return self._answered(out[:, ids.shape[1] :].tolist(), stops(options, model.generation_config))
@@ -86,6 +87,7 @@ class Context:
                     past_key_values=counting_cache(list(spread.layers), past),
                     logits_to_keep=max(map(len, asked)),
                 ).logits
+            self.phase.finite.check()
             self._done = list(map(len, self.tokens))
             return out
 

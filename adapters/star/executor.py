@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,14 +80,21 @@ class AnchoredBlockExecutor:
         return self.executor.accumulate(call, plan)
 
     def attend(
-        self, call: AttentionCall, shard: Shard | None, *, owner: bool, lse: bool = True
+        self,
+        call: AttentionCall,
+        shard: Shard | None,
+        *,
+        owner: bool,
+        lse: bool = True,
+        note: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Phase 2, on all ranks at once: output ``[B, Hq, Nq, Dv]`` in q's dtype, LSE ``[B, Hq, Nq]`` in float32.
 
         call: the new tokens' queries, among the keys since the end of the context (causal, padding in `starts`). Only
         on the `owner`, exactly one rank, do these keys count; elsewhere q, scale, softcap and sinks of the call do.
         shard: this rank's keys of the context, of which every query sees all; None where it holds none. lse: whether it
-        is wanted; a call with sinks needs it.
+        is wanted; a call with sinks needs it. note: called with `Merged.largest`, which shows whose attention was not
+        finite; nothing is read on the host here. Wanted on all ranks or on none.
         """
         if call.window is not None:
             raise InvalidCallError("window", str(call.window), "the keys of a window may be on other ranks: pass None")
@@ -97,7 +105,10 @@ class AnchoredBlockExecutor:
         if owner:
             tail = dense(bare, self.executor)
             parts.append((tail.out, tail.lse))
-        out, total = exchange(self.ranks, self._one(call, parts), lse=lse or call.sinks is not None)
+        part, wanted = self._one(call, parts), lse or call.sinks is not None
+        out, total, largest = exchange(self.ranks, part, lse=wanted, measure=note is not None)
+        if note is not None and largest is not None:
+            note(largest)
         if call.sinks is not None and total is not None:
             out = out * torch.sigmoid(total - call.sinks.to(total.dtype)[:, None])[..., None]
         return out.to(call.q.dtype), total

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 
 from sparseprefill.errors import ParameterError
 
+from .fingerprint import fingerprint
+from .finite import Finite
 from .ranks import Ranks
 
 OURS = ("input_ids", "inputs", "attention_mask", "past_key_values", "position_ids", "inputs_embeds", "use_cache")
@@ -44,18 +46,40 @@ def stops(options: Mapping[str, Any], default: Any) -> frozenset[int]:
     return frozenset(map(int, found if isinstance(found, list | tuple) else [found]))
 
 
+def shown(options: Mapping[str, Any], default: Any) -> dict[str, Any]:
+    """The options as ranks compare them, with what they leave to the model. A streamer may be one rank's alone."""
+    found = {name: fingerprint(value) for name, value in options.items() if name != "streamer"}
+    config = (options.get("generation_config") or default).to_dict()
+    plain = {name: value for name, value in config.items() if name[:1] != "_" and name != "transformers_version"}
+    return {**found, "generation_config": fingerprint(plain)}
+
+
 class SameScores(LogitsProcessor):  # type: ignore[misc,unused-ignore]
     """Every rank goes by the scores of rank 0, so that a last bit never parts their ways."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, finite: Finite) -> None:
+        self.ranks, self.finite = ranks, finite
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The scores of rank 0; float32 ``[B, vocabulary]``."""
         scores = scores.contiguous()
         if self.ranks.size > 1:
             self.ranks.wait(self.ranks.broadcast(scores), scores)
-        return scores
+        self.finite.scores(scores)
+        # `Sound` tells of NaN behind the choice of a token; until then a draw from NaN must not end the CUDA context.
+        return torch.nan_to_num(scores, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
+class Sound(StoppingCriteria):  # type: ignore[misc,unused-ignore]
+    """Ends no answer, but looks at what the layers noted: here, since `generate` reads the token next."""
+
+    def __init__(self, finite: Finite) -> None:
+        self.finite = finite
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """No row is done: bool ``[B]``. RankError where a rank's attention was not finite."""
+        self.finite.check()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 @contextmanager

@@ -14,7 +14,10 @@ from sparseprefill.adapters.star.bench import decode, layer, model
 from sparseprefill.adapters.star.bench.run import Rows
 from sparseprefill.adapters.star.bench.table import Table
 
+from helpers.patience import patient
+
 CPU = torch.device("cpu")
+LONG = patient(20)
 SHAPE = layer.LayerShape(heads=4, kv_heads=2, head_dim=64, dtype="float32", device=CPU)
 SMALL = evolve(model.SHAPE, hidden=256, inner=128, heads=2, kv_heads=1)
 
@@ -40,9 +43,9 @@ def stumbles(on: int, here: ranks.Ranks) -> Run:
     return run
 
 
-def table(path: str, seconds: float = 100.0, wanted: str = "") -> Table:
+def table(path: str, seconds: float = 5 * LONG, wanted: str = "") -> Table:
     """The table of all processes."""
-    return Table(ranks.Ranks(timeout=20), CPU, seconds, path=Path(path), wanted=wanted)
+    return Table(ranks.Ranks(timeout=LONG), CPU, seconds, path=Path(path), wanted=wanted)
 
 
 def survives(rank: int, path: str) -> int:
@@ -59,13 +62,16 @@ def survives(rank: int, path: str) -> int:
 
 def ends(rank: int, path: str) -> str:
     """A row that fails on rank 1 while rank 0 waits for it."""
-    ranks.PATIENCE = 1.0
+    before, ranks.PATIENCE = ranks.PATIENCE, patient(1.0)
     made = table(path)
     made.row(1, "first", nothing)
     try:
         made.row(1, "stumbles", partial(stumbles, 1, made.ranks))
     except RankError as error:
         return str(error)
+    finally:
+        made.close()
+        ranks.PATIENCE = before
     return "went on"
 
 
@@ -79,8 +85,8 @@ def chosen(rank: int, path: str) -> None:
 
 def every(rank: int, path: str) -> list[str]:
     """Each kind of row but the ring's, which PyTorch has on GPUs alone."""
-    made, tokens = table(path), 2048
-    model.SHAPE = SMALL
+    made, tokens = table(path), 512
+    before, model.SHAPE = model.SHAPE, SMALL
     rows = Rows(made, SHAPE, None, [tokens])
     for inside in ("", "pieces", "streaming"):
         rows.star(tokens, rows.quarter(tokens), inside)
@@ -88,11 +94,12 @@ def every(rank: int, path: str) -> list[str]:
     kinds: dict[str, Callable[[], Run]] = {
         "dense": lambda: layer.one_gpu(SHAPE, tokens),
         "layers, dense": lambda: model.dense(CPU, tokens),
-        "layers, star": lambda: model.star(CPU, tokens, 512, "streaming", 20.0),
+        "layers, star": lambda: model.star(CPU, tokens, 128, "streaming", LONG),
         "layers, dense decode": lambda: decode.repeated(decode.many, lambda: model.decode_dense(CPU, 64)),
-        "layers, star decode": lambda: model.decode_star(CPU, tokens, 20.0),
+        "layers, star decode": lambda: model.decode_star(CPU, tokens, LONG),
     }
     for name, make in kinds.items():
         made.row(tokens, name, make, rounds=0)
     made.close()
+    model.SHAPE = before
     return list(kinds)

@@ -1,22 +1,54 @@
-"""What the processes of the fault tests do: one of them dies, stalls, fails or was given something else."""
+"""What the processes of the fault tests do: one of them dies, stalls, fails or was given something else.
+
+Nothing here hangs on the pace of the machine: a fault happens when all other ranks wait in a collective, and a short
+timeout counts from then on.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sparseprefill.adapters.star import RankError, Star, ranks
+from attrs import evolve
+from sparseprefill.adapters.star import Context, RankError, Star, ranks
 
+import sparseprefill as sp
 from distributed.models import build, device, tokens
+from helpers.patience import patient
 
-ranks.GRACE = 1.0  # of three seconds, so that the tests take less
 SIZES: dict[str, Any] = {"block_size": 48, "tile": 16}
+LONG = patient(60)
+"""Seconds that no rank waits for another, unless something is wrong."""
+NEW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """Ranks look at the store more often, and have a second to answer, of three: so the tests take less."""
+    before = ranks.GRACE, ranks.POLL
+    ranks.GRACE = patient(1.0)
+    if device().type == "cpu":
+        ranks.POLL = 0.05
+    try:
+        yield
+    finally:
+        ranks.GRACE, ranks.POLL = before
+
+
+def told(run: Callable[[], Any]) -> str:
+    """The RankError that a part raises."""
+    try:
+        run()
+    except RankError as error:
+        return str(error)
+    return "went on"
 
 
 def at_layer(model: Any, layer: int, what: Any, after: int = 0) -> None:
@@ -31,88 +63,222 @@ def at_layer(model: Any, layer: int, what: Any, after: int = 0) -> None:
     model.model.layers[layer].register_forward_pre_hook(hook)
 
 
+def when_others_wait(here: ranks.Ranks, who: int, fault: Callable[[], None], timeout: float) -> Callable[[], None]:
+    """What rank `who` calls in the place of its fault: the fault, as soon as all others wait in a collective.
+
+    timeout: of the others, from the fault on.
+    """
+    others = [f"waits/{rank}" for rank in range(here.size) if rank != who]
+    wait, hear, waiting = here.wait, here.hear, [False]
+
+    def waits(work: Any, x: Any) -> None:
+        waiting[0] = True
+        wait(work, x)
+        waiting[0] = False
+
+    def hears() -> None:
+        if waiting[0] and here.store.check(["place"]):
+            here.store.set(f"waits/{here.rank}", "")
+            if here.store.check(["fault"]):
+                here.timeout = timeout
+        hear()
+
+    if here.rank != who:
+        here.wait, here.hear = waits, hears  # type: ignore[method-assign]
+
+    def strike() -> None:
+        here.store.set("place", "")
+        while not here.store.check(others):
+            time.sleep(0.01)
+        here.store.set("fault", "")
+        fault()
+
+    return strike
+
+
 def ends(rank: int, who: int, how: int, phase: int, timeout: float) -> str:
     """Rank `who` gets the signal `how` in phase 1, or after three tokens of phase 2; the others' error."""
-    model = build()
-    if device().type == "cuda":  # compiling counts as a stall, if the timeout is shorter
-        Star(model, timeout=60, **SIZES).encode([tokens(200)]).generate([tokens(9, 5)], max_new_tokens=3)
-    star = Star(model, timeout=timeout, **SIZES)
-    if phase == 1 and rank == who:
-        at_layer(model, 1, lambda: os.kill(os.getpid(), how))
-    try:
-        context = star.encode([tokens(200)])
-        if rank == who:
-            at_layer(model, 1, lambda: os.kill(os.getpid(), how), after=3)
-        context.generate([tokens(9, 5)], max_new_tokens=20, do_sample=False)
-    except RankError as error:
-        return str(error)
-    return "went on"
+    with quick():
+        model = build()
+        star = Star(model, timeout=LONG, **SIZES)
+        strike = when_others_wait(star.ranks, who, lambda: os.kill(os.getpid(), how), timeout)
+
+        def work() -> None:
+            if phase == 1 and rank == who:
+                at_layer(model, 1, strike)
+            context = star.encode([tokens(200)])
+            if rank == who:
+                at_layer(model, 1, strike, after=3)
+            context.generate([tokens(9, 5)], max_new_tokens=20, do_sample=False)
+
+        return told(work)
 
 
 def noted(rank: int, who: int, how: int, folder: str, timeout: float) -> str:
-    """As `ends` in phase 2, with files of what `Watch` logs and of when it happened. how: 0 stalls the main thread."""
+    """On GPUs, phase 2, with files of what `Watch` logs and of when it happened. how: 0 stalls the main thread."""
     logging.getLogger("sparseprefill.adapters.star.watch").addHandler(logging.FileHandler(f"{folder}/log{rank}"))
-    before = os.kill
 
-    def fault(process: int, number: int) -> None:
+    def fault() -> None:
         Path(folder, "when").write_text(str(time.time()))
-        before(process, number) if number else time.sleep(1000)
+        os.kill(os.getpid(), how) if how else time.sleep(1000)
 
-    os.kill = fault
-    return ends(rank, who, how, 2, timeout)
+    with quick():
+        model = build()
+        # Compiling counts as a stall, if the timeout is shorter.
+        Star(model, timeout=LONG, **SIZES).encode([tokens(200)]).generate([tokens(9, 5)], max_new_tokens=3)
+        star = Star(model, timeout=timeout, **SIZES)
+
+        def work() -> None:
+            context = star.encode([tokens(200)])
+            if rank == who:
+                at_layer(model, 1, fault, after=3)
+            context.generate([tokens(9, 5)], max_new_tokens=20, do_sample=False)
+
+        return told(work)
 
 
-def fails(rank: int, who: int, memory: bool) -> list[str]:
-    """Rank `who` raises in phase 1; what every rank is told, there and when it tries again."""
+def fails(rank: int, who: int, phase: int, memory: bool) -> list[str]:
+    """Rank `who` raises in a phase; what every rank is told, there and when it tries again. In a group of its own."""
     model = build()
-    star = Star(model, timeout=20, **SIZES)
+    star = Star(model, group=dist.new_group(), timeout=LONG, **SIZES)
 
     def failure() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB") if memory else KeyError("lost")
 
-    if rank == who:
+    if phase == 1 and rank == who:
         at_layer(model, 1, failure)
-    told = []
-    for _ in range(2):
-        try:
-            star.encode([tokens(200)])
-        except RankError as error:
-            told.append(str(error))
-    return told
+    made: list[Context] = []
+
+    def work() -> None:
+        made[:] = made or [star.encode([tokens(200)])]
+        if rank == who:
+            at_layer(model, 1, failure)
+        made[0].generate([tokens(9, 5)], **NEW)
+
+    with quick():
+        return [told(work), told(work)]
+
+
+class Marked:
+    """An estimator without a repr of its own: its address is in the one that it has."""
+
+    def __init__(self, keep: Callable[[int], bool]) -> None:
+        self.keep, self.weights = keep, torch.arange(3.0)
+
+    def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+        return sp.Plan(sp.SparseMask.full(call))
+
+
+def above(least: int) -> Callable[[int], bool]:
+    """A function that closes over a number."""
+    return lambda x: x > least
+
+
+def marked(least: int = 2, weight: float = 0.0) -> sp.Pipeline:
+    """A pipeline of objects and functions that Python shows by their addresses."""
+    estimator = Marked(above(least))
+    estimator.weights[0] = weight
+    return evolve(sp.build("dense"), estimator=estimator)
 
 
 def differs(rank: int, what: str) -> str:
     """Rank 1 is given something else; what every rank is told."""
-    sizes, seed, context, question, options = dict(SIZES), 0, tokens(200), tokens(9, 5), {"max_new_tokens": 3}
-    if rank == 1:
+    other = rank == 1
+    sizes, context, question, options = dict(SIZES), tokens(200), tokens(9, 5), dict(NEW)
+    model = build(
+        seed=int(other and what == "weights"), **({"num_hidden_layers": 1} if what == "model" and other else {})
+    )
+    if what in ("same", "inner.estimator.keep.closure.least", "inner.estimator.weights"):
+        least = 3 if other and what.endswith("least") else 2
+        sizes["inner"] = marked(least, weight=float(other and what.endswith("weights")))
+    if what == "same":
+        options["logits_processor"] = [Plain()]
+    if other:
         if what == "sizes":
             sizes["block_size"] = 32
-        elif what == "weights":
-            seed = 1
+        elif what == "dtype":
+            model = model.double()
+        elif what == "inner":
+            sizes["inner"] = "streaming"
+        elif what == "inner.estimator.window":
+            sizes["inner"] = {"method": "streaming", "parameters": {"window": 64}}
         elif what == "contexts":
             context[100] += 1
         elif what == "questions":
             question[0] += 1
-        elif what == "options":
-            options = {"max_new_tokens": 4}
-        elif what == "inner":
-            sizes["inner"] = "streaming"
-    try:
-        Star(build(seed=seed), timeout=20, **sizes).encode([context]).generate([question], do_sample=False, **options)
-    except RankError as error:
-        return str(error)
-    return "went on"
+        elif what == "options.max_new_tokens":
+            options["max_new_tokens"] = 4
+        elif what == "generation_config":
+            model.generation_config.max_new_tokens = 7
+        elif what == "seed":
+            options["seed"] = 1
+    elif what == "inner.estimator.window":
+        sizes["inner"] = "streaming"
+
+    def work() -> None:
+        held = Star(model, timeout=LONG + float(other and what == "timeout"), **sizes).encode([context])
+        if what == "before":
+            held.generate([question], **options)
+            if other:
+                held.rewind()
+        if what == "the call" and other:
+            held.logits([question])
+        else:
+            held.generate([question], **options)
+
+    with quick():
+        return told(work)
+
+
+class Plain:
+    """A processor of scores that changes none, and has no repr of its own."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores
 
 
 def late(rank: int) -> str:
-    """Rank 1 never makes its Star."""
-    if rank == 1:
-        signal.pause()
-    try:
-        Star(build(), timeout=1, **SIZES)
-    except RankError as error:
-        return str(error)
-    return "went on"
+    """The second rank never makes its Star."""
+    if rank:
+        return ""
+    with quick():
+        return told(lambda: Star(build(), timeout=1.0, **SIZES))
+
+
+def poisoned(rank: int, who: int, where: str) -> list[str]:
+    """Something in rank `who` makes NaN; what every rank is told, there and when it tries again.
+
+    where: in phase 1; in keys or values of the context, as they are read in each way; in the tail; in the scores.
+    """
+    from sparseprefill.adapters.star import exchange
+
+    model, large = build(), exchange.LARGE
+    made: list[Context] = []
+    star = Star(model, group=dist.new_group(), timeout=LONG, **SIZES)
+    nan = torch.tensor(torch.nan)
+    if where == "phase 1" and rank == who:
+        model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda module, given, out: out * nan)
+    if where == "rows merged by shares":
+        exchange.LARGE = 0
+    with quick():
+        heard = [told(lambda: made.append(star.encode([tokens(200)])))]
+        if made:
+            context = made[0]
+            if rank == who:
+                if where == "scores":
+                    model.lm_head.register_forward_hook(lambda module, given, out: out * nan)
+                elif where == "tail":
+                    model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda module, given, out: out * nan)
+                else:
+                    shard = context.phase.shards[1]
+                    (shard.k if where == "keys" else shard.v)[0, 0, 3, 2] = torch.nan
+            asked = tokens(9, 5)
+            reads = {"logits": lambda: context.logits([asked])}
+            drawn = {"max_new_tokens": 3, "do_sample": where == "sampling"}
+            heard.append(told(reads.get(where, lambda: context.generate([asked], **drawn))))
+        heard.append(told(lambda: star.encode([tokens(200)])))
+    exchange.LARGE = large
+    return heard
 
 
 def works(rank: int) -> int:
@@ -122,8 +288,7 @@ def works(rank: int) -> int:
     with torch.no_grad():
         before = model(ids).logits
         for _ in range(2):
-            context = Star(model, timeout=20, **SIZES).encode([tokens(200)])
-            context.generate([tokens(9, 5)], max_new_tokens=3, do_sample=False)
+            Star(model, timeout=LONG, **SIZES).encode([tokens(200)]).generate([tokens(9, 5)], **NEW)
         after = model(ids).logits
     dist.barrier()
     return int(torch.equal(before, after))

@@ -30,7 +30,21 @@ GPU: dict[str, Any] = {
     "initializer_range": 0.07,  # as much for 256 numbers as 0.2 for 32
     "max_position_embeddings": 2048,
 }
-FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen2": {}, "Qwen3": {"head_dim": 8}}
+FULL: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "attn_implementation": "eager", "head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    # A softcap, and a scale of its own; both only where the attention is eager.
+    "Gemma2": {**FULL, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 1, "final_logit_softcapping": None},
+    # Sinks, made larger below.
+    "GptOss": {
+        **FULL,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 
 
 def device() -> torch.device:
@@ -44,9 +58,20 @@ def build(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
     here = device()
     sizes = {**SIZES, **FAMILIES.get(family, {}), **(GPU if here.type == "cuda" else {}), **changes}
     torch.manual_seed(seed)  # and made on the CPU, so that it is the same everywhere
-    return (
-        getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes)).to(here).eval()
-    )
+    made = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_(2.0)  # as large as the logits
+    return made.to(here).eval()
+
+
+def lines() -> tuple[str, ...]:
+    """Filler text: what help() shows of the language, which is there in a moment; the demo reads all of the library."""
+    from pydoc_data.topics import topics
+
+    found = (" ".join(line.split()) for text in topics.values() for line in text.splitlines())
+    return tuple(dict.fromkeys(x for x in found if 16 <= len(x) <= 120 and x.isascii() and x.isprintable()))[:2000]
 
 
 def tokens(count: int, seed: int = 1) -> list[int]:
@@ -74,8 +99,8 @@ CASES = (
     Case("quarter blocks", {"tile": 16}),
     Case("a short anchor", {"block_size": 48, "anchor_length": 16, "tile": 16}),
     Case("an anchor of three blocks", {"block_size": 32, "anchor_length": 96, "tile": 16}),
-    Case("no anchor", {"block_size": 16, "anchor_length": 0, "tile": 1}),
-    Case("fewer blocks than ranks", {"block_size": 128, "tile": 1}),
+    Case("no anchor", {"block_size": 16, "anchor_length": 0, "tile": 8}),
+    Case("fewer blocks than ranks", {"block_size": 128, "tile": 8}),
     Case("no whole block", {"block_size": 64, "tile": 64}, 40),
     Case("a method inside", {"block_size": 48, "tile": 16, "inner": INNER}),
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distributed import jobs
 from distributed.models import NEW, QUESTIONS, Case, alone, build, device, tokens
+from helpers.patience import patient
 from sparseprefill import AttentionCall, SparseMask
 from sparseprefill.plan import Plan
 
@@ -34,7 +35,7 @@ def everything(rank: int, length: int) -> dict[str, Found]:
     """All checks, by name; length: of the context of the executor's."""
     torch.set_float32_matmul_precision("highest")
     found: dict[str, Found] = {}
-    groups = jobs.groups(rank)
+    groups = jobs.groups()
     for family in ("Llama", "Qwen3"):
         model = build(family)
         for case in CASES if family == "Llama" else CASES[:2]:
@@ -76,7 +77,7 @@ def _batch(model: Any) -> Found:
     """Two contexts of unequal lengths, against each alone."""
     parameters = CASES[0].parameters
     rows = [alone(model, row, (asked,), **parameters)[0] for row, asked in zip(ROWS, ASKED, strict=True)]
-    context = Star(model, timeout=60, **parameters).encode(ROWS)
+    context = Star(model, timeout=patient(60), **parameters).encode(ROWS)
     logits = context.logits(ASKED)
     apart = max(float((logits[n, -len(ASKED[n]) :] - wanted).abs().max()) for n, (wanted, _) in enumerate(rows))
     context.rewind()
@@ -86,7 +87,7 @@ def _batch(model: Any) -> Found:
 
 def _sampled(model: Any) -> Found:
     """Tokens drawn with one seed, twice: the same on every rank."""
-    context = Star(model, timeout=60, **CASES[0].parameters).encode([CASES[0].context])
+    context = Star(model, timeout=patient(60), **CASES[0].parameters).encode([CASES[0].context])
     drawn = []
     for seed in (1, 1, 2):
         context.rewind()
@@ -103,7 +104,7 @@ def _executor(rank: int, length: int) -> Found:
         torch.randn(1, heads, length + 33, WIDTH, generator=source, dtype=torch.bfloat16, device=here)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    executor, found = AnchoredBlockExecutor(ranks=Ranks(timeout=60)), {}
+    executor, found = AnchoredBlockExecutor(ranks=Ranks(timeout=patient(60))), {}
     own = slice(rank * block, (rank + 1) * block)
     seen = [x[:, :, own] if rank == 0 else torch.cat([x[:, :, :block], x[:, :, own]], 2) for x in (k, v)]
     call = AttentionCall(q[:, :, own], *seen)

@@ -19,7 +19,7 @@ def rows(path: Path) -> dict[str, dict[str, Any]]:
 
 def test_rows_that_fail_in_step_cost_no_others(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    outcomes = world.run(bench_jobs.survives, 2, str(path))
+    outcomes = world.shared(2).run(bench_jobs.survives, str(path))
     assert [outcome.error for outcome in outcomes] == ["", ""]
     assert outcomes[0].value == outcomes[1].value > 0
     found = rows(path)
@@ -35,20 +35,20 @@ def test_a_row_that_fails_on_one_rank_ends_all_and_leaves_the_rows_before(tmp_pa
     path = tmp_path / "rows.json"
     for outcome in world.run(bench_jobs.ends, 2, str(path)):
         assert "rank 1 failed: MemoryError: no room in this row" in outcome.value, outcome
-        assert outcome.seconds < 15  # of a timeout of 20
+        assert outcome.seconds < 0.75 * bench_jobs.LONG
     assert "ms" in rows(path)["first"]
     assert "no room in this row" in rows(path)["stumbles"]["failed"]
 
 
 def test_rows_are_chosen_by_name(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    assert [outcome.error for outcome in world.run(bench_jobs.chosen, 2, str(path))] == ["", ""]
+    assert [outcome.error for outcome in world.shared(2).run(bench_jobs.chosen, str(path))] == ["", ""]
     assert list(rows(path)) == ["a"]
 
 
 def test_every_kind_of_row_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    outcomes = world.run(bench_jobs.every, 2, str(path))
+    outcomes = world.shared(2).run(bench_jobs.every, str(path))
     assert [outcome.error for outcome in outcomes] == ["", ""]
     found = rows(path)
     assert set(outcomes[0].value) < set(found)

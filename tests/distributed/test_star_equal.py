@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from distributed import jobs, world
-from distributed.models import FAMILIES, QUESTIONS, alone, build, tokens
+from distributed.models import FAMILIES, QUESTIONS, alone, build, lines, tokens
 
 CLOSE = 1e-4
-SIZES = range(1, jobs.RANKS + 1)
 
 
 def made(job: str, *arguments: Any) -> list[Any]:
     """What each of four processes returned."""
-    outcomes = world.run(getattr(jobs, job), jobs.RANKS, *arguments)
+    outcomes = world.shared(jobs.RANKS).run(getattr(jobs, job), *arguments)
     assert [outcome.error for outcome in outcomes] == [""] * jobs.RANKS
     return [outcome.value for outcome in outcomes]
 
@@ -24,9 +23,9 @@ def made(job: str, *arguments: Any) -> list[Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_case_equals_one_device(family: str) -> None:
     model, answers = build(family), made("equal", family)
-    for case in jobs.cases(family):
+    for case, sizes in jobs.cases(family):
         turns = alone(model, case.context, QUESTIONS, **case.parameters)
-        for size in SIZES:
+        for size in sizes:
             ranks = [answers[rank][size, case.name] for rank in range(size)]
             for found in ranks:
                 for (logits, answer), ours, theirs in zip(turns, found["logits"], found["answers"], strict=True):
@@ -36,11 +35,31 @@ def test_every_case_equals_one_device(family: str) -> None:
             assert sum(held) == case.length // case.parameters["tile"] * case.parameters["tile"]
 
 
+@pytest.mark.parametrize(
+    ("family", "without"), [("Gemma2", {"attn_logit_softcapping": None}), ("Gemma2", {"query_pre_attn_scalar": 8})]
+)
+def test_softcap_and_scale_matter_to_the_models_that_have_them(family: str, without: dict[str, Any]) -> None:
+    """Else the test above would not notice a part of Star that drops them."""
+    ids = torch.tensor([tokens(200)])
+    with torch.no_grad():
+        apart = build(family)(ids).logits - build(family, **without)(ids).logits
+    assert float(apart.abs().max()) > 1000 * CLOSE
+
+
+def test_sinks_matter_to_the_model_that_has_them() -> None:
+    model, ids = build("GptOss"), torch.tensor([tokens(200)])
+    with torch.no_grad():
+        before = model(ids).logits
+        for layer in model.model.layers:
+            layer.self_attn.sinks.fill_(-1e4)
+        assert float((model(ids).logits - before).abs().max()) > 1000 * CLOSE
+
+
 def test_rows_of_a_batch_equal_each_alone() -> None:
     model, answers = build(), made("batch")
     for row, context in enumerate(jobs.ROWS):
         turns = alone(model, context, tuple(asked[row] for asked in jobs.ASKED), **jobs.BATCH)
-        for size in SIZES:
+        for size in jobs.SOME:
             found = answers[size - 1][size]
             for turn, (_, answer) in enumerate(turns):
                 assert found["answers"][turn][row] == answer == found["again"][turn][row], (row, size, turn)
@@ -52,7 +71,7 @@ def test_sampling_draws_the_same_on_every_rank() -> None:
     answers = made("sampled")
     first = answers[0][1]["drawn"]
     assert first[0] == first[1] != first[2]
-    for size in SIZES:
+    for size in jobs.SOME:
         for rank in range(size):
             assert answers[rank][size] == {"drawn": first, "kept": True}
 
@@ -97,7 +116,7 @@ def count_with_rest(count: int) -> int:
 def test_weights_shared_by_two_ranks(inside: dict[str, Any]) -> None:
     parameters: dict[str, Any] = {"block_size": 32, "tile": 16, **inside}
     ((logits, answer),) = alone(build(), tokens(200), QUESTIONS[:1], **parameters)
-    outcomes = world.run(jobs.tensor, 4, parameters)
+    outcomes = world.shared(4).run(jobs.tensor, parameters)
     assert [outcome.error for outcome in outcomes] == [""] * 4
     for outcome in outcomes:
         assert outcome.value["heads"] == 1
@@ -111,19 +130,19 @@ def test_the_embedded_model_answers_over_any_number_of_ranks() -> None:
     from sparseprefill.adapters.huggingface import attach
 
     tokenizer = load_tokenizer()
-    task = make_task(tokenizer, "multikey", 1400, 5, questions=2, distractors=2)
+    task = make_task(tokenizer, "multikey", 700, 5, questions=2, distractors=2, lines=lines())
     context = tokenizer(task.context)["input_ids"]
     asked = [tokenizer(question.text, add_special_tokens=False)["input_ids"] for question in task.questions]
     new = max(len(tokenizer(q.answer, add_special_tokens=False)["input_ids"]) for q in task.questions)
     model, answers = load_model(torch.float32), made("embedded", tuple(context), tuple(map(tuple, asked)), new)
     for number, question in enumerate(asked):
         ids = torch.tensor([context + question])
-        options: dict[str, Any] = {"block_size": 256, "context_length": len(context)}
+        options: dict[str, Any] = {"block_size": 128, "context_length": len(context)}
         with torch.no_grad(), attach(model, "star-attention", verify=False, gate=None, **options):
             logits = model(ids, logits_to_keep=len(question)).logits[0]
             answer = model.generate(ids, max_new_tokens=new, do_sample=False)[0, ids.shape[1] :].tolist()
         assert set(task.questions[number].values) <= set(tokenizer.decode(answer).replace(".", " ").split())
-        for size in SIZES:
+        for size in jobs.ALL:
             ours, found = answers[size - 1][size][number]
             assert float((ours - logits).abs().max()) <= CLOSE
             assert found == answer[: len(found)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,18 +12,28 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from sparseprefill.adapters.star import Star, exchange
+from sparseprefill.adapters.star.anchor import Anchor
+from sparseprefill.adapters.star.api import attention_of
+from sparseprefill.adapters.star.attention import Switch
+from sparseprefill.adapters.star.encode import Block, Held
 from sparseprefill.adapters.star.executor import AnchoredBlockExecutor, Shard
+from sparseprefill.adapters.star.fingerprint import fingerprint
+from sparseprefill.adapters.star.finite import first_bad
 from sparseprefill.adapters.star.inspection import decoder_of
 from sparseprefill.adapters.star.layout import Sizes
 from sparseprefill.adapters.star.options import check_options, stops
 from sparseprefill.adapters.star.prompts import split_prompt
+from sparseprefill.adapters.star.ranks import Ranks, difference
 from sparseprefill.adapters.star.tail import Tail
 from sparseprefill.adapters.star.tokens import rows_of
+from sparseprefill.adapters.star.unmasked import attend_all, attend_rows
 from torch import Tensor
 
+import sparseprefill as sp
 from distributed.models import build, tokens
 from sparseprefill import AttentionCall, ReferenceExecutor, SparseMask
-from sparseprefill.errors import AttachError, InvalidCallError, ParameterError
+from sparseprefill.errors import AttachError, InvalidCallError, ParameterError, UnsupportedCallError
+from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.plan import Plan
 
 maybe = st.one_of(st.none(), st.integers(1, 300))
@@ -85,12 +97,17 @@ def test_parts_over_disjoint_keys_merge_to_the_whole(large: bool, ranks: int, da
     generator = torch.Generator().manual_seed(seed)
     q, new_k, new_v = (torch.randn(2, heads, 3, 8, generator=generator) * strength for heads in (4, 2, 2))
     shards = [Shard(*_pair(n + 1, generator), (n, n)) for n in lengths]
-    call = AttentionCall(q, new_k, new_v, sinks=torch.randn(4, generator=generator))
+    options: dict[str, Any] = {
+        "sinks": torch.randn(4, generator=generator),
+        "softcap": data.draw(st.sampled_from([None, 0.5])),
+        "scale": data.draw(st.sampled_from([None, 0.8])),
+    }
+    call = AttentionCall(q, new_k, new_v, **options)
     k, v = (
         torch.cat([*(getattr(one, name)[:, :, : one.lengths[0]] for one in shards), x], 2)
         for name, x in (("k", new_k), ("v", new_v))
     )
-    whole = AttentionCall(q, k, v, sinks=call.sinks)
+    whole = AttentionCall(q, k, v, **options)
     wanted = ReferenceExecutor().execute(whole, Plan(SparseMask.full(whole)))
     # A logit's rounding grows with its terms, not with what is left of them: other sums, other errors.
     terms = (q.abs() @ k.abs().repeat_interleave(2, 1).transpose(-1, -2)).amax() * whole.softmax_scale
@@ -129,6 +146,87 @@ class _Sent:
     def swap(self, x: Tensor) -> Tensor:
         self.part = x.view(-1, *x.shape[2:])
         return x
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_merge_tells_whose_part_was_not_finite(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN and infinity in an output; minus infinity as LSE is a part without keys, which is well."""
+    parts = [torch.randn(1, 2, 5, 4) for _ in range(3)]
+    parts[0][..., -1], parts[0][..., :-1] = -torch.inf, 0
+    monkeypatch.setattr(exchange, "LARGE", 0 if large else 1 << 30)
+
+    class Three(Together):
+        def gather(self, x: Tensor) -> Tensor:
+            if x.shape == self.parts[0].shape:
+                return torch.stack(self.parts)
+            shares = [_merged_share(self.parts, rank) for rank in range(3)]
+            sizes = [part[..., :-1].abs().amax().expand(1, 4) for part in self.parts]
+            assert torch.equal(x, torch.cat([shares[self.me], sizes[self.me]])) or bool(x.isnan().any())
+            return torch.stack([torch.cat(pair) for pair in zip(shares, sizes, strict=True)])
+
+    for number in (1.0, torch.nan, torch.inf, -torch.inf):
+        parts[1][0, 1, 3, 2] = number
+        for me in range(3):
+            found = exchange.exchange(Three(parts, me), parts[me], measure=True).largest
+            assert found is not None
+            assert torch.isfinite(found).tolist() == [True, number == 1.0, True]
+    assert first_bad(torch.tensor([[1.0, 2.0], [torch.nan, torch.inf], [torch.nan, 0.0]])) == (1, [0, 1])
+    assert first_bad(torch.tensor([[1.0, 2.0], [0.0, torch.inf]])) == (1, [1])
+    assert first_bad(torch.zeros(2, 2)) is None
+
+
+class Slotted:
+    """Attributes of all kinds, and no repr of its own."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def _adds(number: int, other: Any = None) -> Any:
+    return lambda x: x + number
+
+
+def _kinds() -> dict[str, Any]:
+    """What settings may hold, each made anew; and by the same name something else."""
+    return {
+        "closure": (lambda n: _adds(1 + n)),
+        "default": (lambda n: partial(_adds, 1, other=n)),
+        "tensor": (lambda n: torch.tensor([1.0, n])),
+        "shape": (lambda n: torch.zeros(1 + n, 2 - n)),
+        "dtype": (lambda n: torch.zeros(2, dtype=(torch.int32, torch.float32)[n])),
+        "bfloat16": (lambda n: torch.full((), 1.0 + n, dtype=torch.bfloat16)),
+        "slots": (lambda n: Slotted({"a": [n]})),
+        "method": (lambda n: Slotted(Tail(torch.zeros(n + 1)).keep)),
+        "set": (lambda n: {"b", "a", 3 + n}),
+        "number": float,
+        "class": (lambda n: (Slotted, Tail)[n]),
+        "function": (lambda n: (build, tokens)[n]),
+        "pipeline": (lambda n: sp.build("streaming", window=64 + n)),
+        "name": (lambda n: sp.build(("streaming", "dense")[n])),
+    }
+
+
+@pytest.mark.parametrize("kind", _kinds())
+def test_equal_settings_have_one_fingerprint_and_others_have_another(kind: str) -> None:
+    make = _kinds()[kind]
+    first, again, other = (json.dumps(fingerprint(make(n))) for n in (0, 0, 1))
+    assert first == again != other
+    assert " at 0x" not in first
+
+
+def test_a_fingerprint_ends_where_settings_hold_themselves() -> None:
+    one, two = Slotted(None), Slotted(None)
+    one.x, two.x = [one], [two]
+    assert fingerprint(one) == fingerprint(two)
+
+
+def test_of_nested_values_the_first_place_that_differs_is_named() -> None:
+    one, two = {"a": 1, "b": {"c": [1, 2]}}, {"a": 1, "b": {"c": [1, 3]}}
+    assert difference("x", [one, two, one]) == ("x.b.c[1]", [2, 3, 2])
+    assert difference("x", [one, {"a": 1}]) == ("x.b", [{"c": [1, 2]}, None])
+    assert difference("x", [None, one]) == ("x", [None, one])
 
 
 def test_parts_without_any_key_give_zeros() -> None:
@@ -178,8 +276,99 @@ def test_a_tail_keeps_the_real_tokens_of_each_row(chunks: list[list[int]], data:
         assert tail.v[row, 0, first:, 0].tolist() == [-x for x in wanted]
 
 
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "softcap": {"softcap": 0.5}, "scale": {"scale": 0.9}}
+OPTIONS["both"] = {**OPTIONS["softcap"], **OPTIONS["scale"]}
+# On a GPU FlashAttention-2 serves few rows, and cuDNN many.
+PLACES = [("cpu", 1), ("cpu", 5), *(pytest.param("cuda", rows, marks=pytest.mark.gpu) for rows in (1, 5, 130))]
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None, scale: float | None = None) -> Any:
+    """Every row over every key, in float64, as the formula stands: output and LSE."""
+    group, width = q.shape[1] // k.shape[1], q.shape[-1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    logits = q @ k.transpose(-1, -2) * (width**-0.5 if scale is None else scale)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits.softmax(-1) @ v, logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize(("device", "rows"), PLACES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_keys_of_a_rank_are_attended_to_with_softcap_and_scale(name: str, device: str, rows: int) -> None:
+    """Whatever kernel serves it: a kernel of torch knows no softcap."""
+    generator, options, cuda = torch.Generator().manual_seed(3), OPTIONS[name], device == "cuda"
+    dtype, width = (torch.bfloat16, 64) if cuda else (torch.float32, 8)
+    q, k, v = (
+        torch.randn(2, heads, length, width, generator=generator).to(device, dtype)
+        for heads, length in ((4, rows), (2, 70), (2, 70))
+    )
+    new = torch.randn(2, 2, rows, width, generator=generator).to(device, dtype)
+    call = AttentionCall(q, new, new, **options)
+    close: dict[str, float] = {"rtol": 2e-2, "atol": 2e-2} if cuda else {"rtol": 1e-5, "atol": 1e-5}
+    out, lse = attend_all(AutoExecutor(), call, k, v)
+    wanted, wanted_lse = _exact(q, k, v, **options)
+    torch.testing.assert_close(out.double(), wanted, **close)
+    torch.testing.assert_close(lse.double(), wanted_lse, **close)
+    out, lse = attend_rows(AutoExecutor(), call, k, v, (70, 33))  # rows of unequal length go one by one
+    wanted, wanted_lse = _exact(q[1:], k[1:, :, :33], v[1:, :, :33], **options)
+    torch.testing.assert_close(out[1:].double(), wanted, **close)
+    torch.testing.assert_close(lse[1:].double(), wanted_lse, **close)
+    if name != "plain":
+        plain, _ = _exact(q, k, v)
+        assert float((plain - _exact(q, k, v, **options)[0]).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("inner", [None, "dense", {"method": "streaming", "parameters": {"sink": 64, "window": 64}}])
+@pytest.mark.usefixtures("group")
+def test_a_block_is_attended_to_with_softcap_scale_and_sinks(name: str, inner: Any) -> None:
+    """Phase 1, behind an anchor: (anchor, block) as one call with every option, by torch's kernel or by a method."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (4, 2, 2))
+    new, options = slice(24, 40), {**OPTIONS[name], "sinks": torch.randn(4, generator=generator)}
+    held = {0: Held(k.clone(), v.clone())}
+    inside = attention_of(None if inner is None else sp.from_config(_table(inner)), Ranks(timeout=1.0))
+    anchor = Anchor(Ranks(timeout=1.0), {}, 24)
+    block = Block(inside, anchor.ranks, anchor, held, row=0, at=24, before=24, sends=False, again=False)
+    out = block.attend(AttentionCall(q[:, :, new], k[:, :, new], v[:, :, new], **options))
+    whole = AttentionCall(q[:, :, new], k, v, **options)
+    wanted = ReferenceExecutor().execute(whole, Plan(SparseMask.full(whole))).out
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+def _table(inner: Any) -> dict[str, Any]:
+    return {"method": inner} if isinstance(inner, str) else inner
+
+
+@pytest.mark.usefixtures("group")
+def test_what_a_layer_asks_for_reaches_the_call_or_is_refused() -> None:
+    """Scale, softcap and sinks of a layer; a window and other things that no phase can give are errors."""
+    q, sinks = torch.randn(1, 4, 3, 8), torch.randn(4)
+    asked = {"scaling": 0.7, "softcap": 2.0, "s_aux": sinks}
+    model = build("Gemma2")
+    layer = model.model.layers[1].self_attn
+    call = Switch(model)._call(layer, q, q, q, asked)
+    assert (call.scale, call.softcap, call.layer) == (0.7, 2.0, 1)
+    assert call.sinks is sinks
+    sdpa = Switch(build())  # which drops both in silence, as equality wants it
+    call = sdpa._call(layer, q, q, q, asked)
+    assert (call.scale, call.softcap, call.sinks) == (0.7, None, None)
+    for more, why in {
+        "sliding_window": (24, "sliding window"),
+        "is_causal": (False, "not causal"),
+        "dropout": (0.1, "dropout"),
+        "output_attentions": (True, "attention weights"),
+        "position_bias": (torch.zeros(1), "the layer passes position_bias"),
+    }.items():
+        with pytest.raises(UnsupportedCallError, match=f"layer 1: .*{why[1]}"):
+            sdpa._call(layer, q, q, q, {**asked, more: why[0]})
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "sliding": ("Gemma2", {"head_dim": 8, "sliding_window": 24}, "layers of sliding_attention"),
+    "sliding": (
+        "Gemma2",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
+        "layers of sliding_attention",
+    ),
     "rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary"),
     "window": ("Mistral", {"sliding_window": 24}, "sliding window|sliding_attention"),
 }

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sparseprefill.adapters.star import ranks as module
 from sparseprefill.adapters.star import watch
 from sparseprefill.adapters.star.ranks import RankError, Ranks
 from torch._C._distributed_c10d import HashStore
+
+from helpers.patience import patient
 
 
 @pytest.fixture
@@ -35,24 +39,41 @@ def test_a_stuck_run_is_aborted_and_then_ended(ranks: Ranks, told: bool, monkeyp
 
     def work() -> None:
         with ranks.run("a test"):
-            until = time.monotonic() + 10
+            until = time.monotonic() + patient(10)
             while len(ended) < 2 and time.monotonic() < until:
                 time.sleep(0.01)
 
     with pytest.raises(RankError, match="rank 3 failed" if told else "made no progress for 0.2 s"):
         work()
-    thread.join(10)
+    thread.join(patient(10))
     assert ended == ["aborted", f"exit {watch.EXIT}"]
 
 
-def test_an_idle_or_busy_group_is_left_alone(ranks: Ranks) -> None:
+def test_an_idle_or_busy_group_is_left_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looks = [0.0], [0]
+
+    def sleep(seconds: float) -> None:
+        looks[0] += 1
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)  # so that the machine's pace plays no part
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     thread = watch.Watch(ranks)
     thread.start()
-    time.sleep(0.4)  # idle for longer than the timeout
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+        seen, until = looks[0], time.monotonic() + patient(30)
+        while looks[0] < seen + 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert looks[0] >= seen + 2
+
+    passes(0.4)  # idle for longer than the timeout
     with ranks.run("a test"):
-        for _ in range(8):
+        for _ in range(4):
+            passes(0.15)
             ranks.gather(torch.zeros(1))
-            time.sleep(0.05)
     assert thread.is_alive()
     assert watch.Watch.of(ranks, torch.device("cpu")) is None
 

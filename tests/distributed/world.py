@@ -1,6 +1,8 @@
 """Jobs over several processes that talk through gloo, or through NCCL with a GPU each.
 
-For gloo one server with torch and transformers loaded forks them all; with CUDA a process has to start by itself.
+For gloo one server with torch and transformers loaded forks them all; with CUDA a process has to start by itself. A
+`World` runs job after job, since a start costs more than most jobs: `shared` keeps one of each size. A job that ends
+processes, or leaves a collective open in the default group, has a world of its own: `run`.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import frozen
+from attrs import define, field, frozen
+
+from helpers.patience import patient
 
 TESTS = Path(__file__).parents[1]
 Job = Callable[..., Any]
@@ -44,65 +49,111 @@ def _server() -> Any:
     return context
 
 
+@define(eq=False)
+class World:
+    """`size` processes of one default group. device: cpu (gloo) or cuda (NCCL; rank r on GPU r)."""
+
+    size: int
+    device: str = "cpu"
+    whole: bool = field(default=True, init=False)
+    """Whether every process has returned from every job."""
+    _processes: list[Any] = field(factory=list, init=False)
+    _ends: list[Connection] = field(factory=list, init=False)
+    _store: Any = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        wait_for = timedelta(seconds=patient(300))
+        self._store = TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False, timeout=wait_for)
+        context: Any = _server() if self.device == "cpu" else multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            given = (theirs, rank, self.size, self._store.port, self.device)
+            process = context.Process(target=_work, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._ends.append(mine)
+
+    def run(self, job: Job, *arguments: Any, seconds: float = 120.0, stopped: Sequence[int] = ()) -> list[Outcome]:
+        """``job(rank, *arguments)`` on every process; what came of each within so many seconds, times the patience.
+
+        stopped: ranks that are not waited for, as they stop themselves.
+        """
+        for end in self._ends:
+            end.send_bytes(pickle.dumps((job, arguments)))
+        found = [Outcome(error="gone")] * self.size
+        waited: dict[Any, int] = {self._ends[rank]: rank for rank in range(self.size) if rank not in stopped}
+        until = time.monotonic() + patient(seconds)
+        while waited and (ready := wait(list(waited), timeout=max(until - time.monotonic(), 0))):
+            for end in cast(list[Connection], ready):
+                rank = waited.pop(end)
+                try:
+                    value, error, spent = pickle.loads(end.recv_bytes())
+                    found[rank] = Outcome(value, error, spent, time.time())
+                except (EOFError, ConnectionResetError):
+                    found[rank] = Outcome(error="gone", ended=time.time())
+        for rank in waited.values():
+            found[rank] = Outcome(error="hangs")
+        self.whole = self.whole and not stopped and not any(outcome.error for outcome in found)
+        return found
+
+    def close(self) -> None:
+        """End all processes, stopped ones too."""
+        self.whole = False
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+_shared: dict[int, World] = {}
+
+
+def shared(size: int) -> World:
+    """A world that jobs share, one after the other; another one after a job that did not return everywhere."""
+    if size not in _shared or not _shared[size].whole:
+        if size in _shared:
+            _shared[size].close()
+        _shared[size] = World(size)
+    return _shared[size]
+
+
+def close() -> None:
+    """End the worlds that are shared."""
+    while _shared:
+        _shared.popitem()[1].close()
+
+
 def run(
-    job: Job,
-    size: int,
-    *arguments: Any,
-    seconds: float = 120.0,
-    stopped: Sequence[int] = (),
-    device: str = "cpu",
+    job: Job, size: int, *arguments: Any, seconds: float = 120.0, stopped: Sequence[int] = (), device: str = "cpu"
 ) -> list[Outcome]:
-    """``job(rank, *arguments)`` on `size` processes of one default group; what came of each.
-
-    stopped: ranks that are not waited for, as they stop themselves; all processes are gone afterwards. device: cpu
-    (gloo) or cuda (NCCL; rank r on GPU r).
-    """
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    context: Any = _server() if device == "cpu" else multiprocessing.get_context("spawn")
-    processes, ends = [], []
-    for rank in range(size):
-        mine, theirs = context.Pipe(duplex=False)
-        given = (theirs, rank, size, store.port, device, job, arguments)
-        process = context.Process(target=_work, args=given, daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        ends.append(mine)
-    found = [Outcome(error="gone")] * size
-    waited: dict[Any, int] = {ends[rank]: rank for rank in range(size) if rank not in stopped}
-    until = time.monotonic() + seconds
-    while waited and (ready := wait(list(waited), timeout=max(until - time.monotonic(), 0))):
-        for end in cast(list[Connection], ready):
-            rank = waited.pop(end)
-            try:
-                value, error, spent = pickle.loads(end.recv_bytes())
-                found[rank] = Outcome(value, error, spent, time.time())
-            except EOFError:
-                found[rank] = Outcome(error="gone", ended=time.time())
-    for rank in waited.values():
-        found[rank] = Outcome(error="hangs")
-    for process in processes:
-        process.kill()
-        process.join()
-    return found
+    """A job in a world of its own; see `World.run`."""
+    world = World(size, device)
+    try:
+        return world.run(job, *arguments, seconds=seconds, stopped=stopped)
+    finally:
+        world.close()
 
 
-def _work(end: Connection, rank: int, size: int, port: int, device: str, job: Job, arguments: tuple[Any, ...]) -> None:
+def _work(end: Connection, rank: int, size: int, port: int, device: str) -> None:
     import torch
     from sparseprefill.adapters.star.start import connect
     from torch._C._distributed_c10d import TCPStore
 
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, size, is_master=False)
+    store = TCPStore("127.0.0.1", port, size, is_master=False, timeout=timedelta(seconds=patient(300)))
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    connect(here, 35, store=store, rank=rank, world_size=size)
-    began = time.monotonic()
-    try:
-        answer = (job(rank, *arguments), "", time.monotonic() - began)
-    except Exception as error:
-        answer = (None, f"{type(error).__name__}: {error}", time.monotonic() - began)
-    end.send_bytes(pickle.dumps(answer))
-    end.close()
-    os._exit(0)  # collectives that others never joined would hold up an orderly end
+    connect(here, patient(35), store=store, rank=rank, world_size=size)
+    while True:
+        try:
+            job, arguments = pickle.loads(end.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            os._exit(0)  # collectives that others never joined would hold up an orderly end
+        began = time.monotonic()
+        try:
+            answer = (job(rank, *arguments), "", time.monotonic() - began)
+        except Exception as error:
+            answer = (None, f"{type(error).__name__}: {error}", time.monotonic() - began)
+        end.send_bytes(pickle.dumps(answer))

@@ -65,6 +65,7 @@ def decode_star(device: torch.device, tokens: int, timeout: float) -> Run:
     def run() -> None:
         with model.switch.to(context.phase):
             _decode(model.model, counting_cache(list(model.layers), tokens), tokens)
+            context.phase.finite.check()
 
     return run
 
