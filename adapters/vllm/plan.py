@@ -55,4 +55,3 @@ def _reason(common: Any, i: int) -> str | None:
     if getattr(common, "dcp_local_seq_lens", None) is not None:
         return "the context is spread over devices (context parallelism)"
     return None
-

@@ -161,4 +161,3 @@ def _make(config: Any, attention: str) -> Runtime:
         route, min_query=options.min_query, layers=options.layers, observe=tally.observe, gate=options.gate
     )
     return Runtime(options, session, model, tally)
-
