@@ -4,8 +4,8 @@ vLLM hands a metadata builder no reference to the runner, but the runner (or a p
 it stands among the callers then. Asked at each step is what it keeps of its requests, by their ids:
 
 - runner V1 (``vllm/v1/worker/gpu_model_runner.py``): rows are those of ``input_batch``, in its order;
-- runner V2 (``vllm/v1/worker/gpu/model_runner.py``): metadata have each row's slot, ``req_idx``, and ``req_states`` whose
-  slot it is. A slot by itself names nobody: a request that comes gets the slot of the one that has just gone.
+- runner V2 (``vllm/v1/worker/gpu/model_runner.py``): metadata have each row's slot, ``req_idx``, and ``req_states``
+  whose slot it is. A slot by itself names nobody: a request that comes gets the slot of the one that has just gone.
   vLLM 0.29 has no ``req_idx``, and no version has it in what a speculator builds for its drafts.
 
 Where none of this is found, as on a later vLLM that is made otherwise, rows have no name. Never a wrong one.

@@ -62,8 +62,9 @@ class Runtime:
     def expect(self, layers: Sequence[tuple[int, str | None]]) -> None:
         """Name all layers of this process, and why they will stay dense; say in the log what will run how.
 
-        layers: index and reason of each; an encoder's and a decoder's may have the same index. Where nothing will run sparse that is a warning, and a note in the report. AttachError where a layer will stay
-        dense and `strict` is on; ParameterError where a layer is asked for that the model has not.
+        layers: index and reason of each; an encoder's and a decoder's may have the same index. Where nothing will run
+        sparse that is a warning, and a note in the report. AttachError where a layer will stay dense and `strict` is
+        on; ParameterError where a layer is asked for that the model has not.
         """
         chosen = self.options.layers
         if chosen is not None:

@@ -58,6 +58,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     )
     rounds, warmed = [], [list(seen[2:]) for seen in diary.SEEN]
     diary.SEEN.clear()
+    if options.get("runner") == "pooling":
+        llm.embed([{"prompt_token_ids": ids} for prompts in job["rounds"] for ids in prompts], use_tqdm=False)
+        return {"report": llm.collective_rpc("sparseprefill_report")[0]}
     for prompts in job["rounds"]:
         done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         rounds.append([answer(one.outputs[0]) for one in done])

@@ -1,4 +1,4 @@
-"""What a stage, a gate or a plugin may raise at a request: the layer runs dense, the reason is recorded, nothing ends."""
+"""What a stage, a gate or a plugin may raise at a request: the layer runs dense, recorded, and nothing ends."""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
@@ -28,7 +28,7 @@ HOSTS = 7.0
 """What the host's attention computes here."""
 
 
-class Silent(Exception):
+class SilentError(Exception):
     """As a careless plugin writes it."""
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ BROKEN = {
     "unsupported": lambda: pipeline("unsupported", ZeroDivisionError("by zero")),
     "workspace": lambda: pipeline("workspace", ZeroDivisionError("by zero"), workspace=1 << 30),
     "shape": lambda: pipeline(executor=Narrow()),
-    "silent": lambda: pipeline("unsupported", Silent()),
+    "silent": lambda: pipeline("unsupported", SilentError()),
     "recursion": lambda: pipeline("unsupported", RecursionError("deep")),
 }
 
@@ -147,7 +147,7 @@ def test_a_broken_stage_leaves_the_host_its_work(name: str, caplog: pytest.LogCa
     assert 1 == len(caplog.records), "said once"
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), Silent(), None])
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), SilentError(), None])
 def test_a_broken_gate_leaves_the_host_its_work(error: BaseException | None) -> None:
     mine = runtime(pipeline(), gate=Gate(error))
     assert bool((layer(mine) == HOSTS).all())
@@ -191,7 +191,7 @@ def test_memory_that_ran_out_is_a_fallback() -> None:
         (RuntimeError("The size of tensor a (3) must match"), False),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
         (MemoryError(), False),
-        (Silent(), False),
+        (SilentError(), False),
         (sp.UnsupportedCallError(["my stage has met a CUDA error"]), False),
     ],
 )
@@ -205,7 +205,7 @@ def test_what_ends_an_engine(error: Exception, lost: bool) -> None:
 def test_reasons_are_one_text_for_all_calls_alike() -> None:
     assert "ValueError: no place for <Stage at 0x...>" == reason(ValueError("no place for <Stage at 0x7f2a>\nand more"))
     assert "MemoryError: no message" == reason(MemoryError())
-    assert "Silent: its message cannot be printed (ValueError)" == reason(Silent())
+    assert "SilentError: its message cannot be printed (ValueError)" == reason(SilentError())
     assert LONGEST == len(reason(ValueError("x" * 9999)))
 
 

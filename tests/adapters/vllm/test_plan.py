@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from sparseprefill.adapters.session.session import Session
+from sparseprefill.adapters.vllm import runtime as module
 from sparseprefill.adapters.vllm.model import Model
 from sparseprefill.adapters.vllm.names import Names
 from sparseprefill.adapters.vllm.options import parse
@@ -20,6 +21,7 @@ from sparseprefill.adapters.vllm.plan import plan
 from sparseprefill.adapters.vllm.runtime import FORGETS, NAMELESS, Runtime, runtime_of
 from sparseprefill.adapters.vllm.split import Part
 from sparseprefill.adapters.vllm.tally import NUMBER, Tally
+from sparseprefill.adapters.vllm.worker import NOBODY, ReportExtension
 
 import sparseprefill as sp
 from sparseprefill.profiles.identity import ModelIdentity
@@ -299,6 +301,36 @@ def test_a_report_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch, caplo
 def test_an_engine_with_another_backend_has_no_state() -> None:
     attention = SimpleNamespace(backend=SimpleNamespace(name="CPU_ATTN"), backend_per_kind={})
     assert runtime_of(SimpleNamespace(attention_config=attention), "CPU_ATTN") is None
+
+
+class Owner:
+    """In the place of vLLM's compilation config, of which every engine has one."""
+
+
+def test_engines_of_one_process_have_each_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_make", lambda *_: runtime())
+    attention = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"), backend_per_kind={})
+    one, other = (SimpleNamespace(attention_config=attention, compilation_config=Owner()) for _ in range(2))
+    first, second = runtime_of(one, "CPU_ATTN"), runtime_of(other, "CPU_ATTN")
+    assert first is not None
+    assert first is not second
+    assert first is runtime_of(one, "CPU_ATTN") is module.existing(one)
+    key = id(one.compilation_config)
+    del one
+    assert key not in module._runtimes
+    assert second is module.existing(other)
+
+
+def test_a_worker_reports_where_no_layer_came_to_us() -> None:
+    attention = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"), backend_per_kind={})
+    worker = ReportExtension()
+    assert {} == worker.sparseprefill_report()
+    model = SimpleNamespace(model="recurrent")
+    config = SimpleNamespace(attention_config=attention, compilation_config=Owner(), model_config=model)
+    worker.vllm_config = config  # type: ignore[attr-defined]
+    assert NOBODY in worker.sparseprefill_report()["text"]
+    attention.backend = None
+    assert {} == worker.sparseprefill_report()
 
 
 def test_labels_hold_no_lengths() -> None:
