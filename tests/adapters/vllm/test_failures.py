@@ -220,6 +220,7 @@ def test_a_method_that_fails_to_be_built_is_named(monkeypatch: pytest.MonkeyPatc
     registry.register(SimpleNamespace(sparseprefill_methods=sp.hookimpl(lambda: [method])), "broken")
     monkeypatch.setattr("sparseprefill.config.default_registry", lambda: registry)
     config = SimpleNamespace(additional_config={"sparseprefill": {"method": "broken"}})
+    monkeypatch.setattr(module, "show", lambda _: None)
     whole = ModelIdentity(name="m", architecture="M", layers=1, heads=2, kv_heads=2, head_dim=16, digest="d")
     monkeypatch.setattr(module, "identity", lambda *_: Model(whole, whole, "M", "STOCK", 0))
     with pytest.raises(sp.SparsePrefillError, match="by zero"):

@@ -292,7 +292,7 @@ def test_a_report_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch, caplo
         raise RuntimeError("a mask that cannot be counted")
 
     monkeypatch.setattr(mine.session, "report", broken)
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger="sparseprefill"):
         plan(mine, host.batch([20], [20], [True], "a"), stock)
         plan(mine, host.batch([1], [21], [False], "a"), stock)
     assert "no report: RuntimeError: a mask that cannot be counted" in caplog.text
