@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import SparsePrefillError
+from sparseprefill.errors import StageError
 from sparseprefill.pages import Pages
 
 from ..session.session import Fallback
+from .failures import ends_engine, reason
 from .layer import Layer
 from .runtime import Runtime
 from .split import Part
@@ -28,7 +28,7 @@ def run(impl: Any, module: Any, query: Tensor, cache: Tensor, metadata: Any, out
 
     impl: the layer's AttentionImpl, with a `runtime`, a `facts` to fill, its `stock` forward, and whether that is
     `slow`: then calls too small for the method run dense by the library's kernels. module: the layer.
-    No reason to stay dense is an error.
+    No reason to stay dense is an error, nor is what a stage, a gate or a plugin raises; only a lost device is.
     """
     parts = getattr(metadata, "parts", None)
     if impl.runtime is None or parts is None:
@@ -73,10 +73,14 @@ def _sparse(impl: Any, part: Part, rows: Tensor, read: Read) -> Tensor | None:
         if isinstance(outcome, Fallback):
             runtime.tally.fallback(outcome.reason)
             return runtime.session.whole(call) if outcome.small and impl.slow else None
-    except (SparsePrefillError, torch.OutOfMemoryError) as error:
-        # Other requests share this process: a broken stage must not end them.
+        if outcome.out.shape != call.q.shape:
+            raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {tuple(call.q.shape)}")
+    except Exception as error:
+        # Other requests share this process: a broken stage, gate or plugin must not end them.
+        if ends_engine(error):
+            raise
         log.debug("layer %d", layer.index, exc_info=error)
-        _decline(runtime, layer, part, f"{type(error).__name__}: {error}")
+        _decline(runtime, layer, part, reason(error))
         return None
     return outcome.out
 

@@ -6,30 +6,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from .layer import Layer, unsupported
+from sparseprefill.errors import AttachError
+
+from .failures import reason as failed
+from .layer import Layer, index_of, unsupported
+from .names import Names
 from .runtime import Runtime
 from .warm import Sizes, warm_engine
 
 
 def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
-    """Tell the runtime of a builder's layers, and why some will stay dense. Returns the others, with their modules."""
-    config, route = builder.vllm_config, runtime.session.route
-    model, chosen = config.model_config, runtime.options.layers
-    sizes = {"keys": int(model.max_model_len), "first_head": runtime.model.first_head}
-    reasons: dict[int, str | None] = {}
-    able: list[tuple[Layer, Any]] = []
-    for name, module in get_layers_from_vllm_config(config, Attention, builder.layer_names).items():
-        one = Layer.of(name, module.impl)
-        reasons[one.index] = one.reason or unsupported(route, one, module.impl, model.dtype, builder.device, **sizes)
-        if reasons[one.index] is None and (chosen is None or one.index in chosen):
-            able.append((one, module))
-    runtime.expect(reasons)
-    return able
+    """The layers of a builder that can run sparse, with their modules.
+
+    The first builder of an engine surveys all layers of the process, so that what will not run sparse is said, or
+    refused, before the engine serves anything.
+    """
+    config = builder.vllm_config
+    runtime.names = Names.of_caller()
+    if not runtime.surveyed:
+        runtime.surveyed = True
+        modules = get_layers_from_vllm_config(config, Attention).items()
+        ours = [(name, one) for name, one in modules if getattr(one.impl, "runtime", None) is runtime]
+        runtime.expect([(index_of(name), _reason(runtime, builder, name, one)) for name, one in ours])
+        runtime.remembers_by({one.name for one in fields(CommonAttentionMetadata)})
+    chosen = runtime.options.layers
+    mine = get_layers_from_vllm_config(config, Attention, builder.layer_names)
+    able = [(name, module) for name, module in mine.items() if _reason(runtime, builder, name, module) is None]
+    layers = [(Layer.of(name, module.impl), module) for name, module in able]
+    return [(one, module) for one, module in layers if chosen is None or one.index in chosen]
+
+
+def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | None:
+    """Why a layer will stay dense, or None. AttachError where a stage cannot be asked."""
+    config = builder.vllm_config
+    model, longest = config.model_config, int(config.model_config.max_model_len)
+    step, least = _step(config), runtime.options.min_query
+    layer = Layer.of(name, module.impl)
+    if layer.reason is not None:
+        return layer.reason
+    if least > step:
+        return f"min_query is {least}, and no chunk has more than {step} tokens (max_num_batched_tokens)"
+    sizes = {"keys": longest, "first_head": runtime.model.first_head}
+    try:
+        return unsupported(runtime.session.route, layer, module.impl, model.dtype, builder.device, **sizes)
+    except Exception as error:
+        method = runtime.session.route.name
+        raise AttachError(f"layer {layer.index}: {method} cannot say what it supports: {failed(error)}") from error
+
+
+def _step(config: Any) -> int:
+    """Tokens of the longest chunk of a prompt that one step computes."""
+    scheduler = config.scheduler_config
+    most = [int(scheduler.max_num_batched_tokens), int(config.model_config.max_model_len)]
+    threshold = int(getattr(scheduler, "long_prefill_token_threshold", 0) or 0)
+    return min([*most, threshold] if threshold > 0 else most)
 
 
 def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]]) -> None:
@@ -50,7 +87,7 @@ def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]])
         stored=spec.dtype,
         dtype=config.model_config.dtype,
         outside=layout.index("H") < layout.index("N"),
-        step=min(int(config.scheduler_config.max_num_batched_tokens), longest),
+        step=_step(config),
         longest=longest,
         small=runtime.options.min_query if impl.slow and runtime.session.route.gate is not None else 0,
         device=builder.device,

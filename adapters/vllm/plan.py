@@ -11,10 +11,10 @@ from .runtime import Runtime
 from .split import Part, narrow, runs
 
 
-def plan(runtime: Runtime, common: Any, page: int, stock: Callable[[Any], Any]) -> list[Part] | None:
+def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Part] | None:
     """The parts of a batch, or None where the host computes all of it.
 
-    common: vLLM's CommonAttentionMetadata. page: tokens of one KV block. stock: makes the host's own metadata.
+    common: vLLM's CommonAttentionMetadata. stock: makes the host's own metadata.
     """
     prefilling, bound = getattr(common, "is_prefilling", None), getattr(common, "seq_lens_cpu_upper_bound", None)
     if prefilling is None or bound is None or common.causal is not True:
@@ -23,7 +23,8 @@ def plan(runtime: Runtime, common: Any, page: int, stock: Callable[[Any], Any]) 
     starts, lengths = common.query_start_loc_cpu[: count + 1].tolist(), bound[:count].tolist()
     asked = prefilling[:count].tolist()
     wanted = [i for i in range(count) if asked[i] or len(runtime.requests)]
-    every = {i: _row(common, i, lengths[i] - starts[i + 1] + starts[i], lengths[i], page) for i in wanted}
+    names = runtime.names.of(common, count) if wanted else []
+    every = {i: Row(lengths[i] - starts[i + 1] + starts[i], lengths[i], names[i]) for i in wanted}
     rows, decoding = ({i: row for i, row in every.items() if asked[i] is kind} for kind in (True, False))
     found = runtime.prefills(common.query_start_loc_cpu, list(rows.values()), list(decoding.values()))
     prefills = dict(zip(rows, found, strict=True))
@@ -54,15 +55,3 @@ def _reason(common: Any, i: int) -> str | None:
     if getattr(common, "dcp_local_seq_lens", None) is not None:
         return "the context is spread over devices (context parallelism)"
     return None
-
-
-def _row(common: Any, i: int, start: int, end: int, page: int) -> Row:
-    """Where a row's keys stand: the request's slot if vLLM names it, its blocks if their table is on the host."""
-    slots = getattr(common, "req_idx", None)
-    if slots is not None:
-        return Row(start, end, int(slots[i]), int(slots[i]))
-    table = common.block_table_tensor
-    if table.device.type != "cpu":
-        return Row(start, end)
-    before, after = (tuple(table[i, : -(-tokens // page)].tolist()) for tokens in (start, end))
-    return Row(start, end, before, after)

@@ -12,6 +12,10 @@ from functools import cache
 OLDEST, TESTED = (0, 29), (0, 32)
 CPU_BACKEND = "sparseprefill.adapters.vllm.cpu.SparseCPUBackend"
 CUDA_BACKEND = "sparseprefill.adapters.vllm.cuda.SparseTritonBackend"
+CPU_MLA_BACKENDS = {
+    "CPU_MLA": "sparseprefill.adapters.vllm.mla.WatchedCPUMLA",
+    "AMX_MLA": "sparseprefill.adapters.vllm.mla.WatchedAMXMLA",
+}
 log = logging.getLogger(__name__)
 
 
@@ -19,7 +23,8 @@ def register() -> None:
     """Offer the attention backend ``CUSTOM`` to vLLM. Never raises: a plugin's exception would stop vLLM.
 
     On CUDA, vLLM takes the class of a selected backend. On a CPU it takes the class of ``CPU_ATTN`` whatever is
-    selected, so that one is replaced by a subclass, which is its parent in all respects until ``CUSTOM`` is selected.
+    selected, so that one is replaced by a subclass, which is its parent in all respects until ``CUSTOM`` is selected;
+    the classes for MLA models as well, which then only say that nothing runs sparse.
     """
     try:
         _register()
@@ -38,6 +43,9 @@ def _register() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+    for name, path in CPU_MLA_BACKENDS.items():
+        if name in AttentionBackendEnum.__members__:
+            register_backend(AttentionBackendEnum[name], path)
 
 
 def objection(version: str) -> str | None:

@@ -1,14 +1,14 @@
-"""Which prefill a row of a batch belongs to, told without the host's request ids, which metadata do not carry.
+"""Which prefill a row of a batch belongs to, by the id of its request.
 
-A chunk goes on with a prefill where it starts at the token at which that prefill's last chunk ended, in the same
-place: the same slot of the host's request table, or the same KV blocks. Rows that cannot be told apart by this share
-nothing: each begins anew.
+A chunk goes on with its request's prefill where it starts at the token at which that prefill's last chunk ended.
+Anything else begins anew: a request that comes, whatever it finds in the prefix cache; one that was preempted and is
+computed again; and every chunk whose request is not known.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from attrs import define, field, frozen
 
@@ -19,63 +19,62 @@ from ..session.session import Prefill
 class Row:
     """One request's chunk in one step.
 
-    start, end: the tokens of its sequence that the chunk holds. before: where the keys ahead of the chunk stand, None
-    where the host does not say. after: the same for the chunk's last key.
+    start, end: the tokens of its sequence that the chunk holds. name: the request's id, None where it is not known.
     """
 
     start: int
     end: int
-    before: Hashable = None
-    after: Hashable = None
+    name: str | None = None
 
 
-@define(eq=False)
+@frozen(eq=False)
 class _Entry:
     prefill: Prefill
-    steps: int = 0
+    end: int
 
 
 @define(eq=False)
 class Requests:
-    """Prefills in progress. A prefill is forgotten, its memory freed, once a step goes by without its next chunk.
+    """Prefills in progress, by their requests. finished: how many are over.
 
-    patience: steps that may go by; more than one where other batches run in between (pipeline parallelism, batches
-    cut in two).
+    A prefill is over, and its memory freed, once its request decodes, begins anew, or is gone. Steps that go by without
+    it do not end it: other batches run in between, drafts of a speculator have metadata of their own, and a chunk may
+    have to wait for its turn.
     """
 
-    patience: int = 1
     finished: int = 0
-    _entries: dict[Hashable, _Entry] = field(factory=dict, init=False)
+    _entries: dict[str, _Entry] = field(factory=dict, init=False)
+    _nameless: int = field(default=0, init=False)
 
-    def step(self, rows: Sequence[Row], decoding: Sequence[Row] = ()) -> list[Prefill]:
-        """The prefill of every row of one step, in order; drops those that ended.
+    def step(self, rows: Sequence[Row], decoding: Sequence[Row], alive: Callable[[str], bool]) -> list[Prefill]:
+        """The prefill of every row of one step, in order; drops those that are over.
 
-        decoding: the step's other rows. One that stands where a prefill ended has that prefill behind it; a request
-        that starts there on cached blocks must not take it over.
+        decoding: the step's other rows. alive: whether the host still has a request of this id.
         """
-        asked = Counter(_key(row.start, row.before) for row in (*rows, *decoding))
-        found: dict[Hashable, _Entry] = {}
-        prefills = []
-        for row in rows:
-            key = _key(row.start, row.before)
-            known = self._entries.pop(key, None) if key is not None and asked[key] == 1 else None
-            prefill = Prefill() if known is None else known.prefill
-            prefills.append(prefill)
-            after = _key(row.end, row.after)
-            found[object() if after is None else after] = _Entry(prefill)  # kept for its end, if never found again
-        for key, entry in self._entries.items():
-            entry.steps += 1
-            if entry.steps < self.patience:
-                found.setdefault(key, entry)
-            else:
-                entry.prefill.memory.clear()
-                self.finished += 1
-        self._entries = found
-        return prefills
+        self.finished += self._nameless  # nothing can go on with them
+        self._nameless = 0
+        rows_of = Counter(row.name for row in (*rows, *decoding))
+        decoded = {row.name: row.start for row in decoding}
+        for name, entry in list(self._entries.items()):
+            if decoded.get(name, -1) >= entry.end or not alive(name):
+                self._end(name)
+        return [self._next(row, row.name if rows_of[row.name] == 1 else None) for row in rows]
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def _next(self, row: Row, name: str | None) -> Prefill:
+        if name is None:
+            self._nameless += 1
+            return Prefill()
+        known = self._entries.get(name)
+        if known is not None and not row.start == known.end > 0:
+            self._end(name)
+            known = None
+        prefill = Prefill() if known is None else known.prefill
+        self._entries[name] = _Entry(prefill, row.end)
+        return prefill
 
-def _key(token: int, place: Hashable) -> Hashable:
-    return None if place is None or token == 0 else (token, place)
+    def _end(self, name: str) -> None:
+        self._entries.pop(name).prefill.memory.clear()
+        self.finished += 1

@@ -95,7 +95,7 @@ class SparseBuilder(Host):
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.runtime is None or fast_build or self._recorded:
             return stock
-        parts = plan(self.runtime, common_attn_metadata, self.block_size, self._stock)
+        parts = plan(self.runtime, common_attn_metadata, self._stock)
         return stock if parts is None else self.metadata(**vars(stock), parts=parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:

@@ -19,6 +19,7 @@ from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 
+from .failures import ends_engine, reason
 from .layer import Layer
 from .runtime import Runtime
 
@@ -100,7 +101,9 @@ def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Si
                 warm(pipeline, [layer for layer, _ in layers], sizes, pages, runtime.model.first_head)
             torch.cuda.synchronize(sizes.device)
     except Exception as error:  # the engine starts all the same, and a request that fails says why
-        log.warning("sparseprefill: the run that compiles kernels failed: %s: %s", type(error).__name__, error)
+        if ends_engine(error):
+            raise
+        log.warning("sparseprefill: the run that compiles kernels failed: %s", reason(error))
         log.debug("warm", exc_info=error)
     else:
         log.info("sparseprefill: kernels are ready, in %.1f s", time.perf_counter() - begin)

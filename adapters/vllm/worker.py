@@ -6,16 +6,24 @@ from typing import Any
 
 from attrs import asdict
 
-from .runtime import existing
+from ..session.report import Report
+from .runtime import NAME, existing, selected
+
+NOBODY = f"{NAME} is selected, but no attention layer of this model came to it: nothing can run sparse"
 
 
 class ReportExtension:
     """Mixed into vLLM's worker by vLLM itself: ``llm.collective_rpc("sparseprefill_report")``, one answer a worker."""
 
     def sparseprefill_report(self) -> dict[str, Any]:
-        """The report as plain data, with its ``text``; empty where the backend is not in use."""
-        runtime = existing(getattr(self, "vllm_config", None))
-        if runtime is None:
+        """The report as plain data, with its ``text``; empty where the backend is not selected."""
+        config = getattr(self, "vllm_config", None)
+        runtime = existing(config)
+        if runtime is not None:
+            report = runtime.report()
+        elif config is not None and selected(config):
+            name = str(config.model_config.model)
+            report = Report(method=NAME, host=name, implementation="vLLM", min_query=0, notes={NOBODY: 1})
+        else:
             return {}
-        report = runtime.report()
         return {**asdict(report), "density": report.density, "fallbacks": report.fallbacks, "text": str(report)}

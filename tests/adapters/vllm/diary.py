@@ -1,4 +1,4 @@
-"""A method that keeps every key and writes down whose memory each call got."""
+"""A method that keeps every key and writes down whose memory each call got; and one that is broken."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sparseprefill as sp
 
 SEEN: list[tuple[int, int, int, int, int]] = []
 """(number of the memory, calls it has seen, layer, offset, query rows) of every call."""
+ASKED = 16
+"""Query rows of the call by which the adapter asks at start."""
 _numbers: dict[int, int] = {}
 
 
@@ -31,9 +33,29 @@ class Diary:
         SEEN.append((number, len(mine), call.layer, call.geometry.q_offset, call.geometry.q_len))
 
 
+class Broken:
+    """An estimator that can be asked before the engine serves, and fails at the first request."""
+
+    grain = 1
+
+    def unsupported(self, call: sp.AttentionCall) -> str | None:
+        if call.geometry.q_len > ASKED:
+            raise ZeroDivisionError("a bug of the plugin")
+        return None
+
+    def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+        raise NotImplementedError
+
+
 @sp.hookimpl
 def sparseprefill_methods() -> Iterable[sp.Method]:
     def build(config: Nothing) -> sp.Pipeline:
         return attrs.evolve(sp.build("dense", block=16), observers=(Diary(),), name="diary")
 
-    return [sp.Method(name="diary", summary="for tests", config=Nothing, build=build)]
+    def broken(config: Nothing) -> sp.Pipeline:
+        return sp.Pipeline(Broken(), name="broken")
+
+    return [
+        sp.Method(name="diary", summary="for tests", config=Nothing, build=build),
+        sp.Method(name="broken", summary="for tests", config=Nothing, build=broken),
+    ]

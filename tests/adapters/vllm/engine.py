@@ -38,11 +38,12 @@ def run(jobs: list[dict[str, Any]], folder: Path, *flags: str, **more: str) -> l
     """The answers of `engine_process` to the jobs, run one after the other in one process; more: environment."""
     asked, answered, log = folder / "jobs.json", folder / "answers.json", folder / "log.txt"
     asked.write_text(json.dumps(jobs))
+    tests = str(Path(__file__).parents[2])
     with log.open("w") as out:
         done = subprocess.run(
             [sys.executable, "-m", "adapters.vllm.engine_process", str(asked), str(answered), *flags],
             cwd=folder,
-            env=environment(PYTHONPATH=str(Path(__file__).parents[2]), **more),
+            env=environment(PYTHONPATH=os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")])), **more),
             stdout=out,
             stderr=subprocess.STDOUT,
             timeout=PATIENCE,

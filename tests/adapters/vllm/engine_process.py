@@ -48,7 +48,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     options = {**DEFAULTS, **job.get("options", {})}
     if "sparse" in job:
         options["attention_backend"] = "CUSTOM"
-        options["additional_config"] = {"sparseprefill": job["sparse"]}
+        gate = {} if "config" in job["sparse"] else {"gate": False}  # prompts here are too short to be worth a mask
+        options["additional_config"] = {"sparseprefill": {**gate, **job["sparse"]}}
         options["worker_extension_cls"] = "sparseprefill.adapters.vllm.worker.ReportExtension"
     diary.SEEN.clear()
     llm = LLM(model=job["model"], **options)
@@ -57,9 +58,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     )
     rounds, warmed = [], [list(seen[2:]) for seen in diary.SEEN]
     diary.SEEN.clear()
+    if options.get("runner") == "pooling":
+        llm.embed([{"prompt_token_ids": ids} for prompts in job["rounds"] for ids in prompts], use_tqdm=False)
+        return {"report": llm.collective_rpc("sparseprefill_report")[0]}
     for prompts in job["rounds"]:
         done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         rounds.append([answer(one.outputs[0]) for one in done])
+    if "replaced" in job:
+        diary.SEEN.clear()
+        rounds.append([replaced(llm, sampling, *job["replaced"])])
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
     report = llm.collective_rpc("sparseprefill_report")[0] if "sparse" in job else None
     state = inside(llm) if "sparse" in job else None
@@ -67,6 +74,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     cleanup_dist_env_and_memory()
     return {"rounds": rounds, "report": report, "metrics": metrics, "state": state, "warmed": warmed}
+
+
+def replaced(llm: Any, sampling: Any, first: list[int], then: list[int]) -> dict[str, Any]:
+    """Give a request up after its first chunk, and send another in the same moment; the answer to that one."""
+    engine = llm.llm_engine
+    engine.add_request("first", {"prompt_token_ids": first}, sampling)
+    engine.step()
+    engine.abort_request(["first"])
+    engine.add_request("then", {"prompt_token_ids": then}, sampling)
+    done: list[Any] = []
+    while engine.has_unfinished_requests():
+        done += [one for one in engine.step() if one.finished]
+    return answer(done[-1].outputs[0])
 
 
 def answer(output: Any) -> dict[str, Any]:

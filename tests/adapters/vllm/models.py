@@ -33,6 +33,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 32,
         },
     ),
+    "bert": ("Bert", {}),
+    "deepseek": (  # multi-head latent attention
+        "DeepseekV2",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+        },
+    ),
 }
 
 
@@ -44,7 +63,7 @@ def save(family: str, folder: Path, **changes: Any) -> Path:
 
     prefix, differs = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **differs, **changes})
-    owner = "Gemma3ForCausalLM" if prefix == "Gemma3Text" else f"{prefix}ForCausalLM"
+    owner = {"Gemma3Text": "Gemma3ForCausalLM", "Bert": "BertModel"}.get(prefix, f"{prefix}ForCausalLM")
     torch.manual_seed(0)
     getattr(transformers, owner)(config).save_pretrained(folder)
     words = {f"w{i}": i for i in range(VOCABULARY)}

@@ -49,3 +49,45 @@ def test_the_cuda_backend_agrees_with_the_cpu_backend(runner: str, layout: str, 
     assert not sparse["warmed"], "vLLM compiles nothing ahead where it runs eagerly"
     memories = {number for number, *_ in full["state"]["diary"]}
     assert 2 == len(memories), "one memory for each request, whichever runner tells them apart"
+
+
+@pytest.mark.parametrize("runner", ["1", "0"])
+def test_a_request_that_gets_anothers_slot_begins_anew(runner: str, tmp_path: Path) -> None:
+    """The first is given up after 128 tokens; the second finds 128 of its own in the cache, and the first's slot."""
+    model = str(models.save("llama", tmp_path / "llama"))
+    cached, given_up = models.prompt(160, seed=1), models.prompt(300, seed=2)
+    job: dict[str, Any] = {
+        "model": model,
+        "rounds": [[cached]],
+        "replaced": [given_up, cached[:128] + models.prompt(80, seed=3)],
+        "options": {**SMALL, "enable_prefix_caching": True, "async_scheduling": False},
+        "tokens": 2,
+        "sparse": {"method": "diary", "min_query": 32},
+    }
+    switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": runner}
+    (answer,) = engine.run([job], tmp_path, "cuda", **switches)
+    assert "error" not in answer, answer["error"]
+    diary = answer["state"]["diary"]
+    owners = {offset: number for number, _, _, offset, _ in diary}
+    assert {0, 128} == set(owners), "the chunk given up, and the one behind the cached prefix"
+    assert owners[0] != owners[128]
+    assert [0] == answer["state"]["requests"]
+
+
+def test_drafts_in_between_cost_no_memory(tmp_path: Path) -> None:
+    """A draft model has metadata of its own, between one chunk of a prompt and the next."""
+    model = str(models.save("llama", tmp_path / "llama"))
+    speculative = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
+    job: dict[str, Any] = {
+        "model": model,
+        "rounds": [[models.prompt(300, seed=1)]],
+        "options": {**SMALL, "speculative_config": speculative},
+        "tokens": 4,
+        "sparse": {"method": "diary", "min_query": 32},
+    }
+    switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    (answer,) = engine.run([job], tmp_path, "cuda", **switches)
+    assert "error" not in answer, answer["error"]
+    seen = [(number, offset) for number, _, layer, offset, _ in answer["state"]["diary"] if layer == 0]
+    assert 3 == len({offset for _, offset in seen})
+    assert 1 == len({number for number, _ in seen})

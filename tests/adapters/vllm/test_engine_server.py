@@ -24,6 +24,7 @@ from . import engine, models
 pytestmark = [engine.NEEDED, pytest.mark.slow]
 SPARSE = {
     "method": "streaming",
+    "gate": False,
     "parameters": {"sink": 32, "window": 64, "block": 32},
     "log_level": "debug",
     "measure": True,

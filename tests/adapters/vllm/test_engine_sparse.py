@@ -48,6 +48,9 @@ JOBS: dict[str, dict[str, Any]] = {
         "sparse": {"method": "share-prefill", "parameters": {"clusters": "single"}, "min_query": 32},
     },
     "objects": {"rounds": [TWO], "sparse": {"method": "share-prefill", "min_query": 32}},
+    "broken": {"rounds": [TWO], "sparse": {"method": "broken", "min_query": 32}},
+    "long chunks": {"rounds": [TWO], "sparse": {**STREAMING, "min_query": 4096}},
+    "strict about chunks": {"rounds": [TWO], "sparse": {**STREAMING, "min_query": 4096, "strict": True}},
     "no method": {"rounds": [TWO], "sparse": {"min_query": 32}},
     "wrong parameter": {"rounds": [TWO], "sparse": {"method": "streaming", "parameters": {"sinc": 3}}},
     "strict": {"rounds": [TWO], "sparse": {"method": "share-prefill", "strict": True}},
@@ -60,7 +63,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sparse")
     model = str(models.save("llama", folder / "llama"))
     jobs = [{"model": model, "tokens": 6, **job} for job in JOBS.values()]
-    return dict(zip(JOBS, engine.run(jobs, folder), strict=True))
+    found: dict[str, Any] = dict(zip(JOBS, engine.run(jobs, folder), strict=True))
+    return {**found, "log": (folder / "log.txt").read_text()}
 
 
 def test_a_sparse_method_reports_its_densities(answers: dict[str, Any]) -> None:
@@ -125,6 +129,34 @@ def test_a_method_that_objects_leaves_the_host_its_work(answers: dict[str, Any])
     assert any("clusters" in reason for reason in report["fallbacks"])
     counters = answers["objects"]["state"]["counters"]
     assert any("fallbacks" in name and "clusters" in name for name in counters)
+    (note,) = report["notes"]
+    assert "share-prefill is selected, but nothing can run sparse: " in note
+    assert "clusters" in note
+    assert f"sparseprefill: LlamaForCausalLM: {note}" in answers["log"], "before the first request"
+
+
+def test_a_broken_stage_ends_no_engine(answers: dict[str, Any]) -> None:
+    assert "error" not in answers["broken"]
+    assert 2 == len(engine.tokens(answers["broken"]))
+    for layer in answers["broken"]["report"]["layers"]:
+        assert (0, 2) == (layer["sparse_calls"], layer["dense_calls"])
+    ((reason, count),) = answers["broken"]["report"]["fallbacks"].items()
+    assert 6 == count
+    assert "ZeroDivisionError" in reason
+    assert "a bug of the plugin" in reason
+
+
+def test_chunks_that_never_come_are_said_at_start(answers: dict[str, Any]) -> None:
+    (note,) = answers["long chunks"]["report"]["notes"]
+    assert "nothing can run sparse: min_query is 4096, and no chunk has more than 2048 tokens" in note
+    assert f"sparseprefill: LlamaForCausalLM: {note}" in answers["log"]
+
+
+def test_each_engine_of_a_process_reports_its_own(answers: dict[str, Any]) -> None:
+    started = {name: answers[name] for name in JOBS if answers[name].get("state")}
+    assert len(started) > 5
+    assert {1} == {answer["state"]["runtimes"] for answer in started.values()}
+    assert 3 * 2 == sum(layer["sparse_calls"] for layer in answers["hybrid"]["report"]["layers"])
 
 
 @pytest.mark.parametrize(
@@ -133,6 +165,7 @@ def test_a_method_that_objects_leaves_the_host_its_work(answers: dict[str, Any])
         ("no method", "neither method nor union"),
         ("wrong parameter", "sparseprefill.parameters.sinc is unknown; did you mean 'sink'"),
         ("strict", "strict: these layers would stay dense"),
+        ("strict about chunks", "min_query is 4096, and no chunk has more than 2048 tokens"),
     ],
 )
 def test_wrong_options_stop_the_start(answers: dict[str, Any], name: str, words: str) -> None:

@@ -5,23 +5,26 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sparseprefill.adapters.session.session import Session
+from sparseprefill.adapters.vllm import runtime as module
 from sparseprefill.adapters.vllm.model import Model
+from sparseprefill.adapters.vllm.names import Names
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.plan import plan
-from sparseprefill.adapters.vllm.runtime import NAMELESS, Runtime, runtime_of
+from sparseprefill.adapters.vllm.runtime import FORGETS, NAMELESS, Runtime, runtime_of
 from sparseprefill.adapters.vllm.split import Part
 from sparseprefill.adapters.vllm.tally import NUMBER, Tally
+from sparseprefill.adapters.vllm.worker import NOBODY, ReportExtension
 
 import sparseprefill as sp
 from sparseprefill.profiles.identity import ModelIdentity
-
-PAGE = 4
 
 
 @dataclasses.dataclass
@@ -40,7 +43,7 @@ class Common:
     slot_mapping: torch.Tensor
     is_prefilling: torch.Tensor | None
     causal: bool = True
-    req_idx: list[int] | None = None
+    req_idx: np.ndarray[Any, Any] | None = None
     mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
     rswa_prefix_lens: torch.Tensor | None = None
 
@@ -68,7 +71,7 @@ def stock(narrowed: Any) -> Any:
 
 
 def test_decoding_and_short_rows_stay_together() -> None:
-    parts = plan(runtime(), common([1, 1, 9, 3, 20], [30, 40, 9, 3, 50], [False, False, True, True, True]), PAGE, stock)
+    parts = plan(runtime(), common([1, 1, 9, 3, 20], [30, 40, 9, 3, 50], [False, False, True, True, True]), stock)
     assert parts is not None
     assert [(0, 2, False), (2, 3, True), (3, 4, False), (4, 5, True)] == [
         (part.first, part.last, part.row is not None) for part in parts
@@ -91,12 +94,12 @@ def test_decoding_and_short_rows_stay_together() -> None:
     ],
 )
 def test_a_batch_without_a_sparse_request_is_the_hosts(batch: Common) -> None:
-    assert plan(runtime(), batch, PAGE, stock) is None
+    assert plan(runtime(), batch, stock) is None
 
 
 def test_rows_that_pad_a_batch_are_left_out() -> None:
     batch = common([20, 0, 0], [20, 0, 0], [True, False, False])
-    parts = plan(runtime(), dataclasses.replace(batch, is_prefilling=torch.tensor([True])), PAGE, stock)
+    parts = plan(runtime(), dataclasses.replace(batch, is_prefilling=torch.tensor([True])), stock)
     assert parts is not None
     assert [(0, 1)] == [(part.first, part.last) for part in parts]
 
@@ -107,27 +110,141 @@ def prefill(parts: list[Part] | None) -> Any:
     return parts[0].prefill
 
 
+class States:
+    """Of vLLM's model runner V2: which request has which slot. One that comes gets the slot freed last."""
+
+    def __init__(self, slots: int) -> None:
+        self.req_id_to_index: dict[str, int] = {}
+        self.index_to_req_id: dict[int, str] = {}
+        self._free = list(range(slots))
+
+    def add(self, name: str) -> int:
+        slot = self._free.pop()
+        self.req_id_to_index[name], self.index_to_req_id[slot] = slot, name
+        return slot
+
+    def remove(self, name: str) -> None:
+        slot = self.req_id_to_index.pop(name)
+        del self.index_to_req_id[slot]
+        self._free.append(slot)
+
+
+class RunnerV2:
+    """Makes builders, as vLLM's does, and metadata with each row's slot."""
+
+    def __init__(self, mine: Runtime, *names: str) -> None:
+        self.req_states = States(8)
+        self.slots = {name: self.req_states.add(name) for name in names}
+        mine.names = self.execute_model()
+
+    def execute_model(self) -> Names:
+        return Names.of_caller()
+
+    def batch(self, queries: list[int], lengths: list[int], prefilling: list[bool], *names: str) -> Common:
+        return common(queries, lengths, prefilling, req_idx=np.array([self.slots[name] for name in names]))
+
+
+class RunnerV1:
+    """Keeps its requests in the order of the batch's rows; its metadata name nothing."""
+
+    def __init__(self, mine: Runtime, *names: str, halves: bool = False) -> None:
+        self.requests = dict.fromkeys(names)
+        self.input_batch = SimpleNamespace(req_ids=list(names))
+        self.parallel_config = SimpleNamespace(use_ubatching=halves)
+        mine.names = self.execute_model()
+
+    def execute_model(self) -> Names:
+        return Names.of_caller()
+
+
+REMEMBERS = {"method": "share-prefill", "parameters": {"clusters": "single"}}
+FIELDS = {one.name for one in dataclasses.fields(Common)}
+
+
 def test_groups_of_layers_share_a_request_within_a_step() -> None:
-    mine, batch = runtime(), common([20], [20], [True])
+    mine = runtime()
+    host = RunnerV2(mine, "a")
+    batch = host.batch([20], [20], [True], "a")
     other = dataclasses.replace(batch, block_table_tensor=batch.block_table_tensor + 500)
-    first = prefill(plan(mine, batch, PAGE, stock))
-    assert first is prefill(plan(mine, other, PAGE, stock))
-    assert first is prefill(plan(mine, common([12], [32], [True]), PAGE, stock)), "the next chunk"
+    first = prefill(plan(mine, batch, stock))
+    assert first is prefill(plan(mine, other, stock))
+    assert first is prefill(plan(mine, host.batch([12], [32], [True], "a"), stock)), "the next chunk"
 
 
-def test_a_slot_of_the_hosts_table_names_a_request() -> None:
+def test_a_freed_slot_names_the_request_that_got_it() -> None:
     mine = runtime()
-    first = prefill(plan(mine, common([20], [20], [True], req_idx=[3]), PAGE, stock))
-    assert first is prefill(plan(mine, common([12], [32], [True], req_idx=[3]), PAGE, stock))
-    assert first is not prefill(plan(mine, common([12], [44], [True], req_idx=[4]), PAGE, stock))
+    host = RunnerV2(mine, "a")
+    first = prefill(plan(mine, host.batch([20], [20], [True], "a"), stock))
+    first.memory.put("k", 1)
+    host.req_states.remove("a")
+    host.slots["b"] = host.req_states.add("b")
+    assert host.slots["a"] == host.slots["b"]
+    second = prefill(plan(mine, host.batch([12], [32], [True], "b"), stock))
+    assert first is not second, "20 tokens of it were cached, and they are not those of the first"
+    assert 0 == len(first.memory)
 
 
-def test_what_the_host_does_not_name_is_noted() -> None:
+def test_drafts_end_no_prefill() -> None:
     mine = runtime()
-    for lengths in ([20], [40]):
-        batch = common([20], lengths, [True])
-        plan(mine, dataclasses.replace(batch, block_table_tensor=batch.block_table_tensor.to("meta")), PAGE, stock)
-    assert {NAMELESS: 1} == mine.report().notes
+    host = RunnerV2(mine, "a", "b")
+    first = prefill(plan(mine, host.batch([20, 1], [20, 9], [True, False], "a", "b"), stock))
+    for step in (1, 2):  # the speculator's metadata: a token a request, no slots, none prefilling
+        assert plan(mine, common([1, 1], [20 + step, 9 + step], [False, False]), stock) is None
+    assert first is prefill(plan(mine, host.batch([12, 1], [32, 10], [True, False], "a", "b"), stock))
+
+
+def test_a_chunk_may_wait_for_its_turn() -> None:
+    mine = runtime()
+    host = RunnerV2(mine, "a", "b")
+    first = prefill(plan(mine, host.batch([20], [20], [True], "a"), stock))
+    plan(mine, host.batch([30], [30], [True], "b"), stock)
+    assert first is prefill(plan(mine, host.batch([12], [32], [True], "a"), stock))
+
+
+def test_a_request_that_decodes_or_is_gone_keeps_nothing() -> None:
+    mine = runtime()
+    host = RunnerV2(mine, "a", "b")
+    plan(mine, host.batch([20, 20], [20, 20], [True, True], "a", "b"), stock)
+    assert 2 == len(mine.requests)
+    plan(mine, host.batch([1], [21], [False], "a"), stock)
+    assert (1, 1) == (len(mine.requests), mine.requests.finished)
+    host.req_states.remove("b")
+    plan(mine, host.batch([1], [22], [False], "a"), stock)
+    assert (0, 2) == (len(mine.requests), mine.requests.finished)
+
+
+def test_runner_v1_names_rows_by_their_order() -> None:
+    mine = runtime()
+    host = RunnerV1(mine, "a", "b")
+    batch = common([20, 20], [20, 20], [True, True])
+    parts = plan(mine, batch, stock)
+    assert parts is not None
+    first = [part.prefill for part in parts]
+    host.input_batch.req_ids = ["b", "a"]
+    parts = plan(mine, common([12, 12, 0], [32, 32, 0], [True, True, False]), stock)
+    assert parts is not None
+    assert first == [part.prefill for part in parts[:2]][::-1], "rows that pad a batch have no name"
+    del host
+    assert [None] == mine.names.of(batch, 1), "the runner is not kept alive"
+
+
+def test_what_the_host_does_not_name_is_noted(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM 0.29's model runner V2 has no slots in its metadata; V1 cuts batches in two."""
+    mine = runtime(**REMEMBERS)
+    host = RunnerV2(mine, "a")
+    with caplog.at_level(logging.WARNING):
+        mine.remembers_by(FIELDS)
+        assert not caplog.records
+        mine.remembers_by(FIELDS - {"req_idx"})
+        halves = RunnerV1(mine, "a", halves=True)
+        mine.remembers_by(FIELDS)
+        runtime().remembers_by(FIELDS)  # a method that remembers nothing
+    assert [FORGETS in record.message for record in caplog.records] == [True, True]
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in caplog.records[0].message
+    chunks = [plan(mine, common([20], [length], [True]), stock) for length in (20, 40, 60)]
+    assert 3 == len({id(prefill(one)) for one in chunks})
+    assert {NAMELESS: 2} == mine.report().notes
+    del host, halves
 
 
 @pytest.mark.parametrize(
@@ -135,13 +252,13 @@ def test_what_the_host_does_not_name_is_noted() -> None:
     [({"mm_req_doc_ranges": {0: [(1, 3)]}}, "multimodal"), ({"rswa_prefix_lens": torch.ones(1)}, "R-SWA")],
 )
 def test_requests_with_a_reason(more: dict[str, Any], words: str) -> None:
-    parts = plan(runtime(), common([20], [20], [True], **more), PAGE, stock)
+    parts = plan(runtime(), common([20], [20], [True], **more), stock)
     assert parts is not None
     assert words in str(parts[0].reason)
 
 
 def test_strict_refuses_at_start() -> None:
-    dense = {0: None, 1: "the layer has a sliding window"}
+    dense = [(0, None), (1, "the layer has a sliding window")]
     runtime().expect(dense)
     runtime(strict=True, layers=[0]).expect(dense)
     with pytest.raises(sp.AttachError, match="strict: these layers would stay dense: layer 1: the layer has a sliding"):
@@ -150,9 +267,70 @@ def test_strict_refuses_at_start() -> None:
         runtime(layers=[7]).expect(dense)
 
 
+def test_nothing_to_run_sparse_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:
+    mine = runtime(layers=[1, 2])
+    with caplog.at_level(logging.INFO):
+        mine.expect([(0, None), (1, "why"), (2, "why")])
+    assert ["M: streaming is selected, but nothing can run sparse: why"] == [
+        one.message.removeprefix("sparseprefill: ") for one in caplog.records if one.levelname == "WARNING"
+    ]
+    assert "prefill chunks" not in caplog.text, "no claim"
+    assert {"streaming is selected, but nothing can run sparse: why": 1} == mine.report().notes
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        runtime().expect([(0, None), (1, "why"), (2, "why")])
+    assert ["INFO", "INFO"] == [one.levelname for one in caplog.records]
+    assert "prefill chunks of 8 tokens and more of M, STOCK for the rest" in caplog.text
+    assert "2 of 3 layers stay dense: why" in caplog.text
+
+
+def test_a_report_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    mine = runtime()
+    host = RunnerV2(mine, "a")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a mask that cannot be counted")
+
+    monkeypatch.setattr(mine.session, "report", broken)
+    with caplog.at_level(logging.DEBUG, logger="sparseprefill"):
+        plan(mine, host.batch([20], [20], [True], "a"), stock)
+        plan(mine, host.batch([1], [21], [False], "a"), stock)
+    assert "no report: RuntimeError: a mask that cannot be counted" in caplog.text
+
+
 def test_an_engine_with_another_backend_has_no_state() -> None:
     attention = SimpleNamespace(backend=SimpleNamespace(name="CPU_ATTN"), backend_per_kind={})
     assert runtime_of(SimpleNamespace(attention_config=attention), "CPU_ATTN") is None
+
+
+class Owner:
+    """In the place of vLLM's compilation config, of which every engine has one."""
+
+
+def test_engines_of_one_process_have_each_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_make", lambda *_: runtime())
+    attention = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"), backend_per_kind={})
+    one, other = (SimpleNamespace(attention_config=attention, compilation_config=Owner()) for _ in range(2))
+    first, second = runtime_of(one, "CPU_ATTN"), runtime_of(other, "CPU_ATTN")
+    assert first is not None
+    assert first is not second
+    assert first is runtime_of(one, "CPU_ATTN") is module.existing(one)
+    key = id(one.compilation_config)
+    del one
+    assert key not in module._runtimes
+    assert second is module.existing(other)
+
+
+def test_a_worker_reports_where_no_layer_came_to_us() -> None:
+    attention = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"), backend_per_kind={})
+    worker = ReportExtension()
+    assert {} == worker.sparseprefill_report()
+    model = SimpleNamespace(model="recurrent")
+    config = SimpleNamespace(attention_config=attention, compilation_config=Owner(), model_config=model)
+    worker.vllm_config = config  # type: ignore[attr-defined]
+    assert NOBODY in worker.sparseprefill_report()["text"]
+    attention.backend = None
+    assert {} == worker.sparseprefill_report()
 
 
 def test_labels_hold_no_lengths() -> None:

@@ -80,41 +80,40 @@ def test_a_wrong_method_is_named() -> None:
         options(method="streeming").build()
 
 
+def everyone(_: str) -> bool:
+    return True
+
+
 def test_a_chunk_goes_on_where_the_last_one_ended() -> None:
     requests = Requests()
-    (first,) = requests.step([Row(0, 64, (), (7,))])
+    (first,) = requests.step([Row(0, 64, "a")], [], everyone)
     first.memory.put("k", 1)
-    (second,) = requests.step([Row(64, 100, (7,), (7, 9))])
+    (second,) = requests.step([Row(64, 100, "a")], [], everyone)
     assert first is second
-    (other,) = requests.step([Row(64, 100, (7,), (7, 9))])
-    assert first is not other, "it ended at 100"
+    (other,) = requests.step([Row(64, 100, "a")], [], everyone)
+    assert first is not other, "it ended at 100; a request that was preempted is computed again"
     assert 0 == len(first.memory), "and its memory was freed"
+    assert other is not requests.step([Row(0, 100, "a")], [], everyone)[0]
 
 
-def test_a_step_without_the_next_chunk_ends_a_prefill() -> None:
+def test_a_prefill_ends_with_its_request() -> None:
     requests = Requests()
-    requests.step([Row(0, 64, 3, 3)])
-    requests.step([])
-    assert (0, 1) == (len(requests), requests.finished)
+    requests.step([Row(0, 64, "a"), Row(0, 64, "b")], [], everyone)
+    requests.step([], [Row(64, 65, "a")], everyone)
+    assert (1, 1) == (len(requests), requests.finished)
+    requests.step([], [Row(0, 1, "b")], everyone)
+    assert 1 == len(requests), "a made-up batch, behind whose tokens the prefill stands"
+    requests.step([], [], lambda name: name != "b")
+    assert (0, 2) == (len(requests), requests.finished)
 
 
-def test_patience_spans_the_batches_of_a_pipeline() -> None:
-    requests = Requests(2)
-    (first,) = requests.step([Row(0, 64, 3, 3)])
-    requests.step([Row(0, 32, 4, 4)])
-    assert first is requests.step([Row(64, 80, 3, 3)])[0]
-
-
-def test_requests_that_cannot_be_told_apart_share_nothing() -> None:
+def test_rows_that_cannot_be_told_apart_share_nothing() -> None:
     requests = Requests()
-    (first,) = requests.step([Row(0, 64, (), (7,))])
-    twins = requests.step([Row(64, 96, (7,), (7, 8)), Row(64, 96, (7,), (7, 9))])
-    assert 3 == len({id(first), *map(id, twins)})
-    (mine,) = requests.step([Row(0, 64, (), (7,))])
-    (other,) = requests.step([Row(64, 96, (7,), (7, 8))], decoding=[Row(64, 65, (7,), (7, 9))])
-    assert mine is not other, "a hit in the prefix cache, while the request that filled it decodes"
-    nowhere = Requests()
-    assert nowhere.step([Row(0, 64)])[0] is not nowhere.step([Row(64, 96)])[0]
+    (first,) = requests.step([Row(0, 64, "a")], [], everyone)
+    twins = requests.step([Row(64, 96, "a"), Row(64, 96, "a")], [], everyone)
+    assert 3 == len({id(first), *map(id, twins)}), "rows of one request, whose context is spread over devices"
+    assert requests.step([Row(0, 64)], [], everyone)[0] is not requests.step([Row(64, 96)], [], everyone)[0]
+    assert 3 == requests.finished, "as soon as the next step comes"
 
 
 @given(st.lists(st.booleans(), max_size=12))

@@ -1,0 +1,43 @@
+"""Models of which nothing can run sparse: said when the engine starts, and in the report."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import engine, models
+
+pytestmark = [engine.NEEDED, pytest.mark.slow]
+STREAMING = {"method": "streaming", "min_query": 32}
+SLIDING = {"layer_types": ["sliding_attention"] * 4}
+# Made for its model, what the engine is told, and why nothing runs sparse.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "gemma3": (SLIDING, {}, "the layer has a sliding window"),
+    "bert": (
+        {"max_position_embeddings": 512},
+        {"runner": "pooling", "skip_tokenizer_init": False, "max_model_len": 512},
+        "the layer is of type encoder_only, not a causal decoder's",
+    ),
+    "deepseek": ({}, {"dtype": "bfloat16"}, "multi-head latent attention (MLA) has backends of its own"),
+}
+
+
+def test_it_is_said_at_start_and_in_the_report(tmp_path: Path) -> None:
+    jobs = []
+    for family, (changes, options, _) in MODELS.items():
+        model = str(models.save(family, tmp_path / family, **changes))
+        jobs.append({"model": model, "rounds": [[models.prompt(200)]], "options": options, "sparse": STREAMING})
+    answers = engine.run(jobs, tmp_path)
+    log = (tmp_path / "log.txt").read_text()
+    assert "for prefill chunks of" not in log, "no claim"
+    for (_, _, why), answer in zip(MODELS.values(), answers, strict=True):
+        assert "error" not in answer, answer["error"]
+        text = f"streaming is selected, but nothing can run sparse: {why}"
+        assert {text: 1} == answer["report"]["notes"]
+        assert text in answer["report"]["text"]
+        assert text in log
+        assert 0 == sum(layer["sparse_calls"] for layer in answer["report"]["layers"])

@@ -1,0 +1,227 @@
+"""What a stage, a gate or a plugin may raise at a request: the layer runs dense, recorded, and nothing ends."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from sparseprefill.adapters.session.session import Prefill, Session
+from sparseprefill.adapters.vllm.attend import run
+from sparseprefill.adapters.vllm.failures import LONGEST, ends_engine, reason
+from sparseprefill.adapters.vllm.model import Model
+from sparseprefill.adapters.vllm.options import parse
+from sparseprefill.adapters.vllm.requests import Row
+from sparseprefill.adapters.vllm.runtime import Runtime
+from sparseprefill.adapters.vllm.split import Part
+
+import sparseprefill as sp
+from sparseprefill.profiles.identity import ModelIdentity
+
+TOKENS, HEADS, SIZE = 40, 2, 16
+HOSTS = 7.0
+"""What the host's attention computes here."""
+
+
+class SilentError(Exception):
+    """As a careless plugin writes it."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class Stage:
+    """An estimator that keeps every key, or fails where it is told to."""
+
+    grain = 1
+
+    def __init__(self, where: str, error: BaseException) -> None:
+        self._where, self._error, self._good = where, error, sp.build("dense", block=16).estimator
+
+    def _at(self, where: str) -> None:
+        if where == self._where:
+            raise self._error
+
+    def unsupported(self, call: sp.AttentionCall) -> str | None:
+        self._at("unsupported")
+        return None
+
+    def workspace(self, call: sp.AttentionCall) -> int:
+        self._at("workspace")
+        return 0
+
+    def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
+        self._at("estimate")
+        return self._good.estimate(call, memory)
+
+
+class Gate:
+    """A gate that fails, or judges with nonsense."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self._error = error
+
+    def judge(self, call: sp.AttentionCall, method: str) -> Any:
+        if self._error is not None:
+            raise self._error
+        return None
+
+
+class Narrow:
+    """An executor whose output has another shape."""
+
+    def execute(self, call: sp.AttentionCall, plan: sp.Plan) -> sp.Result:
+        return sp.Result(call.q[:, :1], call.q[:, :1, :, 0].float(), plan)
+
+    def accumulate(self, call: sp.AttentionCall, plan: sp.Plan) -> Any:
+        raise NotImplementedError
+
+
+class Counts:
+    """In the place of the metrics, whose library comes with vLLM."""
+
+    def fallback(self, reason: str) -> None:
+        assert reason
+
+
+def runtime(pipeline: sp.Pipeline, **options: Any) -> Runtime:
+    parsed = parse({"sparseprefill": {"method": "dense", "min_query": 8}})
+    whole = ModelIdentity(name="m", architecture="M", layers=1, heads=HEADS, kv_heads=HEADS, head_dim=SIZE, digest="d")
+    session = Session(pipeline, min_query=8, **options)
+    tally: Any = Counts()
+    return Runtime(parsed, session, Model(whole, whole, "M", "STOCK", 0), tally)
+
+
+def layer(mine: Runtime, requests: int = 1) -> torch.Tensor:
+    """The output of a layer for a few prompts, as the backend's forward runs it."""
+    query = torch.randn(TOKENS * requests, HEADS, SIZE)
+    output = torch.full_like(query, float("nan"))
+
+    def stock(*given: Any) -> None:
+        given[-1].fill_(HOSTS)
+
+    usual = {"attn_type": "decoder", "sliding_window": -1, "kv_cache_dtype": "auto", "scale": 0.25, "sinks": None}
+    impl = SimpleNamespace(runtime=mine, facts=None, stock=stock, slow=False, **usual)
+    module = SimpleNamespace(layer_name="model.layers.0.attn")
+    parts = [
+        Part(i, i + 1, i * TOKENS, (i + 1) * TOKENS, Row(0, TOKENS, str(i)), Prefill(), make=lambda: None)
+        for i in range(requests)
+    ]
+
+    def read(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        kv = torch.randn(2, 1, HEADS, TOKENS, SIZE)
+        return kv[0], kv[1]
+
+    assert run(impl, module, query, torch.empty(0), SimpleNamespace(parts=parts), output, read)
+    return output
+
+
+def pipeline(where: str = "", error: BaseException | None = None, **more: Any) -> sp.Pipeline:
+    return sp.Pipeline(Stage(where, error or ValueError("never")), name="mine", **more)
+
+
+BROKEN = {
+    "estimate": lambda: pipeline("estimate", ZeroDivisionError("by zero")),
+    "unsupported": lambda: pipeline("unsupported", ZeroDivisionError("by zero")),
+    "workspace": lambda: pipeline("workspace", ZeroDivisionError("by zero"), workspace=1 << 30),
+    "shape": lambda: pipeline(executor=Narrow()),
+    "silent": lambda: pipeline("unsupported", SilentError()),
+    "recursion": lambda: pipeline("unsupported", RecursionError("deep")),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_stage_leaves_the_host_its_work(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    mine = runtime(BROKEN[name]())
+    with caplog.at_level(logging.WARNING):
+        output = layer(mine, requests=2)
+    assert bool((output == HOSTS).all())
+    (found,) = mine.report().layers
+    assert found.dense_calls == 2
+    assert [2] == list(found.reasons.values())
+    assert 1 == len(caplog.records), "said once"
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), SilentError(), None])
+def test_a_broken_gate_leaves_the_host_its_work(error: BaseException | None) -> None:
+    mine = runtime(pipeline(), gate=Gate(error))
+    assert bool((layer(mine) == HOSTS).all())
+    (found,) = mine.report().layers
+    assert (0, 1) == (found.sparse_calls, found.dense_calls)
+
+
+def test_a_good_stage_runs() -> None:
+    mine = runtime(pipeline())
+    assert not bool((layer(mine) == HOSTS).any())
+    assert 1 == mine.report().layers[0].sparse_calls
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)])
+def test_who_stops_the_process_stops_it(error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        layer(runtime(pipeline("unsupported", error)))
+
+
+def test_a_lost_device_is_no_fallback() -> None:
+    with pytest.raises(Exception, match="illegal memory access"):
+        layer(runtime(pipeline("estimate", torch.AcceleratorError("CUDA error: an illegal memory access"))))
+
+
+def test_memory_that_ran_out_is_a_fallback() -> None:
+    mine = runtime(pipeline("estimate", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")))
+    layer(mine)
+    assert "out of memory" in next(iter(mine.report().fallbacks))
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (RuntimeError("CUDA error: device-side assert triggered\nCompile with ..."), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
+        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp"), True),
+        (torch.distributed.DistError("a peer is gone"), True),
+        (RuntimeError("The size of tensor a (3) must match"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (MemoryError(), False),
+        (SilentError(), False),
+        (sp.UnsupportedCallError(["my stage has met a CUDA error"]), False),
+    ],
+)
+def test_what_ends_an_engine(error: Exception, lost: bool) -> None:
+    assert lost == ends_engine(error)
+    wrapped = sp.SparsePrefillError("a stage raised")
+    wrapped.__cause__ = error
+    assert lost == ends_engine(wrapped)
+
+
+def test_reasons_are_one_text_for_all_calls_alike() -> None:
+    assert "ValueError: no place for <Stage at 0x...>" == reason(ValueError("no place for <Stage at 0x7f2a>\nand more"))
+    assert "MemoryError: no message" == reason(MemoryError())
+    assert "SilentError: its message cannot be printed (ValueError)" == reason(SilentError())
+    assert LONGEST == len(reason(ValueError("x" * 9999)))
+
+
+def test_a_method_that_fails_to_be_built_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparseprefill.adapters.vllm import runtime as module
+
+    def broken(_: Any) -> Any:
+        raise ZeroDivisionError("by zero")
+
+    registry = sp.Registry()
+    method = attrs.evolve(sp.default_registry().get("dense"), name="broken", build=broken)
+    registry.register(SimpleNamespace(sparseprefill_methods=sp.hookimpl(lambda: [method])), "broken")
+    monkeypatch.setattr("sparseprefill.config.default_registry", lambda: registry)
+    config = SimpleNamespace(additional_config={"sparseprefill": {"method": "broken"}})
+    monkeypatch.setattr(module, "show", lambda _: None)
+    whole = ModelIdentity(name="m", architecture="M", layers=1, heads=2, kv_heads=2, head_dim=16, digest="d")
+    monkeypatch.setattr(module, "identity", lambda *_: Model(whole, whole, "M", "STOCK", 0))
+    with pytest.raises(sp.SparsePrefillError, match="by zero"):
+        module._make(config, "STOCK")
