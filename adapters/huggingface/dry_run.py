@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,7 +78,7 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
 
     full = Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
     session = Session(full, min_query=SHORTEST, observe=observe, warn=False)
-    handle = Handle(model, decoder, session)
+    handle = Handle(model, decoder, session, only=threading.current_thread())
     inputs = _inputs(model, decoder)
     with torch.no_grad(), _evaluating(model):
         stock = _run(model, inputs, "does not run on plain token ids")
@@ -86,7 +87,6 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
             ours = _run(model, inputs, "fails with another attention function")
         finally:
             handle.detach()
-            handle.forget()
     findings = Findings(handle.report(), objections)
     _compare(model, stock, ours, findings)
     return findings
