@@ -55,11 +55,11 @@ class Handle:
         handle, or does not switch.
         """
         state, decoder = self.state, self.state.decoder
-        if decoder is None:
-            raise AttachError("the model is gone")
         with LOCK:
             if state.active:
                 return
+            if decoder is None:
+                raise AttachError("the model is gone")
             claim(decoder)
             switch = Switch.of(decoder)
             state.original = Original(str(named_before(decoder.config._attn_implementation)))

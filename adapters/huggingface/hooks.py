@@ -12,7 +12,7 @@ from attrs import define
 from ..session.session import Prefill
 from . import reasons
 from .eager import eagerly
-from .state import Attachment, Forward, Progress, Requests, past_length
+from .state import Attachment, Forward, Progress, Requests, owner_of, past_length
 
 log = logging.getLogger(__name__)
 NOWHERE = Progress(Prefill(), 0, 0)  # of a forward that does not go through the session
@@ -99,7 +99,7 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     if not attached.is_decoder(module):
         return
     if not attached.serves or _overruled(attached, module):
-        attached.enter(Forward(attached, NOWHERE, stock=True))
+        attached.enter(Forward(attached, NOWHERE, stock=True, aside=owner_of(module) not in (None, attached)))
         return
     cache, shape = named.get("past_key_values"), _shape(named)
     batch, rows = (0, 0) if shape is None else shape

@@ -9,6 +9,7 @@ Whoever ends up with it, our attention or the host's, computes what was asked fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import GetSetDescriptorType
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from sparseprefill.errors import AttachError
 
@@ -119,15 +120,16 @@ class Order:
 
 
 class LazyMask(Tensor):
-    """A mask that is made when it is read. Its own values are NaN and never seen: every function gets the host's."""
+    """A mask that is made when it is read. Its own values are never seen: every function gets the host's."""
 
     order: Order
 
     @staticmethod
     def of(order: Order) -> LazyMask:
-        """A mask of the shape that the host's has."""
-        dtype = order.asked.get("dtype", torch.float32)
-        mask = torch.full((), torch.nan, dtype=dtype, device=order.device).expand(order.shape).as_subclass(LazyMask)
+        """A mask of the shape and the dtype that the host's has."""
+        dtype = torch.bool if order.make is sdpa_mask else order.asked.get("dtype", torch.float32)
+        unseen = torch.full((), False if dtype == torch.bool else torch.nan, dtype=dtype, device=order.device)
+        mask = unseen.expand(order.shape).as_subclass(LazyMask)
         mask.order = order
         return mask
 
@@ -164,10 +166,12 @@ def _same(mask: LazyMask, *_: Any, **__: Any) -> LazyMask:
     return mask
 
 
-# What a mask tells without being made, and what leaves it as it is.
+# What a mask tells without being made, and what leaves it as it is. Compilers ask for all of the former.
+_VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 _OF_SHAPE = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "requires_grad", "is_leaf", "grad_fn")),
-    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.__len__, Tensor.__hash__),
+    *(x.__get__ for name, x in vars(torch._C.TensorBase).items() if isinstance(x, GetSetDescriptorType) and name not in _VALUES),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.stride, Tensor.storage_offset),
+    *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__),
 }
 _KEPT: dict[Any, Callable[..., LazyMask | None]] = {
     Tensor.to: _to,

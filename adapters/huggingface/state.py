@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +27,7 @@ _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", defau
 _bound: tuple[weakref.ref[Attachment], ...] = ()  # replaced as a whole, so that it may be read without the lock
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Attachment:
     """One model's attachment. Holds the model weakly: the model's hooks keep the attachment, and it goes with them.
 
@@ -94,14 +95,15 @@ class Attachment:
             if forward.stock and self.switch is None:
                 return
             self._forwards.add(forward)
-        forward.outer = _innermost()
+        forward.outer = next(_open(), None)
         _current.set(forward)
 
     def leave(self) -> Forward | None:
         """This thread's innermost forward ends. Returns it; None where it has none."""
         forward = current(self)
         if forward is not None:
-            _current.set(forward.outer)
+            forward.over = True
+            _current.set(next(_open(), None))
             with LOCK:
                 self._forwards.discard(forward)
                 self._settle()
@@ -142,11 +144,12 @@ class Progress:
     batch: int
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Forward:
-    """One forward of a decoder. dense: why every layer of it stays with the host's attention; None if nothing is.
+    """One forward of a decoder, as one attachment sees it.
 
-    stock: it does not go through the session at all. over: it ended, though nobody said so.
+    dense: why every layer of it stays with the host's attention; None if nothing is. stock: it does not go through this
+    session at all. aside: it may go through another's. over: it has ended.
     """
 
     owner: Attachment
@@ -154,6 +157,7 @@ class Forward:
     cache: Any = None
     dense: str | None = None
     stock: bool = False
+    aside: bool = False
     over: bool = field(default=False, init=False)
     outer: Forward | None = field(default=None, init=False)
     thread: threading.Thread = field(factory=threading.current_thread, init=False)
@@ -193,18 +197,12 @@ class Requests:
 
 def current(owner: Attachment) -> Forward | None:
     """The innermost open forward of `owner` in this context."""
-    forward = _innermost()
-    while forward is not None and forward.owner is not owner:
-        forward = forward.outer
-    return forward
+    return next((forward for forward in _open() if forward.owner is owner), None)
 
 
 def serving(module: torch.nn.Module) -> Forward | None:
     """The innermost open forward in this context of a decoder that the module belongs to."""
-    forward = _innermost()
-    while forward is not None and not forward.owner.owns(module):
-        forward = forward.outer
-    return forward
+    return next((forward for forward in _open() if not forward.aside and forward.owner.owns(module)), None)
 
 
 def owner_of(module: torch.nn.Module) -> Attachment | None:
@@ -215,15 +213,16 @@ def owner_of(module: torch.nn.Module) -> Attachment | None:
 
 def is_stock() -> bool:
     """Whether the innermost open forward in this context stays with the host's own attention throughout."""
-    forward = _innermost()
+    forward = next((forward for forward in _open() if not forward.aside), None)
     return forward is not None and (forward.stock or forward.dense is not None)
 
 
-def _innermost() -> Forward | None:
+def _open() -> Iterator[Forward]:
     forward = _current.get()
-    while forward is not None and forward.over:
+    while forward is not None:
+        if not forward.over:
+            yield forward
         forward = forward.outer
-    return forward
 
 
 def _running(decoder: torch.nn.Module | None) -> int:
@@ -231,7 +230,7 @@ def _running(decoder: torch.nn.Module | None) -> int:
     frame, count = sys._getframe(), 0
     while frame.f_back is not None:
         frame = frame.f_back
-        if "_call_impl" in frame.f_code.co_name and frame.f_locals.get("self") is decoder:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is decoder:
             count += 1
     return count
 
