@@ -101,7 +101,9 @@ def _inputs(model: torch.nn.Module, decoder: PreTrainedModel) -> dict[str, Any]:
     mask = torch.ones_like(ids)
     mask[0, : tokens // 4] = 0
     device = next(decoder.parameters()).device
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
+    # Attention weights that the configuration asks for would keep every layer dense.
+    weights = {"output_attentions": False} if getattr(decoder.config, "output_attentions", False) else {}
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False, **weights}
 
 
 def _run(model: torch.nn.Module, inputs: dict[str, Any], complaint: str) -> Tensor:

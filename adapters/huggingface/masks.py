@@ -169,7 +169,11 @@ def _same(mask: LazyMask, *_: Any, **__: Any) -> LazyMask:
 # What a mask tells without being made, and what leaves it as it is. Compilers ask for all of the former.
 _VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 _OF_SHAPE = {
-    *(x.__get__ for name, x in vars(torch._C.TensorBase).items() if isinstance(x, GetSetDescriptorType) and name not in _VALUES),
+    *(
+        x.__get__
+        for name, x in vars(torch._C.TensorBase).items()
+        if isinstance(x, GetSetDescriptorType) and name not in _VALUES
+    ),
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.stride, Tensor.storage_offset),
     *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__),
 }
