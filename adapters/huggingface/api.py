@@ -63,15 +63,17 @@ def attach(
     session = Session(route, min_query=min_query, layers=layers, strict=strict, measure=measure, observe=observe)
     try:
         from .dry_run import dry_run
-        from .handle import PREFIX, Handle
+        from .handle import Handle
         from .identity import identity
         from .inspection import check, declared_layers, find_decoder, trained_length
+        from .switch import STAR, claim
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "transformers":
             raise
         raise ImportError('attaching needs transformers: pip install "sparseprefill[hf]"') from error
     decoder = find_decoder(model)
-    check(decoder, PREFIX)
+    claim(decoder)
+    check(decoder, STAR)
     if route.asks_model:
         route.check_model(identity(decoder))
     if verify:

@@ -1,4 +1,4 @@
-"""The two functions that a handle registers: attention, and the mask that goes with it."""
+"""The two functions that stand for an implementation: attention, and the mask that goes with it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from sparseprefill.call import AttentionCall
@@ -15,25 +16,40 @@ from sparseprefill.errors import InvalidCallError
 from ..session.session import Fallback
 from . import reasons
 from .eager import eagerly
-from .masks import Compact, classify, encode, is_compact
+from .masks import Compact, LazyMask, Order, classify, stock
 from .original import Original
-from .state import Attachment, Forward, current
+from .state import Attachment, Forward, is_stock, owner_of, serving
+from .switch import LOCK, name_of
 
-Ref = Callable[[], "Attachment | None"]  # a weak reference
 Outputs = tuple[Tensor, Tensor | None]
 
 
-def make_attention(ref: Ref, original: Original, min_query: int) -> Callable[..., Outputs]:
+def register(original: Original, min_query: int) -> str:
+    """The name under which transformers runs prefill through the attachment of a layer's decoder, if there is one.
+
+    All attachments over one implementation share the name. Layers that nobody attached run the implementation itself:
+    other models with the same config object, copies, and what is left of models that are gone.
+    """
+    with LOCK:
+        name, new = name_of(original.name, min_query)
+        if new:
+            AttentionInterface.register(name, make_attention(original, min_query))
+            AttentionMaskInterface.register(name, make_mask(original, min_query))
+    return name
+
+
+def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]:
     """The attention function. It decides on the query length alone, so that decoding can be compiled."""
 
     @eagerly
     def prefill(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
     ) -> Any:
-        attached = ref()
-        if attached is None or not attached.active or not attached.owns(module):
-            return _dense(original, None, module, query, key, value, mask, kwargs)
-        return _attend(attached, module, query, key, value, mask, kwargs)
+        forward = serving(module)
+        attached = owner_of(module) if forward is None else forward.owner
+        if attached is None or (forward is not None and forward.stock):
+            return original.attention(module)(module, query, key, value, stock(mask), **kwargs)
+        return _attend(attached, forward, original, module, query, key, value, mask, kwargs)
 
     def attention(
         module: torch.nn.Module,
@@ -44,14 +60,16 @@ def make_attention(ref: Ref, original: Original, min_query: int) -> Callable[...
         **kwargs: Any,
     ) -> Any:
         if query.shape[2] < min_query:
+            if isinstance(attention_mask, LazyMask):  # the layer dropped some of its queries
+                attention_mask = stock(attention_mask)
             return original.attention(module)(module, query, key, value, attention_mask, **kwargs)
         return prefill(module, query, key, value, attention_mask, kwargs)
 
     return attention
 
 
-def make_mask(ref: Ref, original: Original, min_query: int) -> Callable[..., Any]:
-    """The mask function: compact for a prefill that is causal or sliding, the host's own for everything else."""
+def make_mask(original: Original, min_query: int) -> Callable[..., Any]:
+    """The mask function: lazy for a prefill that is causal or sliding, the host's own for everything else."""
 
     def mask(
         batch_size: int,
@@ -73,7 +91,7 @@ def make_mask(ref: Ref, original: Original, min_query: int) -> Callable[..., Any
             "attention_mask": attention_mask,
             **kwargs,
         }
-        found = _compact(ref, asked) if q_length >= min_query else None
+        found = _lazy(original, asked) if q_length >= min_query else None
         if found is not None:
             return found
         make = original.mask()
@@ -83,19 +101,18 @@ def make_mask(ref: Ref, original: Original, min_query: int) -> Callable[..., Any
 
 
 @eagerly
-def _compact(ref: Ref, asked: dict[str, Any]) -> Tensor | None:
-    attached, padding = ref(), asked["attention_mask"]
-    if attached is None or not attached.active or (padding is not None and padding.dim() != 2):
+def _lazy(original: Original, asked: dict[str, Any]) -> LazyMask | None:
+    make, padding = original.mask(), asked["attention_mask"]
+    if make is None or is_stock() or (padding is not None and padding.dim() != 2):
         return None
     pattern = classify(asked["mask_function"], asked.get("local_size"), asked.get("allow_is_causal_skip", True))
-    if pattern is None:
-        return None
-    sizes = (asked["batch_size"], asked["q_length"], asked["kv_length"], asked["q_offset"], asked["kv_offset"])
-    return encode(pattern, *sizes, padding, asked.get("device", "cpu"))
+    return None if pattern is None else LazyMask.of(Order.of(pattern, make, asked))
 
 
 def _attend(
     attached: Attachment,
+    forward: Forward | None,
+    original: Original,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -103,21 +120,38 @@ def _attend(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    layer, forward = reasons.layer_of(module), current(attached)
-    reason = reasons.of_host(module, query, key, value, mask, kwargs, inside=forward is not None)
-    if reason is None and forward is not None:
-        compact = forward.decoded(mask)
-        reason = reasons.of_mask(compact, query, key, mask)
-        if reason is None:
-            call = _call(attached, layer, query, key, value, compact, kwargs)
-            if isinstance(call, AttentionCall):
-                outcome = attached.session.run(call, forward.progress.prefill)
-                if not isinstance(outcome, Fallback):
-                    return outcome.out.transpose(1, 2).contiguous(), None
-                return _dense(attached.original, forward, module, query, key, value, mask, kwargs)
-            reason = call
-    attached.session.decline(layer, reason or reasons.OUTSIDE, (query.shape[0], query.shape[2], key.shape[2]))
-    return _dense(attached.original, forward, module, query, key, value, mask, kwargs)
+    result = _result(attached, forward, module, query, key, value, mask, kwargs)
+    if result is not None:
+        return result, None
+    return original.attention(module)(module, query, key, value, stock(mask), **kwargs)
+
+
+def _result(
+    attached: Attachment,
+    forward: Forward | None,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """The layer's output ``[B, Nq, Hq, Dv]`` by the session; None, recorded with its reason, where the host shall."""
+    layer, session = reasons.layer_of(module), attached.session
+    shape = (query.shape[0], query.shape[2], key.shape[2])
+    if forward is None:
+        if session.strict:  # a forward that began before attaching is none that `strict` speaks of
+            session.note(f"layer {layer} {reasons.OUTSIDE}")
+        else:
+            session.decline(layer, reasons.OUTSIDE, shape)
+        return None
+    reason = forward.dense or reasons.of_host(module, query, key, value, mask, kwargs)
+    call = None if reason else _call(attached, layer, query, key, value, mask.order.compact(), kwargs)
+    if not isinstance(call, AttentionCall):
+        session.decline(layer, reason or str(call), shape)
+        return None
+    outcome = session.run(call, forward.progress.prefill)
+    return None if isinstance(outcome, Fallback) else outcome.out.transpose(1, 2).contiguous()
 
 
 def _call(
@@ -130,6 +164,8 @@ def _call(
     kwargs: dict[str, Any],
 ) -> AttentionCall | str:
     """The call, over views of the slots in use; the reason where it cannot be expressed."""
+    if reason := reasons.of_mask(compact, query):
+        return reason
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if not attached.original.applies_extras and (softcap is not None or sinks is not None):
         attached.session.note(
@@ -153,24 +189,3 @@ def _call(
         )
     except InvalidCallError as error:
         return str(error)
-
-
-def _dense(
-    original: Original,
-    forward: Forward | None,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    kwargs: dict[str, Any],
-) -> Any:
-    """The host's own attention, with a mask rebuilt for it where ours is compact; once per forward and mask."""
-    if not is_compact(mask):
-        return original.attention(module)(module, query, key, value, mask, **kwargs)
-    if forward is None:
-        return original.dense(module, query, key, value, mask, kwargs)
-    compact = forward.decoded(mask)
-    if id(mask) not in forward.rebuilt:
-        forward.rebuilt[id(mask)] = original.expand(module, query, compact)
-    return original.dense_with(module, query, key, value, forward.rebuilt[id(mask)], compact.used, kwargs)

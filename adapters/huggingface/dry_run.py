@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -87,7 +88,7 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
 
     full = Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
     session = Session(full, min_query=SHORTEST, observe=observe, warn=False)
-    handle = Handle(model, decoder, session)
+    handle = Handle(model, decoder, session, only=threading.current_thread())
     inputs = _inputs(model, decoder)
     with torch.no_grad(), _evaluating(model):
         stock = _run(model, inputs, "does not run on plain token ids")
@@ -96,7 +97,6 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
             ours = _run(model, inputs, "fails with another attention function")
         finally:
             handle.detach()
-            handle.forget()
     objections = {layer: reasons for layer, call in calls.items() if (reasons := route.unsupported(call))}
     findings = Findings(handle.report(), objections, calls)
     _compare(model, stock, ours, findings)
@@ -112,7 +112,9 @@ def _inputs(model: torch.nn.Module, decoder: PreTrainedModel) -> dict[str, Any]:
     mask = torch.ones_like(ids)
     mask[0, : tokens // 4] = 0
     device = next(decoder.parameters()).device
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
+    # Attention weights that the configuration asks for would keep every layer dense.
+    weights = {"output_attentions": False} if getattr(decoder.config, "output_attentions", False) else {}
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False, **weights}
 
 
 def _run(model: torch.nn.Module, inputs: dict[str, Any], complaint: str) -> Tensor:

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
+import threading
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sparseprefill.errors import AttachError
 
 from ..session.report import Report
 from ..session.session import Session
-from .attention import make_attention, make_mask
+from .attention import register
 from .hooks import install
-from .inspection import implementations
+from .original import Original
 from .state import Attachment
-
-PREFIX = "sparseprefill_"
-_numbers = itertools.count()
+from .switch import LOCK, Switch, claim, named_before
 
 
 class Handle:
     """A model whose prefill runs through a pipeline, until `detach` or the end of the ``with`` block.
 
-    Holds the model weakly: the model keeps its handle, and a model that is dropped takes it along.
+    Holds the model weakly: the model keeps its attachment, and a model that is dropped takes it along. only: the one
+    thread whose forwards run so; None for all.
     """
 
-    def __init__(self, model: torch.nn.Module, decoder: PreTrainedModel, session: Session) -> None:
-        self.state = Attachment.of(decoder, session, f"{PREFIX}{next(_numbers)}")
+    def __init__(
+        self, model: torch.nn.Module, decoder: PreTrainedModel, session: Session, only: threading.Thread | None = None
+    ) -> None:
+        self.state = Attachment.of(decoder, session, only)
         self._host = type(model).__name__
-        self._before = implementations(decoder)
-        self._hooks: list[Any] = []
 
     @property
     def session(self) -> Session:
@@ -42,7 +40,7 @@ class Handle:
 
     @property
     def name(self) -> str:
-        """Under which the attention function is registered with transformers."""
+        """Under which transformers runs the model's attention while it is attached."""
         return self.state.name
 
     @property
@@ -51,45 +49,45 @@ class Handle:
         return self.state.active
 
     def bind(self) -> None:
-        """Register both functions, switch the decoder to them, hook its forward. AttachError if it does not switch."""
-        state, decoder, ref = self.state, self.state.decoder, weakref.ref(self.state)
-        if decoder is None:
-            raise AttachError("the model is gone")
-        AttentionInterface.register(state.name, make_attention(ref, state.original, state.session.min_query))
-        AttentionMaskInterface.register(state.name, make_mask(ref, state.original, state.session.min_query))
-        state.active = True
-        try:
-            decoder.set_attn_implementation(state.name)
-            if decoder.config._attn_implementation != state.name:
-                raise AttachError(f"{type(decoder).__name__} did not accept another attention implementation")
-            self._hooks = install(state, decoder)
-        except BaseException:
-            self.detach()
-            self.forget()
-            raise
+        """Hook the decoder and switch it, so that its next forwards run through the pipeline; nothing if they do.
+
+        Forwards that run already end as they began. Raises AttachError if the model is gone or attached by another
+        handle, or does not switch.
+        """
+        state, decoder = self.state, self.state.decoder
+        with LOCK:
+            if state.active:
+                return
+            if decoder is None:
+                raise AttachError("the model is gone")
+            claim(decoder)
+            switch = Switch.of(decoder)
+            state.original = Original(str(named_before(decoder.config._attn_implementation)))
+            name = register(state.original, state.session.min_query)
+            try:
+                state.hooks = state.hooks or install(state, decoder)
+                switch.take(state, name)
+            except BaseException:
+                state.switch = switch
+                state.end()
+                raise
+            state.begin(name, switch)
 
     def detach(self) -> None:
-        """Restore the model. Further calls do nothing.
+        """Restore the model: new forwards are its own. Further calls do nothing.
 
-        The name stays registered and runs the host's own attention, for copies made of the model while attached.
+        Forwards that run meanwhile, in other threads or around this call, end as they began; the model's configuration
+        is switched back when the last of them has ended. An implementation that was set since attaching stays.
         """
-        self.state.active = False
-        while self._hooks:
-            self._hooks.pop().remove()
-        while self._before:
-            config, name = self._before.pop()
-            config._attn_implementation_internal = name
-
-    def forget(self) -> None:
-        """Take the name out of both registries; only where no copy of the model can use it."""
-        AttentionInterface._global_mapping.pop(self.name, None)
-        AttentionMaskInterface._global_mapping.pop(self.name, None)
+        self.state.end()
 
     def report(self) -> Report:
         """What every layer did, and why (measures densities that wait: host sync). Works after detaching, too."""
         return self.session.report(self._host, self.state.original.name)
 
     def __enter__(self) -> Self:
+        """Attach again, if the handle was detached."""
+        self.bind()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -3,35 +3,73 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import torch
+from attrs import define
 
+from ..session.session import Prefill
+from . import reasons
 from .eager import eagerly
-from .state import Attachment, Forward, Requests, enter, leave, past_length
+from .state import Attachment, Forward, Progress, Requests, owner_of, past_length
+
+log = logging.getLogger(__name__)
+NOWHERE = Progress(Prefill(), 0, 0)  # of a forward that does not go through the session
+
+
+class Idle:
+    """What a hook is in a copy or a pickle of the model: nothing. The copy is a stock model."""
+
+    def __call__(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@define(eq=False)
+class Hook:
+    """Opens and closes the forwards of one attachment. names: of the arguments of the decoder's forward.
+
+    Short forwards return before anything that cannot be compiled.
+    """
+
+    attached: Attachment
+    requests: Requests
+    names: tuple[str, ...]
+    min_query: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Idle:
+        return Idle()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Idle, ()
+
+
+class Before(Hook):
+    """Before the forward."""
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Open it, or count it as short."""
+        rows = _rows(self.names, args, kwargs)
+        if rows is None or rows >= self.min_query:
+            _open(self.attached, self.requests, module, _named(self.names, args, kwargs))
+        elif not torch.compiler.is_compiling():
+            _short(self.attached, self.requests, module, _named(self.names, args, kwargs))
+
+
+class After(Hook):
+    """After it, errors included."""
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Close it."""
+        rows = _rows(self.names, args, kwargs)
+        if rows is None or rows >= self.min_query:
+            _close(self.attached, self.requests, module, output)
 
 
 def install(attached: Attachment, decoder: torch.nn.Module) -> list[Any]:
-    """Hook the decoder; returns what removes the hooks.
-
-    The hooks are functions, not methods, so that a deep copy of the model does not copy the attachment. Short forwards
-    return before anything that cannot be compiled.
-    """
+    """Hook the decoder; returns what removes the hooks."""
     names, requests = tuple(inspect.signature(decoder.forward).parameters), Requests()
-    min_query = attached.session.min_query
-
-    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rows = _rows(names, args, kwargs)
-        if rows is None or rows >= min_query:
-            _open(attached, requests, module, _named(names, args, kwargs))
-        elif not torch.compiler.is_compiling():
-            _short(attached, requests, module, _named(names, args, kwargs))
-
-    def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        rows = _rows(names, args, kwargs)
-        if rows is None or rows >= min_query:
-            _close(attached, requests, module, output)
-
+    before, after = (kind(attached, requests, names, attached.session.min_query) for kind in (Before, After))
     return [
         decoder.register_forward_pre_hook(before, with_kwargs=True),
         decoder.register_forward_hook(after, with_kwargs=True, always_call=True),
@@ -60,6 +98,9 @@ def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, named: dict[str, Any]) -> None:
     if not attached.is_decoder(module):
         return
+    if not attached.serves or _overruled(attached, module):
+        attached.enter(Forward(attached, NOWHERE, stock=True, aside=owner_of(module) not in (None, attached)))
+        return
     cache, shape = named.get("past_key_values"), _shape(named)
     batch, rows = (0, 0) if shape is None else shape
     past = past_length(cache)
@@ -67,15 +108,15 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     if goes_on and ((grain := attached.session.route.method_grain) is None or past % grain):
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
         attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
-    enter(Forward(attached, progress, cache))
+    attached.enter(Forward(attached, progress, cache, reasons.of_forward(module, named)))
 
 
 @eagerly
 def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, output: Any) -> None:
     if not attached.is_decoder(module):
         return
-    forward = leave(attached)
-    if forward is None or output is None:
+    forward = attached.leave()
+    if forward is None or forward.stock or output is None:
         return
     cache = forward.cache
     if cache is None:
@@ -86,9 +127,22 @@ def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, ou
 
 @eagerly
 def _short(attached: Attachment, requests: Requests, module: torch.nn.Module, named: dict[str, Any]) -> None:
-    if not attached.is_decoder(module):
+    if not attached.is_decoder(module) or not attached.serves:
         return
     attached.session.count_short()
     cache = named.get("past_key_values")
     if cache is not None:
         requests.drop(cache)
+
+
+def _overruled(attached: Attachment, decoder: Any) -> bool:
+    """Whether somebody set another implementation meanwhile. That choice stands, and is noted."""
+    name = decoder.config._attn_implementation
+    if name == attached.name:
+        return False
+    text = f"the model was set to {name!r} after it was attached: such forwards run without the method"
+    attached.session.note(text)
+    if not attached.overruled:
+        attached.overruled = True
+        log.warning("%s: %s", attached.session.route.name, text)
+    return True

@@ -1,25 +1,28 @@
-"""The compact mask: who may see whom, one integer a key instead of a query x key matrix.
+"""The mask of a prefill: who may see whom, told in a few numbers, and made in full only where something reads it.
 
-Transformers builds its mask once per forward and hands it to every layer as a tensor. A causal or sliding mask with
-padding is fully told by one code a key: 0 an unused slot of a static cache, 1 padding, 2 or more a real key. The
-dtypes (uint8 for causal, int32 for sliding, whose codes hold the window) are none that an attention kernel accepts,
-so a compact mask that went astray fails loudly.
+Transformers builds its mask once per forward and hands it to every layer as a tensor, of query x key entries. A causal
+or sliding mask with padding is told by far less. So a layer gets a `LazyMask` in its place: it has the shape of the
+host's mask, knows what was asked for, and any function that reads it reads the host's own mask, made at that moment.
+Whoever ends up with it, our attention or the host's, computes what was asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import GetSetDescriptorType
+from typing import Any, cast
 
 import torch
-from attrs import frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from torch.utils import _pytree as pytree
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-CAUSAL, SLIDING = torch.uint8, torch.int32
-PADDING, REAL = 1, 2
+from sparseprefill.errors import AttachError
+
 MaskFunction = Callable[..., Any]
+_UNMADE = object()
 
 
 @frozen
@@ -31,18 +34,160 @@ class Pattern:
 
 @frozen(eq=False)
 class Compact:
-    """A decoded compact mask.
+    """A mask in a few numbers.
 
     used: slots of the cache in use, the first ones of the key tensor. starts, lengths: int32 ``[B]`` as in
-    AttentionCall, None without padding. holes: some row's real keys are not contiguous. real: bool ``[B, used]``.
+    AttentionCall, None without padding. holes: some row's real keys are not contiguous.
     """
 
     used: int
     window: int | None
-    starts: Tensor | None
-    lengths: Tensor | None
-    holes: bool
-    real: Tensor
+    starts: Tensor | None = None
+    lengths: Tensor | None = None
+    holes: bool = False
+
+
+@define(eq=False)
+class Order:
+    """A mask as it was asked for. make: the host's mask function. asked: its arguments, which nobody changes later."""
+
+    pattern: Pattern
+    make: MaskFunction
+    asked: dict[str, Any]
+    _compact: Compact | None = field(default=None, init=False)
+    _stock: Any = field(default=_UNMADE, init=False)
+    _full: Tensor | None = field(default=None, init=False)
+    _version: int = field(default=0, init=False)
+    _elsewhere: dict[torch.device, Order] = field(factory=dict, init=False)
+
+    @classmethod
+    def of(cls, pattern: Pattern, make: MaskFunction, asked: dict[str, Any]) -> Order:
+        """A static cache counts its tokens in a tensor and moves it on while the layers run: that number is copied."""
+        moving = {name: x.clone() for name in ("q_offset", "kv_offset") if isinstance(x := asked[name], Tensor)}
+        return cls(pattern, make, {**asked, **moving})
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the host's mask in full: batch rows, 1, queries, keys."""
+        return self.asked["batch_size"], 1, self.asked["q_length"], self.asked["kv_length"]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the mask is needed."""
+        return torch.device(self.asked.get("device", "cpu"))
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody wrote into the full mask, so that it is no longer what was asked for."""
+        return self._full is not None and self._full._version != self._version
+
+    def compact(self) -> Compact:
+        """The mask in a few numbers, read once; with padding or a static cache that takes one host sync."""
+        if self._compact is None:
+            sizes = (self.asked[name] for name in ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset"))
+            self._compact = read(self.pattern, *sizes, self.asked["attention_mask"], self.device)
+        return self._compact
+
+    def stock(self) -> Any:
+        """Exactly what the host's function gives, made once: None where its attention needs no mask."""
+        if self.changed:
+            return self._full
+        if self._stock is _UNMADE:
+            self._stock = self._make()
+        return self._stock
+
+    def full(self, reader: Any) -> Tensor:
+        """The host's mask as a tensor, for a function that reads its values. AttachError where there is no such."""
+        if self._full is None:
+            made = self.stock()
+            made = self._make(allow_is_causal_skip=False) if made is None else made
+            if not isinstance(made, Tensor):
+                name = getattr(reader, "__name__", reader)
+                raise AttachError(f"{name} reads a mask that this attention implementation has no tensor for")
+            self._full, self._version = made, made._version
+        return self._full
+
+    def on(self, device: torch.device) -> Order:
+        """The same mask for layers on another device."""
+        if device not in self._elsewhere:
+            moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.asked.items()}
+            self._elsewhere[device] = evolve(self, asked={**moved, "device": device})
+        return self._elsewhere[device]
+
+    def _make(self, **changes: Any) -> Any:
+        with torch.inference_mode(False):  # inference tensors do not tell whether they were written to
+            return self.make(**{**self.asked, **changes})
+
+
+class LazyMask(Tensor):
+    """A mask that is made when it is read. Its own values are never seen: every function gets the host's."""
+
+    order: Order
+
+    @staticmethod
+    def of(order: Order) -> LazyMask:
+        """A mask of the shape and the dtype that the host's has."""
+        dtype = torch.bool if order.make is sdpa_mask else order.asked.get("dtype", torch.float32)
+        unseen = torch.full((), False if dtype == torch.bool else torch.nan, dtype=dtype, device=order.device)
+        mask = unseen.expand(order.shape).as_subclass(LazyMask)
+        mask.order = order
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        kept = _KEPT[func](*args, **kwargs) if func in _KEPT and isinstance(args[0], LazyMask) else None
+        if kept is not None:
+            return kept
+        args, kwargs = pytree.tree_map_only(LazyMask, lambda mask: mask.order.full(func), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _to(mask: LazyMask, *args: Any, **kwargs: Any) -> LazyMask | None:
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    if dtype is not None:
+        return None
+    return mask if device is None or device == mask.order.device else LazyMask.of(mask.order.on(device))
+
+
+def _part(mask: LazyMask, index: Any) -> LazyMask | None:
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(part is not Ellipsis and (not isinstance(part, slice) or part.step not in (None, 1)) for part in parts):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        whole = mask[index].shape == mask.shape
+    return mask if whole else None
+
+
+def _same(mask: LazyMask, *_: Any, **__: Any) -> LazyMask:
+    return mask
+
+
+# What a mask tells without being made, and what leaves it as it is. Compilers ask for all of the former.
+_VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
+_OF_SHAPE = {
+    *(
+        x.__get__
+        for name, x in vars(torch._C.TensorBase).items()
+        if isinstance(x, GetSetDescriptorType) and name not in _VALUES
+    ),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.stride, Tensor.storage_offset),
+    *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__),
+}
+_KEPT: dict[Any, Callable[..., LazyMask | None]] = {
+    Tensor.to: _to,
+    Tensor.__getitem__: _part,
+    Tensor.contiguous: _same,
+    Tensor.detach: _same,
+}
+
+
+def stock(mask: Any) -> Any:
+    """The mask as the host's own attention wants it."""
+    return mask.order.stock() if isinstance(mask, LazyMask) else mask
 
 
 def classify(mask_function: MaskFunction, local_size: int | None, allow_is_causal_skip: bool) -> Pattern | None:
@@ -66,68 +211,32 @@ def classify(mask_function: MaskFunction, local_size: int | None, allow_is_causa
     return Pattern(window) if same else None
 
 
-def encode(
+def read(
     pattern: Pattern,
     batch: int,
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor,
-    kv_offset: int,
+    kv_offset: int | Tensor,
     padding: Tensor | None,
     device: torch.device | str,
-) -> Tensor:
-    """``[B, 1, 1, Nkv]``: the compact mask. padding: bool ``[B, n]`` over absolute positions, or None."""
+) -> Compact:
+    """A causal or sliding mask in a few numbers. padding: bool ``[B, n]`` over absolute positions, or None.
+
+    Syncs with the host once where there is padding, or an offset that the device holds.
+    """
+    if padding is None and isinstance(q_offset, int) and isinstance(kv_offset, int):
+        return Compact(min(kv_length, max(0, q_offset + q_length - kv_offset)), pattern.window)
     position = torch.arange(kv_length, device=device) + kv_offset
-    used = (position < q_offset + q_length)[None].expand(batch, -1)
-    real = used
+    used = position < q_offset + q_length
+    real = used[None].expand(batch, -1)
     if padding is not None:
-        padding = functional.pad(padding, (0, max(0, kv_length + kv_offset - padding.shape[-1])))
-        real = used & padding[:, position]
-    code, dtype = (REAL, CAUSAL) if pattern.window is None else (pattern.window + 1, SLIDING)
-    return (used.to(dtype) * PADDING + real.to(dtype) * (code - PADDING))[:, None, None, :].contiguous()
-
-
-def is_compact(mask: object) -> bool:
-    """Whether a layer's mask is ours; a user's ``[B, 1, 1, Nkv]`` mask has another dtype."""
-    return (
-        isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in (CAUSAL, SLIDING)
-    )
-
-
-def decode(mask: Tensor) -> Compact:
-    """Read a compact mask back, with one host sync."""
-    code = mask[:, 0, 0]
-    real = code >= REAL
-    count = real.sum(-1)
+        padding = functional.pad(padding, (0, max(0, kv_length + int(kv_offset) - padding.shape[-1])))
+        real = real & padding[:, position]
+    count, slots = real.sum(-1), used.sum()
     first = real.to(torch.uint8).argmax(-1)
-    behind = code.shape[-1] - real.flip(-1).to(torch.uint8).argmax(-1)
+    behind = kv_length - real.flip(-1).to(torch.uint8).argmax(-1)
     holes = ((count > 0) & (behind - first != count)).any()
-    used = (code[0] > 0).sum()
-    padded = (count != used).any()
-    n, split, ragged, top = torch.stack([used, holes.long(), padded.long(), code.max().long()]).tolist()
-    window = None if mask.dtype == CAUSAL else max(top - 1, 1)
+    n, split, ragged = torch.stack([slots, holes.long(), (count != slots).any().long()]).tolist()
     starts, lengths = (first.to(torch.int32), count.to(torch.int32)) if ragged else (None, None)
-    return Compact(n, window, starts, lengths, bool(split), real[:, :n])
-
-
-def rebuild(compact: Compact, make: MaskFunction, q_length: int, dtype: torch.dtype, config: Any) -> Any:
-    """The mask that the host's own implementation needs for the `used` first keys, made by its mask function."""
-    batch, device = compact.real.shape[0], compact.real.device
-    local: dict[str, Any] = {"mask_function": causal_mask_function}
-    if compact.window is not None:
-        mask_function = sliding_window_causal_mask_function(compact.window)
-        local = {"mask_function": mask_function, "local_size": compact.window}
-    return make(
-        batch_size=batch,
-        q_length=q_length,
-        kv_length=compact.used,
-        q_offset=compact.used - q_length,
-        kv_offset=0,
-        attention_mask=None if compact.lengths is None else compact.real,
-        allow_is_causal_skip=True,
-        dtype=dtype,
-        config=config,
-        use_vmap=False,
-        device=device,
-        **local,
-    )
+    return Compact(cast(int, n), pattern.window, starts, lengths, bool(split))

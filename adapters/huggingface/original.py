@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from attrs import Factory, field, frozen
-from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .masks import Compact, MaskFunction, decode, rebuild
+from .masks import MaskFunction
 
 
 @frozen
@@ -36,30 +35,3 @@ class Original:
         """Its mask function; None for an implementation that takes no mask."""
         found: MaskFunction | None = ALL_MASK_ATTENTION_FUNCTIONS.get(self.name)
         return found
-
-    def dense(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kwargs: dict[str, Any]
-    ) -> Any:
-        """Its attention for a call whose mask is compact."""
-        compact = decode(mask)
-        return self.dense_with(module, query, key, value, self.expand(module, query, compact), compact.used, kwargs)
-
-    def expand(self, module: torch.nn.Module, query: Tensor, compact: Compact) -> Any:
-        """The mask in its own format."""
-        make = self.mask()
-        config = getattr(module, "config", None)
-        return None if make is None else rebuild(compact, make, query.shape[2], query.dtype, config)
-
-    def dense_with(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        used: int,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Its attention over the `used` first keys with a mask in its own format."""
-        run = self.attention(module)
-        return run(module, query, key[:, :, :used], value[:, :, :used], mask, **kwargs)

@@ -6,11 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from .masks import Compact, is_compact
+from .masks import Compact, LazyMask
 
-OUTSIDE = "called outside the attached decoder's forward (recomputed activations, or a layer run on its own)"
+OUTSIDE = (
+    "called outside the attached decoder's forward (a forward that began before attaching, recomputed activations, "
+    "or a layer run on its own)"
+)
 GRADIENT = "gradients are recorded: wrap inference in torch.no_grad() or torch.inference_mode()"
+TRAINING = "the model is in training mode: call model.eval()"
+WEIGHTS = "attention weights are asked for"
 # Tensors that a layer may be given and that change nothing about who attends to whom.
 HARMLESS = frozenset(
     {
@@ -33,42 +39,54 @@ def layer_of(module: torch.nn.Module) -> int:
     return index if isinstance(index, int) else -1
 
 
+def of_forward(decoder: PreTrainedModel, named: dict[str, Any]) -> str | None:
+    """Why no layer of a forward may run sparse; None if nothing. named: its arguments.
+
+    Reentrant gradient checkpointing runs the layers without gradients first, and once more with them: what a layer sees
+    by itself says nothing then, what the decoder saw does.
+    """
+    if decoder.training:
+        return TRAINING
+    if torch.is_grad_enabled():
+        embeds = named.get("inputs_embeds")
+        if (embeds is not None and embeds.requires_grad) or any(x.requires_grad for x in decoder.parameters()):
+            return GRADIENT
+    weights = named.get("output_attentions")
+    weights = getattr(decoder.config, "output_attentions", False) if weights is None else weights
+    return WEIGHTS if weights else None
+
+
 def of_host(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    kwargs: dict[str, Any],
-    *,
-    inside: bool,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> str | None:
     """What the host asks for that no pipeline does; None if nothing. Reads no value on the device."""
+    if module.training:
+        return TRAINING
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return GRADIENT
-    if not inside:
-        return OUTSIDE
     if kwargs.get("dropout"):
         return "attention dropout is on"
     if kwargs.get("output_attentions"):
-        return "attention weights are asked for"
+        return WEIGHTS
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         return "the layer is not causal"
     if kwargs.get("cache") is not None:
         return "the cache is paged"
-    if not is_compact(mask):
+    if not isinstance(mask, LazyMask) or mask.order.changed:
         return "the attention mask is custom, or neither causal nor a sliding window"
+    rows, _, queries, keys = mask.order.shape
+    if (rows, queries, keys) != (query.shape[0], query.shape[2], key.shape[2]):
+        made, given = f"{rows} x {queries} queries and {keys} keys", f"{query.shape[0]} x {query.shape[2]}"
+        return f"the mask is for {made}, the layer has {given} and {key.shape[2]}"
     odd = [name for name, value in kwargs.items() if name not in HARMLESS and _holds_tensor(value)]
     return f"the layer passes {', '.join(sorted(odd))}" if odd else None
 
 
-def of_mask(compact: Compact, query: Tensor, key: Tensor, mask: Tensor) -> str | None:
+def of_mask(compact: Compact, query: Tensor) -> str | None:
     """What in the mask no AttentionCall can say."""
     if compact.holes:
         return "the attention mask has holes: padding must be a prefix or a suffix of each row"
-    if mask.shape[-1] != key.shape[2] or mask.shape[0] != query.shape[0]:
-        return f"the mask is for {mask.shape[0]} x {mask.shape[-1]} keys, the layer has {key.shape[0]} x {key.shape[2]}"
     if compact.used < query.shape[2]:
         return f"{query.shape[2]} queries stand behind {compact.used} keys"
     return None

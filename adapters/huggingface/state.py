@@ -7,56 +7,132 @@ is found by its cache and goes with it.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from attrs import define, field, frozen
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..session.session import Prefill, Session
-from .masks import Compact, decode
 from .original import Original
+from .switch import LOCK, Switch, named_before
 
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)
+_bound: tuple[weakref.ref[Attachment], ...] = ()  # replaced as a whole, so that it may be read without the lock
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Attachment:
     """One model's attachment. Holds the model weakly: the model's hooks keep the attachment, and it goes with them.
 
-    name: under which both functions are registered with transformers. active: whether prefill runs through the session.
+    name: under which both functions are registered with transformers. active: whether new forwards run through the
+    session; those that began so end so. only: the one thread whose forwards do; None for all.
     """
 
     session: Session
     original: Original
-    name: str
-    active: bool = field(default=False, init=False)
     _decoder: weakref.ref[PreTrainedModel]
     _modules: weakref.WeakSet[torch.nn.Module]
+    only: threading.Thread | None = None
+    name: str = field(default="", init=False)
+    active: bool = field(default=False, init=False)
+    switch: Switch | None = field(default=None, init=False)
+    hooks: list[Any] = field(factory=list, init=False)
+    overruled: bool = field(default=False, init=False)
+    _forwards: set[Forward] = field(factory=set, init=False)
 
     @classmethod
-    def of(cls, decoder: PreTrainedModel, session: Session, name: str) -> Attachment:
+    def of(cls, decoder: PreTrainedModel, session: Session, only: threading.Thread | None = None) -> Attachment:
         """Of a decoder that is not switched yet."""
-        original = Original(str(decoder.config._attn_implementation))
-        return cls(session, original, name, weakref.ref(decoder), weakref.WeakSet(decoder.modules()))
+        original = Original(str(named_before(decoder.config._attn_implementation)))
+        return cls(session, original, weakref.ref(decoder), weakref.WeakSet(decoder.modules()), only)
 
     @property
     def decoder(self) -> PreTrainedModel | None:
         """The decoder, None where the model is gone."""
         return self._decoder()
 
+    @property
+    def serves(self) -> bool:
+        """Whether a forward that begins now, in this thread, runs through the session."""
+        return self.active and self.only in (None, threading.current_thread())
+
     def owns(self, module: torch.nn.Module) -> bool:
         """Whether the module belongs to the attached decoder; models built from one config share its functions."""
         return module in self._modules
 
     def is_decoder(self, module: torch.nn.Module) -> bool:
-        """Whether a hook speaks of the attached decoder, and not of a copy of it."""
-        return self.active and module is self._decoder()
+        """Whether a hook speaks of the attached decoder, and not of a shallow copy of it."""
+        return module is self._decoder()
+
+    def begin(self, name: str, switch: Switch) -> None:
+        """Take forwards from now on: the decoder is hooked and switched."""
+        global _bound
+        decoder = self.decoder
+        if decoder is not None:
+            self._modules = weakref.WeakSet(decoder.modules())
+        self.name, self.switch, self.active, self.overruled = name, switch, True, False
+        _bound = (*(ref for ref in _bound if ref() not in (None, self)), weakref.ref(self))
+
+    def end(self) -> None:
+        """Take no more forwards, and let the decoder go as soon as those that began have ended."""
+        with LOCK:
+            self.active = False
+            self._forget_lost(running=0)
+            self._settle()
+
+    def enter(self, forward: Forward) -> None:
+        """A forward of this thread begins; as the host's own, if it does not go through the session."""
+        with LOCK:
+            self._forget_lost(running=1)
+            forward.stock = forward.stock or not self.serves
+            if forward.stock and self.switch is None:
+                return
+            self._forwards.add(forward)
+        forward.outer = next(_open(), None)
+        _current.set(forward)
+
+    def leave(self) -> Forward | None:
+        """This thread's innermost forward ends. Returns it; None where it has none."""
+        forward = current(self)
+        if forward is not None:
+            forward.over = True
+            _current.set(next(_open(), None))
+            with LOCK:
+                self._forwards.discard(forward)
+                self._settle()
+        return forward
+
+    def _settle(self) -> None:
+        global _bound
+        if self.active:
+            return
+        if self.switch is not None and all(forward.stock for forward in self._forwards):
+            self.switch.release(self)
+            self.switch = None
+            _bound = tuple(ref for ref in _bound if ref() not in (None, self))
+        while self.hooks and not self._forwards:
+            self.hooks.pop().remove()
+
+    def _forget_lost(self, running: int) -> None:
+        """Torch calls no hook after a KeyboardInterrupt, and a thread may be gone: such forwards end here.
+
+        running: how many forwards of this thread are on the stack where none is lost.
+        """
+        here = threading.current_thread()
+        lost = [forward for forward in self._forwards if not forward.thread.is_alive()]
+        mine = [forward for forward in self._forwards if forward.thread is here]
+        if mine and _running(self.decoder) <= running:
+            lost += mine
+        for forward in lost:
+            forward.over, forward.cache = True, None
+            self._forwards.discard(forward)
 
 
 @frozen(eq=False)
@@ -68,22 +144,23 @@ class Progress:
     batch: int
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Forward:
-    """One forward of an attached decoder. masks: each compact mask of it, decoded once."""
+    """One forward of a decoder, as one attachment sees it.
 
-    owner: object
+    dense: why every layer of it stays with the host's attention; None if nothing is. stock: it does not go through this
+    session at all. aside: it may go through another's. over: it has ended.
+    """
+
+    owner: Attachment
     progress: Progress
     cache: Any = None
-    outer: Forward | None = None
-    masks: dict[int, tuple[Tensor, Compact]] = field(factory=dict)
-    rebuilt: dict[int, Any] = field(factory=dict)
-
-    def decoded(self, mask: Tensor) -> Compact:
-        """Layers share one tensor, so its identity is the key; holding it keeps the identity true."""
-        if id(mask) not in self.masks:
-            self.masks[id(mask)] = (mask, decode(mask))
-        return self.masks[id(mask)][1]
+    dense: str | None = None
+    stock: bool = False
+    aside: bool = False
+    over: bool = field(default=False, init=False)
+    outer: Forward | None = field(default=None, init=False)
+    thread: threading.Thread = field(factory=threading.current_thread, init=False)
 
 
 class Requests:
@@ -118,26 +195,44 @@ class Requests:
         return len(self._caches)
 
 
-def enter(forward: Forward) -> None:
-    """Make `forward` the current one of this context."""
-    forward.outer = _current.get()
-    _current.set(forward)
-
-
-def leave(owner: object) -> Forward | None:
-    """End the owner's current forward and return it; None where it has none."""
-    forward = current(owner)
-    if forward is not None:
-        _current.set(forward.outer)
-    return forward
-
-
-def current(owner: object) -> Forward | None:
+def current(owner: Attachment) -> Forward | None:
     """The innermost open forward of `owner` in this context."""
+    return next((forward for forward in _open() if forward.owner is owner), None)
+
+
+def serving(module: torch.nn.Module) -> Forward | None:
+    """The innermost open forward in this context of a decoder that the module belongs to."""
+    return next((forward for forward in _open() if not forward.aside and forward.owner.owns(module)), None)
+
+
+def owner_of(module: torch.nn.Module) -> Attachment | None:
+    """The attachment that takes the forwards of the module's decoder in this thread; None if nobody does."""
+    found = (attached for ref in _bound if (attached := ref()) is not None)
+    return next((attached for attached in found if attached.serves and attached.owns(module)), None)
+
+
+def is_stock() -> bool:
+    """Whether the innermost open forward in this context stays with the host's own attention throughout."""
+    forward = next((forward for forward in _open() if not forward.aside), None)
+    return forward is not None and (forward.stock or forward.dense is not None)
+
+
+def _open() -> Iterator[Forward]:
     forward = _current.get()
-    while forward is not None and forward.owner is not owner:
+    while forward is not None:
+        if not forward.over:
+            yield forward
         forward = forward.outer
-    return forward
+
+
+def _running(decoder: torch.nn.Module | None) -> int:
+    """How many forwards of the decoder are on this thread's stack."""
+    frame, count = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is decoder:
+            count += 1
+    return count
 
 
 def past_length(cache: Any) -> int:

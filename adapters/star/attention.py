@@ -15,10 +15,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError, UnsupportedCallError
 
-from ..huggingface.handle import PREFIX
 from ..huggingface.inspection import implementations
 from ..huggingface.original import Original
 from ..huggingface.reasons import HARMLESS, layer_of
+from ..huggingface.switch import STAR
 
 _numbers = itertools.count()
 
@@ -38,7 +38,7 @@ class Switch:
     """
 
     def __init__(self, decoder: PreTrainedModel) -> None:
-        self.decoder, self.name = decoder, f"{PREFIX}star_{next(_numbers)}"
+        self.decoder, self.name = decoder, f"{STAR}{next(_numbers)}"
         self.original = Original(str(decoder.config._attn_implementation))
         self._phase: Phase | None = None
         me = weakref.ref(self)

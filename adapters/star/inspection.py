@@ -15,8 +15,8 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 
 from ..huggingface.dry_run import TOKENS, TOLERANCE
-from ..huggingface.handle import PREFIX
 from ..huggingface.inspection import allowed_ids, check, find_decoder
+from ..huggingface.switch import PREFIX
 from .anchor import Keys
 from .attention import Switch
 

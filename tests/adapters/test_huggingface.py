@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.huggingface import attach, reasons
 from sparseprefill.adapters.session import session as sessions
+from torch.utils.checkpoint import checkpoint
 
 import sparseprefill as sp
 
@@ -115,19 +117,82 @@ def test_frozen_weights_need_no_no_grad(model: Any) -> None:
     assert handle.report().layers[0].mode == "sparse"
 
 
-@pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:.*use_cache.*")
-def test_gradient_checkpointing_trains_as_ever(model: Any) -> None:
-    def gradient() -> Any:
-        model.zero_grad()
-        model(hf_models.prompt(), labels=hf_models.prompt()).loss.backward()
-        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+def gradient(model: Any, *, through: Any = None) -> Any:
+    """Of the first layer's query weights. through: a checkpoint around the whole model."""
+    model.zero_grad()
+    ids = hf_models.prompt()
 
-    model.train().gradient_checkpointing_enable()
-    wanted = gradient()
-    with attach(model, "streaming", **STREAMING) as handle:
+    def loss(bias: Any) -> Any:
+        return model(inputs_embeds=model.get_input_embeddings()(ids) + bias, labels=ids, use_cache=False).loss
+
+    bias = torch.zeros((), requires_grad=True)
+    (loss(bias) if through is None else through(loss, bias)).backward()
+    return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:.*use_cache.*")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_trains_as_ever(model: Any, reentrant: bool, implementation: str) -> None:
+    """With reentrant checkpointing the first pass records no gradients, the second one does."""
+    model.set_attn_implementation(implementation)
+    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    wanted = gradient(model)
+    with attach(model, "streaming", gate=None, **STREAMING) as handle:
         assert model.training
-        torch.testing.assert_close(gradient(), wanted)
-    assert handle.report().fallbacks
+        torch.testing.assert_close(gradient(model), wanted)
+    assert reasons.TRAINING in handle.report().fallbacks
+    assert handle.report().layers[0].sparse_calls == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:.*use_cache.*")
+def test_checkpoints_of_ones_own_train_as_ever(model: Any) -> None:
+    """Around the whole model, which begins without gradients then; and around layers of a model in evaluation mode."""
+    model.train()
+    wanted = gradient(model)
+    whole = partial(checkpoint, use_reentrant=True)
+    with attach(model, "streaming", gate=None, **STREAMING) as handle:
+        torch.testing.assert_close(gradient(model, through=whole), wanted)
+        model.eval()
+        for layer in model.model.layers:
+            run = layer.forward
+            layer.forward = lambda x, run=run, **options: whole(partial(run, **options), x)
+        torch.testing.assert_close(gradient(model), wanted)
+    assert set(handle.report().fallbacks) == {reasons.TRAINING, reasons.GRADIENT, reasons.OUTSIDE}
+    assert handle.report().layers[0].sparse_calls == 0
+
+
+@torch.no_grad()
+def test_a_model_in_training_mode_runs_dense(model: Any) -> None:
+    wanted = logits(model.train())
+    with attach(model, "streaming", gate=None, **STREAMING) as handle:
+        assert torch.equal(logits(model), wanted)
+        model.eval().model.layers[1].train()
+        logits(model)
+    first, second = handle.report().layers
+    assert (first.sparse_calls, second.sparse_calls) == (1, 0)
+    assert first.reasons == {reasons.TRAINING: 1}
+    with (
+        attach(model.train(), "streaming", strict=True, **STREAMING),
+        pytest.raises(sp.UnsupportedCallError, match="eva"),
+    ):
+        logits(model)
+
+
+@torch.no_grad()
+def test_attention_weights_that_the_configuration_asks_for(model: Any) -> None:
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    ids = hf_models.prompt()
+    wanted = model(ids)
+    assert len(wanted.attentions) == 2
+    with attach(model, "streaming", gate=None, **STREAMING) as handle:
+        got = model(ids)
+        assert torch.equal(got.logits, wanted.logits)
+        assert all(torch.equal(a, b) for a, b in zip(got.attentions, wanted.attentions, strict=True))
+        assert handle.report().fallbacks == {reasons.WEIGHTS: 2}
+        model(ids, output_attentions=False)
+    assert handle.report().layers[0].sparse_calls == 1
 
 
 @torch.no_grad()

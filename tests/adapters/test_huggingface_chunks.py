@@ -66,6 +66,20 @@ def test_a_cache_that_the_model_made_goes_on_too() -> None:
         assert diary.seen[4:] == [(0, 80, 1), (1, 80, 2)], "a cropped cache begins anew"
 
 
+@torch.no_grad()
+def test_decoding_ends_a_prefill_even_if_it_is_taken_back() -> None:
+    """A cache that is cropped to where its prefill ended goes on with other tokens: that is another prefill."""
+    model, (pipeline, diary) = hf_models.build("llama"), with_diary()
+    ids = hf_models.prompt(96)
+    with attach(model, pipeline, gate=None):
+        cache = model(ids[:, :48], use_cache=True).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+        cache.crop(-1)
+        assert cache.get_seq_length() == 48
+        model(ids[:, 48:], past_key_values=cache)
+    assert diary.seen == [(0, 0, 1), (1, 0, 2), (0, 48, 1), (1, 48, 2)]
+
+
 @pytest.mark.parametrize("lefts", [(0,), (0, 0)])
 @torch.no_grad()
 def test_chunks_at_the_grain_change_nothing(lefts: tuple[int, ...]) -> None:

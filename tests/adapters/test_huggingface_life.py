@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import threading
 import weakref
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from sparseprefill.adapters.huggingface import attach, state
 from transformers import LlamaForCausalLM
 
@@ -65,12 +70,143 @@ def test_models_that_share_a_config(model: Any) -> None:
         attach(model, "dense")
 
 
-def test_copies_are_stock_models_before_and_after_detaching(model: Any) -> None:
+def rebuilt(model: Any) -> Any:
+    """Another model from a copy of the configuration."""
+    return transplanted(model, LlamaForCausalLM(copy.deepcopy(model.config)))
+
+
+def shallow(model: Any) -> Any:
+    """The same from a shallow copy, which shares what the configuration holds."""
+    return transplanted(model, LlamaForCausalLM(copy.copy(model.config)))
+
+
+def transplanted(model: Any, other: Any) -> Any:
+    other.load_state_dict(model.state_dict())
+    return other.eval()
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = [copy.deepcopy, pickled, saved, rebuilt, shallow]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("make", COPIES, ids=lambda make: make.__name__)
+def test_copies_are_stock_models_that_can_be_attached(model: Any, make: Any, implementation: str) -> None:
+    model.set_attn_implementation(implementation)
     wanted = logits(model)
-    with attach(model, "streaming", **STREAMING):
-        twin = copy.deepcopy(model)
-        torch.testing.assert_close(logits(twin), wanted)
-    torch.testing.assert_close(logits(twin), wanted)
+    notes = MappingProxyType({"mine": lambda: None})  # what cannot be pickled is not part of the model
+    with attach(model, "streaming", observe=lambda *_: notes, gate=None, **STREAMING) as handle:
+        sparse = logits(model)
+        twin = make(model)
+        assert torch.equal(logits(twin), wanted)
+        with attach(twin, "streaming", gate=None, **STREAMING) as other:
+            assert torch.equal(logits(twin), sparse)
+            assert torch.equal(logits(model), sparse)
+        assert torch.equal(logits(twin), wanted)
+        assert twin.config._attn_implementation == implementation
+        assert torch.equal(logits(model), sparse), "the copy leaves its model alone"
+    assert torch.equal(logits(twin), wanted)
+    assert torch.equal(logits(model), wanted)
+    assert handle.report().layers[0].sparse_calls == 3
+    assert other.report().layers[0].sparse_calls == 1
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_saved_model_does_not_name_us(model: Any, implementation: str, tmp_path: Path) -> None:
+    model.set_attn_implementation(implementation)
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "stock")
+    with attach(model, "streaming", gate=None, **STREAMING):
+        model.save_pretrained(tmp_path / "attached")
+        assert "sparseprefill" not in model.config.to_json_string(use_diff=False)
+    for file in sorted((tmp_path / "stock").glob("*.json")):
+        assert (tmp_path / "attached" / file.name).read_text() == file.read_text()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "attached", attn_implementation=implementation)
+    assert torch.equal(logits(loaded), wanted)
+
+
+def test_another_implementation_set_while_attached_stays(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model.set_attn_implementation("eager")
+    with attach(model, "streaming", gate=None, **STREAMING) as handle, caplog.at_level("WARNING", "sparseprefill"):
+        logits(model)
+        model.set_attn_implementation("sdpa")
+        stock = logits(model)
+        logits(model)
+        with pytest.raises(sp.AttachError, match="attached already"):
+            attach(model, "dense")
+        notes = handle.report().notes
+    assert [(text, count) for text, count in notes.items() if "'sdpa' after it was attached" in text and count == 2]
+    assert sum("after it was attached" in record.message for record in caplog.records) == 1
+    assert [layer.sparse_calls for layer in handle.report().layers] == [1, 1]
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(logits(model), stock)
+
+
+@torch.no_grad()
+def test_another_implementation_set_in_mid_forward(model: Any) -> None:
+    """The layers after that run it, with the mask that it wants."""
+    model.set_attn_implementation("eager")
+    inputs = hf_models.padded(60, (0, 9))
+    wanted = model(**inputs).logits
+
+    def choose(call: sp.AttentionCall, result: sp.Result) -> None:
+        model.set_attn_implementation("sdpa" if call.layer == 0 else "eager")
+
+    with attach(model, "dense", block=16, observe=choose, gate=None):
+        torch.testing.assert_close(
+            model(**inputs).logits[inputs["attention_mask"].bool()],
+            wanted[inputs["attention_mask"].bool()],
+            atol=2e-5,
+            rtol=1e-4,
+        )
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_handle_can_be_entered_again(model: Any) -> None:
+    stock, handle = logits(model), attach(model, "streaming", gate=None, **STREAMING)
+    with handle:
+        wanted = logits(model)
+    assert torch.equal(logits(model), stock)
+    model.set_attn_implementation("eager")
+    eager = logits(model)
+    with handle as again:
+        assert again is handle
+        assert handle.active
+        torch.testing.assert_close(logits(model), wanted, atol=2e-5, rtol=1e-4)
+        assert handle.report().implementation == "eager"
+    assert torch.equal(logits(model), eager)
+    assert [layer.sparse_calls for layer in handle.report().layers] == [2, 2]
+    with attach(model, "dense"), pytest.raises(sp.AttachError, match="attached already"), handle:
+        pass
+    assert torch.equal(logits(model), eager)
+
+
+def test_names_do_not_grow_with_attachments(model: Any) -> None:
+    def names() -> set[str]:
+        return {*transformers.AttentionInterface._global_mapping, *transformers.AttentionMaskInterface._global_mapping}
+
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with attach(model, "dense"):
+            pass
+    before, other = names(), hf_models.build("qwen3", seed=3)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        other.set_attn_implementation("eager")
+        for _ in range(3):
+            with attach(model, "dense"), attach(other, "streaming", **STREAMING):
+                pass
+    assert names() == before
 
 
 def test_a_dropped_model_takes_its_handle_along(model: Any) -> None:
