@@ -49,7 +49,7 @@ class AnchorEstimator:
         return None
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Anchor pass, then the stripes of each group; what they are worth against the anchor pass is left as priority."""
+        """Anchor pass, then the stripes of each group; their weight against the anchor pass is left as priority."""
         geometry, regions = call.geometry, self.regions
         region = regions.anchor(geometry)
         state = self.executor.accumulate(call, Plan(region))

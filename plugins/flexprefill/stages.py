@@ -45,7 +45,8 @@ class FlexEstimator:
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of every head, and stripes of those that are not query-aware.
 
-        Their scores are left as priority. Notes: `distance` ``[B, Hq]``, the Jensen-Shannon distance, and `query_aware`, bool ``[B, Hq]``.
+        Their scores are left as priority. Notes: `distance` ``[B, Hq]``, the Jensen-Shannon distance, and
+        `query_aware`, bool ``[B, Hq]``.
         """
         config, block = self.config, self.config.block
         least = -(-config.min_budget // block)

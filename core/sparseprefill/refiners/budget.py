@@ -74,11 +74,12 @@ class BudgetFloor(_Budget):
 class BudgetCeiling(_Budget):
     """Each query tile keeps at most `tiles` key tiles, or a `share` of those that it can see, rounded down.
 
-    The budget of a query tile is counted in keys: a key tile costs `tile_k` of them, a stripe one, and nothing in a tile
-    that is kept. The diagonal goes first and is never dropped, not even by a budget below it. Then come the first `sink`
-    key tiles, the `local` tiles before the diagonal, and the rest of the tiles and stripes, ranked together: by worth
-    per key in the estimator's scores (`Plan.priority`; NaN last), else the nearest first. What is left of a budget when
-    the next tile does not fit goes to the next stripes. A carry's region is computed already: its tiles count, and stay.
+    The budget of a query tile is counted in keys: a key tile costs `tile_k` of them, a stripe one, and nothing in a
+    tile that is kept. The diagonal goes first and is never dropped, not even by a budget below it. Then come the first
+    `sink` key tiles, the `local` tiles before the diagonal, and the rest of the tiles and stripes, ranked together: by
+    worth per key in the estimator's scores (`Plan.priority`; NaN last), else the nearest first. What is left of a
+    budget when the next tile does not fit goes to the next stripes. A carry's region is computed already: its tiles
+    count, and stay.
 
     Each query tile chooses its stripes for itself, so the plan that comes out has stripes by query tile, whatever
     groups shared them before: index memory of 4 bytes for each stripe of each query tile that the budget has room for.

@@ -134,7 +134,7 @@ class _Maker:
         return number, (number * self.per - geometry.first_tile(tile_q)[:, None]).clamp(min=0)
 
     def _places(self, groups: range) -> tuple[Tensor, Tensor]:
-        """Query tiles in the places of groups, int64 ``[B, n * slots]``; and bool ``[B, 1, n, slots]``, which hold one."""
+        """The query tile of each place, int64 ``[B, n * slots]``; and bool ``[B, 1, n, slots]``, which hold one."""
         geometry, tile_q = self.call.geometry, self.tiles.tile_q
         number, first = self._first(groups)
         row = first[..., None] + torch.arange(self.slots, device=geometry.device)

@@ -50,7 +50,7 @@ class UnionEstimator:
     parts: estimators, or pipelines, of which estimator and refiners run; a pipeline's executor and observers do not
     (give observers to the pipeline that holds the union). No pair is computed twice: of the parts that bring a carry
     the first keeps it, and the masks of all others, with the regions of their carries, lose the pairs of its region.
-    Probes unite, and of priorities the highest scores count; where two parts leave a note of one name, the first's does.
+    Probes unite, of priorities the highest scores count; where two parts leave a note of one name, the first's does.
     """
 
     parts: tuple[Pipeline | Route, ...] = field(converter=_parts)
