@@ -1,4 +1,4 @@
-"""What a ceiling leaves of each method's recall: `python -m helpers.ceilings` (from tests/) prints the table of docs."""
+"""What a ceiling leaves of each method's recall: `python -m helpers.ceilings`, run in tests, prints the docs' table."""
 
 from __future__ import annotations
 

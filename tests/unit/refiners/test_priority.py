@@ -14,6 +14,9 @@ from helpers.build import int32, make
 from helpers.ceilings import METHODS, SHARES, Trial
 from sparseprefill.mask.priority import BestOf, nearness
 
+POOLED = {"bfla": 0.65, "xattention": 0.75}
+"""Tiles by pooled scores, which are further from the truth than what is sampled exactly."""
+
 
 @cache
 def trial() -> Trial:
@@ -34,7 +37,7 @@ def test_recall_under_a_ceiling_grows_with_its_share_and_is_near_the_ideal(name:
     assert sorted(found) == found
     assert found[-1] <= alone + 1e-6
     for mine, best in zip(found, ideal, strict=True):
-        assert mine >= (0.8 if name == "bfla" else 0.9) * best, (found, ideal)
+        assert mine >= POOLED.get(name, 0.9) * best, (found, ideal)
 
 
 def test_vertical_slash_keeps_most_of_its_recall_at_a_share_of_three_tenths() -> None:
@@ -154,7 +157,7 @@ def test_the_diagonal_then_sinks_then_the_local_tiles_go_before_any_score() -> N
 
 
 def test_a_stripe_goes_before_a_tile_that_holds_more_at_a_higher_cost() -> None:
-    """Column 9 holds 0.2 of the attention, tile 3 0.4 over 8 keys: with room for 8 keys the columns win, with 9 both."""
+    """Column 9 holds 0.2 of the attention, tile 3 0.4 over 8 keys: with room for 8 the column wins, with 16 both fit."""
     call = make(64)
     keep = torch.zeros(64, dtype=torch.bool)
     keep[9] = True
