@@ -28,6 +28,7 @@ from sparseprefill.hookspecs import hookimpl
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.memory import Memory
 from sparseprefill.method import Method
 from sparseprefill.metrics import output_error, recall
@@ -37,7 +38,6 @@ from sparseprefill.plan import Carry, Plan, Result
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
 from sparseprefill.refiners.heads import GqaUnion
-from sparseprefill.refiners.priority import TilePriority
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.refiners.union import UnionEstimator
@@ -76,6 +76,8 @@ __all__ = [
     "Plan",
     "PluginLoadError",
     "PluginRecord",
+    "Priority",
+    "PriorityScores",
     "Profile",
     "RandomRescue",
     "ReferenceExecutor",
@@ -89,7 +91,6 @@ __all__ = [
     "SparsePrefillError",
     "StageError",
     "StrideRescue",
-    "TilePriority",
     "UnionEstimator",
     "UnknownMethodError",
     "UnsupportedCallError",

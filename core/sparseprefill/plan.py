@@ -14,6 +14,7 @@ from sparseprefill.errors import MaskError, ParameterError
 from sparseprefill.mask.count import share
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import Priority
 from sparseprefill.softmax import SoftmaxState
 
 
@@ -64,14 +65,17 @@ class Plan:
     the mask when it is first read: dense attention needs none to run.
     carry: real output made on the way, or None.
     probe: bool ``[B, Hq]``, heads whose attention mass per tile of the mask is wanted in `Result.probe`, or None.
+    priority: what tiles and columns are worth by the estimator's own scores, for refiners that must choose, or None.
     notes: evidence that a method keeps for its own observer.
 
-    Raises MaskError, naming the field, for a mask that is none, a carry of another call, or a probe of other heads.
+    Raises MaskError, naming the field, for a mask that is none, a carry of another call, a probe of other heads, or a
+    priority that is none.
     """
 
     _mask: SparseMask | Callable[[], SparseMask]
     carry: Carry | None = None
     probe: Tensor | None = field(default=None, kw_only=True)
+    priority: Priority | None = field(default=None, kw_only=True)
     notes: Mapping[str, Any] = field(default=EMPTY, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -92,6 +96,8 @@ class Plan:
             if self.probe.dtype != torch.bool or tuple(self.probe.shape) != wanted:
                 given = f"{self.probe.dtype} {tuple(self.probe.shape)}"
                 raise MaskError(f"Plan.probe is {given}: pass a bool tensor [B, Hq] = {wanted}")
+        if self.priority is not None:
+            _check("Plan.priority", self.priority, Priority)
 
     @cached_property
     def mask(self) -> SparseMask:

@@ -17,6 +17,7 @@ from sparseprefill.plan import Carry, Plan
 from . import identify
 from .layout import workspace
 from .regions import Regions
+from .worth import AnchorPriority
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -48,7 +49,7 @@ class AnchorEstimator:
         return None
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Anchor pass, then the stripes of each group."""
+        """Anchor pass, then the stripes of each group; their weight against the anchor pass is left as priority."""
         geometry, regions = call.geometry, self.regions
         region = regions.anchor(geometry)
         state = self.executor.accumulate(call, Plan(region))
@@ -60,7 +61,7 @@ class AnchorEstimator:
             stripes=self._stripes(call, state.m),
             disjoint=True,
         )
-        return Plan(mask, Carry(state, region))
+        return Plan(mask, Carry(state, region), priority=AnchorPriority(regions, state.m, state.l))
 
     def workspace(self, call: AttentionCall) -> int:
         """Bytes that `estimate` asks for on a CUDA device, what its plan keeps included: an upper bound."""

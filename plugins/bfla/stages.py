@@ -11,11 +11,11 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.mask.geometry import reachable_map, regrid
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.heads import GqaUnion
-from sparseprefill.refiners.priority import NOTE, TilePriority
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.statistics.select import top_mass
 
@@ -50,12 +50,11 @@ class BflaEstimator:
         return default_workspace(call, self.tile)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Tiles of the blocks that reach the mass; the blocks' shares are left as priorities."""
+        """Tiles of the blocks that reach the mass; the blocks' shares are left as priority."""
         softcap = call.softcap if self.mean else None
         keep, mass = kept_tiles(call, self.block, self.group, self._alpha(call), softcap, self.keep_mass, self.tile)
-        return Plan(
-            SparseMask.from_tiles(call, keep, self.tile), notes={NOTE: TilePriority(mass, self.block, self.block)}
-        )
+        priority = PriorityScores(tiles=mass, tile_q=self.block, tile_k=self.block)
+        return Plan(SparseMask.from_tiles(call, keep, self.tile), priority=priority)
 
     def _alpha(self, call: AttentionCall) -> float:
         return call.softmax_scale / self.group if self.mean else call.softmax_scale

@@ -8,11 +8,14 @@ import torch
 from attrs import frozen
 
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import PriorityScores, nearness
 from sparseprefill.parts.workspace import ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
@@ -52,7 +55,7 @@ class StreamingEstimator:
         return ranges_workspace(call, self.block, self._width(call))
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Two ranges of tiles per query tile."""
+        """Two ranges of tiles per query tile; having no scores, it leaves `nearness` as priority."""
         geometry, block = call.geometry, self.block
         tile = geometry.tiles(block)
         behind = torch.where(tile >= 0, tile + 1, 0).clamp(max=geometry.tile_columns(block))
@@ -60,7 +63,11 @@ class StreamingEstimator:
         sinks = behind.clamp(max=-(-self.sink // block))
         first = torch.stack([torch.zeros_like(near), torch.maximum(near, sinks)], -1)
         last = torch.stack([sinks, behind], -1)
-        return Plan(SparseMask.from_ranges(call, first, last, self._width(call), block))
+        mask = SparseMask.from_ranges(call, first, last, self._width(call), block)
+        return Plan(mask, priority=PriorityScores(tiles=self._nearness, tile_q=block, tile_k=block))
+
+    def _nearness(self, call: AttentionCall) -> Tensor:
+        return nearness(call, -(-self.sink // self.block), self.block)
 
     def _width(self, call: AttentionCall) -> int:
         tiles = -(-self.sink // self.block) + -(-self.window // self.block) + 1

@@ -8,12 +8,12 @@ from attrs import frozen
 
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Plan
 from sparseprefill.statistics.slashes import vertical_slash
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
+    from sparseprefill.plan import Plan
     from sparseprefill.stages import HeadScope
 
     from .config import VerticalSlashConfig
@@ -35,8 +35,8 @@ class VerticalSlashEstimator:
         return default_workspace(call, self.block)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Columns and diagonals whose mass reaches gamma."""
-        return Plan(vertical_slash(call, self.gamma, self.block))
+        """Columns and diagonals whose mass reaches gamma; their mass is left as priority."""
+        return vertical_slash(call, self.gamma, self.block)
 
 
 def pipeline(config: VerticalSlashConfig) -> Pipeline:

@@ -43,6 +43,15 @@ def scores(call: AttentionCall, queries: Tensor, keys: Tensor, seen: Tensor) -> 
     return attention.masked_fill_(hidden, 0.0)
 
 
+def tile_scores(call: AttentionCall, keys: Tensor, block: int) -> Tensor:
+    """``[B, Hq, R, C]``: the scores of all query tiles, in plain PyTorch on any device."""
+    geometry = call.geometry
+    queries, seen = tile_mean(call.q, geometry, block), reachable_map(geometry, block, block)
+    size = max(1, AT_ONCE // (geometry.batch * geometry.heads * keys.shape[2]))
+    parts = zip(queries.split(size, 2), seen.split(size, 1), strict=True)
+    return torch.cat([scores(call, q, keys, s) for q, s in parts], 2)
+
+
 def query_aware_tiles(call: AttentionCall, keys: Tensor, config: FlexConfig, least: int, most: int | None) -> Tensor:
     """bool ``[B, Hq, R, C]``: the fewest tiles that reach gamma, between `least` and `most` per query tile."""
     geometry, block = call.geometry, config.block

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from attrs import frozen
 
+from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.pooled import key_tile_mean
 from sparseprefill.statistics.sampled import last_rows, sampled_mass
 from sparseprefill.statistics.select import top_mass
-from sparseprefill.statistics.slashes import columns_and_diagonals, slash_tiles
+from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 
 from .config import FlexConfig
 from .pattern import distance
-from .pooled import query_aware_tiles
+from .pooled import query_aware_tiles, tile_scores
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
@@ -41,7 +45,8 @@ class FlexEstimator:
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of every head, and stripes of those that are not query-aware.
 
-        Notes: `distance` ``[B, Hq]``, the Jensen-Shannon distance in nats, and `query_aware`, bool ``[B, Hq]``.
+        Their scores are left as priority. Notes: `distance` ``[B, Hq]``, the Jensen-Shannon distance in nats, and
+        `query_aware`, bool ``[B, Hq]``.
         """
         config, block = self.config, self.config.block
         least = -(-config.min_budget // block)
@@ -57,7 +62,33 @@ class FlexEstimator:
         tiles = slash_tiles(call.geometry, slashes, block, exclude=(aware, queries))
         # The first tile of every row too, as the paper's kernels keep it.
         mask = columns_and_diagonals(call, tiles, columns, block, exclude=aware, sink=1)
-        return Plan(mask, notes={"distance": far, "query_aware": aware})
+        priority = FlexPriority(aware, SampledPriority(mass, real, block), config)
+        return Plan(mask, priority=priority, notes={"distance": far, "query_aware": aware})
+
+
+@frozen(eq=False)
+class FlexPriority(Priority):
+    """Shares of the sampled attention, and of pooled attention for the tiles of query-aware heads.
+
+    aware: bool ``[B, Hq]``. The pooled scores are made again where somebody asks for them.
+    """
+
+    aware: Tensor
+    sampled: SampledPriority
+    config: FlexConfig
+
+    def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
+        """See `Priority`."""
+        block = self.config.block
+        pooled = PriorityScores(tiles=self._pooled, tile_q=block, tile_k=block).tile_scores(call, tile_q, tile_k)
+        return torch.where(self.aware[..., None, None], pooled, self.sampled.tile_scores(call, tile_q, tile_k))
+
+    def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
+        """See `Priority`."""
+        return self.sampled.column_scores(call, position, heads)
+
+    def _pooled(self, call: AttentionCall) -> Tensor:
+        return tile_scores(call, key_tile_mean(call, self.config.block), self.config.block)
 
 
 def pipeline(config: FlexConfig) -> Pipeline:

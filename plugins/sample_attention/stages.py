@@ -14,7 +14,7 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.sampled import sampled_mass
 from sparseprefill.statistics.select import top_mass
-from sparseprefill.statistics.slashes import slash_tiles
+from sparseprefill.statistics.slashes import SampledPriority, slash_tiles
 
 from .cra import SAMPLED, Sampled
 from .samples import Samples
@@ -46,18 +46,21 @@ class SampleEstimator:
         return default_workspace(call, self.block)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Tiles of columns and diagonals; `Plan.notes` keeps what `cra` needs."""
+        """Tiles of columns and diagonals; `Plan.notes` keeps what `cra` needs, the mass is left as priority."""
         samples = Samples.of(call.geometry, self.block, self.chunk_n)
         mass = sampled_mass(call, samples.rows, samples.real, self.block, column=self.block, until=samples.until)
         columns, slashes = top_mass(mass.columns, self.alpha_c), top_mass(mass.slashes, self.alpha_s)
-        part = samples.part
+        part, speaks = samples.part, samples.part
         if self.extend == "union":
             columns, slashes, part = columns.any(2, keepdim=True), slashes.any(2, keepdim=True), torch.zeros_like(part)
+            speaks = None
         keep = slash_tiles(call.geometry, slashes, self.block, part, columns)
         notes = Sampled(samples.rows.flatten(1), samples.real.flatten(1), mass.lse.flatten(2))
         # The first tile of every row is kept as well as the diagonal one.
         tiles = TileMap(geometry=call.geometry, tile_q=self.block, tile_k=self.block, keep=keep, band=0, sink=1)
-        return Plan(SparseMask(call.geometry, self.block, self.block, tiles), notes={SAMPLED: notes})
+        priority = SampledPriority(mass, samples.real, self.block, column=self.block, part=speaks, by_column=True)
+        mask = SparseMask(call.geometry, self.block, self.block, tiles)
+        return Plan(mask, priority=priority, notes={SAMPLED: notes})
 
 
 def pipeline(config: SampleConfig) -> Pipeline:

@@ -15,7 +15,7 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
 from sparseprefill.statistics.select import top_mass
-from sparseprefill.statistics.slashes import columns_and_diagonals, slash_tiles
+from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 
 from . import mean_qk, scores
 from .config import SINGLE, ShareConfig
@@ -87,7 +87,7 @@ class ShareEstimator:
             self.clusters.table.check_model(model)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """One sample of the last queries serves the tests and vertical-slash alike."""
+        """One sample of the last queries serves the tests, vertical-slash, and the plan's priority alike."""
         config, geometry = self.config, call.geometry
         rows, real = last_rows(call, config.block)
         mass = sampled_mass(call, rows, real, config.block)
@@ -95,16 +95,17 @@ class ShareEstimator:
         heads = self.clusters.layer(call.layer, geometry.heads, call.first_head)
         pivots = earlier(call, memory)
         if pivots is None and not heads.open:
-            return Plan(
-                columns_and_diagonals(call, slash_tiles(geometry, slashes, config.block), stripes, config.block)
-            )
+            tiles = slash_tiles(geometry, slashes, config.block)
+            mask = columns_and_diagonals(call, tiles, stripes, config.block)
+            return Plan(mask, priority=SampledPriority(mass, real, config.block))
         choice = self._choice(call, mass, rows, real, heads, pivots)
         tiles = pattern_tiles(geometry, slashes, config.block, choice, heads, pivots)
         mask = columns_and_diagonals(call, tiles, stripes, config.block, exclude=choice.either)
+        priority = SampledPriority(mass, real, config.block, by_column=choice.either)
         if not heads.open:
-            return Plan(mask)
+            return Plan(mask, priority=priority)
         probe = choice.dense if config.block_score == "mass" else None
-        return Plan(mask, probe=probe, notes={KEY: Evidence(heads, choice, mask)})
+        return Plan(mask, probe=probe, priority=priority, notes={KEY: Evidence(heads, choice, mask)})
 
     def _choice(
         self, call: AttentionCall, mass: SampledMass, rows: Tensor, real: Tensor, heads: LayerHeads,

@@ -19,6 +19,7 @@ from .blocks import Blocks
 from .scatter import Places
 from .sizes import Rule
 from .tiles import star_mask
+from .worth import StarPriority
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -79,14 +80,16 @@ class StarEstimator:
         geometry, tile = call.geometry, self.rule.tile
         sizes = self.rule.sizes(geometry)
         if self.inner is None:
-            return Plan(star_mask(geometry, sizes, tile))
+            return Plan(star_mask(geometry, sizes, tile), priority=StarPriority(self.rule))
         blocks = Blocks.of(call, sizes, tile)
         plan = self.inner.plan(blocks.call, Memory())
         places = Places.of(geometry, blocks, sizes, tile)
         mask = places.mask(plan.mask, dense=sizes.phases)
+        priority = StarPriority(self.rule, plan.priority)
         if plan.carry is None:
-            return Plan(mask)
-        return Plan(mask, Carry(places.state(plan.carry.state), places.mask(plan.carry.region, dense=False)))
+            return Plan(mask, priority=priority)
+        carry = Carry(places.state(plan.carry.state), places.mask(plan.carry.region, dense=False))
+        return Plan(mask, carry, priority=priority)
 
 
 def pipeline(config: StarConfig) -> Pipeline:

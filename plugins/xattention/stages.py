@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
@@ -45,30 +48,42 @@ class AntidiagonalEstimator:
         return default_workspace(call, self.block) + scores_workspace(call, self.stride, self.block)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Tiles by score, the row's own tile, and the first."""
+        """Tiles by score, the row's own tile, and the first; the scores are left as priority."""
         if self.threshold >= 1.0:
-            return Plan(SparseMask.full(call, self.block))
-        keep = kept_tiles(call, self.stride, self.block, self.threshold)
+            return Plan(SparseMask.full(call, self.block), priority=self._priority(partial(self._shares, None)))
+        scores = all_scores(call, self.stride, self.block)
+        keep = top_mass(scores, self.threshold)
         if self.sink:
             keep[..., 0] = True
-        return Plan(SparseMask.from_tiles(call, keep, self.block))
+        return Plan(
+            SparseMask.from_tiles(call, keep, self.block), priority=self._priority(partial(self._shares, scores))
+        )
+
+    def _priority(self, tiles: Callable[[AttentionCall], Tensor]) -> PriorityScores:
+        return PriorityScores(tiles=tiles, tile_q=self.block, tile_k=self.block)
+
+    def _shares(self, scores: Tensor | None, call: AttentionCall) -> Tensor:
+        """Scores as shares of their query tile's: they sum up to its groups."""
+        scores = all_scores(call, self.stride, self.block) if scores is None else scores
+        return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def kept_tiles(call: AttentionCall, stride: int, block: int, threshold: float) -> Tensor:
-    """bool ``[B, Hq, R, C]``: the fewest key tiles of each query tile that reach the threshold."""
+def all_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
+    """``[B, Hq, R, C]``: scores of all key tiles, 0 for those of the future; see `scores.tile_scores`."""
     if kernels.serve(call.q):
         from sparseprefill.kernels.groups.launch import supported
 
         if supported(call, block, stride):
             from . import launch
 
-            return top_mass(launch.tile_scores(call, stride, block), threshold)
+            return launch.tile_scores(call, stride, block)
     geometry = call.geometry
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     shape = (geometry.batch, geometry.heads, geometry.tile_rows(block), geometry.tile_columns(block))
-    keep = torch.zeros(shape, dtype=torch.bool, device=geometry.device)
+    every = torch.zeros(shape, dtype=dtype, device=geometry.device)
     for rows, scores in tile_scores(call, stride, block):
-        keep[:, :, rows, : scores.shape[3]] = top_mass(scores, threshold)
-    return keep
+        every[:, :, rows, : scores.shape[3]] = scores
+    return every
 
 
 def pipeline(config: XConfig) -> Pipeline:

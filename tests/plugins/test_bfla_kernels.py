@@ -13,7 +13,7 @@ from sparseprefill.plugins.bfla.scores import block_scores
 from sparseprefill.plugins.bfla.stages import capped, keep_blocks
 
 from kernels.groups import CUDA, DTYPES, SMALL, TMA, grouped_calls, make, small_settings
-from sparseprefill import AttentionCall, SparseMask, build
+from sparseprefill import AttentionCall, PriorityScores, SparseMask, build
 from sparseprefill.mask.geometry import reachable_map, regrid
 
 # numpy, which the interpreter computes with, warns of the infinities and NaNs that belong here
@@ -67,7 +67,8 @@ def test_the_mask_is_that_of_plain_pytorch(length: int, monkeypatch: pytest.Monk
     keep, mass = launch.kept_tiles(call, 32, 8, call.softmax_scale / 8, None, 0.7, 16)
     plan = expected.estimate(AttentionCall(call.q.cpu(), call.k.cpu(), call.v.cpu()), None)  # type: ignore[arg-type]
     assert torch.equal(plan.mask.to_dense(), SparseMask.from_tiles(call, keep, 16).to_dense().cpu())
-    torch.testing.assert_close(plan.notes["tile-priority"].scores, mass.cpu(), rtol=1e-4, atol=1e-5)
+    assert isinstance(plan.priority, PriorityScores)
+    torch.testing.assert_close(plan.priority.tiles, mass.cpu(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -62,6 +62,16 @@ def budget(refiner: type[sp.BudgetFloor | sp.BudgetCeiling], share: float) -> Ca
     return build
 
 
+def capped(build: Callable[..., sp.Pipeline]) -> Callable[..., sp.Pipeline]:
+    """A hybrid under a ceiling of four tenths, which ranks by the scores of both its methods."""
+
+    def build_capped(full: bool = False) -> sp.Pipeline:
+        made = build(full)
+        return evolve(made, refiners=(*made.refiners, sp.BudgetCeiling(share=1.0 if full else 0.4)))
+
+    return build_capped
+
+
 HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
     "share-prefill + rescue": refined("share-prefill", sp.LocalBand(1), sp.Sink(1), sp.StrideRescue(3)),
     "anchor-attention + sample-attention": stripes_and_slashes("sample-attention"),
@@ -71,6 +81,8 @@ HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
     "vertical-slash in star-attention": star_around("vertical-slash"),
     "budget floor": budget(sp.BudgetFloor, 0.5),
     "budget ceiling": budget(sp.BudgetCeiling, 0.5),
+    "vertical-slash + ceiling": capped(stripes_and_slashes("vertical-slash")),
+    "vertical-slash in star-attention + ceiling": capped(star_around("vertical-slash")),
     **{f"{name} + dense rows": refined(name, sp.DenseRows(20)) for name in METHODS},
 }
 

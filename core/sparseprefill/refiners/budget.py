@@ -11,10 +11,11 @@ from torch import Tensor
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.mask.geometry import diagonal_map, reachable_map
-from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.refiners.priority import TOP, highest, priority
+from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.refiners.fit import Tiles, fitted
+from sparseprefill.refiners.priority import TOP, highest, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
 
@@ -41,13 +42,17 @@ class _Budget:
         """The budget per query tile before rounding, of those that can see `seen` key tiles."""
         return seen.double() * self.share if self.share is not None else torch.full_like(seen, self.tiles or 0).double()
 
+    def _most(self, columns: int) -> int:
+        """The largest budget of a query tile, in key tiles of which there are so many; known on the host."""
+        return math.floor(columns * self.share) if self.share is not None else min(self.tiles or 0, columns)
+
 
 @frozen(kw_only=True)
 class BudgetFloor(_Budget):
     """Each query tile keeps at least `tiles` key tiles, or a `share` of those that it can see, rounded up.
 
-    What is missing comes by priority: that which the estimator left as a `TilePriority` in the plan's notes, else the
-    nearest first. Tiles of a carry's region count; stripes do not, so that the floor holds whatever they cover.
+    What is missing comes by the estimator's scores (`Plan.priority`), else the nearest first. Tiles of a carry's region
+    count; stripes do not, so that the floor holds whatever they cover.
     """
 
     grain: ClassVar[int] = 1
@@ -61,7 +66,7 @@ class BudgetFloor(_Budget):
         if plan.carry is not None:
             have = have | plan.carry.region.tiles_on(*grid)
         wanted = torch.ceil(self._exact(reach.sum(-1))).to(torch.int64)
-        added = highest(priority(plan, geometry, *grid), reach & ~have, wanted - have.sum(-1))
+        added = highest(tile_worth(plan, call, *grid), reach & ~have, wanted - have.sum(-1))
         return plan.widen(SparseMask.from_rules(call, grid, keep=added))
 
 
@@ -69,12 +74,15 @@ class BudgetFloor(_Budget):
 class BudgetCeiling(_Budget):
     """Each query tile keeps at most `tiles` key tiles, or a `share` of those that it can see, rounded down.
 
-    The diagonal goes first and is never dropped, not even by a budget below it. Then come the first `sink` key tiles,
-    the `local` tiles before the diagonal, and the rest by priority: that which the estimator left as a `TilePriority`
-    in the plan's notes, else the nearest first. A carry's region is computed already: it counts, and stays.
+    The budget of a query tile is counted in keys: a key tile costs `tile_k` of them, a stripe one, and nothing in a
+    tile that is kept. The diagonal goes first and is never dropped, not even by a budget below it. Then come the first
+    `sink` key tiles, the `local` tiles before the diagonal, and the rest of the tiles and stripes, ranked together: by
+    worth per key in the estimator's scores (`Plan.priority`; NaN last), else the nearest first. What is left of a
+    budget when the next tile does not fit goes to the next stripes. A carry's region is computed already: its tiles
+    count, and stay.
 
-    A stripe costs one key, ``1 / tile_k`` of a tile. Tiles go before stripes; a group of query tiles keeps as many of
-    its stripes, the nearest first, as its most loaded tile has room for.
+    Each query tile chooses its stripes for itself, so the plan that comes out has stripes by query tile, whatever
+    groups shared them before: index memory of 4 bytes for each stripe of each query tile that the budget has room for.
     """
 
     sink: int = field(default=1, validator=whole(0))
@@ -82,33 +90,41 @@ class BudgetCeiling(_Budget):
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
 
+    def workspace(self, call: AttentionCall) -> int:
+        """Maps of tiles, and lists of the stripes that budgets have room for."""
+        geometry, tile = call.geometry, 128
+        rows, columns = geometry.tile_rows(tile), geometry.tile_columns(tile)
+        return default_workspace(call) + geometry.batch * geometry.heads * rows * self._most(columns) * tile * 4
+
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
-        """Drops the tiles of lowest priority, and stripes that do not fit."""
+        """Drops the tiles and stripes of lowest priority."""
         geometry, mask, grid = call.geometry, plan.mask, _grid(plan)
-        budget = torch.floor(self._exact(reachable_map(geometry, *grid)[:, None].sum(-1))).to(torch.int64)
-        own = (diagonal_map(geometry, *grid) & reachable_map(geometry, *grid))[:, None]
+        reach = reachable_map(geometry, *grid)[:, None]
+        budget = torch.floor(self._exact(reach.sum(-1))).to(torch.int64)
+        diagonal = own = diagonal_map(geometry, *grid)[:, None] & reach
+        free = reach & ~diagonal
         if plan.carry is not None:
             region = plan.carry.region.tiles_on(*grid)
-            own, budget = own & ~region, budget - region.sum(-1)
-        scores = self._scores(priority(plan, geometry, *grid), own, geometry, grid)
-        candidates = mask.tiles_on(*grid) | own
-        kept = highest(scores, candidates, budget) | own
-        spare = (budget - kept.sum(-1)).clamp(min=0) * grid[1]
-        group = mask.group_rows // grid[0]
-        stripes = None if mask.stripes is None else IndexLists.from_map(_nearest_stripes(mask, spare, grid[0]))
-        tiles = TileMap(geometry=geometry, tile_q=grid[0], tile_k=grid[1], keep=kept)
-        narrow = evolve(mask, tile_q=grid[0], tile_k=grid[1], tiles=tiles, group=group, stripes=stripes, disjoint=False)
+            own, free, budget = own & ~region, free & ~region, budget - region.sum(-1)
+        scores = self._scores(tile_worth(plan, call, *grid), geometry, grid)
+        wanted, budget = mask.tiles_on(*grid) & ~own, budget - own.sum(-1)
+        if mask.stripes is None:
+            kept, stripes = highest(scores, wanted, budget), None
+        else:
+            tiles = Tiles(*grid, wanted, free, scores, budget * grid[1])
+            kept, stripes = fitted(call, plan, tiles, self._most(geometry.tile_columns(grid[1])) * grid[1])
+        chosen = TileMap(geometry=geometry, tile_q=grid[0], tile_k=grid[1], keep=kept | own)
+        narrow = SparseMask(geometry, *grid, chosen, 1, stripes, disjoint=True)
         if plan.carry is not None and plan.carry.region.stripes is not None:
             narrow = narrow - plan.carry.region  # a diagonal tile that was added may hold its stripes
         return evolve(plan, mask=narrow)
 
-    def _scores(self, scores: Tensor, own: Tensor, geometry: Geometry, grid: tuple[int, int]) -> Tensor:
+    def _scores(self, scores: Tensor, geometry: Geometry, grid: tuple[int, int]) -> Tensor:
         column = torch.arange(geometry.tile_columns(grid[1]), device=geometry.device)
         first = torch.div(geometry.tiles(grid[0]) * grid[0], grid[1], rounding_mode="floor")[:, None, :, None]
         near = (column < first) & (column >= first - self.local)
         scores = torch.where(near, 2 * TOP, scores)
-        scores = torch.where(column < self.sink, 4 * TOP, scores)
-        return torch.where(own, 8 * TOP, scores)
+        return torch.where(column < self.sink, 4 * TOP, scores)
 
 
 def _grid(plan: Plan) -> tuple[int, int]:
@@ -118,20 +134,3 @@ def _grid(plan: Plan) -> tuple[int, int]:
         return mask.tile_q, mask.tile_k
     region = plan.carry.region
     return math.gcd(mask.tile_q, region.tile_q), math.gcd(mask.tile_k, region.tile_k)
-
-
-def _nearest_stripes(mask: SparseMask, spare: Tensor, tile_q: int) -> Tensor:
-    """bool ``[B, Hq, G, Nkv]``: of each group's stripes the nearest, as many as each of its tiles has keys to spare."""
-    geometry, rows = mask.geometry, mask.group_rows
-    tile = geometry.tiles(tile_q)
-    first, behind = geometry.first_position(), geometry.key_counts()
-    low = torch.maximum(tile * tile_q, first[:, None].clamp(min=0))
-    high = torch.minimum((tile + 1) * tile_q, torch.minimum(first + geometry.q_len, behind)[:, None])
-    spare = torch.where((low < high)[:, None], spare, geometry.kv_len)
-    group = torch.div(tile * tile_q, rows, rounding_mode="floor") - geometry.first_tile(rows)[:, None]
-    room = torch.full((*spare.shape[:2], geometry.tile_rows(rows)), geometry.kv_len, device=spare.device)
-    room.scatter_reduce_(2, group.clamp(0, room.shape[2] - 1)[:, None].expand_as(spare), spare, "amin")
-    end = (geometry.tiles(rows) + 1)[:, None, :, None] * rows
-    keep = mask.stripe_map() & (torch.arange(geometry.kv_len, device=spare.device) < end)
-    rank = keep.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
-    return keep & (rank <= room[..., None])

@@ -1,52 +1,39 @@
-"""Which tiles matter most, as an estimator may leave it for the budgets."""
+"""Rank tiles and columns by the priority that an estimator left in its plan."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.mask.geometry import regrid
-
 if TYPE_CHECKING:
-    from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.call import AttentionCall
     from sparseprefill.plan import Plan
 
-NOTE = "tile-priority"
-"""Key in `Plan.notes` under which an estimator leaves a TilePriority."""
 TOP = torch.finfo(torch.float32).max / 8
-"""Scores are clamped to it, which leaves room above for tiles that go before any score."""
+"""Scores are clamped to it, which leaves room above for tiles that go before any score, and below for NaN."""
 
 
-@frozen(eq=False)
-class TilePriority:
-    """Scores of tiles; more is more important.
-
-    scores: float ``[B, Hq, R, C]`` for the query tiles of the call, of `tile_q` tokens, and the key tiles of `tile_k`.
-    A tile of another grid takes the score at its first query and first key.
-    """
-
-    scores: Tensor
-    tile_q: int
-    tile_k: int
-
-    def on(self, geometry: Geometry, tile_q: int, tile_k: int) -> Tensor:
-        """The scores on another grid."""
-        rows = regrid(geometry, self.scores, self.tile_q, tile_q)
-        column = torch.arange(geometry.tile_columns(tile_k), device=geometry.device) * tile_k // self.tile_k
-        return rows[..., column.clamp(max=rows.shape[3] - 1)]
-
-
-def priority(plan: Plan, geometry: Geometry, tile_q: int, tile_k: int) -> Tensor:
+def tile_worth(plan: Plan, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
     """Finite scores broadcastable to ``[B, Hq, R, C]``: the estimator's, or the nearer to the diagonal the higher."""
-    left = plan.notes.get(NOTE)
-    if isinstance(left, TilePriority):
-        scores = left.on(geometry, tile_q, tile_k)
-        scores = scores if scores.dtype == torch.float64 else scores.float()
-        return torch.nan_to_num(scores, nan=0.0).clamp(-TOP, TOP)
-    return torch.arange(geometry.tile_columns(tile_k), device=geometry.device, dtype=torch.float32)[None, None, None]
+    if plan.priority is not None:
+        return _finite(plan.priority.tile_scores(call, tile_q, tile_k))
+    first = torch.arange(call.geometry.tile_columns(tile_k), device=call.geometry.device) * tile_k
+    return first.float()[None, None, None]
+
+
+def column_worth(plan: Plan, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
+    """Finite scores broadcastable to ``[B, h, n, Nkv]``, alike; see `Priority.column_scores` for the arguments."""
+    if plan.priority is not None:
+        return _finite(plan.priority.column_scores(call, position, heads))
+    return torch.arange(call.kv_len, device=call.geometry.device).float()[None, None, None]
+
+
+def _finite(scores: Tensor) -> Tensor:
+    """Scores that can be compared, NaN below all others."""
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    return torch.where(scores.isnan(), -2 * TOP, scores.clamp(-TOP, TOP))
 
 
 def highest(scores: Tensor, candidates: Tensor, number: Tensor, entries: int = 1 << 23) -> Tensor:
@@ -58,12 +45,20 @@ def highest(scores: Tensor, candidates: Tensor, number: Tensor, entries: int = 1
     step = max(1, entries // (batch * heads * columns))
     scores, number = scores.expand(candidates.shape), number.expand(batch, heads, rows)
     parts = zip(scores.split(step, 2), candidates.split(step, 2), number.split(step, 2), strict=True)
-    return torch.cat([_highest(*part) for part in parts], 2)
+    return torch.cat([first_of(descending(*part[:2])[1], part[2], part[1]) for part in parts], 2)
 
 
-def _highest(scores: Tensor, candidates: Tensor, number: Tensor) -> Tensor:
+def descending(scores: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores in descending order and their index int64, over the last dimension: ties to the later entry.
+
+    What is no candidate comes last, with -inf.
+    """
     ordered = torch.where(candidates, scores, -torch.inf).flip(-1)
-    order = torch.sort(ordered, dim=-1, descending=True, stable=True).indices
+    values, order = torch.sort(ordered, dim=-1, descending=True, stable=True)
+    return values, order.shape[-1] - 1 - order
+
+
+def first_of(order: Tensor, number: Tensor, candidates: Tensor) -> Tensor:
+    """bool like `candidates` ``[..., C]``: those among the first `number` ``[...]`` of an order."""
     chosen = torch.arange(order.shape[-1], device=order.device) < number[..., None]
-    picked = torch.zeros_like(candidates, memory_format=torch.contiguous_format).scatter_(-1, order, chosen)
-    return picked.flip(-1) & candidates
+    return torch.zeros_like(candidates, memory_format=torch.contiguous_format).scatter_(-1, order, chosen) & candidates

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from sparseprefill.errors import ParameterError
+from sparseprefill.mask.priority import BestOf
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.priority import Priority
     from sparseprefill.memory import Memory
     from sparseprefill.profiles.identity import ModelIdentity
 
@@ -48,7 +50,7 @@ class UnionEstimator:
     parts: estimators, or pipelines, of which estimator and refiners run; a pipeline's executor and observers do not
     (give observers to the pipeline that holds the union). No pair is computed twice: of the parts that bring a carry
     the first keeps it, and the masks of all others, with the regions of their carries, lose the pairs of its region.
-    Probes unite; where two parts leave a note of one name, the first part's counts.
+    Probes unite, of priorities the highest scores count; where two parts leave a note of one name, the first's does.
     """
 
     parts: tuple[Pipeline | Route, ...] = field(converter=_parts)
@@ -95,9 +97,14 @@ class UnionEstimator:
         if carry is not None:
             rest = rest - carry.region
         notes = {name: note for plan in reversed(plans) for name, note in plan.notes.items()}
-        return Plan(main.mask | rest, carry, probe=_probes(plans), notes=notes)
+        return Plan(main.mask | rest, carry, probe=_probes(plans), priority=_priority(plans), notes=notes)
 
 
 def _probes(plans: list[Plan]) -> Tensor | None:
     probes = [plan.probe for plan in plans if plan.probe is not None]
     return reduce(or_, probes) if probes else None
+
+
+def _priority(plans: list[Plan]) -> Priority | None:
+    known = tuple(plan.priority for plan in plans if plan.priority is not None)
+    return BestOf(known) if len(known) > 1 else next(iter(known), None)

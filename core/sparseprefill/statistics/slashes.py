@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import field, frozen
 from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.statistics.sampled import last_rows, sampled_mass
+from sparseprefill.plan import Plan
+from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
 from sparseprefill.statistics.select import top_mass
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
 
 
-def vertical_slash(call: AttentionCall, gamma: float, block: int) -> SparseMask:
+def vertical_slash(call: AttentionCall, gamma: float, block: int) -> Plan:
     """Columns (as stripes) and diagonals (as tiles) that each carry `gamma` of the last block's attention.
 
     SharePrefill, Algorithm 5, with the last `block` real queries of each row as the sample. The diagonal tile is kept.
@@ -29,7 +32,65 @@ def vertical_slash(call: AttentionCall, gamma: float, block: int) -> SparseMask:
     rows, real = last_rows(call, block)
     mass = sampled_mass(call, rows, real, block)
     columns, slashes = top_mass(mass.columns, gamma), top_mass(mass.slashes, gamma)
-    return columns_and_diagonals(call, slash_tiles(geometry, slashes, block), columns, block)
+    mask = columns_and_diagonals(call, slash_tiles(geometry, slashes, block), columns, block)
+    return Plan(mask, priority=SampledPriority(mass, real, block))
+
+
+@frozen(eq=False)
+class SampledPriority(Priority):
+    """What sampled rows say of all: a key is worth its share of their attention, a tile that of its diagonals.
+
+    mass, real: what was sampled, and bool ``[B, n]``, which rows there are; ``[B, S, n]`` for several samples. block:
+    tokens of a diagonal bin. column: tokens of a column bin. part: int64 ``[B, R]``, which of the samples speaks for
+    each query tile of `block` tokens, or None for the highest score of all. by_column: bool ``[B, Hq]``, or True for
+    all: heads that have tiles for their columns, so that a tile is worth what these are if that is more.
+    """
+
+    mass: SampledMass
+    real: Tensor
+    block: int
+    column: int = field(default=1, kw_only=True)
+    part: Tensor | None = field(default=None, kw_only=True)
+    by_column: Tensor | bool = field(default=False, kw_only=True)
+
+    def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
+        """See `Priority`: the mean share of the two diagonal bins that a tile lies in."""
+        return PriorityScores(tiles=self._tiles, tile_q=self.block, tile_k=self.block).tile_scores(call, tile_q, tile_k)
+
+    def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
+        """See `Priority`: the same for all queries, or those of a part."""
+        columns = self._by_part(self._shares(self.mass.columns), call, position)[:, heads]
+        wide = columns.repeat_interleave(self.column, dim=-1) / self.column
+        return wide[..., : call.kv_len].expand(-1, -1, position.shape[1], -1)
+
+    def _shares(self, mass: Tensor) -> Tensor:
+        """``[B, Hq, S, *]``: mass by the number of rows that were sampled."""
+        count = self.real.sum(-1).clamp(min=1)
+        return mass[:, :, None] / count[:, None, None, None] if mass.dim() == 3 else mass / count[:, None, :, None]
+
+    def _by_part(self, x: Tensor, call: AttentionCall, position: Tensor) -> Tensor:
+        """``[B, Hq, n or 1, *]`` of x ``[B, Hq, S, *]``: the sample that speaks for each position."""
+        if x.shape[2] == 1 or self.part is None:
+            return x.amax(2, keepdim=True)
+        tile = torch.div(position, self.block, rounding_mode="floor") - call.geometry.first_tile(self.block)[:, None]
+        part = torch.gather(self.part, 1, tile.clamp(0, self.part.shape[1] - 1))[:, None, :, None]
+        return torch.gather(x, 2, part.expand(-1, x.shape[1], -1, x.shape[3]))
+
+    def _tiles(self, call: AttentionCall) -> Tensor:
+        geometry, block = call.geometry, self.block
+        position = geometry.tiles(block) * block
+        bins = self._shares(self.mass.slashes)
+        lags = self._by_part((functional.pad(bins, (0, 1)) + functional.pad(bins, (1, 0))) / 2, call, position)
+        lag = geometry.tiles(block)[..., None] - torch.arange(geometry.tile_columns(block), device=geometry.device)
+        at = lag.clamp(0, bins.shape[3])[:, None].expand(-1, bins.shape[1], -1, -1)
+        tiles = torch.gather(lags.expand(-1, -1, lag.shape[1], -1), 3, at)
+        if self.by_column is False:
+            return tiles
+        columns = self._by_part(self._shares(self.mass.columns), call, position)
+        if self.column == 1:
+            columns = functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
+        either = torch.maximum(tiles, columns)
+        return either if self.by_column is True else torch.where(self.by_column[..., None, None], either, tiles)
 
 
 def columns_and_diagonals(

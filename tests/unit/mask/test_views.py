@@ -42,6 +42,16 @@ def test_shade_agrees_with_the_dense_form() -> None:
     torch.testing.assert_close(mask.shade(4), chosen / allowed, equal_nan=True)
 
 
+def test_shade_of_few_queries_over_many_keys() -> None:
+    """Rows go to cells by the number of queries, columns by that of keys, and every row is looked at."""
+    call = make(32, 1024)
+    keep = torch.rand(2, 2, 64, generator=torch.Generator().manual_seed(2)) < 0.5
+    mask = SparseMask.from_tiles(call, keep, 16)
+    chosen = mask.to_dense().view(1, 2, 2, 16, 2, 512).sum((3, 5)).float()
+    allowed = call.geometry.visible()[:, None].view(1, 1, 2, 16, 2, 512).sum((3, 5)).float()
+    torch.testing.assert_close(mask.shade(2), chosen / allowed)
+
+
 def test_picture_uses_three_glyphs_and_blanks() -> None:
     call, keep = make(8), torch.zeros(2, 8, dtype=torch.bool)
     keep[1, 0] = True

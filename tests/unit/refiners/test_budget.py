@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import sparseprefill as sp
 from helpers.build import make
 from helpers.plans import CALLS, Positions, plans, refined, whole
-from sparseprefill.refiners.priority import NOTE
 
 DATA = st.data()
 BUDGETS = st.fixed_dictionaries({"tiles": st.integers(1, 6)}) | st.fixed_dictionaries(
@@ -78,25 +77,69 @@ def paint(call: sp.AttentionCall, size: int, chosen: dict[tuple[int, int, int], 
     return keep & at.allowed
 
 
-def ranked(plan: sp.Plan, b: int, h: int, i: int, tiles: Any, q: int, k: int) -> list[int]:
+class Worth:
+    """What one query tile of one head thinks of tiles and columns, a number per key; NaN is below all."""
+
+    def __init__(self, plan: sp.Plan, b: int, h: int, position: int, k: int) -> None:
+        self.given, self.at, self.k = plan.priority, (b, h, position), k
+        self.geometry = plan.mask.geometry
+
+    def tile(self, j: int) -> float:
+        if self.given is None:
+            return float(j * self.k)
+        assert isinstance(self.given, sp.PriorityScores)
+        assert isinstance(self.given.tiles, torch.Tensor)
+        assert self.given.tile_q is not None
+        assert self.given.tile_k is not None
+        row = self._row(self.given.tiles, self.given.tile_q)
+        return lowest(row[j * self.k // self.given.tile_k] / self.given.tile_k)
+
+    def column(self, y: int) -> float:
+        if self.given is None:
+            return float(y)
+        assert isinstance(self.given, sp.PriorityScores)
+        if self.given.columns is None:
+            self.k, k = 1, self.k
+            found = self.tile(y)
+            self.k = k
+            return found
+        assert isinstance(self.given.columns, torch.Tensor)
+        return lowest(self._row(self.given.columns, self.given.rows)[y])
+
+    def _row(self, scores: torch.Tensor, rows: int | None) -> torch.Tensor:
+        b, h, position = self.at
+        index = 0 if rows is None else position // rows - int(self.geometry.first_tile(rows)[b])
+        return scores[b, h, min(index, scores.shape[2] - 1)]
+
+
+def lowest(x: torch.Tensor) -> float:
+    return -math.inf if bool(x.isnan()) else float(x)
+
+
+def ranked(worth: Worth, tiles: Any) -> list[int]:
     """By descending priority, the nearer first among equals."""
-    left = plan.notes.get(NOTE)
-    if left is None:
-        return sorted(tiles, reverse=True)
-    row = i * q // left.tile_q - int(plan.mask.geometry.first_tile(left.tile_q)[b])
-    return sorted(tiles, key=lambda j: (-float(left.scores[b, h, row, j * k // left.tile_k]), -j))
+    return sorted(tiles, key=lambda j: (-worth.tile(j), -j))
 
 
 @st.composite
 def prioritised(draw: st.DrawFn, call: sp.AttentionCall) -> sp.Plan:
-    """A plan; half of the time with the estimator's priorities, on a grid that the plan's divides."""
-    plan = draw(plans(call))
-    if draw(st.booleans(), label="no priority"):
+    """A plan; two times of three with scores of tiles, or of tiles and columns, some NaN, on grids of their own."""
+    plan, kind = draw(plans(call)), draw(st.sampled_from(["nothing", "tiles", "both"]), label="priority")
+    if kind == "nothing":
         return plan
+    source = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+
+    def scores(rows: int, columns: int) -> torch.Tensor:
+        found = torch.randint(0, 7, (*call.q.shape[:2], rows, columns), generator=source).float()
+        return torch.where(found == 6, torch.nan, found)
+
+    g = call.geometry
     tile_q, tile_k = (size * draw(st.integers(1, 3)) for size in grid(plan))
-    shape = (*call.q.shape[:2], call.geometry.tile_rows(tile_q), call.geometry.tile_columns(tile_k))
-    scores = torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))).float()
-    return evolve(plan, notes={NOTE: sp.TilePriority(scores, tile_q, tile_k)})
+    given = {"tiles": scores(g.tile_rows(tile_q), g.tile_columns(tile_k)), "tile_q": tile_q, "tile_k": tile_k}
+    if kind == "both":
+        rows = draw(st.none() | st.just(plan.mask.group_rows))
+        given |= {"columns": scores(1 if rows is None else g.tile_rows(rows), g.kv_len) / 4, "rows": rows}
+    return evolve(plan, priority=sp.PriorityScores(**given))  # type: ignore[arg-type]
 
 
 @given(call=CALLS, data=DATA, size=BUDGETS)
@@ -107,34 +150,60 @@ def test_floor(call: sp.AttentionCall, data: st.DataObject, size: dict[str, Any]
     for b, h, i, _ in rows:
         one = Tiles(call, plan, b, h, i)
         have = one.have | one.region
-        order = ranked(plan, b, h, i, one.reach - have, q, k)
+        order = ranked(Worth(plan, b, h, i * q, k), one.reach - have)
         chosen[b, h, i] = have | set(order[: max(0, one.budget(size, math.ceil) - len(have))])
         assert len(chosen[b, h, i]) >= min(one.budget(size, math.ceil), len(one.reach))
     expected = whole(plan) | paint(call, k, chosen, rows)
     assert torch.equal(expected, whole(refined(sp.BudgetFloor(**size), call, plan)))
 
 
+def chosen_by(
+    plan: sp.Plan, one: Tiles, at: tuple[int, int, int], size: dict[str, Any], sink: int, local: int
+) -> tuple[list[int], list[int]]:
+    """The rule in words: tiles in order while they fit beside every column of higher worth, then columns."""
+    (b, h, i), k, mask = at, one.k, plan.mask
+    own = one.own - one.region
+    rest = one.have - own
+    first = sorted((j for j in rest if j < sink), reverse=True)
+    near = sorted((j for j in rest - set(first) if one.first - local <= j < one.first), reverse=True)
+    worth = Worth(plan, b, h, i * one.q, k)
+    order = [*first, *near, *ranked(worth, rest - set(first) - set(near))]
+    before = len(first) + len(near)
+    room = max(0, (one.budget(size, math.floor) - len(one.region) - len(own)) * k)
+    seen = one.reach - one.own - one.region
+    group = i * one.q // mask.group_rows
+    listed = [] if mask.stripes is None else stripes_of(mask, b, h, group)
+    listed = [y for y in listed if y // k in seen]
+    columns = Worth(plan, b, h, group * mask.group_rows, k)
+    listed.sort(key=lambda y: (-columns.column(y), -y))
+    number = 0
+    for n, j in enumerate(order, 1):
+        better = 0 if n <= before else sum(columns.column(y) > worth.tile(j) for y in listed)
+        left = sum(y // k not in order[:n] for y in listed)
+        if n * k + better <= room or n * k + left <= room:
+            number = n
+    tiles = order[:number]
+    open_columns = [y for y in listed if y // k not in tiles]
+    return tiles, open_columns[: room - number * k]
+
+
+def stripes_of(mask: sp.SparseMask, b: int, h: int, group: int) -> list[int]:
+    assert mask.stripes is not None
+    return mask.stripes.row(b, h, group - int(mask.geometry.first_tile(mask.group_rows)[b])).tolist()
+
+
 @given(call=CALLS, data=DATA, size=BUDGETS, sink=st.integers(0, 2), local=st.integers(0, 2))
 def test_ceiling(call: sp.AttentionCall, data: st.DataObject, size: dict[str, Any], sink: int, local: int) -> None:
     plan = data.draw(prioritised(call))
-    (q, k), mask = grid(plan), plan.mask
-    chosen, rows = {}, each(call, q)
-    spare: dict[tuple[int, int, int], int] = {}
+    q, k = grid(plan)
+    tiles: dict[tuple[int, int, int], set[int]] = {}
+    columns: dict[tuple[int, int, int], set[int]] = {}
+    rows = each(call, q)
     for b, h, i, _ in rows:
         one = Tiles(call, plan, b, h, i)
-        own = one.own - one.region
-        rest = one.have - own
-        first = sorted((j for j in rest if j < sink), reverse=True)
-        near = sorted((j for j in rest - set(first) if one.first - local <= j < one.first), reverse=True)
-        order = [*first, *near, *ranked(plan, b, h, i, rest - set(first) - set(near), q, k)]
-        room = one.budget(size, math.floor) - len(one.region) - len(own)
-        chosen[b, h, i] = own | set(order[: max(0, room)])
-        group = (b, h, i * q // mask.group_rows)
-        left = max(0, one.budget(size, math.floor) - len(one.region) - len(chosen[b, h, i])) * k
-        spare[group] = min(spare.get(group, left), left)
-    expected = paint(call, k, chosen, rows)
-    if mask.stripes is not None:
-        expected |= stripes(call, mask, spare)
+        chosen, stripes = chosen_by(plan, one, (b, h, i), size, sink, local)
+        tiles[b, h, i], columns[b, h, i] = one.own - one.region | set(chosen), set(stripes)
+    expected = paint(call, k, tiles, rows) | paint(call, 1, columns, rows)
     if plan.carry is not None:
         expected &= ~plan.carry.region.to_dense()
     after = refined(sp.BudgetCeiling(**size, sink=sink, local=local), call, plan)
@@ -144,17 +213,21 @@ def test_ceiling(call: sp.AttentionCall, data: st.DataObject, size: dict[str, An
     assert bool((whole(after) | ~own_key).all())
 
 
-def stripes(call: sp.AttentionCall, mask: sp.SparseMask, room: dict[tuple[int, int, int], int]) -> torch.Tensor:
-    """The nearest columns of each group, as many as there is room for."""
-    at = Positions.of(call)
-    keep = torch.zeros(*call.q.shape[:3], call.k.shape[2], dtype=torch.bool)
-    assert mask.stripes is not None
-    for (b, h, group), count in room.items():
-        row = group - int(mask.geometry.first_tile(mask.group_rows)[b])
-        past = [y for y in mask.stripes.row(b, h, row).tolist() if y < (group + 1) * mask.group_rows]
-        inside = torch.isin(at.key[b, 0, 0], torch.tensor(past[max(0, len(past) - count) :], dtype=torch.int64))
-        keep[b, h] |= (at.query[b, 0] // mask.group_rows == group) & inside
-    return keep & at.allowed
+@given(call=CALLS, data=DATA, size=BUDGETS)
+def test_a_ceiling_is_kept_and_spent(call: sp.AttentionCall, data: st.DataObject, size: dict[str, Any]) -> None:
+    """No query tile costs more keys than its budget, and nothing that was wanted would still fit."""
+    plan = evolve(data.draw(prioritised(call)), carry=None)
+    mask = refined(sp.BudgetCeiling(**size), call, plan).mask
+    assert mask.group == 1
+    for b, h, i, _ in each(call, mask.tile_q):
+        one, found = Tiles(call, plan, b, h, i), Tiles(call, sp.Plan(mask), b, h, i).have
+        stripes = set() if mask.stripes is None else set(stripes_of(mask, b, h, i))
+        room = (one.budget(size, math.floor)) * one.k - len(found) * one.k - len(stripes)
+        assert room >= 0 or (found == one.own and not stripes)
+        assert room < one.k or one.have <= found
+        lists = [] if plan.mask.stripes is None else stripes_of(plan.mask, b, h, i * one.q // plan.mask.group_rows)
+        dropped = {y for y in lists if y // one.k in one.reach - found} - stripes
+        assert room <= 0 or not dropped
 
 
 def test_a_ceiling_of_one_leaves_the_diagonal() -> None:

@@ -1,0 +1,174 @@
+"""What the pairs of a plan are worth, as its estimator leaves it for refiners that have to choose."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import reduce
+from typing import TYPE_CHECKING, cast
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from torch.nn import functional
+
+from sparseprefill.errors import ParameterError
+from sparseprefill.mask.geometry import Geometry, reachable_map, regrid
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+ENTRIES = 1 << 25
+"""Scores of columns in memory at once, where one list of them does not need more."""
+
+
+class Priority(ABC):
+    """Scores of tiles and of key columns: worth per key, more is more important.
+
+    The unit is the share of a query row's attention that a key is thought to hold, averaged over the rows in question;
+    so tiles and columns, and different methods, can be compared. NaN means that nothing is known, and ranks last.
+    Scores are worked out when a refiner asks: a plan that nobody narrows pays nothing for them.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
+        """Float ``[B, h, R, C]``, h the query heads or 1, for the tiles of a grid: worth of each of a tile's keys."""
+        ...
+
+    @abstractmethod
+    def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
+        """Float ``[B, h, n, Nkv]``: worth of each key, by its position, to the group of queries around a query.
+
+        position: int64 ``[B, n]``, of that query on its row's grid. heads: query heads; h is their number or 1.
+        """
+        ...
+
+
+Scores = Tensor | Callable[["AttentionCall"], Tensor]
+
+
+@frozen(eq=False, kw_only=True)
+class PriorityScores(Priority):
+    """A priority of scores in tensors, or in functions of the call that make them when they are first read.
+
+    tiles: float ``[B, h, R, C]``, the attention share of whole tiles of ``tile_q x tile_k`` tokens. columns: float
+    ``[B, h, G, Nkv]``, that of single keys by position, for groups of `rows` query tokens; None for one group of all.
+    h is the number of query heads or 1. One of the two may be missing: a tile is then worth what its columns are
+    together, and a column as much as any other of its tile. A tile of another grid takes the score at its first query
+    and first key.
+
+    Raises ParameterError where both are missing, or tiles come without their size.
+    """
+
+    tiles: Scores | None = None
+    tile_q: int | None = None
+    tile_k: int | None = None
+    columns: Scores | None = None
+    rows: int | None = None
+    _made: dict[str, Tensor] = field(factory=dict, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.tiles is None and self.columns is None:
+            raise ParameterError("PriorityScores has no scores: pass tiles, or columns, or both")
+        if self.tiles is not None and (self.tile_q is None or self.tile_k is None):
+            given = f"tile_q={self.tile_q!r}, tile_k={self.tile_k!r}"
+            raise ParameterError(f"PriorityScores.tiles has {given}: pass the tokens of a tile")
+
+    def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
+        """See `Priority`."""
+        if self.tiles is None or self.tile_q is None or self.tile_k is None:
+            return tiles_of_columns(self, call, self.rows, tile_q, tile_k)
+        geometry, scores = call.geometry, self._scores("tiles", self.tiles, call) / self.tile_k
+        rows = regrid(geometry, scores, self.tile_q, tile_q)
+        if self.tile_k == tile_k:
+            return rows
+        column = torch.arange(geometry.tile_columns(tile_k), device=geometry.device) * tile_k // self.tile_k
+        return rows[..., column.clamp(max=rows.shape[3] - 1)]
+
+    def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
+        """See `Priority`."""
+        geometry = call.geometry
+        if self.columns is not None:
+            scores, rows = self._scores("columns", self.columns, call), self.rows
+        else:
+            scores, rows = self._scores("tiles", cast(Scores, self.tiles), call), self.tile_q
+        scores = scores[:, heads] if scores.shape[1] > 1 else scores
+        picked = scores if rows is None else _at_rows(geometry, scores, position, rows)
+        if self.columns is None and self.tile_k is not None:
+            picked = (picked / self.tile_k).repeat_interleave(self.tile_k, dim=-1)[..., : geometry.kv_len]
+        return picked.expand(-1, -1, position.shape[1], -1)
+
+    def _scores(self, name: str, given: Scores, call: AttentionCall) -> Tensor:
+        if isinstance(given, Tensor):
+            return given
+        found = self._made.get(name)
+        if found is None:
+            found = self._made[name] = given(call)
+        return found
+
+
+@frozen(eq=False)
+class BestOf(Priority):
+    """Of several priorities the highest score, for the union of their plans; NaN only where all say NaN."""
+
+    parts: tuple[Priority, ...]
+
+    def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
+        """See `Priority`."""
+        return reduce(torch.fmax, [part.tile_scores(call, tile_q, tile_k) for part in self.parts])
+
+    def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
+        """See `Priority`."""
+        return reduce(torch.fmax, [part.column_scores(call, position, heads) for part in self.parts])
+
+
+def tiles_of_columns(priority: Priority, call: AttentionCall, rows: int | None, tile_q: int, tile_k: int) -> Tensor:
+    """Tile scores as the mean of the scores of their columns, which groups of `rows` query tokens share.
+
+    rows: None for one group of all. Works on some heads and groups at a time.
+    """
+    geometry = call.geometry
+    heads = geometry.heads
+    first = geometry.first_position()[:, None]
+    position = first if rows is None else geometry.tiles(rows) * rows
+    groups = max(1, ENTRIES // (geometry.batch * geometry.kv_len))
+    some = max(1, groups // position.shape[1])
+    parts = []
+    for head in range(0, heads, some):
+        here = slice(head, min(head + some, heads))
+        each = [_summed(priority.column_scores(call, at, here), tile_k) for at in position.split(groups, 1)]
+        parts.append(torch.cat(each, 2))
+    means = torch.cat(parts, 1) / tile_k
+    if rows is None:
+        return means.expand(-1, -1, geometry.tile_rows(tile_q), -1)
+    return regrid(geometry, means, rows, tile_q)
+
+
+def nearness(call: AttentionCall, first: Tensor | int, tile: int) -> Tensor:
+    """Float ``[B, 1, R, C]``: what a method without scores leaves: attention that falls with the distance.
+
+    A tile d tiles before the query's own has a share in proportion to ``1 / (1 + d)``; of the first `first` tiles
+    (int64 ``[B]``, or a number), which are there as sinks, the j-th at least to ``1 / (1 + j)``.
+    """
+    geometry = call.geometry
+    column = torch.arange(geometry.tile_columns(tile), device=geometry.device)
+    distance = (geometry.tiles(tile)[..., None] - column).clamp(min=0)
+    first = first[:, None, None] if isinstance(first, Tensor) else first
+    weight = torch.maximum(1 / (1 + distance), (column < first) / (1 + column))
+    weight = weight * reachable_map(geometry, tile, tile)
+    return (weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny))[:, None]
+
+
+def _at_rows(geometry: Geometry, scores: Tensor, position: Tensor, rows: int) -> Tensor:
+    """``[B, h, n, X]``: of scores ``[B, h, G, X]`` by groups of `rows` query tokens those around the positions."""
+    index = torch.div(position, rows, rounding_mode="floor") - geometry.first_tile(rows)[:, None]
+    index = index.clamp(0, scores.shape[2] - 1)[:, None, :, None]
+    return torch.gather(scores, 2, index.expand(-1, scores.shape[1], -1, scores.shape[3]))
+
+
+def _summed(scores: Tensor, tile_k: int) -> Tensor:
+    """Sums over key tiles, of ``[..., Nkv]``."""
+    total: Tensor = functional.pad(scores, (0, -scores.shape[-1] % tile_k)).unflatten(-1, (-1, tile_k)).sum(-1)
+    return total
