@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -55,6 +56,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threshold", type=float, default=95.0, help="percent to be killed (%(default)s)")
     parser.add_argument("--only", default="*", help="files whose path matches, such as '*/mask/*'")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="patterns of what pytest runs (%(default)s)")
+    parser.add_argument("--map", type=Path, help="file that keeps which tests touch what: read if it is there")
     parser.add_argument("--list", type=Path, help="file for the survivors, besides the output")
     return parser.parse_args(arguments)
 
@@ -97,7 +99,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         box = Path(name)
         lay_out(site := box / "site")
-        touch = measure(site, box, paths, tests, chosen.jobs)
+        if chosen.map is not None and chosen.map.exists():
+            touch = pickle.loads(chosen.map.read_bytes())
+        else:
+            touch = measure(site, box, paths, tests, chosen.jobs)
+            if chosen.map is not None:
+                chosen.map.write_bytes(pickle.dumps(touch))
         print(f"{time.monotonic() - begun:.0f} s: {len(mutants)} mutants, {len(touch.tests)} tests", flush=True)
         preload()
         trials = []
