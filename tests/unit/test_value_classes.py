@@ -15,9 +15,9 @@ from sparseprefill.adapters.session.report import LayerReport, Report
 from sparseprefill.adapters.session.session import Prefill
 
 import sparseprefill as sp
+from helpers import tables
 from helpers.build import make
 from helpers.stubs import Estimate
-from helpers import tables
 from sparseprefill.breakeven.gate import AutoGate
 from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point
 from sparseprefill.breakeven.rule import Sizes
