@@ -1,4 +1,4 @@
-"""What holds tensors is itself and nothing else; what is plain data compares by value; what is named is never counted."""
+"""What holds tensors is itself alone, plain data compares by value, and what is named cannot be counted off."""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
@@ -42,7 +42,6 @@ ALONE: dict[str, Callable[[], Any]] = {
     "IndexLists": lambda: attrs.evolve(LISTS),
     "TileMap": lambda: TileMap(geometry=CALL.geometry, tile_q=4, tile_k=4, sink=1),
     "SparseMask": lambda: sp.SparseMask(CALL.geometry, 4, 4, LISTS),
-    "TilePriority": lambda: sp.TilePriority(STATE.m, 4, 4),
     "Carry": lambda: Carry(STATE, MASK),
     "Plan": lambda: Plan(MASK),
     "Parts": lambda: Parts(CALL.geometry, 1, STATE.m),

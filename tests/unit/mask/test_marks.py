@@ -232,7 +232,7 @@ def test_maps_of_other_tiles_are_refused() -> None:
     with pytest.raises(MaskError, match=r"TileMap\.keep has shape \(1, 2, 3, 4\): pass \[1, 2 or a divisor, 3, 3\]"):
         TileMap(geometry=geometry, tile_q=4, tile_k=4, keep=bits(1, 2, 3, 4))
     for shape in ((1, 3, 3, 3), (2, 2, 3, 3), (1, 2, 2, 3), (3, 3)):
-        with pytest.raises(MaskError, match="TileMap.keep has shape"):
+        with pytest.raises(MaskError, match=r"TileMap\.keep has shape"):
             TileMap(geometry=geometry, tile_q=4, tile_k=4, keep=bits(*shape))
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_every_so_many_and_a_share_of_the_tiles() -> None:
     counts = [len(row) for row in after(sp.RandomRescue(0.25), call, 4)]
     assert 0.2 < sum(counts) / (128 * 129 / 2) < 0.3
     for i, row in enumerate(after(sp.StrideRescue(4), call, 4)):
-        assert [4] * (len(row) - 1) == [b - a for a, b in zip(row, row[1:], strict=False)]
+        assert [4] * (len(row) - 1) == [b - a for a, b in pairwise(row)]
         assert (i + 1) // 4 <= len(row) <= -(-(i + 1) // 4)
 
 
