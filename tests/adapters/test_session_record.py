@@ -144,7 +144,7 @@ def test_a_session_reports_what_it_was_told() -> None:
     session.note("seen")
     session.note("seen")
     found = session.report("host", "own")
-    assert ("streaming", "host", "own", 16, 8) == (
+    assert ("streaming", "host", "own", 16, 1) == (
         found.method, found.host, found.implementation, found.min_query, found.grain
     )  # fmt: skip
     assert (2, {"seen": 2}, "") == (found.short_forwards, found.notes, found.gate)
