@@ -47,6 +47,9 @@ ENVIRONMENT = {
 }
 
 
+ALIVE = ("survived", "no tests", "no verdict")
+
+
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m mutation", description=(__doc__ or "").split("\n")[0])
@@ -70,7 +73,7 @@ def diff(source: Source, mutant: Mutant) -> str:
 def verdict(trials: Sequence[Trial], sources: dict[str, Source]) -> tuple[float, str]:
     """Percent killed, and the report: counts by outcome and by file, then the survivors as diffs."""
     counts = Counter(one.outcome for one in trials)
-    alive = [one for one in trials if one.outcome in ("survived", "no tests")]
+    alive = [one for one in trials if one.outcome in ALIVE]
     percent = 100 * (1 - len(alive) / max(1, len(trials)))
     lines = [f"{one.mutant.name}: {one.outcome}, {one.tests} tests\n{diff(sources[one.mutant.path], one.mutant)}\n"
              for one in sorted(alive, key=lambda one: one.mutant.name)]  # fmt: skip
@@ -112,7 +115,8 @@ def main() -> int:
             trials.append(trial)
             by = f" by {trial.by}" if trial.by else ""
             print(f"{trial.mutant.name}: {trial.outcome}{by} ({trial.seconds:.0f} s)", flush=True)
-        killers = sorted({trial.by for trial in trials if trial.by}, key=lambda name: touch.tests.get(name, 0.0))
+        named = {trial.by for trial in trials if trial.by and trial.outcome.startswith("killed")}
+        killers = sorted(named, key=lambda name: (touch.tests.get(name, 0.0), name))
         wrong = false_killers(killers, site, box) if killers else []
     percent, report = verdict(trials, sources)
     print(f"\n{report}, in {time.monotonic() - begun:.0f} s with {chosen.jobs} processes (seed {chosen.seed})")

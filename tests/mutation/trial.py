@@ -24,7 +24,7 @@ from mutation.checkout import ROOT, changed
 from mutation.mutants import Mutant, Source
 from mutation.touch import Touch
 
-Outcome = Literal["killed", "killed at import", "killed by a crash", "timed out", "survived", "no tests"]
+Outcome = Literal["killed", "killed at import", "killed by a crash", "timed out", "survived", "no tests", "no verdict"]
 PRELOADED = ("torch", "numpy", "hypothesis", "attrs", "pluggy", "transformers")
 MEMORY = 16 << 30  # bytes that one process may hold
 PATIENCE, FACTOR = 30.0, 4.0  # time limit in seconds: so much, and so many times what the tests take without a mutant
@@ -32,7 +32,10 @@ PATIENCE, FACTOR = 30.0, 4.0  # time limit in seconds: so much, and so many time
 
 @frozen
 class Trial:
-    """mutant: what was tried. by: the test that failed, if one did. tests: how many were chosen."""
+    """mutant: what was tried. by: the test that failed, or where there is no verdict what pytest printed.
+
+    tests: how many were chosen.
+    """
 
     mutant: Mutant
     outcome: Outcome
@@ -59,8 +62,15 @@ class Chosen:
         torch.manual_seed(0)
         random.seed(0)
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be imported."""
+        self._note(report)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One line for every failure."""
+        """A test that fails, before or after its call as well."""
+        self._note(report)
+
+    def _note(self, report: pytest.CollectReport | pytest.TestReport) -> None:
         if report.failed:
             with self._notes.open("a", encoding="utf-8") as notes:
                 notes.write(report.nodeid + "\n")
@@ -85,7 +95,9 @@ def _run(site: Path, box: Path, tests: Sequence[str], options: Sequence[str]) ->
     os.environ["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
     files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
     switched_off = [word for name in ("cacheprovider", "xdist", "cov", "benchmark") for word in ("-p", f"no:{name}")]
-    code = pytest.main([*files, "-q", *switched_off, *options], plugins=[Chosen(tests, box / "failed")])
+    # Plugins of pytest among what was imported ahead: their asserts are not what is tested.
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    code = pytest.main([*files, "-q", *quiet, *switched_off, *options], plugins=[Chosen(tests, box / "failed")])
     sys.stdout.flush()
     os._exit(int(code))
 
@@ -106,14 +118,13 @@ def _end(process: BaseProcess) -> None:
     process.join()
 
 
-def _judge(code: int | None, failed: str) -> Outcome:
+def _judge(code: int | None, by: str) -> Outcome:
+    """From the exit code and the first failure. Without one nothing is known, whatever the code."""
+    if by:
+        return "killed" if code == pytest.ExitCode.TESTS_FAILED else "killed at import"
     if code == pytest.ExitCode.OK:
         return "survived"
-    if code == pytest.ExitCode.TESTS_FAILED or failed:
-        return "killed"
-    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        return "no tests"
-    return "killed at import" if code is not None and code > 0 else "killed by a crash"
+    return "killed by a crash" if code is not None and code < 0 else "no verdict"
 
 
 def tried(
@@ -145,6 +156,8 @@ def tried(
             notes = folder / "failed"
             by = notes.read_text(encoding="utf-8").split("\n")[0] if notes.exists() else ""
             outcome: Outcome = "timed out" if late and code is None else _judge(code, by)
+            if outcome == "no verdict":
+                by = (folder / "log").read_text(encoding="utf-8")[-2000:] if (folder / "log").exists() else ""
             yield Trial(mutant, outcome, by, len(tests), spent)
             shutil.rmtree(folder)
             del running[sentinel]
@@ -157,7 +170,7 @@ def false_killers(tests: Sequence[str], site: Path, box: Path) -> list[str]:
     process = _start(site, folder, tests, options=())
     process.join()
     notes = folder / "failed"
-    failed = notes.read_text(encoding="utf-8").split() if notes.exists() else []
+    failed = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
     if process.exitcode and not failed:
         failed = [f"pytest ended with {process.exitcode}:\n{(folder / 'log').read_text(encoding='utf-8')}"]
     return failed
