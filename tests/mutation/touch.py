@@ -43,7 +43,8 @@ class Touch:
         return sum(self.tests[one] for one in tests)
 
     def _short(self, tests: frozenset[str], limit: float) -> list[str]:
-        kept, total = [], 0.0
+        kept: list[str] = []
+        total = 0.0
         for one in sorted(tests, key=lambda name: (self.tests[name], name)):
             total += self.tests[one]
             if total > limit and kept:
