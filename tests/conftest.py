@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
@@ -24,6 +24,11 @@ SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=SLOW)
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=SLOW)
 settings.register_profile("gpu", max_examples=50, deadline=None, suppress_health_check=SLOW)
+# For mutation testing: the same examples every time, and a failure is enough, however large.
+FIRST = (Phase.explicit, Phase.generate)
+settings.register_profile(
+    "mutants", max_examples=25, deadline=None, derandomize=True, suppress_health_check=SLOW, phases=FIRST
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev"))
 
 

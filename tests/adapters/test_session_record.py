@@ -1,0 +1,283 @@
+"""What a session records and says: counts, densities, texts, warnings, and calls with a window."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from sparseprefill.adapters.session import session as module
+from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted, sizes
+from sparseprefill.adapters.session.report import LayerReport, Report
+from sparseprefill.adapters.session.session import MIN_QUERY, WHOLE, Fallback, Prefill, Session
+
+import sparseprefill as sp
+from helpers.build import make
+from helpers.stubs import Estimate
+from helpers.tables import from_length
+
+CALL = make(32, heads=4, kv_heads=2)
+METHOD = sp.build("streaming", sink=8, window=8, block=8)
+
+
+def uncounted(pairs: int = 0) -> Uncounted:
+    """Something that holds so many pairs of every head, 32 bytes of memory, and 528 pairs a head allowed."""
+    return Uncounted(CALL.geometry, pairs=torch.full((1, 4), pairs))
+
+
+def test_a_layer_by_hand() -> None:
+    record = LayerRecord(3)
+    assert LayerReport(layer=3) == record.report(mean=False)
+    record.count("sparse", (2, 5, 7))
+    assert evolve(LayerReport(layer=3, mode="sparse", sparse_calls=1), batch=2, query_length=5, key_length=7) == (
+        record.report(mean=False)
+    )
+    record.begin(1)
+    record.measure(uncounted(132))
+    record.keep(uncounted(66))
+    assert (32, 1) == (record.held, len(record.waiting))
+    found = record.report(mean=True)
+    assert (198 / 1056, 132 / 528) == (found.density, found.mean_density)
+    assert (0, []) == (record.held, record.waiting)
+    assert (4 * 198, 4 * 1056) == record.pairs
+    assert (4 * 132, 4 * 528) == record.total
+
+
+def test_another_prefill_begins_from_nothing() -> None:
+    record = LayerRecord(0)
+    record.count("sparse", (1, 32, 32))
+    record.begin(5)
+    record.keep(uncounted(66))
+    record.measure(uncounted(66))
+    record.lost = True
+    record.begin(5)
+    assert (1, 32, True) == (len(record.waiting), record.held, record.lost)
+    record.begin(6)
+    assert ([], 0, False, (0, 0), 6) == (record.waiting, record.held, record.lost, record.pairs, record.serial)
+    assert (4 * 66, 4 * 528) == record.total
+    assert record.report(mean=False).density is None
+    assert 66 / 528 == record.report(mean=True).mean_density
+
+
+@pytest.mark.parametrize("mode", ["dense", "window"])
+def test_a_layer_that_ran_otherwise_last_has_no_density(mode: Any) -> None:
+    record = LayerRecord(0)
+    record.begin(0)
+    record.measure(uncounted(66))
+    record.count("sparse", (1, 1, 1))
+    assert 0.125 == record.report(mean=False).density
+    record.count(mode, (1, 1, 1))
+    found = record.report(mean=False)
+    assert (mode, None, 2) == (found.mode, found.density, found.calls)
+
+
+def test_what_is_lost_leaves_the_density_unknown() -> None:
+    record = LayerRecord(0)
+    record.begin(0)
+    record.count("sparse", (1, 1, 1))
+    record.measure(uncounted(66))
+    record.lost = True
+    assert record.report(mean=False).density is None
+
+
+def test_sizes_of_a_call() -> None:
+    assert (2, 9, 14) == sizes(make(9, 14, batch=2))
+
+
+def test_masks_that_wait_hold_their_lists() -> None:
+    result = METHOD.run(CALL)
+    waiting = Uncounted.of(result)
+    assert (sum(mask.nbytes for mask in result.plan.computed()), None) == (waiting.held, waiting.pairs)
+    computed, allowed = waiting.count()
+    assert (int(result.mask.to_dense().sum()), 4 * 528) == (computed, allowed)
+
+
+def test_the_text_of_a_layer() -> None:
+    assert "layer   3  unused" == str(LayerReport(layer=3, batch=4))
+    one = LayerReport(
+        layer=12, mode="sparse", sparse_calls=2, window_calls=3, dense_calls=5, batch=1, query_length=8, key_length=16
+    )
+    assert 10 == one.calls
+    assert "layer  12  sparse   10 calls  1 x 8 queries, 16 keys" == str(one)
+    assert str(evolve(one, density=0.25)).endswith("16 keys  density 0.250")
+    assert str(evolve(one, density=0.25, mean_density=0.5)).endswith("keys  density 0.250 (mean 0.500)")
+    assert str(evolve(one, reasons={"small": 2, "window": 1})).endswith("keys  dense: small (2x); window (1x)")
+
+
+def test_the_text_of_a_report() -> None:
+    report = Report(method="streaming", host="here", implementation="sdpa", min_query=16)
+    assert "streaming on here (dense: sdpa; no grain)\ndense by length (fewer than 16 query rows): 0 forwards" == (
+        str(report)
+    )
+    more = evolve(report, grain=8, short_forwards=3, layers=(LayerReport(layer=0),), notes={"seen": 2}, gate="a table")
+    assert [
+        "streaming on here (dense: sdpa; grain 8 tokens)",
+        "layer   0  unused",
+        "dense by length (fewer than 16 query rows): 3 forwards",
+        "dense by break-even: a table",
+        "note: seen (2x)",
+    ] == str(more).split("\n")
+
+
+def test_sums_over_layers() -> None:
+    layers = (
+        LayerReport(layer=0, density=0.2, reasons={"a": 1}),
+        LayerReport(layer=1, reasons={"a": 2, "b": 3}),
+        LayerReport(layer=2, density=0.4),
+    )
+    report = Report(method="m", host="h", implementation="i", min_query=16, layers=layers)
+    assert {"a": 3, "b": 3} == report.fallbacks
+    assert pytest.approx(0.3) == report.density
+    assert evolve(report, layers=layers[1:2]).density is None
+
+
+def test_a_session_reports_what_it_was_told() -> None:
+    session = Session(METHOD)
+    assert (16, 16, False) == (session.min_query, MIN_QUERY, session.strict)
+    session.count_short()
+    session.count_short()
+    session.expect([4, 2])
+    session.note("seen")
+    session.note("seen")
+    found = session.report("host", "own")
+    assert ("streaming", "host", "own", 16, 1) == (
+        found.method, found.host, found.implementation, found.min_query, found.grain
+    )  # fmt: skip
+    assert (2, {"seen": 2}, "") == (found.short_forwards, found.notes, found.gate)
+    assert (LayerReport(layer=2), LayerReport(layer=4)) == found.layers
+
+
+@pytest.mark.parametrize("rows", [1, 0, -3, True, 16.0, None, "16"])
+def test_rows_that_cannot_be_prefill(rows: Any) -> None:
+    with pytest.raises(sp.ParameterError, match=r"min_query is .*: pass an integer >= 2"):
+        Session(METHOD, min_query=rows)
+    assert 2 == Session(METHOD, min_query=2).min_query
+
+
+def test_calls_with_a_window_run_all_of_its_keys() -> None:
+    session, call = Session(METHOD), evolve(CALL, window=5, layer=1)
+    result = session.run(call, Prefill())
+    assert isinstance(result, sp.Result)
+    assert 1.0 == result.density
+    found = session.report("h", "i").layers[0]
+    assert ("window", 1, 0, 0, None) == (
+        found.mode, found.window_calls, found.sparse_calls, found.dense_calls, found.density
+    )  # fmt: skip
+
+
+class Refusing(sp.ReferenceExecutor):
+    """Can run nothing."""
+
+    def unsupported(self, call: sp.AttentionCall) -> str | None:
+        return "not here"
+
+
+def test_an_executor_that_cannot_run_a_window_leaves_it_to_the_host() -> None:
+    session = Session(evolve(METHOD, executor=Refusing()))
+    found = session.run(evolve(CALL, window=5), Prefill())
+    assert Fallback("Refusing: not here") == found
+    assert session.whole(CALL) is None
+    assert {} == session.report("h", "i").notes
+
+
+def test_whole_is_dense_attention_and_a_note() -> None:
+    session = Session(METHOD)
+    out = session.whole(CALL)
+    assert out is not None
+    torch.testing.assert_close(sp.build("dense").run(CALL).out, out)
+    assert {WHOLE: 1} == session.report("h", "i").notes
+
+
+def test_below_break_even_the_host_computes_which_is_no_failure() -> None:
+    table = from_length(64)
+    session = Session(METHOD, gate=table, strict=True)
+    found = session.run(CALL, Prefill())
+    assert isinstance(found, Fallback)
+    assert found.small
+    assert str(table) == session.report("h", "i").gate
+    assert not Fallback("x").small
+
+
+def test_what_a_gate_says_without_objecting_is_noted() -> None:
+    session = Session(METHOD, gate=from_length(16, dtype="float64"))
+    assert isinstance(session.run(CALL, Prefill()), sp.Result)
+    assert [1] == list(session.report("h", "i").notes.values())
+    none = Session(METHOD, gate=False)
+    assert none.route.gate is None
+
+
+@pytest.mark.parametrize("warn", [True, False])
+def test_the_first_fallback_of_each_reason_is_logged(warn: bool, caplog: pytest.LogCaptureFixture) -> None:
+    session = Session(METHOD, warn=warn)
+    with caplog.at_level(logging.WARNING):
+        for layer in (0, 1):
+            for reason in ("one", "two"):
+                assert Fallback(reason) == session.decline(layer, reason, (1, 2, 3))
+    said = [record.getMessage() for record in caplog.records]
+    assert (["streaming: layer 0 runs dense: one", "streaming: layer 0 runs dense: two"] if warn else []) == said
+    found = session.report("h", "i")
+    assert {"one": 2, "two": 2} == found.fallbacks
+    assert (1, 2, 3) == (found.layers[1].batch, found.layers[1].query_length, found.layers[1].key_length)
+
+
+def test_warnings_are_the_default(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Session(METHOD).decline(0, "one", (1, 2, 3))
+    assert 1 == len(caplog.records)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_objections_are_fallbacks_unless_strict(strict: bool) -> None:
+    session = Session(sp.Pipeline(Estimate(objection="never")), strict=strict, warn=False)
+    if strict:
+        with pytest.raises(sp.UnsupportedCallError, match=r"layer 0: .*Estimate: never"):
+            session.run(CALL, Prefill())
+        return
+    found = session.run(CALL, Prefill())
+    assert isinstance(found, Fallback)
+    assert "Estimate: never" in found.reason
+
+
+def test_an_observer_sees_sparse_calls() -> None:
+    seen: list[Any] = []
+    session = Session(METHOD, observe=lambda call, result: seen.append((call, result)))
+    result = session.run(CALL, Prefill())
+    session.run(evolve(CALL, window=5), Prefill())
+    assert [(CALL, result)] == seen
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_pairs_are_counted_at_once_or_when_asked(measure: bool) -> None:
+    session, prefill = Session(METHOD, measure=measure), Prefill()
+    session.run(CALL, prefill)
+    record = session._records[0]
+    assert measure == (not record.waiting)
+    assert measure == bool(record.total[1])
+    found = session.report("h", "i").layers[0]
+    assert METHOD.run(CALL).density == found.density
+    assert (found.density if measure else None) == found.mean_density
+
+
+def test_masks_wait_as_long_as_all_layers_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Uncounted.of(METHOD.run(CALL)).held
+    assert 64 << 20 == module.KEPT_BYTES
+    monkeypatch.setattr(module, "KEPT_BYTES", 2 * held)
+    session, prefill = Session(METHOD), Prefill()
+    for layer in range(3):
+        session.run(evolve(CALL, layer=layer), prefill)
+    assert [False, False, True] == [session._records[layer].lost for layer in range(3)]
+    assert [True, True, False] == [one.density is not None for one in session.report("h", "i").layers]
+
+
+def test_prefills_have_numbers_of_their_own() -> None:
+    first, second = Prefill(), Prefill()
+    assert first.serial != second.serial
+    assert first.memory is not second.memory
+    session = Session(METHOD)
+    for prefill in (first, second, second):
+        session.run(CALL, prefill)
+    assert 2 == len(session._records[0].waiting)

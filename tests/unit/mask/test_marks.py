@@ -1,0 +1,368 @@
+"""What masks and lists say about themselves, at the edges: sizes, text, pictures, memory, which heads are alike."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+import sparseprefill as sp
+from helpers.build import int32, make
+from sparseprefill.errors import MaskError
+from sparseprefill.mask import count
+from sparseprefill.mask import mask as masks
+from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.tile_map import Random, Stride, TileMap
+
+CALL = make(10, 12)
+
+
+def bits(*shape: int, seed: int = 0, share: float = 0.5) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def test_lists_made_for_all_heads_say_so() -> None:
+    geometry = CALL.geometry
+    first = torch.zeros(1, 3, 1, dtype=torch.int64)
+    full, ranges = IndexLists.full(geometry, 4, 4), IndexLists.from_ranges(first, first + 2, 2, 3)
+    assert (True, True, False) == (full.same_heads, ranges.same_heads, full.narrow(0, 1).same_heads)
+    assert (True, False) == (full.for_group(2).same_heads, IndexLists.from_map(bits(1, 2, 3, 3)).same_heads)
+    assert not IndexLists.empty(1, 2, 3, torch.device("cpu")).same_heads
+
+
+def test_storage_of_lists() -> None:
+    """A full mask is one run of numbers; ranges and maps have a row of storage for each list."""
+    geometry = CALL.geometry
+    full = IndexLists.full(geometry, 4, 4)
+    assert [0, 1, 2] == full.indices.tolist()
+    assert [[[1, 2, 3]] * 2] == full.counts.tolist()
+    assert [[[0, 0, 0]] * 2] == full.offsets.tolist()
+    first = torch.tensor([[[0, 2], [1, 1], [0, 2]]])
+    ranges = IndexLists.from_ranges(first, first + torch.tensor([1, 0]), 2, 3)
+    assert (9, [[[0, 3, 6]] * 2]) == (ranges.indices.numel(), ranges.offsets.tolist())
+    keep = bits(1, 2, 3, 4)
+    made = IndexLists.from_map(keep)
+    assert (2 * 3 * 5, [[[0, 5, 10], [15, 20, 25]]]) == (made.indices.numel(), made.offsets.tolist())
+    none = IndexLists.empty(2, 3, 4, torch.device("cpu"))
+    assert ((2, 3, 4), 0, [0]) == (none.shape, int(none.counts.sum()), none.indices.tolist())
+
+
+def test_a_window_begins_a_list_within_the_run_of_a_full_mask() -> None:
+    full = IndexLists.full(make(12, window=3).geometry, 4, 4)
+    assert [[[0, 0, 1]] * 2] == full.offsets.tolist()
+    assert [[[1, 2, 2]] * 2] == full.counts.tolist()
+
+
+def test_entries_behind_a_list_are_no_entries() -> None:
+    lists = IndexLists.from_map(bits(1, 1, 4, 6))
+    entry, index = lists.padded(9)
+    assert (1, 1, 4, 9) == tuple(index.shape)
+    assert torch.int64 == index.dtype
+    assert lists.counts.tolist() == entry.sum(-1).tolist()
+    for row in range(4):
+        assert lists.row(0, 0, row).tolist() == index[0, 0, row][entry[0, 0, row]].tolist()
+
+
+def test_indices_out_of_the_map_are_left_out_of_it() -> None:
+    indices = torch.tensor([-1, 0, 2, 3, 9], dtype=torch.int32)
+    lists = IndexLists(torch.tensor([[[5]]], dtype=torch.int32), torch.zeros(1, 1, 1, dtype=torch.int64), indices)
+    assert [True, False, True] == lists.to_map(3)[0, 0, 0].tolist()
+
+
+@pytest.mark.parametrize("name", ["counts", "offsets", "indices"])
+def test_lists_of_another_type_or_shape(name: str) -> None:
+    good: dict[str, Any] = {
+        "counts": torch.zeros(1, 2, 3, dtype=torch.int32),
+        "offsets": torch.zeros(1, 2, 3, dtype=torch.int64),
+        "indices": torch.zeros(4, dtype=torch.int32),
+    }
+    IndexLists(**good)
+    with pytest.raises(MaskError, match=rf"IndexLists\.{name} is torch\.float32: pass torch\.int"):
+        IndexLists(**{**good, name: good[name].float()})
+    with pytest.raises(MaskError, match=rf"IndexLists\.{name} is list"):
+        IndexLists(**{**good, name: [1]})
+    with pytest.raises(MaskError, match="IndexLists shapes are"):
+        IndexLists(**{**good, name: good[name][None]})
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_few_values_of_padding_are_shown(rows: int) -> None:
+    text = make(4, batch=rows, starts=int32(*[0] * rows)).geometry.describe()
+    assert ("starts=[0, 0, 0, 0, 0, 0, 0, 0]" in text, "starts=of cpu" in text) == (rows == 8, rows == 9)
+
+
+def test_padding_of_another_type_or_length_does_not_fit() -> None:
+    base = make(4, batch=2, starts=int32(0, 1)).geometry
+    assert base.starts is not None
+    assert not base.fits(evolve(base, starts=base.starts.long()))
+    assert not base.fits(evolve(base, starts=int32(0)))
+    assert base.fits(evolve(base, starts=int32(0, 1)))
+
+
+def test_memory_of_the_lists_in_bytes() -> None:
+    mask = sp.SparseMask.from_stripes(CALL, bits(1, 1, 3, 12), tile=4, diagonal=False)
+    assert 2 * 3 * (4 + 8 + 13 * 4) == mask.nbytes
+    both = sp.SparseMask.from_stripes(CALL, bits(1, 1, 3, 12), tile=4)
+    assert 2 * 3 * (4 + 8 + 13 * 4) + 2 * 3 * (4 + 8 + 4 * 4) == both.nbytes
+    assert 0 == sp.SparseMask.empty(CALL, 4).nbytes
+
+
+def test_shades_by_hand() -> None:
+    """8 rows and keys in cells of 2: tiles of 2 on the diagonal and in the first column."""
+    call = make(8)
+    mask = sp.SparseMask.from_tiles(call, torch.eye(4, dtype=torch.bool) | (torch.arange(4) == 0), 2)
+    shade = mask.shade(4)
+    assert (1, 2, 4, 4) == tuple(shade.shape)
+    nan = torch.nan
+    expected = torch.tensor([[1, nan, nan, nan], [1, 1, nan, nan], [1, 0, 1, nan], [1, 0, 0, 1.0]])
+    torch.testing.assert_close(shade[0, 1], expected, equal_nan=True)
+    half = sp.SparseMask.from_stripes(call, (torch.arange(8) % 2 == 0)[None], group=4, tile=2, diagonal=False)
+    torch.testing.assert_close(half.shade(2)[0, 0], torch.tensor([[0.6, nan], [0.5, 0.6]]), equal_nan=True)
+    # An odd number of keys: cells of another size than the queries'.
+    wide = sp.SparseMask.from_stripes(make(4, 6), (torch.arange(6) == 5)[None], group=2, tile=2, diagonal=False)
+    torch.testing.assert_close(wide.shade(2)[0, 0], torch.tensor([[0.0, 0.0], [0.0, 0.2]]), equal_nan=True)
+
+
+@pytest.mark.parametrize("cells", [1, 3, 5, 64])
+def test_shades_are_those_of_the_dense_form(cells: int) -> None:
+    call = make(20, 27, batch=2, starts=int32(0, 9), window=14)
+    mask = sp.SparseMask.from_tiles(call, bits(2, 2, call.geometry.tile_rows(4), 7), 4)
+    dense, allowed = mask.to_dense().float(), call.geometry.visible()[:, None].expand(-1, 2, -1, -1).float()
+    shade = mask.shade(cells)
+    for i in range(cells):
+        rows = [n for n in range(20) if n * cells // 20 == i]
+        for j in range(cells):
+            keys = [n for n in range(27) if n * cells // 27 == j]
+            have, of = (x[:, :, rows][..., keys].sum((2, 3)) for x in (dense, allowed))
+            torch.testing.assert_close(torch.where(of > 0, have / of, torch.nan), shade[:, :, i, j], equal_nan=True)
+
+
+def test_of_many_rows_every_so_many_stand_for_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "SHADED", 2)
+    seen: list[int] = []
+    real = sp.SparseMask.to_dense
+
+    def to_dense(self: sp.SparseMask, rows: torch.Tensor) -> torch.Tensor:
+        seen.extend(rows.tolist())
+        return real(self, rows)
+
+    monkeypatch.setattr(sp.SparseMask, "to_dense", to_dense)
+    sp.SparseMask.full(make(50), 8).shade(5)
+    assert list(range(0, 50, 5)) == seen
+    seen.clear()
+    sp.SparseMask.full(make(19), 8).shade(5)
+    assert list(range(19)) == seen
+
+
+@pytest.mark.parametrize(("pairs", "sizes"), [(1, [1] * 10), (48, [2] * 5), (71, [2] * 5), (72, [3, 3, 3, 1])])
+def test_rows_come_in_chunks_of_so_many_pairs(pairs: int, sizes: list[int]) -> None:
+    """Of 2 heads and 12 keys: 24 pairs a row."""
+    chunks = masks._row_chunks(CALL.geometry, 1, pairs)
+    assert sizes == [len(one) for one in chunks]
+    assert list(range(10)) == torch.cat(list(chunks)).tolist()
+
+
+def test_a_picture() -> None:
+    call = make(8)
+    stripes = (torch.arange(8) == 0)[None].expand(1, 8)
+    mask = sp.SparseMask.from_stripes(call, stripes, group=4, tile=2)
+    assert ["#   ", "+#  ", "+.# ", "+..#"] == mask.picture(cells=4).split("\n")
+    assert 32 == len(mask.picture().split("\n"))
+    assert mask.picture(0, 0, 4) == mask.picture(0, 1, 4)
+
+
+def test_the_largest_tile_is_128() -> None:
+    call = make(300)
+    for mask in (sp.SparseMask.full(call), sp.SparseMask.empty(call), sp.SparseMask.from_rules(call, sink=1)):
+        assert (128, 128) == (mask.tile_q, mask.tile_k)
+    assert 128 == sp.SparseMask.from_tiles(call, bits(1, 1, 3, 3)).tile_q
+    assert 128 == sp.SparseMask.from_stripes(call, bits(1, 1, 3, 300)).tile_k
+    first = torch.zeros(1, 3, 1, dtype=torch.int64)
+    assert 128 == sp.SparseMask.from_ranges(call, first, first + 1, 3).tile_k
+
+
+def test_difference_leaves_the_larger_groups() -> None:
+    """Stripes alone are left in groups that divide both sides', not in single tiles."""
+    call = make(48)
+    wide = sp.SparseMask.from_stripes(call, bits(1, 1, 2, 48), group=6, tile=4, diagonal=False)
+    narrow = sp.SparseMask.from_stripes(call, bits(1, 1, 6, 48, seed=1), group=2, tile=4, diagonal=False)
+    left = wide - narrow
+    assert (4, 2, 8) == (left.tile_q, left.group, left.group_rows)
+    assert torch.equal(wide.to_dense() & ~narrow.to_dense(), left.to_dense())
+    tiles = sp.SparseMask.from_tiles(call, bits(1, 1, 6, 6), 8, diagonal=False)
+    beside = wide - tiles
+    assert 8 == beside.group_rows
+    assert torch.equal(wide.to_dense() & ~tiles.to_dense(), beside.to_dense())
+
+
+def test_the_union_of_stripes_and_tiles_is_not_called_disjoint() -> None:
+    call = make(48)
+    stripes = evolve(sp.SparseMask.from_stripes(call, bits(1, 1, 6, 48), tile=8, diagonal=False), disjoint=True)
+    tiles = evolve(sp.SparseMask.from_tiles(call, bits(1, 1, 6, 6), 8), disjoint=True)
+    other = evolve(sp.SparseMask.from_stripes(call, bits(1, 1, 12, 48), tile=4, diagonal=True), disjoint=True)
+    for one in (stripes | tiles, tiles | stripes, other | tiles, other | stripes):
+        assert not one.disjoint
+        assert int(one.to_dense().sum()) == int(one.pairs().sum())
+    assert (stripes | sp.SparseMask.empty(call, 8)).disjoint
+
+
+def test_the_union_of_tiles_with_coarser_stripes_keeps_both_lists() -> None:
+    call = make(48)
+    stripes = sp.SparseMask.from_stripes(call, bits(1, 1, 3, 48), group=2, tile=8, diagonal=False)
+    tiles = sp.SparseMask.from_tiles(call, bits(1, 1, 12, 12), 4)
+    for one in (stripes | tiles, tiles | stripes):
+        assert (4, 4, 4) == (one.tile_q, one.tile_k, one.group)
+        assert stripes.stripes is one.stripes
+    finer = sp.SparseMask.from_tiles(call, bits(1, 1, 4, 4), 12)
+    joined = stripes | finer
+    assert (4, 4, 4) == (joined.tile_q, joined.tile_k, joined.group)
+    assert torch.equal(stripes.to_dense() | finer.to_dense(), joined.to_dense())
+
+
+def test_maps_of_other_tiles_are_refused() -> None:
+    geometry = CALL.geometry
+    for tiles in ((8, 4), (4, 8)):
+        with pytest.raises(MaskError, match=r"is a map of .* tokens per tile: the mask has \(4, 4\)"):
+            sp.SparseMask(evolve(geometry, q_len=4, kv_len=4, q_offset=0), 4, 4, rules(tiles))
+    with pytest.raises(MaskError, match=r"TileMap\.keep has shape \(1, 2, 3, 4\): pass \[1, 2 or a divisor, 3, 3\]"):
+        TileMap(geometry=geometry, tile_q=4, tile_k=4, keep=bits(1, 2, 3, 4))
+    for shape in ((1, 3, 3, 3), (2, 2, 3, 3), (1, 2, 2, 3), (3, 3)):
+        with pytest.raises(MaskError, match=r"TileMap\.keep has shape"):
+            TileMap(geometry=geometry, tile_q=4, tile_k=4, keep=bits(*shape))
+
+
+def rules(tiles: tuple[int, int]) -> TileMap:
+    geometry = evolve(CALL.geometry, q_len=4, kv_len=4, q_offset=0)
+    return TileMap(geometry=geometry, tile_q=tiles[0], tile_k=tiles[1], sink=1)
+
+
+WIDE = make(32, heads=4, kv_heads=2).geometry
+
+
+def tile_map(**fields: Any) -> TileMap:
+    return TileMap(geometry=WIDE, tile_q=4, tile_k=4, **fields)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (tile_map(band=1), tile_map(band=3, sink=2)),
+        (tile_map(sink=3), tile_map(keep=bits(1, 4, 8, 8))),
+        (tile_map(keep=bits(1, 2, 8, 8)), tile_map(keep=bits(1, 4, 8, 8, seed=1), band=0)),
+        (tile_map(stride=Stride(3, 7)), tile_map(random=Random(1 << 30, 5))),
+        (tile_map(stride=Stride(3, 7)), tile_map(stride=Stride(2, 7))),
+        (tile_map(random=Random(1 << 30, 5)), tile_map(random=Random(1 << 30, 6))),
+        (tile_map(stride=Stride(3, 7), first_head=2), tile_map(random=Random(1 << 30, 5))),
+        (tile_map(stride=Stride(3, 7), first_head=2), tile_map(band=1)),
+        (tile_map(band=1), tile_map(stride=Stride(3, 7), first_head=2)),
+        (tile_map(stride=Stride(3, 7), first_head=2), tile_map(stride=Stride(3, 7), first_head=2, sink=1)),
+    ],
+)
+def test_rules_unite_as_their_maps(pair: tuple[TileMap, TileMap]) -> None:
+    for one, other in (pair, pair[::-1]):
+        united = one | other
+        assert torch.equal(one.resolved | other.resolved, united.resolved)
+        assert torch.equal(united.resolved, united.lists.to_map(8))
+
+
+def test_rules_that_agree_stay_rules() -> None:
+    both = tile_map(stride=Stride(3, 7)) | tile_map(random=Random(9, 5), band=2) | tile_map(sink=3)
+    assert both.keep is None
+    assert (Stride(3, 7), Random(9, 5), 2, 3) == (both.stride, both.random, both.band, both.sink)
+    assert 2 == (tile_map(band=1) | tile_map(stride=Stride(3, 7), first_head=2)).first_head
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_united_groups_of_maps_with_shared_heads(heads: int, group: int) -> None:
+    keep = bits(1, heads, 8, 8)
+    made = tile_map(keep=keep, band=0)
+    found = made.united(group)
+    assert (found is made) == ((4 // heads) % group == 0)
+    each = made.resolved.unflatten(1, (-1, group)).any(2)
+    assert torch.equal(each.repeat_interleave(group, 1), found.resolved)
+
+
+def test_rules_by_head_are_united_too() -> None:
+    made = tile_map(stride=Stride(5, 1))
+    assert made.united(2) is not made
+    assert torch.equal(made.resolved.unflatten(1, (2, 2)).any(2).repeat_interleave(2, 1), made.united(2).resolved)
+    assert tile_map(band=1).united(4).by_head is False
+    assert (True, True) == (made.by_head, tile_map(random=Random(1, 1)).by_head)
+
+
+def test_a_stride_keeps_one_of_every_so_many_neighbours() -> None:
+    """By the rule: (column + phase) divides, with the phase of the row's hash."""
+    from sparseprefill.mask import hashing
+
+    for every in (1, 2, 3, 7):
+        phase = hashing.row_hash(WIDE, 4, 11)
+        kept = tile_map(stride=Stride(every, 11))._by_rules()
+        expected = (torch.arange(8) + phase[..., None]) % every == 0
+        assert torch.equal(expected, kept)
+
+
+def test_what_kernels_are_given() -> None:
+    made = tile_map(band=1, sink=2, stride=Stride(3, 7), random=Random(9, 5), first_head=6)
+    geometry, tile_q, tile_k, keep, given, per_row, per_column = made.kernel_arguments()
+    assert (WIDE, 4, 4, None, 1, 1) == (geometry, tile_q, tile_k, keep, per_row, per_column)
+    assert (1, 2, 3, 7) == (given.band, given.sink, given.every, given.stride_state)
+    assert (8, 5, 6) == (given.random_last, given.random_state, given.first_head)
+    bare = tile_map(sink=2).kernel_arguments()[4]
+    assert (None, 0, None, 0, 0) == (
+        bare.every, bare.stride_state, bare.random_last, bare.random_state, bare.first_head
+    )  # fmt: skip
+
+
+def test_pairs_of_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many heads as `ENTRIES` has room for, one at least; the figures stay the same."""
+    call = make(64, heads=6, kv_heads=2)
+    mask = sp.SparseMask.from_stripes(call, bits(1, 6, 4, 64), group=2, tile=8)
+    expected = mask.to_dense().sum((2, 3))
+    seen: list[int] = []
+    real = count.Selected._of_heads
+
+    def of_heads(self: count.Selected, heads: slice) -> torch.Tensor:
+        seen.append(heads.stop - heads.start)
+        return real(self, heads)
+
+    monkeypatch.setattr(count.Selected, "_of_heads", of_heads)
+    rows = 8 * (8 + 2 * 8)
+    for entries, sizes in ((1, [1] * 6), (2 * rows - 1, [1] * 6), (2 * rows, [2] * 3), (4 * rows, [4, 2])):
+        monkeypatch.setattr(count, "ENTRIES", entries)
+        seen.clear()
+        assert torch.equal(expected, mask.pairs())
+        assert sizes == seen
+    alike = sp.SparseMask.full(call, 8)
+    seen.clear()
+    assert torch.equal(torch.full((1, 6), 64 * 65 // 2), alike.pairs())
+    assert [1] == seen
+
+
+def test_the_share_of_nothing() -> None:
+    geometry = make(4, batch=2, lengths=int32(0, 0)).geometry
+    assert 0.0 == count.share(torch.zeros(2, 2, dtype=torch.int64), geometry)
+    assert (0, 2 * 10) == (count.allowed_pairs(geometry), count.allowed_pairs(make(4).geometry))
+    assert 0.25 == count.share(torch.tensor([[3, 2]]), make(4).geometry)
+
+
+@pytest.mark.parametrize("index", [1.0, 2, -1])
+def test_a_head_is_an_index(index: Any) -> None:
+    mask = sp.SparseMask.full(make(8, batch=2), 4)
+    for where in ((index, 0), (0, index)):
+        with pytest.raises(MaskError, match="pass an integer from 0 to 1"):
+            mask.head(*where)
+    assert (1, 1) == (mask.head(1, 1).geometry.batch, mask.head(1, 1).geometry.heads)
+
+
+def test_geometry_of_a_chunk_by_hand() -> None:
+    one = Geometry(1, 1, 6, 20, 9, torch.device("cpu"), window=5)
+    assert ([[1, 2]], [[2, 3]]) == (one.tiles(6).tolist(), one.tiles(4).tolist())
+    assert (2, 2, 1) == (one.tile_rows(6), one.tile_rows(4), one.tile_rows(16))
+    assert (4, 5, 1) == (one.tile_columns(5), one.tile_columns(4), one.tile_columns(20))
+    assert [[5] * 6] == one.visible_counts().tolist()

@@ -1,0 +1,151 @@
+"""What holds tensors is itself alone, plain data compares by value, and what is named cannot be counted off."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted
+from sparseprefill.adapters.session.report import LayerReport, Report
+from sparseprefill.adapters.session.session import Prefill
+
+import sparseprefill as sp
+from helpers import tables
+from helpers.build import make
+from helpers.stubs import Estimate
+from sparseprefill.breakeven.gate import AutoGate
+from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point
+from sparseprefill.breakeven.rule import Sizes
+from sparseprefill.breakeven.table import BreakEven
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.plan import Carry, Parts, Plan, Result
+from sparseprefill.refiners.union import UnionEstimator
+from sparseprefill.route import Choice, Route
+from sparseprefill.softmax import SoftmaxState
+from sparseprefill.stages import ExecutorStage, Stage
+
+CALL = make(8)
+MASK = sp.SparseMask.full(CALL, 4)
+LISTS = IndexLists.full(CALL.geometry, 4, 4)
+PIPELINE = sp.Pipeline(Estimate())
+STATE = SoftmaxState.empty((1, 2, 8), 8, torch.float32, torch.device("cpu"))
+PLAN = Plan(MASK)
+
+ALONE: dict[str, Callable[[], Any]] = {
+    "Geometry": lambda: attrs.evolve(CALL.geometry),
+    "IndexLists": lambda: attrs.evolve(LISTS),
+    "TileMap": lambda: TileMap(geometry=CALL.geometry, tile_q=4, tile_k=4, sink=1),
+    "SparseMask": lambda: sp.SparseMask(CALL.geometry, 4, 4, LISTS),
+    "Carry": lambda: Carry(STATE, MASK),
+    "Plan": lambda: Plan(MASK),
+    "Parts": lambda: Parts(CALL.geometry, 1, STATE.m),
+    "Result": lambda: Result(STATE.acc, STATE.m, PLAN),
+    "Pipeline": lambda: sp.Pipeline(PIPELINE.estimator, (), PIPELINE.executor),
+    "UnionEstimator": lambda: UnionEstimator(PIPELINE),
+    "Route": lambda: Route("one", (PIPELINE,)),
+    "Choice": lambda: Choice(PIPELINE),
+    "Stage": lambda: Stage.of(PIPELINE.estimator),
+    "ExecutorStage": lambda: ExecutorStage.of(PIPELINE.executor),
+    "AutoGate": AutoGate,
+    "Prefill": lambda: attrs.evolve(Prefill(), serial=1, memory=MEMORY),
+    "Uncounted": lambda: Uncounted(CALL.geometry),
+    "LayerRecord": lambda: LayerRecord(1),
+}
+MEMORY = sp.Memory()
+
+
+@pytest.mark.parametrize("build", ALONE.values(), ids=ALONE)
+def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
+    """Values on a device are not compared, so that they serve as keys and in sets without a wait."""
+    one, other = build(), build()
+    assert one != other
+    assert 2 == len({one, other, one})
+
+
+POINT = Point(queries=8, keys=8, dense=1.0)
+NAMED: list[tuple[type, dict[str, Any]]] = [
+    (DeviceKind, {"type": "cpu"}),
+    (MethodTime, {"seconds": 1.0, "estimate": 0.5, "density": 0.5}),
+    (Point, {"queries": 8, "keys": 8, "dense": 1.0}),
+    (HeadShape, {"heads": 1, "kv_heads": 1, "head_dim": 8, "dtype": "float32", "points": (POINT,)}),
+    (Sizes, {"heads": 1, "kv_heads": 1, "head_dim": 8, "dtype": "float32", "queries": 8, "keys": 8}),
+    (BreakEven, {"device": DeviceKind(type="cpu"), "shapes": ()}),
+    (sp.BudgetFloor, {"tiles": 1}),
+    (sp.BudgetCeiling, {"tiles": 1}),
+    (LayerReport, {"layer": 1}),
+    (Report, {"method": "m", "host": "h", "implementation": "i", "min_query": 16}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), NAMED, ids=lambda one: getattr(one, "__name__", ""))
+def test_plain_data_is_equal_by_value_and_given_by_name(kind: type, fields: dict[str, Any]) -> None:
+    assert kind(**fields) == kind(**fields)
+    with pytest.raises(TypeError, match="positional"):
+        kind(*fields.values())
+
+
+@pytest.mark.parametrize("kind", [sp.LocalBand, sp.Sink, sp.StrideRescue, sp.DenseRows])
+def test_the_tile_of_a_refiner_is_given_by_name(kind: Any) -> None:
+    assert 16 == kind(2, tile=16).tile
+    with pytest.raises(TypeError, match="positional"):
+        kind(2, 0, 16) if kind is sp.StrideRescue else kind(2, 16)
+
+
+def test_the_tile_of_a_random_rescue_is_given_by_name() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        sp.RandomRescue(0.5, 0, 16)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: IndexLists(LISTS.counts, LISTS.offsets, LISTS.indices, True),  # type: ignore[misc]
+        lambda: sp.SparseMask(CALL.geometry, 4, 4, LISTS, 1, None, True),  # type: ignore[misc]
+        lambda: TileMap(CALL.geometry, 4, 4),  # type: ignore[misc]
+        lambda: Plan(MASK, None, None),  # type: ignore[misc]
+        lambda: Result(STATE.acc, STATE.m, PLAN, None, None),  # type: ignore[misc]
+        lambda: sp.Pipeline(Estimate(), (), PIPELINE.executor, (), "name", None),  # type: ignore[misc]
+    ],
+    ids=["IndexLists", "SparseMask", "TileMap", "Plan", "Result", "Pipeline"],
+)
+def test_what_is_given_by_name(build: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        build()
+
+
+def test_figures_can_be_keys() -> None:
+    """Mappings among them are left out of the hash."""
+    table = BreakEven(device=DeviceKind(type="cpu"), shapes=(), versions={"torch": "2"}, measured={"repeats": 3})
+    assert {POINT: 1, table: 2} == {attrs.evolve(POINT): 1, attrs.evolve(table): 2}
+
+
+def test_what_is_kept_on_the_way_is_neither_given_nor_shown() -> None:
+    found = tables.from_length(512)
+    before = (repr(found), repr(PIPELINE), repr(AutoGate()))
+    assert not [word for word in ("verdicts", "lines") if word in before[0]]
+    assert not [word for word in ("planning", "executing", "observing", "cuts") if word in before[1]]
+    assert "tables" not in before[2]
+    assert found.worth(make(64, heads=4, kv_heads=2), "streaming") in (True, False)
+    assert found._verdicts
+    assert found == tables.from_length(512)
+    for kind, names in (
+        (BreakEven, ("verdicts", "lines")),
+        (sp.Pipeline, ("planning", "executing", "observing", "cuts")),
+        (AutoGate, ("tables",)),
+    ):
+        given = {one.alias for one in attrs.fields(kind) if one.init}
+        assert not given & set(names)
+
+
+def test_defaults() -> None:
+    assert not MASK.disjoint
+    assert not IndexLists.from_map(torch.ones(1, 2, 2, 2) > 0).same_heads
+    assert not LayerRecord(1).lost
+    assert "pipeline" == PIPELINE.name
+    assert "auto" == PIPELINE.workspace
