@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.device import DEVICE, DTYPES
+from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.groups import make, small_settings
 from sparseprefill.kernels.groups.kernels import program_tile, tile_of
 from sparseprefill.kernels.groups.launch import GroupTiles, group_settings, paged_settings, supported
@@ -44,6 +44,20 @@ def test_every_causal_tile_has_one_program(ratio: int, base: int, skipped: int, 
     tiles_kernel[(len(out),)](out, tiles, skipped, base, 2, 1, RATIO=ratio)
     expected = [(b, h, h, row, c) for b in range(2) for h in range(2) for row in rows for c in range(reach[row])]
     assert sorted(expected) == sorted(tuple(row) for row in out.tolist())
+
+
+@pytest.mark.skipif(CUDA, reason="the interpreter's doing")
+def test_the_interpreter_swaps_the_language_once_per_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every test of a kernel takes twice as long."""
+    from triton.runtime import interpreter
+
+    swaps: list[object] = []
+    swap = interpreter._patch_lang_tensor  # type: ignore[attr-defined]
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", lambda *args: (swaps.append(args), swap(*args)))
+    out = torch.zeros(4, 2, dtype=torch.int32)
+    for _ in range(2):
+        tile_of_kernel[(4,)](out, torch.arange(4, dtype=torch.int32), 0, RATIO=1)
+    assert len(swaps) == 2
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
