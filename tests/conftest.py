@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from helpers.interpreter import swap_once_per_launch
+from helpers.interpreter import quicken
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel module is imported, so before any is
-    swap_once_per_launch()
+    quicken()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
 
 # Many small operations: more threads cost more than they bring, and far more where cores are shared.
