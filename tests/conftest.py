@@ -10,9 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from helpers.interpreter import quicken
+
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel module is imported, so before any is
+    quicken()
 # `gate="auto"` keeps short prompts dense on a CPU, and those of tests are short; set to nothing it is off.
 os.environ.setdefault("SPARSEPREFILL_BREAKEVEN", "")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode

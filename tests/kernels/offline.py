@@ -50,7 +50,7 @@ class Variant:
     page: int = 0
     padded: bool = False
     more: dict[str, Any] = field(factory=dict)
-    tile: int = 32
+    tile: int | tuple[int, int] = 32
 
     def call(self) -> AttentionCall:
         """Two query heads of one KV head."""
@@ -93,10 +93,10 @@ PORTABLE = {
     "float32": Variant("tiles", dtype=torch.float32),
 }
 HOPPER = {
-    "hopper: 64, both": Variant("both", padded=True, tile=128),
+    "hopper: 64, both": Variant("both", padded=True, tile=(128, 64)),
     "hopper: 128, tiles resumed": Variant("tiles", width=128, carry=True, tile=128),
     "hopper: 256, stripes": Variant("stripes", width=256, dtype=torch.float16, state=True, tile=128),
-    "hopper: pages": Variant("both", width=128, page=16, tile=128),
+    "hopper: pages": Variant("both", width=128, page=16, tile=(128, 64)),
 }
 
 

@@ -1,5 +1,7 @@
 """The order of tiles of kernels over groups of tokens."""
 
+# ruff: noqa: SIM300 - asserts read expected == actual
+
 from __future__ import annotations
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.device import DEVICE, DTYPES
+from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.groups import make, small_settings
 from sparseprefill.kernels.groups.kernels import program_tile, tile_of
 from sparseprefill.kernels.groups.launch import GroupTiles, group_settings, paged_settings, supported
@@ -44,6 +46,25 @@ def test_every_causal_tile_has_one_program(ratio: int, base: int, skipped: int, 
     tiles_kernel[(len(out),)](out, tiles, skipped, base, 2, 1, RATIO=ratio)
     expected = [(b, h, h, row, c) for b in range(2) for h in range(2) for row in rows for c in range(reach[row])]
     assert sorted(expected) == sorted(tuple(row) for row in out.tolist())
+
+
+@pytest.mark.skipif(CUDA, reason="the interpreter's doing")
+def test_the_interpreter_does_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every test of a kernel takes three times as long: see `helpers.interpreter`."""
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    swaps: list[object] = []
+    swap = interpreter._patch_lang_tensor  # type: ignore[attr-defined]
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", lambda *args: (swaps.append(args), swap(*args)))
+    asserted: list[object] = []
+    monkeypatch.setattr(TritonSemantic, "device_assert", lambda *args: asserted.append(args))
+    out = torch.zeros(4, 2, dtype=torch.int32)
+    for _ in range(2):
+        tile_of_kernel[(4,)](out, torch.arange(4, dtype=torch.int32), 0, RATIO=1)
+    assert [[0, 0], [1, 0], [1, 1], [2, 0]] == out.tolist()
+    assert 2 == len(swaps)
+    assert not asserted
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
