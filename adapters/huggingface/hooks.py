@@ -69,10 +69,10 @@ class After(Hook):
 def install(attached: Attachment, decoder: torch.nn.Module) -> list[Any]:
     """Hook the decoder; returns what removes the hooks."""
     names, requests = tuple(inspect.signature(decoder.forward).parameters), Requests()
-    before, after = (kind(attached, requests, names, attached.session.min_query) for kind in (Before, After))
+    given = (attached, requests, names, attached.session.min_query)
     return [
-        decoder.register_forward_pre_hook(before, with_kwargs=True),
-        decoder.register_forward_hook(after, with_kwargs=True, always_call=True),
+        decoder.register_forward_pre_hook(Before(*given), with_kwargs=True),
+        decoder.register_forward_hook(After(*given), with_kwargs=True, always_call=True),
     ]
 
 

@@ -84,8 +84,9 @@ class Order:
     def compact(self) -> Compact:
         """The mask in a few numbers, read once; with padding or a static cache that takes one host sync."""
         if self._compact is None:
-            sizes = (self.asked[name] for name in ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset"))
-            self._compact = read(self.pattern, *sizes, self.asked["attention_mask"], self.device)
+            (batch, _, q_length, kv_length), asked = self.shape, self.asked
+            offsets, padding = (asked["q_offset"], asked["kv_offset"]), asked["attention_mask"]
+            self._compact = read(self.pattern, batch, q_length, kv_length, *offsets, padding, self.device)
         return self._compact
 
     def stock(self) -> Any:

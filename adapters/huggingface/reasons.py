@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from .masks import Compact, LazyMask
 
@@ -39,7 +38,7 @@ def layer_of(module: torch.nn.Module) -> int:
     return index if isinstance(index, int) else -1
 
 
-def of_forward(decoder: PreTrainedModel, named: dict[str, Any]) -> str | None:
+def of_forward(decoder: torch.nn.Module, named: dict[str, Any]) -> str | None:
     """Why no layer of a forward may run sparse; None if nothing. named: its arguments.
 
     Reentrant gradient checkpointing runs the layers without gradients first, and once more with them: what a layer sees
@@ -52,7 +51,8 @@ def of_forward(decoder: PreTrainedModel, named: dict[str, Any]) -> str | None:
         if (embeds is not None and embeds.requires_grad) or any(x.requires_grad for x in decoder.parameters()):
             return GRADIENT
     weights = named.get("output_attentions")
-    weights = getattr(decoder.config, "output_attentions", False) if weights is None else weights
+    if weights is None:
+        weights = getattr(getattr(decoder, "config", None), "output_attentions", False)
     return WEIGHTS if weights else None
 
 

@@ -145,7 +145,8 @@ def test_an_observer_that_detaches_in_mid_forward(implementation: str) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_forward_in_which_a_hook_attaches_ends_stock(implementation: str, strict: bool) -> None:
     model = build(implementation)
-    stock, handles = logits(model), []
+    stock = logits(model)
+    handles: list[Any] = []
 
     def hook(*_: Any) -> None:
         if removable.id in model.model.layers[0]._forward_pre_hooks:
@@ -188,7 +189,8 @@ def test_attached_again_while_a_forward_of_the_first_attachment_runs(implementat
 
 @both
 def test_a_handle_is_taken_up_again_in_mid_forward(implementation: str) -> None:
-    model, turns = build(implementation), []
+    model = build(implementation)
+    turns: list[int] = []
 
     def observe(call: sp.AttentionCall, result: sp.Result) -> None:
         if not turns:
@@ -298,9 +300,9 @@ def test_whoever_reads_a_lazy_mask_reads_the_stock_mask(implementation: str, inf
     model, padding = build(implementation), hf_models.padded(60, (0, 9))["attention_mask"].bool()
     embeds = torch.empty(2, 60, 0)
     with torch.inference_mode(inference):
-        wanted = masking_utils.create_causal_mask(model.config, embeds, padding, None)
+        wanted: Any = masking_utils.create_causal_mask(model.config, embeds, padding, None)
         with attach(model, "dense", gate=None, verify=False):
-            mask = masking_utils.create_causal_mask(model.config, embeds, padding, None)
+            mask: Any = masking_utils.create_causal_mask(model.config, embeds, padding, None)
         assert isinstance(mask, masks.LazyMask)
         assert (mask.shape, mask.dtype, mask.device) == (wanted.shape, wanted.dtype, wanted.device)
         for kept in (mask.contiguous(), mask[..., :60], mask.to(mask.device), mask[:, :, -60:], mask.detach()):

@@ -104,8 +104,12 @@ COPIES = [copy.deepcopy, pickled, saved, rebuilt, shallow]
 def test_copies_are_stock_models_that_can_be_attached(model: Any, make: Any, implementation: str) -> None:
     model.set_attn_implementation(implementation)
     wanted = logits(model)
-    notes = MappingProxyType({"mine": lambda: None})  # what cannot be pickled is not part of the model
-    with attach(model, "streaming", observe=lambda *_: notes, gate=None, **STREAMING) as handle:
+    notes: MappingProxyType[str, list[int]] = MappingProxyType(
+        {"mine": []}
+    )  # what cannot be pickled is not part of the model
+    with attach(
+        model, "streaming", observe=lambda call, _: notes["mine"].append(call.layer), gate=None, **STREAMING
+    ) as handle:
         sparse = logits(model)
         twin = make(model)
         assert torch.equal(logits(twin), wanted)
