@@ -30,7 +30,7 @@ def _check_name(_: object, __: object, value: Any) -> None:
         )
 
 
-def _check_build(_: object, __: object, value: object) -> None:
+def _check_build(_: object, __: object, value: Any) -> None:
     if not callable(value):
         raise ParameterError(f"Method.build is {printed(value)}: pass a function that makes a Pipeline of a config")
 
