@@ -17,7 +17,7 @@ from sparseprefill.adapters.star.bench.table import Table
 from helpers.patience import patient
 
 CPU = torch.device("cpu")
-LONG = patient(20)
+LONG = patient(60)
 SHAPE = layer.LayerShape(heads=4, kv_heads=2, head_dim=64, dtype="float32", device=CPU)
 SMALL = evolve(model.SHAPE, hidden=256, inner=128, heads=2, kv_heads=1)
 
@@ -43,7 +43,7 @@ def stumbles(on: int, here: ranks.Ranks) -> Run:
     return run
 
 
-def table(path: str, seconds: float = 5 * LONG, wanted: str = "") -> Table:
+def table(path: str, seconds: float = 2 * LONG, wanted: str = "") -> Table:
     """The table of all processes."""
     return Table(ranks.Ranks(timeout=LONG), CPU, seconds, path=Path(path), wanted=wanted)
 

@@ -185,9 +185,8 @@ def differs(rank: int, what: str) -> str:
     """Rank 1 is given something else; what every rank is told."""
     other = rank == 1
     sizes, context, question, options = dict(SIZES), tokens(200), tokens(9, 5), dict(NEW)
-    model = build(
-        seed=int(other and what == "weights"), **({"num_hidden_layers": 1} if what == "model" and other else {})
-    )
+    layers = 1 if other and what == "model" else 2
+    model = build(seed=int(other and what == "weights"), num_hidden_layers=layers)
     if what in ("same", "inner.estimator.keep.closure.least", "inner.estimator.weights"):
         least = 3 if other and what.endswith("least") else 2
         sizes["inner"] = marked(least, weight=float(other and what.endswith("weights")))
