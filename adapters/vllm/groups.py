@@ -63,10 +63,7 @@ def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | Non
 
 def _step(config: Any) -> int:
     """Tokens of the longest chunk of a prompt that one step computes."""
-    scheduler = config.scheduler_config
-    most = [int(scheduler.max_num_batched_tokens), int(config.model_config.max_model_len)]
-    threshold = int(getattr(scheduler, "long_prefill_token_threshold", 0) or 0)
-    return min([*most, threshold] if threshold > 0 else most)
+    return min(int(config.scheduler_config.max_num_batched_tokens), int(config.model_config.max_model_len))
 
 
 def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]]) -> None:
