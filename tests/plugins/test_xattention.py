@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.xattention import scores
-from sparseprefill.plugins.xattention.stages import kept_tiles
+from sparseprefill.plugins.xattention.stages import all_scores
 from torch import Tensor
 
 import sparseprefill as sp
@@ -20,6 +20,7 @@ from oracles import xattention as oracle
 from oracles.classic import Keep
 from oracles.drawn import Made, call, calls, compare, run
 from oracles.xattention import Parameters
+from sparseprefill.statistics.select import top_mass
 from sparseprefill.testing import tensors
 
 PARAMETERS = st.builds(
@@ -144,7 +145,7 @@ def test_own_tile_and_sink_cost_what_the_page_says(kind: str) -> None:
     q, k, v = tensors(kind, batch=1, heads=2, kv_heads=1, q_len=512, kv_len=512, head_dim=32)
     one, block = sp.AttentionCall(q, k, v), 16
     for threshold in (0.0, 0.5, 0.9):
-        keep = kept_tiles(one, 4, block, threshold)
+        keep = top_mass(all_scores(one, 4, block), threshold)
         chosen = sp.SparseMask.from_tiles(one, keep, block, diagonal=False).density
         for sink, most in ((False, 1), (True, 3)):
             made = sp.build("xattention", stride=4, threshold=threshold, block=block, sink=sink).run(one)

@@ -157,7 +157,7 @@ def test_the_diagonal_then_sinks_then_the_local_tiles_go_before_any_score() -> N
 
 
 def test_a_stripe_goes_before_a_tile_that_holds_more_at_a_higher_cost() -> None:
-    """Column 9 holds 0.2 of the attention, tile 3 0.4 over 8 keys: with room for 8 the column wins, with 16 both do."""
+    """Column 9 holds 0.2 of the attention, tile 3 0.4 over 8 keys: room for 8 is the column's, 16 fit both."""
     call = make(64)
     keep = torch.zeros(64, dtype=torch.bool)
     keep[9] = True
