@@ -169,6 +169,7 @@ def test_of_two_times_in_the_middle_the_longer_counts() -> None:
     assert middle(iter([3.0, 1.0, 2.0]).__next__, 3) == 2.0
 
 
+@pytest.mark.usefixtures("_one_tokenizer")
 def test_captured_inputs_keep_the_models_logits() -> None:
     """Wider heads, more of them: the logits of each are still those of a head of the model."""
     narrow = captured_call(evolve(SMALL, length=600, heads=4, kv_heads=2, head_dim=64), 0, CPU)
@@ -185,6 +186,7 @@ def test_captured_inputs_keep_the_models_logits() -> None:
     assert float(full.out[..., 64:].abs().max()) == 0.0
 
 
+@pytest.mark.usefixtures("_one_tokenizer")
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"length": 50000}, "length is 50000"), ({"head_dim": 32}, "head_dim is 32"), ({"heads": 2}, "heads is 2")],

@@ -159,10 +159,23 @@ def test_usage_errors_are_one_line() -> None:
     refused(invoke("methods", "--yaml"), "--yaml", status=2)
 
 
-@pytest.mark.parametrize("lacking", start.NEEDED)
-def test_missing_extra(lacking: str) -> None:
-    code = f"import sys; sys.modules[{lacking!r}] = None; from sparseprefill.adapters.cli.app import main; main()"
+def test_missing_extra() -> None:
+    """A fresh Python with nothing of it, and then with one part missing at a time."""
+    code = f"""
+import os, sys
+sys.modules.update(dict.fromkeys({start.NEEDED!r}))
+from sparseprefill.adapters.cli.app import main
+for lacking in {start.NEEDED!r}:
+    if not os.fork():
+        for name in set({start.NEEDED!r}) - {{lacking}}:
+            del sys.modules[name]
+        main()
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+main()
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == f'error: the command line needs {lacking}: pip install "sparseprefill[cli]"\n'
+    missing = (*start.NEEDED, ", ".join(start.NEEDED))
+    lines = [f'error: the command line needs {name}: pip install "sparseprefill[cli]"' for name in missing]
+    assert done.stderr.splitlines() == lines

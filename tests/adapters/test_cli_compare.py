@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.demo.exam import MOST, greedy, make_exam, take
-from sparseprefill.adapters.demo.model import load_tokenizer
 from sparseprefill.adapters.demo.tasks import FAMILIES
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -56,9 +55,8 @@ def test_greedy_is_greedy_whatever_the_draft(model: LlamaForCausalLM, agreed: in
         assert torch.equal(kept, layer.keys)
 
 
-def test_exam_holds_the_needles_of_every_family() -> None:
-    tokenizer = load_tokenizer()
-    exam = make_exam(tokenizer, 2048, 3, 2)
+def test_exam_holds_the_needles_of_every_family(embedded_tokenizer: Any) -> None:
+    exam = make_exam(embedded_tokenizer, 2048, 3, 2)
     assert [task.family for task in exam.tasks] == list(FAMILIES)
     assert exam.questions == 7
     lines = exam.context.splitlines()
@@ -68,13 +66,13 @@ def test_exam_holds_the_needles_of_every_family() -> None:
     assert len(set().union(*keys)) == sum(map(len, keys))
     for task in exam.tasks:
         for question in task.questions:
-            assert len(tokenizer(exam.context + question.text + question.answer)["input_ids"]) <= 2048
-    assert make_exam(tokenizer, 2048, 3, 2) == exam
-    assert make_exam(tokenizer, 2048, 4, 2) != exam
+            assert len(embedded_tokenizer(exam.context + question.text + question.answer)["input_ids"]) <= 2048
+    assert make_exam(embedded_tokenizer, 2048, 3, 2) == exam
+    assert make_exam(embedded_tokenizer, 2048, 4, 2) != exam
 
 
-def test_exam_counts_right_answers() -> None:
-    exam = make_exam(load_tokenizer(), 2048, 0, 1)
+def test_exam_counts_right_answers(embedded_tokenizer: Any) -> None:
+    exam = make_exam(embedded_tokenizer, 2048, 0, 1)
     assert take(exam, lambda question, expected: expected) == {
         "single": (1, 1),
         "multikey": (1, 1),
@@ -84,10 +82,10 @@ def test_exam_counts_right_answers() -> None:
     assert all(right == 0 for right, _ in take(exam, lambda question, expected: "").values())
 
 
-def test_exam_refuses() -> None:
+def test_exam_refuses(embedded_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="tokens more"):
-        make_exam(load_tokenizer(), 256, 0, 2)
+        make_exam(embedded_tokenizer, 256, 0, 2)
     for questions in (0, MOST + 1):
         with pytest.raises(ValueError, match=f"pass 1 to {MOST}"):
-            make_exam(load_tokenizer(), 2048, 0, questions)
-    assert make_exam(load_tokenizer(), 16384, 0, MOST).questions == 1 + 3 * MOST
+            make_exam(embedded_tokenizer, 2048, 0, questions)
+    assert make_exam(embedded_tokenizer, 16384, 0, MOST).questions == 1 + 3 * MOST

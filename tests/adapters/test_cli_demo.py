@@ -28,6 +28,7 @@ from sparseprefill import (
     hookimpl,
 )
 
+pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 SMALL = ("--tokens", "1024", "--questions", "1", "--device", "cpu")
 
 
@@ -42,7 +43,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def small(_one_tokenizer: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """One run over everything, as JSON, and its picture."""
     path = tmp_path_factory.mktemp("demo") / "masks.png"
     settings = ("--set", "streaming.window=128", "--set", "anchor-attention.step=2")

@@ -11,7 +11,7 @@ import torch
 from matplotlib.image import imread
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.clustering import autoencoder, capture, group
-from sparseprefill.adapters.demo.model import load_model, load_tokenizer
+from sparseprefill.adapters.demo.model import load_model
 from sparseprefill.adapters.demo.samples import key_value_prompts
 from sparseprefill.adapters.demo.settings import CLUSTERS, PARAMETERS
 from sparseprefill.adapters.huggingface import attach
@@ -22,6 +22,7 @@ from typer.testing import CliRunner, Result
 import sparseprefill as sp
 from sparseprefill.profiles import cluster_file
 
+pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 SMALL = ("--tokens", "512", "--block", "32", "--samples", "1", "--epochs", "20", "--device", "cpu")
 
 
@@ -44,9 +45,9 @@ def kinds() -> Tensor:
     return maps / maps.sum(-1, keepdim=True)
 
 
-def test_captured_maps_are_the_models_attention(embedded: Any) -> None:
+def test_captured_maps_are_the_models_attention(embedded: Any, embedded_tokenizer: Any) -> None:
     """Rows sum to 1, nothing lies in the future, and a block is the mean over rows of the attention's sum."""
-    ids = key_value_prompts(load_tokenizer(), 256, 1, 3)
+    ids = key_value_prompts(embedded_tokenizer, 256, 1, 3)
     maps = capture.block_maps(embedded, ids, 64)
     assert dict.fromkeys(range(6), (1, 4, 4, 4)) == {layer: tuple(one.shape) for layer, one in maps.items()}
     stock = load_model(torch.float32)
@@ -125,11 +126,11 @@ def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert words in result.stderr
 
 
-def test_the_shipped_table_fits_the_embedded_model(embedded: Any) -> None:
+def test_the_shipped_table_fits_the_embedded_model(embedded: Any, embedded_tokenizer: Any) -> None:
     table = cluster_file.load(CLUSTERS)
     table.check_model(identity(embedded.get_decoder()))
     assert len(table.clusters) >= 2
-    ids = torch.tensor(key_value_prompts(load_tokenizer(), 512, 1, 5))
+    ids = torch.tensor(key_value_prompts(embedded_tokenizer, 512, 1, 5))
     with (
         torch.inference_mode(),
         attach(embedded, "share-prefill", strict=True, **PARAMETERS["share-prefill"]) as handle,

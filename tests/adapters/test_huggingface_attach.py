@@ -226,28 +226,20 @@ def test_compiled_prefill_breaks_the_graph_and_stays_right() -> None:
     assert [layer.window_calls for layer in handle.report().layers] == [1, 1]
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_importing_the_adapter_imports_no_transformers() -> None:
-    code = "import sys; from sparseprefill.adapters.huggingface import attach; print('transformers' in sys.modules)"
-    assert run_python(code).strip() == "False"
-
-
-def test_without_transformers_the_error_says_what_to_install() -> None:
+def test_without_transformers_the_adapter_imports_and_the_error_says_what_to_install() -> None:
     code = """
 import sys
-sys.modules["transformers"] = None
 from sparseprefill.adapters.huggingface import attach
+assert "transformers" not in sys.modules
+sys.modules["transformers"] = None
 try:
     attach(None, "dense")
 except ImportError as error:
     print(error)
 """
-    assert 'pip install "sparseprefill[hf]"' in run_python(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 'pip install "sparseprefill[hf]"' in done.stdout
 
 
 def test_a_class_made_in_a_session_can_be_attached() -> None:

@@ -23,6 +23,7 @@ from sparseprefill.profiles.profile import Profile
 from .hf_models import build, prompt
 from .test_cli import refused
 
+pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 STREAMING = evolve(sp.default_registry().get("streaming"), search={"window": (8, 16, 32), "sink": (0, 8)})
 
 
