@@ -100,7 +100,7 @@ class _Map:
 
     @cached_property
     def excluded(self) -> list[tuple[Spot, Spot]]:
-        """What changes nothing on a CPU: annotations, what type checkers read, the wording of texts, the way of a GPU."""
+        """What changes nothing on a CPU: annotations, what type checkers read, wording of texts, the way of a GPU."""
         found: list[ast.AST | None] = []
         for node in ast.walk(self.tree):
             match node:

@@ -419,7 +419,7 @@ def test_counts_are_of_their_lists_alone() -> None:
         lambda: count._Rows.of(CALL.geometry, 4, 4),
         lambda: count._Lists.of(lists, slice(0, 1), 3),
     ):
-        assert 2 == len({build(), build()})
+        assert build() != build()
 
 
 def test_temporary_tensors_have_so_many_numbers() -> None:
