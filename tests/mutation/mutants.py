@@ -100,7 +100,7 @@ class _Map:
 
     @cached_property
     def excluded(self) -> list[tuple[Spot, Spot]]:
-        """What cannot change behaviour: annotations, what only type checkers read, and the wording of texts."""
+        """What changes nothing on a CPU: annotations, what type checkers read, wording of texts, the way of a GPU."""
         found: list[ast.AST | None] = []
         for node in ast.walk(self.tree):
             match node:
@@ -111,6 +111,8 @@ class _Map:
                     found += [one for one in node.decorator_list if ast.unparse(one).split(".")[-1] in TYPING_ONLY]
                 case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                     found += [node.test, *node.body]
+                case ast.If(test=ast.Call(func=ast.Attribute(value=ast.Name(id="kernels")))):
+                    found += node.body
                 case ast.JoinedStr() | ast.ImportFrom():
                     found.append(node)
                 case _:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_a_mask_made_when_it_is_read() -> None:
     ("build", "words"),
     [
         (lambda: Plan(None), r"Plan\.mask is NoneType: pass a SparseMask"),  # type: ignore[arg-type]
-        (lambda: Plan(sp.SparseMask), r"Plan\.mask is the class SparseMask"),
+        (lambda: Plan(dict[str, Any]({"mask": sp.SparseMask})["mask"]), r"Plan\.mask is the class SparseMask"),
         (lambda: Plan(FULL, 3), r"Plan\.carry is int: pass a Carry"),  # type: ignore[arg-type]
         (lambda: Plan(FULL, probe=[[True, True]]), r"Plan\.probe is list: pass a Tensor"),  # type: ignore[arg-type]
         (lambda: Plan(FULL, probe=torch.ones(1, 2)), r"Plan\.probe is torch\.float32 \(1, 2\): pass a bool tensor"),
@@ -174,7 +174,7 @@ def test_common_grains(grains: tuple[int | None, ...], expected: int | None) -> 
 def test_widest_scopes() -> None:
     for found in product(("head", "group", None), repeat=2):
         expected = None if None in found else "group" if "group" in found else "head"
-        assert expected == widest_scope(found)  # type: ignore[arg-type]
+        assert expected == widest_scope(found)
     assert "head" == widest_scope(())
     scopes = [Asked(head_scope="head"), Asked(head_scope="group")]
     assert "group" == sp.Pipeline(scopes[0], (scopes[1],)).head_scope
@@ -222,7 +222,7 @@ def test_every_stage_is_asked_about_the_model(place: str) -> None:
     for made in (choosy, Route.of(choosy)):
         assert made.asks_model
         with pytest.raises(ParameterError, match="not for this"):
-            made.check_model("this")
+            made.check_model(cast(Any, "this"))
 
 
 def test_sizes_of_parts_are_remembered_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

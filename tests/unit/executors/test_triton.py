@@ -13,6 +13,7 @@ from attrs import evolve
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.executors import triton as module
+from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.testing import tensors
 
@@ -26,13 +27,13 @@ def wide(dtype: torch.dtype = torch.float32, head_dim: int = 64, **fields: Any) 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_head_dimensions_that_it_serves(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.attention, "interpreted", lambda: True)
+    monkeypatch.setattr(attention, "interpreted", lambda: True)
     assert TRITON.unsupported(wide(head_dim=dim)) is None
     assert TRITON.unsupported(wide(torch.float16, head_dim=dim)) is None
 
 
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.attention, "interpreted", lambda: True)
+    monkeypatch.setattr(attention, "interpreted", lambda: True)
     narrow = wide()
     narrow = evolve(narrow, v=narrow.v[..., :32])
     for call, words in (
@@ -44,7 +45,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert words in str(TRITON.unsupported(call))
         with pytest.raises(sp.UnsupportedCallError, match="TritonExecutor: "):
             TRITON.execute(call, sp.Plan(sp.SparseMask.full(call, 16)))
-    monkeypatch.setattr(module.attention, "interpreted", lambda: False)
+    monkeypatch.setattr(attention, "interpreted", lambda: False)
     assert "q is on cpu; move q, k and v to a CUDA device" in str(TRITON.unsupported(wide()))
 
 
@@ -55,7 +56,7 @@ def test_what_it_may_hold() -> None:
 
 @pytest.mark.parametrize("names", [(), ("q",), ("k",), ("v",), ("q", "v")])
 def test_only_rows_that_are_not_contiguous_are_copied(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.attention, "interpreted", lambda: True)
+    monkeypatch.setattr(attention, "interpreted", lambda: True)
     call = wide()
     given = evolve(call, **{one: getattr(call, one).mT.contiguous().mT for one in names})
     checked = TRITON._checked(given)
@@ -67,7 +68,7 @@ def test_only_rows_that_are_not_contiguous_are_copied(names: tuple[str, ...], mo
 
 
 def test_a_carry_without_a_mask_is_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.attention, "interpreted", lambda: True)
+    monkeypatch.setattr(attention, "interpreted", lambda: True)
     call = wide()
     region = sp.SparseMask.full(call, 16)
     carry = sp.Carry(sp.ReferenceExecutor().accumulate(call, sp.Plan(region)), region)
@@ -86,8 +87,8 @@ def test_results_into_tensors_of_the_caller(out: bool, lse: bool, monkeypatch: p
         seen.append(into)
         return made if into is None else into
 
-    monkeypatch.setattr(module.attention, "interpreted", lambda: True)
-    monkeypatch.setattr(module.attention, "sparse_attention_fwd", run)
+    monkeypatch.setattr(attention, "interpreted", lambda: True)
+    monkeypatch.setattr(attention, "sparse_attention_fwd", run)
     call = wide()
     plan = sp.Plan(sp.SparseMask.full(call, 16))
     mine = (
@@ -104,9 +105,9 @@ def test_results_into_tensors_of_the_caller(out: bool, lse: bool, monkeypatch: p
 
 def test_heads_are_probed_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     call, heads = wide(), torch.ones(1, 2) > 0
-    monkeypatch.setattr(module.attention, "interpreted", lambda: True)
-    monkeypatch.setattr(module.attention, "sparse_attention_fwd", lambda *_: (call.q, call.q[..., 0]))
-    monkeypatch.setattr(module.attention, "tile_mass_fwd", lambda call, mask, lse, probe: probe)
+    monkeypatch.setattr(attention, "interpreted", lambda: True)
+    monkeypatch.setattr(attention, "sparse_attention_fwd", lambda *_: (call.q, call.q[..., 0]))
+    monkeypatch.setattr(attention, "tile_mass_fwd", lambda call, mask, lse, probe: probe)
     mask = sp.SparseMask.full(call, 16)
     assert TRITON.execute(call, sp.Plan(mask)).probe is None
     assert TRITON.execute(call, sp.Plan(mask, probe=heads)).probe is heads

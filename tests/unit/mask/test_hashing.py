@@ -90,3 +90,15 @@ def test_the_bound_itself_is_not_below() -> None:
 
 def test_no_columns() -> None:
     assert (1, 1, 1, 0) == tuple(hashing.below(torch.tensor([[[5]]]), 0, 9).shape)
+
+
+def test_four_million_numbers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def fold(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+        seen.append(state.shape[2])
+        return torch.zeros(1, dtype=torch.int64).expand(*state.shape[:3], len(word))
+
+    monkeypatch.setattr(hashing, "fold", fold)
+    hashing.below(torch.zeros(1, 1, 5, dtype=torch.int64), 1 << 21, 1)
+    assert [2, 2, 1] == seen

@@ -224,6 +224,16 @@ def test_the_union_of_tiles_with_coarser_stripes_keeps_both_lists() -> None:
     assert torch.equal(stripes.to_dense() | finer.to_dense(), joined.to_dense())
 
 
+def test_the_union_of_tiles_with_stripes_keeps_the_tiles() -> None:
+    """Whatever tiles the stripes' mask would have, as long as their groups are made of the others."""
+    call = make(48)
+    stripes = sp.SparseMask.from_stripes(call, bits(1, 1, 4, 48), group=2, tile=(6, 10), diagonal=False)
+    tiles = sp.SparseMask.from_tiles(call, bits(1, 1, 12, 12), 4)
+    for one in (stripes | tiles, tiles | stripes):
+        assert (4, 4, 3) == (one.tile_q, one.tile_k, one.group)
+        assert torch.equal(stripes.to_dense() | tiles.to_dense(), one.to_dense())
+
+
 def test_maps_of_other_tiles_are_refused() -> None:
     geometry = CALL.geometry
     for tiles in ((8, 4), (4, 8)):
@@ -366,3 +376,53 @@ def test_geometry_of_a_chunk_by_hand() -> None:
     assert (2, 2, 1) == (one.tile_rows(6), one.tile_rows(4), one.tile_rows(16))
     assert (4, 5, 1) == (one.tile_columns(5), one.tile_columns(4), one.tile_columns(20))
     assert [[5] * 6] == one.visible_counts().tolist()
+
+
+def test_rows_of_padding_have_empty_lists() -> None:
+    geometry = make(12, batch=2, starts=int32(0, 9)).geometry
+    full = IndexLists.full(geometry, 4, 4)
+    expected = [[min(max(tile + 1, 0), 3) for tile in row] for row in geometry.tiles(4).tolist()]
+    assert 0 in expected[1]
+    assert [[row, row] for row in expected] == full.counts.tolist()
+
+
+def test_counting_looks_at_few_entries_of_each_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At an edge as many tiles as a query tile's rows can cut, and keys of one tile more; between them whole tiles."""
+    call = make(64, heads=2, kv_heads=2)
+    mask = sp.SparseMask.from_tiles(call, bits(1, 2, 8, 4), (8, 16)) | sp.SparseMask.from_stripes(
+        call, bits(1, 2, 4, 64), group=2, tile=(8, 16), diagonal=False
+    )
+    taken: list[int] = []
+    parts: list[tuple[int, int]] = []
+    take, part = count._Lists.take, count._Lists.part
+
+    def looked(self: Any, first: torch.Tensor, number: int) -> torch.Tensor:
+        taken.append(number)
+        return take(self, first, number)
+
+    def cut(self: Any, rows: slice) -> Any:
+        parts.append((rows.start, rows.stop))
+        return part(self, rows)
+
+    monkeypatch.setattr(count._Lists, "take", looked)
+    monkeypatch.setattr(count._Lists, "part", cut)
+    monkeypatch.setattr(count, "ENTRIES", 1)
+    assert torch.equal(mask.to_dense().sum((2, 3)), mask.pairs())
+    assert [8 // 16 + 3, 8 + 16, 8 + 16, *[4] * 8] * 2 == taken
+    assert [(row, row + 1) for row in range(8)] * 2 == parts
+
+
+def test_counts_are_of_their_lists_alone() -> None:
+    lists = IndexLists.full(CALL.geometry, 4, 4)
+    for build in (
+        lambda: count.Selected(CALL.geometry, 4, 4, 1, lists, None, False),
+        lambda: count._Rows.of(CALL.geometry, 4, 4),
+        lambda: count._Lists.of(lists, slice(0, 1), 3),
+    ):
+        assert build() != build()
+
+
+def test_temporary_tensors_have_so_many_numbers() -> None:
+    """64 MiB of int64, and for pictures 16 MiB of bool."""
+    chunks = masks._row_chunks(evolve(CALL.geometry, q_len=9, kv_len=1 << 22), 1)
+    assert (1 << 23, [2, 2, 2, 2, 1], 16) == (count.ENTRIES, [len(one) for one in chunks], masks.SHADED)
