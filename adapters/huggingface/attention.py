@@ -116,6 +116,8 @@ def _attend(
                     return outcome.out.transpose(1, 2).contiguous(), None
                 return _dense(attached.original, forward, module, query, key, value, mask, kwargs)
             reason = call
+    if reason == reasons.NOT_CAUSAL and attached.session.cross(layer):
+        return _dense(attached.original, forward, module, query, key, value, mask, kwargs)
     attached.session.decline(layer, reason or reasons.OUTSIDE, (query.shape[0], query.shape[2], key.shape[2]))
     return _dense(attached.original, forward, module, query, key, value, mask, kwargs)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .masks import Compact, is_compact
 
 OUTSIDE = "called outside the attached decoder's forward (recomputed activations, or a layer run on its own)"
+NOT_CAUSAL = "the layer is not causal"
 GRADIENT = "gradients are recorded: wrap inference in torch.no_grad() or torch.inference_mode()"
 # Tensors that a layer may be given and that change nothing about who attends to whom.
 HARMLESS = frozenset(
@@ -54,7 +55,7 @@ def of_host(
         return "attention weights are asked for"
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        return "the layer is not causal"
+        return NOT_CAUSAL
     if kwargs.get("cache") is not None:
         return "the cache is paged"
     if not is_compact(mask):

@@ -13,6 +13,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "audio_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "embedding_size"), 64),
     **dict.fromkeys(("word_embed_proj_dim", "attention_hidden_size", "lru_width", "backbone_hidden_size"), 64),
+    "hidden_size_global": 64,
     **dict.fromkeys(("input_embedding_size", "output_embedding_size", "pronunciation_embed_dim", "mamba_d_ssm"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 96),
     **dict.fromkeys(("n_inner", "dff", "d_inner", "dim_ff", "feed_forward_size", "dense_intermediate_size"), 96),
@@ -25,7 +26,9 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), 4),
     **dict.fromkeys(("num_encoder_attention_heads", "swa_num_attention_heads", "index_n_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "attention_head_dim", "attention_head_size", "dim_head", "d_head"), 16),
+    **dict.fromkeys(
+        ("head_dim", "swa_head_dim", "attention_head_dim", "attention_head_size", "dim_head", "d_head"), 16
+    ),
     **dict.fromkeys(("kv_channels", "d_kv", "global_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
     **dict.fromkeys(("index_head_dim", "kv_lora_rank", "q_lora_rank", "o_lora_rank", "rotary_dim", "d_rel"), 16),
     **{"qk_rope_head_dim": 8, "qk_head_dim": 24, "query_pre_attn_scalar": 16, "rel_extent": 64},
@@ -58,10 +61,38 @@ SIZES: dict[str, int] = {
 # Not the smaller of the two: a window, a rank, a head or a vocabulary that means something else when it is larger.
 EXACT = frozenset({"vocab_size", "hidden_size", "num_hidden_layers", "sliding_window", "max_position_embeddings"})
 
+NOTHING: Mapping[str, Any] = {}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+MARKS = ("_token_id", "_token_index")
 RANGES = ("initializer_range", "init_std")
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+INDEXER = {
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    **{"indexer_budget": 32, "indexer_compress_ratio": 8},
+}
 OTHERS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {**ROPE, "mrope_section": [4, 2, 2]}}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp": {"text_config": INDEXER},
+    "qwen4_exp_text": INDEXER,
+    "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (16, 32)},
+    "xmod": {"languages": ("en_XX",), "default_language": "en_XX"},
+    "zamba": {
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+        **{"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
+    },
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4, "n_mamba_heads": 8},
 }
 """What the names do not tell, by type."""
 
@@ -70,27 +101,24 @@ def config_of(model_type: str) -> Any:
     """A small configuration of a type; whatever transformers raises where there is none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    owner = CONFIG_MAPPING[model_type]
-    changes = OTHERS.get(model_type, {})
+    owner, changes = CONFIG_MAPPING[model_type], OTHERS.get(model_type, {})
+    default = owner()
     try:
-        config = owner(**{**shrunk(owner(), changes), **changes})
+        return owner(**shrunk(default, changes))
     except Exception:
-        if not _lists(owner()):
+        if not _lists(default):
             raise
-        config = owner(**{**shrunk(owner(), changes, lists=False), **changes})
-    return config
+        return owner(**shrunk(default, changes, lists=False))
 
 
-def shrunk(config: Any, changes: Mapping[str, Any] = {}, *, lists: bool = True) -> dict[str, Any]:
-    """Arguments that make the same configuration small. lists: one layer of each kind that its lists by layer name."""
+def shrunk(config: Any, changes: Mapping[str, Any] = NOTHING, *, lists: bool = True) -> dict[str, Any]:
+    """Arguments that make the same configuration small. changes: go over them. lists: one layer of each kind that its lists by layer name."""
     made: dict[str, Any] = {}
     for name, value in vars(config).items():
         if name in config.sub_configs:
-            inner = changes.get(name)
-            if value is not None and not isinstance(inner, Mapping | type(None)):
-                continue
             if value is not None:
-                made[name] = {**shrunk(value, lists=lists), "model_type": value.model_type, **(inner or {})}
+                inner = shrunk(value, changes.get(name, {}), lists=lists)
+                made[name] = {**inner, "model_type": value.model_type}
         elif name in SPECIAL and value is not None:
             made[name] = SPECIAL[name]
         elif name in RANGES:
@@ -98,10 +126,12 @@ def shrunk(config: Any, changes: Mapping[str, Any] = {}, *, lists: bool = True) 
         elif name == "is_decoder":
             made[name] = True
         elif isinstance(value, int) and not isinstance(value, bool):
-            if name.endswith(("_token_id", "_token_index")):
-                made[name] = VOCABULARY - 1 - len([1 for other in made if other.endswith(("_token_id", "_token_index"))])
+            if name.endswith(MARKS):
+                made[name] = VOCABULARY - 1 - sum(other.endswith(MARKS) for other in made)
             elif name in SIZES:
                 made[name] = SIZES[name] if name in EXACT else min(SIZES[name], value)
+    if "qk_rope_head_dim" in made:  # one latent serves all heads, and the rotary part is what some call a head
+        made.update({name: size for name, size in (("head_dim", 8), ("num_key_value_heads", 4)) if name in made})
     by_layer = _lists(config) if lists else {}
     if by_layer:
         kinds: dict[Any, int] = {}
@@ -111,7 +141,7 @@ def shrunk(config: Any, changes: Mapping[str, Any] = {}, *, lists: bool = True) 
         chosen = (chosen * 2)[: max(2, len(chosen))][:6]
         made.update({name: [values[i] for i in chosen] for name, values in by_layer.items()})
         made["num_hidden_layers"] = len(chosen)
-    return made
+    return {**made, **{name: value for name, value in changes.items() if name not in config.sub_configs}}
 
 
 def _lists(config: Any) -> dict[str, list[Any]]:
