@@ -15,8 +15,8 @@ from sparseprefill.errors import InvalidCallError
 from ..session.session import Fallback
 from . import reasons
 from .eager import eagerly
-from .masks import Compact, classify, encode, is_compact
-from .original import Original
+from .masks import Compact, classify, encode, is_compact, plain
+from .original import Original, first_keys
 from .state import Attachment, Forward, current
 
 Ref = Callable[[], "Attachment | None"]  # a weak reference
@@ -91,7 +91,11 @@ def _compact(ref: Ref, asked: dict[str, Any]) -> Tensor | None:
     if pattern is None:
         return None
     sizes = (asked["batch_size"], asked["q_length"], asked["kv_length"], asked["q_offset"], asked["kv_offset"])
-    return encode(pattern, *sizes, padding, asked.get("device", "cpu"))
+    mask = encode(pattern, *sizes, padding, asked.get("device", "cpu"))
+    forward = current(attached)
+    if forward is not None and padding is None and (compact := plain(pattern, *sizes, mask.device)) is not None:
+        forward.masks[id(mask)] = (mask, compact)
+    return mask
 
 
 def _attend(
@@ -109,11 +113,19 @@ def _attend(
         compact = forward.decoded(mask)
         reason = reasons.of_mask(compact, query, key, mask)
         if reason is None:
+            # A gate judges by sizes: what it said of one layer holds for the next.
+            rows = query.shape
+            sizes = (id(mask), rows, key.shape, value.shape, query.dtype, query.device)
+            if (small := forward.small.get(sizes)) is not None:
+                attached.session.again(layer, small, (rows[0], rows[2], compact.used))
+                return _dense(attached.original, forward, module, query, key, value, mask, kwargs)
             call = _call(attached, layer, query, key, value, compact, kwargs)
             if isinstance(call, AttentionCall):
                 outcome = attached.session.run(call, forward.progress.prefill)
                 if not isinstance(outcome, Fallback):
                     return outcome.out.transpose(1, 2).contiguous(), None
+                if outcome.small:
+                    forward.small[sizes] = outcome
                 return _dense(attached.original, forward, module, query, key, value, mask, kwargs)
             reason = call
     if reason == reasons.NOT_CAUSAL and attached.session.cross(layer):
@@ -142,8 +154,7 @@ def _call(
     try:
         return AttentionCall(
             query,
-            key[:, :, :used],
-            value[:, :, :used],
+            *first_keys(used, key, value),
             scale=kwargs.get("scaling"),
             q_offset=used - query.shape[2],
             layer=layer,

@@ -77,14 +77,40 @@ def encode(
     device: torch.device | str,
 ) -> Tensor:
     """``[B, 1, 1, Nkv]``: the compact mask. padding: bool ``[B, n]`` over absolute positions, or None."""
+    code, dtype = (REAL, CAUSAL) if pattern.window is None else (pattern.window + 1, SLIDING)
+    if padding is None and (length := used_slots(q_length, kv_length, q_offset, kv_offset)) is not None:
+        mask = torch.full((batch, 1, 1, kv_length), code, dtype=dtype, device=device)
+        if length < kv_length:
+            mask[..., length:] = 0
+        return mask
     position = torch.arange(kv_length, device=device) + kv_offset
     used = (position < q_offset + q_length)[None].expand(batch, -1)
     real = used
     if padding is not None:
         padding = functional.pad(padding, (0, max(0, kv_length + kv_offset - padding.shape[-1])))
         real = used & padding[:, position]
-    code, dtype = (REAL, CAUSAL) if pattern.window is None else (pattern.window + 1, SLIDING)
     return (used.to(dtype) * PADDING + real.to(dtype) * (code - PADDING))[:, None, None, :].contiguous()
+
+
+def used_slots(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> int | None:
+    """How many slots of the cache are in use, the first ones; None where only the device knows, or others are."""
+    return min(kv_length, q_offset + q_length) if kv_offset == 0 and isinstance(q_offset, int) else None
+
+
+def plain(
+    pattern: Pattern,
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    device: torch.device | str,
+) -> Compact | None:
+    """What `decode` reads from a mask without padding, known without reading it; None where the device has to tell."""
+    used = used_slots(q_length, kv_length, q_offset, kv_offset)
+    if used is None:
+        return None
+    return Compact(used, pattern.window, None, None, False, torch.ones(batch, used, dtype=torch.bool, device=device))
 
 
 def is_compact(mask: object) -> bool:

@@ -61,5 +61,9 @@ class Original:
         kwargs: dict[str, Any],
     ) -> Any:
         """Its attention over the `used` first keys with a mask in its own format."""
-        run = self.attention(module)
-        return run(module, query, key[:, :, :used], value[:, :, :used], mask, **kwargs)
+        return self.attention(module)(module, query, *first_keys(used, key, value), mask, **kwargs)
+
+
+def first_keys(used: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The `used` first keys and values; the tensors themselves where all slots are in use."""
+    return (key, value) if used == key.shape[2] else (key[:, :, :used], value[:, :, :used])

@@ -12,6 +12,7 @@ from .masks import Compact, is_compact
 OUTSIDE = "called outside the attached decoder's forward (recomputed activations, or a layer run on its own)"
 NOT_CAUSAL = "the layer is not causal"
 GRADIENT = "gradients are recorded: wrap inference in torch.no_grad() or torch.inference_mode()"
+SEQUENCES = (tuple, list)  # a union of both would be made anew at every look
 # Tensors that a layer may be given and that change nothing about who attends to whom.
 HARMLESS = frozenset(
     {
@@ -76,6 +77,6 @@ def of_mask(compact: Compact, query: Tensor, key: Tensor, mask: Tensor) -> str |
 
 
 def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return any(_holds_tensor(part) for part in value)
-    return isinstance(value, Tensor)
+    if isinstance(value, Tensor):
+        return True
+    return isinstance(value, SEQUENCES) and any(_holds_tensor(part) for part in value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Hashable
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..session.session import Prefill, Session
+from ..session.session import Fallback, Prefill, Session
 from .masks import Compact, decode
 from .original import Original
 
@@ -70,7 +71,11 @@ class Progress:
 
 @define(eq=False)
 class Forward:
-    """One forward of an attached decoder. masks: each compact mask of it, decoded once."""
+    """One forward of an attached decoder.
+
+    masks: each compact mask of it, decoded once. rebuilt: the host's own in its place. small: what the gate left to the
+    host, by sizes.
+    """
 
     owner: object
     progress: Progress
@@ -78,6 +83,7 @@ class Forward:
     outer: Forward | None = None
     masks: dict[int, tuple[Tensor, Compact]] = field(factory=dict)
     rebuilt: dict[int, Any] = field(factory=dict)
+    small: dict[Hashable, Fallback] = field(factory=dict)
 
     def decoded(self, mask: Tensor) -> Compact:
         """Layers share one tensor, so its identity is the key; holding it keeps the identity true."""

@@ -51,7 +51,8 @@ class Uncounted:
 class LayerRecord:
     """Counts of one layer, and what the density of its last prefill needs.
 
-    cross: calls of its cross attention. pairs: (computed, allowed) pairs measured in the last prefill. waiting: results of it that are not measured yet.
+    cross: calls of its cross attention. pairs: (computed, allowed) pairs measured in the last prefill. waiting: results
+    of it that are not measured yet.
     lost: some result was neither kept nor measured, so that the density is unknown.
     """
 

@@ -64,8 +64,9 @@ class Report:
     decoding and every fallback. min_query: query rows from which a call is prefill. grain: tokens at whose multiples
     a prompt may be cut into chunks, or None. short_forwards: forwards with fewer rows, all dense: decoding steps and
     short prompts. layers: in order of their index. notes: what else is worth knowing, with counts. gate: the tables
-    by which calls were judged too small for the method; empty if none was. kernels: how many calls each kernel computed,
-    by its name and, in brackets, why no faster one did: see `Kernel`. A call in parts counts for each kernel it met.
+    by which calls were judged too small for the method; empty if none was. kernels: how many calls each kernel
+    computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a call in parts counts for each
+    kernel that it met.
     """
 
     method: str

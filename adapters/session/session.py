@@ -117,6 +117,11 @@ class Session:
             self._observe(call, result)
         return result
 
+    def again(self, layer: int, verdict: Fallback, shape: tuple[int, int, int]) -> None:
+        """Record a call of the same sizes as one that the gate found too small: as `run` does, without asking again."""
+        chosen = self.layers is None or layer in self.layers
+        self._record_dense(layer, verdict.reason if chosen else NOT_CHOSEN, shape)
+
     def whole(self, call: AttentionCall) -> Tensor | None:
         """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
 
@@ -149,7 +154,7 @@ class Session:
         return fallback
 
     def cross(self, layer: int) -> bool:
-        """Whether a call that is not causal is cross attention: its layer has causal calls as well. If so it is counted.
+        """Whether a call that is not causal is cross attention: its layer has causal calls, too. Counted, if it is.
 
         The host computes it. It is no prefill: the layer's mode stays, and there is nothing that `strict` raises for.
         """
@@ -204,11 +209,14 @@ class Session:
         return result
 
     def _dense(self, layer: int, reason: str, shape: tuple[int, int, int], *, small: bool = False) -> Fallback:
+        self._record_dense(layer, reason, shape)
+        return Fallback(reason, small)
+
+    def _record_dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> None:
         with self._lock:
             record = self._record(layer)
             record.count("dense", shape)
             record.reasons[reason] += 1
-        return Fallback(reason, small)
 
     def _count(self, result: Result, executor: object) -> None:
         """Which kernels served; of an executor that does not tell, its name."""

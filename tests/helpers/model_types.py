@@ -1,9 +1,14 @@
-"""Counts model types: `python -m helpers.model_types` (from tests/) attaches a tiny model of each that transformers has.
+"""Counts model types: `python -m helpers.model_types` (from tests/) attaches a tiny model of each in transformers.
 
 Every type of causal language model is built with random weights, attached with the full mask, and compared with itself:
 logits of a plain and of a left-padded batch, and a greedy continuation. Then it runs once with a sparse mask. A type is
-equal; refused, with the adapter's reason; not built, where no rule makes it small or its stock model does not run; or it
-differs or fails, which is a bug of ours. `--json` prints all that is known of each type instead of the table.
+
+- equal;
+- refused, with the adapter's reason;
+- not built: no rule makes it small, or its stock model does not run;
+- one that differs or fails, which is a bug of ours.
+
+`--json` prints all that is known of each type instead of the table.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import sys
 import time
@@ -143,6 +149,7 @@ def told(error: BaseException, *, shown: bool = True) -> str:
 
 
 def _child(send: Any, model_type: str, implementation: str | None, memory: int) -> None:
+    os.dup2(2, 1)  # what models print is no part of the table
     resource.setrlimit(resource.RLIMIT_AS, (memory << 30, memory << 30))
     start = time.perf_counter()
     found = examine(model_type, implementation)

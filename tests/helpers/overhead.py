@@ -35,7 +35,8 @@ class Overhead:
     def __str__(self) -> str:
         each = 1000 * self.added / self.layers
         text = f"{self.layers} layers, {self.tokens} tokens: stock {self.stock:.2f} ms a forward"
-        return f"{text}, attached and all dense {self.added:+.2f} ms ({each:.0f} us a layer)"
+        share = self.added / self.stock
+        return f"{text}, attached and all dense {self.added:+.2f} ms ({each:.0f} us a layer, {share:.0%} of stock)"
 
 
 def pair(layers: int) -> tuple[Any, Any]:

@@ -82,6 +82,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp": {"text_config": INDEXER},
@@ -112,7 +113,10 @@ def config_of(model_type: str) -> Any:
 
 
 def shrunk(config: Any, changes: Mapping[str, Any] = NOTHING, *, lists: bool = True) -> dict[str, Any]:
-    """Arguments that make the same configuration small. changes: go over them. lists: one layer of each kind that its lists by layer name."""
+    """Arguments that make the same configuration small.
+
+    changes: go over them. lists: one layer of each kind that its lists by layer name, as far as they fit.
+    """
     made: dict[str, Any] = {}
     for name, value in vars(config).items():
         if name in config.sub_configs:
