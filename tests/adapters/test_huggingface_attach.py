@@ -169,6 +169,15 @@ def test_a_compact_mask_says_what_the_stock_mask_says(
     mask = masks.encode(pattern, len(padding), rows, total + spare, past, 0, padding, "cpu")
     assert masks.is_compact(mask)
     compact = masks.decode(mask)
+    whole = masks.encode(pattern, len(padding), rows, total + spare, past, 0, None, "cpu")
+    told, read = masks.plain(pattern, len(padding), rows, total + spare, past, 0, "cpu"), masks.decode(whole)
+    assert told is not None
+    assert (told.used, told.window, told.starts, told.holes) == (read.used, read.window, read.starts, read.holes)
+    assert torch.equal(told.real, read.real)
+    assert torch.equal(
+        whole,
+        masks.encode(pattern, len(padding), rows, total + spare, past, 0, torch.ones_like(padding), "cpu"),
+    )
     stock: Any = masking_utils.sdpa_mask(
         **sizes, mask_function=function, attention_mask=padding, local_size=window, allow_is_causal_skip=False
     )
