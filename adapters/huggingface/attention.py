@@ -146,12 +146,27 @@ def _result(
             session.decline(layer, reasons.OUTSIDE, shape)
         return None
     reason = forward.dense or reasons.of_host(module, query, key, value, mask, kwargs)
-    call = None if reason else _call(attached, layer, query, key, value, mask.order.compact(), kwargs)
+    if reason == reasons.NOT_CAUSAL and session.cross(layer):
+        return None
+    if reason is not None:
+        session.decline(layer, reason, shape)
+        return None
+    compact = mask.order.compact()
+    # A gate judges by sizes: what it said of one layer holds for the next.
+    sizes = (id(mask.order), query.shape, key.shape, value.shape, query.dtype, query.device)
+    if (small := forward.small.get(sizes)) is not None:
+        session.again(layer, small, (query.shape[0], query.shape[2], compact.used))
+        return None
+    call = _call(attached, layer, query, key, value, compact, kwargs)
     if not isinstance(call, AttentionCall):
-        session.decline(layer, reason or str(call), shape)
+        session.decline(layer, call, shape)
         return None
     outcome = session.run(call, forward.progress.prefill)
-    return None if isinstance(outcome, Fallback) else outcome.out.transpose(1, 2).contiguous()
+    if not isinstance(outcome, Fallback):
+        return outcome.out.transpose(1, 2).contiguous()
+    if outcome.small:
+        forward.small[sizes] = outcome
+    return None
 
 
 def _call(
@@ -176,8 +191,7 @@ def _call(
     try:
         return AttentionCall(
             query,
-            key[:, :, :used],
-            value[:, :, :used],
+            *first_keys(used, key, value),
             scale=kwargs.get("scaling"),
             q_offset=used - query.shape[2],
             layer=layer,
@@ -189,3 +203,8 @@ def _call(
         )
     except InvalidCallError as error:
         return str(error)
+
+
+def first_keys(used: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The `used` first keys and values; the tensors themselves where all slots are in use."""
+    return (key, value) if used == key.shape[2] else (key[:, :, :used], value[:, :, :used])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import AttachError, told
+from sparseprefill.errors import AttachError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
@@ -24,7 +24,7 @@ from sparseprefill.route import Route
 from ..session.report import Report
 from ..session.session import Session
 from .handle import Handle
-from .inspection import allowed_ids
+from .inspection import allowed_ids, input_device
 
 TOKENS, SHORTEST = 64, 16
 # Relative norm of the difference in logits. Rounding stays below, a wrong mask is of the order of one.
@@ -79,7 +79,8 @@ class Findings:
 def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> Findings:
     """Run 2 x 64 random tokens with left padding, before and after; the model is left as it was.
 
-    Raises AttachError where the logits differ, no layer can be bound, or either run fails.
+    Raises AttachError where the logits differ, no layer can be bound, or either run fails; where the stock model is at
+    fault, it says so.
     """
     calls: dict[int, AttentionCall] = {}
 
@@ -91,15 +92,22 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
     handle = Handle(model, decoder, session, only=threading.current_thread())
     inputs = _inputs(model, decoder)
     with torch.no_grad(), _evaluating(model):
-        stock = _run(model, inputs, "does not run on plain token ids")
+        stock = _stock(model, inputs)
         handle.bind()
         try:
-            ours = _run(model, inputs, "fails with another attention function")
+            ours: Tensor | Exception = _run(model, inputs)
+        except Exception as error:
+            ours = error
         finally:
             handle.detach()
+    if isinstance(ours, Exception):
+        with torch.no_grad(), _evaluating(model):
+            _stock(model, inputs)  # one that fails now and then is not our failure
+        raise AttachError(_failed(model, "fails with another attention function", ours)) from ours
     objections = {layer: reasons for layer, call in calls.items() if (reasons := route.unsupported(call))}
     findings = Findings(handle.report(), objections, calls)
-    _compare(model, stock, ours, findings)
+    with torch.no_grad(), _evaluating(model):
+        _compare(model, stock, ours, findings, lambda: _stock(model, inputs))
     return findings
 
 
@@ -111,38 +119,71 @@ def _inputs(model: torch.nn.Module, decoder: PreTrainedModel) -> dict[str, Any]:
     ids = torch.randint(low, high, (2, tokens), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, : tokens // 4] = 0
-    device = next(decoder.parameters()).device
+    device = input_device(decoder)
     # Attention weights that the configuration asks for would keep every layer dense.
     weights = {"output_attentions": False} if getattr(decoder.config, "output_attentions", False) else {}
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False, **weights}
 
 
-def _run(model: torch.nn.Module, inputs: dict[str, Any], complaint: str) -> Tensor:
-    """Logits, or hidden states, of the real tokens ``[n, width]``; of each row where the model gives one per row."""
+def _stock(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """As `_run`, of the model that nothing of ours is in; its failure is its own."""
     try:
-        outputs = model(**inputs)
+        found = _run(model, inputs)
     except Exception as error:
-        message = f"{type(model).__name__} {complaint}: {type(error).__name__}: {told(error)}"
-        raise AttachError(f"{message} (verify=False skips this dry run)") from error
+        raise AttachError(
+            _failed(model, "does not run on plain token ids as it is, before it is attached", error)
+        ) from error
+    if not bool(torch.isfinite(found).all()):
+        name = type(model).__name__
+        raise AttachError(
+            f"{name} as it is, before it is attached, gives logits that are not finite for random tokens: there is "
+            "nothing to verify (verify=False skips this dry run)"
+        )
+    return found
+
+
+def _failed(model: torch.nn.Module, complaint: str, error: Exception) -> str:
+    return f"{type(model).__name__} {complaint}: {type(error).__name__}: {error} (verify=False skips this dry run)"
+
+
+def _run(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Logits, or hidden states, of the real tokens ``[n, width]``; of each row where the model gives one per row."""
+    outputs = model(**inputs)
     for name in ("logits", "last_hidden_state"):
         x = getattr(outputs, name, None)
         if isinstance(x, Tensor):
             return x[inputs["attention_mask"].bool().to(x.device)] if x.dim() == 3 else x
-    raise AttachError(f"{type(model).__name__} gives neither logits nor hidden states to verify (verify=False skips)")
+    raise TypeError("its output has neither logits nor last_hidden_state")
 
 
-def _compare(model: torch.nn.Module, stock: Tensor, ours: Tensor, findings: Findings) -> None:
+def _compare(
+    model: torch.nn.Module, stock: Tensor, ours: Tensor, findings: Findings, again: Callable[[], Tensor]
+) -> None:
+    """again: one more run of the stock model, asked for where the two differ."""
     name = type(model).__name__
     if not any(layer.sparse_calls or layer.window_calls for layer in findings.report.layers):
         why = "; ".join(findings.report.fallbacks) or "none of them calls the attention function"
         raise AttachError(f"{name} has no attention layer that can be bound: {why}")
     limit = TOLERANCE.get(stock.dtype, TOLERANCE[torch.bfloat16])
-    error = float((stock.double() - ours.double()).norm() / stock.double().norm())
-    if not error <= limit:
+    error = _apart(ours, stock)
+    if error <= limit:
+        return
+    by_itself = _apart(again(), stock)
+    if not by_itself <= limit:
         raise AttachError(
-            f"{name} computes something else through the attention interface: with a full mask its logits differ by "
-            f"{error:.2g} (relative norm; {limit:g} is allowed). Its layers use more than queries, keys and a mask."
+            f"{name} as it is, before it is attached, gives other logits from run to run: they differ by "
+            f"{by_itself:.2g} (relative norm; {limit:g} is allowed), so there is nothing to verify (verify=False skips "
+            "this dry run)"
         )
+    raise AttachError(
+        f"{name} computes something else through the attention interface: with a full mask its logits differ by "
+        f"{error:.2g} (relative norm; {limit:g} is allowed). Its layers use more than queries, keys and a mask."
+    )
+
+
+def _apart(x: Tensor, wanted: Tensor) -> float:
+    """Relative norm of the difference."""
+    return float((wanted.double() - x.double()).norm() / wanted.double().norm())
 
 
 @contextmanager

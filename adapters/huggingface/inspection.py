@@ -119,3 +119,16 @@ def allowed_ids(config: PreTrainedConfig) -> tuple[int, int]:
     ]
     first = min([value for value in special if value > 0], default=vocabulary)
     return (0, min(first, vocabulary)) if first >= min(16, vocabulary) else (max(special) + 1, vocabulary)
+
+
+def input_device(decoder: PreTrainedModel) -> torch.device | str | int:
+    """The device that token ids go to: that of the weights, or, of weights that are brought in layer by layer, the one
+    on which accelerate's hooks compute."""
+    weights = next((x.device for x in decoder.parameters()), torch.device("cpu"))
+    if weights.type != "meta":
+        return weights
+    hooks = (getattr(module, "_hf_hook", None) for module in decoder.modules())
+    each = (one for hook in hooks for one in getattr(hook, "hooks", (hook,)))  # several in one: SequentialHook
+    devices = (getattr(one, "execution_device", None) for one in each)
+    found: torch.device | str | int = next((device for device in devices if device is not None), weights)
+    return found

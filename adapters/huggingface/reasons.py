@@ -13,9 +13,11 @@ OUTSIDE = (
     "called outside the attached decoder's forward (a forward that began before attaching, recomputed activations, "
     "or a layer run on its own)"
 )
+NOT_CAUSAL = "the layer is not causal"
 GRADIENT = "gradients are recorded: wrap inference in torch.no_grad() or torch.inference_mode()"
 TRAINING = "the model is in training mode: call model.eval()"
 WEIGHTS = "attention weights are asked for"
+SEQUENCES = (tuple, list)  # a union of both would be made anew at every look
 # Tensors that a layer may be given and that change nothing about who attends to whom.
 HARMLESS = frozenset(
     {
@@ -70,7 +72,7 @@ def of_host(
         return WEIGHTS
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        return "the layer is not causal"
+        return NOT_CAUSAL
     if kwargs.get("cache") is not None:
         return "the cache is paged"
     if not isinstance(mask, LazyMask) or mask.order.changed:
@@ -93,6 +95,6 @@ def of_mask(compact: Compact, query: Tensor) -> str | None:
 
 
 def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return any(_holds_tensor(part) for part in value)
-    return isinstance(value, Tensor)
+    if isinstance(value, Tensor):
+        return True
+    return isinstance(value, SEQUENCES) and any(_holds_tensor(part) for part in value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ import torch
 from attrs import define, field, frozen
 from transformers import PreTrainedModel
 
-from ..session.session import Prefill, Session
+from ..session.session import Fallback, Prefill, Session
 from .original import Original
 from .switch import LOCK, Switch, named_before
 
@@ -149,7 +149,8 @@ class Forward:
     """One forward of a decoder, as one attachment sees it.
 
     dense: why every layer of it stays with the host's attention; None if nothing is. stock: it does not go through this
-    session at all. aside: it may go through another's. over: it has ended.
+    session at all. aside: it may go through another's. small: what the gate left to the host, by sizes. over: it has
+    ended.
     """
 
     owner: Attachment
@@ -158,6 +159,7 @@ class Forward:
     dense: str | None = None
     stock: bool = False
     aside: bool = False
+    small: dict[Hashable, Fallback] = field(factory=dict, init=False)
     over: bool = field(default=False, init=False)
     outer: Forward | None = field(default=None, init=False)
     thread: threading.Thread = field(factory=threading.current_thread, init=False)

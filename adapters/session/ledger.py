@@ -51,13 +51,15 @@ class Uncounted:
 class LayerRecord:
     """Counts of one layer, and what the density of its last prefill needs.
 
-    pairs: (computed, allowed) pairs measured in the last prefill. waiting: results of it that are not measured yet.
+    cross: calls of its cross attention. pairs: (computed, allowed) pairs measured in the last prefill. waiting: results
+    of it that are not measured yet.
     lost: some result was neither kept nor measured, so that the density is unknown.
     """
 
     layer: int
     modes: Counter[Mode] = field(factory=Counter)
     reasons: Counter[str] = field(factory=Counter)
+    cross: int = 0
     last: Mode = "unused"
     sizes: tuple[int, int, int] = (0, 0, 0)
     serial: int = -1
@@ -77,6 +79,11 @@ class LayerRecord:
         if serial != self.serial:
             self.serial, self.pairs, self.held, self.lost = serial, (0, 0), 0, False
             self.waiting.clear()
+
+    @property
+    def causal(self) -> bool:
+        """Whether the layer has had a prefill call of causal attention."""
+        return self.modes.total() > 0
 
     def measure(self, result: Uncounted) -> None:
         """Count the pairs now (host sync)."""
@@ -100,6 +107,7 @@ class LayerRecord:
             sparse_calls=self.modes["sparse"],
             window_calls=self.modes["window"],
             dense_calls=self.modes["dense"],
+            cross_calls=self.cross,
             reasons=dict(self.reasons),
             density=None if self.lost or self.last != "sparse" else _ratio(self.pairs),
             mean_density=_ratio(self.total) if mean else None,

@@ -17,6 +17,7 @@ class LayerReport:
 
     mode: how its last prefill call ran: the method's mask (sparse), an exact sliding window (window), the host's own
     attention (dense), or not yet (unused). sparse_calls, window_calls, dense_calls: how many calls ran so.
+    cross_calls: calls of the layer's cross attention, which is no prefill and always the host's own.
     reasons: why calls were dense, with counts. density: computed / causal pairs over the last prefill, all its chunks;
     None where nothing was sparse or nothing was measured. mean_density: over all sparse calls, if each was measured.
     batch, query_length, key_length: of the last call, in rows and tokens.
@@ -27,6 +28,7 @@ class LayerReport:
     sparse_calls: int = 0
     window_calls: int = 0
     dense_calls: int = 0
+    cross_calls: int = 0
     reasons: Mapping[str, int] = field(factory=dict)
     density: float | None = None
     mean_density: float | None = None
@@ -36,7 +38,7 @@ class LayerReport:
 
     @property
     def calls(self) -> int:
-        """Prefill calls of every mode."""
+        """Prefill calls of every mode; cross attention is none."""
         return self.sparse_calls + self.window_calls + self.dense_calls
 
     def __str__(self) -> str:
@@ -48,6 +50,8 @@ class LayerReport:
             text += f"  density {self.density:.3f}"
         if self.mean_density is not None:
             text += f" (mean {self.mean_density:.3f})"
+        if self.cross_calls:
+            text += f"  and {self.cross_calls} of cross attention"
         why = "; ".join(f"{reason} ({count}x)" for reason, count in self.reasons.items())
         return f"{text}  dense: {why}" if why else text
 
@@ -60,7 +64,9 @@ class Report:
     decoding and every fallback. min_query: query rows from which a call is prefill. grain: tokens at whose multiples
     a prompt may be cut into chunks, or None. short_forwards: forwards with fewer rows, all dense: decoding steps and
     short prompts. layers: in order of their index. notes: what else is worth knowing, with counts. gate: the tables
-    by which calls were judged too small for the method; empty if none was.
+    by which calls were judged too small for the method; empty if none was. kernels: how many calls each kernel
+    computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a call in parts counts for each
+    kernel that it met.
     """
 
     method: str
@@ -72,6 +78,7 @@ class Report:
     layers: tuple[LayerReport, ...] = ()
     notes: Mapping[str, int] = field(factory=dict)
     gate: str = ""
+    kernels: Mapping[str, int] = field(factory=dict)
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -94,6 +101,7 @@ class Report:
             *map(str, self.layers),
             f"dense by length (fewer than {self.min_query} query rows): {self.short_forwards} forwards",
             *([f"dense by break-even: {self.gate}"] if self.gate else []),
+            *(f"kernel: {kernel}, {count} calls" for kernel, count in self.kernels.items()),
             *(f"note: {note} ({count}x)" for note, count in self.notes.items()),
         ]
         return "\n".join(lines)

@@ -87,6 +87,8 @@ class Session:
         self._measure, self._observe, self._warn = measure, observe, warn
         self._records: dict[int, LayerRecord] = {}
         self._notes: Counter[str] = Counter()
+        self._kernels: Counter[str] = Counter()
+        self._declined: set[str] = set()
         self._short, self._lock = 0, threading.RLock()
 
     def run(self, call: AttentionCall, prefill: Prefill) -> Result | Fallback:
@@ -102,7 +104,7 @@ class Session:
         try:
             choice = self.route.choose(call)
             if choice.dense:
-                return Fallback(self._dense(call.layer, choice.dense, sizes(call)).reason, small=True)
+                return self._dense(call.layer, choice.dense, sizes(call), small=True)
             if choice.note:
                 self.note(choice.note)
             result = choice.pipeline.run(call, prefill.memory)
@@ -113,9 +115,15 @@ class Session:
             record.count("sparse", sizes(call))
             record.begin(prefill.serial)
             self._account(record, result)
+            self._count(result, choice.pipeline.executor)
         if self._observe is not None:
             self._observe(call, result)
         return result
+
+    def again(self, layer: int, verdict: Fallback, shape: tuple[int, int, int]) -> None:
+        """Record a call of the same sizes as one that the gate found too small: as `run` does, without asking again."""
+        chosen = self.layers is None or layer in self.layers
+        self._record_dense(layer, verdict.reason if chosen else NOT_CHOSEN, shape)
 
     def whole(self, call: AttentionCall) -> Tensor | None:
         """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
@@ -126,7 +134,10 @@ class Session:
         if executor.objection(call):
             return None
         self.note(WHOLE)
-        return executor.execute(call, Plan(SparseMask.full(call))).out
+        result = executor.execute(call, Plan(SparseMask.full(call)))
+        with self._lock:
+            self._count(result, executor.given)
+        return result.out
 
     def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host.
@@ -137,9 +148,25 @@ class Session:
             return self._dense(layer, NOT_CHOSEN, shape)
         if self.strict:
             raise UnsupportedCallError([f"layer {layer}: {reason}"])
-        if self._warn and all(reason not in record.reasons for record in list(self._records.values())):
+        with self._lock:
+            first = reason not in self._declined
+            self._declined.add(reason)
+            fallback = self._dense(layer, reason, shape)
+        if first and self._warn:
             log.warning("%s: layer %d runs dense: %s", self.route.name, layer, reason)
-        return self._dense(layer, reason, shape)
+        return fallback
+
+    def cross(self, layer: int) -> bool:
+        """Whether a call that is not causal is cross attention: its layer has causal calls, too. Counted, if it is.
+
+        The host computes it. It is no prefill: the layer's mode stays, and there is nothing that `strict` raises for.
+        """
+        with self._lock:
+            record = self._records.get(layer)
+            found = record is not None and record.causal
+            if record is not None and found:
+                record.cross += 1
+        return found
 
     def note(self, text: str) -> None:
         """Count something worth knowing that is no fallback."""
@@ -197,6 +224,7 @@ class Session:
                 short_forwards=self._short,
                 layers=tuple(r.report(mean=self._measure) for _, r in sorted(self._records.items())),
                 notes=dict(self._notes),
+                kernels=dict(self._kernels),
             )
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
@@ -207,14 +235,23 @@ class Session:
         result = executor.execute(call, Plan(SparseMask.full(call)))
         with self._lock:
             self._record(call.layer).count("window", sizes(call))
+            self._count(result, executor.given)
         return result
 
-    def _dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
+    def _dense(self, layer: int, reason: str, shape: tuple[int, int, int], *, small: bool = False) -> Fallback:
+        self._record_dense(layer, reason, shape)
+        return Fallback(reason, small)
+
+    def _record_dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> None:
         with self._lock:
             record = self._record(layer)
             record.count("dense", shape)
             record.reasons[reason] += 1
-        return Fallback(reason)
+
+    def _count(self, result: Result, executor: object) -> None:
+        """Which kernels served; of an executor that does not tell, its name."""
+        for kernel in result.kernels or (type(executor).__name__,):
+            self._kernels[str(kernel)] += 1
 
     def _account(self, record: LayerRecord, result: Result) -> None:
         uncounted = Uncounted.of(result)
@@ -226,7 +263,10 @@ class Session:
             record.keep(uncounted)
 
     def _record(self, layer: int) -> LayerRecord:
-        return self._records.setdefault(layer, LayerRecord(layer))
+        found = self._records.get(layer)
+        if found is None:
+            found = self._records[layer] = LayerRecord(layer)
+        return found
 
 
 def _indices(layers: Iterable[int]) -> frozenset[int]:

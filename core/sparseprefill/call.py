@@ -160,21 +160,23 @@ def _check_tensors(q: Tensor, k: Tensor | Pages, v: Tensor | Pages) -> None:
             raise InvalidCallError(name, f"of {x.dtype}", "use float16, bfloat16, float32 or float64")
         if 0 in x.shape:
             raise InvalidCallError(name, f"of shape {tuple(x.shape)}", "no dimension may be empty")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise InvalidCallError(name, f"of {x.dtype}", f"use one dtype for q, k and v; q is {q.dtype}")
-        if x.device != q.device:
-            raise InvalidCallError(name, f"on {x.device}", f"move it to q's device {q.device}")
-        if x.shape[0] != q.shape[0]:
+    shape, keys, values = q.shape, k.shape, v.shape  # each a new object: asked once, for this runs in every layer
+    dtype, device = q.dtype, q.device
+    for name, x, given in (("k", k, keys), ("v", v, values)):
+        if x.dtype != dtype:
+            raise InvalidCallError(name, f"of {x.dtype}", f"use one dtype for q, k and v; q is {dtype}")
+        if x.device != device:
+            raise InvalidCallError(name, f"on {x.device}", f"move it to q's device {device}")
+        if given[0] != shape[0]:
             paged = "; pages hold one request, so run batch rows one by one" if isinstance(x, Pages) else ""
-            raise InvalidCallError(name, f"of batch {x.shape[0]}", f"q has batch {q.shape[0]}{paged}")
-    if k.shape[-1] != q.shape[-1]:
-        raise InvalidCallError("k", f"of head dimension {k.shape[-1]}", f"q has {q.shape[-1]}")
-    if v.shape[1:3] != k.shape[1:3]:
-        raise InvalidCallError("v", f"of shape {tuple(v.shape)}", f"heads and length must be k's, {tuple(k.shape)}")
-    if q.shape[1] % k.shape[1]:
-        remedy = f"query heads must be a multiple of the {k.shape[1]} KV heads"
-        raise InvalidCallError("q", f"of {q.shape[1]} heads", remedy)
+            raise InvalidCallError(name, f"of batch {given[0]}", f"q has batch {shape[0]}{paged}")
+    if keys[3] != shape[3]:
+        raise InvalidCallError("k", f"of head dimension {keys[3]}", f"q has {shape[3]}")
+    if values[1] != keys[1] or values[2] != keys[2]:
+        raise InvalidCallError("v", f"of shape {tuple(values)}", f"heads and length must be k's, {tuple(keys)}")
+    if shape[1] % keys[1]:
+        remedy = f"query heads must be a multiple of the {keys[1]} KV heads"
+        raise InvalidCallError("q", f"of {shape[1]} heads", remedy)
 
 
 def _check_rows(call: AttentionCall) -> None:

@@ -16,7 +16,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.parts.record import Recorder
 from sparseprefill.parts.split import Limit, Part, limit_of, parts
-from sparseprefill.plan import Parts, Plan, Result
+from sparseprefill.plan import Kernel, Parts, Plan, Result
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.stages import (
     ExecutorStage,
@@ -219,15 +219,17 @@ class Pipeline:
         recorder = Recorder(call.geometry)
         for part in cut:
             here = (slice(None), slice(*part.heads), slice(*part.rows))
-            recorder.add(part, self._run_part(part.of(call), memory, out[here], lse[here]))
+            recorder.add(part, *self._run_part(part.of(call), memory, out[here], lse[here]))
         record = Parts(call.geometry, recorder.count, recorder.pairs)
-        return Result(out, lse, Plan(recorder.mask), parts=record)
+        return Result(out, lse, Plan(recorder.mask), parts=record, kernels=tuple(recorder.kernels))
 
-    def _run_part(self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor) -> tuple[SparseMask, ...]:
+    def _run_part(
+        self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor
+    ) -> tuple[tuple[SparseMask, ...], tuple[Kernel, ...]]:
         plan = self.plan(call, memory)
         result = self.executing.execute_into(call, plan, out, lse)
         self.observe(call, plan, result, memory)
-        return plan.computed()
+        return plan.computed(), result.kernels
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Let the observers see a layer's result; errors as of `run`."""

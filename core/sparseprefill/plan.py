@@ -127,6 +127,22 @@ class Plan:
         return evolve(self, mask=self.mask | extra)
 
 
+@frozen
+class Kernel:
+    """What computed a result's output.
+
+    name: "reference", "portable" (Triton, any GPU), "hopper" (Gluon, compute capability 9.0), "torch" (dense attention
+    of its own), or what an executor calls its own. reason: why no faster one did, where there is one: what it has
+    against the call, or that this variant of it does not compile or launch here.
+    """
+
+    name: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})" if self.reason else self.name
+
+
 @frozen(eq=False)
 class Parts:
     """Of a call that ran in parts: its geometry, how many, and each head's pairs, int64 ``[B, Hq]`` on the device."""
@@ -148,6 +164,8 @@ class Result:
     that were not probed and tiles that the mask does not hold. None if nothing was probed, or in parts.
     parts: of a call that ran in parts (`Pipeline.workspace`); None otherwise.
     dense: why dense attention ran instead of a method's stages; empty where the stages ran.
+    kernels: what computed the output, several where parts of the call met different ones; empty where the executor does
+    not tell.
     """
 
     out: Tensor
@@ -156,6 +174,7 @@ class Result:
     probe: Tensor | None = None
     parts: Parts | None = field(default=None, kw_only=True)
     dense: str = field(default="", kw_only=True)
+    kernels: tuple[Kernel, ...] = field(default=(), kw_only=True)
 
     @cached_property
     def mask(self) -> SparseMask:

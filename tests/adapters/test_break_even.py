@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
-from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
+from sparseprefill.adapters.session.session import NOT_CHOSEN, WHOLE, Fallback, Prefill, Session
 from torch.nn import functional
 
 import sparseprefill as sp
@@ -46,6 +46,38 @@ def test_below_break_even_the_model_computes_what_it_did_and_says_so(model: Any,
     assert [("dense", 1, 2)] * 2 == [(one.mode, one.sparse_calls, one.dense_calls) for one in report.layers]
     assert {BELOW: 4} == report.fallbacks
     assert "dense by break-even: break-even table of test (cpu)" in str(report)
+
+
+class Counted:
+    """A gate that finds everything too small, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def judge(self, call: sp.AttentionCall, method: str) -> Verdict:
+        self.asked.append((call.q.shape[2], call.kv_len))
+        return Verdict(False, 2.0, BELOW)
+
+
+@torch.no_grad()
+def test_layers_of_one_forward_are_judged_once(model: Any) -> None:
+    gate = Counted()
+    with attach(model, "streaming", gate=gate, verify=False, **STREAMING) as handle:
+        gate.asked.clear()  # attaching asks what may ever run
+        cache = model(prompt(60), use_cache=True).past_key_values
+        model(prompt(30), past_key_values=cache)
+        logits(model, 60)
+    assert [(60, 60), (30, 90), (60, 60)] == gate.asked
+    assert [("dense", 3, {BELOW: 3})] * 2 == [
+        (one.mode, one.dense_calls, one.reasons) for one in handle.report().layers
+    ]
+
+
+def test_what_was_judged_once_minds_the_layers_asked_for() -> None:
+    session = Session(sp.build("streaming", **STREAMING), layers=[1])
+    for layer in range(3):
+        session.again(layer, Fallback(BELOW, small=True), (1, 90, 90))
+    assert [{NOT_CHOSEN: 1}, {BELOW: 1}, {NOT_CHOSEN: 1}] == [one.reasons for one in session.report("", "").layers]
 
 
 @torch.no_grad()

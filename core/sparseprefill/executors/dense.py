@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.plan import Plan, Result
+from sparseprefill.plan import Kernel, Plan, Result
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 KERNELS: Any = torch
 """Of torch: the operators behind `scaled_dot_product_attention`, which alone return the log-sum-exp."""
+NATIVE = (Kernel("torch"),)
 
 
 def dense(call: AttentionCall, executor: SparseExecutor, reason: str = "") -> Result:
@@ -30,7 +31,7 @@ def dense(call: AttentionCall, executor: SparseExecutor, reason: str = "") -> Re
     native = attend(call)
     if native is None:
         return evolve(executor.execute(call, Plan(SparseMask.full(call))), dense=reason)
-    return Result(native[0], native[1], Plan(partial(SparseMask.full, call)), dense=reason)
+    return Result(native[0], native[1], Plan(partial(SparseMask.full, call)), dense=reason, kernels=NATIVE)
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor] | None:

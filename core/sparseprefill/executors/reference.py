@@ -12,11 +12,14 @@ from torch import Tensor
 from sparseprefill.call import check_call
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.plan import Plan, Result, check_plan
+from sparseprefill.plan import Kernel, Plan, Result, check_plan
 from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+
+
+KERNELS = (Kernel("reference"),)
 
 
 @frozen
@@ -54,7 +57,7 @@ class ReferenceExecutor:
         """Output, LSE, and the tile mass of probed heads."""
         out, lse = self.accumulate(call, plan).finish(call.sinks)
         probe = None if plan.probe is None else _tile_mass(call, plan, lse)
-        return Result(out.to(call.q.dtype), lse, plan, probe)
+        return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
         """As `execute`, copied into tensors of the caller."""

@@ -66,9 +66,9 @@ class TritonExecutor:
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call, plan)
         with torch.cuda.device_of(call.q):
-            out, lse = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into)
+            out, lse, kernel = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into)
             probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan.mask, lse, plan.probe)
-        return Result(out, lse, plan, probe)
+        return Result(out, lse, plan, probe, kernels=(kernel,))
 
     def _checked(self, call: AttentionCall, plan: Plan) -> AttentionCall:
         check_call(call)

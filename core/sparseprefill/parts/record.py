@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.parts.split import Part
+    from sparseprefill.plan import Kernel
 
 KEPT = 256 << 20
 """Bytes of index lists that the masks of all parts may hold to be kept."""
@@ -29,6 +30,7 @@ class Recorder:
     """Makes the record while the parts run: pairs counted on the device, and masks as long as there is room.
 
     geometry: of the whole call. masks: each part with its masks, disjoint ones; None once they were too large to keep.
+    kernels: what computed the parts, each once.
     """
 
     geometry: Geometry
@@ -36,13 +38,15 @@ class Recorder:
     count: int = 0
     held: int = 0
     masks: list[tuple[Part, tuple[SparseMask, ...]]] | None = field(factory=list)
+    kernels: dict[Kernel, None] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         g = self.geometry
         self.pairs = torch.zeros(g.batch, g.heads, dtype=torch.int64, device=g.device)
 
-    def add(self, part: Part, masks: tuple[SparseMask, ...]) -> None:
+    def add(self, part: Part, masks: tuple[SparseMask, ...], kernels: tuple[Kernel, ...]) -> None:
         """Count one part's masks (`Plan.computed`), without host synchronisation, and keep them while there is room."""
+        self.kernels.update(dict.fromkeys(kernels))
         for mask in masks:
             self.pairs[:, slice(*part.heads)] += mask.pairs()
         self.count += 1

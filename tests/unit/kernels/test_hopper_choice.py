@@ -95,6 +95,10 @@ def test_what_does_not_compile_is_said_once_and_the_portable_kernel_serves(
     for _ in range(2):
         given = call(torch.float16, 64)
         result = TritonExecutor().execute(given, Plan(SparseMask.full(given)))
+        (kernel,) = result.kernels
+        assert kernel.name == "portable"
+        assert "does not work here for (torch.float16, 64, 128, 128" in kernel.reason
+        assert kernel.reason.endswith(f"{type(error).__name__}: {error}")
         assert output_error(result.out, ReferenceExecutor().execute(given, Plan(SparseMask.full(given))).out) <= 2e-3
     assert broken.tried == 1
     assert [str(error) in record.message for record in caplog.records] == [True]
@@ -118,6 +122,28 @@ def test_what_it_declines_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: 
             assert choice.call is given
             assert (choice.hopper is None) == (given.softcap is not None) == (choice.reason is not None)
     assert ["softcap" in record.message for record in caplog.records] == [True]
+
+
+class Works:
+    """A module whose kernel takes every call, and here computes nothing."""
+
+    def objection(self, call: AttentionCall, mask: SparseMask) -> str | None:
+        return "a softcap" if call.softcap is not None else None
+
+    def features(self, call: AttentionCall, mask: SparseMask) -> str | None:
+        return self.objection(call, mask)
+
+    def launch(self, given: AttentionCall, mask: SparseMask, *_: object) -> torch.Tensor:
+        blocks = mask.geometry.tile_rows(mask.tile_q) * (mask.tile_q // 64)
+        return torch.zeros(given.q.shape[0] * given.q.shape[1] * blocks, dtype=torch.int8)
+
+
+def test_a_result_says_which_kernel_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "hopper_of", lambda _: Works())
+    found = []
+    for given in (call(torch.float16, 64), call(torch.float16, 64, softcap=30.0)):
+        found += TritonExecutor().execute(given, Plan(SparseMask.full(given))).kernels
+    assert [(one.name, one.reason) for one in found] == [("hopper", ""), ("portable", "a softcap")]
 
 
 def test_a_cpu_has_no_hopper_kernel() -> None:

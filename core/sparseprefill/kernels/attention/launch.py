@@ -20,6 +20,7 @@ from sparseprefill.kernels.attention.tile_mass import tile_mass_fwd_kernel
 from sparseprefill.kernels.settings import FUSED, Settings, power_of_two, settings
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
+from sparseprefill.plan import Kernel
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -40,7 +41,8 @@ class Choice:
 
     call: the call to read from; its K and V are copied out of their pages where the Hopper kernel serves the copy, but
     not the pages. hopper: the module of the Hopper kernel, or None where the portable kernel serves. reason: what the
-    Hopper kernel has against the call; None where it serves, and where there is none.
+    Hopper kernel has against the call, or that this variant of it fails here; None where it serves, and where there is
+    none.
     """
 
     call: AttentionCall
@@ -60,8 +62,10 @@ def choose(call: AttentionCall, mask: SparseMask) -> Choice:
     tells of it.
     """
     hopper = hopper_of(call)
-    if hopper is None or variant(call, mask) in FAILED:
-        return Choice(call)
+    if hopper is None:
+        return Choice(call, reason=_failure("at all"))
+    if (failed := _failure(variant(call, mask))) is not None:
+        return Choice(call, reason=failed)
     reason = hopper.objection(call, mask)
     if reason is not None and call.pages is not None and hopper.features(call, mask) is None:
         call = evolve(call, k=call.k, v=call.v)
@@ -111,6 +115,15 @@ def _fail(which: Hashable, error: Exception) -> None:
     logging.getLogger(__name__).warning(text, triton.__version__, which, error)
 
 
+def _failure(which: Hashable) -> str | None:
+    """Why a variant of the Hopper kernel does not work here, in one line; None where it was not found to fail."""
+    error = FAILED.get(which)
+    if error is None:
+        return None
+    text = (str(error).splitlines() or [""])[0][:200]
+    return f"the Hopper kernel does not work here for {which}: {type(error).__name__}: {text}"
+
+
 def _flags_of(hopper: Any, which: Hashable, *arguments: Any) -> Tensor | None:
     """What the Hopper kernel flags as nonfinite, or None where this variant cannot be compiled or launched here."""
     try:
@@ -128,8 +141,9 @@ def sparse_attention_fwd(
     mask: SparseMask,
     carry: SoftmaxState | None = None,
     into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention over the mask, resumed from `carry`: out ``[B, Hq, Nq, D]`` as q, and LSE ``[B, Hq, Nq]`` float32.
+) -> tuple[Tensor, Tensor, Kernel]:
+    """Attention over the mask, resumed from `carry`: out ``[B, Hq, Nq, D]`` as q, LSE ``[B, Hq, Nq]`` float32, and
+    which kernel computed them.
 
     into: tensors for out and lse, whose rows are contiguous, in place of fresh ones.
     """
@@ -137,8 +151,7 @@ def sparse_attention_fwd(
         # Laid out as q is, which spares a host that keeps heads beside tokens a copy.
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
         into = torch.empty_like(call.q), lse
-    _launch(call, mask, carry, *into, None)
-    return into
+    return *into, _launch(call, mask, carry, *into, None)
 
 
 def sparse_attention_state(call: AttentionCall, mask: SparseMask, carry: SoftmaxState | None = None) -> State:
@@ -158,8 +171,8 @@ def _launch(
     out: Tensor | None,
     lse: Tensor | None,
     state: State | None,
-) -> None:
-    """Fill out and lse, or the state.
+) -> Kernel:
+    """Fill out and lse, or the state; which kernel did.
 
     Two launches: the second repeats, with care for NaN and infinities of V in keys that a row may not see, only those
     query blocks in which the first met a NaN.
@@ -174,9 +187,11 @@ def _launch(
     bitmap = mask.tile_map().contiguous().view(torch.uint8) if overlap else None
     lists = (*_lists(tiles), *_lists(stripes))
     out_strides = (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
-    nonfinite = None
+    nonfinite, served = None, Kernel("portable", choice.reason or "")
     if choice.hopper is not None:
-        nonfinite = _flags_of(choice.hopper, variant(call, mask), call, mask, lists, bitmap, carry, out, lse, state)
+        which = variant(call, mask)
+        nonfinite = _flags_of(choice.hopper, which, call, mask, lists, bitmap, carry, out, lse, state)
+        served = Kernel("hopper") if nonfinite is not None else Kernel("portable", _failure(which) or "")
     forward = nonfinite is None
     if nonfinite is None:
         nonfinite = torch.empty(batch * heads * blocks, dtype=torch.int8, device=call.q.device)
@@ -197,6 +212,7 @@ def _launch(
         sparse_attention_fwd_kernel[(blocks, batch * heads)](*arguments, **options, REPAIR=False)
     programs = min(-(-nonfinite.numel() // FLAGS.value), REPAIRERS)
     sparse_attention_fwd_kernel[(programs,)](*arguments, **options, REPAIR=True)
+    return served
 
 
 def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Tensor) -> Tensor:
