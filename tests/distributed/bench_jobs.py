@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from sparseprefill.adapters.bench.clock import Run
 from sparseprefill.adapters.star import RankError, ranks
-from sparseprefill.adapters.star.bench import decode, layer, model
+from sparseprefill.adapters.star.bench import layer, model
 from sparseprefill.adapters.star.bench.run import Rows
 from sparseprefill.adapters.star.bench.table import Table
 
@@ -43,7 +43,7 @@ def stumbles(on: int, here: ranks.Ranks) -> Run:
     return run
 
 
-def table(path: str, seconds: float = 2 * LONG, wanted: str = "") -> Table:
+def table(path: str, seconds: float = 5 * LONG, wanted: str = "") -> Table:
     """The table of all processes."""
     return Table(ranks.Ranks(timeout=LONG), CPU, seconds, path=Path(path), wanted=wanted)
 
@@ -95,7 +95,7 @@ def every(rank: int, path: str) -> list[str]:
         "dense": lambda: layer.one_gpu(SHAPE, tokens),
         "layers, dense": lambda: model.dense(CPU, tokens),
         "layers, star": lambda: model.star(CPU, tokens, 128, "streaming", LONG),
-        "layers, dense decode": lambda: decode.repeated(decode.many, lambda: model.decode_dense(CPU, 64)),
+        "layers, dense decode": lambda: model.decode_dense(CPU, 64),
         "layers, star decode": lambda: model.decode_star(CPU, tokens, LONG),
     }
     for name, make in kinds.items():
