@@ -39,7 +39,7 @@ BUILT: dict[str, Callable[[], sp.Pipeline]] = {
     "streaming + rescue": lambda: refined("streaming", sp.StrideRescue(3, seed=7), sp.RandomRescue(0.2)),
     "bfla + budget": lambda: refined("bfla", sp.BudgetFloor(share=0.3), sp.BudgetCeiling(share=0.6)),
     **{f"{name} + ceiling": partial(refined, name, sp.BudgetCeiling(share=0.4)) for name in (
-        "anchor-attention", "flexprefill", "share-prefill", "xattention")},
+        "anchor-attention", "flexprefill", "vertical-slash", "xattention")},
     "anchor-attention + GQA": lambda: refined("anchor-attention", sp.LocalBand(1, tile=16), sp.GqaUnion()),
     "xattention + dense rows": lambda: refined("xattention", sp.DenseRows(20), sp.Sink(1)),
     "union": lambda: sp.Pipeline(sp.UnionEstimator(method("anchor-attention"), method("vertical-slash"))),
