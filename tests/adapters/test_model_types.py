@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_takes_too_long_or_dies_is_one_type_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "took more than 0.01 s" == model_types.apart("llama", limit=0.01).why
-    monkeypatch.setattr(model_types, "examine", lambda *_: model_types.os._exit(7))
+    monkeypatch.setattr(model_types, "examine", lambda *_: os._exit(7))
     lost = model_types.apart("llama")
     assert ("failed", "its process ended with code 7") == (lost.state, lost.why)
 

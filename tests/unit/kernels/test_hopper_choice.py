@@ -12,6 +12,7 @@ from triton.errors import TritonError
 from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.plan import Kernel
 from sparseprefill.testing import tensors
 
 launch = pytest.importorskip("sparseprefill.kernels.hopper.launch")
@@ -140,7 +141,7 @@ class Works:
 
 def test_a_result_says_which_kernel_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "hopper_of", lambda _: Works())
-    found = []
+    found: list[Kernel] = []
     for given in (call(torch.float16, 64), call(torch.float16, 64, softcap=30.0)):
         found += TritonExecutor().execute(given, Plan(SparseMask.full(given))).kernels
     assert [(one.name, one.reason) for one in found] == [("hopper", ""), ("portable", "a softcap")]
