@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import sparseprefill as sp
 from helpers.build import make
 from helpers.plans import CALLS, Positions, plans, refined, whole
+from sparseprefill.mask import priority
+from sparseprefill.refiners import fit
 
 DATA = st.data()
 BUDGETS = st.fixed_dictionaries({"tiles": st.integers(1, 6)}) | st.fixed_dictionaries(
@@ -267,6 +269,22 @@ def test_chunks_of_the_sort_are_the_whole() -> None:
     assert torch.equal(whole_map, highest(scores, candidates < 0.5, number, entries=1))
     expected = torch.minimum((candidates < 0.5).sum(-1), number.clamp(min=0).expand(2, 3, 9))
     assert torch.equal(expected, whole_map.sum(-1))
+
+
+@pytest.mark.parametrize("method", ["vertical-slash", "anchor-attention", "flexprefill"])
+def test_some_heads_and_groups_at_a_time_are_the_whole(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of one head and one group, of one query tile, and an order in blocks of many columns change nothing."""
+    call = make(170, heads=4, kv_heads=2, batch=2, starts=torch.tensor([0, 37], dtype=torch.int32), dtype=torch.float64)
+    built = sp.build(method, **sp.default_registry().get(method).small)
+    plan, ceiling = built.plan(call, sp.Memory()), sp.BudgetCeiling(share=0.4)
+    expected = refined(ceiling, call, plan).mask
+    assert expected.stripes is not None
+    assert bool((expected.stripes.counts > 0).any())
+    monkeypatch.setattr(fit, "ENTRIES", 1)
+    monkeypatch.setattr(fit, "CELLS", 1)
+    monkeypatch.setattr(fit, "BLOCKS", 3)
+    monkeypatch.setattr(priority, "ENTRIES", 1)
+    assert torch.equal(expected.to_dense(), refined(ceiling, call, plan).mask.to_dense())
 
 
 @pytest.mark.parametrize("kind", [sp.BudgetFloor, sp.BudgetCeiling])
