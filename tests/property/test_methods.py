@@ -7,27 +7,21 @@ import torch
 from hypothesis import given
 
 import sparseprefill as sp
+from helpers.examples import part
 from sparseprefill.testing import calls, check_method, contracts, standard_calls
 
 METHODS = sorted(sp.default_registry().methods())
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("law", contracts.LAWS)
-@pytest.mark.parametrize("name", METHODS)
-def test_law_on_standard_calls(name: str, law: str) -> None:
-    report = contracts.check_laws(name, (law,))
-    tried = {*report.cases, *report.skipped}
-    assert {law} == tried
-    if report.skipped:
-        assert (law, None) == ("chunk invariance at the grain", sp.build(name).grain)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", METHODS)
-def test_every_dtype(name: str, dtype: torch.dtype) -> None:
+def test_every_law_on_standard_calls(name: str, dtype: torch.dtype) -> None:
+    """All laws at once share the runs that they look at; an error names the law and the call."""
     report = check_method(name, dtype=dtype)
-    assert "full mask == dense" in report.cases
+    assert set(contracts.LAWS) == {*report.cases, *report.skipped}
+    if report.skipped:
+        assert (list(report.skipped), sp.build(name).grain) == (["chunk invariance at the grain"], None)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -44,6 +38,7 @@ DRAWN = calls(dtypes=(torch.float64,), head_dims=(8, 16), max_batch=2, max_heads
 
 
 @pytest.mark.parametrize("name", METHODS)
+@part(0.4)
 @given(call=DRAWN)
 def test_every_law_on_drawn_calls(name: str, call: sp.AttentionCall) -> None:
     report = check_method(name, calls=[call])

@@ -64,7 +64,7 @@ def same(expected: sp.Result, actual: sp.Result) -> None:
 
 
 @pytest.mark.parametrize("name", BUILT)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(call=DRAWN, limit=st.sampled_from([1, 1, 20_000, 100_000]))
 def test_parts_equal_the_whole(name: str, call: sp.AttentionCall, limit: int) -> None:
     """Three layers of one request: memory is written between them, and between the parts of each."""

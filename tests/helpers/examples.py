@@ -1,0 +1,26 @@
+"""Fewer examples for laws that are dear and that other tests hold to all of them."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+from sparseprefill import AttentionCall
+from sparseprefill.testing import standard_calls
+
+
+def part(share: float) -> settings:
+    """A decorator: that share of what the profile draws, and so more in CI than at a desk."""
+    return settings(max_examples=max(5, round(share * settings().max_examples)))
+
+
+def few_calls() -> tuple[AttentionCall, ...]:
+    """Of the standard calls a row alone, and one for each of: a prefix, an offset, padding, a window, sinks."""
+    calls = standard_calls()
+    return (
+        next(call for call in calls if 1 == call.q.shape[2] < call.kv_len),
+        next(call for call in calls if 1 < call.q.shape[2] < call.kv_len and call.q_offset is None),
+        next(call for call in calls if call.q_offset is not None),
+        next(call for call in calls if call.starts is not None),
+        next(call for call in calls if call.window is not None),
+        next(call for call in calls if call.sinks is not None),
+    )
