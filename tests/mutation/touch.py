@@ -56,7 +56,7 @@ class Touch:
 
 
 def measure(site: Path, box: Path, paths: Sequence[str], tests: Sequence[str], jobs: int) -> Touch:
-    """Run the tests with the unchanged package of `site`; those that fail are left out. Ends the program if none runs."""
+    """Run the tests with the unchanged package of `site`; those that fail are left out. Ends the program if none ran."""
     rules, data, times = box / "coveragerc", box / "coverage", box / "times.json"
     files = {path: str(site / place(path)) for path in paths}
     rules.write_text("\n  ".join([f"[run]\ndata_file = {data}\ninclude =", *files.values()]) + "\n", encoding="utf-8")
