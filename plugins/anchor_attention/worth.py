@@ -38,7 +38,8 @@ class AnchorPriority(Priority):
         geometry, regions = call.geometry, self.regions
         chosen = range(geometry.heads)[heads]
         kv = slice(chosen.start // call.group, (chosen.stop - 1) // call.group + 1)
-        of = torch.tensor([head // call.group - kv.start for head in chosen], device=geometry.device)
+        head = torch.arange(chosen.start, chosen.stop, device=geometry.device)
+        of = torch.div(head, call.group, rounding_mode="floor") - kv.start
         key = torch.arange(geometry.kv_len, device=geometry.device)
         k = call.k[:, kv]
         if geometry.starts is not None:

@@ -20,6 +20,8 @@ from .cra import SAMPLED, Sampled
 from .samples import Samples
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
@@ -50,7 +52,8 @@ class SampleEstimator:
         samples = Samples.of(call.geometry, self.block, self.chunk_n)
         mass = sampled_mass(call, samples.rows, samples.real, self.block, column=self.block, until=samples.until)
         columns, slashes = top_mass(mass.columns, self.alpha_c), top_mass(mass.slashes, self.alpha_s)
-        part, speaks = samples.part, samples.part
+        part = samples.part
+        speaks: Tensor | None = part
         if self.extend == "union":
             columns, slashes, part = columns.any(2, keepdim=True), slashes.any(2, keepdim=True), torch.zeros_like(part)
             speaks = None

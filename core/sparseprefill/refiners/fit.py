@@ -92,7 +92,8 @@ class _Maker:
             """``[B, h, n, slots, *]`` of x ``[B, Hq, R, *]``."""
             x = x[:, heads] if x.shape[1] > 1 else x.expand(-1, heads.stop - heads.start, *x.shape[2:])
             at = index.view(index.shape[0], 1, -1, *[1] * (x.dim() - 3)).expand(-1, x.shape[1], -1, *x.shape[3:])
-            return torch.gather(x, 2, at).unflatten(2, (len(groups), -1))
+            picked: Tensor = torch.gather(x, 2, at).unflatten(2, (len(groups), -1))
+            return picked
 
         wanted, free = placed(tiles.wanted) & real[..., None], placed(tiles.open) & real[..., None]
         room = torch.where(real, placed(tiles.room).clamp(min=0), 0)

@@ -271,12 +271,17 @@ def test_chunks_of_the_sort_are_the_whole() -> None:
     assert torch.equal(expected, whole_map.sum(-1))
 
 
-@pytest.mark.parametrize("method", ["vertical-slash", "anchor-attention", "flexprefill"])
-def test_some_heads_and_groups_at_a_time_are_the_whole(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "more", "share"),
+    [("vertical-slash", {}, 0.4), ("anchor-attention", {"theta": 30.0}, 0.9), ("flexprefill", {"tau": 0.0}, 0.4)],
+)
+def test_some_heads_and_groups_at_a_time_are_the_whole(
+    method: str, more: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks of one head and one group, of one query tile, and an order in blocks of many columns change nothing."""
     call = make(170, heads=4, kv_heads=2, batch=2, starts=torch.tensor([0, 37], dtype=torch.int32), dtype=torch.float64)
-    built = sp.build(method, **sp.default_registry().get(method).small)
-    plan, ceiling = built.plan(call, sp.Memory()), sp.BudgetCeiling(share=0.4)
+    built = sp.build(method, **{**sp.default_registry().get(method).small, **more})
+    plan, ceiling = built.plan(call, sp.Memory()), sp.BudgetCeiling(share=share)
     expected = refined(ceiling, call, plan).mask
     assert expected.stripes is not None
     assert bool((expected.stripes.counts > 0).any())
