@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import settings
 
 from sparseprefill import AttentionCall
@@ -13,9 +14,9 @@ def part(share: float) -> settings:
     return settings(max_examples=max(5, round(share * settings().max_examples)))
 
 
-def few_calls() -> tuple[AttentionCall, ...]:
+def few_calls(dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, ...]:
     """Of the standard calls a row alone, and one for each of: a prefix, an offset, padding, a window, sinks."""
-    calls = standard_calls()
+    calls = standard_calls(dtype=dtype)
     return (
         next(call for call in calls if 1 == call.q.shape[2] < call.kv_len),
         next(call for call in calls if 1 < call.q.shape[2] < call.kv_len and call.q_offset is None),

@@ -146,8 +146,11 @@ def test_an_fp8_cache_is_copied(layout: str) -> None:
 @pytest.mark.parametrize("tma", TMA)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_groups_of_several_pages(layout: str, tma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter each takes half of the shapes by turns: every shape meets both layouts and both ways."""
     small(monkeypatch, (16, 32), tma)
-    for lengths, size, page in (((1, 0), 32, 16), ((129, 0), 64, 16), ((70, 61), 32, 8), ((33, 98), 64, 32)):
+    shapes = (((1, 0), 32, 16), ((129, 0), 64, 16), ((70, 61), 32, 8), ((33, 98), 64, 32))
+    turn = (sorted(LAYOUTS).index(layout) + tma) % 2
+    for lengths, size, page in shapes if CUDA else shapes[turn::2]:
         check(paged(make(torch.float16, (2, 1), *lengths, 0, width=24), page, layout), size)
 
 

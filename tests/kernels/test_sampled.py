@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from sparseprefill.kernels.sampled import launch as sampled
 from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
 from sparseprefill.statistics.slashes import slash_tiles
 
-LENGTHS = (1, 16, 127, 128, 129, 251, 700)
+LENGTHS = (1, 16, 127, 128, 129, 251)
 
 
 def rows_of(*values: int) -> Tensor:
@@ -74,12 +74,14 @@ SIZES = ((128, 128, 1), (16, 16, 16), (5, 7, 1), (64, 16, 1), (200, 200, 200), (
 
 @settings(max_examples=100 if CUDA else 8)
 @given(
-    lengths=st.tuples(st.sampled_from(LENGTHS), st.sampled_from([0, 1, 77, 500])),
+    lengths=st.tuples(st.sampled_from(LENGTHS), st.sampled_from([0, 1, 77, 300])),
     dtype=st.sampled_from(DTYPES),
     heads=st.sampled_from([(1, 1), (4, 1), (8, 1), (4, 2)]),
     fields=st.sampled_from(FIELDS),
     sizes=st.sampled_from(SIZES),
 )
+@example(lengths=(700, 500), dtype=DTYPES[0], heads=(1, 1), fields={}, sizes=SIZES[0])
+@example(lengths=(700, 1), dtype=DTYPES[1], heads=(2, 1), fields=FIELDS[-1], sizes=SIZES[5])
 def test_last_rows_by_column_and_diagonal(
     lengths: tuple[int, int],
     dtype: torch.dtype,
@@ -136,8 +138,8 @@ def test_nan_in_a_key_of_the_future_does_not_show() -> None:
 @pytest.mark.parametrize("parts", [None, 3])
 @pytest.mark.parametrize("fields", [{}, {"starts": rows_of(0, 60)}, {"q_offset": 30}])
 def test_tiles_of_columns_and_diagonals(block: int, parts: int | None, fields: dict[str, Any]) -> None:
-    geometry = call_of(900, 1130, width=8, **fields).geometry
-    there = moved(call_of(900, 1130, width=8, **fields)).geometry
+    geometry = call_of(500, 630, width=8, **fields).geometry
+    there = moved(call_of(500, 630, width=8, **fields)).geometry
     generator = torch.Generator().manual_seed(block)
     shape = (2, 4, parts or 1, geometry.tile_columns(block))
     slashes, columns = (torch.rand(shape, generator=generator) < 0.1 for _ in range(2))

@@ -70,7 +70,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tens
     return logits.softmax(-1) @ v, logits.logsumexp(-1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     p=PARAMETERS,
     length=st.integers(1, 400),
@@ -82,7 +82,7 @@ def test_equals_the_paper(p: Parameters, length: int, heads: tuple[int, int], so
     check(*run(p, *tensors(seed, heads, length, length), softcap=softcap))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     p=PARAMETERS, q_len=st.integers(1, 120), before=st.integers(0, 200), after=st.integers(0, 40), seed=st.integers()
 )
@@ -91,7 +91,7 @@ def test_equals_the_paper_at_any_offset(p: Parameters, q_len: int, before: int, 
     check(*run(p, q, k, v, q_offset=before, scale=0.5))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     p=PARAMETERS,
     kv_len=st.integers(2, 150),

@@ -75,7 +75,7 @@ def compare(p: Parameters, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **
     return result
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     p=parameters(),
     length=st.integers(1, 140),
@@ -97,7 +97,7 @@ def test_equals_the_paper(
     compare(p, *tensors(seed, heads, length, length), layer=layer, softcap=softcap, window=window)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     p=parameters(), q_len=st.integers(1, 60), before=st.integers(0, 90), after=st.integers(0, 30), seed=st.integers(0)
 )
@@ -106,7 +106,7 @@ def test_equals_the_paper_at_any_offset(p: Parameters, q_len: int, before: int, 
     compare(p, q, k, v, q_offset=before, scale=0.8)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     p=parameters(),
     kv_len=st.integers(2, 80),

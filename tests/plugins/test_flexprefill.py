@@ -44,7 +44,7 @@ def ours(p: Parameters, made: Made) -> sp.Result:
     return run(sp.build("flexprefill", **vars(p)), made)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(made=calls(300), p=PARAMETERS)
 def test_equals_algorithms_1_to_4(made: Made, p: Parameters) -> None:
     check(made, p)

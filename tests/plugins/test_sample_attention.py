@@ -67,7 +67,7 @@ def attend(made: dict[str, Any], **parameters: Any) -> sp.Result:
     return pipeline.run(sp.AttentionCall(**arguments))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(made=CALLS, chosen=SETTINGS)
 def test_mask_output_and_cra_equal_algorithm_1(made: dict[str, Any], chosen: dict[str, Any]) -> None:
     out, mask, least = sample_attention(**made, **chosen)

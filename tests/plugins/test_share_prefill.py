@@ -92,7 +92,7 @@ PARAMETERS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(made=calls(), p=PARAMETERS, table=st.sampled_from(TABLES))
 def test_equals_the_oracle(made: tuple[Layers, dict[str, Any]], p: oracle.Parameters, table: Any) -> None:
     layers, options = made

@@ -39,7 +39,7 @@ def check(made: Made, p: Parameters, window: int | None = None) -> sp.Result:
     return compare(sp.build("xattention", **vars(p)), made, make, window=window)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(made=calls(300), p=PARAMETERS)
 def test_equals_algorithm_1(made: Made, p: Parameters) -> None:
     check(made, p)
