@@ -281,3 +281,18 @@ def test_prefills_have_numbers_of_their_own() -> None:
     for prefill in (first, second, second):
         session.run(CALL, prefill)
     assert 2 == len(session._records[0].waiting)
+
+
+def test_sizes_are_batch_rows_queries_and_keys() -> None:
+    from sparseprefill.adapters.session.ledger import sizes
+
+    assert (3, 5, 7) == sizes(make(5, 7, batch=3, heads=2))
+
+
+def test_a_layer_without_calls_is_not_known_to_be_causal() -> None:
+    from sparseprefill.adapters.session.ledger import LayerRecord
+
+    record = LayerRecord(0)
+    assert not record.causal
+    record.count("sparse", (1, 2, 3))
+    assert record.causal

@@ -37,7 +37,7 @@ FILES = (
     "core/sparseprefill/stages.py",
     "adapters/session/*.py",
 )
-TESTS = ("tests/unit", "tests/property", "tests/adapters/test_session_*.py")
+TESTS = ("tests/unit", "tests/property", "tests/adapters/test_session_*.py", "tests/adapters/test_prospects.py")
 # On a CPU, with one thread a process and the examples of one fixed profile: a kill must repeat.
 ENVIRONMENT = {
     "HYPOTHESIS_PROFILE": "mutants",

@@ -37,7 +37,9 @@ class Touch:
         every = frozenset[str]().union(*lines.values())
         first, last = mutant.lines
         near = frozenset[str]().union(*(lines.get(line, ()) for line in range(first, last + 1)))
-        near = near if mutant.called else every
+        if not mutant.called:  # what a class is declared to be shows in tests that run none of the file's lines
+            files = {name.partition("::")[0] for name in every}
+            near = every = frozenset(name for name in self.tests if name.partition("::")[0] in files)
         return [*self._short(near, LINES), *self._short(every - near, FILE)]
 
     def seconds(self, tests: Sequence[str]) -> float:
@@ -56,11 +58,12 @@ class Touch:
 
 
 def measure(site: Path, box: Path, paths: Sequence[str], tests: Sequence[str], jobs: int) -> Touch:
-    """Run the tests with the unchanged package of `site`; those that fail are left out. Ends the program if none ran."""
+    """Run the tests with the unchanged package of `site`; those that fail are left out. Ends where none runs."""
     rules, data, times = box / "coveragerc", box / "coverage", box / "times.json"
     files = {path: str(site / place(path)) for path in paths}
     rules.write_text("\n  ".join([f"[run]\ndata_file = {data}\ninclude =", *files.values()]) + "\n", encoding="utf-8")
-    options = ["-q", "-p", "no:cacheprovider", "-p", "mutation.times", "-n", str(jobs), "--dist", "worksteal"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "mutation.times"]
+    options += ["-n", str(jobs), "--dist", "worksteal"]
     options += ["--cov", f"--cov-config={rules}", "--cov-context=test", "--cov-report="]
     environment = os.environ | {"COVERAGE_CORE": "ctrace", "MUTATION_TIMES": str(times)}
     environment["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])

@@ -25,6 +25,7 @@ from sparseprefill.breakeven.table import BreakEven
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Carry, Parts, Plan, Result
+from sparseprefill.refiners.fit import Tiles, _Maker
 from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.route import Choice, Route
 from sparseprefill.softmax import SoftmaxState
@@ -34,6 +35,7 @@ CALL = make(8)
 MASK = sp.SparseMask.full(CALL, 4)
 LISTS = IndexLists.full(CALL.geometry, 4, 4)
 PIPELINE = sp.Pipeline(Estimate())
+TILES = Tiles(4, 4, *[torch.ones(1, 2, 2, 2) > 0] * 2, torch.ones(1, 2, 2, 2), torch.ones(1, 2, 2))
 STATE = SoftmaxState.empty((1, 2, 8), 8, torch.float32, torch.device("cpu"))
 PLAN = Plan(MASK)
 MEMORY = sp.Memory()
@@ -57,6 +59,7 @@ ALONE: dict[str, Callable[[], Any]] = {
     "Prefill": lambda: attrs.evolve(Prefill(), serial=1, memory=MEMORY),
     "Uncounted": lambda: Uncounted(CALL.geometry),
     "LayerRecord": lambda: LayerRecord(1),
+    "_Maker": lambda: _Maker(CALL, PLAN, TILES, 4, 4, 8),
 }
 
 
@@ -110,10 +113,11 @@ def test_the_tile_of_a_random_rescue_is_given_by_name() -> None:
         lambda: sp.SparseMask(CALL.geometry, 4, 4, LISTS, 1, None, True),  # type: ignore[call-arg]
         lambda: TileMap(CALL.geometry, 4, 4),  # type: ignore[call-arg]
         lambda: Plan(MASK, None, None),  # type: ignore[call-arg]
+        lambda: Plan(MASK, None, None, None),  # type: ignore[call-arg]
         lambda: Result(STATE.acc, STATE.m, PLAN, None, None),  # type: ignore[call-arg]
         lambda: sp.Pipeline(Estimate(), (), PIPELINE.executor, (), "name", None),  # type: ignore[call-arg]
     ],
-    ids=["IndexLists", "SparseMask", "TileMap", "Plan", "Result", "Pipeline"],
+    ids=["IndexLists", "SparseMask", "TileMap", "Plan", "Plan of four", "Result", "Pipeline"],
 )
 def test_what_is_given_by_name(build: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match="positional"):
@@ -142,6 +146,13 @@ def test_what_is_kept_on_the_way_is_neither_given_nor_shown() -> None:
     ):
         given = {one.alias for one in attrs.fields(kind) if one.init}
         assert not given & set(names)
+
+
+@pytest.mark.parametrize("kind", [sp.AutoExecutor, sp.ReferenceExecutor])
+def test_executors_are_equal_by_value_and_stay_as_they_are(kind: Any) -> None:
+    assert kind() == kind()
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        kind().precise = True
 
 
 def test_defaults() -> None:

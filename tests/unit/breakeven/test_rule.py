@@ -32,6 +32,7 @@ from sparseprefill.breakeven.rule import (
     too_dense,
 )
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict, device_kind
+from sparseprefill.breakeven.unmeasured import RULES
 
 WHOLE = Line(None, (100, 400), (2.0, 0.5))
 CHUNK = Line(50, (100, 400), (3.0, 1.0))
@@ -381,3 +382,10 @@ def test_what_a_file_may_hold_at_its_bounds() -> None:
     assert ((0, 0), 1, 1) == (found.device.capability, found.shapes[0].heads, found.shapes[0].points[0].keys)
     assert "\n" == found.to_json()[-1]
     assert '\n "schema": "sparseprefill.breakeven",\n "version": 1,' in found.to_json()
+
+
+def test_the_built_in_rules_in_numbers() -> None:
+    """Pairs of a causal prompt of 65,536 tokens, and of 2,048 rows behind a prefix of as many in all."""
+    whole, chunk = 65536 * 65537 // 2, sum(range(65536 - 2047, 65537))
+    assert (65536, 4 * 64 * whole) == (RULES["cpu"].keys, RULES["cpu"].work)
+    assert (32768, 32 * 128 * chunk) == (RULES["cuda"].keys, RULES["cuda"].work)

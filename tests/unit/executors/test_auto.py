@@ -1,20 +1,30 @@
-"""AutoExecutor: which executor serves which device."""
+"""Which executor a device gets, and what the bare call of a pipeline is taken for."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import sparseprefill as sp
 from helpers.build import make
-from sparseprefill.executors.auto import AutoExecutor
-from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.mask.mask import SparseMask
-from sparseprefill.plan import Plan
+from sparseprefill.executors.auto import REFERENCE
 
 
-def test_cpu_calls_go_to_the_reference() -> None:
-    call = make(20, sinks=torch.zeros(2))
-    plan, auto = Plan(SparseMask.full(call, 8)), AutoExecutor()
-    assert isinstance(auto.choose(call), ReferenceExecutor)
-    assert auto.unsupported(call) is None
-    assert torch.equal(ReferenceExecutor().execute(call, plan).out, auto.execute(call, plan).out)
-    assert torch.equal(ReferenceExecutor().accumulate(call, plan).acc, auto.accumulate(call, plan).acc)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_whatever_is_no_gpu_gets_the_reference(device: str) -> None:
+    q = torch.empty(1, 2, 8, 8, device=device)
+    assert sp.AutoExecutor().choose(sp.AttentionCall(q, q, q)) is REFERENCE
+
+
+def test_a_call_of_tensors_is_of_layer_0() -> None:
+    call, layers = make(8), []
+
+    class Watches:
+        def observe(self, call: sp.AttentionCall, plan: sp.Plan, result: sp.Result, memory: sp.Memory) -> None:
+            layers.append(call.layer)
+
+    pipeline = sp.build("dense", block=4)
+    sp.Pipeline(pipeline.estimator, observers=(Watches(),))(call.q, call.k, call.v)
+    assert [0] == layers

@@ -15,6 +15,7 @@ from helpers.build import make
 from sparseprefill.executors import triton as module
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.plan import Kernel
 from sparseprefill.testing import tensors
 
 TRITON = module.TritonExecutor()
@@ -59,7 +60,7 @@ def test_only_rows_that_are_not_contiguous_are_copied(names: tuple[str, ...], mo
     monkeypatch.setattr(attention, "interpreted", lambda: True)
     call = wide()
     given = evolve(call, **{one: getattr(call, one).mT.contiguous().mT for one in names})
-    checked = TRITON._checked(given)
+    checked = TRITON._checked(given, sp.Plan(sp.SparseMask.full(given, 16)))
     for one in ("q", "k", "v"):
         assert 1 == getattr(checked, one).stride(-1)
         assert torch.equal(getattr(call, one), getattr(checked, one))
@@ -85,7 +86,7 @@ def test_results_into_tensors_of_the_caller(out: bool, lse: bool, monkeypatch: p
 
     def run(call: sp.AttentionCall, mask: sp.SparseMask, carry: Any, into: Any) -> Any:
         seen.append(into)
-        return made if into is None else into
+        return *(made if into is None else into), Kernel("portable")
 
     monkeypatch.setattr(attention, "interpreted", lambda: True)
     monkeypatch.setattr(attention, "sparse_attention_fwd", run)
@@ -106,7 +107,7 @@ def test_results_into_tensors_of_the_caller(out: bool, lse: bool, monkeypatch: p
 def test_heads_are_probed_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     call, heads = wide(), torch.ones(1, 2) > 0
     monkeypatch.setattr(attention, "interpreted", lambda: True)
-    monkeypatch.setattr(attention, "sparse_attention_fwd", lambda *_: (call.q, call.q[..., 0]))
+    monkeypatch.setattr(attention, "sparse_attention_fwd", lambda *_: (call.q, call.q[..., 0], Kernel("portable")))
     monkeypatch.setattr(attention, "tile_mass_fwd", lambda call, mask, lse, probe: probe)
     mask = sp.SparseMask.full(call, 16)
     assert TRITON.execute(call, sp.Plan(mask)).probe is None

@@ -426,3 +426,17 @@ def test_temporary_tensors_have_so_many_numbers() -> None:
     """64 MiB of int64, and for pictures 16 MiB of bool."""
     chunks = masks._row_chunks(evolve(CALL.geometry, q_len=9, kv_len=1 << 22), 1)
     assert (1 << 23, [2, 2, 2, 2, 1], 16) == (count.ENTRIES, [len(one) for one in chunks], masks.SHADED)
+
+
+def test_no_tile_reaches_two_to_the_31() -> None:
+    geometry = make(8).geometry
+    assert sp.SparseMask(geometry, 2**31 - 1, 2**31 - 1, None).tile_q == 2**31 - 1
+    with pytest.raises(MaskError, match="2147483648"):
+        sp.SparseMask(geometry, 2**31, 2**31, None)
+
+
+def test_stripes_are_checked_where_there_are_no_tiles() -> None:
+    geometry = make(8).geometry
+    wrong = IndexLists(int32(2).expand(1, 2, 1), torch.zeros(1, 2, 1, dtype=torch.int64), int32(5, 3))
+    with pytest.raises(MaskError, match="stripes"):
+        sp.SparseMask(geometry, 4, 4, None, 2, wrong).check()
