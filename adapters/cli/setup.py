@@ -167,10 +167,9 @@ def _load_other(place: Place, path: str, device_map: str | None = None) -> tuple
         raise CommandError('--model needs transformers: pip install "sparseprefill[hf]"') from error
     logging.disable_progress_bar()
     try:
-        if device_map is not None:
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=place.dtype, device_map=device_map)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=place.dtype).to(place.device)
+        spread = {} if device_map is None else {"device_map": device_map}
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=place.dtype, **spread)
+        model = model.to(place.device) if device_map is None else model
         return model.eval(), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, ImportError) as error:
         raise CommandError(f"--model {path}: {str(error).splitlines()[0]}") from error

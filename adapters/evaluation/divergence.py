@@ -68,7 +68,7 @@ def pooled(parts: list[Divergence]) -> Divergence:
     rows = sum(part.rows for part in parts)
 
     def mean(name: str) -> float:
-        return sum(getattr(part, name) * part.rows for part in parts) / rows
+        return float(sum(getattr(part, name) * part.rows for part in parts)) / rows
 
     worst = max(part.worst for part in parts)
     return Divergence(rows, mean("kl"), worst, mean("agreement"), mean("surprise"), mean("dense_surprise"))

@@ -122,5 +122,5 @@ class Truth:
         continuation, chosen = reader.decode(cache, follows[-1], sizes.greedy)
         del cache
         runs = [reader.timed(ids) for _ in range(sizes.repeats)]
-        made = (log_probabilities(rows) for rows in (logits, follows[:-1], chosen))
-        return cls(*made, continuation, answers, tuple(seconds for seconds, _ in runs), runs[-1][1])
+        last, before, greedy = (log_probabilities(rows) for rows in (logits, follows[:-1], chosen))
+        return cls(last, before, greedy, continuation, answers, tuple(seconds for seconds, _ in runs), runs[-1][1])

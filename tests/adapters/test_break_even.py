@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
-from sparseprefill.adapters.session.session import NOT_CHOSEN, WHOLE, Fallback, Prefill, Session
+from sparseprefill.adapters.session.prospects import NOT_CHOSEN
+from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
 from torch.nn import functional
 
 import sparseprefill as sp

@@ -296,8 +296,8 @@ def test_a_summary_of_failures() -> None:
 
 
 def test_fidelity_pools_its_parts() -> None:
-    parts = [Divergence(2, 0.1, 0.2, 1.0), Divergence(1, 0.4, 0.4, 0.0), Divergence(1, 0.0, 0.0, 1.0)]
-    assert Fidelity(*parts, None).all.kl == pytest.approx(0.15)
+    last, tail, greedy = (Divergence(2, 0.1, 0.2, 1.0), Divergence(1, 0.4, 0.4, 0.0), Divergence(1, 0.0, 0.0, 1.0))
+    assert Fidelity(last, tail, greedy, None).all.kl == pytest.approx(0.15)
 
 
 # Prompts.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from attrs import evolve
-from sparseprefill.adapters.session.session import NOT_CHOSEN, Fallback, Prefill, Session
+from sparseprefill.adapters.session.prospects import NOT_CHOSEN
+from sparseprefill.adapters.session.session import Fallback, Prefill, Session
 
 import sparseprefill as sp
 from helpers.build import make

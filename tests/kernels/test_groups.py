@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -55,8 +57,13 @@ def test_the_interpreter_does_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> 
     from triton.runtime import interpreter
 
     swaps: list[object] = []
-    swap = interpreter._patch_lang_tensor  # type: ignore[attr-defined]
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", lambda *args: (swaps.append(args), swap(*args)))
+    swap = interpreter._patch_lang_tensor
+
+    def swapped(*args: Any) -> Any:
+        swaps.append(args)
+        return swap(*args)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", swapped)
     asserted: list[object] = []
     monkeypatch.setattr(TritonSemantic, "device_assert", lambda *args: asserted.append(args))
     out = torch.zeros(4, 2, dtype=torch.int32)

@@ -90,8 +90,10 @@ HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_every_law_on_standard_calls(name: str) -> None:
-    options: contracts.Options = {"calls": few_calls()} if name.endswith("dense rows") else {}
-    report = check_method(HYBRIDS[name], full={"full": True}, **options)
+    options: contracts.Options = {"full": {"full": True}}
+    if name.endswith("dense rows"):
+        options["calls"] = few_calls()
+    report = check_method(HYBRIDS[name], **options)
     assert set(report.skipped) <= {"chunk invariance at the grain"}
     assert set(contracts.LAWS) == {*report.cases, *report.skipped}
 

@@ -140,14 +140,16 @@ def odd(question: str, answer: Any) -> Good:
         return answer
 
     given = property(give) if question in ("grain", "head_scope") else give
-    return type("Odd", (Good,), {question: given})()
+    odd: Good = type("Odd", (Good,), {question: given})()
+    return odd
 
 
 def build(role: str, stage: Any) -> sp.Pipeline | sp.Route:
     """A pipeline of good stages, but for one; behind a gate where that is the one."""
     stages: dict[str, Any] = {"estimator": Good(), "refiners": (Good(),), "executor": Good(), "observers": (Good(),)}
     if role == "gate":
-        return sp.gated(sp.Pipeline(**stages, name=NAME), stage)
+        route: sp.Route = sp.gated(sp.Pipeline(**stages, name=NAME), stage)
+        return route
     key = {"refiner": "refiners", "observer": "observers"}.get(role, role)
     stages[key] = (stage,) if key in ("refiners", "observers") else stage
     return sp.Pipeline(**stages, name=NAME)
