@@ -85,7 +85,8 @@ def prospects(
             opened.append(given)
     if not opened:
         said = _listed(reasons)
-        return Prospects(doubts=(said,)) if sliding & set(asked) else Prospects(never=said)
+        measured = route.profile is not None and not route.known  # a profile whose lengths all run dense was made so
+        return Prospects(doubts=(said,)) if measured or sliding & set(asked) else Prospects(never=said)
     doubts: list[str] = []
     if bounds.trained is not None and bounds.trained < bounds.min_query:
         doubts.append(f"min_query is {bounds.min_query}, and the model was made for {bounds.trained} tokens at most")

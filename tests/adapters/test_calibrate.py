@@ -71,7 +71,7 @@ def test_a_method_that_fails_is_left_out_with_its_reason() -> None:
     methods = {"fails": sp.Pipeline(Fails()), "streaming": sp.build("streaming")}
     found = calibrate(TINY, sizes((64, 128), None), methods, CLOCK)
     assert [{"fails", "streaming"}, {"streaming"}] == [set(point.methods) for point in found.shape.points]
-    assert "128 x 128: Fails.estimate() raised RuntimeError: too long for me" == found.failed["fails"]
+    assert "128 x 128: pipeline: Fails.estimate() raised RuntimeError: too long for me" == found.failed["fails"]
 
 
 def test_every_method_can_be_calibrated() -> None:

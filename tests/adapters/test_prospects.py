@@ -158,18 +158,21 @@ def test_a_length_of_a_profile_is_tried() -> None:
     sizes: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
     identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)
 
-    def never(*settings: dict[str, Any] | None) -> str:
+    def told(*settings: dict[str, Any] | None) -> tuple[str, str]:
         ranges = [
             LengthRange(least=least, tokens=max(least, 1), parameters=one, measured={})
             for least, one in zip((0, 3000), settings, strict=True)
         ]
         profile = Profile(method="streaming", model=identity, ranges=tuple(ranges), versions={}, tuned={})
         route = sp.build("streaming", profile=profile)
-        return prospects(route, LAYERS, Bounds(min_query=16, keys=3001)).never
+        found = prospects(route, LAYERS, Bounds(min_query=16, keys=3001))
+        return found.never, " ".join(found.doubts)
 
-    assert "" == never(None, {"block": 16})
-    assert "" == never({"block": 16}, None)
-    assert "the profile has no setting of streaming" in never(None, None)
+    assert ("", "") == told(None, {"block": 16})
+    assert ("", "") == told({"block": 16}, None)
+    never, doubt = told(None, None)  # it was measured and made so: a warning, no refusal
+    assert not never
+    assert "the profile has no setting of streaming" in doubt
 
 
 def test_a_stage_that_fails_to_answer_fails_at_the_start(model: Any) -> None:
@@ -187,3 +190,9 @@ def test_trying_needs_no_memory_and_no_values() -> None:
     like = sp.AttentionCall(*(torch.empty(1, heads, 1, 8, device="meta") for heads in (4, 2, 2)))
     found = prospects(sp.Route.of(sp.Pipeline(Estimate(objection="never"))), {0: like}, Bounds(min_query=16))
     assert "every layer asked for stays without it: Estimate: never" == found.never
+
+
+def test_bounds_are_given_by_name() -> None:
+    assert Bounds(min_query=16) == Bounds(min_query=16)
+    with pytest.raises(TypeError, match="positional"):
+        Bounds(16)  # type: ignore[call-arg, misc]

@@ -148,6 +148,7 @@ def test_a_length_without_a_setting_runs_dense_and_says_so(tiny: tuple[Any, Path
     expected = model(prompt(90)).logits
     with attach(model, "streaming", profile=path) as handle:
         assert torch.equal(expected, model(prompt(90)).logits)
+    assert any("may never run" in note for note in handle.report().notes)
     assert any("accurate enough" in reason for layer in handle.report().layers for reason in layer.reasons)
 
 

@@ -154,7 +154,7 @@ BROKEN: dict[str, tuple[Pipeline, Callable[..., Any], str]] = {
     "wrong dtype": (
         spoiling(lambda _, result: evolve(result, out=result.out.double())),
         testing.assert_consistent,
-        "output is torch.float64",
+        "out is torch.float64",
     ),
     "padding not zero": (
         spoiling(lambda _, result: evolve(result, out=torch.where(result.out == 0, 1.0, result.out))),

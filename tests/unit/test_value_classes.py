@@ -103,6 +103,7 @@ def test_the_tile_of_a_refiner_is_given_by_name(kind: Any) -> None:
 
 
 def test_the_tile_of_a_random_rescue_is_given_by_name() -> None:
+    assert sp.RandomRescue(0.5, tile=4).refine(CALL, PLAN, MEMORY).mask.tile_q == 4
     with pytest.raises(TypeError, match="positional"):
         sp.RandomRescue(0.5, 0, 16)  # type: ignore[call-arg]
 
@@ -137,6 +138,7 @@ def test_what_is_kept_on_the_way_is_neither_given_nor_shown() -> None:
     assert not [word for word in ("verdicts", "lines") if word in before[0]]
     assert not [word for word in ("planning", "executing", "observing", "cuts") if word in before[1]]
     assert "tables" not in before[2]
+    assert AutoGate().judge(CALL, "streaming").reason
     assert found.worth(make(64, heads=4, kv_heads=2), "streaming") in (True, False)
     assert found._verdicts
     assert found == tables.from_length(512)
@@ -152,6 +154,7 @@ def test_what_is_kept_on_the_way_is_neither_given_nor_shown() -> None:
 @pytest.mark.parametrize("kind", [sp.AutoExecutor, sp.ReferenceExecutor])
 def test_executors_are_equal_by_value_and_stay_as_they_are(kind: Any) -> None:
     assert kind() == kind()
+    assert kind().unsupported(CALL) is None
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         kind().precise = True
 

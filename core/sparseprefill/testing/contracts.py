@@ -19,6 +19,7 @@ import torch
 from attrs import frozen
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.errors import StageError
 from sparseprefill.testing import laws, laws_change
 from sparseprefill.testing.cases import chunked_call, describe, standard_calls
 from sparseprefill.testing.trial import BreachError, Candidate, NotApplicableError, Subject, Trial
@@ -135,7 +136,7 @@ def check_laws(candidate: Candidate, names: tuple[str, ...], **options: Unpack[O
         for trial in trials:
             try:
                 LAWS[name](trial)
-            except BreachError as breach:
+            except (BreachError, StageError) as breach:
                 message = f"{subject.name}: law '{name}' is broken on {describe(trial.call)}: {breach}"
                 raise AssertionError(message) from breach
             except NotApplicableError as reason:
