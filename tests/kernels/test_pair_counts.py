@@ -53,7 +53,7 @@ def test_lists_longer_than_a_step(length: int, padded: bool, window: int | None)
         counted(mask)
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("window", [None, 6, 9])
 def test_rows_that_begin_anywhere_in_a_tile(window: int | None) -> None:
     """Where the keys that every row sees end in mid-tile, and where at its edge."""
     for offset in range(9):
