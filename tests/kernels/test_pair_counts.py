@@ -51,3 +51,18 @@ def test_lists_longer_than_a_step(length: int, padded: bool, window: int | None)
     stripes = SparseMask.from_stripes(call, some(g.tile_rows(128), 0.95), 2, (64, 1), diagonal=False)
     for mask in (tiles, stripes, SparseMask(g, 64, 1, tiles.tiles, 2, stripes.stripes)):
         counted(mask)
+
+
+@pytest.mark.parametrize("window", [None, 6, 9])
+def test_rows_that_begin_anywhere_in_a_tile(window: int | None) -> None:
+    """Where the keys that every row sees end in mid-tile, and where at its edge."""
+    for offset in range(9):
+        sizes: dict[str, Any] = {"heads": 1, "kv_heads": 1, "q_len": 3, "kv_len": 24, "head_dim": 8}
+        made = tensors("random", batch=1, device=DEVICE, **sizes)
+        call = AttentionCall(*made, q_offset=offset, window=window)
+        keep = torch.ones(1, 1, call.geometry.tile_rows(8), 24, dtype=torch.bool, device=DEVICE)
+        keep[..., 2::3] = False
+        stripes = SparseMask.from_stripes(call, keep, 1, 8, diagonal=False)
+        tiles = SparseMask.from_tiles(call, keep[..., :3], 8, diagonal=False)
+        for mask in (stripes, tiles, SparseMask(call.geometry, 8, 8, tiles.tiles, 1, stripes.stripes)):
+            counted(mask)
