@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..evaluation.reading import Sizes
 
 EMBEDDED = "embedded"
+GREEDY = 16
+"""Tokens of dense's own continuation that the demo looks at."""
 
 
 @frozen
@@ -88,7 +90,7 @@ def exam_of(tokens: int, questions: int, seed: int, pictured: tuple[int, int], p
     except ValueError as error:
         raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
     prompt, behind = prompt_of(exam, tokenizer)
-    return Exam(model, prompt, Sizes(tail=behind), asker(model, tokenizer, exam), exam.questions)
+    return Exam(model, prompt, Sizes(tail=behind, greedy=GREEDY), asker(model, tokenizer, exam), exam.questions)
 
 
 def language_model(path: str | None, place: Place, device_map: str | None = None) -> tuple[Any, Any]:

@@ -116,7 +116,7 @@ def test_table() -> None:
     assert Path("sparseprefill-demo.png").stat().st_size > 10_000
     assert "heads and 64 rows" in " ".join(result.stdout.split())
     dense = next(line.split() for line in result.stdout.splitlines() if line.strip().startswith("dense  "))
-    assert dense[4:11] == ["0.0000", "0.0000", "100.0%", "64", "100.0%", "100.0%", "100.0%"]
+    assert dense[4:11] == ["0.0000", "0.0000", "100.0%", "16", "100.0%", "100.0%", "100.0%"]
 
 
 @pytest.mark.parametrize(
