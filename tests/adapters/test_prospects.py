@@ -195,4 +195,4 @@ def test_trying_needs_no_memory_and_no_values() -> None:
 def test_bounds_are_given_by_name() -> None:
     assert Bounds(min_query=16) == Bounds(min_query=16)
     with pytest.raises(TypeError, match="positional"):
-        Bounds(16)  # type: ignore[call-arg, misc]
+        Bounds(16)  # type: ignore[call-arg]
