@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from attrs import asdict
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from sparseprefill import __version__
@@ -29,7 +31,7 @@ def write(path: Path, found: Sequence[Outcome], title: str, command: str, sizes:
     """Write the page of outcomes, the stock model's among them."""
     rows = summaries(found, sizes)
     heads, lines = columns(rows)
-    page = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
+    page = Environment(loader=PackageLoader("sparseprefill.adapters.cli"), autoescape=True, undefined=StrictUndefined)
     text = page.get_template("page.html").render(
         title=title,
         command=command,
@@ -88,14 +90,15 @@ def _recall(found: Sequence[Outcome]) -> str:
     """Layers x heads: recall over the whole prompt, and over its last rows, averaged over the prompts."""
     figure = Figure(figsize=(9.6, 0.9 + 0.16 * max(6, len(found[0].layers))), layout="constrained")
     axes = figure.subplots(1, 2)
+    shades = ScalarMappable(Normalize(0.0, 1.0), SHADES)
     for axis, name, title in zip(axes, ("recalls", "last"), ("whole prompt", "its last rows"), strict=True):
         grid = np.nanmean([_grid(one.layers, name) for one in found], axis=0)
-        image = axis.imshow(grid, cmap=SHADES, vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest")
+        axis.imshow(grid, cmap=shades.cmap, norm=shades.norm, aspect="auto", interpolation="nearest")
         axis.set_title(title, fontsize=9, color=INK)
         axis.set_xlabel("query head", fontsize=8, color=INK)
         axis.tick_params(labelsize=7, colors=INK, length=2)
     axes[0].set_ylabel("layer", fontsize=8, color=INK)
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.9, aspect=18)
+    bar = figure.colorbar(shades, ax=list(axes), shrink=0.9, aspect=18)
     bar.set_label("attention mass kept", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=7, colors=INK, length=2)
     return _embedded(figure)

@@ -148,7 +148,7 @@ class LazyMask(Tensor):
 
 
 def _to(mask: LazyMask, *args: Any, **kwargs: Any) -> LazyMask | None:
-    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
     if dtype is not None:
         return None
     return mask if device is None or device == mask.order.device else LazyMask.of(mask.order.on(device))

@@ -130,11 +130,10 @@ def _too_small(route: Route, layers: Iterable[AttentionCall], lengths: list[int]
         if sizes in seen:
             continue
         seen.add(sizes)
-        for keys in lengths:
-            call = _call(like, keys, bounds)
-            if route.worth(call):
-                return ""
-        said = f"up to {lengths[-1]} tokens every call stays dense: {route.choose(call).dense}"
+        if any(route.worth(_call(like, keys, bounds)) for keys in lengths):
+            return ""
+        longest = route.choose(_call(like, lengths[-1], bounds))
+        said = f"up to {lengths[-1]} tokens every call stays dense: {longest.dense}"
     return said
 
 

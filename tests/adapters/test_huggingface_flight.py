@@ -349,4 +349,4 @@ def test_a_mask_that_has_no_tensor_says_so() -> None:
     mask = masks.LazyMask.of(masks.Order.of(masks.Pattern(), lambda **_: None, asked))
     assert masks.stock(mask) is None
     with pytest.raises(sp.AttachError, match="add reads a mask that this attention implementation has no tensor for"):
-        mask + 1
+        _ = mask + 1

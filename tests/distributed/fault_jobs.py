@@ -137,10 +137,17 @@ def noted(rank: int, who: int, how: int, folder: str, timeout: float) -> str:
         return told(work)
 
 
+def own_group() -> dist.ProcessGroup:
+    """A group of all ranks for one job, so that what a fault breaks is its own."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)  # an integer only for a rank outside the group
+    return group
+
+
 def fails(rank: int, who: int, phase: int, memory: bool) -> list[str]:
     """Rank `who` raises in a phase; what every rank is told, there and when it tries again. In a group of its own."""
     model = build()
-    star = Star(model, group=dist.new_group(), timeout=LONG, **SIZES)
+    star = Star(model, group=own_group(), timeout=LONG, **SIZES)
 
     def failure() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB") if memory else KeyError("lost")
@@ -253,7 +260,7 @@ def poisoned(rank: int, who: int, where: str) -> list[str]:
 
     model, large = build(), exchange.LARGE
     made: list[Context] = []
-    star = Star(model, group=dist.new_group(), timeout=LONG, **SIZES)
+    star = Star(model, group=own_group(), timeout=LONG, **SIZES)
     nan = torch.tensor(torch.nan)
     if where == "phase 1" and rank == who:
         model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda module, given, out: out * nan)

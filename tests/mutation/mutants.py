@@ -1,6 +1,7 @@
 """Which mutants there are, by Cosmic Ray's operators, and a seeded sample of them spread over the files by size."""
 
-# pyright: reportMissingImports=false - what only `tox -e mutants` installs
+# What only `tox -e mutants` installs.
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Which tests touch which lines, and how long each takes: one run of the tests under coverage, with its contexts."""
 
 # ruff: noqa: T201 - a command prints
-# pyright: reportMissingImports=false - what only `tox -e mutants` installs
+# What only `tox -e mutants` installs.
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

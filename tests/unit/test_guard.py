@@ -148,8 +148,8 @@ def build(role: str, stage: Any) -> sp.Pipeline | sp.Route:
     """A pipeline of good stages, but for one; behind a gate where that is the one."""
     stages: dict[str, Any] = {"estimator": Good(), "refiners": (Good(),), "executor": Good(), "observers": (Good(),)}
     if role == "gate":
-        route: sp.Route = sp.gated(sp.Pipeline(**stages, name=NAME), stage)
-        return route
+        found: sp.Pipeline | sp.Route = sp.gated(sp.Pipeline(**stages, name=NAME), stage)
+        return found
     key = {"refiner": "refiners", "observer": "observers"}.get(role, role)
     stages[key] = (stage,) if key in ("refiners", "observers") else stage
     return sp.Pipeline(**stages, name=NAME)

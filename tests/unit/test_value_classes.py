@@ -99,7 +99,7 @@ def test_the_tile_of_a_refiner_is_given_by_name(kind: Any) -> None:
     assert 16 == kind(2, tile=16).tile
     before = (2, 0) if kind is sp.StrideRescue else (2,)
     with pytest.raises(TypeError, match="positional"):
-        kind(*before, 16)
+        kind(*before, 16)  # pyright: ignore[reportCallIssue]
 
 
 def test_the_tile_of_a_random_rescue_is_given_by_name() -> None:
