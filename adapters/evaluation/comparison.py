@@ -1,16 +1,16 @@
 """A model's own dense prefill beside sparse ones, prompt by prompt.
 
 For every prompt the model reads once with its own attention, which serves all contenders. A contender then prefills the
-same tokens: once watched, for distributions and recall, and as often as asked with nothing measured in it, for the
-clock. What follows the prompt, a held-back tail of it and dense's greedy continuation, is read with dense attention
+same tokens: once watched, for distributions and recall, and as often as asked for the clock (on a CPU the watched one
+counts too, less the time of watching). What follows the prompt, a held-back tail of it and dense's greedy continuation, is read with dense attention
 behind the sparse prefill's cache, as a server decodes. One cache is alive at a time, and logits of some rows only.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from statistics import median
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class Comparison:
             Contender("stock"),
             prompt.name,
             ids.shape[1],
-            seconds=median(truth.seconds),
+            seconds=truth.seconds,
             extra_bytes=None if truth.peak is None else 0,
             layers=_dense_layers(model),
             answers=truth.answers,
@@ -94,15 +94,20 @@ class Comparison:
         reader, sizes = self.reader, self.sizes
         ids, tail = _cut(self.prompt, sizes, reader)
         watch = LayerWatch(sizes.rows, sizes.last, self.pictured)
-        watching = True
+        watching, spent = True, 0.0
 
         def observe(call: Any, result: Any) -> None:
+            nonlocal spent
             if watching:
+                began = time.perf_counter()
                 watch(call, result)
+                spent += time.perf_counter() - began
 
         with _attached(reader.model, contender, observe) as handle:
             with _counted(reader.model, lambda done, of: progress("prefill", done, of)):
+                began = time.perf_counter()
                 logits, cache = reader.prefill(ids, sizes.last)
+                seconds = time.perf_counter() - began - spent
             watching = False
             report = handle.report()
             answers = {} if self.ask is None else self.ask(cache, progress)
@@ -110,17 +115,14 @@ class Comparison:
         fidelity = self._fidelity(logits, cache, tail)
         del cache, logits
         with _attached(reader.model, contender, None):
-            runs = []
-            for done in range(sizes.repeats):
-                progress("clock", done, sizes.repeats)
-                runs.append(reader.timed(ids))
-        peak = runs[-1][1]
+            progress("clock", 0, 1)
+            seconds, peak = reader.clock(ids, sizes, seconds)
         return Outcome(
             contender,
             self.prompt.name,
             ids.shape[1],
             fidelity,
-            median(seconds for seconds, _ in runs),
+            seconds,
             None if peak is None or self.truth.peak is None else peak - self.truth.peak,
             _layers(watch, report, self.stock.layers),
             answers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 import torch
@@ -72,6 +73,22 @@ class Reader:
             tokens.append(logits[-1].argmax(-1) if given is None else given[step])
         return torch.stack([token.to(first.device) for token in tokens]), torch.stack(logits)
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no part of the model is on a GPU, so that what has returned has run."""
+        return not any(tensor.is_cuda for tensor in self.model.parameters())
+
+    def clock(self, ids: Tensor, sizes: Sizes, seconds: float) -> tuple[float, int | None]:
+        """Median seconds of `sizes.repeats` prefills, and the bytes that one adds (None on a CPU).
+
+        seconds: of one that ran just now, less what was measured in it. It counts on a CPU, where that subtraction is
+        exact; on a GPU every prefill is one in which nothing is measured.
+        """
+        if self.on_cpu:
+            return median([seconds, *(self.timed(ids)[0] for _ in range(sizes.repeats - 1))]), None
+        runs = [self.timed(ids) for _ in range(sizes.repeats)]
+        return median(each for each, _ in runs), runs[-1][1]
+
     def timed(self, ids: Tensor) -> tuple[float, int | None]:
         """Seconds of one prefill, and the bytes that its peak adds on the devices (None on a CPU)."""
         devices = sorted({tensor.device.index for tensor in self.model.parameters() if tensor.is_cuda})
@@ -98,8 +115,8 @@ class Truth:
     """What the model's own prefill of one prompt makes of it. Log-probabilities are float32 ``[rows, vocabulary]``.
 
     last, tail, greedy: of the prompt's last rows, of the held-back text, of the greedy continuation. continuation: the
-    greedy tokens. answers: what was asked of the cache. seconds: each prefill that was timed. peak: bytes that one adds
-    on the devices, None on a CPU.
+    greedy tokens. answers: what was asked of the cache. seconds: of a prefill, median. peak: bytes that one adds on the
+    devices, None on a CPU.
     """
 
     last: Tensor
@@ -107,7 +124,7 @@ class Truth:
     greedy: Tensor
     continuation: Tensor
     answers: Answers
-    seconds: tuple[float, ...]
+    seconds: float
     peak: int | None
 
     @classmethod
@@ -116,11 +133,13 @@ class Truth:
 
         ask: is given the prompt's cache, and leaves it as it was.
         """
+        began = time.perf_counter()
         logits, cache = reader.prefill(ids, sizes.last)
+        seconds = time.perf_counter() - began
         answers = ask(cache)
         follows = reader.follow(cache, tail)
         continuation, chosen = reader.decode(cache, follows[-1], sizes.greedy)
         del cache
-        runs = [reader.timed(ids) for _ in range(sizes.repeats)]
+        seconds, peak = reader.clock(ids, sizes, seconds)
         last, before, greedy = (log_probabilities(rows) for rows in (logits, follows[:-1], chosen))
-        return cls(last, before, greedy, continuation, answers, tuple(seconds for seconds, _ in runs), runs[-1][1])
+        return cls(last, before, greedy, continuation, answers, seconds, peak)
