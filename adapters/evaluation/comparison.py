@@ -2,8 +2,9 @@
 
 For every prompt the model reads once with its own attention, which serves all contenders. A contender then prefills the
 same tokens: once watched, for distributions and recall, and as often as asked for the clock (on a CPU the watched one
-counts too, less the time of watching). What follows the prompt, a held-back tail of it and dense's greedy continuation, is read with dense attention
-behind the sparse prefill's cache, as a server decodes. One cache is alive at a time, and logits of some rows only.
+counts too, less the time of watching). What follows the prompt, a held-back tail of it and dense's greedy continuation,
+is read with dense attention behind the sparse prefill's cache, as a server decodes. One cache is alive at a time, and
+logits of some rows only.
 """
 
 from __future__ import annotations

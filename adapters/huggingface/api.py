@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def attach(
     model: torch.nn.Module,
-    method: str | Pipeline | Route,
+    method: str | Pipeline | Route | None = None,
     *,
     strict: bool = False,
     min_query: int = MIN_QUERY,
@@ -37,15 +37,15 @@ def attach(
 ) -> Handle:
     """Run the model's prefill through a sparse method, until the handle is detached.
 
-    method: a registered name, with its `parameters`, or a Pipeline. Used as a context manager the handle detaches by
-    itself. Decoding, and everything that the method or the adapter cannot honour, stays with the model's own
-    attention; ``handle.report()`` says what and why.
+    method: a registered name, with its `parameters`, or a Pipeline; may be left out with a `profile`. Used as a context
+    manager the handle detaches by itself. Decoding, and everything that the method or the adapter cannot honour, stays
+    with the model's own attention; ``handle.report()`` says what and why.
 
     strict: raise where a prefill call would fall back to dense. min_query: query rows (tokens of one forward) from
     which a call is prefill. layers: indices of the layers to run sparse; None for all. verify: compare the model with
     itself under a full mask first. measure: count the density of every call at once, at the price of a host sync.
-    observe: called as ``observe(call, result)`` after every sparse layer. profile: a file that ``sparseprefill tune``
-    wrote for this method and this model; the length of each call chooses its parameters, and `parameters` go over them.
+    observe: called as ``observe(call, result)`` after every sparse layer. profile: a file that ``sparseprefill fit``
+    or ``tune`` wrote for this model; the length of each call chooses method and parameters, `parameters` go over them.
     gate: judges each call by its sizes, so that one too small for the method runs dense. "auto": the break-even table
     that fits the device, if there is one; or the path of a table, a BreakEven or Gate, None for no gate.
 
@@ -95,7 +95,11 @@ def attach(
     return handle
 
 
-def _pipeline(method: str | Pipeline | Route, profile: Profile | None, parameters: dict[str, Any]) -> Pipeline | Route:
+def _pipeline(
+    method: str | Pipeline | Route | None, profile: Profile | None, parameters: dict[str, Any]
+) -> Pipeline | Route:
+    if method is None and profile is not None:
+        return default_registry().build(profile=profile, **parameters)
     if isinstance(method, str):
         return default_registry().build(method, profile=profile, **parameters)
     if not isinstance(method, Pipeline | Route):

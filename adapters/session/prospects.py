@@ -85,7 +85,8 @@ def prospects(
             opened.append(given)
     if not opened:
         said = _listed(reasons)
-        measured = route.profile is not None and not route.known  # a profile whose lengths all run dense was made so
+        ranges = () if route.profile is None else route.profile.ranges
+        measured = any(one.method is None or one.dense_layers for one in ranges)  # a profile that was made so
         return Prospects(doubts=(said,)) if measured or sliding & set(asked) else Prospects(never=said)
     doubts: list[str] = []
     if bounds.trained is not None and bounds.trained < bounds.min_query:
@@ -112,8 +113,12 @@ def _objection(route: Route, like: AttentionCall, lengths: Iterable[int], bounds
     """What the stages object to at every length; empty where they take one."""
     reasons: dict[str, None] = {}
     for keys in lengths:
+        call = _call(like, keys, bounds)
+        if left := route.left_dense(call):
+            reasons[left] = None
+            continue
         try:
-            found = route.unsupported(_call(like, keys, bounds))
+            found = route.unsupported(call)
         except UnsupportedCallError as error:
             found = error.reasons
         if not found:

@@ -27,7 +27,10 @@ from .report import Report
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
 MIN_QUERY = 16  # query rows from which a forward is prefill; fewer are decoding, a draft's check among them
-WHOLE = "calls below break-even were computed with every key by the pipeline's executor, not by the host"
+WHOLE = (
+    "calls below break-even, or that the profile leaves dense, were computed with every key by the pipeline's "
+    "executor, not by the host"
+)
 _serials = itertools.count()
 log = logging.getLogger(__name__)
 
@@ -36,10 +39,12 @@ log = logging.getLogger(__name__)
 class Fallback:
     """The host shall run its own dense attention; the reason is recorded already.
 
-    small: the gate's verdict, nothing else, so that `Session.whole` can compute the call as well.
+    chosen: the choice of a gate or a profile and nothing else, so that `Session.whole` can compute the call as well.
+    small: chosen by the call's sizes alone, so that other layers of the forward get the same (`Session.again`).
     """
 
     reason: str
+    chosen: bool = False
     small: bool = False
 
 
@@ -104,7 +109,8 @@ class Session:
         try:
             choice = self.route.choose(call)
             if choice.dense:
-                return self._dense(call.layer, choice.dense, sizes(call), small=True)
+                self._record_dense(call.layer, choice.dense, sizes(call))
+                return Fallback(choice.dense, chosen=True, small=not choice.of_layer)
             if choice.note:
                 self.note(choice.note)
             result = choice.pipeline.run(call, prefill.memory)
@@ -121,7 +127,7 @@ class Session:
         return result
 
     def again(self, layer: int, verdict: Fallback, shape: tuple[int, int, int]) -> None:
-        """Record a call of the same sizes as one that the gate found too small: as `run` does, without asking again."""
+        """Record a call of the same sizes as one that was left dense for them: as `run` does, without asking again."""
         chosen = self.layers is None or layer in self.layers
         self._record_dense(layer, verdict.reason if chosen else NOT_CHOSEN, shape)
 
@@ -238,9 +244,9 @@ class Session:
             self._count(result, executor.given)
         return result
 
-    def _dense(self, layer: int, reason: str, shape: tuple[int, int, int], *, small: bool = False) -> Fallback:
+    def _dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         self._record_dense(layer, reason, shape)
-        return Fallback(reason, small)
+        return Fallback(reason)
 
     def _record_dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> None:
         with self._lock:

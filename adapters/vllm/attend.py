@@ -72,7 +72,7 @@ def _sparse(impl: Any, part: Part, rows: Tensor, read: Read) -> Tensor | None:
         outcome = runtime.session.run(call, part.prefill)
         if isinstance(outcome, Fallback):
             runtime.tally.fallback(outcome.reason)
-            return runtime.session.whole(call) if outcome.small and impl.slow else None
+            return runtime.session.whole(call) if outcome.chosen and impl.slow else None
         if outcome.out.shape != call.q.shape:
             raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {tuple(call.q.shape)}")
     except Exception as error:

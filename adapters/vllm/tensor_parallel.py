@@ -30,7 +30,7 @@ class LocalRegistry(Registry):
         super().__init__()
         self._whole, self._local = whole, local
 
-    def get(self, name: str) -> Method:
+    def get(self, name: str | None) -> Method:
         """The method of this name, whose tables know the model's heads by number alone."""
         method = default_registry().get(name)
 
@@ -39,14 +39,17 @@ class LocalRegistry(Registry):
 
         return evolve(method, build=build)
 
-    def build(self, name: str, *, profile: str | Path | Profile | None = None, **parameters: Any) -> Any:
+    def build(
+        self, /, name: str | None = None, *, profile: str | Path | Profile | None = None, **parameters: Any
+    ) -> Any:
         """See Registry."""
-        method = self.get(name)
         if profile is None:
-            return method.pipeline(**parameters)
+            return self.get(name).pipeline(**parameters)
+        if name is not None:
+            self.get(name)
         loaded = Profile.load(profile)
         loaded.check_model(self._whole)
-        return Route.by_length(method, evolve(loaded, model=self._local), parameters)
+        return Route.by_length(evolve(loaded, model=self._local), self.get, parameters, name)
 
     def _config(self, config: Any) -> Any:
         tables = {

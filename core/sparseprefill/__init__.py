@@ -116,7 +116,9 @@ def build(name: str, *, profile: None = None, gate: Literal[False] | None = None
 
 
 @overload
-def build(name: str, *, profile: str | Path | Profile, gate: GateChoice = None, **parameters: Any) -> Route: ...
+def build(
+    name: str | None = None, *, profile: str | Path | Profile, gate: GateChoice = None, **parameters: Any
+) -> Route: ...
 
 
 @overload
@@ -124,12 +126,16 @@ def build(name: str, *, profile: None = None, gate: BreakEven | Gate | str | Pat
 
 
 def build(
-    name: str, *, profile: str | Path | Profile | None = None, gate: GateChoice = None, **parameters: Any
+    name: str | None = None,
+    *,
+    profile: str | Path | Profile | None = None,
+    gate: GateChoice = None,
+    **parameters: Any,
 ) -> Pipeline | Route:
     """A pipeline by method name, such as ``build("anchor-attention", theta=12.0, step=16)``.
 
-    profile: a file that ``sparseprefill tune`` wrote for this method; the number of keys of each call then chooses its
-    parameters, and `parameters` go over them.
+    profile: a file that ``sparseprefill fit`` or ``tune`` wrote; the number of keys of a call then chooses method and
+    parameters, and `parameters` go over them. The name may be left out, as the profile holds it.
     gate: judges each call by its sizes, so that one too small for the method runs dense attention, and says so in
     `Result.dense`: "auto", the path of a break-even table, a BreakEven or Gate. None: every call runs the method.
     With a profile or a gate the answer is a `Route`, which runs like a Pipeline.

@@ -89,8 +89,10 @@ class _Reader:
             raise ParameterError(f"{at} is nested too deeply: unite at most {DEEPEST} tables one in the other")
         table = _table(given, at)
         _known(table, KEYS, at)
-        if ("method" in table) == ("union" in table):
-            both = "both method and union" if "method" in table else "neither method nor union"
+        alone = "method" in table or "profile" in table  # a profile holds its method
+        if alone == ("union" in table):
+            one = "method" if "method" in table else "profile"
+            both = f"both {one} and union" if alone else "neither method nor union"
             raise ParameterError(f"{at or 'the configuration'} has {both}: give one of them")
         made = self._union(table, at, (*above, given)) if "union" in table else self._method(table, at)
         refiners = [_refiner(one, _join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
@@ -114,9 +116,11 @@ class _Reader:
             raise ParameterError(f"{here}: {error}") from error
 
     def _method(self, table: Mapping[str, Any], at: str) -> Pipeline | Route:
-        name = _text(table["method"], _join(at, "method"))
         here = _join(at, "parameters")
         parameters = _table(table.get("parameters", {}), here)
+        if "method" not in table:
+            return self._profiled(table, at, parameters)
+        name = _text(table["method"], _join(at, "method"))
         try:
             method = self.registry.get(name)
         except UnknownMethodError as error:
@@ -130,6 +134,15 @@ class _Reader:
             return self.registry.build(name, profile=path, **parameters)
         except (ParameterError, UnknownMethodError) as error:
             raise _located(error, parameters, here if "profile" not in table else at) from error
+
+    def _profiled(self, table: Mapping[str, Any], at: str, parameters: Mapping[str, Any]) -> Route:
+        if parameters:
+            raise ParameterError(f"{_join(at, 'parameters')} go over those of one method: give its name as method")
+        path = self.folder / _text(table["profile"], _join(at, "profile"))
+        try:
+            return self.registry.build(profile=path)
+        except (ParameterError, UnknownMethodError) as error:
+            raise _located(error, {}, at) from error
 
     def _placed(self, kind: type, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Parameters with relative paths taken from the folder, where a field says that it holds paths (`FILE`)."""

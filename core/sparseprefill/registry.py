@@ -177,7 +177,7 @@ class Registry:
         """Method by name, sorted."""
         return dict(sorted(self._methods.items()))
 
-    def get(self, name: str) -> Method:
+    def get(self, name: str | None) -> Method:
         """The method of this name; UnknownMethodError lists the nearest, PluginLoadError a plugin that broke.
 
         A plugin that failed to load could not say what it offers: it answers for the method of its own name.
@@ -200,19 +200,21 @@ class Registry:
     def build(self, /, name: str, *, profile: None = None, **parameters: Any) -> Pipeline: ...
 
     @overload
-    def build(self, /, name: str, *, profile: str | Path | Profile, **parameters: Any) -> Route: ...
+    def build(self, /, name: str | None = None, *, profile: str | Path | Profile, **parameters: Any) -> Route: ...
 
     def build(
-        self, /, name: str, *, profile: str | Path | Profile | None = None, **parameters: Any
+        self, /, name: str | None = None, *, profile: str | Path | Profile | None = None, **parameters: Any
     ) -> Pipeline | Route:
         """A pipeline by name. ParameterError where a parameter is wrong, StageError where the plugin's build fails.
 
-        profile: a file of ``sparseprefill tune``; each call's parameters then follow its length, under `parameters`.
+        profile: a file of ``sparseprefill fit`` or ``tune``; each call's method and parameters then follow its length,
+        under `parameters`. name: may be left out with a profile, which holds it.
         """
-        method = self.get(name)
         if profile is None:
-            return method.pipeline(**parameters)
-        return Route.by_length(method, Profile.load(profile), parameters)
+            return self.get(name).pipeline(**parameters)
+        if name is not None:
+            self.get(name)
+        return Route.by_length(Profile.load(profile), self.get, parameters, name)
 
 
 @cache

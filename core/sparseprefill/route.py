@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 from attrs import Attribute, Factory, evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.breakeven.gate import AUTO, Gate, GateChoice, gate_of
+from sparseprefill.breakeven.gate import AUTO, AutoGate, Gate, GateChoice, gate_of
 from sparseprefill.breakeven.table import Verdict
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
@@ -55,12 +55,14 @@ class Choice:
     """What a route chose for a call.
 
     pipeline: what runs it. dense: why dense attention serves it instead, by the pipeline's executor or the host; empty
-    where the pipeline does. note: what the gate had to say without an objection.
+    where the pipeline does. note: what the gate had to say without an objection. of_layer: dense for the call's layer,
+    not for its sizes.
     """
 
     pipeline: Pipeline
     dense: str = ""
     note: str = ""
+    of_layer: bool = False
 
 
 def _text(_: object, attribute: Attribute[Any], value: object) -> None:
@@ -87,10 +89,11 @@ def _guarded(route: Route) -> Guard | None:
 
 @frozen(eq=False)
 class Route:
-    """Pipelines of one method, of which each call meets one: `choose`. Runs like a Pipeline.
+    """Pipelines, of which each call meets one: `choose`. Runs like a Pipeline.
 
-    name: of the method, under which the gate judges. pipelines: one for each range of the profile, None where it found
-    no setting accurate enough; a single one without a profile.
+    name: of the method, under which the gate judges; with a profile of several methods each call is judged under its
+    own. pipelines: one for each range of the profile, None where it found no setting accurate enough; a single one
+    without a profile.
     gate: judges every call by its sizes; one that is not worth it runs dense attention and meets no stage: estimators
     and observers do not see it, and nothing is remembered of it. None: every call runs the method.
     """
@@ -109,44 +112,80 @@ class Route:
         return given if isinstance(given, Route) else cls(given.name, (given,))
 
     @classmethod
-    def by_length(cls, method: Method, profile: Profile, parameters: Mapping[str, Any]) -> Route:
-        """The method with the parameters that a profile has for each call's number of keys, padding included.
+    def by_length(
+        cls,
+        profile: Profile,
+        find: Callable[[str], Method],
+        parameters: Mapping[str, Any] | None = None,
+        method: str | None = None,
+    ) -> Route:
+        """What a profile has for each call's number of keys, padding included.
 
-        parameters: go over the profile's. Raises ParameterError where the profile is for another method, or its
-        parameters do not fit the method.
+        find: the method of a name. parameters: go over the profile's. method: the one that the profile must be for;
+        None for whichever it has. Raises ParameterError where it is for another, or its parameters do not fit;
+        UnknownMethodError for a method that is not installed.
         """
-        if profile.method != method.name:
-            raise ParameterError(f"the profile is for {printed(profile.method)}, not for {printed(method.name)}")
+        known = profile.methods
+        if method is not None and known != (method,):
+            shown = printed(known[0]) if len(known) == 1 else f"{', '.join(known)}: leave the method out"
+            raise ParameterError(f"the profile is for {shown}, not for {printed(method)}")
+        if parameters and len(known) > 1:
+            raise ParameterError(
+                f"parameters ({', '.join(sorted(parameters))}) go with one method, the profile is for {len(known)}"
+            )
         made: list[Pipeline | None] = []
         for i, one in enumerate(profile.ranges):
+            if one.method is None or one.parameters is None:
+                made.append(None)
+                continue
             try:
-                made.append(None if one.parameters is None else method.pipeline(**{**one.parameters, **parameters}))
+                made.append(find(one.method).pipeline(**{**one.parameters, **(parameters or {})}))
             except ParameterError as error:
-                raise ParameterError(f"profile of {method.name}, ranges[{i}].parameters: {error}") from error
-        return cls(method.name, tuple(made), profile)
+                raise ParameterError(f"profile of {profile.name}, ranges[{i}].parameters: {error}") from error
+        return cls(profile.name, tuple(made), profile)
 
     def choose(self, call: AttentionCall) -> Choice:
-        """What serves a call. By sizes alone: nothing on the device is read.
+        """What serves a call. By sizes and layer alone: nothing on the device is read.
 
-        Raises UnsupportedCallError where the profile is for another model, or has no setting for this length;
-        StageError, naming the gate, where it raises or returns no Verdict.
+        Raises UnsupportedCallError where the profile is for another model; StageError, naming the gate, where it raises
+        or returns no Verdict.
         """
         verdict = self._judge(call)
+        found = self._of_length(call)
         if not verdict.worth:
-            found = self._of_length(call)
             return Choice(Pipeline(_Nothing()) if found is None else found, dense=verdict.reason or UNSAID)
         reason = self._objection(call)
-        found = self._of_length(call)
-        if reason is not None or found is None:
-            raise UnsupportedCallError([reason or "no pipeline"])
+        if reason is not None:
+            raise UnsupportedCallError([reason])
+        if left := self.left_dense(call):
+            return Choice(Pipeline(_Nothing()) if found is None else found, left, of_layer=found is not None)
+        if found is None:
+            raise UnsupportedCallError(["no pipeline"])
         return Choice(found, note=verdict.reason)
+
+    def left_dense(self, call: AttentionCall) -> str:
+        """Why the profile leaves a call to dense attention: no setting was good enough; empty where one was."""
+        if self.profile is None:
+            return ""
+        one = self.profile.ranges[self.profile.index(call.kv_len)]
+        if one.method is None:
+            return f"the profile has no setting of {self.profile.name} that is accurate enough at {call.kv_len} keys"
+        if call.layer in one.dense_layers:
+            return f"the profile keeps layer {call.layer} dense, for which {one.method} is not accurate enough"
+        return ""
 
     def _judge(self, call: AttentionCall) -> Verdict:
         """The gate's verdict; without a gate every call is worth it."""
         if self._judging is None:
             return WORTH
-        verdict: Verdict = self._judging.ask("judge", VERDICT, call, self.name)
+        verdict: Verdict = self._judging.ask("judge", VERDICT, call, self._judged_as(call))
         return verdict
+
+    def _judged_as(self, call: AttentionCall) -> str:
+        """The method under whose name the gate judges a call."""
+        if self.profile is None or len(self.profile.methods) == 1:
+            return self.name
+        return self.profile.ranges[self.profile.index(call.kv_len)].method or self.name
 
     def worth(self, call: AttentionCall) -> bool:
         """Whether the gate lets `run` run the call sparse; StageError as of `choose`."""
@@ -170,11 +209,7 @@ class Route:
         if self.profile is None:
             return None
         reason = self.profile.model.objection(call)
-        if reason:
-            return f"the profile is for another model: {reason}"
-        if self._of_length(call) is None:
-            return f"the profile has no setting of {self.name} that is accurate enough at {call.kv_len} keys"
-        return None
+        return f"the profile is for another model: {reason}" if reason else None
 
     @property
     def known(self) -> tuple[Pipeline, ...]:
@@ -228,9 +263,9 @@ class Route:
 
     def _asked(self, call: AttentionCall, ask: Callable[[Pipeline, AttentionCall], tuple[str, ...]]) -> tuple[str, ...]:
         reason, found = self._objection(call), self._of_length(call)
-        if reason is not None or found is None:
-            return (reason or "no pipeline",)
-        return ask(found, call)
+        if reason is not None:
+            return (reason,)
+        return () if found is None or self.left_dense(call) else ask(found, call)
 
     def plan_bound(self, call: AttentionCall) -> int:
         """As `Pipeline.plan_bound`."""
@@ -251,11 +286,18 @@ class Route:
 
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:
         """As `Pipeline.plan`, of the pipeline for this call's length; no gate is asked."""
-        return evolve(self, gate=None).choose(call).pipeline.plan(call, memory)
+        return self._planning(call).plan(call, memory)
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """As `Pipeline.observe`, of the pipeline for this call's length; no gate is asked."""
-        evolve(self, gate=None).choose(call).pipeline.observe(call, plan, result, memory)
+        self._planning(call).observe(call, plan, result, memory)
+
+    def _planning(self, call: AttentionCall) -> Pipeline:
+        """The pipeline for this call; UnsupportedCallError where the profile leaves it dense: there is no plan then."""
+        choice = evolve(self, gate=None).choose(call)
+        if choice.dense:
+            raise UnsupportedCallError([choice.dense])
+        return choice.pipeline
 
     def __call__(
         self,
@@ -293,9 +335,13 @@ def gated(given: Pipeline | Route, gate: GateChoice) -> Pipeline | Route: ...
 def gated(given: Pipeline | Route, gate: GateChoice = AUTO) -> Pipeline | Route:
     """The pipeline behind a gate: "auto", the path of a table, a BreakEven or Gate; None or False takes a gate away.
 
-    Raises ParameterError for a table that cannot be read. See `breakeven.gate.gate_of` for what "auto" means.
+    Raises ParameterError for a table that cannot be read. See `breakeven.gate.gate_of` for what "auto" means; a table
+    that the profile holds goes before all others.
     """
     route, found = Route.of(given), gate_of(gate)
     if (gate is None or gate is False) and route.profile is None:
         return route.known[0]
+    own = None if route.profile is None else route.profile.break_even
+    if isinstance(found, AutoGate) and own is not None:
+        found = AutoGate(own)
     return evolve(route, gate=found)

@@ -160,10 +160,10 @@ def test_a_length_of_a_profile_is_tried() -> None:
 
     def told(*settings: dict[str, Any] | None) -> tuple[str, str]:
         ranges = [
-            LengthRange(least=least, tokens=max(least, 1), parameters=one, measured={})
+            LengthRange(least=least, tokens=max(least, 1), method=None if one is None else "streaming", parameters=one)
             for least, one in zip((0, 3000), settings, strict=True)
         ]
-        profile = Profile(method="streaming", model=identity, ranges=tuple(ranges), versions={}, tuned={})
+        profile = Profile(methods=("streaming",), model=identity, ranges=tuple(ranges))
         route = sp.build("streaming", profile=profile)
         found = prospects(route, LAYERS, Bounds(min_query=16, keys=3001))
         return found.never, " ".join(found.doubts)

@@ -83,14 +83,17 @@ class BreakEven:
         """The least prompt of a measured shape from which the method is worth it, in tokens; None if none is."""
         return from_length(self._along(shape, method))
 
-    def to_json(self) -> str:
-        """The text of a file that `load` reads."""
-        facts = {
+    def to_dict(self) -> dict[str, Any]:
+        """What `of` reads: plain data."""
+        return {
             **{"schema": SCHEMA, "version": VERSION, "device": device_facts(self.device)},
             **{"versions": dict(self.versions), "measured": dict(self.measured)},
             "shapes": [shape_facts(shape) for shape in self.shapes],
         }
-        return json.dumps(facts, indent=1, allow_nan=False) + "\n"
+
+    def to_json(self) -> str:
+        """The text of a file that `load` reads."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def load(cls, source: str | Path) -> BreakEven:

@@ -1,4 +1,4 @@
-"""Profile: a method's tuned parameters by length of the prompt, as a checked JSON file."""
+"""Profile: which method, with which parameters, serves prompts of which length; as a checked JSON file."""
 
 from __future__ import annotations
 
@@ -11,46 +11,57 @@ from typing import Any
 from attrs import field, frozen
 
 from sparseprefill import json_text
+from sparseprefill.breakeven.table import BreakEven
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.validate import WIDEST
 
 SCHEMA = "sparseprefill.profile"
-VERSION = 1
-_RANGE = ("from", "tokens", "parameters", "measured")
+VERSION = 2
+_RANGE = ("from", "tokens", "method", "parameters", "dense_layers", "measured")
+_FIELDS = ("schema", "version", "methods", "model", "break_even", "versions", "tuned", "ranges")
+_FIRST = ("schema", "version", "method", "model", "versions", "tuned", "ranges")
+"""Fields of version 1, which had one method, and no layers apart."""
 
 
 @frozen(kw_only=True)
 class LengthRange:
-    """Parameters for calls of `least` keys and more, up to the next range.
+    """What serves calls of `least` keys and more, up to the next range.
 
-    tokens: the length that they were tuned at. parameters: None where no setting was accurate enough, so that calls of
-    this length are refused and an adapter runs them dense. measured: figures of the tuning, for people.
+    tokens: the length that it was tuned at. method, parameters: None, both, where no setting was good enough, so that
+    calls of this length run dense. dense_layers: indices of the layers that run dense whatever the method, ascending.
+    measured: figures of the tuning, for people.
     """
 
     least: int
     tokens: int
+    method: str | None
     parameters: Mapping[str, Any] | None = field(hash=False)
+    dense_layers: tuple[int, ...] = ()
     measured: Mapping[str, Any] = field(factory=dict, hash=False)
 
 
 @frozen(kw_only=True)
 class Profile:
-    """What `sparseprefill tune` writes.
+    """What `sparseprefill fit` and `sparseprefill tune` write.
 
-    method: name of the method. model: the model that was tuned on. ranges: ascending, the first from 0. versions,
-    tuned: software, and how the tuning was done, for people.
+    methods: names of the methods that were searched; a range has one of them. model: the model that was tuned on.
+    ranges: ascending, the first from 0. break_even: times of these settings by length, where they were measured, for
+    ``gate="auto"``. versions, tuned: software, and how the tuning was done, for people.
 
     Raises ParameterError, naming the field, where the ranges do not fit together.
     """
 
-    method: str
+    methods: tuple[str, ...]
     model: ModelIdentity
     ranges: tuple[LengthRange, ...]
+    break_even: BreakEven | None = None
     versions: Mapping[str, Any] = field(factory=dict, hash=False)
     tuned: Mapping[str, Any] = field(factory=dict, hash=False)
 
     def __attrs_post_init__(self) -> None:
+        if not self.methods:
+            raise ParameterError("methods is empty: pass the names of the methods that were searched")
         if not self.ranges:
             raise ParameterError("ranges is empty: pass one range or more")
         below = -1
@@ -60,6 +71,12 @@ class Profile:
             if one.least <= below:
                 raise ParameterError(f"ranges[{i}].from is {one.least}: ranges must ascend, and {below} comes before")
             below = one.least
+            _check_range(f"ranges[{i}]", one, self)
+
+    @property
+    def name(self) -> str:
+        """For messages and reports: the method, or how many there were to choose from."""
+        return self.methods[0] if len(self.methods) == 1 else f"the best of {len(self.methods)} methods"
 
     def index(self, kv_len: int) -> int:
         """Which range a call with `kv_len` keys falls in."""
@@ -69,7 +86,7 @@ class Profile:
         """ParameterError, naming the field, where the profile was made for another model."""
         found = self.model.differs(model)
         if found:
-            raise ParameterError(f"the profile of {self.method} was made for another model: {found}; tune this one")
+            raise ParameterError(f"the profile of {self.name} was made for another model: {found}; tune this one")
 
     def to_json(self) -> str:
         """The text of a file that `load` reads."""
@@ -77,7 +94,9 @@ class Profile:
             {
                 "from": one.least,
                 "tokens": one.tokens,
+                "method": one.method,
                 "parameters": None if one.parameters is None else dict(one.parameters),
+                "dense_layers": list(one.dense_layers),
                 "measured": dict(one.measured),
             }
             for one in self.ranges
@@ -85,8 +104,9 @@ class Profile:
         facts = {
             "schema": SCHEMA,
             "version": VERSION,
-            "method": self.method,
+            "methods": list(self.methods),
             "model": self.model.to_dict(),
+            "break_even": None if self.break_even is None else self.break_even.to_dict(),
             "versions": dict(self.versions),
             "tuned": dict(self.tuned),
             "ranges": ranges,
@@ -104,7 +124,7 @@ class Profile:
             text = json_text.read(source)
         except ParameterError as error:
             raise ParameterError(
-                f"profile is {printed(str(source))}: {error}; pass a file of sparseprefill tune"
+                f"profile is {printed(str(source))}: {error}; pass a file of sparseprefill fit or tune"
             ) from error
         try:
             with json_text.bounded():
@@ -114,23 +134,61 @@ class Profile:
 
     @classmethod
     def of(cls, facts: object) -> Profile:
-        """From the content of such a file."""
+        """From the content of such a file, of this version or of version 1."""
         facts = _object("the file", facts)
-        for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
-            if facts.get(name) != wanted or isinstance(facts.get(name), bool):
-                raise ParameterError(f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}")
+        version = facts.get("version")
+        if facts.get("schema") != SCHEMA:
+            raise ParameterError(f"schema is {printed(facts.get('schema'))}: this library reads {printed(SCHEMA)}")
+        if isinstance(version, bool) or version not in (1, VERSION):
+            raise ParameterError(f"version is {printed(version)}: this library reads 1 to {VERSION}")
         _finite("", facts)
-        _exactly("", facts, ("schema", "version", "method", "model", "versions", "tuned", "ranges"))
-        if not isinstance(facts["method"], str):
-            raise ParameterError(f"method is {printed(facts['method'])}: pass a name")
-        if not isinstance(facts["ranges"], list):
-            raise ParameterError(f"ranges is {printed(facts['ranges'])}: pass a list")
+        _exactly("", facts, _FIRST if version == 1 else _FIELDS)
+        if version == 1:
+            facts = _of_first(facts)
+        given = _list("ranges", facts["ranges"])
+        table = facts["break_even"]
         return cls(
-            method=facts["method"],
+            methods=tuple(_text(f"methods[{i}]", one) for i, one in enumerate(_list("methods", facts["methods"]))),
             model=ModelIdentity.of(facts["model"]),
-            ranges=tuple(_range(f"ranges[{i}]", one) for i, one in enumerate(facts["ranges"])),
+            ranges=tuple(_range(f"ranges[{i}]", one) for i, one in enumerate(given)),
+            break_even=None if table is None else _break_even(table),
             versions=_object("versions", facts["versions"]),
             tuned=_object("tuned", facts["tuned"]),
+        )
+
+
+def _of_first(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The content of a file of version 1, as this version has it."""
+    method = _text("method", facts["method"])
+    made = []
+    for i, one in enumerate(_list("ranges", facts["ranges"])):
+        at = f"ranges[{i}]"
+        _exactly(f"{at}.", _object(at, one), ("from", "tokens", "parameters", "measured"))
+        made.append({**one, "method": None if one["parameters"] is None else method, "dense_layers": []})
+    return {**facts, "methods": [method], "break_even": None, "ranges": made}
+
+
+def _break_even(facts: object) -> BreakEven:
+    try:
+        return BreakEven.of(facts)
+    except ParameterError as error:
+        raise ParameterError(f"break_even: {error}") from error
+
+
+def _check_range(at: str, one: LengthRange, profile: Profile) -> None:
+    if (one.method is None) != (one.parameters is None):
+        raise ParameterError(
+            f"{at}.method is {printed(one.method)} and {at}.parameters is {printed(one.parameters)}: "
+            "pass both, or None for both where calls run dense"
+        )
+    if one.method is not None and one.method not in profile.methods:
+        known = ", ".join(profile.methods)
+        raise ParameterError(f"{at}.method is {printed(one.method)}: pass one of methods, {known}, or None")
+    layers = one.dense_layers
+    if list(layers) != sorted(set(layers)) or any(not 0 <= layer < profile.model.layers for layer in layers):
+        raise ParameterError(
+            f"{at}.dense_layers is {printed(list(layers))}: pass ascending indices of the model's "
+            f"{profile.model.layers} layers, from 0"
         )
 
 
@@ -141,13 +199,30 @@ def _range(at: str, facts: object) -> LengthRange:
         value = facts[name]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < WIDEST:
             raise ParameterError(f"{at}.{name} is {printed(value)}: pass an integer >= {least}")
-    parameters = facts["parameters"]
+    method, parameters = facts["method"], facts["parameters"]
+    layers = _list(f"{at}.dense_layers", facts["dense_layers"])
+    if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in layers):
+        raise ParameterError(f"{at}.dense_layers is {printed(layers)}: pass indices of layers")
     return LengthRange(
         least=facts["from"],
         tokens=facts["tokens"],
+        method=None if method is None else _text(f"{at}.method", method),
         parameters=None if parameters is None else _object(f"{at}.parameters", parameters),
+        dense_layers=tuple(layers),
         measured=_object(f"{at}.measured", facts["measured"]),
     )
+
+
+def _text(at: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ParameterError(f"{at} is {printed(value)}: pass a name")
+    return value
+
+
+def _list(at: str, value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise ParameterError(f"{at} is {printed(value)}: pass a list")
+    return value
 
 
 def _object(at: str, value: object) -> Mapping[str, Any]:

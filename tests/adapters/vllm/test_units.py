@@ -254,7 +254,9 @@ def test_tables_serve_a_share_of_the_heads() -> None:
     q, k = torch.randn(1, 2, 300, 64), torch.randn(1, 1, 300, 64)
     share = sp.AttentionCall(q, k, k, layer=2, first_head=2)
     profile = sp.Profile(
-        method="streaming", model=whole, ranges=(LengthRange(least=0, tokens=9, parameters={"sink": 16, "window": 64}),)
+        methods=("streaming",),
+        model=whole,
+        ranges=(LengthRange(least=0, tokens=9, method="streaming", parameters={"sink": 16, "window": 64}),),
     )
     chosen: dict[str, dict[str, Any]] = {"share-prefill": {"clusters": table}, "streaming": {"profile": profile}}
     for name, options in chosen.items():

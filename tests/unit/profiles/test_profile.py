@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import sparseprefill as sp
 from helpers.build import make
+from helpers.tables import from_length
 from sparseprefill.memory import Memory
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange, Profile
@@ -29,8 +30,11 @@ LONG: dict[str, Any] = {"sink": 8, "window": 16, "block": 8}
 
 def profile(*parameters: dict[str, Any] | None, method: str = "streaming", step: int = 40) -> Profile:
     """One range per setting, from 0, `step`, two `step`, ..."""
-    ranges = tuple(LengthRange(least=i * step, tokens=i * step + 1, parameters=p) for i, p in enumerate(parameters))
-    return Profile(method=method, model=MODEL, ranges=ranges, versions={"torch": "2"}, tuned={"loss": 0.01})
+    ranges = tuple(
+        LengthRange(least=i * step, tokens=i * step + 1, method=None if p is None else method, parameters=p)
+        for i, p in enumerate(parameters)
+    )
+    return Profile(methods=(method,), model=MODEL, ranges=ranges, versions={"torch": "2"}, tuned={"loss": 0.01})
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
@@ -56,11 +60,115 @@ def test_parameters_given_go_over_those_of_the_profile() -> None:
     assert torch.equal(sp.build("streaming", **{**SHORT, "sink": 12}).run(call).out, result.out)
 
 
-def test_a_length_without_a_setting_is_refused_with_the_reason() -> None:
-    pipeline = sp.build("streaming", profile=profile(SHORT, None))
-    assert () == pipeline.unsupported(make(39))
-    with pytest.raises(sp.UnsupportedCallError, match="no setting of streaming that is accurate enough at 50 keys"):
-        pipeline.run(make(50))
+def test_a_length_without_a_setting_runs_dense_with_the_reason() -> None:
+    route = sp.build("streaming", profile=profile(SHORT, None))
+    assert not route.run(make(39)).dense
+    call = make(50)
+    found = route.run(call)
+    assert found.dense == "the profile has no setting of streaming that is accurate enough at 50 keys"
+    torch.testing.assert_close(sp.build("dense").run(call).out, found.out)
+    with pytest.raises(sp.UnsupportedCallError, match="accurate enough at 50 keys"):
+        route.plan(call, Memory())
+
+
+def several(**first: Any) -> Profile:
+    """Two methods by length, of whose layers the second range keeps one dense."""
+    ranges = (
+        LengthRange(least=0, tokens=20, method="streaming", parameters=SHORT, **first),
+        LengthRange(least=40, tokens=60, method="vertical-slash", parameters={"block": 8}, dense_layers=(1,)),
+    )
+    return Profile(methods=("streaming", "vertical-slash"), model=MODEL, ranges=ranges)
+
+
+def test_a_profile_of_several_methods_needs_no_name_and_chooses_by_length(tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    path.write_text(several().to_json(), encoding="utf-8")
+    assert several() == Profile.load(path)
+    for source in (path, several()):
+        route = sp.build(profile=source)
+        short, long = make(20), make(60)
+        assert torch.equal(sp.build("streaming", **SHORT).run(short).out, route.run(short).out)
+        assert torch.equal(sp.build("vertical-slash", block=8).run(long).out, route.run(long).out)
+    configured = sp.from_config({"profile": str(path)})
+    assert torch.equal(route.run(long).out, configured.run(long).out)
+
+
+def test_a_layer_that_the_profile_keeps_dense_runs_dense_at_its_lengths_alone() -> None:
+    route = sp.build(profile=several())
+    assert not route.run(make(20, layer=1)).dense
+    assert "the profile keeps layer 1 dense, for which vertical-slash is not" in route.run(make(60, layer=1)).dense
+    assert not route.run(make(60, layer=0)).dense
+
+
+def test_each_range_is_judged_under_its_own_method() -> None:
+    asked: list[str] = []
+
+    class Judge:
+        def judge(self, call: sp.AttentionCall, method: str) -> sp.Verdict:
+            asked.append(method)
+            return sp.Verdict(True)
+
+    route = sp.build(profile=several(), gate=Judge())
+    route.run(make(20))
+    route.run(make(60))
+    assert asked == ["streaming", "vertical-slash"]
+
+
+def test_the_profiles_own_break_even_table_goes_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPARSEPREFILL_BREAKEVEN", raising=False)
+    table = from_length(30, heads=2, kv_heads=1)
+    own = evolve(several(), break_even=table)
+    assert Profile.of(json.loads(own.to_json())) == own
+    assert "below break-even" in sp.build(profile=own, gate="auto").run(make(20)).dense
+    assert not sp.build(profile=own, gate="auto").run(make(39)).dense
+    assert sp.build(profile=own).gate is None
+
+
+def test_a_profile_of_several_methods_is_for_none_alone() -> None:
+    with pytest.raises(sp.ParameterError, match="for streaming, vertical-slash: leave the method out, not for 'stream"):
+        sp.build("streaming", profile=several())
+    with pytest.raises(sp.ParameterError, match=r"parameters \(sink\) go with one method"):
+        sp.build(profile=several(), sink=3)
+    with pytest.raises(sp.ParameterError, match="parameters go over those of one method"):
+        sp.from_config({"profile": "x.json", "parameters": {"sink": 3}})
+    with pytest.raises(sp.ParameterError, match="both profile and union"):
+        sp.from_config({"profile": "x.json", "union": []})
+    lost = LengthRange(least=0, tokens=9, method="lost", parameters={})
+    with pytest.raises(sp.UnknownMethodError, match="no method is named 'lost'"):
+        sp.build(profile=Profile(methods=("lost",), model=MODEL, ranges=(lost,)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"method": None}, r"ranges\[0\].method is None and ranges\[0\].parameters is"),
+        ({"parameters": None}, "pass both, or None for both"),
+        ({"method": "bfla"}, r"ranges\[0\].method is 'bfla': pass one of methods, streaming, vertical-slash"),
+        ({"dense_layers": (1, 0)}, r"ranges\[0\].dense_layers is \[1, 0\]: pass ascending indices of the model's 2"),
+        ({"dense_layers": (2,)}, r"ranges\[0\].dense_layers is \[2\]"),
+    ],
+)
+def test_ranges_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) -> None:
+    made = several()
+    with pytest.raises(sp.ParameterError, match=message):
+        evolve(made, ranges=(evolve(made.ranges[0], **wrong),))
+
+
+def test_a_file_of_the_first_version_is_read_as_ever() -> None:
+    rows: list[dict[str, Any]] = [
+        {"from": 0, "tokens": 9, "parameters": SHORT, "measured": {"density": 0.5}},
+        {"from": 40, "tokens": 50, "parameters": None, "measured": {}},
+    ]
+    first = {
+        **{"schema": "sparseprefill.profile", "version": 1, "method": "streaming", "model": MODEL.to_dict()},
+        **{"versions": {}, "tuned": {}, "ranges": rows},
+    }
+    found = Profile.of(first)
+    assert found.methods == ("streaming",)
+    assert [one.method for one in found.ranges] == ["streaming", None]
+    assert sp.build("streaming", profile=found).run(make(50)).dense
+    with pytest.raises(sp.ParameterError, match=r"ranges\[0\]\.dense_layers is no field"):
+        Profile.of({**first, "ranges": [{**rows[0], "dense_layers": []}]})
 
 
 def test_a_call_of_another_model_is_refused() -> None:
@@ -98,7 +206,7 @@ def test_observers_and_refiners_of_the_chosen_pipeline_run() -> None:
         streaming,
         build=lambda config: evolve(streaming.build(config), refiners=(Watcher(),), observers=(Watcher(),)),
     )
-    sp.Route.by_length(watched, profile(SHORT), {}).run(make(20))
+    sp.Route.by_length(profile(SHORT), lambda name: watched).run(make(20))
     assert [1, 2] == seen
 
 
@@ -119,9 +227,15 @@ def test_models_differ_by_any_field_but_the_name() -> None:
 
 FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("schema",), "sparseprefill.clusters", "schema is 'sparseprefill.clusters'"),
-    (("version",), 2, "version is 2: this library reads 1"),
+    (("version",), 3, "version is 3: this library reads 1 to 2"),
     (("version",), True, "version is True"),
-    (("method",), 3, "method is 3"),
+    (("methods",), "streaming", "methods is 'streaming': pass a list"),
+    (("methods",), [], "methods is empty"),
+    (("methods", 0), 3, r"methods\[0\] is 3"),
+    (("break_even",), {}, "break_even: schema is None"),
+    (("ranges", 0, "method"), 3, r"ranges\[0\].method is 3"),
+    (("ranges", 0, "dense_layers"), [True], r"ranges\[0\].dense_layers is \[True\]"),
+    (("ranges", 0, "dense_layers"), 0, r"ranges\[0\].dense_layers is 0: pass a list"),
     (("model", "layers"), 0, "model.layers is 0"),
     (("model", "digest"), None, "model.digest is None"),
     (("model", "more"), 1, "model is"),
@@ -152,7 +266,7 @@ def test_a_wrong_file_is_refused_by_field(at: tuple[Any, ...], value: Any, messa
         sp.build("streaming", profile=path)
 
 
-@pytest.mark.parametrize("name", ["schema", "version", "method", "model", "versions", "tuned", "ranges"])
+@pytest.mark.parametrize("name", ["schema", "version", "methods", "model", "break_even", "versions", "tuned", "ranges"])
 def test_a_missing_field_is_named(name: str) -> None:
     facts = json.loads(profile(SHORT).to_json())
     del facts[name]
@@ -177,7 +291,7 @@ def test_a_file_that_is_no_profile(content: bytes, message: str, tmp_path: Path)
     kv_len=st.integers(1, 600),
 )
 def test_every_length_falls_in_the_last_range_that_begins_before_it(bounds: list[int], kv_len: int) -> None:
-    ranges = tuple(LengthRange(least=least, tokens=1, parameters=SHORT) for least in [0, *bounds])
-    index = Profile(method="streaming", model=MODEL, ranges=ranges).index(kv_len)
+    ranges = tuple(LengthRange(least=least, tokens=1, method="streaming", parameters=SHORT) for least in [0, *bounds])
+    index = Profile(methods=("streaming",), model=MODEL, ranges=ranges).index(kv_len)
     assert ranges[index].least <= kv_len
     assert index + 1 == len(ranges) or ranges[index + 1].least > kv_len
