@@ -1,137 +1,296 @@
-"""Offline tuning: the cheapest setting of a method whose answers stay within a stated loss of dense, by length.
+"""Searching, at one length of prompt, the cheapest candidate whose prefill stays near enough to dense.
 
-SampleAttention tunes (alpha_c, alpha_s, chunk_n) so (sections 4.4 and 5.3). Nothing here knows a method, a model or a
-task: a method brings its search space (`Method.search`), the caller a function that measures one pipeline.
+SampleAttention tunes its thresholds so for one method (sections 4.4 and 5.3). Here candidates of any methods go through
+successive halving (Jamieson and Talwalkar 2016, algorithm 1): all of them read one prompt, the better third reads more,
+until the last read all. Nothing here knows a method, a model or a task: the caller brings `Readings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
-from typing import Any, Literal
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Literal, Protocol
 
-from attrs import field, frozen
+from attrs import define, evolve, field, frozen
 
 from sparseprefill.errors import ParameterError
-from sparseprefill.method import Method
-from sparseprefill.pipeline import Pipeline
-from sparseprefill.profiles.profile import LengthRange
 
+from ..evaluation.outcome import Layer, Outcome
 from ..progress import Steps
+from .candidates import Candidate
+from .target import Target
 
 By = Literal["density", "seconds"]
+FEWEST = 4
+"""Candidates that reach the next rung at least."""
+SHARES = (0.5, 0.8)
+"""Of the time, when the first rungs must end; the others may take all."""
+REPAIRED = 3
+"""Candidates, at most one a method, for which layers are sought that should stay dense."""
 
 
-@frozen
-class Measured:
-    """What one setting did on the tasks of one length.
-
-    right, asked: answers. density: pairs computed / causal pairs. seconds: of the prefills. error: what stopped it.
-    """
-
-    right: int
-    asked: int
-    density: float
-    seconds: float
-    error: str = ""
+class Readings(Protocol):
+    """The prompts of one length, and a model that reads them."""
 
     @property
-    def accuracy(self) -> float:
-        """The share of right answers."""
-        return self.right / self.asked if self.asked else 0.0
+    def count(self) -> int:
+        """How many prompts there are."""
+        ...
+
+    def stock(self, prompt: int) -> Outcome:
+        """What the model's own attention does to a prompt, by index; measured once."""
+        ...
+
+    def run(self, candidate: Candidate, prompt: int) -> Outcome:
+        """What a candidate does to it. An error of the library is in the outcome."""
+        ...
 
 
-Measure = Callable[[Pipeline | None, int], Measured]
-"""Runs a pipeline, or the model's own attention for None, on the tasks of a length in tokens."""
-
-
-@frozen
+@frozen(eq=False)
 class Trial:
-    """A setting and what it did."""
+    """A candidate, and what it did to the first prompts. shortfall: see `Target.shortfall`."""
 
-    parameters: Mapping[str, Any] = field(hash=False)
-    measured: Measured
+    candidate: Candidate
+    outcomes: tuple[Outcome, ...] = ()
+    shortfall: float = math.inf
+
+    @property
+    def error(self) -> str:
+        """What stopped it; empty where nothing did."""
+        return next((one.error for one in self.outcomes if one.error), "")
+
+    @property
+    def density(self) -> float:
+        """Pairs computed over causal pairs, averaged over the prompts."""
+        return fmean(one.density for one in self.outcomes)
+
+    @property
+    def seconds(self) -> float:
+        """Of a prefill, averaged over the prompts."""
+        return fmean(one.seconds for one in self.outcomes)
 
 
-@frozen
+@frozen(eq=False)
 class Search:
-    """All trials at one length. chosen: the one to keep, None where no setting was accurate enough."""
+    """What came of a search at one length.
+
+    stock: outcomes of the model's own attention. chosen: the trial to keep, None where there is none, for the `reason`.
+    untried: candidates for which the time did not suffice. prompts: that there were.
+    """
 
     tokens: int
-    dense: Measured
+    prompts: int
+    by: By
+    stock: tuple[Outcome, ...]
     trials: tuple[Trial, ...]
     chosen: Trial | None
+    reason: str
+    untried: int
+
+    @property
+    def frontier(self) -> list[Trial]:
+        """The trials of which none is both cheaper and nearer to dense, by growing cost; of those that read most."""
+        cost = _cost(self.by)
+        best = math.inf
+        found = []
+        for one in sorted(_furthest(self.trials), key=lambda one: (cost(one), one.shortfall)):
+            if one.shortfall < best:
+                best = one.shortfall
+                found.append(one)
+        return found
+
+    @property
+    def cheaper(self) -> list[Trial]:
+        """The trials that came through, and cost less than dense on the same prompts."""
+        cost = _cost(self.by)
+
+        def dense(prompts: int) -> float:
+            return 1.0 if self.by == "density" else fmean(one.seconds for one in self.stock[:prompts])
+
+        return [one for one in self.trials if not one.error and cost(one) < dense(len(one.outcomes))]
+
+    @property
+    def nearest(self) -> Trial | None:
+        """The trial that came nearest to dense, of those that cost less and read most."""
+        return min(_furthest(self.cheaper), key=lambda one: one.shortfall, default=None)
 
 
-def settings(
-    method: Method, values: Mapping[str, Sequence[Any]] | None = None, fixed: Mapping[str, Any] | None = None
-) -> list[dict[str, Any]]:
-    """Every combination of the method's search space, each checked against the method's own bounds.
+@define(eq=False)
+class Searcher:
+    """One search, which may be stopped at any time: `result` makes the best of what there is.
 
-    values: in place of, or besides, the parameters of `Method.search`. fixed: parameters that every setting has.
-    ParameterError where the method declares nothing to search, or a value does not fit.
+    target: what must be kept. by: what should be little. rungs: prompts that the survivors of each rung have read,
+    ascending; the last is all that count. repair: also seek layers that should stay dense. until: when to stop, on the
+    clock of `now`; None for no limit.
     """
-    fixed = fixed or {}
-    space = {name: tried for name, tried in {**method.search, **(values or {})}.items() if name not in fixed}
-    if not space:
-        raise ParameterError(f"{method.name} declares no search space: name the values to try of a parameter")
-    for name, tried in space.items():
-        if isinstance(tried, str) or not tried:
-            raise ParameterError(f"{method.name}: the values to try of {name} are {tried!r}: pass one or more")
-    made = [{**fixed, **dict(zip(space, chosen, strict=True))} for chosen in product(*space.values())]
-    for one in made:
-        method.configure(one)
-    return made
+
+    tokens: int
+    candidates: Sequence[Candidate]
+    readings: Readings
+    target: Target
+    by: By = "density"
+    rungs: tuple[int, ...] = field(default=())
+    repair: bool = True
+    until: float | None = None
+    now: Callable[[], float] = time.monotonic
+    _trials: dict[Candidate, Trial] = field(factory=dict, init=False)
+    _stock: list[Outcome] = field(factory=list, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.candidates:
+            raise ParameterError("candidates is empty: pass one candidate or more")
+        self.rungs = self.rungs or halving(self.readings.count)
+
+    def run(self, progress: Steps = lambda done, of: None) -> Search:
+        """Search to the end, or until the time is up. progress: hears of the readings done, of how many at most."""
+        began = self.now()
+        self._read_stock(self.rungs[0])
+        left = [Trial(one) for one in self.candidates]
+        total, done = _readings(len(left), self.rungs), 0
+        for index, prompts in enumerate(self.rungs):
+            ends = self._ends(began, index)
+            self._read_stock(prompts)
+            read = []
+            for one in left:
+                if read and ends is not None and self.now() >= ends:
+                    break
+                progress(done, total)
+                read.append(self._read(one, prompts))
+                done += 1
+            if index == 0 and self.repair:
+                read += self._repaired(read, prompts, ends)
+            left = self._survivors(read, prompts)
+        self._last_resort()
+        progress(total, total)
+        return self.result()
+
+    def result(self) -> Search:
+        """The best of what was measured so far."""
+        trials = tuple(one for one in self._trials.values() if one.outcomes)
+        found = Search(
+            self.tokens, self.readings.count, self.by, tuple(self._stock), trials, None, "",
+            untried=sum(1 for one in self.candidates if one not in self._trials),
+        )  # fmt: skip
+        cost = _cost(self.by)
+        good = [one for one in found.cheaper if one.shortfall <= 1.0]
+        if good:  # one that was stopped before it had read all counts behind those that have
+            return evolve(found, chosen=min(good, key=lambda one: (-len(one.outcomes), cost(one), one.shortfall)))
+        reached = any(one.shortfall <= 1.0 for one in trials)
+        why = "the settings that reach it cost no less than dense" if reached else "no setting reaches it"
+        return evolve(found, reason=f"{self.target}: {why}" if trials else "nothing was measured")
+
+    def _last_resort(self) -> None:
+        """Where none of the last rung reached the target, those that fell out on the way read on, cheapest first."""
+        cost, count = _cost(self.by), self.rungs[-1]
+        while self.until is None or self.now() < self.until:
+            good = [one for one in self.result().cheaper if one.shortfall <= 1.0]
+            if not good or any(len(one.outcomes) == count for one in good):
+                return
+            self._read(min(good, key=cost), count)
+
+    def _ends(self, began: float, rung: int) -> float | None:
+        if self.until is None:
+            return None
+        last = rung == len(self.rungs) - 1
+        return self.until if last or rung >= len(SHARES) else began + SHARES[rung] * (self.until - began)
+
+    def _read_stock(self, prompts: int) -> None:
+        for index in range(len(self._stock), prompts):
+            one = self.readings.stock(index)
+            if self.target.loss is not None and not one.right:
+                reason = one.error or f"0 of {one.asked} answers are right"
+                raise ParameterError(
+                    f"at {self.tokens} tokens the model's own attention fails the tasks ({reason}): tune on others"
+                )
+            self._stock.append(one)
+
+    def _read(self, trial: Trial, prompts: int) -> Trial:
+        """The trial on so many prompts; one that failed reads no more."""
+        while len(trial.outcomes) < prompts and not trial.error:
+            made = (*trial.outcomes, self.readings.run(trial.candidate, len(trial.outcomes)))
+            shortfall = self.target.shortfall(made, self._stock[: len(made)])
+            trial = Trial(trial.candidate, made, shortfall)
+            self._trials[trial.candidate] = trial
+        return trial
+
+    def _survivors(self, read: Sequence[Trial], prompts: int) -> list[Trial]:
+        """The better third, those first that may reach the target: the fewer prompts, the more may still change."""
+        cost, slack = _cost(self.by), 1.0 + 1.0 / math.sqrt(prompts)
+
+        def rank(one: Trial) -> tuple[bool, float]:
+            plausible = one.shortfall <= slack
+            return (not plausible, cost(one) if plausible else one.shortfall)
+
+        going = sorted((one for one in read if not one.error), key=rank)
+        return going[: max(FEWEST, math.ceil(len(going) / 3))]
+
+    def _repaired(self, read: Sequence[Trial], prompts: int, ends: float | None) -> list[Trial]:
+        """Cheap candidates that miss the target, with as few of their worst layers dense as it takes to reach it."""
+        cost = _cost(self.by)
+        good = min((cost(one) for one in read if one.shortfall <= 1.0), default=math.inf)
+        missing = sorted((one for one in read if not one.error and 1.0 < one.shortfall < math.inf), key=cost)
+        made: list[Trial] = []
+        names: set[str] = set()
+        for one in missing:
+            if len(names) == REPAIRED or cost(one) >= good or (ends is not None and self.now() >= ends):
+                break
+            if one.candidate.name not in names:
+                names.add(one.candidate.name)
+                made += self._with_dense_layers(one, prompts, ends)
+        return made
+
+    def _with_dense_layers(self, trial: Trial, prompts: int, ends: float | None) -> list[Trial]:
+        """Bisects how many of the layers that keep least must stay dense."""
+        worst = _worst_layers(trial.outcomes)
+        fewest, most = 0, len(worst)  # fewest misses the target, all of them are dense attention
+        made: list[Trial] = []
+        while most - fewest > 1 and (ends is None or self.now() < ends):
+            count = (fewest + most) // 2
+            candidate = evolve(trial.candidate, dense_layers=tuple(sorted(worst[:count])))
+            found = self._read(Trial(candidate), prompts)
+            made.append(found)
+            fewest, most = (fewest, count) if found.shortfall <= 1.0 else (count, most)
+        return made
 
 
-def search(
-    method: Method,
-    tokens: int,
-    measure: Measure,
-    tried: Sequence[Mapping[str, Any]],
-    *,
-    by: By = "density",
-    loss: float = 0.01,
-    progress: Steps = lambda done, of: None,
-) -> Search:
-    """Measure dense and every setting at one length, and choose.
-
-    Kept is the setting of least density, or fewest seconds, among those with at least ``1 - loss`` of dense's accuracy;
-    of equals the more accurate one, then the earlier one. A setting that fails with an error is out.
-    """
-    if not 0.0 <= loss < 1.0:
-        raise ParameterError(f"loss is {loss}: pass a share of dense's accuracy, from 0 to less than 1")
-    dense = measure(None, tokens)
-    if dense.error or not dense.right:
-        reason = dense.error or f"0 of {dense.asked} answers are right"
-        raise ParameterError(f"at {tokens} tokens the model's own attention fails the tasks ({reason}): tune on others")
-    trials = []
-    for done, parameters in enumerate(tried):
-        progress(done, len(tried))
-        trials.append(Trial(parameters, measure(method.pipeline(**parameters), tokens)))
-    progress(len(tried), len(tried))
-    # The difference of two quotients is rounded: a setting as accurate as allowed must not fail by that.
-    least = (1.0 - loss) * dense.accuracy - 1e-9
-    good = [one for one in trials if not one.measured.error and one.measured.accuracy >= least]
-    chosen = min(good, key=lambda one: (getattr(one.measured, by), -one.measured.accuracy), default=None)
-    return Search(tokens, dense, tuple(trials), chosen)
+def halving(prompts: int) -> tuple[int, ...]:
+    """Prompts of each rung: 1, 2, 4, ... and all."""
+    if prompts < 1:
+        raise ParameterError(f"prompts is {prompts}: pass one or more")
+    return (*(1 << i for i in range(prompts.bit_length()) if 1 << i < prompts), prompts)
 
 
-def ranges(found: Iterable[Search]) -> tuple[LengthRange, ...]:
-    """Ranges of a profile: the setting of each tuned length serves up to half the way to the next."""
-    ordered = sorted(found, key=lambda one: one.tokens)
-    made = []
-    for i, one in enumerate(ordered):
-        facts: dict[str, Any] = {"dense_right": one.dense.right, "dense_seconds": one.dense.seconds}
-        if one.chosen is not None:
-            did = one.chosen.measured
-            facts |= {"right": did.right, "asked": did.asked, "density": did.density, "seconds": did.seconds}
-        made.append(
-            LengthRange(
-                least=0 if i == 0 else (ordered[i - 1].tokens + one.tokens) // 2,
-                tokens=one.tokens,
-                parameters=None if one.chosen is None else dict(one.chosen.parameters),
-                measured=facts,
-            )
-        )
-    return tuple(made)
+def _readings(candidates: int, rungs: tuple[int, ...]) -> int:
+    """Trials of all rungs, where every candidate goes as far as it may."""
+    total, left = 0, candidates
+    for _ in rungs:
+        total += left
+        left = min(left, max(FEWEST, math.ceil(left / 3)))
+    return total
+
+
+def _worst_layers(outcomes: Iterable[Outcome]) -> list[int]:
+    """Layers that ran sparse, those first that keep the least attention, by the whole prompt or by its last rows."""
+    kept: dict[int, list[float]] = {}
+    for outcome in outcomes:
+        for layer in outcome.layers:
+            if not layer.reason:
+                kept.setdefault(layer.index, []).append(_kept(layer))
+    return sorted(kept, key=lambda index: fmean(kept[index]))
+
+
+def _kept(layer: Layer) -> float:
+    return min(fmean(layer.recalls), fmean(layer.last or layer.recalls))
+
+
+def _cost(by: By) -> Callable[[Trial], float]:
+    return lambda one: one.density if by == "density" else one.seconds
+
+
+def _furthest(trials: Iterable[Trial]) -> list[Trial]:
+    """Those that came through on the most prompts, as far as any did."""
+    done = [one for one in trials if not one.error]
+    most = max((len(one.outcomes) for one in done), default=0)
+    return [one for one in done if len(one.outcomes) == most]

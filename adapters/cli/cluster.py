@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-
-from sparseprefill import __version__
 
 from . import render
 from .demo import Dtype
@@ -48,8 +46,8 @@ def cluster(
         raise CommandError('cluster needs scipy: pip install "sparseprefill[cluster]"')
     from sparseprefill.profiles.cluster_file import dump
 
-    from ..clustering import autoencoder, capture, group
     from ..clustering.picture import draw
+    from ..clustering.table import Settings, clustered
     from ..demo.samples import key_value_prompts
     from .picture import check_path
     from .progress import bars
@@ -59,46 +57,32 @@ def cluster(
         raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
     check_path(picture)
     place = Place.of(device, dtype.value, threads)
-    with bars(2) as shown, place.threaded():
+    settings = Settings(block=block, threshold=threshold, min_size=min_size, latent=latent, epochs=epochs, seed=seed)
+    with bars(1) as shown, place.threaded():
         found, tokenizer, identity = model_of(model, tokens, place)
         try:
             prompts = key_value_prompts(tokenizer, tokens, samples, seed)
         except ValueError as error:
             raise CommandError(f"--tokens {tokens}: {error}") from error
-        with shown.contender("maps") as progress:
-            by_layer = capture.block_maps(found, prompts, block, lambda done, of: progress("layers", done, of))
-        heads = [(layer, head) for layer, maps in by_layer.items() for head in range(maps.shape[1])]
-        maps = torch.cat(list(by_layer.values()), 1)
-        with shown.contender("autoencoder") as progress:
-            codes, error_left = autoencoder.compress(
-                maps.flatten(0, 1),
-                latent=latent,
-                epochs=epochs,
-                seed=seed,
-                device=place.device,
-                progress=lambda done, of: progress("epochs", done, of),
-            )
-        chosen = group.labels(group.features(codes.unflatten(0, maps.shape[:2])), threshold, min_size)
-        made: dict[str, Any] = {
-            **{"tokens": tokens, "samples": samples, "block": block, "latent": latent, "threshold": threshold},
-            **{"min_size": min_size, "epochs": epochs, "seed": seed, "sparseprefill": __version__},
-        }
-        table = group.table(heads, chosen, identity, made)
-        similar = torch.stack([group.similarity(one) for one in maps]).mean(0)
-        draw(similar, heads, table, picture)
+        with shown.contender("heads") as progress:
+            one = clustered(found, identity, prompts, settings, progress)
+        draw(one.similar, one.heads, one.table, picture)
+    table = one.table
     try:
         output.write_text(dump(table), encoding="utf-8")
     except OSError as error:
         raise CommandError(f"--output {output}: {error.strerror}") from error
-    within, across = _means(similar, chosen)
+    within, across = _means(one.similar, one.labels)
     if json:
         groups = {"clusters": table.clusters, "noise": table.noise}
-        figures = {"restored_error": error_left, "similarity_within": within, "similarity_across": across}
-        render.write_json({"model": identity.name, **made, **groups, **figures, "output": output, "picture": picture})
+        figures = {"restored_error": one.restored_error, "similarity_within": within, "similarity_across": across}
+        render.write_json(
+            {"model": identity.name, **table.made, **groups, **figures, "output": output, "picture": picture}
+        )
         return
     rows = [(str(i), str(len(group)), _words(group)) for i, group in enumerate(table.clusters)]
     rows += [("noise", str(len(table.noise)), _words(table.noise))] if table.noise else []
-    title = f"{len(heads)} heads of {identity.name}, {samples} samples of {tokens:,} tokens"
+    title = f"{len(one.heads)} heads of {identity.name}, {samples} samples of {tokens:,} tokens"
     render.table(("cluster", "heads", "layer.head"), rows, right=("heads",), title=title)
     render.line(f"similarity of the patterns: {within:.2f} within clusters, {across:.2f} across")
     render.line(f"table: {output}")

@@ -19,6 +19,10 @@ class Bars:
         self._all = shown.add_task("methods", total=contenders)
         self._now = shown.add_task("loading", total=None)
 
+    def expect(self, more: int) -> None:
+        """More contenders are to come than was said."""
+        self._shown.update(self._all, total=(self._shown.tasks[self._all].total or 0) + more)
+
     @contextmanager
     def contender(self, name: str) -> Iterator[Progress]:
         """Shows one contender; gives what to call on each step."""

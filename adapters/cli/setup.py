@@ -14,7 +14,7 @@ from .group import CommandError
 if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
 
-    from ..calibration.search import Measure
+    from ..calibration.fit import ModelReadings
     from ..evaluation.comparison import Ask
     from ..evaluation.prompts import Prompt
     from ..evaluation.reading import Sizes
@@ -112,32 +112,28 @@ def positions(config: Any) -> int | None:
     return int(found) if isinstance(found, int) and found > 0 else None
 
 
-def measure_of(
+def exams_of(
     model: str | None, lengths: Sequence[int], texts: int, questions: int, seed: int, place: Place
-) -> tuple[Measure, ModelIdentity]:
-    """The tasks of every length as a measure of a model, and the model's identity.
+) -> tuple[dict[int, ModelReadings], ModelIdentity]:
+    """A model that reads the tasks of every length, and its identity.
 
     model: folder or name of a transformers model, None for the embedded one. Raises CommandError for what the model
     cannot do, AttachError for a model that no method can be attached to.
     """
-    found, tokenizer = _load(place) if model is None else _load_other(place, model)
-    from ..demo.measure import ExamMeasure
-    from ..huggingface.identity import identity
-    from ..huggingface.inspection import find_decoder
+    found, tokenizer, known = model_of(model, max(lengths), place)
+    from ..demo.measure import exam_readings
 
-    measure = ExamMeasure(found, tokenizer, texts, questions, seed)
+    made = {}
     for tokens in lengths:
-        _check(found.config, tokens)
         try:
-            measure.exams(tokens)
+            made[tokens] = exam_readings(found, tokenizer, known, tokens, texts, questions, seed)
         except ValueError as error:
             raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
-    known = identity(find_decoder(found))
-    return measure, evolve(known, name=EMBEDDED) if model is None else known
+    return made, known
 
 
 def model_of(model: str | None, tokens: int, place: Place) -> tuple[Any, Any, ModelIdentity]:
-    """A model that reads so many tokens, its tokenizer and its identity; errors as those of `measure_of`."""
+    """A model that reads so many tokens, its tokenizer and its identity; errors as those of `exams_of`."""
     found, tokenizer = _load(place) if model is None else _load_other(place, model)
     from ..huggingface.identity import identity
     from ..huggingface.inspection import find_decoder

@@ -1,18 +1,15 @@
-"""The command `tune`: search a method's parameters on a model, and write the profile."""
+"""The command `tune`: search one method's parameters by answers, and write the profile."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparseprefill import __version__
 from sparseprefill.method import Method
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
@@ -22,8 +19,11 @@ from .demo import Dtype
 from .group import CommandError
 from .options import value_of
 
+if TYPE_CHECKING:
+    from ..calibration.search import By
+    from .setup import Place
+
 TOKENS = (4096, 8192, 16384)
-HEADS = ("tokens", "setting", "answers", "dense", "density", "prefill", "dense prefill")
 
 
 class Cost(StrEnum):
@@ -32,6 +32,12 @@ class Cost(StrEnum):
     AUTO = "auto"
     DENSITY = "density"
     SECONDS = "seconds"
+
+    def of(self, place: Place) -> By:
+        """What it is where the model runs."""
+        if self == Cost.AUTO:
+            return "density" if place.device.type == "cpu" else "seconds"
+        return "density" if self == Cost.DENSITY else "seconds"
 
 
 def register(app: typer.Typer) -> None:
@@ -67,53 +73,51 @@ def tune(
     Every combination of the method's search space answers the tasks of each length; the cheapest one whose accuracy
     stays within the loss goes into a profile, which `build` and `attach` load.
     """
-    from ..calibration import search as tuning
+    from ..calibration.candidates import Candidate
+    from ..calibration.fit import ranges, versions
+    from ..calibration.search import Searcher
+    from ..calibration.target import Target
+    from . import fitted
     from .progress import bars
-    from .setup import Place, measure_of
+    from .setup import Place, exams_of
 
     found = default_registry().get(method)
     path = Path(f"{method}.profile.json") if output is None else output
-    if not path.absolute().parent.is_dir():
-        raise CommandError(f"--output {path}: there is no folder {path.absolute().parent}")
-    settings = _settings(found, model, tried or (), fixed or ())
+    fitted.check_folder(path)
+    candidates = [Candidate(found, one) for one in _settings(found, model, tried or (), fixed or ())]
     lengths = sorted(set(tokens or TOKENS))
     place = Place.of(device, dtype.value, threads)
-    cost: tuning.By = "seconds" if by == Cost.SECONDS or (by == Cost.AUTO and place.device.type != "cpu") else "density"
+    cost = by.of(place)
+    target = Target(loss=loss)
     with bars(len(lengths)) as shown, place.threaded():
-        measure, identity = measure_of(model, lengths, texts, questions, seed, place)
+        exams, identity = exams_of(model, lengths, texts, questions, seed, place)
         searches = []
         for length in lengths:
+            readings = exams[length]
+            searcher = Searcher(length, candidates, readings, target, cost, rungs=(readings.count,), repair=False)
             with shown.contender(f"{length:,} tokens") as progress:
-                step = partial(progress, "settings")
-                one = tuning.search(found, length, measure, settings, by=cost, loss=loss, progress=step)
-                searches.append(one)
+                searches.append(searcher.run(partial(progress, "settings")))
     how: dict[str, Any] = {
-        **{"by": cost, "loss": loss, "settings": len(settings), "texts": texts, "questions": questions, "seed": seed},
+        **{"by": cost, "loss": loss, "settings": len(candidates), "texts": texts, "questions": questions, "seed": seed},
         **{"device": str(place.device), "dtype": place.dtype_name},
     }
     profile = Profile(
-        method=method, model=identity, ranges=tuning.ranges(searches), versions=_versions(found), tuned=how
+        methods=(method,),
+        model=identity,
+        ranges=ranges(searches),
+        versions=versions([method], default_registry()),
+        tuned=how,
     )
-    try:
-        path.write_text(profile.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--output {path}: {error.strerror}") from error
+    fitted.write(path, profile)
     if json:
-        from attrs import asdict
-
-        render.write_json({"profile": str(path), **how, "searches": [asdict(one) for one in searches]})
+        render.write_json({"profile": str(path), **how, "searches": [fitted.as_json(one) for one in searches]})
         return
-    render.table(HEADS, [_row(one) for one in searches], right=HEADS[2:], title=f"{method} on {identity.name}")
-    for one in searches:
-        if one.chosen is None:
-            render.line(
-                f"{one.tokens:,} tokens: no setting is within a loss of {loss:g}; calls of this length run dense"
-            )
+    fitted.chosen(searches, f"{method} on {identity.name}, {target}", on_cpu=place.device.type == "cpu")
     render.line(f"profile: {path}")
 
 
 def _settings(method: Method, model: str | None, tried: Sequence[str], fixed: Sequence[str]) -> list[dict[str, Any]]:
-    from ..calibration import search as tuning
+    from ..calibration.candidates import settings
     from ..demo.settings import PARAMETERS
 
     values = {name: [value_of(part) for part in text.split(",")] for name, text in map(_pair("--try"), tried)}
@@ -125,7 +129,7 @@ def _settings(method: Method, model: str | None, tried: Sequence[str], fixed: Se
     suited = PARAMETERS.get(method.name, {}) if model is None else {}
     free = {*method.search, *values} - set(given)
     base = {name: value for name, value in suited.items() if name not in free}
-    return tuning.settings(method, values, {**base, **given})
+    return settings(method, values, {**base, **given})
 
 
 def _pair(option: str) -> Any:
@@ -136,25 +140,3 @@ def _pair(option: str) -> Any:
         return name.strip(), value
 
     return split
-
-
-def _row(one: Any) -> tuple[str, ...]:
-    dense = (f"{one.dense.right} / {one.dense.asked}", f"{one.dense.seconds:.2f} s")
-    if one.chosen is None:
-        return f"{one.tokens:,}", "none", "", dense[0], "", "", dense[1]
-    did = one.chosen.measured
-    setting = ", ".join(f"{name}={value}" for name, value in one.chosen.parameters.items())
-    answers, density = f"{did.right} / {did.asked}", f"{did.density:.1%}"
-    return f"{one.tokens:,}", setting, answers, dense[0], density, f"{did.seconds:.2f} s", dense[1]
-
-
-def _versions(method: Method) -> dict[str, str]:
-    owner = next((record for record in default_registry().plugins() if method.name in record.methods), None)
-    names = {"torch", "transformers"} | ({owner.distribution} if owner else set())
-    found = {"sparseprefill": __version__, "python": platform.python_version()}
-    for name in sorted(names - set(found)):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

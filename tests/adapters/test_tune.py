@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
-from sparseprefill.adapters.calibration.search import Measure, Measured, ranges, search, settings
+from attrs import evolve, field, frozen
+from sparseprefill.adapters.calibration.candidates import Candidate, settings
+from sparseprefill.adapters.calibration.fit import ranges
+from sparseprefill.adapters.calibration.search import Search, Searcher
+from sparseprefill.adapters.calibration.target import Target
 from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.evaluation.contender import Contender
+from sparseprefill.adapters.evaluation.outcome import Layer, Outcome
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from typer.testing import CliRunner, Result
@@ -27,31 +32,49 @@ pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 STREAMING = evolve(sp.default_registry().get("streaming"), search={"window": (8, 16, 32), "sink": (0, 8)})
 
 
-def measure(answers: dict[int, int], density: dict[int, float] | None = None) -> Measure:
+def answers(right: int, asked: int, density: float, seconds: float, error: str = "") -> Outcome:
+    if error:
+        return Outcome(Contender("x"), "p", error=error)
+    layer = Layer(0, density, (density,))
+    return Outcome(Contender("x"), "p", 64, None, seconds, layers=(layer,), answers={"all": (right, asked)})
+
+
+@frozen
+class Made:
     """Made-up figures by window: right answers of 100, dense has 90; density grows with the window."""
 
-    def run(pipeline: sp.Pipeline | None, tokens: int) -> Measured:
-        if pipeline is None:
-            return Measured(90, 100, 1.0, 1.0)
-        window: int = getattr(pipeline.estimator, "window")  # noqa: B009 - the stage's own field
-        right = answers.get(window, 0)
-        error = "broken" if right < 0 else ""
-        return Measured(right, 100, (density or {}).get(window, window / 100), 3.0 / window, error)
+    right: dict[int, int]
+    density: dict[int, float] = field(factory=dict)
+    stock_right: int = 90
+    count: int = 1
 
-    return run
+    def stock(self, prompt: int) -> Outcome:
+        return answers(self.stock_right, 100, 1.0, 1.0)
+
+    def run(self, candidate: Candidate, prompt: int) -> Outcome:
+        window = candidate.parameters["window"]
+        right = self.right.get(window, 0)
+        density = self.density.get(window, window / 100)
+        return answers(right, 100, density, 3.0 / window, "broken" if right < 0 else "")
 
 
-def chosen(answers: dict[int, int], **options: Any) -> dict[str, Any] | None:
-    found = search(STREAMING, 1024, measure(answers), settings(STREAMING, {"sink": [0]}), **options).chosen
-    return None if found is None else dict(found.parameters)
+def searched(made: Made, values: dict[str, Any] | None = None, tokens: int = 1024, **options: Any) -> Search:
+    loss = options.pop("loss", 0.01)
+    tried = [Candidate(STREAMING, one) for one in settings(STREAMING, values or {"sink": [0]})]
+    return Searcher(tokens, tried, made, Target(loss=loss), rungs=(1,), repair=False, **options).run()
+
+
+def chosen(right: dict[int, int], **options: Any) -> dict[str, Any] | None:
+    found = searched(Made(right), **options).chosen
+    return None if found is None else dict(found.candidate.parameters)
 
 
 def test_the_cheapest_setting_within_the_loss_is_chosen() -> None:
-    answers = {8: 80, 16: 89, 32: 90}
-    assert {"window": 32, "sink": 0} == chosen(answers)
-    assert {"window": 16, "sink": 0} == chosen(answers, loss=0.012)
-    assert {"window": 8, "sink": 0} == chosen(answers, loss=0.12)
-    assert {"window": 32, "sink": 0} == chosen(answers, loss=0.12, by="seconds")
+    right = {8: 80, 16: 89, 32: 90}
+    assert {"window": 32, "sink": 0} == chosen(right)
+    assert {"window": 16, "sink": 0} == chosen(right, loss=0.012)
+    assert {"window": 8, "sink": 0} == chosen(right, loss=0.12)
+    assert {"window": 32, "sink": 0} == chosen(right, loss=0.12, by="seconds")
 
 
 def test_a_loss_that_is_met_exactly_is_met() -> None:
@@ -63,18 +86,21 @@ def test_no_setting_within_the_loss_and_settings_that_fail_are_left_out() -> Non
     assert {"window": 32, "sink": 0} == chosen({8: -1, 16: -1, 32: 90})
 
 
-def test_of_equal_cost_the_more_accurate_then_the_earlier_wins() -> None:
-    run = measure({8: 90, 16: 95, 32: 95}, {8: 0.5, 16: 0.5, 32: 0.5})
-    found = search(STREAMING, 64, run, settings(STREAMING, {"sink": [4]})).chosen
+def test_of_equal_cost_the_nearer_then_the_earlier_wins() -> None:
+    made = Made({8: 90, 16: 95, 32: 95}, {8: 0.5, 16: 0.5, 32: 0.5})
+    found = searched(made, {"sink": [4]}, loss=0.2).chosen
     assert found is not None
-    assert {"window": 16, "sink": 4} == found.parameters
+    assert {"window": 8, "sink": 4} == found.candidate.parameters  # nothing is lost: the first of equals
+    found = searched(Made({8: 80, 16: 85, 32: 85}, made.density), {"sink": [4]}, loss=0.2).chosen
+    assert found is not None
+    assert {"window": 16, "sink": 4} == found.candidate.parameters
 
 
 def test_a_model_that_fails_the_tasks_cannot_be_tuned_on_them() -> None:
-    with pytest.raises(sp.ParameterError, match="0 of 4 answers are right"):
-        search(STREAMING, 64, lambda *_: Measured(0, 4, 1.0, 1.0), settings(STREAMING))
+    with pytest.raises(sp.ParameterError, match="0 of 100 answers are right"):
+        searched(Made({}, stock_right=0))
     with pytest.raises(sp.ParameterError, match="loss is 1"):
-        search(STREAMING, 64, measure({}), settings(STREAMING), loss=1.0)
+        Target(loss=1.0)
 
 
 def test_settings_are_the_product_of_the_search_space() -> None:
@@ -97,11 +123,11 @@ def test_declared_search_spaces_fit_their_methods(name: str) -> None:
 
 
 def test_ranges_meet_half_way() -> None:
-    tried = settings(STREAMING, {"sink": [0]})
-    found = [search(STREAMING, tokens, measure({8: 90 * (tokens < 3000)}), tried) for tokens in (4096, 1024, 2048)]
+    found = [searched(Made({8: 90 * (tokens < 3000)}), tokens=tokens) for tokens in (4096, 1024, 2048)]
     made = ranges(found)
     assert [0, 1536, 3072] == [one.least for one in made]
     assert [{"window": 8, "sink": 0}] * 2 + [None] == [one.parameters for one in made]
+    assert ["streaming", "streaming", None] == [one.method for one in made]
 
 
 @pytest.fixture
@@ -109,8 +135,9 @@ def tiny(tmp_path: Path) -> tuple[Any, Path]:
     """A tiny random model, and a profile made for it."""
     model = build("llama")
     method = sp.default_registry().get("streaming")
-    found = search(method, 64, lambda *_: Measured(1, 1, 0.5, 1.0), [{"sink": 8, "window": 16, "block": 8}])
-    profile = Profile(method="streaming", model=identity(model.get_decoder()), ranges=ranges([found]))
+    one = Candidate(method, {"sink": 8, "window": 16, "block": 8})
+    found = Searcher(64, [one], Made({16: 90}), Target(loss=0.1)).run()
+    profile = Profile(methods=("streaming",), model=identity(model.get_decoder()), ranges=ranges([found]))
     path = tmp_path / "tiny.json"
     path.write_text(profile.to_json(), encoding="utf-8")
     return model, path
@@ -143,10 +170,10 @@ def test_attach_refuses_a_profile_of_another_model_or_method(tiny: tuple[Any, Pa
 def test_a_length_without_a_setting_runs_dense_and_says_so(tiny: tuple[Any, Path]) -> None:
     model, path = tiny
     facts = json.loads(path.read_text(encoding="utf-8"))
-    facts["ranges"][0]["parameters"] = None
+    facts["ranges"][0] |= {"method": None, "parameters": None}
     path.write_text(json.dumps(facts), encoding="utf-8")
     expected = model(prompt(90)).logits
-    with attach(model, "streaming", profile=path) as handle:
+    with attach(model, "streaming", profile=path, strict=True) as handle:  # a choice, and no failure
         assert torch.equal(expected, model(prompt(90)).logits)
     assert any("may never run" in note for note in handle.report().notes)
     assert any("accurate enough" in reason for layer in handle.report().layers for reason in layer.reasons)
@@ -173,14 +200,15 @@ def test_the_command_writes_a_profile_of_the_embedded_model() -> None:
     (found,) = facts["searches"]
     assert [0.01, 0.9] == [one["parameters"]["alpha_c"] for one in found["trials"]]
     least = min(
-        (one for one in found["trials"] if one["measured"]["right"] >= 0.99 * found["dense"]["right"]),
-        key=lambda one: one["measured"]["density"],
+        (one for one in found["trials"] if one["right"] >= 0.99 * found["dense"]["right"]),
+        key=lambda one: one["density"],
     )
     assert least == found["chosen"]
     profile = Profile.load(facts["profile"])
-    assert ("sample-attention", "embedded", "density") == (profile.method, profile.model.name, profile.tuned["by"])
+    assert ("sample-attention", "embedded", "density") == (*profile.methods, profile.model.name, profile.tuned["by"])
     assert {"sparseprefill", "python", "torch", "transformers"} == set(profile.versions)
     assert least["parameters"] == profile.ranges[0].parameters
+    assert profile.ranges[0].measured["asked"] == found["dense"]["asked"]
     sp.build("sample-attention", profile=facts["profile"])
 
 
@@ -188,7 +216,7 @@ def test_the_command_writes_a_profile_of_the_embedded_model() -> None:
 def test_the_table_names_what_runs_dense() -> None:
     result = run("--method", "streaming", *SMALL, "--try", "window=1", "--set", "sink=0", "--loss", "0")
     assert result.exit_code == 0, result.output
-    assert "no setting is within a loss of 0" in " ".join(result.stdout.split())
+    assert "a loss of at most 0 of the answers: no setting reaches it" in " ".join(result.stdout.split())
     assert "profile: streaming.profile.json" in result.stdout
 
 

@@ -1,0 +1,171 @@
+"""From searches at several lengths to one profile: whose prompts are read, what goes into the file."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+
+from sparseprefill import __version__
+from sparseprefill.breakeven.points import HeadShape, Point
+from sparseprefill.breakeven.table import BreakEven, device_kind
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.profiles.profile import LengthRange
+from sparseprefill.registry import Registry
+
+from ..bench.clock import Clock
+from ..bench.shape import HeadSizes
+from ..evaluation.comparison import Ask, Comparison
+from ..evaluation.outcome import Outcome, Summary
+from ..evaluation.prompts import Prompt
+from ..evaluation.reading import Sizes
+from ..progress import Progress
+from .candidates import Candidate
+from .measure import calibrate, sizes
+from .search import Search, Trial
+
+SIZES = Sizes(greedy=16)
+"""What is looked at of each prompt: a search reads much, so it follows the continuation less far than `compare`."""
+CHUNK = 2048
+"""Rows of a prompt's chunk that the break-even table is measured at, besides whole prompts."""
+
+
+@frozen
+class ModelReadings:
+    """A model that reads prompts, for a search; each prompt's dense pass is made once and kept.
+
+    sizes: what is looked at of each prompt. asks: questions that are put to each prompt, None where none are. See
+    `Comparison`.
+    """
+
+    model: Any
+    identity: ModelIdentity
+    prompts: Sequence[Prompt]
+    sizes: Sequence[Sizes]
+    asks: Sequence[Ask] | None = None
+    _read: dict[int, Comparison] = field(factory=dict, init=False)
+
+    @property
+    def count(self) -> int:
+        """How many prompts there are."""
+        return len(self.prompts)
+
+    def stock(self, prompt: int) -> Outcome:
+        """What the model's own attention does to a prompt."""
+        return self._comparison(prompt).stock
+
+    def run(self, candidate: Candidate, prompt: int) -> Outcome:
+        """What a candidate does to it."""
+        return self._comparison(prompt).run(candidate.contender(self.identity))
+
+    def _comparison(self, prompt: int) -> Comparison:
+        if prompt not in self._read:
+            ask = None if self.asks is None else self.asks[prompt]
+            self._read[prompt] = Comparison.of(self.model, self.prompts[prompt], self.sizes[prompt], ask=ask)
+        return self._read[prompt]
+
+
+def ranges(found: Iterable[Search]) -> tuple[LengthRange, ...]:
+    """Ranges of a profile: the choice of each length serves up to half the way to the next."""
+    ordered = sorted(found, key=lambda one: one.tokens)
+    return tuple(
+        LengthRange(
+            least=0 if i == 0 else (ordered[i - 1].tokens + one.tokens) // 2,
+            tokens=one.tokens,
+            method=None if one.chosen is None else one.chosen.candidate.name,
+            parameters=None if one.chosen is None else dict(one.chosen.candidate.parameters),
+            dense_layers=() if one.chosen is None else one.chosen.candidate.dense_layers,
+            measured=_measured(one),
+        )
+        for i, one in enumerate(ordered)
+    )
+
+
+def _measured(search: Search) -> dict[str, Any]:
+    chosen = search.chosen
+    facts: dict[str, Any] = {"dense": figures(search.stock), "untried": search.untried}
+    if chosen is not None:
+        return {**facts, **figures(chosen.outcomes), "shortfall": chosen.shortfall}
+    return {**facts, "reason": search.reason, "nearest": None if search.nearest is None else described(search.nearest)}
+
+
+def described(trial: Trial) -> dict[str, Any]:
+    """A trial as plain data; tables among its parameters are left out."""
+    one = trial.candidate
+    return {
+        "method": one.name,
+        "parameters": {name: value for name, value in one.parameters.items() if not isinstance(value, Mapping)},
+        "dense_layers": list(one.dense_layers),
+        "shortfall": trial.shortfall if trial.shortfall < float("inf") else None,
+        **({"error": trial.error} if trial.error else figures(trial.outcomes)),
+    }
+
+
+def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What was measured on several prompts; seconds of one prefill."""
+    one = Summary.of(outcomes, 0)
+    near = one.divergence
+    facts: dict[str, Any] = {
+        **{"prompts": one.prompts, "density": one.density, "seconds": one.seconds / max(1, one.prompts)},
+        **{"recall": one.recall, "last_rows_recall": one.last_recall},
+    }
+    if near is not None:
+        facts |= {"kl": near.kl, "worst_kl": near.worst, "agreement": near.agreement}
+    return facts | ({"right": one.answers[0], "asked": one.answers[1]} if one.answers[1] else {})
+
+
+def break_even(
+    made: Sequence[LengthRange],
+    model: ModelIdentity,
+    dtype: str,
+    clock: Clock,
+    registry: Registry,
+    progress: Progress = lambda what, done, of: None,
+) -> BreakEven | None:
+    """Times of the chosen settings beside dense attention's, by length, on the model's own heads; None without any.
+
+    Each length is timed with a quarter and half of it, as far as they fall in its range, as whole prompts and as the
+    last chunk.
+    """
+    heads = HeadSizes(heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim, dtype=dtype)
+    points: dict[tuple[int, int], Point] = {}
+    for one in made:
+        if one.method is None or one.parameters is None:
+            continue
+        keys = [n for n in (one.tokens // 4, one.tokens // 2, one.tokens) if n >= max(128, one.least)]
+        pipeline = registry.build(one.method, **one.parameters)
+        found = calibrate(heads, sizes(keys, CHUNK), {one.method: pipeline}, clock, progress)
+        points |= {(point.queries, point.keys): point for point in found.shape.points if point.methods}
+    if not points:
+        return None
+    kind = device_kind(clock.device)
+    shape = HeadShape(
+        heads=heads.heads,
+        kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
+        dtype=dtype,
+        points=tuple(points[at] for at in sorted(points)),
+    )
+    return BreakEven(
+        device=kind if kind.name else evolve(kind, name=platform.machine()),
+        shapes=(shape,),
+        versions={"sparseprefill": __version__, "torch": torch.__version__},
+        measured={"repeats": clock.rounds},
+    )
+
+
+def versions(methods: Iterable[str], registry: Registry) -> dict[str, str]:
+    """Software that a profile was made with: this library's, and the plugins' that the methods are from."""
+    wanted = set(methods)
+    owners = {record.distribution for record in registry.plugins() if wanted & set(record.methods)}
+    found = {"sparseprefill": __version__, "python": platform.python_version()}
+    for name in sorted({"torch", "transformers"} | owners - set(found)):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,91 @@
+"""How near to dense a setting must stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from attrs import Attribute, field, frozen
+
+from sparseprefill.errors import ParameterError, printed
+
+from ..evaluation.outcome import Outcome, Summary
+
+
+def _share(_: object, attribute: Attribute[float | None], value: object) -> None:
+    _number(attribute.name, value, 0.0, 1.0)
+
+
+def _loss(_: object, attribute: Attribute[float | None], value: object) -> None:
+    _number(attribute.name, value, 0.0, math.nextafter(1.0, 0.0))
+
+
+def _distance(_: object, attribute: Attribute[float | None], value: object) -> None:
+    _number(attribute.name, value, 0.0, math.inf)
+
+
+def _number(name: str, value: object, least: float, most: float) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        below = "" if math.isinf(most) else " to less than 1" if most < 1.0 else " to 1"
+        raise ParameterError(f"{name} is {printed(value)}: pass a number from 0{below}")
+
+
+@frozen(kw_only=True)
+class Target:
+    """Limits that a setting must keep, all that are given.
+
+    agreement: least share of rows in which dense and sparse choose the same next token. kl: most nats of
+    KL(dense || sparse) per row, on average. recall: least attention mass kept, on average, over the whole prompt and
+    over its last rows. loss: most share of dense's right answers that may be lost.
+
+    Raises ParameterError for a number out of range, or where there is no limit at all.
+    """
+
+    agreement: float | None = field(default=None, validator=_share)
+    kl: float | None = field(default=None, validator=_distance)
+    recall: float | None = field(default=None, validator=_share)
+    loss: float | None = field(default=None, validator=_loss)
+
+    def __attrs_post_init__(self) -> None:
+        if all(one is None for one in (self.agreement, self.kl, self.recall, self.loss)):
+            raise ParameterError("target is empty: pass agreement, kl, recall or loss")
+
+    def shortfall(self, found: Sequence[Outcome], stock: Sequence[Outcome]) -> float:
+        """What was lost over what may be lost, of the limit that is broken most: up to 1 the target is met.
+
+        found, stock: outcomes of a setting and of the model's own attention, on the same prompts. Infinite where the
+        setting failed, or loses something where nothing may be lost.
+        """
+        one = Summary.of(found, 0)
+        if one.failed or not found:
+            return math.inf
+        lost = [0.0]
+        if self.agreement is not None:
+            lost.append(_over(1.0 - (one.divergence.agreement if one.divergence else 0.0), 1.0 - self.agreement))
+        if self.kl is not None:
+            lost.append(_over(one.divergence.kl if one.divergence else math.inf, self.kl))
+        if self.recall is not None:
+            lost.append(_over(1.0 - min(one.recall, one.last_recall), 1.0 - self.recall))
+        if self.loss is not None:
+            right = sum(each.right for each in stock)
+            lost.append(_over(1.0 - one.answers[0] / right if right else 0.0, self.loss))
+        return max(lost)
+
+    def __str__(self) -> str:
+        words = {
+            "agreement": "agreement of at least {}",
+            "kl": "KL of at most {}",
+            "recall": "recall of at least {}",
+            "loss": "a loss of at most {} of the answers",
+        }
+        given = {name: getattr(self, name) for name in words}
+        return " and ".join(words[name].format(f"{value:g}") for name, value in given.items() if value is not None)
+
+
+def _over(lost: float, allowed: float) -> float:
+    """lost / allowed, where a rounding error of either counts as nothing."""
+    if lost <= allowed + 1e-9:
+        return min(1.0, lost / allowed) if allowed > 0.0 and lost > 0.0 else 0.0
+    return lost / allowed if allowed > 0.0 else math.inf

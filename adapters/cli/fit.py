@@ -1,0 +1,300 @@
+"""The command `fit`: which method, with which setting, for this model and these prompts; as a profile."""
+
+from __future__ import annotations
+
+import json as reader
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from attrs import evolve
+
+from sparseprefill.errors import SparsePrefillError
+from sparseprefill.profiles.profile import Profile
+from sparseprefill.registry import default_registry
+
+from . import render
+from .demo import Dtype
+from .group import CommandError
+from .tune import Cost
+
+if TYPE_CHECKING:
+    from sparseprefill.method import Method
+    from sparseprefill.profiles.identity import ModelIdentity
+
+    from ..calibration.search import Search
+    from ..evaluation.prompts import Prompt
+    from .progress import Bars
+    from .setup import Place
+
+TOKENS = {"cpu": (2048, 8192), "cuda": (4096, 16384, 65536)}
+"""Lengths of the built-in prompts unless told otherwise, as far as the model reads them."""
+AGREEMENT = 0.99
+DENSE = "dense"
+SHARING = "share-prefill"
+SAMPLED = 4096
+"""Tokens of the prompts that heads are clustered on, at most."""
+LEAST = 256
+"""Tokens of the shortest prompt worth fitting to."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(fit)
+
+
+def fit(
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder of these; else built-in texts."),
+    ] = None,
+    agreement: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Least share of rows with dense's token; 0.99 by default."),
+    ] = None,
+    kl: Annotated[float | None, typer.Option(min=0.0, help="Most KL(dense || sparse) a row, in nats.")] = None,
+    recall: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Least attention mass kept.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Fix a parameter.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=LEAST, help="Length of prompt to fit at; repeat for several.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts of each length, at most.")] = 4,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
+    by: Annotated[Cost, typer.Option(help="What to save; by default seconds on a GPU, density on a CPU.")] = Cost.AUTO,
+    seed: Annotated[int, typer.Option(help="Orders the settings, should the time not suffice for all.")] = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile goes.")] = Path(
+        "model.profile.json"
+    ),
+    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="Spread the model over devices, such as auto (needs accelerate).")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 2,
+    json: Annotated[bool, typer.Option("--json", help="Print every trial as JSON and nothing else.")] = False,
+) -> None:
+    """Find which method serves a model best, and write it as a profile for `attach`, `build` and vLLM.
+
+    Searches all methods and their settings by what they do to the model's next tokens, each length apart, and keeps the
+    cheapest that stays within the target. Ctrl-C stops, and writes the best found so far.
+    """
+    from ..calibration.candidates import candidates
+    from ..calibration.fit import SIZES, ModelReadings, ranges, versions
+    from ..calibration.search import Searcher
+    from ..calibration.target import Target
+    from . import fitted
+    from .progress import bars
+    from .setup import Place, language_model
+
+    fitted.check_folder(output)
+    default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
+    target = Target(agreement=default, kl=kl, recall=recall)
+    registry = default_registry()
+    place = Place.of(device, dtype.value, threads)
+    cost = by.of(place)
+    ends = time.monotonic() + 60.0 * minutes
+    searches: list[Search] = []
+    stopped = False
+    with bars(1) as shown, place.threaded():
+        loaded, tokenizer = language_model(model, place, device_map)
+        repeats = 1 if place.device.type == "cpu" or cost == "density" else 3
+        sizes = evolve(SIZES, repeats=repeats)
+        groups = _prompts(prompts, loaded, tokenizer, tokens or (), count, sizes.greedy, place)
+        identity = _identity(loaded, model)
+        methods = [registry.get(name) for name in method or registry.methods() if name != DENSE or method]
+        fixed = _fixed(methods, settings or (), model)
+        methods, left_out = _clustered(methods, fixed, loaded, identity, groups, shown)
+        tried = candidates(methods, fixed, seed)
+        how: dict[str, Any] = {
+            **{"target": str(target), "by": cost, "settings": len(tried), "minutes": minutes, "seed": seed},
+            **{"device": str(place.device), "dtype": place.dtype_name, "left_out": left_out},
+        }
+
+        def profile() -> Profile:
+            return Profile(
+                methods=tuple(one.name for one in methods),
+                model=identity,
+                ranges=ranges(searches),
+                versions=versions([one.name for one in methods], registry),
+                tuned=how,
+            )
+
+        shown.expect(len(groups))
+        for index, (length, own) in enumerate(groups.items()):
+            readings = ModelReadings(loaded, identity, own, [sizes] * len(own))
+            left = sum(list(groups)[index:])
+            until = time.monotonic() + (ends - time.monotonic()) * length / left
+            searcher = Searcher(length, tried, readings, target, cost, until=until)
+            try:
+                with shown.contender(f"{length:,} tokens") as progress:
+                    searches.append(searcher.run(lambda done, of, hear=progress: hear("settings", done, of)))
+            except KeyboardInterrupt:
+                stopped = True
+                searches.append(searcher.result())
+                searches = [one for one in searches if one.trials]
+                break
+            fitted.write(output, profile())
+        if not searches:
+            raise typer.Abort
+        made = profile()
+        if cost == "seconds" and not stopped and any(one.method for one in made.ranges):
+            made = evolve(made, break_even=_break_even(made, place, shown))
+    fitted.write(output, made)
+    _report(searches, made, target, output, json=json, on_cpu=place.device.type == "cpu")
+    render.broken(registry)
+    if stopped:
+        render.note(f"stopped: {output} holds what was found so far, for {len(searches)} of {len(groups)} lengths")
+        raise typer.Exit(130)
+
+
+def _report(
+    searches: Sequence[Search], made: Profile, target: object, output: Path, *, json: bool, on_cpu: bool
+) -> None:
+    from . import fitted
+
+    if json:
+        searched = [fitted.as_json(one) for one in searches]
+        render.write_json({"profile": str(output), **made.tuned, "model": made.model.name, "searches": searched})
+        return
+    fitted.chosen(searches, f"{made.model.name}: {target}", on_cpu=on_cpu)
+    for one in searches:
+        fitted.frontier(one)
+    for name, reason in made.tuned["left_out"].items():
+        render.line(f"{name} is left out: {reason}")
+    render.line(f'profile: {output}; use it with attach(model, profile="{output}")')
+
+
+def _identity(model: Any, name: str | None) -> ModelIdentity:
+    from ..huggingface.identity import identity
+    from ..huggingface.inspection import find_decoder
+    from .setup import EMBEDDED
+
+    known = identity(find_decoder(model))
+    return evolve(known, name=EMBEDDED) if name is None else known
+
+
+def _prompts(
+    path: Path | None, model: Any, tokenizer: Any, tokens: Sequence[int], count: int, greedy: int, place: Place
+) -> dict[int, list[Prompt]]:
+    """The prompts by length in tokens, ascending; CommandError or ParameterError for what does not fit."""
+    from ..demo.text import text_lines
+    from ..evaluation.prompts import load, made
+    from .setup import positions
+
+    most = positions(model.config)
+    lengths = sorted(set(tokens))
+    if most is not None and lengths and lengths[-1] + greedy > most:
+        raise CommandError(
+            f"--tokens {lengths[-1]}: {greedy} greedy ones follow, and the model reads at most {most}: "
+            f"pass {most - greedy} or less"
+        )
+    if path is None:
+        usual = TOKENS["cpu" if place.device.type == "cpu" else "cuda"]
+        room = usual[-1] if most is None else most - greedy
+        lengths = lengths or [one for one in usual if one <= room] or [room]
+        lines = text_lines()
+        return {length: made(lines, tokenizer, length, count) for length in lengths}
+    if lengths:
+        return {length: _of_length(load(path, tokenizer, length), length, path)[:count] for length in lengths}
+    return _grouped(load(path, tokenizer), count, most, greedy)
+
+
+def _of_length(found: list[Prompt], length: int, path: Path) -> list[Prompt]:
+    """Those that have about so many tokens once they are cut."""
+    near = [one for one in found if 4 * len(one.ids) >= 3 * length]
+    if not near:
+        longest = max(len(one.ids) for one in found)
+        raise CommandError(f"--tokens {length}: the longest prompt of {path} has {longest}; pass about that, or less")
+    return near
+
+
+def _grouped(found: list[Prompt], count: int, most: int | None, greedy: int) -> dict[int, list[Prompt]]:
+    """Prompts whose lengths are within a factor of two of each other, under the median of their lengths."""
+    groups: dict[int, list[Prompt]] = {}
+    for one in found:
+        if most is not None and len(one.ids) + greedy > most:
+            raise CommandError(
+                f"the prompt {one.name} has {len(one.ids)} tokens, {greedy} greedy ones follow, and the model reads at "
+                f"most {most}: pass --tokens {most - greedy} or less"
+            )
+        groups.setdefault(len(one.ids).bit_length(), []).append(one)
+    long = {size: own for size, own in groups.items() if max(len(one.ids) for one in own) >= LEAST}
+    if not long:
+        raise CommandError(f"no prompt has {LEAST} tokens or more: nothing is to be gained on such short ones")
+    return {int(median(len(one.ids) for one in own)): own[:count] for _, own in sorted(long.items())}
+
+
+def _fixed(methods: Sequence[Method], given: Sequence[str], model: str | None) -> dict[str, dict[str, Any]]:
+    """Parameters by method that every setting has: those of --set, and what suits the embedded model."""
+    from sparseprefill.profiles.cluster_file import dump, load
+
+    from ..demo.settings import PARAMETERS
+    from .options import setting
+
+    suited = PARAMETERS if model is None else {}
+    made: dict[str, dict[str, Any]] = {
+        one.name: {name: value for name, value in suited.get(one.name, {}).items() if name not in one.search}
+        for one in methods
+    }
+    for text in given:
+        name, parameter, value = setting(text)
+        if name not in made:
+            raise CommandError(f"--set {text}: {name!r} is not among the methods of this run: {', '.join(made)}")
+        made[name][parameter] = value
+    for own in made.values():  # a profile is one file: tables go into it
+        table = own.get("clusters")
+        if isinstance(table, str) and Path(table).is_file():
+            own["clusters"] = reader.loads(dump(load(table)))
+    return made
+
+
+def _clustered(
+    methods: list[Method],
+    fixed: dict[str, dict[str, Any]],
+    model: Any,
+    identity: ModelIdentity,
+    groups: Mapping[int, Sequence[Prompt]],
+    shown: Bars,
+) -> tuple[list[Method], dict[str, str]]:
+    """The methods, share-prefill with a table of this model's heads; or without it, and the reason."""
+    names = [one.name for one in methods]
+    if SHARING not in names or "clusters" in fixed[SHARING]:
+        return methods, {}
+    others = [one for one in methods if one.name != SHARING]
+    if find_spec("scipy") is None:
+        return others, {SHARING: 'it needs a table of clusters, and that scipy: pip install "sparseprefill[cluster]"'}
+    from sparseprefill.profiles.cluster_file import dump
+
+    from ..clustering.table import Settings, clustered
+
+    first = next(iter(groups.values()))
+    length = min(SAMPLED, *(len(one.ids) for one in first))
+    try:
+        with shown.contender("clusters of heads") as progress:
+            table = clustered(model, identity, [one.ids[:length] for one in first], Settings(), progress).table
+    except SparsePrefillError as error:
+        return others, {SHARING: f"its clusters cannot be made: {error}"}
+    if not table.clusters:
+        return others, {SHARING: "no two heads of this model look alike"}
+    fixed[SHARING]["clusters"] = reader.loads(dump(table))
+    return methods, {}
+
+
+def _break_even(made: Profile, place: Place, shown: Bars) -> Any:
+    from ..bench.clock import Clock
+    from ..calibration.fit import break_even
+
+    shown.expect(1)
+    with shown.contender("break-even") as progress:
+        clock = Clock(place.device, 10, 1.0)
+        return break_even(made.ranges, made.model, place.dtype_name, clock, default_registry(), progress)

@@ -1,0 +1,137 @@
+"""What `fit` and `tune` write and report: the profile, what was chosen and why, and what else there was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparseprefill.profiles.profile import Profile
+
+from ..calibration.fit import described, figures
+from ..calibration.search import Search, Trial
+from ..evaluation.outcome import Outcome
+from . import render
+from .group import CommandError
+
+FRONTIER = "The frontier: what was tried of which nothing was both cheaper and nearer to dense."
+FAR = "What came nearest of each method, and how many times over the target it is."
+ON_CPU = "Settings are chosen by density, since on a CPU the executor is not made to be fast."
+
+
+def check_folder(path: Path) -> None:
+    """CommandError where nothing can be written there."""
+    if not path.absolute().parent.is_dir():
+        raise CommandError(f"--output {path}: there is no folder {path.absolute().parent}")
+    if path.is_dir():
+        raise CommandError(f"--output {path}: that is a folder; name a file")
+
+
+def write(path: Path, profile: Profile) -> None:
+    """The profile, whole or not at all."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        beside.write_text(profile.to_json(), encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise CommandError(f"--output {path}: {error.strerror}") from error
+
+
+def chosen(searches: Sequence[Search], title: str, *, on_cpu: bool) -> None:
+    """The choice of each length, and why there is none."""
+    heads = ["method", "tokens", "setting", *_HEADS]
+    rows = []
+    for one in searches:
+        if one.chosen is None:
+            rows.append(["dense", f"{one.tokens:,}", "", *_figures(one.stock, one)])
+        else:
+            name = one.chosen.candidate.name
+            rows.append([name, f"{one.tokens:,}", _setting(one.chosen), *_figures(one.chosen.outcomes, one)])
+    _table(heads, rows, title)
+    for one in searches:
+        if one.chosen is None:
+            near = one.nearest
+            miss = "" if near is None else f"; nearest was {near.candidate.name} ({_setting(near)}), {_times(near)}"
+            render.line(f"{one.tokens:,} tokens: {one.reason}; calls of this length run dense{miss}")
+        elif len(one.chosen.outcomes) < one.prompts:
+            count = len(one.chosen.outcomes)
+            render.line(f"{one.tokens:,} tokens: stopped early, chosen on {count} of {one.prompts} prompts")
+        if one.untried:
+            render.line(f"{one.tokens:,} tokens: the time did not suffice for {one.untried} more settings")
+    if on_cpu:
+        render.line(ON_CPU, style="dim")
+
+
+def frontier(search: Search) -> None:
+    """What was seen at one length: the frontier, and the nearest of each method."""
+    shown = search.frontier
+    rows = [[one.candidate.name, _setting(one), *_figures(one.outcomes, search)] for one in shown]
+    heads = ["method", "setting", *_HEADS]
+    _table(heads, rows, f"{search.tokens:,} tokens. {FRONTIER}")
+    far, seen = [], {one.candidate.name for one in shown}
+    for name in dict.fromkeys(one.candidate.name for one in search.trials):
+        if name in seen:
+            continue
+        mine = [one for one in search.trials if one.candidate.name == name]
+        best = min(mine, key=lambda one: (bool(one.error), -len(one.outcomes), one.shortfall))
+        figures_ = [""] * len(_HEADS) if best.error else _figures(best.outcomes, search)
+        far.append([name, best.error or _setting(best), *figures_, "" if best.error else f"{best.shortfall:.2f}"])
+    if far:
+        _table([*heads, "over"], far, f"{search.tokens:,} tokens. {FAR}")
+
+
+def as_json(search: Search) -> dict[str, Any]:
+    """Everything that was measured at one length."""
+    best, near = search.chosen, search.nearest
+    return {
+        "tokens": search.tokens,
+        "by": search.by,
+        "prompts": search.prompts,
+        "dense": figures(search.stock),
+        "chosen": None if best is None else described(best),
+        "reason": search.reason,
+        "nearest": None if near is None else described(near),
+        "frontier": [described(one) for one in search.frontier],
+        "trials": [described(one) for one in search.trials],
+        "untried": search.untried,
+    }
+
+
+_HEADS = ("answers", "KL", "same", "recall", "density", "prefill", "speed-up", "prompts")
+
+
+def _figures(outcomes: Sequence[Outcome], search: Search) -> list[str]:
+    facts = figures(outcomes)
+    dense = figures(search.stock[: facts["prompts"]])["seconds"]
+    near = ["", "", ""]  # what is tuned by answers looks at too few rows to tell distributions and recall
+    if "asked" not in facts:
+        kl, same = facts.get("kl"), facts.get("agreement")
+        near = ["" if kl is None else f"{kl:.4f}", "" if same is None else f"{same:.1%}", f"{facts['recall']:.1%}"]
+    return [
+        f"{facts['right']} / {facts['asked']}" if "asked" in facts else "",
+        *near,
+        f"{facts['density']:.1%}",
+        f"{facts['seconds']:.2f} s",
+        f"{dense / facts['seconds']:.2f}" if facts["seconds"] else "",
+        str(facts["prompts"]),
+    ]
+
+
+def _setting(trial: Trial) -> str:
+    one = trial.candidate
+    parts = [f"{name}={value}" for name, value in one.parameters.items() if not isinstance(value, Mapping)]
+    if one.dense_layers:
+        parts.append(f"dense layers {', '.join(map(str, one.dense_layers))}")
+    return ", ".join(parts) or "defaults"
+
+
+def _times(trial: Trial) -> str:
+    return f"{trial.shortfall:.1f} times over the target"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
+    """A table without the columns that no row has anything in."""
+    kept = [i for i, head in enumerate(heads) if head in ("setting", "method") or any(row[i] for row in rows)]
+    right = [head for head in heads if head not in ("setting", "method")]
+    render.table([heads[i] for i in kept], [[row[i] for i in kept] for row in rows], right=right, title=title)
