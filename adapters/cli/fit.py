@@ -100,6 +100,8 @@ def fit(
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
     target = Target(agreement=default, kl=kl, recall=recall)
     registry = default_registry()
+    methods = [registry.get(name) for name in dict.fromkeys(method or registry.methods()) if name != DENSE or method]
+    fixed = _fixed(methods, settings or (), model)
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place)
     ends = time.monotonic() + 60.0 * minutes
@@ -111,8 +113,6 @@ def fit(
         sizes = evolve(SIZES, repeats=repeats)
         groups = _prompts(prompts, loaded, tokenizer, tokens or (), count, sizes.greedy, place)
         identity = _identity(loaded, model)
-        methods = [registry.get(name) for name in method or registry.methods() if name != DENSE or method]
-        fixed = _fixed(methods, settings or (), model)
         methods, left_out = _clustered(methods, fixed, loaded, identity, groups, shown)
         tried = candidates(methods, fixed, seed)
         how: dict[str, Any] = {

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.demo.model import load_tokenizer
 from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation import runs
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 SMALL = ("--tokens", "256", "--count", "1", "--greedy", "6", "--device", "cpu", "--method", "streaming")
@@ -27,20 +24,6 @@ def run(*arguments: str) -> Result:
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of two layers with the embedded tokenizer; it reads 1,024 tokens."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.4,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    load_tokenizer().save_pretrained(path)
-    return path
 
 
 def test_a_model_of_the_users_own(folder: Path, tmp_path: Path) -> None:

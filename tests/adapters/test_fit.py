@@ -1,0 +1,320 @@
+"""Fitting: how the search halves, stops, and spares layers; what the command writes, and what attach makes of it."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import define, field
+from sparseprefill.adapters.calibration.candidates import Candidate, candidates
+from sparseprefill.adapters.calibration.fit import ranges
+from sparseprefill.adapters.calibration.search import FEWEST, Searcher, halving
+from sparseprefill.adapters.calibration.target import Target
+from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.demo.text import text_lines
+from sparseprefill.adapters.evaluation.contender import Contender
+from sparseprefill.adapters.evaluation.divergence import Divergence
+from sparseprefill.adapters.evaluation.outcome import Fidelity, Layer, Outcome
+from sparseprefill.adapters.huggingface import attach
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+import sparseprefill as sp
+from sparseprefill.profiles.profile import Profile
+
+from .test_cli import refused
+
+STREAMING = sp.default_registry().get("streaming")
+TARGET = Target(kl=0.1)
+
+
+def outcome(kl: float, density: float, seconds: float = 1.0, recalls: tuple[float, ...] = (1.0,)) -> Outcome:
+    near = Divergence(10, kl, kl, 1.0 - kl)
+    layers = tuple(Layer(i, density, (one,), (one,)) for i, one in enumerate(recalls))
+    return Outcome(Contender("x"), "p", 64, Fidelity(near, near, near, None), seconds, layers=layers)
+
+
+@define
+class Made:
+    """Made-up figures by the window of a candidate: KL (which may differ by prompt), and density = window / 100."""
+
+    kl: Callable[[Candidate, int], float]
+    count: int = 4
+    recalls: tuple[float, ...] = (1.0,)
+    read: list[tuple[int, int]] = field(factory=list)
+    stop_at: int = 10**9
+    failing: frozenset[int] = frozenset()
+
+    def stock(self, prompt: int) -> Outcome:
+        return Outcome(Contender("stock"), "p", 64, None, 1.0, layers=(Layer(0, 1.0, (1.0,)),))
+
+    def run(self, candidate: Candidate, prompt: int) -> Outcome:
+        window = candidate.parameters["window"]
+        if len(self.read) == self.stop_at:
+            raise KeyboardInterrupt
+        self.read.append((window, prompt))
+        if window in self.failing:
+            return Outcome(Contender("x"), "p", error="broken")
+        spared = len(candidate.dense_layers) / max(1, len(self.recalls))
+        density = window / 100 * (1.0 - spared) + spared
+        return outcome(self.kl(candidate, prompt), density, density, self.recalls)
+
+
+def windows(*given: int) -> list[Candidate]:
+    return [Candidate(STREAMING, {"window": one}) for one in given]
+
+
+def by_window(kl: dict[int, float]) -> Callable[[Candidate, int], float]:
+    return lambda one, prompt: kl[one.parameters["window"]]
+
+
+def test_rungs_double_until_all_prompts_are_read() -> None:
+    assert [(1,), (1, 2), (1, 2, 3), (1, 2, 4), (1, 2, 4, 5), (1, 2, 4, 8)] == [halving(n) for n in (1, 2, 3, 4, 5, 8)]
+    with pytest.raises(sp.ParameterError, match="prompts is 0"):
+        halving(0)
+
+
+def test_the_cheapest_that_reaches_the_target_is_chosen_and_the_rest_reads_little() -> None:
+    made = Made(by_window({n: 1.0 / n for n in range(1, 61)}))
+    found = Searcher(64, windows(*range(1, 61)), made, TARGET, repair=False).run()
+    assert found.chosen is not None
+    assert {"window": 10} == found.chosen.candidate.parameters
+    assert 4 == len(found.chosen.outcomes)
+    assert len(made.read) < 60 + 20 + 2 * 7 + 10  # all read one prompt, a third of them another, ...
+    assert sorted(set(range(1, 61))) == sorted({window for window, prompt in made.read if prompt == 0})
+    assert found.untried == 0
+    costs = [one.density for one in found.frontier]
+    assert costs == sorted(costs)
+    assert [one.shortfall for one in found.frontier] == sorted((one.shortfall for one in found.frontier), reverse=True)
+
+
+def test_what_only_the_first_prompt_liked_is_not_chosen() -> None:
+    made = Made(lambda one, prompt: 0.0 if prompt == 0 or one.parameters["window"] >= 50 else 1.0)
+    found = Searcher(64, windows(*range(1, 61)), made, TARGET, repair=False).run()
+    assert found.chosen is not None
+    assert {"window": 50} == found.chosen.candidate.parameters, "those that fell out read on, cheapest first"
+    assert 4 == len(found.chosen.outcomes)
+
+
+def test_where_nothing_reaches_the_target_the_nearest_is_named() -> None:
+    found = Searcher(
+        64, windows(10, 20, 120), Made(by_window({10: 0.5, 20: 0.2, 120: 0.0})), TARGET, repair=False
+    ).run()
+    assert found.chosen is None
+    assert "KL of at most 0.1: the settings that reach it cost no less than dense" == found.reason
+    assert found.nearest is not None
+    assert {"window": 20} == found.nearest.candidate.parameters
+    found = Searcher(64, windows(10), Made(by_window({10: 0.5})), TARGET, repair=False).run()
+    assert "no setting reaches it" in found.reason
+    (one,) = ranges([found])
+    assert (None, None, 0.5) == (one.method, one.parameters, one.measured["nearest"]["kl"])
+
+
+def test_settings_that_fail_read_no_more_and_are_never_chosen() -> None:
+    made = Made(by_window({10: 0.0, 20: 0.0}), failing=frozenset({10}))
+    found = Searcher(64, windows(10, 20), made, TARGET).run()
+    assert found.chosen is not None
+    assert {"window": 20} == found.chosen.candidate.parameters
+    assert [(10, 0)] == [one for one in made.read if one[0] == 10]
+
+
+def test_layers_that_keep_too_little_stay_dense_and_no_others() -> None:
+    worst = {1, 3, 4}
+
+    def kl(one: Candidate, prompt: int) -> float:
+        return 0.5 * len(worst - set(one.dense_layers))
+
+    recalls = tuple(0.2 if layer in worst else 0.9 + layer / 100 for layer in range(8))
+    made = Made(kl, recalls=recalls)
+    found = Searcher(64, windows(10, 20), made, TARGET).run()
+    assert found.chosen is not None
+    assert (1, 3, 4) == found.chosen.candidate.dense_layers
+    assert {"window": 10} == found.chosen.candidate.parameters
+    assert found.chosen.density == pytest.approx(0.1 * 5 / 8 + 3 / 8)
+    (one,) = ranges([found])
+    assert (1, 3, 4) == one.dense_layers
+
+
+def test_the_search_ends_when_the_time_is_up_and_says_what_it_did_not_try() -> None:
+    made = Made(by_window(dict.fromkeys(range(1, 100), 0.0)))
+    found = Searcher(64, windows(*range(1, 100)), made, TARGET, until=40.0, now=lambda: float(len(made.read))).run()
+    assert 30 <= len(made.read) <= 42
+    assert 99 - len({window for window, _ in made.read}) == found.untried
+    assert found.chosen is not None
+    assert 4 == len(found.chosen.outcomes), "the time is shared out, so that some read all"
+
+
+def test_a_search_that_is_stopped_keeps_what_it_has() -> None:
+    made = Made(by_window({n: 1.0 / n for n in range(1, 61)}), stop_at=30)
+    searcher = Searcher(64, windows(*range(1, 61)), made, TARGET)
+    with pytest.raises(KeyboardInterrupt):
+        searcher.run()
+    found = searcher.result()
+    assert found.chosen is not None
+    assert {"window": 10} == found.chosen.candidate.parameters
+    assert (1, 4, 30) == (len(found.chosen.outcomes), found.prompts, found.untried)
+
+
+def test_survivors_are_a_few_at_least() -> None:
+    made = Made(by_window(dict.fromkeys(range(1, 6), 0.0)))
+    Searcher(64, windows(*range(1, 6)), made, TARGET).run()
+    assert FEWEST == len({window for window, prompt in made.read if prompt == 3})
+
+
+def test_what_is_lost_counts_by_what_may_be_lost() -> None:
+    def shortfall(lost: float, **limits: float) -> float:
+        recalls = (1.0 - lost, 1.0)
+        return Target(**limits).shortfall([outcome(lost, 0.5, recalls=recalls)], [])
+
+    assert 2.0 == pytest.approx(shortfall(0.2, kl=0.1))
+    assert 1.0 == pytest.approx(shortfall(0.1, agreement=0.9))
+    assert 2.5 == pytest.approx(shortfall(0.2, recall=0.96))  # the mean over two layers
+    assert 2.0 == pytest.approx(shortfall(0.2, kl=0.1, agreement=0.5))
+    assert 0.0 == shortfall(0.0, kl=0.0)
+    assert math.inf == shortfall(0.1, kl=0.0)
+    assert math.inf == Target(kl=1.0).shortfall([Outcome(Contender("x"), "p", error="broken")], [])
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({}, "target is empty: pass agreement, kl, recall or loss"),
+        ({"agreement": 1.5}, "agreement is 1.5: pass a number from 0 to 1"),
+        ({"kl": -1}, "kl is -1: pass a number from 0"),
+        ({"kl": math.nan}, "kl is nan"),
+        ({"recall": True}, "recall is True"),
+        ({"loss": 1}, "loss is 1: pass a number from 0 to less than 1"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(limits: dict[str, Any], words: str) -> None:
+    with pytest.raises(sp.ParameterError, match=re.escape(words)):
+        Target(**limits)
+
+
+def test_methods_take_turns_and_begin_with_their_defaults() -> None:
+    methods = [sp.default_registry().get(name) for name in ("anchor-attention", "streaming", "vertical-slash")]
+    made = candidates(methods, {"anchor-attention": {"step": 2}, "streaming": {"window": 64}})
+    assert ["anchor-attention", "streaming", "vertical-slash"] == [one.name for one in made[:3]]
+    assert [{"step": 2}, {"window": 64}, {}] == [one.parameters for one in made[:3]]
+    assert ["anchor-attention", "vertical-slash"] == [one.name for one in made[3:5]]
+    assert 1 + 8 == sum(one.name == "anchor-attention" for one in made)
+    assert made == candidates(methods, {"anchor-attention": {"step": 2}, "streaming": {"window": 64}})
+    assert made != candidates(methods, {"anchor-attention": {"step": 2}, "streaming": {"window": 64}}, seed=1)
+    assert len(made) == len(set(made))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["fit", "--device", "cpu", "--threads", "1", *arguments])
+
+
+@pytest.fixture
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = text_lines()
+    rows = [{"prompt": " ".join(lines[first : first + 60])} for first in (100, 300, 500)]
+    Path("mine.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+
+TWO = ("--method", "streaming", "--method", "vertical-slash", "--set", "vertical-slash.block=32")
+SMALL = (*TWO, "--set", "streaming.window=64", "--set", "streaming.sink=16", "--set", "streaming.block=16")
+
+
+@pytest.mark.usefixtures("_elsewhere", "_one_tokenizer")
+def test_the_profile_of_a_model_of_the_users_own_serves_attach(folder: Path) -> None:
+    chosen = ("--tokens", "400", "--tokens", "800", "--count", "2", "--kl", "0.5", "--minutes", "3")
+    result = run("--model", str(folder), "--prompts", "mine.jsonl", *SMALL, *chosen, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert "KL of at most 0.5" == facts["target"]
+    assert [400, 800] == [one["tokens"] for one in facts["searches"]]
+    profile = Profile.load("model.profile.json")
+    assert ("streaming", "vertical-slash") == profile.methods
+    assert [0, 600] == [one.least for one in profile.ranges]
+    for search, one in zip(facts["searches"], profile.ranges, strict=True):
+        assert search["trials"]
+        assert search["untried"] == 0
+        tried = [each for each in search["trials"] if each["prompts"] == 2]
+        good = [each for each in tried if each["kl"] <= 0.5 and each["density"] < 1.0]
+        least = min(each["density"] for each in good) if good else None
+        assert least == (search["chosen"] or {}).get("density")
+        assert one.method == (search["chosen"] or {}).get("method")
+    assert any(one.method for one in profile.ranges), "nothing was within reach: the test shows nothing"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    served = next(one for one in profile.ranges if one.method)
+    ids = torch.randint(0, 2048, (1, served.tokens), generator=torch.Generator().manual_seed(1))
+    assert served.method is not None
+    assert served.parameters is not None
+    layers = [i for i in range(2) if i not in served.dense_layers]
+    with torch.no_grad():
+        with attach(model, served.method, layers=layers, gate=None, **served.parameters):
+            expected = model(ids).logits
+        with attach(model, profile="model.profile.json", gate=None) as handle:
+            assert torch.equal(expected, model(ids).logits)
+    assert {one.mode for one in handle.report().layers if one.layer in layers} == {"sparse"}
+
+
+@pytest.mark.usefixtures("_elsewhere", "_one_tokenizer")
+def test_nothing_within_reach_gives_a_profile_that_runs_dense(folder: Path) -> None:
+    result = run("--model", str(folder), "--tokens", "300", "--count", "1", *SMALL, "--kl", "0", "-o", "none.json")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert "300 tokens: KL of at most 0: no setting reaches it; calls of this length run dense; nearest was" in said
+    assert Profile.load("none.json").ranges[0].method is None
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(300)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        with attach(model, profile="none.json") as handle:
+            assert torch.equal(expected, model(ids).logits)
+    assert any("may never run" in note for note in handle.report().notes)
+
+
+@pytest.mark.usefixtures("_elsewhere", "_one_tokenizer")
+def test_ctrl_c_writes_what_was_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparseprefill.adapters.calibration import fit
+
+    whole, done = fit.ModelReadings.run, list[int]()
+
+    def stops(self: Any, candidate: Candidate, prompt: int) -> Outcome:
+        done.append(len(self.prompts[prompt].ids))
+        if done.count(600) == 2:
+            raise KeyboardInterrupt
+        found: Outcome = whole(self, candidate, prompt)
+        return found
+
+    monkeypatch.setattr(fit.ModelReadings, "run", stops)
+    result = run("--model", str(folder), "--tokens", "300", "--tokens", "600", "--count", "1", *SMALL, "--kl", "9")
+    assert result.exit_code == 130, result.output
+    assert "stopped: model.profile.json holds what was found so far, for 2 of 2 lengths" in " ".join(
+        result.stderr.split()
+    )
+    assert ["streaming", "streaming"] == [one.method for one in Profile.load("model.profile.json").ranges]
+
+
+@pytest.mark.usefixtures("_elsewhere", "_one_tokenizer")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "sample"), ("no method is named 'sample'",)),
+        (("--model", "/no/such/folder"), ("--model /no/such/folder",)),
+        (("-o", "no/such.json"), ("--output no/such.json", "no folder")),
+        (("-o", "."), ("--output .", "name a file")),
+        (("--prompts", "none.txt"), ("there is no file or folder none.txt",)),
+        (("--prompts", "mine.jsonl", "--tokens", "30000"), ("--tokens 30000: the longest prompt of mine.jsonl has",)),
+        (("--prompts", "short.txt"), ("no prompt has 256 tokens or more",)),
+        (("--tokens", "99999"), ("--tokens 99999", "reads at most", "pass 40944 or less")),
+        (("--set", "bfla.group=2", "--method", "streaming"), ("'bfla' is not among the methods of this run",)),
+        (("--method", "streaming", "--set", "streaming.window=0"), ("window is 0",)),
+    ],
+)
+def test_the_command_refuses(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    Path("short.txt").write_text("A short text.", encoding="utf-8")
+    refused(run(*arguments), *words)
