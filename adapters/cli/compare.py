@@ -41,6 +41,9 @@ def compare(
         list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
     ] = None,
     config: Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")] = None,
+    profile: Annotated[
+        list[Path] | None, typer.Option(help="Also what this file of `sparseprefill fit` or `tune` holds.")
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=128, help="The most tokens of a prompt; of a built-in one, just so many.")
     ] = None,
@@ -71,7 +74,7 @@ def compare(
     from ..evaluation.runs import outcomes
     from . import page, results
     from . import picture as pictures
-    from .options import configured, contenders
+    from .options import configured, contenders, profiled
     from .progress import bars
     from .setup import Place, check_layers, language_model
 
@@ -80,7 +83,8 @@ def compare(
     if html is not None:
         pictures.check_writable("--html", html)
     registry = default_registry()
-    compared = contenders(registry, method or (), settings or (), _suited(model)) + configured(config or (), False)
+    compared = contenders(registry, method or (), settings or (), _suited(model))
+    compared += configured(config or (), False) + profiled(profile or ())
     place = Place.of(device, dtype.value, threads)
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
     sizes = Sizes(tail=tail, greedy=greedy, rows=rows, repeats=repeats)

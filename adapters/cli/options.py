@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparseprefill import build
 from sparseprefill.config import from_config
 from sparseprefill.errors import nearest
 from sparseprefill.registry import Registry
@@ -54,6 +55,11 @@ def configured(paths: Sequence[Path], hybrids: bool) -> list[Contender]:
         pipeline = from_config(path)
         made.append(Contender(pipeline.name, pipeline, {"config": str(path)}))
     return made
+
+
+def profiled(paths: Sequence[Path]) -> list[Contender]:
+    """Contenders from profiles, named by the file."""
+    return [Contender(path.name, build(profile=path), {"profile": str(path)}) for path in paths]
 
 
 def setting(text: str) -> tuple[str, str, Any]:
