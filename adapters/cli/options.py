@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparseprefill import build
 from sparseprefill.config import from_config
 from sparseprefill.errors import nearest
-from sparseprefill.registry import Registry
+from sparseprefill.registry import Registry, default_registry
 
 from ..demo.hybrids import HYBRIDS
 from ..evaluation.contender import Contender
@@ -59,7 +58,7 @@ def configured(paths: Sequence[Path], hybrids: bool) -> list[Contender]:
 
 def profiled(paths: Sequence[Path]) -> list[Contender]:
     """Contenders from profiles, named by the file."""
-    return [Contender(path.name, build(profile=path), {"profile": str(path)}) for path in paths]
+    return [Contender(path.name, default_registry().build(profile=path), {"profile": str(path)}) for path in paths]
 
 
 def setting(text: str) -> tuple[str, str, Any]:

@@ -179,6 +179,23 @@ def test_a_length_without_a_setting_runs_dense_and_says_so(tiny: tuple[Any, Path
     assert any("accurate enough" in reason for layer in handle.report().layers for reason in layer.reasons)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dense", [0, 1])
+def test_a_layer_that_the_profile_keeps_dense_leaves_the_others_sparse(tiny: tuple[Any, Path], dense: int) -> None:
+    model, path = tiny
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    facts["ranges"][0]["dense_layers"] = [dense]
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    with attach(model, "streaming", sink=8, window=16, block=8, layers=[1 - dense]):
+        expected = model(prompt(90)).logits
+    with attach(model, profile=path, strict=True) as handle:
+        assert torch.equal(expected, model(prompt(90)).logits)
+    modes = {layer.layer: layer.mode for layer in handle.report().layers}
+    assert {dense: "dense", 1 - dense: "sparse"} == modes
+    (reason,) = handle.report().layers[dense].reasons
+    assert f"the profile keeps layer {dense} dense" in reason
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["tune", *arguments])
 

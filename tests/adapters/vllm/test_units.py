@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import sys
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -265,6 +266,18 @@ def test_tables_serve_a_share_of_the_heads() -> None:
         other = LocalRegistry(attrs.evolve(whole, digest="another"), local)
         with pytest.raises(sp.ParameterError, match="made for another model"):
             other.build(name, **options)
+
+
+def test_a_profile_alone_names_the_method(tmp_path: Path) -> None:
+    whole = load(CLUSTERS).model
+    assert whole is not None
+    only = LengthRange(least=0, tokens=9, method="streaming", parameters={"sink": 16, "window": 64}, dense_layers=(1,))
+    path = tmp_path / "my.profile.json"
+    path.write_text(sp.Profile(methods=("bfla", "streaming"), model=whole, ranges=(only,)).to_json(), encoding="utf-8")
+    route = options(profile=str(path)).build(LocalRegistry(whole, attrs.evolve(whole, heads=2, kv_heads=1)))
+    q, k = torch.randn(1, 2, 300, 64), torch.randn(1, 1, 300, 64)
+    assert not route.run(sp.AttentionCall(q, k, k, layer=2, first_head=2)).dense
+    assert "keeps layer 1 dense" in route.run(sp.AttentionCall(q, k, k, layer=1, first_head=2)).dense
 
 
 def test_a_config_is_built_for_a_share_of_the_heads() -> None:
