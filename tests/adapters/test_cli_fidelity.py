@@ -14,6 +14,10 @@ from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation import runs
 from typer.testing import CliRunner, Result
 
+from sparseprefill.profiles.profile import Profile
+
+from .hf_models import SLIDING_LAYERS, build
+
 SMALL = ("--tokens", "256", "--count", "1", "--greedy", "6", "--device", "cpu", "--method", "streaming")
 
 
@@ -132,3 +136,24 @@ def test_a_model_without_weights(folder: Path, tmp_path: Path) -> None:
     result = run("--model", str(bare), "--device", "cpu")
     assert result.exit_code == 1
     assert f"--model {bare}" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2-sdpa", "phi3", "gpt-oss"])
+def test_models_of_other_types(kind: str, tmp_path: Path, embedded_tokenizer: Any) -> None:
+    """`compare` and `fit`, as a new user would: layers with a sliding window run dense, and are said to."""
+    path = tmp_path / kind
+    build(kind, vocab_size=2048, max_position_embeddings=1024).save_pretrained(path)
+    embedded_tokenizer.save_pretrained(path)
+    own = ("--model", str(path), "--device", "cpu", "--threads", "1", "--count", "1", "--tokens", "300")
+    small = ("--method", "streaming", "--set", "streaming.window=64", "--set", "streaming.sink=16")
+    small += ("--set", "streaming.block=16")
+    result = CliRunner().invoke(app, ["compare", *own, *small, "--greedy", "4", "--json"])
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    sparse = facts["methods"][1]
+    assert sparse["kl"] > 0.0
+    reasons = [layer["reason"] for layer in facts["outcomes"][1]["layers"]]
+    assert SLIDING_LAYERS.get(kind, 0) == sum(bool(reason) for reason in reasons)
+    result = CliRunner().invoke(app, ["fit", *own, *small, "--kl", "9", "-o", str(tmp_path / "p.json")])
+    assert result.exit_code == 0, result.output
+    assert Profile.load(tmp_path / "p.json").ranges[0].method == "streaming"
