@@ -152,7 +152,7 @@ class Searcher:
         for index, prompts in enumerate(self.rungs):
             ends = self._ends(began, index)
             self._read_stock(prompts)
-            read = []
+            read: list[Trial] = []
             for one in left:
                 if read and ends is not None and self.now() >= ends:
                     break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as reader
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -137,7 +138,7 @@ def fit(
             searcher = Searcher(length, tried, readings, target, cost, until=until)
             try:
                 with shown.contender(f"{length:,} tokens") as progress:
-                    searches.append(searcher.run(lambda done, of, hear=progress: hear("settings", done, of)))
+                    searches.append(searcher.run(partial(progress, "settings")))
             except KeyboardInterrupt:
                 stopped = True
                 searches.append(searcher.result())

@@ -98,10 +98,9 @@ def attach(
 def _pipeline(
     method: str | Pipeline | Route | None, profile: Profile | None, parameters: dict[str, Any]
 ) -> Pipeline | Route:
-    if method is None and profile is not None:
-        return default_registry().build(profile=profile, **parameters)
-    if isinstance(method, str):
-        return default_registry().build(method, profile=profile, **parameters)
+    if isinstance(method, str) or (method is None and profile is not None):
+        made: Pipeline | Route = default_registry().build(method, profile=profile, **parameters)
+        return made
     if not isinstance(method, Pipeline | Route):
         raise ParameterError(f"method is {printed(method)}: pass the name of a method, or a Pipeline")
     if profile is not None:

@@ -202,6 +202,11 @@ class Registry:
     @overload
     def build(self, /, name: str | None = None, *, profile: str | Path | Profile, **parameters: Any) -> Route: ...
 
+    @overload
+    def build(
+        self, /, name: str | None = None, *, profile: str | Path | Profile | None = None, **parameters: Any
+    ) -> Pipeline | Route: ...
+
     def build(
         self, /, name: str | None = None, *, profile: str | Path | Profile | None = None, **parameters: Any
     ) -> Pipeline | Route:

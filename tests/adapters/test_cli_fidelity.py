@@ -145,8 +145,8 @@ def test_models_of_other_types(kind: str, tmp_path: Path, embedded_tokenizer: An
     build(kind, vocab_size=2048, max_position_embeddings=1024).save_pretrained(path)
     embedded_tokenizer.save_pretrained(path)
     own = ("--model", str(path), "--device", "cpu", "--threads", "1", "--count", "1", "--tokens", "300")
-    small = ("--method", "streaming", "--set", "streaming.window=64", "--set", "streaming.sink=16")
-    small += ("--set", "streaming.block=16")
+    settings = [f"streaming.{name}={value}" for name, value in (("window", 64), ("sink", 16), ("block", 16))]
+    small = ("--method", "streaming", *(part for one in settings for part in ("--set", one)))
     result = CliRunner().invoke(app, ["compare", *own, *small, "--greedy", "4", "--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)

@@ -136,7 +136,7 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
     end = len(prompt.ids) - SIZES.tail
     with torch.inference_mode():
         dense = model(ids).logits[0].double()
-        with attach(model, contender.pipeline, gate=None):  # type: ignore[arg-type]
+        with attach(model, contender.pipeline, gate=None):
             first = model(ids[:, :end], past_key_values=None, use_cache=True)
         behind = model(ids[:, end:], past_key_values=first.past_key_values).logits[0].double()
     p = dense.log_softmax(-1)
@@ -172,7 +172,7 @@ def test_recall_is_that_of_the_layers_calls(model: LlamaForCausalLM) -> None:
     def observe(call: sp.AttentionCall, result: sp.Result) -> None:
         kept[call.layer] = call, result
 
-    with torch.inference_mode(), attach(model, contender.pipeline, gate=None, observe=observe):  # type: ignore[arg-type]
+    with torch.inference_mode(), attach(model, contender.pipeline, gate=None, observe=observe):
         model(torch.tensor([prompt.ids[: -SIZES.tail]]))
     for layer in found.layers:
         call, result = kept[layer.index]

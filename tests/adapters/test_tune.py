@@ -52,7 +52,7 @@ class Made:
         return answers(self.stock_right, 100, 1.0, 1.0)
 
     def run(self, candidate: Candidate, prompt: int) -> Outcome:
-        window = candidate.parameters["window"]
+        window: int = candidate.parameters["window"]
         right = self.right.get(window, 0)
         density = self.density.get(window, window / 100)
         return answers(right, 100, density, 3.0 / window, "broken" if right < 0 else "")
