@@ -48,11 +48,14 @@ class Rules(NamedTuple):
 
 
 @triton.jit
-def _is_dense(tile, batch, dense_ptr, dense_first, dense_behind):
-    """Whether a query tile keeps every key tile. dense_ptr: int32 [B, 2], the range of each batch row; None for one."""
+def _dense_from(tile, batch, columns, dense_ptr, dense_first, dense_behind):
+    """From which key tile on a query tile keeps all: the first where it is dense, else behind the last.
+
+    dense_ptr: int32 [B, 2], the range of each batch row; None for one range.
+    """
     if dense_ptr is not None:
         dense_first, dense_behind = tl.load(dense_ptr + 2 * batch), tl.load(dense_ptr + 2 * batch + 1)
-    return (tile >= dense_first) & (tile < dense_behind)
+    return tl.where((tile >= dense_first) & (tile < dense_behind), 0, columns)
 
 
 @triton.jit
@@ -97,14 +100,16 @@ def _kept(
 ):  # fmt: skip
     """bool [len(column)]: the tiles in [first, last) that the map or a rule keeps.
 
-    line_ptr: the row's entries, `stride` apart, one for PER_COLUMN tiles; None for no map. rules.dense: of this row.
+    line_ptr: the row's entries, `stride` apart, one for PER_COLUMN tiles; None for no map. rules.dense: from which tile on this
+    row keeps all.
     """
     inside = (column >= first) & (column < last)
     keep = column < 0
     if RULES:
         low = floor_div(tile * TILE_Q, TILE_K)
         behind = tl.where(rules.band >= 0, floor_div((tile + 1) * TILE_Q - 1, TILE_K) + 1, 0)
-        keep = ((column >= low - rules.band) & (column < behind)) | (column < rules.sink) | rules.dense
+        keep = ((column >= low - rules.band) & (column < behind)) | (column < rules.sink)
+        keep = keep | (column >= rules.dense)
     if STRIDE:
         every = rules.every.to(tl.uint32)
         phase = _fold(_fold(rules.stride_state.to(tl.uint32, bitcast=True), rules.first_head + head), tile)
@@ -164,7 +169,7 @@ def encode_kernel(
     head = number * share
     _, _, first_position = batch_row(batch, starts_ptr, None, q_offset, 0)
     tile = floor_div(first_position, TILE_Q) + row
-    dense = _is_dense(tile, batch, dense_ptr, dense_first, dense_behind)
+    dense = _dense_from(tile, batch, columns, dense_ptr, dense_first, dense_behind)
     rules = Rules(band, sink, every, stride_state, random_state, random_last, first_head, dense)
     first, last = columns * 0, columns
     if REACH:
@@ -215,7 +220,7 @@ def resolve_kernel(
     batch, number = program // rows // groups, program // rows % groups
     _, _, first_position = batch_row(batch, starts_ptr, None, q_offset, 0)
     tile = floor_div(first_position, TILE_Q) + row
-    dense = _is_dense(tile, batch, dense_ptr, dense_first, dense_behind)
+    dense = _dense_from(tile, batch, columns, dense_ptr, dense_first, dense_behind)
     rules = Rules(band, sink, every, stride_state, random_state, random_last, first_head, dense)
     first, last = span(tile, columns, window, TILE_Q, TILE_K, WINDOW)
     out_ptr += program.to(tl.int64) * columns
