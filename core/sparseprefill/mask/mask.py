@@ -196,18 +196,27 @@ class SparseMask:
         return evolve(mask, tiles=tiles.filled(rows_map(g, self.tile_q, rows), g, self.tile_q, self.tile_k))
 
     def _without_stripes(self, rows: Rows) -> SparseMask:
-        """The same pairs without the stripes of some query tiles, so each tile has a list of its own, in the storage of
-        its group's."""
+        """The mask without the stripes of some query tiles; each tile has a list of its own then."""
+        mask = self.regrouped(1)
+        if mask.stripes is None:
+            return mask
+        counts = mask.stripes.counts.masked_fill(rows_map(self.geometry, self.tile_q, rows)[:, None], 0)
+        return evolve(mask, stripes=evolve(mask.stripes, counts=counts))
+
+    def regrouped(self, group: int) -> SparseMask:
+        """The same with stripes for groups of fewer query tiles, which divide its own; lists stay in their storage."""
         g, stripes = self.geometry, self.stripes
-        if stripes is None:
+        if group == self.group:
             return self
-        group = torch.div(g.tiles(self.tile_q), self.group, rounding_mode="floor")
-        group = (group - g.first_tile(self.group_rows)[:, None]).clamp(0, stripes.shape[2] - 1)
-        index = group[:, None].expand(-1, g.heads, -1)
-        counts = torch.gather(stripes.counts, 2, index)
-        counts.masked_fill_(rows_map(g, self.tile_q, rows)[:, None], 0)
-        lists = evolve(stripes, counts=counts, offsets=torch.gather(stripes.offsets, 2, index))
-        return evolve(self, group=1, stripes=lists)
+        if self.group % group:
+            raise MaskError(f"group is {group}: pass a divisor of {self.group}, the mask's own")
+        if stripes is None:
+            return evolve(self, group=group)
+        old = torch.div(g.tiles(self.tile_q * group), self.group // group, rounding_mode="floor")
+        old = (old - g.first_tile(self.group_rows)[:, None]).clamp(0, stripes.shape[2] - 1)
+        index = old[:, None].expand(-1, g.heads, -1)
+        counts, offsets = (torch.gather(x, 2, index) for x in (stripes.counts, stripes.offsets))
+        return evolve(self, group=group, stripes=evolve(stripes, counts=counts, offsets=offsets))
 
     def _check_same_call(self, other: SparseMask, verb: str) -> None:
         if not self.geometry.fits(other.geometry):

@@ -47,7 +47,7 @@ def _differ(one: object, other: object) -> bool:
 
 
 Rows = tuple[int, int] | Tensor
-"""A half-open range of query tiles, by their index on each batch row's grid: one for all batch rows, or int32 [B, 2]."""
+"""A half-open range of query tiles, by their index on each batch row's grid: one for all rows, or int32 [B, 2]."""
 
 
 def rows_map(geometry: Geometry, tile_q: int, rows: Rows) -> Tensor:
@@ -131,8 +131,8 @@ class TileMap:
 
     def __or__(self, other: TileMap) -> TileMap:
         """The union; both on one grid."""
-        rules = [(getattr(self, name), getattr(other, name)) for name in ("stride", "random", "dense")]
-        if any(_differ(*pair) for pair in rules) or (self.by_head and other.by_head and self.first_head != other.first_head):
+        differ = any(_differ(getattr(self, name), getattr(other, name)) for name in ("stride", "random", "dense"))
+        if differ or (self.by_head and other.by_head and self.first_head != other.first_head):
             return self._plain() | other
         if self.keep is not None and other.keep is not None:
             return evolve(self._plain(), keep=self.resolved | other.resolved)
