@@ -112,7 +112,7 @@ def test_an_observer_that_detaches_in_mid_forward(implementation: str) -> None:
     model, memories = build(implementation), Memories()
     pipeline = attrs.evolve(sp.build("streaming", **STREAMING), observers=(memories,))
     stock = logits(model)
-    with attach(model, pipeline, gate=None):
+    with attach(model, pipeline, gate=None, tail=0):
         wanted = logits(model)
     assert not torch.allclose(wanted, stock, atol=1e-2)
     inside: list[Any] = []
@@ -123,7 +123,7 @@ def test_an_observer_that_detaches_in_mid_forward(implementation: str) -> None:
             inside.append(logits(model))
             inside.append(model.generate(hf_models.prompt(60), max_new_tokens=2, do_sample=False))
 
-    handle = attach(model, pipeline, observe=observe, gate=None)
+    handle = attach(model, pipeline, observe=observe, gate=None, tail=0)
     cache = DynamicCache(config=model.config)
     got = logits(model, past_key_values=cache)
     assert torch.equal(got, wanted)

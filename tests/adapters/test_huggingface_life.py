@@ -108,7 +108,7 @@ def test_copies_are_stock_models_that_can_be_attached(model: Any, make: Any, imp
         {"mine": []}
     )  # what cannot be pickled is not part of the model
     with attach(
-        model, "streaming", observe=lambda call, _: notes["mine"].append(call.layer), gate=None, **STREAMING
+        model, "streaming", observe=lambda call, _: notes["mine"].append(call.layer), gate=None, tail=0, **STREAMING
     ) as handle:
         sparse = logits(model)
         twin = make(model)

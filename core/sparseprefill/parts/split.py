@@ -32,7 +32,7 @@ class Part:
     rows: tuple[int, int]
 
     def of(self, call: AttentionCall) -> AttentionCall:
-        """The part as a call: views. Where rows are left out, so are keys behind its last; it knows the prompt's end."""
+        """The part as a call: views. Where rows are left out, so are the keys behind; it knows the prompt's end."""
         (head, end), (row, last) = self.heads, self.rows
         group = call.group
         kv = slice(head // group, -(-end // group))
