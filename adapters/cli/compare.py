@@ -11,9 +11,11 @@ import typer
 
 from sparseprefill.registry import default_registry
 
+from ..session.session import TAIL
 from . import render
 from .demo import Dtype
 from .group import CommandError
+from .options import Tail
 
 if TYPE_CHECKING:
     from ..evaluation.outcome import Outcome
@@ -48,7 +50,10 @@ def compare(
         int | None, typer.Option(min=128, help="The most tokens of a prompt; of a built-in one, just so many.")
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Built-in prompts, or the first so many of a file.")] = 4,
-    tail: Annotated[int, typer.Option(min=2, help="Tokens held back from each prompt's end, to be predicted.")] = 32,
+    tail: Tail = TAIL,
+    held_back: Annotated[
+        int, typer.Option(min=2, help="Tokens held back from each prompt's end, to be predicted.")
+    ] = 32,
     greedy: Annotated[int, typer.Option(min=1, help="Tokens of dense's own continuation.")] = 64,
     rows: Annotated[int, typer.Option(min=1, help="Query rows that recall is sampled on.")] = 64,
     repeats: Annotated[
@@ -83,11 +88,11 @@ def compare(
     if html is not None:
         pictures.check_writable("--html", html)
     registry = default_registry()
-    compared = contenders(registry, method or (), settings or (), _suited(model))
-    compared += configured(config or (), False) + profiled(profile or ())
+    compared = contenders(registry, method or (), settings or (), _suited(model), tail)
+    compared += configured(config or (), False, tail) + profiled(profile or (), tail)
     place = Place.of(device, dtype.value, threads)
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
-    sizes = Sizes(tail=tail, greedy=greedy, rows=rows, repeats=repeats)
+    sizes = Sizes(tail=held_back, greedy=greedy, rows=rows, repeats=repeats)
     found: list[Outcome] = []
     with place.threaded():
         loaded, tokenizer = language_model(model, place, device_map)
@@ -110,6 +115,7 @@ def compare(
         "device": str(place.device),
         "dtype": place.dtype_name,
         "threads": threads,
+        "tail": tail,
         "stopped": stopped,
     }
     if picture is not None:

@@ -10,7 +10,9 @@ import typer
 
 from sparseprefill.registry import default_registry
 
+from ..session.session import TAIL
 from . import render
+from .options import Tail
 
 LAYER, HEAD = 3, 1
 """Whose mask the picture shows unless told otherwise."""
@@ -38,6 +40,7 @@ def demo(
     ] = None,
     hybrids: Annotated[bool, typer.Option("--hybrids", help="Also run hybrids of several methods.")] = False,
     config: Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")] = None,
+    tail: Tail = TAIL,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the text, the needles and their places.")] = 0,
     picture: Annotated[Path, typer.Option(help="Where the picture of the masks goes.")] = Path(
@@ -65,7 +68,8 @@ def demo(
 
     pictures.check_path(picture)
     registry = default_registry()
-    compared = contenders(registry, method or (), settings or (), PARAMETERS) + configured(config or (), hybrids)
+    compared = contenders(registry, method or (), settings or (), PARAMETERS, tail)
+    compared += configured(config or (), hybrids, tail)
     place = Place.of(device, dtype.value, threads)
     with bars(len(compared) + 1) as shown, place.threaded():
         exam = exam_of(tokens, questions, seed, (layer, head), place)
@@ -78,6 +82,7 @@ def demo(
         "device": str(place.device),
         "dtype": place.dtype_name,
         "threads": threads,
+        "tail": tail,
         "picture": {"path": str(picture), "layer": layer, "head": head},
     }
     if json:

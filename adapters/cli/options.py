@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from sparseprefill.config import from_config
 from sparseprefill.errors import nearest
+from sparseprefill.pipeline import MOST_ROWS
 from sparseprefill.registry import Registry, default_registry
 
 from ..demo.hybrids import HYBRIDS
 from ..evaluation.contender import Contender
+from ..session.session import TAIL
 from .group import CommandError
 
+Tail = Annotated[
+    int, typer.Option(min=0, max=MOST_ROWS, help="Last rows of a prompt that get every key with every method.")
+]
 DENSE = "dense"
 """The registry's method that computes the same, through the sparse executor; left out unless it is named."""
 
@@ -24,11 +31,12 @@ def contenders(
     names: Sequence[str],
     settings: Sequence[str],
     suited: Mapping[str, Mapping[str, Any]] | None = None,
+    tail: int = TAIL,
 ) -> list[Contender]:
     """The methods to compare, built: those named, or every one that is registered.
 
-    suited: parameters that suit the model, by method. settings: texts ``name.parameter=value``, over them. Raises
-    CommandError or the library's own errors for anything that does not fit.
+    suited: parameters that suit the model, by method. settings: texts ``name.parameter=value``, over them. tail: last
+    rows that get every key, as of `attach`. Raises CommandError or the library's own errors for what does not fit.
     """
     chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
     changes: dict[str, dict[str, Any]] = {registry.get(name).name: {} for name in chosen}
@@ -42,23 +50,25 @@ def contenders(
     made = []
     for name, changed in changes.items():
         parameters = {**(suited or {}).get(name, {}), **changed}
-        made.append(Contender(name, registry.build(name, **parameters), parameters))
+        made.append(Contender(name, registry.build(name, **parameters), parameters, tail))
     return made
 
 
-def configured(paths: Sequence[Path], hybrids: bool) -> list[Contender]:
+def configured(paths: Sequence[Path], hybrids: bool, tail: int = TAIL) -> list[Contender]:
     """Contenders from configuration files, named by their `name` or the file, and the hybrids that ship."""
     tables = HYBRIDS if hybrids else {}
-    made = [Contender(name, from_config(dict(table)), table) for name, table in tables.items()]
+    made = [Contender(name, from_config(dict(table)), table, tail) for name, table in tables.items()]
     for path in paths:
         pipeline = from_config(path)
-        made.append(Contender(pipeline.name, pipeline, {"config": str(path)}))
+        made.append(Contender(pipeline.name, pipeline, {"config": str(path)}, tail))
     return made
 
 
-def profiled(paths: Sequence[Path]) -> list[Contender]:
+def profiled(paths: Sequence[Path], tail: int = TAIL) -> list[Contender]:
     """Contenders from profiles, named by the file."""
-    return [Contender(path.name, default_registry().build(profile=path), {"profile": str(path)}) for path in paths]
+    return [
+        Contender(path.name, default_registry().build(profile=path), {"profile": str(path)}, tail) for path in paths
+    ]
 
 
 def setting(text: str) -> tuple[str, str, Any]:

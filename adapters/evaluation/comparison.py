@@ -160,7 +160,8 @@ def _cut(prompt: Prompt, sizes: Sizes, reader: Reader) -> tuple[Tensor, Tensor]:
 def _attached(model: Any, contender: Contender, observe: Any) -> AbstractContextManager[Any]:
     if contender.pipeline is None:
         return nullcontext()
-    handle: AbstractContextManager[Any] = attach(model, contender.pipeline, observe=observe, gate=None)
+    tail = contender.dense_tail
+    handle: AbstractContextManager[Any] = attach(model, contender.pipeline, observe=observe, gate=None, tail=tail)
     return handle
 
 

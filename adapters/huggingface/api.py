@@ -13,7 +13,7 @@ from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
 from sparseprefill.route import Route, gated
 
-from ..session.session import MIN_QUERY, Observe, Session
+from ..session.session import MIN_QUERY, TAIL, Observe, Session
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ def attach(
     observe: Observe | None = None,
     profile: str | Path | Profile | None = None,
     gate: GateChoice = AUTO,
+    tail: int = TAIL,
     **parameters: Any,
 ) -> Handle:
     """Run the model's prefill through a sparse method, until the handle is detached.
@@ -48,6 +49,8 @@ def attach(
     or ``tune`` wrote for this model; the length of each call chooses method and parameters, `parameters` go over them.
     gate: judges each call by its sizes, so that one too small for the method runs dense. "auto": the break-even table
     that fits the device, if there is one; or the path of a table, a BreakEven or Gate, None for no gate.
+    tail: last query rows of each forward that get every key, whatever the method selects, in whole query tiles, for
+    there a question stands that block methods pool away; a Pipeline given gets it, too. 0 leaves the method as it is.
 
     Where nothing of the model can ever run sparse (every layer would stay dense), attach refuses; where nothing may, as
     far as can be told (only sliding windows, a `min_query` or a break-even table beyond the model's length), it warns.
@@ -60,7 +63,9 @@ def attach(
     given = Route.of(_pipeline(method, profile, parameters))
     # A route's own gate goes before "auto"; any other choice goes before a route's own.
     route = given if gate == AUTO and given.gate is not None else Route.of(gated(given, gate))
-    session = Session(route, min_query=min_query, layers=layers, strict=strict, measure=measure, observe=observe)
+    session = Session(
+        route, min_query=min_query, layers=layers, strict=strict, measure=measure, observe=observe, tail=tail
+    )
     try:
         from .dry_run import dry_run
         from .handle import Handle

@@ -62,8 +62,9 @@ class Report:
 
     method: the pipeline's name. host: what it is attached to. implementation: the host's own attention, which serves
     decoding and every fallback. min_query: query rows from which a call is prefill. grain: tokens at whose multiples
-    a prompt may be cut into chunks, or None. short_forwards: forwards with fewer rows, all dense: decoding steps and
-    short prompts. layers: in order of their index. notes: what else is worth knowing, with counts. gate: the tables
+    a prompt may be cut into chunks, or None. tail: last query rows of a prompt, or of each chunk where the host does
+    not know the prompt's end, that get every key. short_forwards: forwards with fewer rows, all dense: decoding steps
+    and short prompts. layers: in order of their index. notes: what else is worth knowing, with counts. gate: the tables
     by which calls were judged too small for the method; empty if none was. kernels: how many calls each kernel
     computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a call in parts counts for each
     kernel that it met.
@@ -74,6 +75,7 @@ class Report:
     implementation: str
     min_query: int
     grain: int | None = None
+    tail: int = 0
     short_forwards: int = 0
     layers: tuple[LayerReport, ...] = ()
     notes: Mapping[str, int] = field(factory=dict)
@@ -96,8 +98,9 @@ class Report:
 
     def __str__(self) -> str:
         grain = "no grain" if self.grain is None else f"grain {self.grain} tokens"
+        tail = f"; dense tail {self.tail} rows" if self.tail else ""
         lines = [
-            f"{self.method} on {self.host} (dense: {self.implementation}; {grain})",
+            f"{self.method} on {self.host} (dense: {self.implementation}; {grain}{tail})",
             *map(str, self.layers),
             f"dense by length (fewer than {self.min_query} query rows): {self.short_forwards} forwards",
             *([f"dense by break-even: {self.gate}"] if self.gate else []),

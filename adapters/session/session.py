@@ -27,6 +27,8 @@ from .report import Report
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
 MIN_QUERY = 16  # query rows from which a forward is prefill; fewer are decoding, a draft's check among them
+TAIL = 128
+"""Last rows of a prompt that get every key: a question there steers the answer, and block methods pool it away."""
 WHOLE = (
     "calls below break-even, or that the profile leaves dense, were computed with every key by the pipeline's "
     "executor, not by the host"
@@ -65,7 +67,8 @@ class Session:
     observe: called as ``observe(call, result)`` after every sparse call. warn: log the first fallback of each reason.
     gate: judges each call by its sizes ("auto", a table or its path, a Gate; None for the route's own, if it has one);
     what it finds too small for the method the host computes, which is no failure and so nothing that `strict` raises
-    for.
+    for. tail: last query rows of a prompt that get every key, whatever the method selects (`Pipeline.with_tail`); where
+    a call does not say how long its prompt is, the call's own last rows. 0 for none.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Session:
         observe: Observe | None = None,
         warn: bool = True,
         gate: GateChoice = None,
+        tail: int = TAIL,
     ) -> None:
         if not isinstance(min_query, int) or isinstance(min_query, bool) or min_query < 2:
             raise ParameterError(
@@ -86,7 +90,8 @@ class Session:
             )
         if observe is not None and not callable(observe):
             raise ParameterError(f"observe is {printed(observe)}: pass a function of a call and its result, or None")
-        self.route = Route.of(pipeline if gate is None or gate is False else gated(pipeline, gate))
+        route = Route.of(pipeline if gate is None or gate is False else gated(pipeline, gate))
+        self.route, self.tail = route.with_tail(tail), tail
         self.min_query, self.strict = min_query, strict
         self.layers = None if layers is None else _indices(layers)
         self._measure, self._observe, self._warn = measure, observe, warn
@@ -226,6 +231,7 @@ class Session:
                 implementation=implementation,
                 min_query=self.min_query,
                 grain=self.route.method_grain,
+                tail=self.tail,
                 gate="" if self.route.gate is None else told(self.route.gate),
                 short_forwards=self._short,
                 layers=tuple(r.report(mean=self._measure) for _, r in sorted(self._records.items())),

@@ -68,6 +68,7 @@ def _sparse(impl: Any, part: Part, rows: Tensor, read: Read) -> Tensor | None:
             softcap=layer.softcap,
             sinks=layer.sinks,
             first_head=runtime.model.first_head,
+            prompt_lengths=None if part.row is None else part.row.prompt,
         )
         outcome = runtime.session.run(call, part.prefill)
         if isinstance(outcome, Fallback):

@@ -70,6 +70,21 @@ class Names:
             found = list(runner.input_batch.req_ids[:count])
         return found + [None] * (count - len(found))
 
+    def prompt(self, name: str | None) -> int | None:
+        """Tokens of the prompt of a request, those that it generated before it was preempted left out; None where the
+        runner does not tell."""
+        runner = self._runner()
+        if name is None or runner is None:
+            return None
+        if hasattr(runner, "req_states"):
+            states = runner.req_states
+            lengths, slot = getattr(states, "prompt_len", None), states.req_id_to_index.get(name)
+            lengths = getattr(lengths, "np", lengths)  # one with a copy on the device, or a plain array
+            found = None if lengths is None or slot is None else lengths[slot]
+        else:
+            found = getattr(runner.requests.get(name), "num_prompt_tokens", None)
+        return None if found is None or int(found) < 1 else int(found)
+
     def alive(self, name: str) -> bool:
         """Whether the runner still has a request of this id, running or waiting for its next chunk."""
         runner = self._runner()

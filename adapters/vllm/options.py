@@ -10,12 +10,14 @@ from attrs import field, frozen
 from sparseprefill.breakeven.gate import AUTO, GateChoice
 from sparseprefill.config import KEYS, from_config
 from sparseprefill.errors import ParameterError, nearest
-from sparseprefill.pipeline import Pipeline
+from sparseprefill.pipeline import MOST_ROWS, Pipeline
 from sparseprefill.registry import Registry
 from sparseprefill.route import Route
 
+from ..session.session import TAIL
+
 TABLE = "sparseprefill"
-OWN = ("config", "layers", "log_level", "measure", "min_query", "strict", "warm_up")
+OWN = ("config", "layers", "log_level", "measure", "min_query", "strict", "tail", "warm_up")
 LEVELS = ("debug", "info", "warning", "error")
 MIN_QUERY = 128
 """Query rows from which a chunk of a prompt is worth a mask: those of one tile."""
@@ -27,6 +29,7 @@ class Options:
 
     min_query: query rows from which a request's chunk runs sparse. layers: indices to run sparse; None for all.
     strict: refuse to start where a layer would stay dense. measure: count the density of every call at once.
+    tail: last query rows of a prompt that get every key; 0 for none.
     warm_up: compile the kernels at start; None to do as vLLM does with its own. log_level: of the library's messages in
     vLLM's log.
     """
@@ -36,6 +39,7 @@ class Options:
     layers: tuple[int, ...] | None = None
     strict: bool = False
     measure: bool = False
+    tail: int = TAIL
     warm_up: bool | None = None
     log_level: str = field(default="info")
 
@@ -73,6 +77,7 @@ def parse(additional: object) -> Options:
         layers=_layers(table.get("layers")),
         strict=_switch("strict", table.get("strict", False)),
         measure=_switch("measure", table.get("measure", False)),
+        tail=_tail(table.get("tail", TAIL)),
         warm_up=_switch("warm_up", table["warm_up"]) if "warm_up" in table else None,
         log_level=level,
     )
@@ -93,6 +98,12 @@ def _source(table: Mapping[str, Any]) -> Mapping[str, Any] | str:
 def _rows(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 2:
         raise ParameterError(f"{TABLE}.min_query is {value!r}: pass an integer >= 2, so that decoding stays dense")
+    return value
+
+
+def _tail(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_ROWS:
+        raise ParameterError(f"{TABLE}.tail is {value!r}: pass a number of query rows from 0 to {MOST_ROWS}")
     return value
 
 

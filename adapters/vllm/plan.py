@@ -24,7 +24,8 @@ def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Par
     asked = prefilling[:count].tolist()
     wanted = [i for i in range(count) if asked[i] or len(runtime.requests)]
     names = runtime.names.of(common, count) if wanted else []
-    every = {i: Row(lengths[i] - starts[i + 1] + starts[i], lengths[i], names[i]) for i in wanted}
+    prompts = {i: runtime.names.prompt(names[i]) for i in wanted}
+    every = {i: Row(lengths[i] - starts[i + 1] + starts[i], lengths[i], names[i], prompts[i]) for i in wanted}
     rows, decoding = ({i: row for i, row in every.items() if asked[i] is kind} for kind in (True, False))
     found = runtime.prefills(common.query_start_loc_cpu, list(rows.values()), list(decoding.values()))
     prefills = dict(zip(rows, found, strict=True))

@@ -20,11 +20,13 @@ class Row:
     """One request's chunk in one step.
 
     start, end: the tokens of its sequence that the chunk holds. name: the request's id, None where it is not known.
+    prompt: tokens of its whole prompt, None where that is not known.
     """
 
     start: int
     end: int
     name: str | None = None
+    prompt: int | None = None
 
 
 @frozen(eq=False)

@@ -26,6 +26,7 @@ from .tensor_parallel import LocalRegistry
 
 NAME = "CUSTOM"
 NAMELESS = "chunks behind others whose request vLLM does not name: what the method remembers does not reach them"
+ENDLESS = "chunks of prompts whose length vLLM does not tell: the dense tail is every chunk's"
 FORGETS = "what the method remembers of a prompt does not reach from one chunk to the next"
 log = logging.getLogger(__name__)
 _runtimes: dict[int, Runtime] = {}
@@ -53,6 +54,8 @@ class Runtime:
             for row in rows:
                 if row.start and row.name is None and self.session.route.remembers:
                     self.session.note(NAMELESS)
+                if row.prompt is None and self.options.tail:
+                    self.session.note(ENDLESS)
                 if row.end - row.start < self.options.min_query:
                     self.session.count_short()
             if self.requests.finished > finished and log.isEnabledFor(logging.DEBUG):
@@ -159,6 +162,11 @@ def _make(config: Any, attention: str) -> Runtime:
         raise AttachError(f"{TABLE}: the method's own code failed when it was built: {reason(error)}") from error
     tally = Tally(measure=options.measure)
     session = Session(
-        route, min_query=options.min_query, layers=options.layers, observe=tally.observe, gate=options.gate
+        route,
+        min_query=options.min_query,
+        layers=options.layers,
+        observe=tally.observe,
+        gate=options.gate,
+        tail=options.tail,
     )
     return Runtime(options, session, model, tally)

@@ -60,28 +60,34 @@ class Sizes:
         made = torch.rand([shape[i] for i in order], device=self.device)
         return ((made * 64).to(torch.uint8) if self.stored.itemsize == 1 else made.to(self.stored)).permute(order)
 
-    def calls(self) -> list[tuple[int, int]]:
-        """Query rows and keys: a chunk that is a prompt, and one behind the longest context."""
+    def calls(self) -> list[tuple[int, int, int]]:
+        """Query rows, keys, tokens of the prompt: a chunk that is a prompt; one that others follow, as it has no dense
+        tail; and one behind the longest context."""
         first = min(self.step, self.longest)
-        return [(first, first)] if self.longest == first else [(first, first), (self.step, self.longest)]
+        if self.longest == first:
+            return [(first, first, first)]
+        return [(first, first, first), (first, first, first << 1), (self.step, self.longest, self.longest)]
 
 
 def warm(pipeline: Pipeline, layers: Sequence[Layer], sizes: Sizes, pages: Where, first_head: int = 0) -> None:
     """Run a method on made-up requests in a few of the layers, as a prefill does."""
-    for rows, keys in sizes.calls():
+    for rows, keys, prompt in sizes.calls():
         memory = Memory()
         for layer in layers[:LAYERS]:
-            pipeline.run(_call(layer, sizes, pages, rows, keys, first_head), memory)
+            pipeline.run(_call(layer, sizes, pages, rows, keys, first_head, prompt), memory)
     if sizes.small:
         call = _call(layers[0], sizes, pages, sizes.small, sizes.small, first_head)
         pipeline.executor.execute(call, Plan(SparseMask.full(call)))
 
 
-def _call(layer: Layer, sizes: Sizes, pages: Where, rows: int, keys: int, first_head: int) -> AttentionCall:
+def _call(
+    layer: Layer, sizes: Sizes, pages: Where, rows: int, keys: int, first_head: int, prompt: int | None = None
+) -> AttentionCall:
     table = torch.arange(-(-keys // sizes.page), device=sizes.device, dtype=torch.int32) % FILLED
     q = torch.randn(1, sizes.query_heads, rows, sizes.head_dim, device=sizes.device, dtype=sizes.dtype)
     facts = {"scale": layer.scale, "layer": layer.index, "softcap": layer.softcap, "sinks": layer.sinks}
-    return AttentionCall.of_pages(q, pages(sizes.cache(), table, keys), first_head=first_head, **facts)
+    given = {"first_head": first_head, "prompt_lengths": prompt, **facts}
+    return AttentionCall.of_pages(q, pages(sizes.cache(), table, keys), **given)
 
 
 def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Sizes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import field, fields, frozen
@@ -17,6 +17,8 @@ from sparseprefill.pages import Pages
 
 LEAST, MOST = 1e-30, 1e30
 """Bounds of scale and softcap: beyond them float32 logits, or logits over the softcap, are no numbers any more."""
+LONGEST = 1 << 31
+"""No prompt reaches it, in tokens."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -31,6 +33,9 @@ class AttentionCall:
     q_offset: index among the keys of query row 0; default ``Nkv - Nq`` (bottom-right causal).
     layer: index of the layer, for methods that keep state per layer.
     starts, lengths: int32 ``[B]``: first real key and number of real keys of each batch row (left / right padding).
+    prompt_lengths: tokens of the whole prompt, counted from its first real one: int32 ``[B]``, or one number for all
+    batch rows. More than there are keys where chunks are still to come, fewer where tokens behind the prompt are
+    computed. None: not known; the prompt then counts as ending with the call's last real query row.
     window: keys a query sees, itself included. softcap: ``cap * tanh(logit / cap)``.
     sinks: ``[Hq]`` logits that join each row's softmax denominator (GPT-OSS).
     first_head: index among the layer's query heads of query head 0, where the call holds only some of them: a part of
@@ -47,6 +52,7 @@ class AttentionCall:
     layer: int = field(default=0, kw_only=True)
     starts: Tensor | None = field(default=None, kw_only=True)
     lengths: Tensor | None = field(default=None, kw_only=True)
+    prompt_lengths: Tensor | int | None = field(default=None, kw_only=True)
     window: int | None = field(default=None, kw_only=True)
     softcap: float | None = field(default=None, kw_only=True)
     sinks: Tensor | None = field(default=None, kw_only=True)
@@ -188,12 +194,17 @@ def _check_rows(call: AttentionCall) -> None:
     elif not _is_int(call.q_offset) or not 0 <= call.q_offset <= kv_len - q_len:
         remedy = f"the {q_len} query rows must stand among the {kv_len} keys: 0 to {kv_len - q_len}"
         raise InvalidCallError("q_offset", printed(call.q_offset), remedy)
-    for name, rows in (("starts", call.starts), ("lengths", call.lengths)):
-        if rows is None:
+    prompt = call.prompt_lengths
+    if _is_int(prompt) and not 0 <= cast(int, prompt) < LONGEST:
+        raise InvalidCallError("prompt_lengths", printed(prompt), f"pass a number of tokens from 0 to {LONGEST - 1}")
+    tensors = ("starts", call.starts), ("lengths", call.lengths), ("prompt_lengths", prompt)
+    for name, rows in tensors:
+        if rows is None or (name == "prompt_lengths" and _is_int(rows)):
             continue
         if not isinstance(rows, Tensor) or rows.shape != (call.q.shape[0],) or rows.dtype != torch.int32:
             shown = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else printed(rows)
-            raise InvalidCallError(name, shown, f"pass an int32 tensor of shape ({call.q.shape[0]},)")
+            number = " or a number of tokens" if name == "prompt_lengths" else ""
+            raise InvalidCallError(name, shown, f"pass an int32 tensor of shape ({call.q.shape[0]},){number}")
         if rows.device != call.q.device:
             raise InvalidCallError(name, f"on {rows.device}", f"move it to q's device {call.q.device}")
         if rows.device.type == "cpu" and bool((rows < 0).any()):  # of other devices no value is read

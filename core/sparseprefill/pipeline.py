@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
-from attrs import Attribute, Factory, field, frozen
+from attrs import Attribute, Factory, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall, check_call
@@ -18,6 +18,7 @@ from sparseprefill.parts.record import Recorder
 from sparseprefill.parts.split import Limit, Part, limit_of, parts
 from sparseprefill.plan import Kernel, Parts, Plan, Result
 from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.stages import (
     ExecutorStage,
     HeadScope,
@@ -31,6 +32,8 @@ from sparseprefill.stages import (
     widest_scope,
 )
 
+MOST_ROWS = (1 << 31) - 1
+"""The most rows of a tail."""
 KEPT = 256
 """Sizes of calls whose parts a pipeline remembers."""
 
@@ -137,6 +140,23 @@ class Pipeline:
     def head_scope(self) -> HeadScope | None:
         """What its stages look at when they decide for a head: "head", "group" (of a KV head), or None, all heads."""
         return widest_scope(stage.head_scope for stage in (*self._planning, *self._observing))
+
+    @property
+    def tail(self) -> int:
+        """Of how many last rows of a prompt its plans hold every key, as the stage says that has the last word."""
+        return self._planning[-1].tail
+
+    def with_tail(self, rows: int) -> Pipeline:
+        """The pipeline whose last refiner gives the prompt's last `rows` query rows every key; see `DenseRows`.
+
+        Itself where rows is 0 or its plans have them already. No refiner can take them away, and observers that go by
+        the estimator's evidence see them as pairs that a refiner added. ParameterError for what is no number of rows.
+        """
+        if not isinstance(rows, int) or isinstance(rows, bool) or not 0 <= rows <= MOST_ROWS:
+            raise ParameterError(f"tail is {printed(rows)}: pass a number of query rows from 0 to {MOST_ROWS}")
+        if rows <= self.tail:
+            return self
+        return evolve(self, refiners=(*self.refiners, DenseRows(rows)))
 
     @property
     def remembers(self) -> bool:

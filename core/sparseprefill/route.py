@@ -242,6 +242,15 @@ class Route:
         return evolve(self, pipelines=made, name=next((one.name for one in made if one is not None), self.name))
 
     @property
+    def tail(self) -> int:
+        """The least tail of the pipelines: see `Pipeline.tail`."""
+        return min((one.tail for one in self.known), default=0)
+
+    def with_tail(self, rows: int) -> Route:
+        """The route whose pipelines all give a prompt's last rows every key: see `Pipeline.with_tail`."""
+        return evolve(self, pipelines=tuple(None if one is None else one.with_tail(rows) for one in self.pipelines))
+
+    @property
     def asks_model(self) -> bool:
         """Whether the profile or a stage was made for one model: `check_model`."""
         return self.profile is not None or any(one.asks_model for one in self.known)

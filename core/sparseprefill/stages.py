@@ -7,8 +7,12 @@ itself, in attributes that a pipeline looks up once, when it is built (`Stage`);
     why this stage cannot honour a feature of the call (window, softcap, sinks, padding, dtype), in one reason or
     several; the caller then falls back and records them. A stage without it honours everything.
 ``grain: int | None``
-    the number of tokens at whose multiples a prompt may be cut into chunks without changing the result. None, or no
-    attribute: the stage looks at the call as a whole and has none.
+    the number of tokens at whose multiples a prompt may be cut into chunks without changing the result, where each
+    chunk says how long the prompt is (``call.prompt_lengths``). None, or no attribute: the stage looks at the call as a
+    whole and has none.
+``tail: int``
+    of an estimator or refiner: so many last rows of a prompt get every key in each plan that it returns, so that
+    adapters need not add them (`Pipeline.with_tail`); `ALL_ROWS` where all rows do. The default: 0.
 ``check_model(model: ModelIdentity) -> None``
     raises ParameterError where the stage was made for another model; adapters that know the model ask.
 ``head_scope: HeadScope | None``
@@ -158,6 +162,11 @@ BYTES = Answer(lambda value: _whole(value, 0), "a number of bytes, an int from 0
 REASONS = Answer(_reasons, "a reason (str), a tuple of reasons, or None")
 CALLABLE = Answer(lambda value: value is None or callable(value), "a function, or None")
 NOTHING, PLAN, RESULT, STATE = (Answer.of(kind) for kind in (type(None), Plan, Result, SoftmaxState))
+TAIL = Answer(lambda value: value is None or _whole(value, 0), "a number of query rows, an int from 0 to 2^63 - 1")
+ALL_ROWS = WIDEST - 1
+"""The `tail` of a stage that keeps every key for every row."""
+ATTRIBUTES = (("grain", GRAIN), ("head_scope", SCOPE), ("tail", TAIL))
+"""What a stage may say of itself, and what that must be."""
 QUESTIONS = ("unsupported", "workspace", "check_model", "execute_into")
 """Methods that a stage may leave out."""
 
@@ -227,6 +236,7 @@ class Stage(Guard):
 
     grain: int | None
     head_scope: HeadScope | None
+    tail: int
     questions: frozenset[str]
 
     @classmethod
@@ -234,7 +244,8 @@ class Stage(Guard):
         """Look up, once, what a stage says of itself. method: as in `Guard`."""
         guard = Guard(given, method)
         questions = frozenset(name for name in QUESTIONS if guard.own(name, CALLABLE) is not None)
-        return cls(given, method, guard.own("grain", GRAIN), guard.own("head_scope", SCOPE), questions)
+        grain, scope, tail = (guard.own(name, answer) for name, answer in ATTRIBUTES)
+        return cls(given, method, grain, scope, tail or 0, questions)
 
     @property
     def asks_model(self) -> bool:

@@ -12,6 +12,7 @@ from sparseprefill.mask.priority import PriorityScores, nearness
 from sparseprefill.parts.workspace import ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
+from sparseprefill.stages import ALL_ROWS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,7 @@ class FullEstimator:
     block: int
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
+    tail: ClassVar[int] = ALL_ROWS
 
     def workspace(self, call: AttentionCall) -> int:
         """One list for all rows."""

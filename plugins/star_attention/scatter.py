@@ -13,8 +13,6 @@ from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.softmax import SoftmaxState
 
-from .tiles import with_dense_rows
-
 if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
 
@@ -52,7 +50,7 @@ class Places:
         """A mask of the blocks' call as one of the call. dense: rows of phase 2 see every key, else none."""
         g = self.geometry
         tile_q, tile_k = math.gcd(self.tile, mask.tile_q), math.gcd(self.tile, mask.tile_k)
-        position, columns = g.tiles(tile_q) * tile_q, g.tile_columns(tile_k)
+        position = g.tiles(tile_q) * tile_q
         tiles = stripes = None
         if mask.tiles is not None:
             tiles = self._lists(mask.tiles, mask, mask.tile_q, (mask.tile_k, tile_k), position)
@@ -61,8 +59,7 @@ class Places:
         if dense:
             if tiles is None:
                 tiles = IndexLists.empty(g.batch, g.heads, position.shape[1], g.device)
-            behind = torch.div(position + tile_q + tile_k - 1, tile_k, rounding_mode="floor").clamp(0, columns)
-            tiles = with_dense_rows(tiles, position >= self.context[:, None], behind, columns)
+            tiles = tiles.filled(position >= self.context[:, None], g, tile_q, tile_k)
         return SparseMask(g, tile_q, tile_k, tiles, 1, stripes, disjoint=mask.disjoint)
 
     def state(self, state: SoftmaxState) -> SoftmaxState:

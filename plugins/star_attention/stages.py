@@ -52,6 +52,11 @@ class StarEstimator:
         """The inner method's; without one, each head for itself."""
         return "head" if self.inner is None else self.inner.head_scope
 
+    @property
+    def tail(self) -> int:
+        """The rows of phase 2, where they are counted from the end."""
+        return max(0, -(self.rule.context_length or 0))
+
     def workspace(self, call: AttentionCall) -> int:
         """Lists of one head, for all; with an inner method its bounds, the blocks' tensors, and what is moved back."""
         if self.inner is None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import evolve
 
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sparseprefill.mask.geometry import Geometry
 
     from .sizes import Sizes
@@ -31,14 +28,5 @@ def star_mask(geometry: Geometry, sizes: Sizes, tile: int) -> SparseMask:
     width = min(sizes.most_anchor + sizes.most_block, columns)
     lists = IndexLists.from_ranges(first, last, geometry.heads, width)
     if sizes.phases:
-        lists = with_dense_rows(lists, row >= sizes.context[:, None], behind, columns)
+        lists = lists.filled(row >= sizes.context[:, None], geometry, tile, tile)
     return SparseMask(geometry, tile, tile, lists)
-
-
-def with_dense_rows(lists: IndexLists, rows: Tensor, behind: Tensor, columns: int) -> IndexLists:
-    """The lists, with every tile before `behind` in the rows marked; those share one `arange`. Both ``[B, R]``."""
-    every = torch.arange(columns, dtype=torch.int32, device=rows.device)
-    rows = rows[:, None]
-    counts = torch.where(rows, behind[:, None].to(torch.int32), lists.counts)
-    offsets = torch.where(rows, lists.indices.numel(), lists.offsets)
-    return evolve(lists, counts=counts, offsets=offsets, indices=torch.cat([lists.indices, every]))

@@ -39,7 +39,7 @@ def test_below_break_even_the_model_computes_what_it_did_and_says_so(model: Any,
     stock = logits(model, 90)
     path = tmp_path / "table.json"
     path.write_text(pays_from(120).to_json(), encoding="utf-8")
-    with attach(model, "streaming", gate=path, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, gate=path, **STREAMING) as handle:
         assert torch.equal(stock, logits(model, 90))
         assert not torch.equal(stock, logits(model, 150)[:, :90])
         logits(model, 90)
@@ -63,7 +63,7 @@ class Counted:
 @torch.no_grad()
 def test_layers_of_one_forward_are_judged_once(model: Any) -> None:
     gate = Counted()
-    with attach(model, "streaming", gate=gate, verify=False, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, gate=gate, verify=False, **STREAMING) as handle:
         gate.asked.clear()  # attaching asks what may ever run
         cache = model(prompt(60), use_cache=True).past_key_values
         model(prompt(30), past_key_values=cache)
@@ -85,14 +85,14 @@ def test_what_was_judged_once_minds_the_layers_asked_for() -> None:
 def test_a_padded_batch_below_break_even_is_the_stock_models(model: Any) -> None:
     inputs = padded(90)
     stock = model(**inputs).logits
-    with attach(model, "streaming", gate=pays_from(500), **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, gate=pays_from(500), **STREAMING) as handle:
         assert torch.equal(stock, model(**inputs).logits)
     assert {BELOW: 2} == handle.report().fallbacks
 
 
 def test_strict_does_not_object_to_break_even(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     stock = logits(model)
-    with attach(model, "streaming", strict=True, gate=pays_from(500), **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, strict=True, gate=pays_from(500), **STREAMING) as handle:
         assert torch.equal(stock, logits(model))
     assert {BELOW: 2} == handle.report().fallbacks
     assert [] == caplog.records
@@ -104,17 +104,17 @@ def test_auto_is_the_default_and_takes_the_table_of_the_environment(
     path = tmp_path / "table.json"
     path.write_text(pays_from(500).to_json(), encoding="utf-8")
     monkeypatch.setenv("SPARSEPREFILL_BREAKEVEN", str(path))
-    with attach(model, "streaming", **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, **STREAMING) as handle:
         logits(model)
     assert {BELOW: 2} == handle.report().fallbacks
     off: tuple[GateChoice, ...] = (None, False)
     for gate in off:
-        with attach(model, "streaming", gate=gate, **STREAMING) as handle:
+        with attach(model, "streaming", tail=0, gate=gate, **STREAMING) as handle:
             logits(model)
         assert ({}, "") == (handle.report().fallbacks, handle.report().gate)
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(sp.ParameterError, match=r"SPARSEPREFILL_BREAKEVEN: .*schema is None"):
-        attach(model, "streaming", **STREAMING)
+        attach(model, "streaming", tail=0, **STREAMING)
 
 
 def test_auto_without_a_table_keeps_short_prompts_dense_and_says_so(
@@ -122,7 +122,7 @@ def test_auto_without_a_table_keeps_short_prompts_dense_and_says_so(
 ) -> None:
     monkeypatch.delenv("SPARSEPREFILL_BREAKEVEN", raising=False)
     stock = logits(model)
-    with attach(model, "streaming", strict=True, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, strict=True, **STREAMING) as handle:
         assert torch.equal(stock, logits(model))
     report = handle.report()
     (reason,) = report.fallbacks
@@ -146,7 +146,7 @@ def test_a_gated_pipeline_brings_its_gate(model: Any) -> None:
 
 def test_a_table_that_does_not_know_the_device_is_noted(model: Any) -> None:
     other = table(whole({64: 4.0}, **HEADS), kind="cuda", capability=(9, 0))
-    with attach(model, "streaming", gate=other, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, gate=other, **STREAMING) as handle:
         logits(model)
     (note,) = handle.report().notes
     assert "says nothing of cpu" in note
@@ -157,7 +157,7 @@ def test_a_table_that_does_not_know_the_device_is_noted(model: Any) -> None:
 def test_chunks_are_judged_one_by_one(model: Any) -> None:
     sizes = ((32, 64, 3.0), (32, 128, 0.5), (64, 64, 3.0), (128, 128, 0.5))
     gate = table(shape_of(*(point(queries, keys, streaming=ratio) for queries, keys, ratio in sizes), **HEADS))
-    with attach(model, "streaming", gate=gate, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, gate=gate, **STREAMING) as handle:
         model.generate(prompt(160), max_new_tokens=3, do_sample=False, prefill_chunk_size=64)
     (first, _) = handle.report().layers
     assert (2, 1) == (first.sparse_calls, first.dense_calls)
@@ -166,7 +166,7 @@ def test_chunks_are_judged_one_by_one(model: Any) -> None:
 
 def test_sliding_windows_stay_bands() -> None:
     model = hf_models.build("mistral-sliding")
-    with attach(model, "streaming", gate=pays_from(500), **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, gate=pays_from(500), **STREAMING) as handle:
         logits(model)
     assert all(layer.mode == "window" for layer in handle.report().layers)
 

@@ -46,9 +46,11 @@ def test_a_model_of_the_users_own(folder: Path, tmp_path: Path) -> None:
         "cpu",
         "--json",
     )
-    result = run(*arguments, "--method", "streaming", "--set", "streaming.window=16", "--set", "streaming.sink=1")
+    method = ("--method", "streaming", "--set", "streaming.window=16", "--set", "streaming.sink=1")
+    result = run(*arguments, *method, "--tail", "0")
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
+    assert facts["tail"] == 0
     assert [prompt["name"] for prompt in facts["prompts"]] == ["mine.jsonl:1", "mine.jsonl:2"]
     stock, sparse = facts["methods"]
     assert (stock["method"], stock["prompts"], stock["kl"]) == ("stock", 2, None)
@@ -58,6 +60,12 @@ def test_a_model_of_the_users_own(folder: Path, tmp_path: Path) -> None:
     assert sparse["last_rows_recall"]["mean"] < 0.999
     assert facts["stopped"] is False
     assert len(facts["outcomes"]) == 4
+    result = run(*arguments, *method)
+    assert result.exit_code == 0, result.output
+    tailed = json.loads(result.stdout)
+    assert tailed["tail"] == 128
+    assert tailed["methods"][1]["last_rows_recall"]["mean"] > 0.9999
+    assert tailed["methods"][1]["density"] > sparse["density"]
 
 
 def test_the_table_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:

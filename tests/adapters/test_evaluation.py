@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from sparseprefill.adapters.demo.model import load_tokenizer
 from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation.comparison import Comparison
@@ -66,7 +67,7 @@ def prompt_of(tokens: int, seed: int = 0) -> Prompt:
 
 
 def streaming(window: int = 16) -> Contender:
-    return Contender("streaming", sp.build("streaming", sink=1, window=window))
+    return Contender("streaming", sp.build("streaming", sink=1, window=window), dense_tail=0)
 
 
 # Distances of distributions.
@@ -136,7 +137,7 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
     end = len(prompt.ids) - SIZES.tail
     with torch.inference_mode():
         dense = model(ids).logits[0].double()
-        with attach(model, contender.pipeline, gate=None):
+        with attach(model, contender.pipeline, gate=None, tail=0):
             first = model(ids[:, :end], past_key_values=None, use_cache=True)
         behind = model(ids[:, end:], past_key_values=first.past_key_values).logits[0].double()
     p = dense.log_softmax(-1)
@@ -172,7 +173,9 @@ def test_recall_is_that_of_the_layers_calls(model: LlamaForCausalLM) -> None:
     def observe(call: sp.AttentionCall, result: sp.Result) -> None:
         kept[call.layer] = call, result
 
-    with torch.inference_mode(), attach(model, contender.pipeline, gate=None, observe=observe):
+    pipeline = contender.pipeline
+    assert pipeline is not None
+    with torch.inference_mode(), attach(model, pipeline, gate=None, observe=observe, tail=0):
         model(torch.tensor([prompt.ids[: -SIZES.tail]]))
     for layer in found.layers:
         call, result = kept[layer.index]
@@ -184,6 +187,15 @@ def test_recall_is_that_of_the_layers_calls(model: LlamaForCausalLM) -> None:
         assert min(layer.recalls[head], layer.last[head]) == min(*layer.recalls, *layer.last)
     assert found.mask is not None
     assert torch.equal(found.mask.to_dense()[0, 0], kept[1][1].mask.to_dense()[0, 2])
+
+
+def test_contenders_have_the_tail_that_attach_gives(model: LlamaForCausalLM) -> None:
+    one, bare = Comparison.of(model, prompt_of(560, 2), SIZES), streaming()
+    found = [one.run(evolve(bare, dense_tail=rows)) for rows in (0, 64)] + [one.run(Contender("d", bare.pipeline))]
+    exact = [min(min(layer.last) for layer in each.layers) > 0.9999 for each in found]
+    assert exact == [False, True, True]
+    density = [each.layers[0].density for each in found]
+    assert density == sorted(set(density))
 
 
 def test_nothing_of_a_run_stays(model: LlamaForCausalLM) -> None:

@@ -26,7 +26,7 @@ def model() -> Any:
 
 @torch.no_grad()
 def test_report(model: Any) -> None:
-    with attach(model, "anchor-attention", theta=1.0, step=2, block=16, init_tokens=16) as handle:
+    with attach(model, "anchor-attention", tail=0, theta=1.0, step=2, block=16, init_tokens=16) as handle:
         assert [layer.mode for layer in handle.report().layers] == ["unused", "unused"]
         model.generate(hf_models.prompt(120), max_new_tokens=4, do_sample=False)
     report = handle.report()
@@ -52,7 +52,7 @@ def test_observe_and_measure(model: Any) -> None:
     def observe(call: sp.AttentionCall, result: sp.Result) -> None:
         seen.append((call.layer, result.density))
 
-    with attach(model, "streaming", measure=True, observe=observe, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, measure=True, observe=observe, **STREAMING) as handle:
         logits(model, 60)
         logits(model, 120)
     assert [layer for layer, _ in seen] == [0, 1, 0, 1]
@@ -65,7 +65,7 @@ def test_observe_and_measure(model: Any) -> None:
 
 def test_density_sums_over_the_chunks_of_a_prefill(model: Any) -> None:
     def density(**options: Any) -> float | None:
-        with attach(model, "streaming", **STREAMING) as handle:
+        with attach(model, "streaming", tail=0, **STREAMING) as handle:
             model.generate(hf_models.prompt(120), max_new_tokens=2, do_sample=False, **options)
         found: float | None = handle.report().layers[0].density
         return found
@@ -75,7 +75,7 @@ def test_density_sums_over_the_chunks_of_a_prefill(model: Any) -> None:
 
 def test_masks_beyond_the_budget_are_not_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "KEPT_BYTES", 0)
-    with attach(model, "streaming", **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, **STREAMING) as handle:
         logits(model)
     assert handle.report().layers[0].mode == "sparse"
     assert handle.report().density is None
@@ -84,14 +84,14 @@ def test_masks_beyond_the_budget_are_not_kept(model: Any, monkeypatch: pytest.Mo
 @torch.no_grad()
 def test_short_prompts_and_chosen_layers(model: Any) -> None:
     wanted = logits(model, 15)
-    with attach(model, "streaming", layers=[1], strict=True, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, layers=[1], strict=True, **STREAMING) as handle:
         assert torch.equal(logits(model, 15), wanted)
         assert handle.report().short_forwards == 1
         logits(model)
     first, second = handle.report().layers
     assert (first.mode, second.mode) == ("dense", "sparse")
     assert first.reasons == {"not among the layers asked for": 1}
-    with attach(model, "streaming", min_query=91, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, min_query=91, **STREAMING) as handle:
         logits(model)
     assert handle.report().layers[0].calls == 0
 
@@ -99,20 +99,23 @@ def test_short_prompts_and_chosen_layers(model: Any) -> None:
 def test_recorded_gradients_run_dense(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     ids = hf_models.prompt()
     wanted = model(ids).logits
-    with attach(model, "streaming", **STREAMING) as handle, caplog.at_level(logging.WARNING, "sparseprefill"):
+    with attach(model, "streaming", tail=0, **STREAMING) as handle, caplog.at_level(logging.WARNING, "sparseprefill"):
         got = model(ids).logits
         got.sum().backward()
         model(ids)
     torch.testing.assert_close(got, wanted)
     assert sum("gradients are recorded" in record.message for record in caplog.records) == 1
     assert [list(layer.reasons.values()) for layer in handle.report().layers] == [[2], [2]]
-    with attach(model, "streaming", strict=True, **STREAMING), pytest.raises(sp.UnsupportedCallError, match="no_grad"):
+    with (
+        attach(model, "streaming", tail=0, strict=True, **STREAMING),
+        pytest.raises(sp.UnsupportedCallError, match="no_grad"),
+    ):
         model(ids)
 
 
 def test_frozen_weights_need_no_no_grad(model: Any) -> None:
     model.requires_grad_(False)
-    with attach(model, "streaming", strict=True, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, strict=True, **STREAMING) as handle:
         model(hf_models.prompt())
     assert handle.report().layers[0].mode == "sparse"
 
@@ -138,7 +141,7 @@ def test_gradient_checkpointing_trains_as_ever(model: Any, reentrant: bool, impl
     model.set_attn_implementation(implementation)
     model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     wanted = gradient(model)
-    with attach(model, "streaming", gate=None, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
         assert model.training
         torch.testing.assert_close(gradient(model), wanted)
     assert reasons.TRAINING in handle.report().fallbacks
@@ -151,7 +154,7 @@ def test_checkpoints_of_ones_own_train_as_ever(model: Any) -> None:
     model.train()
     wanted = gradient(model)
     whole = partial(checkpoint, use_reentrant=True)
-    with attach(model, "streaming", gate=None, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
         torch.testing.assert_close(gradient(model, through=whole), wanted)
         model.eval()
         for layer in model.model.layers:
@@ -165,7 +168,7 @@ def test_checkpoints_of_ones_own_train_as_ever(model: Any) -> None:
 @torch.no_grad()
 def test_a_model_in_training_mode_runs_dense(model: Any) -> None:
     wanted = logits(model.train())
-    with attach(model, "streaming", gate=None, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
         assert torch.equal(logits(model), wanted)
         model.eval().model.layers[1].train()
         logits(model)
@@ -186,7 +189,7 @@ def test_attention_weights_that_the_configuration_asks_for(model: Any) -> None:
     ids = hf_models.prompt()
     wanted = model(ids)
     assert len(wanted.attentions) == 2
-    with attach(model, "streaming", gate=None, **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
         got = model(ids)
         assert torch.equal(got.logits, wanted.logits)
         assert all(torch.equal(a, b) for a, b in zip(got.attentions, wanted.attentions, strict=True))
@@ -210,7 +213,7 @@ def test_masks_that_no_call_can_express_run_dense(model: Any) -> None:
     ]
     for inputs, reason in cases:
         wanted = model(ids, **inputs).logits
-        with attach(model, "streaming", **STREAMING) as handle:
+        with attach(model, "streaming", tail=0, **STREAMING) as handle:
             torch.testing.assert_close(model(ids, **inputs).logits, wanted)
         assert any(reason in why for why in handle.report().fallbacks), handle.report()
         assert f"{reason}" in str(handle.report())
@@ -264,7 +267,7 @@ def test_wrong_methods(model: Any) -> None:
     with pytest.raises(sp.UnknownMethodError, match="anchor-attention"):
         attach(model, "anchor-atention")
     with pytest.raises(sp.ParameterError, match="theta"):
-        attach(model, "anchor-attention", thetta=1.0)
+        attach(model, "anchor-attention", tail=0, thetta=1.0)
     with pytest.raises(sp.ParameterError, match=r"parameters \(block\) go with the name"):
         attach(model, sp.build("dense"), block=16)
     with pytest.raises(sp.ParameterError, match="pass the name of a method, or a Pipeline"):

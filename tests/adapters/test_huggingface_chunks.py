@@ -84,7 +84,7 @@ def test_decoding_ends_a_prefill_even_if_it_is_taken_back() -> None:
 @torch.no_grad()
 def test_chunks_at_the_grain_change_nothing(lefts: tuple[int, ...]) -> None:
     model, inputs = hf_models.build("llama"), hf_models.padded(128, lefts)
-    with attach(model, "anchor-attention", theta=1.0, step=2, block=16, init_tokens=16) as handle:
+    with attach(model, "anchor-attention", tail=0, theta=1.0, step=2, block=16, init_tokens=16) as handle:
         whole = model(**inputs).logits
         assert handle.report().grain == 32
         cache = DynamicCache(config=model.config)
@@ -101,12 +101,12 @@ def test_chunks_at_the_grain_change_nothing(lefts: tuple[int, ...]) -> None:
 def test_a_cut_off_the_grain_is_noted() -> None:
     model = hf_models.build("llama")
     options = {"max_new_tokens": 1, "do_sample": False, "prefill_chunk_size": 40}
-    with attach(model, "anchor-attention", theta=1.0, step=2, block=16, init_tokens=16) as handle:
+    with attach(model, "anchor-attention", tail=0, theta=1.0, step=2, block=16, init_tokens=16) as handle:
         model.generate(hf_models.prompt(80), **options)
     assert list(handle.report().notes) == [
         "prefill was cut at token 40; its grain is 32 tokens, so the cut may change what is selected"
     ]
-    with attach(model, "vertical-slash", gamma=0.6, block=16) as handle:
+    with attach(model, "vertical-slash", tail=0, gamma=0.6, block=16) as handle:
         model.generate(hf_models.prompt(80), **options)
     assert any("has no grain" in note for note in handle.report().notes)
 
@@ -138,7 +138,7 @@ def test_requests() -> None:
 def test_sparse_rows_do_not_depend_on_their_padding() -> None:
     model: Any = hf_models.build("llama")
     inputs = hf_models.padded(110, (0, 23))
-    with attach(model, "anchor-attention", theta=1.0, step=2, block=16, init_tokens=16) as handle:
+    with attach(model, "anchor-attention", tail=0, theta=1.0, step=2, block=16, init_tokens=16) as handle:
         batch = model(**inputs).logits[1, 23:]
         alone = model(inputs["input_ids"][1:, 23:]).logits[0]
     torch.testing.assert_close(batch, alone, atol=2e-5, rtol=1e-4)

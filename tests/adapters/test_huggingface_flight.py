@@ -112,7 +112,7 @@ def test_an_observer_that_detaches_in_mid_forward(implementation: str) -> None:
     model, memories = build(implementation), Memories()
     pipeline = attrs.evolve(sp.build("streaming", **STREAMING), observers=(memories,))
     stock = logits(model)
-    with attach(model, pipeline, gate=None):
+    with attach(model, pipeline, gate=None, tail=0):
         wanted = logits(model)
     assert not torch.allclose(wanted, stock, atol=1e-2)
     inside: list[Any] = []
@@ -123,7 +123,7 @@ def test_an_observer_that_detaches_in_mid_forward(implementation: str) -> None:
             inside.append(logits(model))
             inside.append(model.generate(hf_models.prompt(60), max_new_tokens=2, do_sample=False))
 
-    handle = attach(model, pipeline, observe=observe, gate=None)
+    handle = attach(model, pipeline, observe=observe, gate=None, tail=0)
     cache = DynamicCache(config=model.config)
     got = logits(model, past_key_values=cache)
     assert torch.equal(got, wanted)
@@ -151,7 +151,7 @@ def test_a_forward_in_which_a_hook_attaches_ends_stock(implementation: str, stri
     def hook(*_: Any) -> None:
         if removable.id in model.model.layers[0]._forward_pre_hooks:
             removable.remove()
-            handles.append(attach(model, "streaming", strict=strict, gate=None, **STREAMING))
+            handles.append(attach(model, "streaming", tail=0, strict=strict, gate=None, **STREAMING))
 
     removable = model.model.layers[0].register_forward_pre_hook(hook)
     assert torch.equal(logits(model), stock)
@@ -167,7 +167,7 @@ def test_a_forward_in_which_a_hook_attaches_ends_stock(implementation: str, stri
 def test_attached_again_while_a_forward_of_the_first_attachment_runs(implementation: str) -> None:
     model = build(implementation)
     stock = logits(model)
-    with attach(model, "streaming", gate=None, **STREAMING):
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING):
         wanted = logits(model)
     handles: list[Any] = []
 
@@ -177,7 +177,7 @@ def test_attached_again_while_a_forward_of_the_first_attachment_runs(implementat
             handles.append(attach(model, "dense", block=16, gate=None, min_query=20))
             close(logits(model), stock)
 
-    first = attach(model, "streaming", observe=observe, gate=None, **STREAMING)
+    first = attach(model, "streaming", tail=0, observe=observe, gate=None, **STREAMING)
     assert torch.equal(logits(model), wanted)
     close(logits(model), stock)
     assert [layer.sparse_calls for layer in first.report().layers] == [1, 1]
@@ -198,7 +198,7 @@ def test_a_handle_is_taken_up_again_in_mid_forward(implementation: str) -> None:
             handle.detach()
             handle.bind()
 
-    handle = attach(model, "streaming", observe=observe, gate=None, **STREAMING)
+    handle = attach(model, "streaming", tail=0, observe=observe, gate=None, **STREAMING)
     first = logits(model)
     assert handle.active
     assert torch.equal(logits(model), first)
@@ -215,7 +215,7 @@ def test_an_interrupt_leaves_nothing_to_wait_for(implementation: str) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    handle = attach(model, "streaming", gate=None, **STREAMING)
+    handle = attach(model, "streaming", tail=0, gate=None, **STREAMING)
     hook = model.model.layers[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         logits(model, past_key_values=cache)
@@ -250,7 +250,7 @@ def test_a_mask_made_before_detaching_is_the_stock_mask(implementation: str) -> 
         return StaticCache(config=model.config, max_cache_len=80)
 
     wanted = model(inputs["input_ids"], attention_mask=mask(first := cache()), past_key_values=first).logits
-    handle, second = attach(model, "streaming", gate=None, **STREAMING), cache()
+    handle, second = attach(model, "streaming", tail=0, gate=None, **STREAMING), cache()
     lazy = mask(second)
     handle.detach()
     got = model(inputs["input_ids"], attention_mask=lazy, past_key_values=second).logits

@@ -32,7 +32,7 @@ def model() -> Any:
 def test_detach_restores_to_the_bit(model: Any) -> None:
     wanted, implementation = logits(model), model.config._attn_implementation
     hooks = len(model.model._forward_hooks), len(model.model._forward_pre_hooks)
-    handle = attach(model, "streaming", **STREAMING)
+    handle = attach(model, "streaming", tail=0, **STREAMING)
     assert "attached: streaming on LlamaForCausalLM" in repr(handle)
     assert not torch.equal(logits(model), wanted)
     handle.detach()
@@ -49,7 +49,7 @@ def test_detach_restores_to_the_bit(model: Any) -> None:
 def test_two_models_have_two_methods(model: Any) -> None:
     other = hf_models.build("qwen3", seed=3)
     stock = logits(model), logits(other)
-    with attach(model, "dense", block=16) as first, attach(other, "streaming", **STREAMING) as second:
+    with attach(model, "dense", block=16) as first, attach(other, "streaming", tail=0, **STREAMING) as second:
         torch.testing.assert_close(logits(model), stock[0], atol=2e-5, rtol=1e-4)
         assert not torch.allclose(logits(other), stock[1], atol=1e-2)
     assert (first.report().method, second.report().method) == ("dense", "streaming")
@@ -61,7 +61,7 @@ def test_models_that_share_a_config(model: Any) -> None:
     torch.manual_seed(9)
     other = LlamaForCausalLM(model.config).eval()
     stock = logits(other)
-    with attach(model, "streaming", **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, **STREAMING) as handle:
         torch.testing.assert_close(logits(other), stock)
         with pytest.raises(sp.AttachError, match="shares its config"):
             attach(other, "dense")
@@ -108,12 +108,12 @@ def test_copies_are_stock_models_that_can_be_attached(model: Any, make: Any, imp
         {"mine": []}
     )  # what cannot be pickled is not part of the model
     with attach(
-        model, "streaming", observe=lambda call, _: notes["mine"].append(call.layer), gate=None, **STREAMING
+        model, "streaming", observe=lambda call, _: notes["mine"].append(call.layer), gate=None, tail=0, **STREAMING
     ) as handle:
         sparse = logits(model)
         twin = make(model)
         assert torch.equal(logits(twin), wanted)
-        with attach(twin, "streaming", gate=None, **STREAMING) as other:
+        with attach(twin, "streaming", tail=0, gate=None, **STREAMING) as other:
             assert torch.equal(logits(twin), sparse)
             assert torch.equal(logits(model), sparse)
         assert torch.equal(logits(twin), wanted)
@@ -130,7 +130,7 @@ def test_a_saved_model_does_not_name_us(model: Any, implementation: str, tmp_pat
     model.set_attn_implementation(implementation)
     wanted = logits(model)
     model.save_pretrained(tmp_path / "stock")
-    with attach(model, "streaming", gate=None, **STREAMING):
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING):
         model.save_pretrained(tmp_path / "attached")
         assert "sparseprefill" not in model.config.to_json_string(use_diff=False)
     for file in sorted((tmp_path / "stock").glob("*.json")):
@@ -141,7 +141,10 @@ def test_a_saved_model_does_not_name_us(model: Any, implementation: str, tmp_pat
 
 def test_another_implementation_set_while_attached_stays(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     model.set_attn_implementation("eager")
-    with attach(model, "streaming", gate=None, **STREAMING) as handle, caplog.at_level("WARNING", "sparseprefill"):
+    with (
+        attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle,
+        caplog.at_level("WARNING", "sparseprefill"),
+    ):
         logits(model)
         model.set_attn_implementation("sdpa")
         stock = logits(model)
@@ -177,7 +180,7 @@ def test_another_implementation_set_in_mid_forward(model: Any) -> None:
 
 
 def test_a_handle_can_be_entered_again(model: Any) -> None:
-    stock, handle = logits(model), attach(model, "streaming", gate=None, **STREAMING)
+    stock, handle = logits(model), attach(model, "streaming", tail=0, gate=None, **STREAMING)
     with handle:
         wanted = logits(model)
     assert torch.equal(logits(model), stock)
@@ -208,7 +211,7 @@ def test_names_do_not_grow_with_attachments(model: Any) -> None:
         model.set_attn_implementation(implementation)
         other.set_attn_implementation("eager")
         for _ in range(3):
-            with attach(model, "dense"), attach(other, "streaming", **STREAMING):
+            with attach(model, "dense"), attach(other, "streaming", tail=0, **STREAMING):
                 pass
     assert names() == before
 
@@ -256,7 +259,7 @@ def test_threads_share_a_model(model: Any) -> None:
     def run(ids: torch.Tensor) -> Any:
         return model.generate(ids, max_new_tokens=4, do_sample=False)
 
-    with attach(model, "streaming", **STREAMING) as handle:
+    with attach(model, "streaming", tail=0, **STREAMING) as handle:
         wanted = [run(ids) for ids in prompts]
         got: dict[int, torch.Tensor] = {}
         jobs = [threading.Thread(target=lambda i=i: got.update({i: run(prompts[i])})) for i in range(6)]

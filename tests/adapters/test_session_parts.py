@@ -19,7 +19,8 @@ CALL = make(96, heads=4, kv_heads=2)
 
 def report(measure: bool, workspace: int | None) -> LayerReport:
     """Two chunks of one prompt through a session."""
-    session = Session(evolve(sp.build("streaming", sink=16, window=16, block=16), workspace=workspace), measure=measure)
+    pipeline = evolve(sp.build("streaming", sink=16, window=16, block=16), workspace=workspace)
+    session = Session(pipeline, measure=measure, tail=16)
     prefill = Prefill()
     for end in (48, 96):
         q, k, v = CALL.q[:, :, end - 48 : end], CALL.k[:, :, :end], CALL.v[:, :, :end]

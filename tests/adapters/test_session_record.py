@@ -113,6 +113,7 @@ def test_the_text_of_a_report() -> None:
     assert "streaming on here (dense: sdpa; no grain)\ndense by length (fewer than 16 query rows): 0 forwards" == (
         str(report)
     )
+    assert "streaming on here (dense: sdpa; no grain; dense tail 9 rows)" in str(evolve(report, tail=9))
     more = evolve(report, grain=8, short_forwards=3, layers=(LayerReport(layer=0),), notes={"seen": 2}, gate="a table")
     assert [
         "streaming on here (dense: sdpa; grain 8 tokens)",
@@ -137,7 +138,9 @@ def test_sums_over_layers() -> None:
 
 def test_a_session_reports_what_it_was_told() -> None:
     session = Session(METHOD)
-    assert (16, 16, False) == (session.min_query, MIN_QUERY, session.strict)
+    assert (16, 16, False, 128) == (session.min_query, MIN_QUERY, session.strict, session.tail)
+    assert (sp.DenseRows(128),) == session.route.known[0].refiners
+    assert METHOD is Session(METHOD, tail=0).route.known[0]
     session.count_short()
     session.count_short()
     session.expect([4, 2])
@@ -147,7 +150,7 @@ def test_a_session_reports_what_it_was_told() -> None:
     assert ("streaming", "host", "own", 16, 1) == (
         found.method, found.host, found.implementation, found.min_query, found.grain
     )  # fmt: skip
-    assert (2, {"seen": 2}, "") == (found.short_forwards, found.notes, found.gate)
+    assert (2, {"seen": 2}, "", 128) == (found.short_forwards, found.notes, found.gate, found.tail)
     assert (LayerReport(layer=2), LayerReport(layer=4)) == found.layers
 
 
@@ -252,7 +255,7 @@ def test_an_observer_sees_sparse_calls() -> None:
 
 @pytest.mark.parametrize("measure", [True, False])
 def test_pairs_are_counted_at_once_or_when_asked(measure: bool) -> None:
-    session, prefill = Session(METHOD, measure=measure), Prefill()
+    session, prefill = Session(METHOD, measure=measure, tail=0), Prefill()
     session.run(CALL, prefill)
     record = session._records[0]
     assert measure == (not record.waiting)
@@ -266,7 +269,7 @@ def test_masks_wait_as_long_as_all_layers_fit(monkeypatch: pytest.MonkeyPatch) -
     held = Uncounted.of(METHOD.run(CALL)).held
     assert 64 << 20 == module.KEPT_BYTES
     monkeypatch.setattr(module, "KEPT_BYTES", 2 * held)
-    session, prefill = Session(METHOD), Prefill()
+    session, prefill = Session(METHOD, tail=0), Prefill()
     for layer in range(3):
         session.run(evolve(CALL, layer=layer), prefill)
     assert [False, False, True] == [session._records[layer].lost for layer in range(3)]

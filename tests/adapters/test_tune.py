@@ -147,9 +147,9 @@ def tiny(tmp_path: Path) -> tuple[Any, Path]:
 def test_attach_takes_a_profile_of_this_model(tiny: tuple[Any, Path]) -> None:
     model, path = tiny
     ids = prompt(90)
-    with attach(model, "streaming", sink=8, window=16, block=8):
+    with attach(model, "streaming", tail=0, sink=8, window=16, block=8):
         expected = model(ids).logits
-    with attach(model, "streaming", profile=path, strict=True) as handle:
+    with attach(model, "streaming", tail=0, profile=path, strict=True) as handle:
         assert torch.equal(expected, model(ids).logits)
     assert all(layer.mode == "sparse" for layer in handle.report().layers)
 
@@ -173,7 +173,7 @@ def test_a_length_without_a_setting_runs_dense_and_says_so(tiny: tuple[Any, Path
     facts["ranges"][0] |= {"method": None, "parameters": None}
     path.write_text(json.dumps(facts), encoding="utf-8")
     expected = model(prompt(90)).logits
-    with attach(model, "streaming", profile=path, strict=True) as handle:  # a choice, and no failure
+    with attach(model, "streaming", tail=0, profile=path, strict=True) as handle:  # a choice, and no failure
         assert torch.equal(expected, model(prompt(90)).logits)
     assert any("may never run" in note for note in handle.report().notes)
     assert any("accurate enough" in reason for layer in handle.report().layers for reason in layer.reasons)

@@ -114,7 +114,7 @@ def alone(model: Any, context: list[int], questions: tuple[list[int], ...], **pa
     for question in questions:
         ids = torch.tensor([[*known, *question]], device=model.device)
         options: dict[str, Any] = {"context_length": len(context), **parameters}
-        with torch.no_grad(), attach(model, "star-attention", verify=False, gate=None, **options):
+        with torch.no_grad(), attach(model, "star-attention", tail=0, verify=False, gate=None, **options):
             logits = model(ids, logits_to_keep=len(question)).logits[0]
             new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
         answer = new[0, ids.shape[1] :].tolist()

@@ -138,7 +138,7 @@ def test_the_embedded_model_answers_over_any_number_of_ranks() -> None:
     for number, question in enumerate(asked):
         ids = torch.tensor([context + question])
         options: dict[str, Any] = {"block_size": 128, "context_length": len(context)}
-        with torch.no_grad(), attach(model, "star-attention", verify=False, gate=None, **options):
+        with torch.no_grad(), attach(model, "star-attention", tail=0, verify=False, gate=None, **options):
             logits = model(ids, logits_to_keep=len(question)).logits[0]
             answer = model.generate(ids, max_new_tokens=new, do_sample=False)[0, ids.shape[1] :].tolist()
         assert set(task.questions[number].values) <= set(tokenizer.decode(answer).replace(".", " ").split())

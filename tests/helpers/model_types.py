@@ -117,7 +117,7 @@ def examine(model_type: str, implementation: str | None = None) -> Found:
             got, goes_on = outputs(model)
             about["implementation"] = handle.report().implementation
         about["layers"] = modes(handle)
-        with attach(model, "streaming", gate=None, **STREAMING) as handle:
+        with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
             sparse, _ = outputs(model)
         about["sparse"] = modes(handle)
     except sp.AttachError as error:

@@ -48,6 +48,11 @@ def tile_maps(draw: st.DrawFn) -> TileMap:
         "per_row": draw(st.integers(1, 2)),
         "per_column": draw(st.integers(1, 3)),
     }
+    kind = draw(st.sampled_from(["none", "one", "each"]))
+    if kind != "none":
+        ranges = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 27)), min_size=2, max_size=2))
+        each = torch.tensor(ranges[: geometry.batch], dtype=torch.int32, device=DEVICE)
+        rules["dense"] = ranges[0] if kind == "one" else each
     heads = draw(st.sampled_from([None, 1, 2, 4]))
     if heads is not None:
         rows, columns = geometry.tile_rows(rules["tile_q"] * rules["per_row"]), rules["tile_k"] * rules["per_column"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
@@ -124,6 +124,15 @@ class IndexLists:
         """Each head's lists for `group` neighbouring heads: ``[B, H * group, R]``, in the same storage."""
         counts, offsets = (x.repeat_interleave(group, dim=1) for x in (self.counts, self.offsets))
         return IndexLists(counts, offsets, self.indices, same_heads=self.same_heads)
+
+    def filled(self, rows: Tensor, geometry: Geometry, tile_q: int, tile_k: int) -> IndexLists:
+        """Lists of tiles with every tile in reach for some query tiles, bool ``[B, R]``; those share one `arange`."""
+        first, last = span(geometry, tile_q, tile_k)
+        every = torch.arange(geometry.tile_columns(tile_k), dtype=torch.int32, device=rows.device)
+        seen = (last - first).clamp(min=0).to(torch.int32)
+        counts = torch.where(rows[:, None], seen[:, None], self.counts)
+        offsets = torch.where(rows[:, None], first[:, None] + self.indices.numel(), self.offsets)
+        return evolve(self, counts=counts, offsets=offsets, indices=torch.cat([self.indices, every]))
 
     def narrow(self, batch: int, head: int) -> IndexLists:
         """The lists of one head, as ``[1, 1, R]`` (a view)."""

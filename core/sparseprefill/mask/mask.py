@@ -15,7 +15,7 @@ from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.count import Selected, share
 from sparseprefill.mask.geometry import Geometry, regrid
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -76,7 +76,7 @@ class SparseMask:
         """The tiles as a map with rules, to which more can be added before lists are made."""
         if isinstance(self._tiles, TileMap):
             return self._tiles
-        keep = None if self._tiles is None else self.tile_map()
+        keep = None if self._tiles is None else _one_map(self._tiles, self.geometry.tile_columns(self.tile_k))
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=keep)
 
     @property
@@ -173,6 +173,50 @@ class SparseMask:
             return NotImplemented
         self._check_same_call(other, "subtract")
         return _difference(self, other)
+
+    def with_dense_rows(self, rows: Rows, exclude: SparseMask | None = None) -> SparseMask:
+        """The mask with every key for some query tiles, apart from what `exclude` selects, which is disjoint from it.
+
+        rows: a range of query tiles of this mask's grid. Cheaper than the union with a mask of these rows: a map gets a
+        rule, lists get a few rows, and where no stripe lies in a tile, that stays so: stripes go from the rows.
+        """
+        if exclude is not None and (exclude.stripes is not None or _grid(exclude) != _grid(self)):
+            every = TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
+            return self | (evolve(self, tiles=every, group=1, stripes=None, disjoint=True) - exclude)
+        mask = self._without_stripes(rows) if self.disjoint else self
+        if exclude is not None:
+            return evolve(mask, tiles=self.as_map() | _left_of(rows, exclude))
+        if isinstance(self._tiles, TileMap):
+            every = TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
+            return evolve(mask, tiles=self._tiles | every)
+        g, tiles = self.geometry, self._tiles
+        if tiles is None:
+            tiles = IndexLists.empty(g.batch, g.heads, g.tile_rows(self.tile_q), g.device)
+            tiles = evolve(tiles, same_heads=True)
+        return evolve(mask, tiles=tiles.filled(rows_map(g, self.tile_q, rows), g, self.tile_q, self.tile_k))
+
+    def _without_stripes(self, rows: Rows) -> SparseMask:
+        """The mask without the stripes of some query tiles; each tile has a list of its own then."""
+        mask = self.regrouped(1)
+        if mask.stripes is None:
+            return mask
+        counts = mask.stripes.counts.masked_fill(rows_map(self.geometry, self.tile_q, rows)[:, None], 0)
+        return evolve(mask, stripes=evolve(mask.stripes, counts=counts))
+
+    def regrouped(self, group: int) -> SparseMask:
+        """The same with stripes for groups of fewer query tiles, which divide its own; lists stay in their storage."""
+        g, stripes = self.geometry, self.stripes
+        if group == self.group:
+            return self
+        if self.group % group:
+            raise MaskError(f"group is {group}: pass a divisor of {self.group}, the mask's own")
+        if stripes is None:
+            return evolve(self, group=group)
+        old = torch.div(g.tiles(self.tile_q * group), self.group // group, rounding_mode="floor")
+        old = (old - g.first_tile(self.group_rows)[:, None]).clamp(0, stripes.shape[2] - 1)
+        index = old[:, None].expand(-1, g.heads, -1)
+        counts, offsets = (torch.gather(x, 2, index) for x in (stripes.counts, stripes.offsets))
+        return evolve(self, group=group, stripes=evolve(stripes, counts=counts, offsets=offsets))
 
     def _check_same_call(self, other: SparseMask, verb: str) -> None:
         if not self.geometry.fits(other.geometry):
@@ -422,6 +466,25 @@ def _difference(a: SparseMask, b: SparseMask) -> SparseMask:
     tiles = TileMap(geometry=geometry, tile_q=tile_q, tile_k=tile_k, keep=keep)
     stripes = None if left is None else IndexLists.from_map(left)
     return evolve(a, tile_q=tile_q, tile_k=tile_k, tiles=tiles, group=rows // tile_q, stripes=stripes)
+
+
+def _grid(mask: SparseMask) -> tuple[int, int]:
+    return mask.tile_q, mask.tile_k
+
+
+def _one_map(lists: IndexLists, columns: int) -> Tensor:
+    """bool ``[B, h, R, columns]`` of lists: one head where all have the same."""
+    if lists.same_heads:
+        lists = IndexLists(lists.counts[:, :1], lists.offsets[:, :1], lists.indices)
+    return lists.to_map(columns)
+
+
+def _left_of(rows: Rows, exclude: SparseMask) -> TileMap:
+    """Every tile in reach for a range of query tiles, but those of a mask of tiles."""
+    every = TileMap(geometry=exclude.geometry, tile_q=exclude.tile_q, tile_k=exclude.tile_k, dense=rows)
+    held = exclude.as_map()
+    keep = every.by_group(held.shared) & ~held.by_group(held.shared)
+    return TileMap(geometry=exclude.geometry, tile_q=exclude.tile_q, tile_k=exclude.tile_k, keep=keep)
 
 
 def _map_on(mask: SparseMask, tile_q: int, tile_k: int) -> TileMap:

@@ -41,7 +41,20 @@ def _first_head(keep: Tensor | None) -> Tensor | None:
 
 
 def _differ(one: object, other: object) -> bool:
-    return one is not None and other is not None and one != other
+    if one is None or other is None or one is other:
+        return False
+    return isinstance(one, Tensor) or isinstance(other, Tensor) or one != other
+
+
+Rows = tuple[int, int] | Tensor
+"""A half-open range of query tiles, by their index on each batch row's grid: one for all rows, or int32 [B, 2]."""
+
+
+def rows_map(geometry: Geometry, tile_q: int, rows: Rows) -> Tensor:
+    """bool [B, R]: the query tiles of a call that lie in a range."""
+    tile = geometry.tiles(tile_q)
+    first, behind = (rows[:, :1], rows[:, 1:]) if isinstance(rows, Tensor) else rows
+    return (tile >= first) & (tile < behind)
 
 
 @frozen(eq=False, kw_only=True)
@@ -51,7 +64,8 @@ class TileMap:
     keep: bool ``[B, h, R / per_row, C / per_column]`` or None, on tiles `per_row` and `per_column` times those of the
     mask; h divides the heads, and neighbouring heads share an entry. It is read when lists or the map are first asked
     for, so nobody may write to it afterwards. band: the diagonal tiles and so many before them. sink: so many first
-    tiles. stride, random: by hash of (head, tile), `first_head` being the number of head 0.
+    tiles. dense: query tiles that keep every key tile. stride, random: by hash of (head, tile), `first_head` being the
+    number of head 0.
     """
 
     geometry: Geometry
@@ -62,6 +76,7 @@ class TileMap:
     per_column: int = 1
     band: int | None = None
     sink: int = 0
+    dense: Rows | None = None
     stride: Stride | None = None
     random: Random | None = None
     first_head: int = 0
@@ -86,6 +101,13 @@ class TileMap:
         """Whether a rule keeps other tiles for each head."""
         return self.stride is not None or self.random is not None
 
+    @property
+    def shared(self) -> int:
+        """How many neighbouring heads keep the same tiles, whatever the map holds."""
+        if self.by_head:
+            return 1
+        return self.geometry.heads // (1 if self.keep is None else self.keep.shape[1])
+
     @cached_property
     def lists(self) -> IndexLists:
         """The tiles as lists; one launch on a GPU."""
@@ -99,19 +121,18 @@ class TileMap:
     @cached_property
     def resolved(self) -> Tensor:
         """bool ``[B, H, R, C]``."""
-        return self._resolve(1)
+        return self.by_group(1)
 
     def united(self, group: int) -> TileMap:
         """What any of each `group` neighbouring heads keeps, for all of them."""
-        shared = None if self.keep is None else self.geometry.heads // self.keep.shape[1]
-        if not self.by_head and (shared is None or shared % group == 0):
+        if self.shared % group == 0:
             return self
-        return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=self._resolve(group))
+        return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=self.by_group(group))
 
     def __or__(self, other: TileMap) -> TileMap:
         """The union; both on one grid."""
-        rules = _differ(self.stride, other.stride) or _differ(self.random, other.random)
-        if rules or (self.by_head and other.by_head and self.first_head != other.first_head):
+        differ = any(_differ(getattr(self, name), getattr(other, name)) for name in ("stride", "random", "dense"))
+        if differ or (self.by_head and other.by_head and self.first_head != other.first_head):
             return self._plain() | other
         if self.keep is not None and other.keep is not None:
             return evolve(self._plain(), keep=self.resolved | other.resolved)
@@ -121,6 +142,7 @@ class TileMap:
             mapped,
             band=max(bands, default=None),
             sink=max(self.sink, other.sink),
+            dense=other.dense if self.dense is None else self.dense,
             stride=self.stride or other.stride,
             random=self.random or other.random,
             first_head=self.first_head if self.by_head else other.first_head,
@@ -130,7 +152,8 @@ class TileMap:
         """The same as a map without rules."""
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=self.resolved)
 
-    def _resolve(self, group: int) -> Tensor:
+    def by_group(self, group: int) -> Tensor:
+        """bool ``[B, H / group, R, C]``: what any of each `group` neighbouring heads keeps."""
         if kernels.serve_device(self.geometry.device):
             from sparseprefill.kernels.lists.launch import resolve
 
@@ -150,6 +173,7 @@ class TileMap:
             random_state=0 if random is None else random.state,
             random_last=None if random is None else random.bound - 1,
             first_head=self.first_head,
+            dense=self.dense,
         )
         return self.geometry, self.tile_q, self.tile_k, self.keep, rules, self.per_row, self.per_column
 
@@ -168,6 +192,8 @@ class TileMap:
             keep = self.keep.repeat_interleave(shape[1] // self.keep.shape[1], dim=1)
             keep = keep.repeat_interleave(self.per_column, dim=-1)[..., : shape[3]]
             kept = kept | regrid(geometry, keep, tile_q * self.per_row, tile_q)
+        if self.dense is not None:
+            kept = kept | rows_map(geometry, tile_q, self.dense)[:, None, :, None]
         if self.band is not None:
             first = torch.div(geometry.tiles(tile_q) * tile_q, tile_k, rounding_mode="floor")[..., None]
             before = (column < first) & (column >= first - self.band)

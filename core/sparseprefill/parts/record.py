@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
@@ -69,6 +70,8 @@ class Recorder:
 
 def _joined(geometry: Geometry, pieces: Sequence[tuple[Part, SparseMask]]) -> SparseMask:
     """One mask of masks by parts, which come rows outside, heads inside; all on one grid, and cut along it."""
+    group = math.gcd(*(mask.group for _, mask in pieces))  # refiners split groups, where they widen some of their rows
+    pieces = [(part, mask.regrouped(group)) for part, mask in pieces]
     masks = [mask for _, mask in pieces]
     first = masks[0]
     grid = (first.tile_q, first.tile_k, first.group)

@@ -32,13 +32,16 @@ class Part:
     rows: tuple[int, int]
 
     def of(self, call: AttentionCall) -> AttentionCall:
-        """The part as a call: views. Keys behind its last row are left out where rows are."""
+        """The part as a call: views. Where rows are left out, so are the keys behind; it knows the prompt's end."""
         (head, end), (row, last) = self.heads, self.rows
         group = call.group
         kv = slice(head // group, -(-end // group))
-        offset, lengths = call.geometry.q_offset, call.lengths
+        offset, lengths, prompt = call.geometry.q_offset, call.lengths, call.prompt_lengths
         keys = call.kv_len
         if (row, last) != (0, call.q.shape[2]):
+            if prompt is None:  # of the call, which its parts no longer show
+                behind = offset + call.q.shape[2]
+                prompt = behind if lengths is None else lengths.clamp(max=behind)
             keys = offset + last
             lengths = None if lengths is None else lengths.clamp(max=keys)
         k, v = call.narrow(kv, keys)
@@ -50,6 +53,7 @@ class Part:
             sinks=None if call.sinks is None else call.sinks[head:end],
             q_offset=offset + row,
             lengths=lengths,
+            prompt_lengths=prompt,
             first_head=call.first_head + head,
         )
 

@@ -1,13 +1,15 @@
-"""Dense attention for the last rows."""
+"""Dense attention for the last rows of a prompt."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
+from torch import Tensor
 
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.tile_map import Rows
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, whole
 
@@ -16,26 +18,62 @@ if TYPE_CHECKING:
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan
 
+PER_TILE, PER_PAIR = 64, 16
+"""Bytes of `DenseRows.workspace`: of a head for each query tile, and of all heads for each pair of tiles."""
+
 
 @frozen
 class DenseRows:
-    """Gives the last `last` real query rows of each batch row every key, rounded up to whole query tiles.
+    """Gives every key to the last `last` query rows of each batch row's prompt, and to real rows behind it.
 
-    It has no grain: in a prompt that comes in chunks, the last rows of every chunk become dense. tile: size in tokens,
-    by default the tiles of the plan.
+    Whole query tiles are rounded up: with tiles of 128 tokens, 1 to 128 rows make one tile dense where the prompt ends
+    with a tile, and two where the rows reach into the one before. tile: size in tokens, by default the tiles of the
+    plan, on which it is cheapest.
+
+    The prompt ends where the call says (`AttentionCall.prompt_lengths`). Then a prompt in chunks gets the mask of the
+    whole prompt, wherever it is cut: hence the grain. Of a call that does not say, the last rows become dense, so in
+    chunks those of every chunk.
     """
 
     last: int = field(validator=whole())
     tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
+    grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
 
+    @property
+    def tail(self) -> int:
+        """See `stages`: adapters need not add these rows."""
+        return self.last
+
+    def workspace(self, call: AttentionCall) -> int:
+        """One map of tiles for all heads, and for each head where its lists begin.
+
+        What differs by head is a rule of the estimator's own map, or lists, whose bound it is.
+        """
+        geometry, size = call.geometry, 128 if self.tile is None else self.tile
+        rows = geometry.tile_rows(size)
+        each = rows * (geometry.tile_columns(size) * PER_PAIR + geometry.heads * PER_TILE)
+        return geometry.batch * each
+
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
-        """Adds all tiles of the last rows."""
-        grid = tile_q, tile_k = plan.grid(self.tile)
-        geometry = call.geometry
-        first = geometry.first_position()
-        behind = torch.minimum(first + geometry.q_len, geometry.key_counts())[:, None]
-        tile = geometry.tiles(tile_q)
-        dense = ((tile + 1) * tile_q > behind - self.last) & (tile * tile_q < behind)
-        columns = geometry.tile_columns(tile_k)
-        return plan.widen(SparseMask.from_rules(call, grid, keep=dense[:, None, :, None].expand(-1, -1, -1, columns)))
+        """Adds all tiles of the last rows; where none of them is in the call, the plan itself."""
+        grid = plan.grid(self.tile)
+        rows = self._tiles(call, grid[0])
+        if not isinstance(rows, Tensor) and rows[0] >= rows[1]:
+            return plan
+        if grid != plan.grid():
+            return plan.widen(SparseMask.from_rules(call, grid, dense=rows))
+        region = None if plan.carry is None else plan.carry.region
+        return evolve(plan, mask=plan.mask.with_dense_rows(rows, region))
+
+    def _tiles(self, call: AttentionCall, tile: int) -> Rows:
+        """The query tiles that become dense. Nothing is read on the host: numbers where sizes tell, else a tensor."""
+        geometry, prompt = call.geometry, call.prompt_lengths
+        if geometry.starts is None and geometry.lengths is None and not isinstance(prompt, Tensor):
+            behind = geometry.q_offset + geometry.q_len
+            first = (behind if prompt is None else prompt) - self.last
+            return max(first // tile, 0), -(-behind // tile)
+        end = torch.minimum(geometry.first_position() + geometry.q_len, geometry.key_counts())
+        first = torch.zeros_like(end) + (end if prompt is None else prompt) - self.last
+        ends = torch.stack([first, end + tile - 1], -1)
+        return torch.div(ends, tile, rounding_mode="floor").clamp(min=0).to(torch.int32)

@@ -68,6 +68,11 @@ class UnionEstimator:
         """The widest of the parts' scopes."""
         return widest_scope(part.head_scope for part in self.parts)
 
+    @property
+    def tail(self) -> int:
+        """The longest of the parts' tails."""
+        return max(part.tail for part in self.parts)
+
     def workspace(self, call: AttentionCall) -> int:
         """The parts' plans together, and maps to unite them."""
         plans = sum(part.plan_bound(call) for part in self.parts)

@@ -79,7 +79,7 @@ def _others(trial: Trial, out: Tensor, lse: Tensor, keep: Tensor, rows: Tensor, 
 
 def batch_rows_independent(trial: Trial) -> None:
     """A row of a padded batch equals the row alone, whatever the padding holds."""
-    call = trial.call
+    call, prompt = trial.call, trial.call.prompt_lengths
     if call.q.shape[0] == 1 and call.starts is None and call.lengths is None:
         raise NotApplicableError("the call has one batch row and no padding")
     real = torch.stack([trial.allowed[b].any(0) for b in range(call.q.shape[0])])  # keys that some row may see
@@ -109,6 +109,7 @@ def batch_rows_independent(trial: Trial) -> None:
             q_offset=trial.offset + first - start,
             starts=None,
             lengths=None,
+            prompt_lengths=prompt[b : b + 1] if isinstance(prompt, Tensor) else prompt,
         )
         result = trial.run(alone)
         what = f"of batch row {b} against the row alone"
@@ -126,7 +127,10 @@ def _real_keys(call: AttentionCall) -> Tensor:
 
 
 def chunk_invariant(trial: Trial) -> None:
-    """Cutting the prompt at multiples of the pipeline's grain changes nothing; chunks share one Memory."""
+    """Cutting the prompt at multiples of the pipeline's grain changes nothing.
+
+    Chunks share one Memory, and say how long the prompt is.
+    """
     call, grain = trial.call, trial.pipeline.grain
     if grain is None:
         raise NotApplicableError("the pipeline declares no grain: its estimate looks at the call as a whole")
@@ -146,9 +150,11 @@ def chunk_invariant(trial: Trial) -> None:
 
 def _in_chunks(trial: Trial, bounds: list[int]) -> tuple[Tensor, Tensor]:
     call, memory, results = trial.call, Memory(), []
+    prompt = bounds[-1] if call.prompt_lengths is None else call.prompt_lengths
     for first, last in pairwise(bounds):
         rows = slice(first - trial.offset, last - trial.offset)
-        part = evolve(call, q=call.q[:, :, rows], k=call.k[:, :, :last], v=call.v[:, :, :last], q_offset=first)
+        k, v = call.k[:, :, :last], call.v[:, :, :last]
+        part = evolve(call, q=call.q[:, :, rows], k=k, v=v, q_offset=first, prompt_lengths=prompt)
         results.append(trial.pipeline.run(part, memory))
     return torch.cat([part.out for part in results], 2), torch.cat([part.lse for part in results], 2)
 

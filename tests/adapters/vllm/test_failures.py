@@ -97,7 +97,7 @@ def runtime(pipeline: sp.Pipeline, **options: Any) -> Runtime:
     return Runtime(parsed, session, Model(whole, whole, "M", "STOCK", 0), tally)
 
 
-def layer(mine: Runtime, requests: int = 1) -> torch.Tensor:
+def layer(mine: Runtime, requests: int = 1, prompt: int | None = None) -> torch.Tensor:
     """The output of a layer for a few prompts, as the backend's forward runs it."""
     query = torch.randn(TOKENS * requests, HEADS, SIZE)
     output = torch.full_like(query, float("nan"))
@@ -109,7 +109,7 @@ def layer(mine: Runtime, requests: int = 1) -> torch.Tensor:
     impl = SimpleNamespace(runtime=mine, facts=None, stock=stock, slow=False, **usual)
     module = SimpleNamespace(layer_name="model.layers.0.attn")
     parts = [
-        Part(i, i + 1, i * TOKENS, (i + 1) * TOKENS, Row(0, TOKENS, str(i)), Prefill(), make=lambda: None)
+        Part(i, i + 1, i * TOKENS, (i + 1) * TOKENS, Row(0, TOKENS, str(i), prompt), Prefill(), make=lambda: None)
         for i in range(requests)
     ]
 
@@ -153,6 +153,17 @@ def test_a_broken_gate_leaves_the_host_its_work(error: BaseException | None) -> 
     assert bool((layer(mine) == HOSTS).all())
     (found,) = mine.report().layers
     assert (0, 1) == (found.sparse_calls, found.dense_calls)
+
+
+@pytest.mark.parametrize(("prompt", "dense"), [(None, 8), (TOKENS, 8), (TOKENS + 4, 4), (TOKENS + 8, 0), (4, TOKENS)])
+def test_the_dense_tail_is_the_prompts(prompt: int | None, dense: int) -> None:
+    """Of the last 8 rows of a prompt so many are in the chunk; what was generated behind it is dense, too."""
+    seen: list[sp.Result] = []
+    method = sp.build("streaming", sink=0, window=1, block=4)
+    layer(runtime(method, tail=8, observe=lambda _, result: seen.append(result)), prompt=prompt)
+    (result,) = seen
+    count = (result.mask.to_dense() == result.plan.mask.geometry.visible()).all(-1)[0, 0].sum()
+    assert dense + (0 if dense == TOKENS else 4) == count, "the first tile sees nothing else"
 
 
 def test_a_good_stage_runs() -> None:

@@ -18,7 +18,7 @@ from sparseprefill.adapters.vllm.model import Model
 from sparseprefill.adapters.vllm.names import Names
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.plan import plan
-from sparseprefill.adapters.vllm.runtime import FORGETS, NAMELESS, Runtime, runtime_of
+from sparseprefill.adapters.vllm.runtime import ENDLESS, FORGETS, NAMELESS, Runtime, runtime_of
 from sparseprefill.adapters.vllm.split import Part
 from sparseprefill.adapters.vllm.tally import NUMBER, Tally
 from sparseprefill.adapters.vllm.worker import NOBODY, ReportExtension
@@ -114,6 +114,7 @@ class States:
     """Of vLLM's model runner V2: which request has which slot. One that comes gets the slot freed last."""
 
     def __init__(self, slots: int) -> None:
+        self.prompt_len: Any = np.zeros(slots, dtype=np.int32)
         self.req_id_to_index: dict[str, int] = {}
         self.index_to_req_id: dict[int, str] = {}
         self._free = list(range(slots))
@@ -159,6 +160,50 @@ class RunnerV1:
 
 REMEMBERS = {"method": "share-prefill", "parameters": {"clusters": "single"}}
 FIELDS = {one.name for one in dataclasses.fields(Common)}
+
+
+def prompts(mine: Runtime, batch: Common) -> list[int | None]:
+    """Tokens of the prompts of a batch's rows, as the parts know them."""
+    parts = plan(mine, batch, stock)
+    assert parts is not None
+    return [part.row.prompt for part in parts if part.row is not None]
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["with a copy on the device", "plain array"])
+def test_runner_v2_tells_how_long_prompts_are(plain: bool) -> None:
+    mine = runtime()
+    host = RunnerV2(mine, "a", "b")
+    lengths = host.req_states.prompt_len
+    for name, tokens in (("a", 52), ("b", 20)):
+        lengths[host.slots[name]] = tokens
+    host.req_states.prompt_len = lengths if plain else SimpleNamespace(np=lengths)
+    assert [52, 20] == prompts(mine, host.batch([20, 20], [20, 20], [True, True], "a", "b"))
+    assert [52] == prompts(mine, host.batch([32, 1], [52, 21], [True, False], "a", "b")), "the last chunk"
+    # Preempted, and computed again with what it had generated, 16 tokens of it from the prefix cache.
+    assert [20] == prompts(mine, host.batch([14], [30], [True], "b"))
+    host.req_states.remove("b")
+    host.slots["c"] = host.req_states.add("c")
+    lengths[host.slots["c"]] = 77
+    assert [77] == prompts(mine, host.batch([20], [20], [True], "c")), "the slot is another's now"
+    assert ENDLESS not in mine.report().notes
+
+
+def test_runner_v1_tells_how_long_prompts_are() -> None:
+    mine = runtime()
+    host = RunnerV1(mine, "a", "b")
+    host.requests = {"a": SimpleNamespace(num_prompt_tokens=52), "b": SimpleNamespace()}
+    assert [52, None] == prompts(mine, common([20, 20], [20, 20], [True, True]))
+    assert {ENDLESS: 1} == mine.report().notes
+    assert mine.names.prompt(None) is None
+    del host
+    assert mine.names.prompt("a") is None
+
+
+def test_a_prompt_whose_length_nobody_tells_is_noted_where_it_matters() -> None:
+    for table, noted in (({}, True), ({"tail": 0}, False)):
+        mine = runtime(**table)
+        assert [None] == prompts(mine, common([20], [20], [True]))
+        assert noted == (ENDLESS in mine.report().notes)
 
 
 def test_groups_of_layers_share_a_request_within_a_step() -> None:
@@ -243,7 +288,7 @@ def test_what_the_host_does_not_name_is_noted(caplog: pytest.LogCaptureFixture) 
     assert "VLLM_USE_V2_MODEL_RUNNER=0" in caplog.records[0].message
     chunks = [plan(mine, common([20], [length], [True]), stock) for length in (20, 40, 60)]
     assert 3 == len({id(prefill(one)) for one in chunks})
-    assert {NAMELESS: 2} == mine.report().notes
+    assert {NAMELESS: 2, ENDLESS: 3} == mine.report().notes
     del host, halves
 
 

@@ -37,10 +37,11 @@ def options(**table: Any) -> Any:
 
 def test_options_are_read() -> None:
     found = options(method="streaming", parameters={"sink": 64, "window": 128}, layers=[0, 2], strict=True)
-    assert (MIN_QUERY, (0, 2), True, False, "info") == (
+    assert (MIN_QUERY, (0, 2), True, False, "info", 128) == (
         *(found.min_query, found.layers, found.strict),
-        *(found.measure, found.log_level),
+        *(found.measure, found.log_level, found.tail),
     )
+    assert 0 == options(method="streaming", tail=0).tail
     assert "streaming" == found.build().name
 
 
@@ -55,6 +56,13 @@ def test_a_file_may_hold_the_pipeline(tmp_path: Any) -> None:
     [
         ({"method": "streaming", "min_qery": 3}, "sparseprefill.min_qery is unknown; did you mean 'min_query'"),
         ({"method": "streaming", "min_query": 1}, "sparseprefill.min_query is 1: pass an integer >= 2"),
+        (
+            {"method": "streaming", "tail": -1},
+            "sparseprefill.tail is -1: pass a number of query rows from 0 to 2147483647",
+        ),
+        ({"method": "streaming", "tail": True}, "sparseprefill.tail is True: pass a number of query rows"),
+        ({"method": "streaming", "tail": 128.0}, "sparseprefill.tail is 128.0: pass a number of query rows"),
+        ({"method": "streaming", "tail": 1 << 31}, "sparseprefill.tail is 2147483648: pass a number of query rows"),
         ({"method": "streaming", "min_query": True}, "sparseprefill.min_query is True"),
         ({"method": "streaming", "layers": 3}, "sparseprefill.layers is 3: give a list"),
         ({"method": "streaming", "layers": ["1"]}, "sparseprefill.layers is ['1']"),

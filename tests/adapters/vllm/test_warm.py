@@ -56,7 +56,10 @@ def test_a_prompt_and_a_chunk_behind_it_run_in_two_layers_of_one_request() -> No
     kept = Kept()
     warm(kept.pipeline, LAYERS, SIZES, pages, first_head=4)
     made = [(call.layer, call.q.shape[2], call.kv_len, call.first_head) for call in kept.calls]
-    assert [(3, 48, 48, 4), (5, 48, 48, 4), (3, 48, 70, 4), (5, 48, 70, 4)] == made
+    chunks = [(48, 48), (48, 48), (48, 70)]
+    assert [(layer, rows, keys, 4) for rows, keys in chunks for layer in (3, 5)] == made
+    prompts = [call.prompt_lengths for call in kept.calls[::2]]
+    assert [48, 96, 70] == prompts, "the prompt's end, what others follow, and the end of the longest"
     assert kept.memories[0] is kept.memories[1]
     assert kept.memories[1] is not kept.memories[2]
     assert {0.2} == {call.scale for call in kept.calls}
@@ -82,8 +85,8 @@ def test_calls_too_small_for_the_method_run_as_they_will() -> None:
             return plain.accumulate(call, plan)
 
     warm(evolve(kept.pipeline, executor=Executor()), LAYERS[:1], evolve(SIZES, small=20), pages)
-    assert [48, 48, 20] == [call.q.shape[2] for call in ran]
-    assert 2 == len(kept.calls), "the last is none of the method's"
+    assert [48, 48, 48, 20] == [call.q.shape[2] for call in ran]
+    assert 3 == len(kept.calls), "the last is none of the method's"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_once_for_each_kind_of_layer(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         for sizes in (SIZES, SIZES, evolve(SIZES, page=32)):
             warm_engine(runtime, layers, sizes)
-    assert 8 == len(kept.calls)
+    assert 12 == len(kept.calls)
     assert 2 == caplog.text.count("kernels are ready")
     assert not runtime.session.report("", "").layers, "nobody asked for these calls"
 

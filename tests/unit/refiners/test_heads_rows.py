@@ -58,23 +58,35 @@ def test_lists_are_the_same_for_all_heads_where_the_maker_says_so() -> None:
     assert expected == [lists.same_heads for lists in united if lists is not None]
 
 
-@given(call=CALLS, data=DATA, last=st.integers(1, 120), tile=st.none() | st.sampled_from([1, 8, 24]))
-def test_dense_rows(call: sp.AttentionCall, data: st.DataObject, last: int, tile: int | None) -> None:
+@given(
+    call=CALLS,
+    data=DATA,
+    last=st.integers(1, 120),
+    tile=st.none() | st.sampled_from([1, 8, 24]),
+    prompt=st.none() | st.integers(0, 120),
+)
+def test_dense_rows(
+    call: sp.AttentionCall, data: st.DataObject, last: int, tile: int | None, prompt: int | None
+) -> None:
     plan, at = data.draw(plans(call)), Positions.of(call)
     size = tile_of(plan.mask, tile)[0]
     real = at.allowed.any(-1, keepdim=True)
     end = torch.where(real, at.query + 1, 0).amax(2, keepdim=True)
+    if prompt is not None:
+        each = data.draw(st.booleans(), label="a tensor")
+        call = evolve(call, prompt_lengths=int32(*[prompt] * call.q.shape[0]) if each else prompt)
+        end = torch.full_like(end, prompt)
     dense = real & ((at.query // size + 1) * size > end - last)
     after = whole(refined(sp.DenseRows(last, tile=tile), call, plan))
     assert torch.equal(whole(plan) | (dense & at.allowed), after)
-    for b in range(real.shape[0]):  # the last rows, counted
+    for b in range(real.shape[0] if prompt is None else 0):  # the last rows, counted
         rows = real[b, 0, :, 0].nonzero()[-last:, 0]
         assert torch.equal(at.allowed[b, :, rows].expand_as(after[b, :, rows]), after[b, :, rows])
 
 
 def test_dense_rows_depend_on_the_chunks() -> None:
+    """Of calls that do not say how long their prompt is."""
     pipeline = evolve(sp.build("streaming", sink=8, window=8, block=8), refiners=(sp.DenseRows(8),))
-    assert pipeline.grain is None
     call = make(64)
     part = sp.AttentionCall(call.q[:, :, :32], call.k[:, :, :32], call.v[:, :, :32])
     dense = part.geometry.visible()[0, 24:]
@@ -101,7 +113,7 @@ def test_every_refiner_keeps_the_contracts_of_a_method(method: str, refiner: Any
     hybrid = evolve(built, refiners=(refiner,), name=f"{method} + {type(refiner).__name__}")
     report = check_method(hybrid, calls=few_calls())
     assert "carry and mask disjoint" in report.cases
-    assert built.grain is None or hybrid.grain == built.grain or isinstance(refiner, sp.DenseRows)
+    assert built.grain is None or hybrid.grain == built.grain
 
 
 def test_all_refiners_together_on_a_plan_with_a_carry() -> None:

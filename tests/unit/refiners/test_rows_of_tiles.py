@@ -47,6 +47,20 @@ def test_the_last_rows_in_whole_tiles(last: int, rows: list[int]) -> None:
     assert [list(range(i + 1)) if i in rows else [] for i in (2, 3, 4)] == after(sp.DenseRows(last))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "rows"), [(40, [4]), (32, [3, 4]), (33, [4]), (41, []), (16, [2, 3, 4]), (0, [2, 3, 4]), (1000, [])]
+)
+def test_the_last_rows_of_the_prompt_that_the_call_names(prompt: int, rows: list[int]) -> None:
+    """40 tokens are there: more are to come, or some are behind the prompt, as dense as it would have decoded them."""
+    for given in (prompt, int32(prompt)):
+        call = make(24, 40, prompt_lengths=given)
+        assert [list(range(i + 1)) if i in rows else [] for i in (2, 3, 4)] == after(
+            sp.DenseRows(8 if prompt == 40 else 1), call
+        )
+    plan = sp.Plan(sp.SparseMask.empty(CALL, 8))
+    assert (not rows) == (sp.DenseRows(1).refine(make(24, 40, prompt_lengths=prompt), plan, Memory()) is plan)
+
+
 def test_the_last_rows_end_with_the_real_ones() -> None:
     call = make(24, batch=2, lengths=int32(24, 9))
     plan = sp.DenseRows(1).refine(call, sp.Plan(sp.SparseMask.empty(call, 8)), Memory())
@@ -111,9 +125,16 @@ def test_bounds_are_allowed() -> None:
     assert (0, 0) == (sp.BudgetCeiling(tiles=1, sink=0, local=0).sink, sp.BudgetCeiling(tiles=1, local=0).local)
     assert (1, 1) == (sp.BudgetCeiling(tiles=1).sink, sp.BudgetCeiling(tiles=1).local)
     assert (0, 0) == (sp.StrideRescue(2).seed, sp.RandomRescue(0.5).seed)
-    for kind in (sp.LocalBand, sp.Sink, sp.StrideRescue, sp.RandomRescue, sp.BudgetFloor, sp.BudgetCeiling):
+    for kind in (
+        sp.LocalBand,
+        sp.Sink,
+        sp.StrideRescue,
+        sp.RandomRescue,
+        sp.BudgetFloor,
+        sp.BudgetCeiling,
+        sp.DenseRows,
+    ):
         assert (1, "head") == (kind.grain, kind.head_scope)
-    assert (None, "head") == (getattr(sp.DenseRows(1), "grain", None), sp.DenseRows.head_scope)
     assert (1, "group") == (sp.GqaUnion.grain, sp.GqaUnion.head_scope)
 
 

@@ -34,6 +34,7 @@ class Rules(NamedTuple):
     band: the diagonal tiles and so many before them. sink: so many first tiles. every, stride_state: each `every`-th
     tile, from a phase by hash. random_state, random_last: tiles whose hash is at most `random_last`. States and hashes
     are 32-bit words; the launcher makes them signed. first_head: the number of head 0, which hashes depend on.
+    dense: query tiles that keep every key tile, a half-open range; on the host also a tensor, one range a batch row.
     """
 
     band: Any = None
@@ -43,6 +44,18 @@ class Rules(NamedTuple):
     random_state: Any = 0
     random_last: Any = None
     first_head: Any = 0
+    dense: Any = None
+
+
+@triton.jit
+def _dense_from(tile, batch, columns, dense_ptr, dense_first, dense_behind):
+    """From which key tile on a query tile keeps all: the first where it is dense, else behind the last.
+
+    dense_ptr: int32 [B, 2], the range of each batch row; None for one range.
+    """
+    if dense_ptr is not None:
+        dense_first, dense_behind = tl.load(dense_ptr + 2 * batch), tl.load(dense_ptr + 2 * batch + 1)
+    return tl.where((tile >= dense_first) & (tile < dense_behind), 0, columns)
 
 
 @triton.jit
@@ -87,7 +100,8 @@ def _kept(
 ):  # fmt: skip
     """bool [len(column)]: the tiles in [first, last) that the map or a rule keeps.
 
-    line_ptr: the row's entries, `stride` apart, one for PER_COLUMN tiles; None for no map.
+    line_ptr: the row's entries, `stride` apart, one for PER_COLUMN tiles; None for no map. rules.dense: from which tile on this
+    row keeps all.
     """
     inside = (column >= first) & (column < last)
     keep = column < 0
@@ -95,6 +109,7 @@ def _kept(
         low = floor_div(tile * TILE_Q, TILE_K)
         behind = tl.where(rules.band >= 0, floor_div((tile + 1) * TILE_Q - 1, TILE_K) + 1, 0)
         keep = ((column >= low - rules.band) & (column < behind)) | (column < rules.sink)
+        keep = keep | (column >= rules.dense)
     if STRIDE:
         every = rules.every.to(tl.uint32)
         phase = _fold(_fold(rules.stride_state.to(tl.uint32, bitcast=True), rules.first_head + head), tile)
@@ -128,13 +143,15 @@ def _begin(kind: tl.constexpr, row, tile, room, per: tl.constexpr):
     do_not_specialize=(
         "map_ptr", "stride_b", "stride_h", "stride_r", "stride_c", "map_rows", "map_share", "rows", "columns", "heads", "share",
         "q_offset", "window", "band", "sink", "every", "stride_state", "random_state", "random_last", "first_head",
+        "dense_first", "dense_behind",
         "storage", "room",
     )
 )  # fmt: skip
 def encode_kernel(
     map_ptr, starts_ptr, counts_ptr, offsets_ptr, indices_ptr,
     stride_b, stride_h, stride_r, stride_c, map_rows, map_share, rows, columns, heads, share, q_offset, window,
-    band, sink, every, stride_state, random_state, random_last, first_head, storage, room,
+    band, sink, every, stride_state, random_state, random_last, first_head, dense_ptr, dense_first, dense_behind,
+    storage, room,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PER_ROW: tl.constexpr, PER_COLUMN: tl.constexpr, KIND: tl.constexpr, PER: tl.constexpr,
     REACH: tl.constexpr, WINDOW: tl.constexpr,
     RULES: tl.constexpr, STRIDE: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
@@ -145,7 +162,6 @@ def encode_kernel(
     neighbouring heads have the same list, which is stored once. REACH: only tiles that causality and window allow.
     """
     tiles = Map(map_ptr, stride_b, stride_h, stride_r, stride_c, map_rows, map_share)
-    rules = Rules(band, sink, every, stride_state, random_state, random_last, first_head)
     program = tl.program_id(0)
     row = program % rows
     lists = heads // share
@@ -153,6 +169,8 @@ def encode_kernel(
     head = number * share
     _, _, first_position = batch_row(batch, starts_ptr, None, q_offset, 0)
     tile = floor_div(first_position, TILE_Q) + row
+    dense = _dense_from(tile, batch, columns, dense_ptr, dense_first, dense_behind)
+    rules = Rules(band, sink, every, stride_state, random_state, random_last, first_head, dense)
     first, last = columns * 0, columns
     if REACH:
         first, last = span(tile, columns, window, TILE_Q, TILE_K, WINDOW)
@@ -180,12 +198,13 @@ def encode_kernel(
     do_not_specialize=(
         "map_ptr", "stride_b", "stride_h", "stride_r", "stride_c", "map_rows", "map_share", "rows", "columns", "heads", "unite",
         "q_offset", "window", "band", "sink", "every", "stride_state", "random_state", "random_last", "first_head",
+        "dense_first", "dense_behind",
     )
 )  # fmt: skip
 def resolve_kernel(
     map_ptr, starts_ptr, out_ptr,
     stride_b, stride_h, stride_r, stride_c, map_rows, map_share, rows, columns, heads, unite, q_offset, window,
-    band, sink, every, stride_state, random_state, random_last, first_head,
+    band, sink, every, stride_state, random_state, random_last, first_head, dense_ptr, dense_first, dense_behind,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PER_ROW: tl.constexpr, PER_COLUMN: tl.constexpr,
     WINDOW: tl.constexpr,
     RULES: tl.constexpr, STRIDE: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
@@ -195,13 +214,14 @@ def resolve_kernel(
     It holds what any of `unite` neighbouring heads keeps, such as those of a GQA group.
     """
     tiles = Map(map_ptr, stride_b, stride_h, stride_r, stride_c, map_rows, map_share)
-    rules = Rules(band, sink, every, stride_state, random_state, random_last, first_head)
     program = tl.program_id(0)
     row = program % rows
     groups = heads // unite
     batch, number = program // rows // groups, program // rows % groups
     _, _, first_position = batch_row(batch, starts_ptr, None, q_offset, 0)
     tile = floor_div(first_position, TILE_Q) + row
+    dense = _dense_from(tile, batch, columns, dense_ptr, dense_first, dense_behind)
+    rules = Rules(band, sink, every, stride_state, random_state, random_last, first_head, dense)
     first, last = span(tile, columns, window, TILE_Q, TILE_K, WINDOW)
     out_ptr += program.to(tl.int64) * columns
     for low in range(0, columns, BLOCK):

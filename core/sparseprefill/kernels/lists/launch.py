@@ -142,9 +142,11 @@ def _where(keep: Tensor | None, heads: int) -> tuple[int, ...]:
     return 0 if keep.shape[0] == 1 else keep.stride(0), *keep.stride()[1:], keep.shape[2], heads // keep.shape[1]
 
 
-def _numbers(rules: Rules) -> Rules:
+def _numbers(rules: Rules) -> tuple[Any, ...]:
     """As kernels take them. Words of hashes are signed, so that none is of another integer type."""
-    return Rules(
+    ranges = rules.dense if isinstance(rules.dense, Tensor) else None
+    first, behind = (0, 0) if ranges is not None or rules.dense is None else rules.dense
+    numbers = Rules(
         band=-1 if rules.band is None else rules.band,
         sink=rules.sink,
         every=1 if rules.every is None else rules.every,
@@ -153,6 +155,7 @@ def _numbers(rules: Rules) -> Rules:
         random_last=0 if rules.random_last is None else _signed(rules.random_last),
         first_head=rules.first_head,
     )
+    return *numbers[:-1], None if ranges is None else ranges.contiguous(), first, behind
 
 
 def _signed(word: int) -> int:
@@ -161,7 +164,7 @@ def _signed(word: int) -> int:
 
 def _rule_flags(rules: Rules) -> dict[str, bool]:
     return {
-        "RULES": rules.band is not None or rules.sink > 0,
+        "RULES": rules.band is not None or rules.sink > 0 or rules.dense is not None,
         "STRIDE": rules.every is not None,
         "RANDOM": rules.random_last is not None,
     }
