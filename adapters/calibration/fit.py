@@ -24,6 +24,7 @@ from ..evaluation.outcome import Outcome, Summary
 from ..evaluation.prompts import Prompt
 from ..evaluation.reading import Sizes
 from ..progress import Progress
+from ..session.session import TAIL
 from .candidates import Candidate
 from .measure import calibrate, sizes
 from .search import Search, Trial
@@ -39,7 +40,7 @@ class ModelReadings:
     """A model that reads prompts, for a search; each prompt's dense pass is made once and kept.
 
     sizes: what is looked at of each prompt. asks: questions that are put to each prompt, None where none are. See
-    `Comparison`.
+    `Comparison`. tail: last rows of a prompt that get every key, as `attach` does it.
     """
 
     model: Any
@@ -47,6 +48,7 @@ class ModelReadings:
     prompts: Sequence[Prompt]
     sizes: Sequence[Sizes]
     asks: Sequence[Ask] | None = None
+    tail: int = TAIL
     _read: dict[int, Comparison] = field(factory=dict, init=False)
 
     @property
@@ -60,7 +62,7 @@ class ModelReadings:
 
     def run(self, candidate: Candidate, prompt: int) -> Outcome:
         """What a candidate does to it."""
-        return self._comparison(prompt).run(candidate.contender(self.identity))
+        return self._comparison(prompt).run(evolve(candidate.contender(self.identity), dense_tail=self.tail))
 
     def _comparison(self, prompt: int) -> Comparison:
         if prompt not in self._read:
@@ -124,6 +126,7 @@ def break_even(
     dtype: str,
     clock: Clock,
     registry: Registry,
+    tail: int = TAIL,
     progress: Progress = lambda what, done, of: None,
 ) -> BreakEven | None:
     """Times of the chosen settings beside dense attention's, by length, on the model's own heads; None without any.
@@ -137,7 +140,7 @@ def break_even(
         if one.method is None or one.parameters is None:
             continue
         keys = [n for n in (one.tokens // 4, one.tokens // 2, one.tokens) if n >= max(128, one.least)]
-        pipeline = registry.build(one.method, **one.parameters)
+        pipeline = registry.build(one.method, **one.parameters).with_tail(tail)
         found = calibrate(heads, sizes(keys, CHUNK), {one.method: pipeline}, clock, progress)
         points |= {(point.queries, point.keys): point for point in found.shape.points if point.methods}
     if not points:

@@ -18,9 +18,11 @@ from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
 
+from ..session.session import TAIL
 from . import render
 from .demo import Dtype
 from .group import CommandError
+from .options import Tail
 from .tune import Cost
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ def fit(
         list[int] | None, typer.Option(min=LEAST, help="Length of prompt to fit at; repeat for several.")
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts of each length, at most.")] = 4,
+    tail: Tail = TAIL,
     minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
     by: Annotated[Cost, typer.Option(help="What to save; by default seconds on a GPU, density on a CPU.")] = Cost.AUTO,
     seed: Annotated[int, typer.Option(help="Orders the settings, should the time not suffice for all.")] = 0,
@@ -118,7 +121,7 @@ def fit(
         tried = candidates(methods, fixed, seed)
         how: dict[str, Any] = {
             **{"target": str(target), "by": cost, "settings": len(tried), "minutes": minutes, "seed": seed},
-            **{"device": str(place.device), "dtype": place.dtype_name, "left_out": left_out},
+            **{"tail": tail, "device": str(place.device), "dtype": place.dtype_name, "left_out": left_out},
         }
 
         def profile() -> Profile:
@@ -132,7 +135,7 @@ def fit(
 
         shown.expect(len(groups))
         for index, (length, own) in enumerate(groups.items()):
-            readings = ModelReadings(loaded, identity, own, [sizes] * len(own))
+            readings = ModelReadings(loaded, identity, own, [sizes] * len(own), tail=tail)
             left = sum(list(groups)[index:])
             until = time.monotonic() + (ends - time.monotonic()) * length / left
             searcher = Searcher(length, tried, readings, target, cost, until=until)
@@ -149,7 +152,7 @@ def fit(
             raise typer.Abort
         made = profile()
         if cost == "seconds" and not stopped and any(one.method for one in made.ranges):
-            made = evolve(made, break_even=_break_even(made, place, shown))
+            made = evolve(made, break_even=_break_even(made, tail, place, shown))
     fitted.write(output, made)
     _report(searches, made, target, output, json=json, on_cpu=place.device.type == "cpu")
     render.broken(registry)
@@ -291,11 +294,11 @@ def _clustered(
     return methods, {}
 
 
-def _break_even(made: Profile, place: Place, shown: Bars) -> Any:
+def _break_even(made: Profile, tail: int, place: Place, shown: Bars) -> Any:
     from ..bench.clock import Clock
     from ..calibration.fit import break_even
 
     shown.expect(1)
     with shown.contender("break-even") as progress:
         clock = Clock(place.device, 10, 1.0)
-        return break_even(made.ranges, made.model, place.dtype_name, clock, default_registry(), progress)
+        return break_even(made.ranges, made.model, place.dtype_name, clock, default_registry(), tail, progress)

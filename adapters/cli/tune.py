@@ -14,10 +14,11 @@ from sparseprefill.method import Method
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
 
+from ..session.session import TAIL
 from . import render
 from .demo import Dtype
 from .group import CommandError
-from .options import value_of
+from .options import Tail, value_of
 
 if TYPE_CHECKING:
     from ..calibration.search import By
@@ -59,6 +60,7 @@ def tune(
     ] = None,
     loss: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of dense's accuracy that may be lost.")] = 0.01,
     by: Annotated[Cost, typer.Option(help="What to save; by default seconds on a GPU, density on a CPU.")] = Cost.AUTO,
+    tail: Tail = TAIL,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 2,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the texts; `demo` uses others by default.")] = 1000,
@@ -90,7 +92,7 @@ def tune(
     cost = by.of(place)
     target = Target(loss=loss)
     with bars(len(lengths)) as shown, place.threaded():
-        exams, identity = exams_of(model, lengths, texts, questions, seed, place)
+        exams, identity = exams_of(model, lengths, texts, questions, seed, tail, place)
         searches = []
         for length in lengths:
             readings = exams[length]
@@ -99,7 +101,7 @@ def tune(
                 searches.append(searcher.run(partial(progress, "settings")))
     how: dict[str, Any] = {
         **{"by": cost, "loss": loss, "settings": len(candidates), "texts": texts, "questions": questions, "seed": seed},
-        **{"device": str(place.device), "dtype": place.dtype_name},
+        **{"tail": tail, "device": str(place.device), "dtype": place.dtype_name},
     }
     profile = Profile(
         methods=(method,),

@@ -10,6 +10,7 @@ from sparseprefill.profiles.identity import ModelIdentity
 
 from ..calibration.fit import ModelReadings
 from ..evaluation.reading import Sizes
+from ..session.session import TAIL
 from .exam import asker, make_exam, prompt_of
 
 LITTLE = Sizes(last=1, greedy=1, rows=1)
@@ -24,10 +25,11 @@ def exam_readings(
     texts: int = 2,
     questions: int = 4,
     seed: int = 1000,
+    tail: int = TAIL,
 ) -> ModelReadings:
     """Exams of one length, with what is asked about each; see `sparseprefill.adapters.calibration.search`.
 
-    texts: exams. questions: of each family. seed: of the first exam. Works with any causal language model of
+    texts: exams. questions: of each family. seed: of the first exam. tail: as of `attach`. Works with any causal language model of
     transformers that answers the tasks, and its tokenizer. ValueError where the questions do not fit in the tokens.
     """
     exams = [make_exam(tokenizer, tokens, each, questions) for each in range(seed, seed + texts)]
@@ -38,4 +40,5 @@ def exam_readings(
         [prompt for prompt, _ in made],
         [evolve(LITTLE, tail=behind) for _, behind in made],
         [asker(model, tokenizer, exam) for exam in exams],
+        tail,
     )

@@ -195,7 +195,7 @@ def test_contenders_have_the_tail_that_attach_gives(model: LlamaForCausalLM) -> 
     exact = [min(min(layer.last) for layer in each.layers) > 0.9999 for each in found]
     assert exact == [False, True, True]
     density = [each.layers[0].density for each in found]
-    assert density == sorted(set(density))
+    assert density[0] < density[1] <= density[2]
 
 
 def test_nothing_of_a_run_stays(model: LlamaForCausalLM) -> None:
