@@ -29,8 +29,8 @@ def exam_readings(
 ) -> ModelReadings:
     """Exams of one length, with what is asked about each; see `sparseprefill.adapters.calibration.search`.
 
-    texts: exams. questions: of each family. seed: of the first exam. tail: as of `attach`. Works with any causal language model of
-    transformers that answers the tasks, and its tokenizer. ValueError where the questions do not fit in the tokens.
+    texts: exams. questions: of each family. seed: of the first exam. tail: as of `attach`. Works with any causal
+    language model of transformers that answers the tasks, and its tokenizer. ValueError where the questions do not fit.
     """
     exams = [make_exam(tokenizer, tokens, each, questions) for each in range(seed, seed + texts)]
     made = [prompt_of(exam, tokenizer) for exam in exams]
