@@ -137,7 +137,7 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
     end = len(prompt.ids) - SIZES.tail
     with torch.inference_mode():
         dense = model(ids).logits[0].double()
-        with attach(model, contender.pipeline, gate=None, tail=0):
+        with attach(model, contender.pipeline, gate=None, tail=0):  # type: ignore[arg-type]
             first = model(ids[:, :end], past_key_values=None, use_cache=True)
         behind = model(ids[:, end:], past_key_values=first.past_key_values).logits[0].double()
     p = dense.log_softmax(-1)
@@ -192,10 +192,9 @@ def test_recall_is_that_of_the_layers_calls(model: LlamaForCausalLM) -> None:
 def test_contenders_have_the_tail_that_attach_gives(model: LlamaForCausalLM) -> None:
     one, bare = Comparison.of(model, prompt_of(560, 2), SIZES), streaming()
     found = [one.run(evolve(bare, dense_tail=rows)) for rows in (0, 64)] + [one.run(Contender("d", bare.pipeline))]
-    exact = [min(min(layer.last) for layer in each.layers) > 0.9999 for each in found]
-    assert exact == [False, True, True]
+    assert [min(min(layer.last) for layer in each.layers) > 0.9999 for each in found] == [False, True, True]
     density = [each.layers[0].density for each in found]
-    assert density[0] < density[1] <= density[2]
+    assert density == sorted(set(density))
 
 
 def test_nothing_of_a_run_stays(model: LlamaForCausalLM) -> None:

@@ -11,6 +11,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+Sizes = tuple[int, int, int, int, int, torch.device, None, None, int | None]
+
 
 @frozen(eq=False)
 class Geometry:
@@ -32,6 +34,19 @@ class Geometry:
     starts: Tensor | None = None
     lengths: Tensor | None = None
     window: int | None = None
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """All there is to know of a geometry whose tiles do not depend on padding, hashable: its arguments but lengths.
+
+        None where rows have starts.
+        """
+        if self.starts is not None:
+            return None
+        return (
+            *(self.batch, self.heads, self.q_len, self.kv_len, self.q_offset, self.device, None, None),
+            self.window,
+        )
 
     def same_sizes(self, other: Geometry) -> bool:
         """Whether the sizes, the place of the queries and the window are alike; padding is not looked at."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
-from sparseprefill.mask.geometry import Geometry, span
+from sparseprefill.mask.geometry import Geometry, Sizes, span
+from sparseprefill.statistics.kept import kept
 
 
 @frozen(eq=False)
@@ -127,17 +128,28 @@ class IndexLists:
 
     def filled(self, rows: Tensor, geometry: Geometry, tile_q: int, tile_k: int) -> IndexLists:
         """Lists of tiles with every tile in reach for some query tiles, bool ``[B, R]``; those share one `arange`."""
-        first, last = span(geometry, tile_q, tile_k)
-        every = torch.arange(geometry.tile_columns(tile_k), dtype=torch.int32, device=rows.device)
-        seen = (last - first).clamp(min=0).to(torch.int32)
-        counts = torch.where(rows[:, None], seen[:, None], self.counts)
-        offsets = torch.where(rows[:, None], first[:, None] + self.indices.numel(), self.offsets)
+        sizes = geometry.sizes
+        first, seen, every = _reach(geometry, tile_q, tile_k) if sizes is None else _kept_reach(sizes, tile_q, tile_k)
+        counts = torch.where(rows[:, None], seen, self.counts)
+        offsets = torch.where(rows[:, None], first + self.indices.numel(), self.offsets)
         return evolve(self, counts=counts, offsets=offsets, indices=torch.cat([self.indices, every]))
 
     def narrow(self, batch: int, head: int) -> IndexLists:
         """The lists of one head, as ``[1, 1, R]`` (a view)."""
         part = (slice(batch, batch + 1), slice(head, head + 1))
         return IndexLists(self.counts[part], self.offsets[part], self.indices)
+
+
+def _reach(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each query tile, ``[B, 1, R]``, the first key tile in reach, int64, and how many are, int32; and all tiles."""
+    first, last = span(geometry, tile_q, tile_k)
+    every = torch.arange(geometry.tile_columns(tile_k), dtype=torch.int32, device=geometry.device)
+    return first[:, None], (last - first).clamp(min=0).to(torch.int32)[:, None], every
+
+
+@kept
+def _kept_reach(sizes: Sizes, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _reach(Geometry(*sizes), tile_q, tile_k)
 
 
 def _check_ranges(first: object, last: object, width: object) -> None:

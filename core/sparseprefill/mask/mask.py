@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.count import Selected, share
-from sparseprefill.mask.geometry import Geometry, regrid
+from sparseprefill.mask.geometry import Geometry, Sizes, regrid
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
+from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -212,9 +213,9 @@ class SparseMask:
             raise MaskError(f"group is {group}: pass a divisor of {self.group}, the mask's own")
         if stripes is None:
             return evolve(self, group=group)
-        old = torch.div(g.tiles(self.tile_q * group), self.group // group, rounding_mode="floor")
-        old = (old - g.first_tile(self.group_rows)[:, None]).clamp(0, stripes.shape[2] - 1)
-        index = old[:, None].expand(-1, g.heads, -1)
+        of = (self.tile_q * group, self.group // group, stripes.shape[2])
+        index = _groups_of(g, *of) if g.sizes is None else _kept_groups_of(g.sizes, *of)
+        index = index[:, None].expand(-1, g.heads, -1)
         counts, offsets = (torch.gather(x, 2, index) for x in (stripes.counts, stripes.offsets))
         return evolve(self, group=group, stripes=evolve(stripes, counts=counts, offsets=offsets))
 
@@ -466,6 +467,17 @@ def _difference(a: SparseMask, b: SparseMask) -> SparseMask:
     tiles = TileMap(geometry=geometry, tile_q=tile_q, tile_k=tile_k, keep=keep)
     stripes = None if left is None else IndexLists.from_map(left)
     return evolve(a, tile_q=tile_q, tile_k=tile_k, tiles=tiles, group=rows // tile_q, stripes=stripes)
+
+
+def _groups_of(geometry: Geometry, rows: int, ratio: int, count: int) -> Tensor:
+    """int64 [B, R]: of groups of `rows` query tokens, in which of the `count` groups `ratio` times as large each is."""
+    large = torch.div(geometry.tiles(rows), ratio, rounding_mode="floor")
+    return (large - geometry.first_tile(rows * ratio)[:, None]).clamp(0, count - 1)
+
+
+@kept
+def _kept_groups_of(sizes: Sizes, rows: int, ratio: int, count: int) -> Tensor:
+    return _groups_of(Geometry(*sizes), rows, ratio, count)
 
 
 def _grid(mask: SparseMask) -> tuple[int, int]:

@@ -12,8 +12,9 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError
 from sparseprefill.mask import hashing
-from sparseprefill.mask.geometry import Geometry, diagonal_map, reachable_map, regrid
+from sparseprefill.mask.geometry import Geometry, Sizes, diagonal_map, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.kernels.lists.kernels import Rules
@@ -51,7 +52,19 @@ Rows = tuple[int, int] | Tensor
 
 
 def rows_map(geometry: Geometry, tile_q: int, rows: Rows) -> Tensor:
-    """bool [B, R]: the query tiles of a call that lie in a range."""
+    """bool [B, R]: the query tiles of a call that lie in a range. Nobody may write to it."""
+    sizes = geometry.sizes
+    if sizes is None or isinstance(rows, Tensor):
+        return _rows_map(geometry, tile_q, rows)
+    return _kept_rows_map(sizes, tile_q, rows)
+
+
+@kept
+def _kept_rows_map(sizes: Sizes, tile_q: int, rows: Rows) -> Tensor:
+    return _rows_map(Geometry(*sizes), tile_q, rows)
+
+
+def _rows_map(geometry: Geometry, tile_q: int, rows: Rows) -> Tensor:
     tile = geometry.tiles(tile_q)
     first, behind = (rows[:, :1], rows[:, 1:]) if isinstance(rows, Tensor) else rows
     return (tile >= first) & (tile < behind)
