@@ -9,6 +9,7 @@ from typing import Any
 
 from sparseprefill.config import from_config
 from sparseprefill.errors import nearest
+from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import Registry
 
 from ..demo.hybrids import HYBRIDS
@@ -44,6 +45,22 @@ def contenders(
         parameters = {**(suited or {}).get(name, {}), **changed}
         made.append(Contender(name, registry.build(name, **parameters), parameters))
     return made
+
+
+def profiled(
+    registry: Registry, made: Sequence[Contender], settings: Sequence[str], profile: Profile, path: object
+) -> list[Contender]:
+    """The contenders with the profile's method built anew from it; `settings` go over the profile's parameters.
+
+    Raises CommandError where the method is not among them.
+    """
+    names = [one.name for one in made]
+    name = registry.get(profile.method).name
+    if name not in names:
+        raise CommandError(f"--profile {path}: it is one of {name}: pass --method {name}, or no --method")
+    changed = {parameter: value for method, parameter, value in map(setting, settings) if method == name}
+    tuned = Contender(name, registry.build(name, profile=profile, **changed), {"profile": str(path), **changed})
+    return [tuned if one.name == name else one for one in made]
 
 
 def configured(paths: Sequence[Path], hybrids: bool) -> list[Contender]:
