@@ -87,7 +87,7 @@ def evaluate(
         loaded, tokenizer = language_model(model, place, device_map)
         harness.check(loaded, compared)
         options: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "chat_template": chat_template}
-        with bars(len(names)) as shown, harness.loaded(loaded, tokenizer, names, sizes, shown) as suite:
+        with bars(len(names)) as shown, harness.loaded(loaded, tokenizer, names, sizes, limit, shown) as suite:
             total = len(suite) * (len(compared) + stock)
             shown.expect(total)
             try:

@@ -8,8 +8,8 @@ and its progress bars are dropped while it works, for the whole process, and it 
 from __future__ import annotations
 
 import copy
+import io
 import logging
-import os
 import random
 import re
 import sys
@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
@@ -43,6 +45,8 @@ LENGTHS = (4096,)
 SHORTEST = 1024
 """Tokens from which RULER's templates leave room for a text; below, its generators look for one without an end."""
 NEEDED = ("lm_eval", "accelerate", "nltk", "wonderwords", "scipy")
+MAKERS = ("generate_samples", "sys_vartrack_w_noise_random", "sys_kwext", "sys_word_pair_random")
+"""RULER's functions that make items; each takes `num_samples`."""
 CHAINS = ("ruler_vt", "ruler", "longcxt")
 """The task whose generator may never end, and the groups it is in; see `_check_chains`."""
 CHAINS_EXAMPLE = 500
@@ -69,18 +73,18 @@ def evaluate(
 ) -> Iterator[Run]:
     """Every contender on every task and length, the stock model first; each run is given as soon as it is there.
 
-    model, tokenizer: of transformers, on the model's device. tasks: names of the harness; groups and tags stand for
-    their tasks. lengths: tokens of RULER's items, answer included; other tasks are asked once. limit: the first so many
-    items of each task and length (RULER makes 500 whatever the limit). stock: whether the model runs without a method,
-    too. chat_template: put prompts through the tokenizer's template. gate: as of `attach`, but off by default, so that
-    a method runs however short the prompt is.
+    model, tokenizer: of transformers, on the model's device. tasks: names of the harness, where groups and tags stand
+    for their tasks, or paths of YAML files of its kind. lengths: tokens of RULER's items, answer included; other tasks
+    are asked once. limit: the first so many items of each task and length (RULER has 500). stock: whether the model
+    runs without a method, too. chat_template: put prompts through the tokenizer's template. gate: as of `attach`, but
+    off by default, so that a method runs however short the prompt is.
 
     Whoever stops listening keeps what came so far. An error of one run is in the run, and the others go on.
 
     Raises ImportError without the extra, ParameterError for wrong arguments and tasks that cannot be loaded, and what
     `attach` raises for a contender that the model cannot run.
     """
-    with loaded(model, tokenizer, tasks, lengths) as suite:
+    with loaded(model, tokenizer, tasks, lengths, limit) as suite:
         yield from runs(
             model,
             tokenizer,
@@ -109,9 +113,7 @@ def runs(
     listener: Listener | None = None,
 ) -> Iterator[Run]:
     """`evaluate` with tasks that are loaded."""
-    for name, value in (("limit", limit), ("batch_size", batch_size)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ParameterError(f"{name} is {printed(value)}: pass an integer >= 1")
+    _check_counts(limit=limit, batch_size=batch_size)
     if chat_template and not getattr(tokenizer, "chat_template", None):
         raise ParameterError("chat_template is True, but the tokenizer has no chat template: pass False")
     check(model, contenders, gate)
@@ -139,13 +141,16 @@ def check_names(tasks: Sequence[str]) -> None:
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         raise ImportError(f'tasks need {", ".join(lacking)}: pip install "sparseprefill[eval]"')
+    # Not below `_quiet`: they make log handlers that write to what standard error is then.
+    for name in ("lm_eval.evaluator", "lm_eval.models.huggingface"):
+        import_module(name)
     if not tasks:
         raise ParameterError(f"tasks is empty: pass names of the harness, such as {', '.join(OFFLINE)}")
     with _quiet():
-        others = [name for name in tasks if name not in _manager(ruler=True).all_tasks]
-        known = _manager(ruler=False).all_tasks if others else []
+        others = [name for name in tasks if name not in _ruler().all_tasks and not _is_file(name)]
+        known = _all_tasks().all_tasks if others else []
     for name in others:
-        if name not in known and not _is_file(name):
+        if name not in known:
             close = get_close_matches(name, known, n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
             raise ParameterError(
@@ -174,6 +179,7 @@ def loaded(
     tokenizer: Any,
     tasks: Sequence[str] = OFFLINE,
     lengths: Sequence[int] = LENGTHS,
+    limit: int | None = None,
     listener: Listener | None = None,
 ) -> Iterator[Suite]:
     """The tasks' items, made with the tokenizer; arguments and errors as those of `evaluate`.
@@ -181,6 +187,7 @@ def loaded(
     Every task is loaded once, at the shortest length, before the block begins; further lengths when it is their turn.
     """
     check_names(tasks)
+    _check_counts(limit=limit)
     from ..huggingface.inspection import trained_length
 
     most = trained_length(model)
@@ -192,7 +199,7 @@ def loaded(
     # RULER's tasks load a tokenizer by name, remote code included: they get this one, as it is, from a folder.
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        suite = Suite(folder, tuple(dict.fromkeys(tasks)), tuple(sorted(set(lengths))))
+        suite = Suite(folder, tuple(dict.fromkeys(tasks)), tuple(sorted(set(lengths))), limit)
         suite.load(listener)
         yield suite
 
@@ -204,15 +211,16 @@ class Suite:
     _folder: str
     names: tuple[str, ...]
     lengths: tuple[int, ...]
-    _ruler: set[str] = field(factory=set, init=False)
+    _limit: int | None = None
+    _sized: set[str] = field(factory=set, init=False)
     _first: dict[str, list[Items]] = field(factory=dict, init=False)
     _count: int = field(default=0, init=False)
 
     def load(self, listener: Listener | None) -> None:
         """Load every task, RULER's at the shortest length."""
         with _quiet():
-            self._ruler = set(_manager(ruler=True).all_tasks)
-        if not self.lengths and self._ruler.intersection(self.names):
+            self._sized = set(_ruler().all_tasks)
+        if not self.lengths and self._sized.intersection(self.names):
             raise ParameterError(f"lengths is empty: pass tokens of RULER's items, such as {LENGTHS[0]}")
         for name in self.names:
             with _heard(listener, name) as progress:
@@ -230,16 +238,18 @@ class Suite:
                 yield from first or self._load(name, length)
 
     def _lengths(self, name: str) -> Sequence[int | None]:
-        return self.lengths if name in self._ruler else (None,)
+        return self.lengths if name in self._sized else (None,)
 
     def _load(self, name: str, length: int | None) -> list[Items]:
-        metadata = {"tokenizer": self._folder, **({} if length is None else {"max_seq_lengths": [length]})}
         try:
             with _quiet(), nullcontext() if length is None else _sentences(name):
                 if name in CHAINS and length is not None:
                     _check_chains(self._folder, length)
                 _seed()
-                tasks = _manager(ruler=length is not None, **metadata).load([name])["tasks"]
+                sized = {} if length is None else {"tokenizer": self._folder, "max_seq_lengths": [length]}
+                manager = _ruler(**sized) if sized or _is_file(name) else _all_tasks()
+                with _at_most(self._limit, manager, name):
+                    tasks = manager.load([name])["tasks"]
         except SparsePrefillError:
             raise
         except ImportError as error:
@@ -371,14 +381,53 @@ def _scores(found: Any, items: Items) -> Iterator[Score]:
         )
 
 
-def _manager(ruler: bool, **metadata: Any) -> Any:
-    """The harness's index of RULER's folder, or of all its tasks (which takes about ten seconds)."""
+def _ruler(**metadata: Any) -> Any:
+    """The harness's index of RULER's folder; metadata is for the tasks it loads."""
     import lm_eval.tasks
 
     folder = Path(lm_eval.tasks.__file__).parent / "ruler"
-    if ruler:
-        return lm_eval.tasks.TaskManager(include_defaults=False, include_path=folder, metadata=metadata)
-    return lm_eval.tasks.TaskManager(metadata=metadata)
+    return lm_eval.tasks.TaskManager(include_defaults=False, include_path=folder, metadata=metadata)
+
+
+@cache
+def _all_tasks() -> Any:
+    """The harness's index of all its tasks, which takes about ten seconds to read."""
+    import lm_eval.tasks
+
+    return lm_eval.tasks.TaskManager()
+
+
+@contextmanager
+def _at_most(limit: int | None, manager: Any, name: str) -> Iterator[None]:
+    """Lets a task of RULER make so many items, not 500: minutes at long lengths.
+
+    It has no option for it, so the number goes in on the way. Items are drawn one after the other: they are the first
+    ones of the 500.
+    """
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    entry = manager.task_index.get(name)
+    path = None if limit is None or entry is None else entry.yaml_path
+    source = load_yaml(path, resolve_func=True, recursive=True).get("custom_dataset") if path else None
+    scope = getattr(source, "__globals__", {})
+    makers = {maker: scope[maker] for maker in MAKERS if maker in scope}
+
+    def fewer(make: Any) -> Any:
+        return lambda *given, **named: make(
+            *given, **{**named, "num_samples": min(limit, named.get("num_samples", 500))}
+        )
+
+    scope.update({maker: fewer(make) for maker, make in makers.items()})
+    try:
+        yield
+    finally:
+        scope.update(makers)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ParameterError(f"{name} is {printed(value)}: pass an integer >= 1")
 
 
 def _check_chains(tokenizer: str, length: int) -> None:
@@ -402,7 +451,9 @@ def _check_chains(tokenizer: str, length: int) -> None:
         )
     least = CHAINS_EXAMPLE + longest(10, False) + answer
     if length < least:
-        raise ParameterError(f"ruler_vt needs {least:,} tokens with this tokenizer, not {length:,}: pass a longer length")
+        raise ParameterError(
+            f"ruler_vt needs {least:,} tokens with this tokenizer, not {length:,}: pass a longer length"
+        )
 
 
 def _seed() -> None:
@@ -439,6 +490,17 @@ def _sentences(name: str) -> Iterator[None]:
             nltk.data.path.remove(folder)
 
 
+class _Nowhere(io.TextIOBase):
+    """Takes what is printed; never closed, since a library that is imported meanwhile may keep it."""
+
+    def write(self, text: str) -> int:
+        """Drops it."""
+        return len(text)
+
+
+_NOWHERE = _Nowhere()
+
+
 class _Warned(logging.Handler):
     """Counts what the harness warns of."""
 
@@ -459,7 +521,7 @@ def _quiet() -> Iterator[Counter[str]]:
     handler, logger = _Warned(), logging.getLogger("lm_eval")
     logger.addHandler(handler)
     try:
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        with redirect_stdout(_NOWHERE), redirect_stderr(_NOWHERE):
             yield handler.found
     finally:
         logger.removeHandler(handler)

@@ -94,7 +94,7 @@ class Run:
     """One contender on one task.
 
     task: its name in the harness. length: of RULER's items, in tokens with the answer; None for tasks whose items have
-    a length of their own. items: that were asked. tokens: of a prompt, mean over the items, as the model read it.
+    a length of their own. items: that were asked. tokens: of a prompt, mean over the items, before anything is cut.
     seconds: for all items, what the harness does around the model included. scores: one for each metric. service: how
     the prefill ran, None for the stock model. warnings: what the harness warned of, with counts; numbers are written
     as N. error: what stopped it; nothing but task, length and contender is known then.
