@@ -84,6 +84,7 @@ def evaluate(
     Raises ImportError without the extra, ParameterError for wrong arguments and tasks that cannot be loaded, and what
     `attach` raises for a contender that the model cannot run.
     """
+    check(model, contenders, gate)
     with loaded(model, tokenizer, tasks, lengths, limit) as suite:
         yield from runs(
             model,
@@ -112,11 +113,10 @@ def runs(
     gate: GateChoice = None,
     listener: Listener | None = None,
 ) -> Iterator[Run]:
-    """`evaluate` with tasks that are loaded."""
+    """`evaluate` with tasks that are loaded, and contenders that passed `check`."""
     _check_counts(limit=limit, batch_size=batch_size)
     if chat_template and not getattr(tokenizer, "chat_template", None):
         raise ParameterError("chat_template is True, but the tokenizer has no chat template: pass False")
-    check(model, contenders, gate)
     asker = _Asker.of(model, tokenizer, limit, batch_size, chat_template)
     everyone = [*([Contender("stock")] if stock else []), *contenders]
     for items in suite:

@@ -100,9 +100,9 @@ def test_a_profile_names_its_method_and_what_it_leaves_dense_is_told(folder: Pat
     text = " ".join(result.stdout.split())
     assert "niah_single_1 1,024: streaming never ran sparse, its score is that of dense attention:" in text
     assert "niah_single_1 2,048: streaming never" not in text
-    assert [line.split()[-5] for line in result.stdout.splitlines() if line.strip().startswith("streaming")][0] == (
-        "dense"
-    )
+    rows = [line.split() for line in result.stdout.splitlines() if line.strip().startswith("streaming")]
+    assert rows[0][-5] == "dense"
+    assert rows[1][-5].endswith("%")
 
 
 def test_ctrl_c_keeps_what_is_finished(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,6 @@ def test_ctrl_c_keeps_what_is_finished(folder: Path, monkeypatch: pytest.MonkeyP
         (("--method", "streaming", "--lengths", "4k"), "--lengths 4k: write tokens, such as --lengths 4096,8192"),
         (("--method", "streaming", "--lengths", "50000"), "lengths holds 50000: the model reads at most 40960 tokens"),
         (("--method", "streaming", "--output", "no/x.json"), "--output no/x.json: No such file or directory"),
-        (("--method", "streaming", "--model", "nowhere"), "--model nowhere"),
         (("--method", "streaming", "--profile", "none.json"), "profile is 'none.json'"),
         (("--method", "streaming", "--profile", str(PROFILE)), "pass --method sample-attention, or no --method"),
         (("--method", "streaming", "--chat-template"), "the tokenizer has no chat template"),

@@ -58,9 +58,9 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory, embedded_tokenizer: Any) -> str:
+def task(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A task that the embedded model can do."""
-    return str(write_task(tmp_path_factory.mktemp("needles"), needles(embedded_tokenizer, 768, 2)))
+    return str(write_task(tmp_path_factory.mktemp("needles"), needles(8)))
 
 
 def by_harness(model: Any, tokenizer: Any, task: str, limit: int | None = None, **metadata: Any) -> Any:

@@ -43,12 +43,19 @@ def write_task(folder: Path, pairs: Iterable[tuple[str, str]]) -> Path:
     return path
 
 
-def needles(tokenizer: Any, tokens: int, questions: int) -> list[tuple[str, str]]:
-    """Questions of all families that the embedded model knows, each behind its own copy of one text."""
-    from sparseprefill.adapters.demo.exam import make_exam
+def needles(count: int) -> list[tuple[str, str]]:
+    """Prompts with one needle each in text of their own, as the embedded model knows them, and the answers."""
+    from sparseprefill.adapters.demo.formats import answer, needle, one_question
+    from sparseprefill.adapters.demo.text import text_lines
+    from sparseprefill.adapters.demo.words import ADJECTIVES, NOUNS
 
-    exam = make_exam(tokenizer, tokens, 5, questions)
-    return [(exam.context + one.text, one.answer.strip()) for task in exam.tasks for one in task.questions]
+    made = []
+    for i in range(count):
+        lines = list(text_lines()[100 * i : 100 * i + 40])
+        key, value = (ADJECTIVES[7 * i], NOUNS[5 * i]), str(3141592 + 271828 * i)
+        lines.insert(5 + 3 * i, needle(key, value))
+        made.append(("\n".join([*lines, one_question(key)]), answer([key], [value])))
+    return made
 
 
 def cut_off(patch: pytest.MonkeyPatch) -> list[Any]:
