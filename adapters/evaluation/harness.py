@@ -282,11 +282,10 @@ class _Asker:
     @classmethod
     def of(cls, model: Any, tokenizer: Any, limit: int | None, batch_size: int, chat_template: bool) -> _Asker:
         with _quiet():
-            from lm_eval.models.huggingface import HFLM
-
+            host: Any = import_module("lm_eval.models.huggingface")
             try:
                 # It sets a padding token where there is none: on a tokenizer of its own.
-                lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+                lm = host.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
             except AssertionError as error:
                 raise ParameterError(
                     f"tokenizer is a {type(tokenizer).__name__}: the harness takes those of transformers"
@@ -407,8 +406,11 @@ def _at_most(limit: int | None, manager: Any, name: str) -> Iterator[None]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     entry = manager.task_index.get(name)
-    path = None if limit is None or entry is None else entry.yaml_path
-    source = load_yaml(path, resolve_func=True, recursive=True).get("custom_dataset") if path else None
+    path = None if entry is None else entry.yaml_path
+    if limit is None or path is None:
+        yield
+        return
+    source = load_yaml(path, resolve_func=True, recursive=True).get("custom_dataset")
     scope = getattr(source, "__globals__", {})
     makers = {maker: scope[maker] for maker in MAKERS if maker in scope}
 

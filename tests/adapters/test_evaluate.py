@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,13 @@ def by_harness(model: Any, tokenizer: Any, task: str, limit: int | None = None, 
     """The harness's own front door, without anything of ours."""
     import lm_eval.tasks
     from lm_eval.evaluator import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
 
+    host: Any = import_module("lm_eval.models.huggingface")
     folder = Path(lm_eval.tasks.__file__).parent / "ruler"
     manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=folder, metadata=metadata)
-    return simple_evaluate(HFLM(pretrained=model, tokenizer=tokenizer), tasks=[task], limit=limit, task_manager=manager)
+    return simple_evaluate(
+        host.HFLM(pretrained=model, tokenizer=tokenizer), tasks=[task], limit=limit, task_manager=manager
+    )
 
 
 def only(found: list[Run], name: str) -> Run:
