@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,9 +20,9 @@ class Bars:
         self._all = shown.add_task("methods", total=contenders)
         self._now = shown.add_task("loading", total=None)
 
-    def expect(self, more: int) -> None:
-        """More contenders are to come than was said."""
-        self._shown.update(self._all, total=(self._shown.tasks[self._all].total or 0) + more)
+    def expect(self, contenders: int) -> None:
+        """Begin anew, with so many contenders."""
+        self._shown.reset(self._all, total=contenders)
 
     @contextmanager
     def contender(self, name: str) -> Iterator[Progress]:
@@ -45,7 +46,7 @@ def bars(contenders: int) -> Iterator[Bars]:
         rich.TextColumn("left:"),
         rich.TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
+    console = Console(file=sys.stderr)  # as it is now: who redirects standard error later hides no bar
     with rich.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=3600
     ) as shown:

@@ -1,0 +1,174 @@
+"""The command `evaluate`: public tasks by lm-evaluation-harness, with the model's own attention and with methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparseprefill.registry import Registry, default_registry
+
+from ..session.session import TAIL
+from . import render
+from .demo import Dtype
+from .group import CommandError
+from .options import Tail
+
+if TYPE_CHECKING:
+    from ..evaluation.contender import Contender
+    from ..evaluation.scores import Run
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(evaluate)
+
+
+def evaluate(
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="A method to run; repeat for several.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="[METHOD.]PARAMETER=VALUE", help="Change a parameter; with one method, without its name."
+        ),
+    ] = None,
+    config: Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")] = None,
+    profile: Annotated[
+        list[Path] | None, typer.Option(help="Also what this file of `sparseprefill fit` or `tune` holds.")
+    ] = None,
+    tail: Tail = TAIL,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Tasks of the harness; else RULER's that need no network.")
+    ] = None,
+    lengths: Annotated[str, typer.Option(metavar="N,M", help="Tokens of RULER's items, answer included.")] = "4096",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="The first so many items of each task and length; RULER has 500.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Items that are read at a time.")] = 1,
+    stock: Annotated[bool, typer.Option(help="Also run the model with its own attention, first.")] = True,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Put prompts through the tokenizer's chat template.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the JSON there as well.")] = None,
+    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="Spread the model over devices, such as auto (needs accelerate).")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 2,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Score a model on public tasks, with its own attention and with methods, by lm-evaluation-harness.
+
+    Every method gets the same items. Ctrl-C stops, and shows what is finished.
+    """
+    from ..evaluation import harness
+    from . import evaluated
+    from . import picture as pictures
+    from .progress import bars
+    from .setup import Place, language_model
+
+    names, sizes = _names(tasks) or list(harness.OFFLINE), _sizes(lengths)
+    if output is not None:
+        pictures.check_writable("--output", output)
+    registry = default_registry()
+    compared = _contenders(registry, model, method or (), settings or (), config or (), profile or (), tail)
+    place = Place.of(device, dtype.value, threads)
+    try:
+        harness.check_names(names)
+    except ImportError as error:
+        raise CommandError(str(error)) from error
+    found: list[Run] = []
+    stopped, total = False, 0
+    with place.threaded():
+        loaded, tokenizer = language_model(model, place, device_map)
+        harness.check(loaded, compared)
+        options: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "chat_template": chat_template}
+        with bars(len(names)) as shown, harness.loaded(loaded, tokenizer, names, sizes, limit, shown) as suite:
+            total = len(suite) * (len(compared) + stock)
+            shown.expect(total)
+            try:
+                for run in harness.runs(loaded, tokenizer, suite, compared, stock=stock, listener=shown, **options):
+                    found.append(run)
+            except KeyboardInterrupt:
+                stopped = True
+    if not found:
+        raise typer.Abort
+    facts: dict[str, Any] = {
+        "model": model or "embedded",
+        "tasks": names,
+        "lengths": list(sizes),
+        **options,
+        "device": str(place.device),
+        "dtype": place.dtype_name,
+        "threads": threads,
+        "tail": tail,
+        "stopped": stopped,
+    }
+    whole = evaluated.as_json(found, facts)
+    if output is not None:
+        try:
+            output.write_text(render.to_json(whole) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"--output {output}: {error.strerror}") from error
+    if json:
+        render.write_json(whole)
+    else:
+        evaluated.as_table(found, f"{model or 'the embedded model'}: {place}")
+        if output is not None:
+            render.line(f"written: {output}")
+    render.broken(registry)
+    if stopped:
+        render.note(f"stopped after {len(found)} of {total} runs")
+        raise typer.Exit(130)
+    if any(run.error for run in found):
+        raise typer.Exit(1)
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.replace("_", "").split(",") if part.strip())
+    except ValueError as error:
+        raise CommandError(f"--lengths {text}: write tokens, such as --lengths 4096,8192") from error
+
+
+def _contenders(
+    registry: Registry,
+    model: str | None,
+    methods: Sequence[str],
+    settings: Sequence[str],
+    configs: Sequence[Path],
+    profiles: Sequence[Path],
+    tail: int,
+) -> list[Contender]:
+    from .options import configured, contenders, profiled
+
+    if not (methods or configs or profiles):
+        raise CommandError(
+            f"nothing to compare with the stock model: pass --method, --config or --profile. Methods: "
+            f"{', '.join(registry.methods())}"
+        )
+    names = list(dict.fromkeys(methods))
+    if len(names) == 1:
+        settings = [text if "." in text.partition("=")[0] else f"{names[0]}.{text}" for text in settings]
+    elif settings and not names:
+        raise CommandError(f"--set {settings[0]}: it changes a parameter of a --method, and there is none")
+    made = contenders(registry, names, settings, _suited(model), tail) if names else []
+    return made + configured(configs, False, tail) + profiled(profiles, tail)
+
+
+def _suited(model: str | None) -> dict[str, Any]:
+    if model is not None:
+        return {}
+    from ..demo.settings import PARAMETERS
+
+    return dict(PARAMETERS)

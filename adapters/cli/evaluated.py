@@ -1,0 +1,121 @@
+"""What `evaluate` reports: the table of scores, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import asdict
+
+from sparseprefill import __version__
+
+from ..evaluation.scores import Run, Score
+from . import render
+
+NOTES = (
+    "score: of the harness, all items; its standard error beside it. lost, won: items that score less and more than "
+    "with the stock model. density: pairs computed / causal pairs of the prefills. items: that were asked; tokens: of "
+    "a prompt, mean. time: of all items, decoding included."
+)
+
+
+def as_table(found: Sequence[Run], title: str) -> None:
+    """Print the scores, what failed or ran dense, and what the columns mean."""
+    stock = {(run.task, run.length): run for run in found if run.contender.pipeline is None}
+    named = any(one.metric != str(run.length) for run in found for one in run.scores)
+    heads = ["task", "method", *(["metric"] if named else []), "score", "stderr", *(["lost", "won"] if stock else [])]
+    heads += ["density", "items", "tokens", "time"]
+    rows, before = [], ""
+    for run in found:
+        for score in run.scores:
+            rows.append(_row(run, score, stock.get((run.task, run.length)), named, bool(stock), run.title == before))
+            before = run.title
+    render.table(heads, rows, right=heads[heads.index("score") :], title=title)
+    for text in remarks(found):
+        render.line(text)
+    render.line(NOTES, style="dim")
+
+
+def as_json(found: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that was measured."""
+    stock = {(run.task, run.length): run for run in found if run.contender.pipeline is None}
+    return {
+        "version": __version__,
+        "lm_eval": _harness(),
+        **facts,
+        "runs": [_facts(run, stock.get((run.task, run.length))) for run in found],
+    }
+
+
+def remarks(found: Sequence[Run]) -> list[str]:
+    """What stopped whom, whose prefill was not sparse and why, and what the harness warned of."""
+    made: dict[str, list[str]] = {}
+    for run in found:
+        label = run.contender.label
+        if run.error:
+            made.setdefault(f"{label} failed: {run.error}", []).append(run.title)
+        if run.service is not None and run.service.doubt:
+            made.setdefault(f"{label} {run.service.doubt}", []).append(run.title)
+        for text, count in () if run.service is None else run.service.notes.items():
+            made.setdefault(f"{label}: {text} ({count}x)", []).append(run.title)
+        for text, count in run.warnings.items():
+            made.setdefault(f"the harness warned, {count}x: {text}", []).append(run.title)
+    return [f"{', '.join(dict.fromkeys(where))}: {what}" for what, where in made.items()]
+
+
+def _row(run: Run, score: Score, stock: Run | None, named: bool, beside: bool, again: bool) -> tuple[str, ...]:
+    changes = _changes(run, score, stock) or ("", "")
+    density = "" if run.service is None else "dense"
+    if run.service is not None and run.service.density is not None:
+        density = f"{run.service.density:.1%}"
+    return (
+        "" if again else run.title,
+        run.contender.label,
+        *([score.metric] if named else []),
+        f"{score.value:.4f}",
+        "" if score.stderr is None else f"{score.stderr:.4f}",
+        *(map(str, changes) if beside else ()),
+        density,
+        f"{run.items:,}",
+        f"{run.tokens:,.0f}",
+        f"{run.seconds:.1f} s",
+    )
+
+
+def _changes(run: Run, score: Score, stock: Run | None) -> tuple[int, int] | None:
+    if stock is None or stock is run:
+        return None
+    return next((score.beside(other) for other in stock.scores if other.metric == score.metric), None)
+
+
+def _facts(run: Run, stock: Run | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "task": run.task,
+        "length": run.length,
+        "method": run.contender.name,
+        "parameters": dict(run.contender.parameters),
+        "error": run.error or None,
+    }
+    if run.error:
+        return facts
+    service = None
+    if run.service is not None:
+        service = {**asdict(run.service), "doubt": run.service.doubt}
+    scores = []
+    for score in run.scores:
+        lost, won = _changes(run, score, stock) or (None, None)
+        scores.append({**asdict(score), "lost": lost, "won": won})
+    return facts | {
+        "items": run.items,
+        "tokens": run.tokens,
+        "seconds": run.seconds,
+        "scores": scores,
+        "service": service,
+        "warnings": dict(run.warnings),
+    }
+
+
+def _harness() -> str:
+    from importlib.metadata import version
+
+    return version("lm_eval")
