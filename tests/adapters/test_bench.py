@@ -207,7 +207,7 @@ def test_markdown_has_a_table_for_each_length() -> None:
 @pytest.mark.parametrize("structure", ["heads", "model"])
 def test_first_token(structure: str) -> None:
     shape = ModelShape(layers=2, hidden=64, inner=64, heads=4, kv_heads=2, head_dim=32, vocabulary=64, dtype="float32")
-    prefill = Prefill(shape=shape, device=CPU, tokens=200, structure=structure, rounds=1)
+    prefill = Prefill(shape=shape, device=CPU, tokens=400, structure=structure, rounds=1)
     registry = default_registry()
     streaming = registry.build("streaming", sink=1, window=64, block=32)
     rows = prefill.run([("streaming", streaming), ("tiles", tiles(0.1))])

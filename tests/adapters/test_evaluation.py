@@ -194,7 +194,7 @@ def test_contenders_have_the_tail_that_attach_gives(model: LlamaForCausalLM) -> 
     found = [one.run(evolve(bare, dense_tail=rows)) for rows in (0, 64)] + [one.run(Contender("d", bare.pipeline))]
     assert [min(min(layer.last) for layer in each.layers) > 0.9999 for each in found] == [False, True, True]
     density = [each.layers[0].density for each in found]
-    assert density == sorted(set(density))
+    assert density[0] < density[1] <= density[2]
 
 
 def test_nothing_of_a_run_stays(model: LlamaForCausalLM) -> None:

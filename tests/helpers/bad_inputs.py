@@ -239,8 +239,9 @@ def pipelines() -> Iterator[Bad]:
                 yield Bad(f"Session(observe={word})", "observe", partial(Session, streaming, observe=value))
         if word not in ("huge", "longer than Python writes"):
             yield Bad(f"Session(min_query={word})", "min_query", partial(Session, streaming, min_query=value))
-        yield Bad(f"Session(tail={word})", "tail", partial(Session, streaming, tail=value))
-        yield Bad(f"with_tail({word})", "tail", partial(streaming.with_tail, value))
+        if word != "zero":
+            yield Bad(f"Session(tail={word})", "tail", partial(Session, streaming, tail=value))
+            yield Bad(f"with_tail({word})", "tail", partial(streaming.with_tail, value))
         yield Bad(f"Session({word})", "pipeline", partial(Session, value))
         if word != "text":
             yield Bad(f"Method(name={word})", "name", partial(_method, name=value))

@@ -112,7 +112,8 @@ def in_chunks(pipeline: sp.Pipeline, call: sp.AttentionCall, cuts: list[int], pr
 def test_chunks_that_know_the_prompts_end_get_the_mask_of_the_whole(name: str) -> None:
     call, pipeline = make(190, heads=4, kv_heads=2), small(name).with_tail(TAIL)
     grain = pipeline.grain
-    assert grain == small(name).grain is not None
+    assert grain is not None
+    assert grain == small(name).grain
     cuts = [cut for cut in (grain, 2 * grain, 96, 176) if cut < 190 and cut % grain == 0]
     cuts = sorted({*cuts, *((171, 185) if grain == 1 else ())})  # in the tail, and in a tile of it
     whole = pipeline.run(call).mask.to_dense()
@@ -168,9 +169,8 @@ def test_a_mask_without_overlap_stays_so() -> None:
     plans = [one.plan(call, sp.Memory()) for one in (bare, bare.with_tail(TAIL))]
     assert [True, True] == [plan.mask.disjoint for plan in plans]
     mask = plans[1].mask
-    tiles, stripes = (sp.SparseMask(call.geometry, mask.tile_q, mask.tile_k, *of) for of in (
-        (mask.tiles,), (None, mask.group, mask.stripes)
-    ))  # fmt: skip
+    tiles = sp.SparseMask(call.geometry, mask.tile_q, mask.tile_k, mask.tiles)
+    stripes = sp.SparseMask(call.geometry, mask.tile_q, mask.tile_k, None, mask.group, mask.stripes)
     assert not bool((tiles.to_dense() & stripes.to_dense()).any())
     assert torch.equal(mask.to_dense(), tiles.to_dense() | stripes.to_dense())
 
