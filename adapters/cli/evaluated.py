@@ -54,6 +54,12 @@ def remarks(found: Sequence[Run]) -> list[str]:
         label = run.contender.label
         if run.error:
             made.setdefault(f"{label} failed: {run.error}", []).append(run.title)
+        if (
+            run.contender.pipeline is None
+            and run.scores
+            and all(one.value == 0 and one.higher_is_better for one in run.scores)
+        ):
+            made.setdefault(f"{label} scores 0: there is nothing that a method could lose", []).append(run.title)
         if run.service is not None and run.service.doubt:
             made.setdefault(f"{label} {run.service.doubt}", []).append(run.title)
         for text, count in () if run.service is None else run.service.notes.items():
