@@ -28,7 +28,7 @@ from sparseprefill.profiles.profile import LengthRange, Profile
 
 need_harness()
 
-STREAMING = Contender("streaming", sp.build("streaming", sink=4, window=64))
+STREAMING = Contender("streaming", sp.build("streaming", sink=4, window=64), dense_tail=0)  # which is what it loses
 DENSE = Contender("dense", sp.build("dense"))
 
 
