@@ -168,7 +168,7 @@ def _niah(tokenizer: Callable[..., Any], rng: random.Random, room: int, name: Na
         lines = [NOISE] * (left // _count(tokenizer, f"{NOISE}\n"))
     else:
         lines = _lines(tokenizer, lambda: needle()[2], left)
-    lines.insert(rng.randrange(len(lines) + 1), line)
+    lines.insert(rng.randrange(max(len(lines), 1)), line)
     text = "\n".join([head, *lines, question])
     return text, (value,)
 

@@ -29,6 +29,7 @@ LONG: tuple[Family, ...] = ("single", "multikey")
 """The families that are also asked in 20 to 60 tokens."""
 
 _TOKENS = 262_144
+_AHEAD = 8
 
 
 @frozen
@@ -85,10 +86,12 @@ def evaluate_ruler(
             if time.monotonic() > deadline:
                 logger.warning("no time left to evaluate %s at %d", name, length)
                 continue
-            made = [make_ruler(tokenizer, name, length, seed + index) for index in range(tasks)]
-            found = sum(score_ruler(task, answer_text(model, tokenizer, task)) for task in made)
-            logger.info("%s at %d: %.1f of %d", name, length, found, tasks)
-            yield Cell(name, length, tasks, found)
+            scores: list[float] = []
+            while len(scores) < tasks and (not scores or time.monotonic() < deadline):
+                task = make_ruler(tokenizer, name, length, seed + len(scores))
+                scores.append(score_ruler(task, answer_text(model, tokenizer, task)))
+            logger.info("%s at %d: %.1f of %d", name, length, sum(scores), len(scores))
+            yield Cell(name, length, len(scores), sum(scores))
 
 
 def answer_text(model: Any, tokenizer: Any, task: RulerTask) -> str:
@@ -106,8 +109,8 @@ def answer_text(model: Any, tokenizer: Any, task: RulerTask) -> str:
         # All but the last token once; what is generated then goes on from the cache.
         model(torch.tensor([prompt[:-1]], device=model.device), past_key_values=cache, logits_to_keep=1)
     found = greedy(model, cache, prompt[-1:], draft)
-    if stop not in found and len(found) < GENERATED[task.name]:
-        more = GENERATED[task.name] - len(found)
+    while stop not in found and len(found) < GENERATED[task.name]:
+        more = min(_AHEAD, GENERATED[task.name] - len(found))
         found += greedy(model, cache, [prompt[-1], *found], [stop] * more)
     if stop in found:
         found = found[: found.index(stop)]

@@ -14,10 +14,12 @@ TOKENS = 65_536
 PARTS = 4
 """The most families of rows in one batch."""
 
-Family = Literal["lists", "needles", "noise", "keys", "uuids", "chain", "frequent"]
+Family = Literal["echo", "lists", "needles", "noise", "keys", "uuids", "chain", "frequent"]
 """Families of rows.
 
-``lists``: pairs in many wordings, and all of them again, the simplest recall there is. ``needles``: the sentences of
+``echo``: random lines, and the same lines again in the same order, where nearly every token of the second half is an
+answer: copying, from which looking up grows. ``lists``: pairs in many wordings, and all of them again in another order,
+the simplest recall there is. ``needles``: the sentences of
 `formats`. ``noise``, ``keys``, ``uuids``, ``chain``, ``frequent``: RULER's niah_single_1, niah_multikey_2,
 niah_multikey_3, ruler_vt and ruler_fwe, mostly with more than one question.
 """
@@ -25,11 +27,19 @@ niah_multikey_3, ruler_vt and ruler_fwe, mostly with more than one question.
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """All families of rows."""
 
-_EARLY: Mapping[Family, float] = {"lists": 0.5, "needles": 0.25, "noise": 0.05, "keys": 0.15, "uuids": 0.05}
+_EARLY: Mapping[Family, float] = {
+    "echo": 0.25,
+    "lists": 0.3,
+    "needles": 0.2,
+    "noise": 0.05,
+    "keys": 0.15,
+    "uuids": 0.05,
+}
 _FULL: Mapping[Family, float] = {
+    "echo": 0.04,
     "lists": 0.1,
-    "needles": 0.35,
-    "noise": 0.1,
+    "needles": 0.32,
+    "noise": 0.09,
     "keys": 0.17,
     "uuids": 0.13,
     "chain": 0.1,
@@ -71,7 +81,7 @@ class Stage:
         return rng.choices(list(self.families), list(self.families.values()), k=min(rows, PARTS))
 
 
-GATED: tuple[Family, ...] = ("lists", "needles", "noise", "keys")
+GATED: tuple[Family, ...] = ("needles", "noise", "keys")
 """The families that every model of these sizes learns, and without which longer rows teach nothing."""
 
 STAGES: tuple[Stage, ...] = (

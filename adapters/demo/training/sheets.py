@@ -23,6 +23,7 @@ HEAD, END = -1.0, 2.0
 MOST_QUESTIONS = 96
 _SHOTS = 8
 _NIAH_KINDS = (("words", "number"), ("uuid", "uuid"))
+_ECHOED = ("pair", "words", "name", "coded", "number")
 _LIST_KEYS = ("pair", "words", "words", "name", "coded", "number", "uuid")
 _LIST_VALUES = ("number", "number", "words", "name", "coded", "uuid")
 _LIST_FORMS = (
@@ -76,6 +77,7 @@ class Sheets:
             n: self._template(formats.keys_question(keys[:n]), formats.answer(keys[:n], values[:n]), "\n")
             for n in range(2, 6)
         }
+        self._echoes: dict[tuple[str, ...], tuple[Template, Template]] = {}
         self._lists: dict[tuple[str, str, int], tuple[Template, Template]] = {}
         self._niah = {(kind, what): self._niah_templates(kind, what) for kind, what in _NIAH_KINDS}
         self._chain_head = self._template(f"{ruler.VT_HEAD}\n\n")
@@ -88,6 +90,7 @@ class Sheets:
         answer = " {coded.0} {coded.1} {coded.2}"
         self._frequent_question = self._template(f"\n{ruler.FWE_QUESTION}", answer, "\n")
         self._makers: Mapping[Family, Callable[[random.Random, int, int], Sheet]] = {
+            "echo": self._make_echo,
             "lists": self._make_lists,
             "needles": lambda rng, rows, length: self.needles(rng, rows, draw_mix(rng, length)),
             "noise": lambda rng, rows, length: self._make_niah(rng, rows, length, "noise"),
@@ -138,6 +141,17 @@ class Sheets:
             parts.append(Part(self._values[count].fill(rows, mix.groups, pieces), self._after(last, mix.early)))
         return Sheet(tuple(part for part in parts if part.depths.shape[1]), "text")
 
+    def _make_echo(self, rng: random.Random, rows: int, length: int) -> Sheet:
+        kinds = tuple(rng.choice(_ECHOED) for _ in range(2))
+        said, again = self._echo_templates(kinds)
+        room = min(length - 8, int(max(4000, length / 8) * 2 ** -rng.uniform(0, 2)))
+        count = max(1, int(0.94 * room / (said.mean + again.mean)))
+        pieces = self._fill("one", kinds[0], rows, count) | self._fill("two", kinds[1], rows, count)
+        depths = self._depths(rows, count).sort(dim=1).values
+        after = END + torch.linspace(0, 1, count, device=self._pools.device).expand(rows, -1)
+        parts = (Part(said.fill(rows, count, pieces), depths), Part(again.fill(rows, count, pieces), after))
+        return Sheet(parts, "text" if rng.random() < 0.5 else "none")
+
     def _make_lists(self, rng: random.Random, rows: int, length: int) -> Sheet:
         kinds, form = (rng.choice(_LIST_KEYS), rng.choice(_LIST_VALUES)), rng.randrange(len(_LIST_FORMS))
         said, asked = self._list_templates(*kinds, form)
@@ -182,10 +196,12 @@ class Sheets:
         question = self._chains[hops + 1]
         each = question.mean + self._start.mean + hops * self._link.mean
         fits = int(0.8 * (length - 1 - with_shot * shot.mean) / each)
-        chains = max(1, min(fits, rng.choice((1, 1, 1, 2, 3, 6))))
+        chains = max(1, min(fits, rng.choice((1, 1, 1, 2, 3, 6, 12))))
         names, value = pools.draw("name", rows, chains * (hops + 1)), pools.digits(rows, chains, 5)
         of_chain = [names[index :: hops + 1] for index in range(hops + 1)]
         depths = self._depths(rows, chains * (hops + 1)).reshape(rows, chains, hops + 1).sort(-1).values
+        # The harness puts no assignment behind the last line of noise.
+        depths = depths.clamp(max=0.999)
         parts = [self._part(self._chain_head, rows, HEAD)]
         if with_shot:
             pieces = {f"shot.{index}": pools.draw("shot", rows, 1) for index in range(ruler.VT_HOPS + 1)}
@@ -238,6 +254,12 @@ class Sheets:
             self._template(f"{ruler.NIAH_NEEDLE.format(what=what, key=key, value=value)}\n"),
             self._template(ruler.NIAH_QUESTION.format(what=what, key=key), f" {value}.", "\n"),
         )
+
+    def _echo_templates(self, kinds: tuple[str, ...]) -> tuple[Template, Template]:
+        if kinds not in self._echoes:
+            line = f" {place(kinds[0], 'one')}, {place(kinds[1], 'two')}."
+            self._echoes[kinds] = self._template(f">{line}\n"), self._template(">", line, "\n")
+        return self._echoes[kinds]
 
     def _list_templates(self, key: str, value: str, form: int) -> tuple[Template, Template]:
         if (key, value, form) not in self._lists:
