@@ -13,6 +13,7 @@ from ..evaluation.comparison import Comparison
 from ..evaluation.contender import Contender
 from ..evaluation.reading import Sizes
 from .exam import Exam, asker, make_exam, prompt_of
+from .seeds import TUNING
 
 LITTLE = Sizes(last=1, greedy=1, rows=1)
 """Distributions and recall play no part in tuning by answers."""
@@ -30,7 +31,7 @@ class ExamMeasure:
     tokenizer: Any
     texts: int = 2
     questions: int = 4
-    seed: int = 1000
+    seed: int = TUNING
     _exams: dict[int, list[Exam]] = field(factory=dict, init=False)
     _read: dict[int, list[Comparison]] = field(factory=dict, init=False)
 

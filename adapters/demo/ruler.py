@@ -12,6 +12,7 @@ import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from attrs import frozen
@@ -132,7 +133,7 @@ def vt_context(units: Sequence[str], noises: int, places: Sequence[int]) -> str:
 
 def vt_units(names: Sequence[str], value: str) -> list[str]:
     """Return the assignments of a chain."""
-    links = (VT_LINK.format(name=name, before=before) for before, name in zip(names, names[1:], strict=False))
+    links = (VT_LINK.format(name=name, before=before) for before, name in pairwise(names))
     return [VT_START.format(name=names[0], value=value), *links]
 
 
@@ -197,7 +198,6 @@ def _frequent(tokenizer: Callable[..., Any], rng: random.Random, room: int) -> t
     vocabulary[0] = FWE_DOTS
     sizes = [_count(tokenizer, f" {word}") for word in vocabulary]
     left = room - _count(tokenizer, f"{FWE_HEAD}\n{FWE_QUESTION}")
-
 
     def tokens(words: int) -> int:
         return sum(map(int.__mul__, sizes, fwe_counts(words, len(sizes))))

@@ -152,9 +152,7 @@ def score(task: Task, answers: Sequence[str]) -> tuple[int, int]:
     return right, sum(len(question.values) for question in task.questions)
 
 
-def _check(
-    family: Family, questions: int, asked: int, distractors: int, depth: float | None, wording: Wording
-) -> None:
+def _check(family: Family, questions: int, asked: int, distractors: int, depth: float | None, wording: Wording) -> None:
     if questions < 1 or (family == "single" and questions > 1):
         raise ValueError(f"{questions} questions do not fit the family {family!r}")
     most = 9 if family in ("multivalue", "multiquery") else 1

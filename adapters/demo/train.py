@@ -100,7 +100,8 @@ def _run(options: argparse.Namespace, given: Sequence[str], began: float) -> Non
     }
     write_card(folder, facts, [])
     write_record(folder, record)
-    logger.info("trained for %.0f s, %d steps, %.0f s of this run gone", facts["seconds"], facts["steps"], _since(began))
+    done = (facts["seconds"], facts["steps"], _since(began))
+    logger.info("trained for %.0f s, %d steps, %.0f s of this run gone", *done)
     if not finished:
         logger.info("the training is not done: go on with --resume")
         return

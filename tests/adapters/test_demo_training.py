@@ -64,7 +64,7 @@ def texts(tokenizer: Any, ids: torch.Tensor) -> list[str]:
 
 
 @pytest.mark.parametrize("length", [256, 512, 2048, 8192])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "echo"])
 def test_rows_encode_to_the_same_tokens(batches: Batches, tokenizer: Any, family: Family, length: int) -> None:
     for seed in range(4):
         batch = batches.make([family], random.Random(seed), 3, length)
@@ -198,15 +198,15 @@ def test_the_worked_example_is_that_of_the_harness(batches: Batches, tokenizer: 
     assert seen > 4
 
 
-def test_an_echo_says_everything_again(batches: Batches, tokenizer: Any) -> None:
+def test_an_echo_says_everything_again(batches: Batches) -> None:
     for seed in range(6):
         batch = batches.make(["echo"], random.Random(seed), 2, 512)
-        for row, kind, text in zip(batch.ids, batch.kinds, texts(tokenizer, batch.ids), strict=True):
-            said = [line for line in text.splitlines() if line.startswith("> ") and text.count(f"{line}\n") == 2]
-            half = len(said) // 2
-            assert said[:half] == said[half:]
-            assert tokenizer.decode(row[kind == ANSWER].tolist()) == "".join(line[1:] for line in said[half:])
-            assert half > 1
+        for row, kind in zip(batch.ids.tolist(), batch.kinds.tolist(), strict=True):
+            answers = [index for index, one in enumerate(kind) if one == ANSWER]
+            first = answers[0] - 1
+            seen = {tuple(row[index : index + 2]) for index in range(1, first - 1)}
+            assert len(answers) > 100
+            assert all((row[index - 1], row[index]) in seen for index in answers)
 
 
 def test_the_most_frequent_words(batches: Batches, tokenizer: Any) -> None:
@@ -310,25 +310,17 @@ TWO = (Stage(0.5, {64: 1.0}, 0.0, {"lists": 1.0}, 1.0, 256), Stage(0.5, {128: 1.
 
 def trained(tokenizer: Any, lines: tuple[str, ...], folder: Path, cuts: tuple[int, ...], seed: int = 0) -> Trainer:
     """A run of 24 steps, cut after some of them: each part with objects of its own."""
-    for index, cut in enumerate((*cuts, 24)):
-        torch.manual_seed(seed)
-        settings = Settings(seed=seed, check=5, warmup=4, counted=200)
+    torch.manual_seed(seed)
+    settings = Settings(seed=seed, check=5, warmup=4, counted=200)
+    trainer = Trainer(Network(TINY), batches_of(tokenizer, lines, seed), TWO, settings)
+    for cut in cuts:
+        budget = Budget(1e9, time.monotonic() + 600, 24)
+        trainer._step = stopping(trainer, budget, cut - trainer.course.step)  # type: ignore[method-assign]
+        assert not trainer.train(budget, folder)
+        assert trainer.course.step == cut
         trainer = Trainer(Network(TINY), batches_of(tokenizer, lines, seed), TWO, settings)
-        if index:
-            trainer.load(folder)
-        done = trainer.course.step
-
-        class Cut(Budget):
-            """The deadline, at a step instead of a time."""
-
-            def progress(self, step: int, seconds: float) -> float:
-                return super().progress(step, seconds)
-
-        budget = Cut(1e9, time.monotonic() + 600, 24)
-        if cut < 24:
-            object.__setattr__(trainer, "_step", stopping(trainer, budget, cut - done))
-        finished = trainer.train(budget, folder)
-        assert finished == (cut == 24)
+        trainer.load(folder)
+    assert trainer.train(Budget(1e9, time.monotonic() + 600, 24), folder)
     return trainer
 
 
@@ -365,7 +357,7 @@ def test_a_resumed_run_is_the_run(tokenizer: Any, lines: tuple[str, ...], tmp_pa
 def test_a_state_of_other_settings_is_refused(tokenizer: Any, lines: tuple[str, ...], tmp_path: Path) -> None:
     trained(tokenizer, lines, tmp_path, ())
     trainer = Trainer(Network(TINY), batches_of(tokenizer, lines), TWO, Settings(seed=0, peak=1.0))
-    with pytest.raises(ValueError, match="other settings: .*peak"):
+    with pytest.raises(ValueError, match=r"other settings: .*peak"):
         trainer.load(tmp_path)
 
 
@@ -411,7 +403,10 @@ def test_records_are_compared(tmp_path: Path) -> None:
         "| single | 2,048 | 90.0 | 96.0 | 6.0 |",
         "| single | mean | 95.0 | 97.0 | 2.0 |",
     ]
-    assert found[-2:] == ["Largest spread of a task's mean: 2.0 points.", "1 results that not every run has are left out."]
+    assert found[-2:] == [
+        "Largest spread of a task's mean: 2.0 points.",
+        "1 results that not every run has are left out.",
+    ]
     with pytest.raises(ValueError, match="no results"):
         compare([one, record(tmp_path / "c", 2, {})])
     with pytest.raises(ValueError, match="in common"):

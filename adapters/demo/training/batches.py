@@ -97,13 +97,13 @@ class Batches:
         widths = [longest - part.lines.tokens.shape[-1] for part in sheet.parts]
         parts = list(zip(sheet.parts, widths, strict=True))
         order = torch.cat([part.depths for part in sheet.parts], dim=1).sort(dim=1, stable=True)
-        rows, count = order.values.shape
+        rows = len(order.values)
         wide = order.indices[..., None].expand(-1, -1, longest)
         tokens = torch.cat([pad(part.lines.tokens, (0, more)) for part, more in parts], dim=1).gather(1, wide)
         valid = torch.cat([pad(part.lines.valid, (0, more)) for part, more in parts], dim=1).gather(1, wide)
-        kinds = torch.cat(
-            [pad(part.lines.kinds, (0, more)).expand(part.depths.shape[1], -1) for part, more in parts]
-        )[order.indices]
+        kinds = torch.cat([pad(part.lines.kinds, (0, more)).expand(part.depths.shape[1], -1) for part, more in parts])[
+            order.indices
+        ]
         sizes = valid.sum(-1)
         room = (length - 1 - sizes.sum(1, keepdim=True)).clamp(min=0)
         tape, offset, body, least = self._filler(sheet.filler, room, length)

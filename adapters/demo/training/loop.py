@@ -132,21 +132,21 @@ class Counts:
     """Right answer tokens by family, summed on the device and read at each look."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, len(FAMILIES), device=device)
+        self.sums = torch.zeros(2, len(FAMILIES), device=device)
 
     def add(self, families: Sequence[str], right: Tensor, total: Tensor) -> None:
         """Add the rows of a batch."""
         index = torch.tensor([FAMILIES.index(family) for family in families]).to(right.device, non_blocking=True)
-        self._sums.index_add_(1, index, torch.stack([right, total]))
+        self.sums.index_add_(1, index, torch.stack([right, total]))
 
     def read(self) -> dict[str, float]:
         """The accuracy of each family that had enough answers."""
-        right, total = self._sums.tolist()
+        right, total = self.sums.tolist()
         return {name: r / t for name, r, t in zip(FAMILIES, right, total, strict=True) if t >= ENOUGH}
 
     def clear(self) -> None:
         """Start anew."""
-        self._sums.zero_()
+        self.sums.zero_()
 
 
 @define
@@ -216,7 +216,7 @@ class Trainer:
                 logged = now
                 values = (rate, text.item(), answer.item())
                 self._log(Point(course.step, course.seconds, course.schedule.stage, length, *values, accuracy))
-            if look:
+            if look and course.schedule.enough(accuracy or {}):
                 self._counts.clear()
             if course.schedule.advance(course.step, progress, accuracy if look else None):
                 self._counts.clear()
@@ -242,7 +242,7 @@ class Trainer:
             "curve": [asdict(point) for point in course.curve],
             "random": self._rng.getstate(),
             "generator": self._batches.generator.get_state(),
-            "counts": self._counts._sums,
+            "counts": self._counts.sums,
         }
         path = folder / STATE
         torch.save(state, path.with_suffix(".part"))
@@ -272,7 +272,7 @@ class Trainer:
         kind, numbers, gauss = state["random"]
         self._rng.setstate((kind, tuple(numbers), gauss))
         self._batches.generator.set_state(state["generator"])
-        self._counts._sums.copy_(state["counts"])
+        self._counts.sums.copy_(state["counts"])
 
     def _step(self, stage: Stage, length: int, rate: float) -> tuple[Tensor, Tensor]:
         rows = max(1, round(stage.tokens / length))
@@ -295,9 +295,10 @@ class Trainer:
             rank = rank + 2.0 * (kind == ANSWER) - 2.0 * (kind == IGNORED)
             index = rank.topk(self._settings.counted, sorted=False).indices
             target, kind = target[index], kind[index]
+            hidden = hidden.index_select(0, index)
         else:
             index = torch.arange(len(kind), device=kind.device)
-        logits = self._network.logits(hidden[index]).float()
+        logits = self._network.logits(hidden).float()
         each = functional.cross_entropy(logits, target, reduction="none")
         row, is_text, is_answer = index // (length - 1), (kind == TEXT).float(), (kind == ANSWER).float()
         nothing = torch.zeros(rows, device=kind.device)

@@ -17,9 +17,9 @@ PARTS = 4
 Family = Literal["echo", "lists", "needles", "noise", "keys", "uuids", "chain", "frequent"]
 """Families of rows.
 
-``echo``: random lines, and the same lines again in the same order, where nearly every token of the second half is an
-answer: copying, from which looking up grows. ``lists``: pairs in many wordings, and all of them again in another order,
-the simplest recall there is. ``needles``: the sentences of
+``echo``: runs of random tokens, and all of them again in another order, where nearly every token of the second half is
+an answer: copying, from which looking up grows, is learned from these within a few hundred steps. ``lists``: pairs in
+many wordings, and all of them again in another order, the simplest recall there is. ``needles``: the sentences of
 `formats`. ``noise``, ``keys``, ``uuids``, ``chain``, ``frequent``: RULER's niah_single_1, niah_multikey_2,
 niah_multikey_3, ruler_vt and ruler_fwe, mostly with more than one question.
 """

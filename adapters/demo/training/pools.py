@@ -77,7 +77,7 @@ class Pools:
         names = ["".join(rng.choices(string.ascii_uppercase, k=VT_LETTERS)) for _ in range(LARGE)]
         shorter = ["".join(rng.choices(string.ascii_uppercase, k=VT_SHOT_LETTERS)) for _ in range(LARGE // 4)]
         coded = ["".join(rng.choices(string.ascii_lowercase, k=FWE_LETTERS)) for _ in range(LARGE)]
-        hexes = {digits: [f"{rng.getrandbits(4 * digits):0{digits}x}" for _ in range(LARGE)] for digits in (3, 4, 8, 12)}
+        hexes = {n: [f"{rng.getrandbits(4 * n):0{n}x}" for _ in range(LARGE)] for n in (3, 4, 8, 12)}
         spaced = {
             "adjective": ADJECTIVES,
             "noun": NOUNS,
@@ -95,8 +95,8 @@ class Pools:
             "hex12": hexes[12],
             "opening": formats.openings(),
         }
-        self._pools = {name: Pool(self.encode_all, [f" {text}" for text in texts], device) for name, texts in spaced.items()}
-        self._pools.update({name: Pool(self.encode_all, texts, device) for name, texts in plain.items()})
+        texts = {name: [f" {text}" for text in pool] for name, pool in spaced.items()} | plain
+        self._pools = {name: Pool(self.encode_all, pool, device) for name, pool in texts.items()}
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without a start token."""
@@ -128,6 +128,10 @@ class Pools:
         """Digits, (rows, lines, count), as tokens."""
         tokens = self._digits[values]
         return Piece(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+    def any_tokens(self, *shape: int) -> Tensor:
+        """Draw tokens of the whole vocabulary but its special ones, the first two."""
+        return 2 + self.integers(self._tokenizer.get_vocab_size() - 2, *shape)
 
     def integers(self, below: int, *shape: int) -> Tensor:
         """Draw integers."""

@@ -117,6 +117,13 @@ class Schedule:
         """What a resumed run needs, as plain data."""
         return {"stage": self.stage, "began": self.began, "changes": [asdict(change) for change in self.changes]}
 
+    def enough(self, accuracy: Mapping[str, float]) -> bool:
+        """Whether every family that decides about the present stage had enough answers for an accuracy."""
+        return all(family in accuracy for family in self._gated)
+
+    @property
+    def _gated(self) -> list[Family]:
+        return [family for family in GATED if self.now.families.get(family)]
+
     def _learned(self, accuracy: Mapping[str, float]) -> bool:
-        gated: list[Family] = [family for family in GATED if self.now.families.get(family)]
-        return all(accuracy.get(family, 0.0) >= self.now.gate for family in gated)
+        return all(accuracy.get(family, 0.0) >= self.now.gate for family in self._gated)

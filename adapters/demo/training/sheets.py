@@ -12,10 +12,10 @@ from .. import formats, ruler
 from ..words import ADJECTIVES, NOUNS
 from .plan import Family, Mix, draw_mix
 from .pools import LARGE, Piece, Pools
-from .templates import KEYS, Lines, Template, place
+from .templates import ANSWER, IGNORED, KEYS, Lines, Template, place
 
 Filler = Literal["text", "noise", "chain", "none"]
-"""What stands between the lines of a row: text of the Python at hand, RULER's noise by lines, as in ruler_vt, nothing."""
+"""What stands between the lines of a row: text of the Python at hand, RULER's noise, that of ruler_vt, or nothing."""
 
 HEAD, END = -1.0, 2.0
 """Depths of lines before and behind all filler."""
@@ -23,7 +23,7 @@ HEAD, END = -1.0, 2.0
 MOST_QUESTIONS = 96
 _SHOTS = 8
 _NIAH_KINDS = (("words", "number"), ("uuid", "uuid"))
-_ECHOED = ("pair", "words", "name", "coded", "number")
+_SHORTEST_ECHO = 4
 _LIST_KEYS = ("pair", "words", "words", "name", "coded", "number", "uuid")
 _LIST_VALUES = ("number", "number", "words", "name", "coded", "uuid")
 _LIST_FORMS = (
@@ -77,7 +77,6 @@ class Sheets:
             n: self._template(formats.keys_question(keys[:n]), formats.answer(keys[:n], values[:n]), "\n")
             for n in range(2, 6)
         }
-        self._echoes: dict[tuple[str, ...], tuple[Template, Template]] = {}
         self._lists: dict[tuple[str, str, int], tuple[Template, Template]] = {}
         self._niah = {(kind, what): self._niah_templates(kind, what) for kind, what in _NIAH_KINDS}
         self._chain_head = self._template(f"{ruler.VT_HEAD}\n\n")
@@ -142,15 +141,22 @@ class Sheets:
         return Sheet(tuple(part for part in parts if part.depths.shape[1]), "text")
 
     def _make_echo(self, rng: random.Random, rows: int, length: int) -> Sheet:
-        kinds = tuple(rng.choice(_ECHOED) for _ in range(2))
-        said, again = self._echo_templates(kinds)
-        room = min(length - 8, int(max(4000, length / 8) * 2 ** -rng.uniform(0, 2)))
-        count = max(1, int(0.94 * room / (said.mean + again.mean)))
-        pieces = self._fill("one", kinds[0], rows, count) | self._fill("two", kinds[1], rows, count)
-        depths = self._depths(rows, count).sort(dim=1).values
-        after = END + torch.linspace(0, 1, count, device=self._pools.device).expand(rows, -1)
-        parts = (Part(said.fill(rows, count, pieces), depths), Part(again.fill(rows, count, pieces), after))
-        return Sheet(parts, "text" if rng.random() < 0.5 else "none")
+        pools, device = self._pools, self._pools.device
+        longest = rng.choice((8, 16, 32))
+        mean = (_SHORTEST_ECHO + longest) / 2
+        room = min(length - 8, int(max(4000, length / 8)))
+        count = max(1, int(0.9 * room / (2 * mean)))
+        tokens = pools.any_tokens(rows, count, longest)
+        sizes = _SHORTEST_ECHO + pools.integers(longest - _SHORTEST_ECHO + 1, rows, count, 1)
+        valid = torch.arange(longest, device=device) < sizes
+        said = torch.full((longest,), IGNORED, device=device)
+        again = torch.full((longest,), ANSWER, device=device)
+        again[0] = IGNORED
+        parts = (
+            Part(Lines(tokens, valid, said), pools.rand(rows, count)),
+            Part(Lines(tokens, valid, again), END + pools.rand(rows, count)),
+        )
+        return Sheet(parts, "none")
 
     def _make_lists(self, rng: random.Random, rows: int, length: int) -> Sheet:
         kinds, form = (rng.choice(_LIST_KEYS), rng.choice(_LIST_VALUES)), rng.randrange(len(_LIST_FORMS))
@@ -163,7 +169,7 @@ class Sheets:
         said_part = Part(said.fill(rows, count, pieces), depths)
         return Sheet((said_part, Part(asked.fill(rows, count, pieces), after)), "text")
 
-    def _make_niah(self, rng: random.Random, rows: int, length: int, family: Literal["noise", "keys", "uuids"]) -> Sheet:
+    def _make_niah(self, rng: random.Random, rows: int, length: int, family: Family) -> Sheet:
         what = "uuid" if family == "uuids" else "number"
         head, needle, question = self._niah["uuid" if family == "uuids" else "words", what]
         room = length - 1 - head.mean
@@ -254,12 +260,6 @@ class Sheets:
             self._template(f"{ruler.NIAH_NEEDLE.format(what=what, key=key, value=value)}\n"),
             self._template(ruler.NIAH_QUESTION.format(what=what, key=key), f" {value}.", "\n"),
         )
-
-    def _echo_templates(self, kinds: tuple[str, ...]) -> tuple[Template, Template]:
-        if kinds not in self._echoes:
-            line = f" {place(kinds[0], 'one')}, {place(kinds[1], 'two')}."
-            self._echoes[kinds] = self._template(f">{line}\n"), self._template(">", line, "\n")
-        return self._echoes[kinds]
 
     def _list_templates(self, key: str, value: str, form: int) -> tuple[Template, Template]:
         if (key, value, form) not in self._lists:

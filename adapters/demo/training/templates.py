@@ -62,23 +62,28 @@ class Template:
         """
         self._pools = pools
         self._parts: list[tuple[Tensor | str, int]] = []
+        self._kinds: Tensor | None = None
         self.places: tuple[str, ...] = ()
         self.mean = 0.0
+        self._always = torch.ones(1, dtype=torch.bool, device=pools.device)
         for part, fixed, first in ((text, TEXT, IGNORED), (answer, ANSWER, ANSWER), (end, TEXT, TEXT)):
             self._add(part, fixed, first)
 
     def fill(self, rows: int, lines: int, pieces: Mapping[str, Piece]) -> Lines:
         """Fill many lines: a piece for each of `places`, all (rows, lines, any width)."""
-        tokens, valid, kinds = [], [], []
-        for part, kind in self._parts:
+        tokens, valid = [], []
+        for part, _ in self._parts:
             if isinstance(part, str):
                 tokens.append(pieces[part].tokens)
                 valid.append(pieces[part].valid)
             else:
                 tokens.append(part.expand(rows, lines, -1))
-                valid.append(torch.ones_like(tokens[-1], dtype=torch.bool))
-            kinds.append(torch.full((tokens[-1].shape[-1],), kind, device=self._pools.device))
-        return Lines(torch.cat(tokens, -1), torch.cat(valid, -1), torch.cat(kinds))
+                valid.append(self._always.expand(rows, lines, part.shape[-1]))
+        if self._kinds is None:  # a pool's strings are always of one width
+            widths = torch.tensor([part.shape[-1] for part in tokens])
+            kinds = torch.tensor([kind for _, kind in self._parts])
+            self._kinds = kinds.repeat_interleave(widths).to(self._pools.device)
+        return Lines(torch.cat(tokens, -1), torch.cat(valid, -1), self._kinds)
 
     def _add(self, text: str, fixed: int, first: int) -> None:
         done = 0
