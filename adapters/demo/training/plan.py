@@ -27,6 +27,7 @@ niah_multikey_3, ruler_vt and ruler_fwe, mostly with more than one question.
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """All families of rows."""
 
+_FIRST: Mapping[Family, float] = {"echo": 0.6, "lists": 0.4}
 _EARLY: Mapping[Family, float] = {
     "echo": 0.25,
     "lists": 0.3,
@@ -54,10 +55,12 @@ class Stage:
     Attributes:
         share: How much of the run it is meant to take, beside the shares of the others.
         chances: The chance of each length. The longest one is the stage's own, and its answers decide when it ends.
-        gate: The share of right answer tokens, in the worst family of `GATED`, at which it may end early.
+        gate: The share of right answer tokens, in the worst family of `gated`, at which it may end early.
         families: The chance of each family.
         rate: The learning rate, as a part of the highest.
         tokens: Tokens of a batch, about.
+        gated: The families that decide. Every model of these sizes learns them, and without them longer rows teach
+            nothing.
     """
 
     share: float
@@ -66,6 +69,7 @@ class Stage:
     families: Mapping[Family, float] = _FULL
     rate: float = 1.0
     tokens: int = TOKENS
+    gated: tuple[Family, ...] = ("needles", "noise", "keys")
 
     @property
     def length(self) -> int:
@@ -81,11 +85,12 @@ class Stage:
         return rng.choices(list(self.families), list(self.families.values()), k=min(rows, PARTS))
 
 
-GATED: tuple[Family, ...] = ("needles", "noise", "keys")
-"""The families that every model of these sizes learns, and without which longer rows teach nothing."""
+# Copying is learned soonest from short rows: attention begins even, and a row of 64 tokens dilutes least.
+_START = Stage(0.06, {64: 0.4, 128: 0.6}, 0.95, _FIRST, gated=("echo", "lists"))
 
 STAGES: tuple[Stage, ...] = (
-    Stage(0.18, {256: 0.5, 512: 0.5}, families=_EARLY),
+    _START,
+    Stage(0.12, {128: 0.1, 256: 0.3, 512: 0.6}, families=_EARLY),
     Stage(0.14, {512: 0.2, 1024: 0.2, 2048: 0.6}, rate=0.9),
     Stage(0.2, {1024: 0.1, 2048: 0.2, 4096: 0.3, 8192: 0.4}, rate=0.8),
     Stage(0.2, {1024: 0.1, 4096: 0.15, 8192: 0.25, 16384: 0.5}, rate=0.7),
@@ -94,7 +99,8 @@ STAGES: tuple[Stage, ...] = (
 """The stages of the embedded model."""
 
 LONG_STAGES: tuple[Stage, ...] = (
-    Stage(0.14, {256: 0.3, 512: 0.7}, families=_EARLY),
+    _START,
+    Stage(0.08, {128: 0.1, 256: 0.3, 512: 0.6}, families=_EARLY),
     Stage(0.1, {512: 0.2, 1024: 0.2, 2048: 0.6}, rate=0.9),
     Stage(0.14, {1024: 0.1, 2048: 0.2, 4096: 0.3, 8192: 0.4}, rate=0.8),
     Stage(0.1, {1024: 0.1, 4096: 0.2, 8192: 0.3, 16384: 0.4}, rate=0.7),
@@ -104,7 +110,7 @@ LONG_STAGES: tuple[Stage, ...] = (
 """The stages of the model for 128K tokens."""
 
 SMOKE_STAGES: tuple[Stage, ...] = (
-    Stage(0.6, {256: 1.0}, families=_EARLY, tokens=4096),
+    Stage(0.6, {128: 1.0}, 0.95, _FIRST, tokens=4096, gated=("echo", "lists")),
     Stage(0.4, {512: 1.0}, tokens=4096),
 )
 """The stages of a run that only shows that everything works."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import asdict, define, field, frozen
 
-from .plan import GATED, Family, Stage
+from .plan import Family, Stage
 
 PATIENCE = 2.0
 """How many times its share of what is left a stage may take while its answers are not right."""
@@ -123,7 +123,7 @@ class Schedule:
 
     @property
     def _gated(self) -> list[Family]:
-        return [family for family in GATED if self.now.families.get(family)]
+        return [family for family in self.now.gated if self.now.families.get(family)]
 
     def _learned(self, accuracy: Mapping[str, float]) -> bool:
         return all(accuracy.get(family, 0.0) >= self.now.gate for family in self._gated)
