@@ -170,6 +170,7 @@ def _make(options: argparse.Namespace, size: Size, settings: Settings, folder: P
     torch.manual_seed(options.seed)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     lines = text_lines()
+    tokenizer: Any
     if options.resume:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     else:

@@ -60,7 +60,7 @@ def test_niah_reads_as_the_harness_writes_it(tokenizer: Any, name: Name, what: s
         f"I will quiz you about the {what} afterwards."
     )
     needle = re.compile(rf"One of the special magic {what}s for ({key}) is: ({value})\.")
-    needles = dict(found.groups() for line in lines if (found := needle.fullmatch(line)))
+    needles = {found[1]: found[2] for line in lines if (found := needle.fullmatch(line))}
     asked = re.fullmatch(
         rf"What is the special magic {what} for ({key}) mentioned in the provided text\? "
         rf"The special magic {what} for ({key}) mentioned in the provided text is",

@@ -253,7 +253,7 @@ def test_a_place_needs_the_space_that_fills_it(batches: Batches) -> None:
 
 
 STAGES = (Stage(0.25, {64: 1.0}), Stage(0.25, {64: 0.5, 128: 0.5}), Stage(0.5, {256: 1.0}))
-RIGHT = dict.fromkeys(("needles", "noise", "keys"), 0.99)
+RIGHT: dict[str, float] = {"needles": 0.99, "noise": 0.99, "keys": 0.99}
 
 
 def test_a_stage_ends_when_its_answers_are_right() -> None:

@@ -83,7 +83,9 @@ class Batches:
             for family, share in zip(families, shares, strict=True)
         ]
         ids, kinds = (torch.cat(parts) for parts in zip(*made, strict=True))
-        named = tuple(family for family, share in zip(families, shares, strict=True) for _ in range(share))
+        named: tuple[Family, ...] = tuple(
+            family for family, share in zip(families, shares, strict=True) for _ in range(share)
+        )
         return Batch(ids, kinds, named)
 
     def lay(self, sheet: Sheet, length: int) -> tuple[Tensor, Tensor]:

@@ -53,9 +53,11 @@ def evaluate(
     long: bool = True,
 ) -> Iterator[Cell]:
     """Yield as many cells of the families of `tasks` as the deadline allows; `long` asks long questions as well."""
-    asked: list[tuple[Family, Wording]] = [(family, "short") for family in FAMILIES]
-    if long:
-        asked += [(family, "long") for family in LONG]
+    asked: list[tuple[Family, Wording]] = []
+    for family in FAMILIES:
+        asked.append((family, "short"))
+        if long and family in LONG:
+            asked.append((family, "long"))
     for length in lengths:
         for family, wording in asked:
             name = family if wording == "short" else f"{family}, long question"

@@ -77,7 +77,7 @@ class Masters:
     def __init__(self, network: Network, dtype: torch.dtype, settings: Settings) -> None:
         self._copies = [p.detach().clone().float() for p in network.parameters()]
         network.to(dtype)
-        self._weights = list(network.parameters())
+        self._weights: list[Tensor] = list(network.parameters())
         self._average: list[Tensor] = []
         groups = [
             {"params": [c for c in self._copies if c.dim() > 1], "weight_decay": settings.decay},
@@ -93,18 +93,18 @@ class Masters:
         """Apply the gradients of the network, clipped to norm 1, and clear them."""
         for group in self._adam.param_groups:
             group["lr"] = rate
-        torch._foreach_copy_([copy.grad for copy in self._copies], [weight.grad for weight in self._weights])
+        _copy([_grad(copy) for copy in self._copies], [_grad(weight) for weight in self._weights])
         for weight in self._weights:
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(self._copies, 1.0)
         self._adam.step()
-        torch._foreach_copy_(self._weights, self._copies)
+        _copy(self._weights, self._copies)
 
     @torch.no_grad()
     def average(self, share: float) -> None:
         """Let the average come nearer to the weights by a share of the distance; the first call copies them."""
         if self._average:
-            torch._foreach_lerp_(self._average, self._copies, share)
+            torch._foreach_lerp_(self._average, self._copies, share)  # pyright: ignore[reportPrivateImportUsage]
         else:
             self._average = [copy.clone() for copy in self._copies]
 
@@ -112,7 +112,7 @@ class Masters:
     def use_average(self) -> None:
         """Give the network the average, where there is one."""
         if self._average:
-            torch._foreach_copy_(self._weights, self._average)
+            _copy(self._weights, self._average)
 
     def state(self) -> dict[str, Any]:
         """The state, to be saved."""
@@ -122,8 +122,8 @@ class Masters:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state."""
         device = self._copies[0].device
-        torch._foreach_copy_(self._copies, [copy.to(device) for copy in state["copies"]])
-        torch._foreach_copy_(self._weights, self._copies)
+        _copy(self._copies, [copy.to(device) for copy in state["copies"]])
+        _copy(self._weights, self._copies)
         self._adam.load_state_dict(state["adam"])
         self._average = [copy.to(device) for copy in state["average"]]
 
@@ -176,7 +176,8 @@ class Trainer:
         self, network: Network, batches: Batches, stages: Sequence[Stage], settings: Settings, kernel: Kernel = "cudnn"
     ) -> None:
         """Prepare training; the network ends in bfloat16 on a GPU."""
-        self._network, self._batches, self._settings, self._kernel = network, batches, settings, kernel
+        self._network, self._batches, self._settings = network, batches, settings
+        self._kernel: Kernel = kernel
         self._device = next(network.parameters()).device
         cuda = self._device.type == "cuda"
         self._masters = Masters(network, torch.bfloat16 if cuda else torch.float32, settings)
@@ -326,6 +327,16 @@ class _Losses:
     answer: Tensor
     right: Tensor
     total: Tensor
+
+
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+    """Copy many tensors at once, whatever their types."""
+    torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _grad(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
 
 
 @contextmanager

@@ -296,7 +296,8 @@ class Sheets:
 
     def _needles(self, adjectives: Piece, nouns: Piece, values: Piece, depths: Tensor) -> Part:
         pieces = {"adjective.0": adjectives, "noun.0": nouns, "digits7.0": values}
-        return Part(self._needle.fill(*depths.shape, pieces), depths)
+        rows, lines = depths.shape
+        return Part(self._needle.fill(rows, lines, pieces), depths)
 
     def _ascending(self, rows: int, keys: int, each: int) -> Piece:
         """Values (rows, keys * each); the first digits of one key's values ascend."""
