@@ -40,6 +40,55 @@ def values_question(key: Key, count: int) -> str:
     return f"What are the {count} special magic numbers for {name(key)} in ascending order? {_lead(key)}"
 
 
+OPENINGS = (
+    "Please read the text above once more, from its first line to its last.",
+    "You have now seen all the notes.",
+    "Thank you for reading this far.",
+    "Think about what the passage says and do not guess.",
+    "I am going to ask you about one detail of the text above.",
+    "Somewhere in the lines above there is a fact that I need.",
+    "Now answer from memory, using only the document that you were given.",
+    "The document is complete and nothing else will be added to it.",
+    "Here is my request, and it is a simple one.",
+    "Let us see how much of this you remember.",
+    "A colleague of mine needs one figure from this document today.",
+    "Based on the context given above, please answer the question that follows.",
+)
+"""How a long question begins."""
+
+WAYS = (
+    "Reply with the value alone, without any explanation.",
+    "Ignore everything that does not bear on it.",
+    "Give the answer in a single short sentence.",
+    "There may be similar lines, so look closely at the name.",
+    "The answer is written in the text, word for word.",
+    "Do not repeat the rest of the passage.",
+    "Be brief and be exact.",
+    "It is mentioned only once, and it may be anywhere.",
+)
+"""How a long question is to be answered."""
+
+ASKED = (
+    "What is the special magic number for {key}?",
+    "Which special magic number does the text give for {key}?",
+    "Can you tell me the special magic number for {key}?",
+    "I would like to know the special magic number for {key}.",
+    "Find the special magic number that belongs to {key}.",
+    "Question: what was said to be the special magic number for {key}?",
+)
+"""How a long question names its key."""
+
+
+def openings() -> list[str]:
+    """Return what may stand before the key of a long question, all of it."""
+    return [*OPENINGS, *(f"{opening} {way}" for opening in OPENINGS for way in WAYS)]
+
+
+def long_question(key: Key, opening: str, asked: str) -> str:
+    """Return the question for the only value of one key as a person would ask it, in 20 to 60 tokens."""
+    return f"{opening} {asked.format(key=name(key))} {_lead(key)}"
+
+
 def answer(keys: Sequence[Key], values: Sequence[str]) -> str:
     """Return the answer: the values, each after the first led by its key."""
     rest = (f", for {name(key)} is {value}" for key, value in zip(keys[1:], values[1:], strict=True))

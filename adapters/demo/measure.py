@@ -12,6 +12,7 @@ from ..calibration.fit import ModelReadings
 from ..evaluation.reading import Sizes
 from ..session.session import TAIL
 from .exam import asker, make_exam, prompt_of
+from .seeds import TUNING
 
 LITTLE = Sizes(last=1, greedy=1, rows=1)
 """Distributions and recall play no part in tuning by answers."""
@@ -24,7 +25,7 @@ def exam_readings(
     tokens: int,
     texts: int = 2,
     questions: int = 4,
-    seed: int = 1000,
+    seed: int = TUNING,
     tail: int = TAIL,
 ) -> ModelReadings:
     """Exams of one length, with what is asked about each; see `sparseprefill.adapters.calibration.search`.

@@ -11,31 +11,34 @@ CHECKPOINT = Path(__file__).parent / "checkpoint"
 """The folder of the shipped checkpoint, in Hugging Face's Llama format."""
 
 
-def load_model(dtype: "torch.dtype | None" = None, device: "torch.device | str" = "cpu") -> Any:
+def load_model(
+    dtype: "torch.dtype | None" = None, device: "torch.device | str" = "cpu", folder: Path | None = None
+) -> Any:
     """Load the embedded model, ready for inference.
 
     Args:
         dtype: The type to compute in; by default that of the checkpoint, bfloat16.
         device: Where the model goes.
+        folder: A checkpoint of `train` instead of the shipped one.
 
     Raises:
         ImportError: ``transformers`` is not installed.
         FileNotFoundError: The checkpoint is not there.
     """
     found = _transformers().AutoModelForCausalLM.from_pretrained(
-        _checkpoint(), dtype="auto" if dtype is None else dtype
+        folder or _checkpoint(), dtype="auto" if dtype is None else dtype
     )
     return found.to(device).eval()
 
 
-def load_tokenizer() -> Any:
-    """Load the tokenizer of the embedded model.
+def load_tokenizer(folder: Path | None = None) -> Any:
+    """Load the tokenizer of the embedded model, or of another checkpoint of `train`.
 
     Raises:
         ImportError: ``transformers`` is not installed.
         FileNotFoundError: The checkpoint is not there.
     """
-    return _transformers().AutoTokenizer.from_pretrained(_checkpoint())
+    return _transformers().AutoTokenizer.from_pretrained(folder or _checkpoint())
 
 
 def _checkpoint() -> Path:

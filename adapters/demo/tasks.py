@@ -30,6 +30,9 @@ Family = Literal["single", "multikey", "multivalue", "multiquery"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """All families, in the order of the tables."""
 
+Wording = Literal["short", "long"]
+"""How a question is asked."""
+
 _ASKED: dict[Family, int] = {"single": 1, "multikey": 1, "multivalue": 4, "multiquery": 4}
 _DISTRACTORS: dict[Family, int] = {"single": 0, "multikey": 15, "multivalue": 4, "multiquery": 4}
 
@@ -84,6 +87,7 @@ def make_task(
     asked: int | None = None,
     distractors: int | None = None,
     depth: float | None = None,
+    wording: Wording = "short",
     lines: tuple[str, ...] | None = None,
 ) -> Task:
     """Make the task of a family, length and seed.
@@ -101,6 +105,8 @@ def make_task(
             ``single``, 15 for ``multikey``, 4 for the other two.
         depth: Where in the filler text the asked needles lie, from 0 (start)
             to 1 (end); by default each lies somewhere else.
+        wording: ``long`` asks as a person would, in 20 to 60 tokens; for
+            ``single`` and ``multikey``. The shipped model does not know it.
         lines: Filler text instead of `sparseprefill.adapters.demo.text`.
 
     Raises:
@@ -109,10 +115,10 @@ def make_task(
     """
     asked = _ASKED[family] if asked is None else asked
     distractors = _DISTRACTORS[family] if distractors is None else distractors
-    _check(family, questions, asked, distractors, depth)
+    _check(family, questions, asked, distractors, depth, wording)
     rng = random.Random(f"{family}/{length}/{seed}")
     keys = _keys(rng, questions * (asked if family == "multiquery" else 1) + distractors)
-    made, needles = _questions(rng, family, questions, asked, keys)
+    made, needles = _questions(rng, family, questions, asked, keys, wording)
     spots = [(rng.random() if depth is None else depth, line) for line in needles]
     for key in keys[len(keys) - distractors :]:
         spots.append((rng.random(), formats.needle(key, _values(rng, 1)[0])))
@@ -146,7 +152,7 @@ def score(task: Task, answers: Sequence[str]) -> tuple[int, int]:
     return right, sum(len(question.values) for question in task.questions)
 
 
-def _check(family: Family, questions: int, asked: int, distractors: int, depth: float | None) -> None:
+def _check(family: Family, questions: int, asked: int, distractors: int, depth: float | None, wording: Wording) -> None:
     if questions < 1 or (family == "single" and questions > 1):
         raise ValueError(f"{questions} questions do not fit the family {family!r}")
     most = 9 if family in ("multivalue", "multiquery") else 1
@@ -156,6 +162,8 @@ def _check(family: Family, questions: int, asked: int, distractors: int, depth: 
         raise ValueError("distractors must not be negative")
     if depth is not None and not 0 <= depth <= 1:
         raise ValueError("depth must lie between 0 and 1")
+    if wording == "long" and family not in ("single", "multikey"):
+        raise ValueError(f"the family {family!r} has no long questions")
 
 
 def _keys(rng: random.Random, count: int) -> list[Key]:
@@ -171,8 +179,14 @@ def _values(rng: random.Random, count: int) -> list[str]:
     return [str(d * tail + rng.randrange(tail)) for d in sorted(rng.sample(range(1, 10), count))]
 
 
+def _one_question(rng: random.Random, key: Key, wording: Wording) -> str:
+    if wording == "short":
+        return formats.one_question(key)
+    return formats.long_question(key, rng.choice(formats.openings()), rng.choice(formats.ASKED))
+
+
 def _questions(
-    rng: random.Random, family: Family, count: int, asked: int, keys: list[Key]
+    rng: random.Random, family: Family, count: int, asked: int, keys: list[Key], wording: Wording
 ) -> tuple[tuple[Question, ...], list[str]]:
     made: list[Question] = []
     needles: list[str] = []
@@ -188,7 +202,7 @@ def _questions(
         else:
             named = [keys[index]]
             values = _values(rng, 1)
-            text = formats.one_question(keys[index])
+            text = _one_question(rng, keys[index], wording)
         made.append(Question(text, formats.answer(named, values), tuple(values)))
         needles += [formats.needle(key, value) for key, value in zip(named, values, strict=True)]
     return tuple(made), needles

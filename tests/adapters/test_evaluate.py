@@ -173,10 +173,10 @@ def test_a_dense_run_is_not_taken_for_a_sparse_one(random_model: Any, embedded_t
     made_for = identity(find_decoder(random_model))
     parameters = {"sink": 1, "window": 32}
     ranges = (
-        LengthRange(least=0, tokens=64, parameters=None),
-        LengthRange(least=1700, tokens=2048, parameters=parameters),
+        LengthRange(least=0, tokens=64, method=None, parameters=None),
+        LengthRange(least=1700, tokens=2048, method="streaming", parameters=parameters),
     )
-    profile = Profile(method="streaming", model=made_for, ranges=ranges)
+    profile = Profile(methods=("streaming",), model=made_for, ranges=ranges)
     tuned = Contender("streaming", sp.build("streaming", profile=profile))
     found = list(harness.evaluate(random_model, embedded_tokenizer, ["niah_single_1"], [1024, 2048], [tuned], limit=1))
     short, long = (run.service for run in found if run.contender is tuned)

@@ -9,25 +9,22 @@ import torch
 from .network import Network, Shape
 from .tokenizer import END, START
 
-POSITIONS = 40_960
-"""The longest length that is trained."""
 
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer's files."""
+def save_tokenizer(tokenizer: Any, folder: Path, positions: int) -> None:
+    """Write the tokenizer's files; `positions` is the longest length that is trained."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": START, "eos_token": END, "pad_token": END}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": POSITIONS,
+        "model_max_length": positions,
         "clean_up_tokenization_spaces": False,
         **special,
     }
     _write(folder / "tokenizer_config.json", config)
 
 
-def save_network(network: Network, tokenizer: Any, folder: Path) -> None:
+def save_network(network: Network, tokenizer: Any, folder: Path, positions: int) -> None:
     """Write weights in bfloat16, the configuration and the generation settings."""
     from safetensors.torch import save_file
 
@@ -39,7 +36,7 @@ def save_network(network: Network, tokenizer: Any, folder: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod(0o644)
     start, end = tokenizer.token_to_id(START), tokenizer.token_to_id(END)
-    _write(folder / "config.json", _config(network.shape, start, end))
+    _write(folder / "config.json", _config(network.shape, start, end, positions))
     newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
     generation = {
         "bos_token_id": start,
@@ -50,7 +47,7 @@ def save_network(network: Network, tokenizer: Any, folder: Path) -> None:
     _write(folder / "generation_config.json", generation)
 
 
-def _config(shape: Shape, start: int, end: int) -> dict[str, Any]:
+def _config(shape: Shape, start: int, end: int, positions: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -62,7 +59,7 @@ def _config(shape: Shape, start: int, end: int) -> dict[str, Any]:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": POSITIONS,
+        "max_position_embeddings": positions,
         "rms_norm_eps": shape.eps,
         "rope_theta": shape.theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},

@@ -1,7 +1,8 @@
-"""Exact match of a saved checkpoint, by family and length.
+"""Exact match of a saved checkpoint by task and length, and RULER's tasks by the harness's own scoring.
 
-An answer counts when the most likely token is right at each of its places,
-full stop included, which is when greedy generation gives just that answer.
+An answer of the families of `tasks` counts when the most likely token is right at each of its places, full stop
+included, which is when greedy generation gives just that answer. RULER's tasks count the share of expected strings in
+the greedily generated text, which ends at a line break or at the harness's most tokens.
 """
 
 import logging
@@ -13,25 +14,32 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from ..tasks import FAMILIES, Family, Task, make_task
+from ..exam import greedy
+from ..ruler import GENERATED, NAMES, Name, RulerTask, make_ruler, score_ruler
+from ..seeds import SELECTION
+from ..tasks import FAMILIES, Family, Task, Wording, make_task
 from .network import Network
 
 logger = logging.getLogger(__name__)
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
-"""The lengths of the table."""
+"""The lengths of the embedded model's table."""
+
+LONG: tuple[Family, ...] = ("single", "multikey")
+"""The families that are also asked in 20 to 60 tokens."""
 
 _TOKENS = 262_144
+_AHEAD = 8
 
 
 @frozen
 class Cell:
-    """One cell of the evaluation table."""
+    """One cell of the evaluation table: how many tasks, and the sum of their scores, each from 0 to 1."""
 
-    family: Family
+    family: str
     length: int
     tasks: int
-    exact: int
+    exact: float
 
 
 def evaluate(
@@ -41,18 +49,75 @@ def evaluate(
     deadline: float,
     lengths: Sequence[int] = LENGTHS,
     tasks: int = 64,
-    seed: int = 1_000_000,
+    seed: int = SELECTION,
+    long: bool = True,
 ) -> Iterator[Cell]:
-    """Yield as many cells of the table as the deadline allows."""
+    """Yield as many cells of the families of `tasks` as the deadline allows; `long` asks long questions as well."""
+    asked: list[tuple[Family, Wording]] = []
+    for family in FAMILIES:
+        asked.append((family, "short"))
+        if long and family in LONG:
+            asked.append((family, "long"))
     for length in lengths:
-        for family in FAMILIES:
+        for family, wording in asked:
+            name = family if wording == "short" else f"{family}, long question"
             if time.monotonic() > deadline:
-                logger.warning("no time left to evaluate %s at %d", family, length)
+                logger.warning("no time left to evaluate %s at %d", name, length)
                 continue
-            made = [make_task(tokenizer, family, length, seed + index, lines=lines) for index in range(tasks)]
+            made = [
+                make_task(tokenizer, family, length, seed + index, wording=wording, lines=lines)
+                for index in range(tasks)
+            ]
             exact = count_exact(model, tokenizer, made)
-            logger.info("%s at %d: %d of %d", family, length, exact, tasks)
-            yield Cell(family, length, tasks, exact)
+            logger.info("%s at %d: %d of %d", name, length, exact, tasks)
+            yield Cell(name, length, tasks, exact)
+
+
+def evaluate_ruler(
+    model: Any,
+    tokenizer: Any,
+    deadline: float,
+    lengths: Sequence[int] = LENGTHS,
+    tasks: int = 16,
+    seed: int = SELECTION,
+    names: Sequence[Name] = NAMES,
+) -> Iterator[Cell]:
+    """Yield as many cells of RULER's tasks as the deadline allows."""
+    for length in lengths:
+        for name in names:
+            if time.monotonic() > deadline:
+                logger.warning("no time left to evaluate %s at %d", name, length)
+                continue
+            scores: list[float] = []
+            while len(scores) < tasks and (not scores or time.monotonic() < deadline):
+                task = make_ruler(tokenizer, name, length, seed + len(scores))
+                scores.append(score_ruler(task, answer_text(model, tokenizer, task)))
+            logger.info("%s at %d: %.1f of %d", name, length, sum(scores), len(scores))
+            yield Cell(name, length, len(scores), sum(scores))
+
+
+def answer_text(model: Any, tokenizer: Any, task: RulerTask) -> str:
+    """Return what the model generates greedily after a prompt, up to a line break or the harness's most tokens.
+
+    The expected answer is the draft of the decoding: where the model agrees with it, one forward pass checks it all.
+    """
+    from transformers import DynamicCache
+
+    prompt = tokenizer(task.prompt)["input_ids"]
+    draft = tokenizer(task.answer, add_special_tokens=False)["input_ids"][: GENERATED[task.name]]
+    stop = tokenizer("\n", add_special_tokens=False)["input_ids"][0]
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        # All but the last token once; what is generated then goes on from the cache.
+        model(torch.tensor([prompt[:-1]], device=model.device), past_key_values=cache, logits_to_keep=1)
+    found = greedy(model, cache, prompt[-1:], draft)
+    while stop not in found and len(found) < GENERATED[task.name]:
+        more = min(_AHEAD, GENERATED[task.name] - len(found))
+        found += greedy(model, cache, [prompt[-1], *found], [stop] * more)
+    if stop in found:
+        found = found[: found.index(stop)]
+    text: str = tokenizer.decode(found)
+    return text
 
 
 @torch.inference_mode()

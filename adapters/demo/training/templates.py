@@ -1,96 +1,108 @@
-"""The task sentences as token templates, filled with keys and values by one lookup."""
+"""Sentences as token templates: fixed tokens and open places, filled for a whole batch by lookups.
 
-from collections.abc import Sequence
+A place is written ``{pool}`` or ``{pool.name}``. A space before it belongs to what fills it, as in the tokenizer.
+"""
+
+import re
+from collections.abc import Mapping
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
-from .. import formats
-from ..words import ADJECTIVES, NOUNS, Key
+from .pools import Piece, Pools
 
 IGNORED, TEXT, ANSWER = 0, 1, 2
 """How a token counts in the loss: not at all, as text, as part of an answer."""
 
-_VALUE = "1234567"
+KEYS: Mapping[str, str] = {
+    "pair": "{adjective} {noun}",
+    "words": "{first}-{second}",
+    "uuid": "{hex8}-{hex4}-{version}-{variant}-{hex12}",
+    "name": "{name}",
+    "coded": "{coded}",
+    "number": "{digits7}",
+}
+"""Kinds of keys and values, each made of one or more places."""
+
+_PLACE = re.compile(r" ?\{([\w.]+)\}")
+_SPACED = frozenset({"adjective", "noun", "first", "name", "shot", "coded", "hex8"})
+
+
+@frozen(eq=False)
+class Lines:
+    """Filled lines of one template: (rows, lines, width); `kinds` is (width,), since a column is of one place."""
+
+    tokens: Tensor
+    valid: Tensor
+    kinds: Tensor
+
+
+def place(kind: str, name: str) -> str:
+    """Return the template of a key or value of some kind whose places carry a name."""
+    return re.sub(r"\{(\w+)\}", rf"{{\1.{name}}}", KEYS[kind])
 
 
 class Template:
-    """One sentence as a line of tokens, with open places for keys and digits.
+    """One sentence; its line break, where it has one, is part of it.
 
     Attributes:
-        kinds: How each token counts in the loss.
-        length: The tokens of the line, its line break included.
+        places: Full names of the open places, in order, each once.
+        mean: The tokens of a filled line, on average.
     """
 
-    def __init__(self, vocabulary: "Words", text: str, answer: str, keys: int) -> None:
-        tokens = vocabulary.encode(text + answer + "\n")
-        start = len(vocabulary.encode(text))
-        adjectives = vocabulary.adjectives[:keys].tolist()
-        nouns = vocabulary.nouns[:keys].tolist()
-        size = len(tokens)
-        index, kinds, seen = list(range(size)), [TEXT] * size, 0
-        for place, token in enumerate(tokens):
-            if answer and start <= place < size - 1:
-                kinds[place] = ANSWER
-            if token in adjectives:
-                index[place] = size + adjectives.index(token)
-            elif token in nouns:
-                index[place] = size + keys + nouns.index(token)
-            elif vocabulary.in_value(tokens, place):
-                index[place] = size + 2 * keys + seen
-                seen += 1
-            if index[place] >= size and kinds[place] == TEXT:
-                kinds[place] = IGNORED
-        device = vocabulary.device
-        self.length = size
-        self.kinds = torch.tensor(kinds, device=device)
-        self._tokens = torch.tensor(tokens, device=device)
-        self._index = torch.tensor(index, device=device)
-
-    def fill(self, adjectives: Tensor, nouns: Tensor, digits: Tensor) -> Tensor:
-        """Fill many lines.
+    def __init__(self, pools: Pools, text: str, answer: str = "", end: str = "") -> None:
+        """Encode a sentence.
 
         Args:
-            adjectives: Tokens, (rows, lines, keys).
-            nouns: Tokens, (rows, lines, keys).
-            digits: Tokens, (rows, lines, values * digits).
-
-        Returns:
-            Tokens, (rows, lines, length).
+            pools: What encodes text and knows the sizes of what fills a place.
+            text: What is read. What fills a place for the first time can't be guessed and counts nothing.
+            answer: What is to be answered.
+            end: What follows the answer.
         """
-        fixed = self._tokens.expand(*adjectives.shape[:2], -1)
-        return torch.cat([fixed, adjectives, nouns, digits], dim=-1)[..., self._index]
+        self._pools = pools
+        self._parts: list[tuple[Tensor | str, int]] = []
+        self._kinds: Tensor | None = None
+        self.places: tuple[str, ...] = ()
+        self.mean = 0.0
+        self._always = torch.ones(1, dtype=torch.bool, device=pools.device)
+        for part, fixed, first in ((text, TEXT, IGNORED), (answer, ANSWER, ANSWER), (end, TEXT, TEXT)):
+            self._add(part, fixed, first)
 
+    def fill(self, rows: int, lines: int, pieces: Mapping[str, Piece]) -> Lines:
+        """Fill many lines: a piece for each of `places`, all (rows, lines, any width)."""
+        tokens, valid = [], []
+        for part, _ in self._parts:
+            if isinstance(part, str):
+                tokens.append(pieces[part].tokens)
+                valid.append(pieces[part].valid)
+            else:
+                tokens.append(part.expand(rows, lines, -1))
+                valid.append(self._always.expand(rows, lines, part.shape[-1]))
+        if self._kinds is None:  # a pool's strings are always of one width
+            widths = torch.tensor([part.shape[-1] for part in tokens])
+            kinds = torch.tensor([kind for _, kind in self._parts])
+            self._kinds = kinds.repeat_interleave(widths).to(self._pools.device)
+        return Lines(torch.cat(tokens, -1), torch.cat(valid, -1), self._kinds)
 
-class Words:
-    """The tokens of words and digits, and the templates made of them."""
+    def _add(self, text: str, fixed: int, first: int) -> None:
+        done = 0
+        for found in _PLACE.finditer(text):
+            name = found[1]
+            pool = name.split(".")[0]
+            # A number's space is a token of its own, and a plain string's belongs to what stands before it.
+            begin = found.start() if pool in _SPACED else found.start(1) - 1
+            if pool in _SPACED and text[begin] != " ":
+                raise ValueError(f"no space stands before {{{name}}} in {text!r}")
+            self._fixed(text[done:begin], fixed)
+            self._parts.append((name, fixed if name in self.places else first))
+            self.places = tuple(dict.fromkeys((*self.places, name)))
+            self.mean += self._pools.mean(pool)
+            done = found.end()
+        self._fixed(text[done:], fixed)
 
-    def __init__(self, tokenizer: object, device: torch.device) -> None:
-        self._tokenizer = tokenizer
-        self.device = device
-        self.adjectives = torch.tensor([self.encode(f" {w}")[0] for w in ADJECTIVES], device=device)
-        self.nouns = torch.tensor([self.encode(f" {w}")[0] for w in NOUNS], device=device)
-        self.digits = torch.tensor([self.encode(d)[0] for d in "0123456789"], device=device)
-        self._digits = frozenset(self.digits.tolist())
-        keys: list[Key] = list(zip(ADJECTIVES, NOUNS, strict=True))
-        key, alone = keys[0], formats.answer(keys[:1], [_VALUE])
-        self.needle = Template(self, formats.needle(key, _VALUE), "", 1)
-        self.one = Template(self, formats.one_question(key), alone, 1)
-        self.values = {n: Template(self, formats.values_question(key, n), _answer([key] * n), 1) for n in range(2, 6)}
-        self.keys = {n: Template(self, formats.keys_question(keys[:n]), _answer(keys[:n]), n) for n in range(2, 6)}
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without a start token."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
-        return ids
-
-    def in_value(self, tokens: Sequence[int], place: int) -> bool:
-        """Tell whether a token belongs to a value, not to a count of values."""
-        if tokens[place] not in self._digits:
-            return False
-        beside = [*tokens[max(place - 1, 0) : place], *tokens[place + 1 : place + 2]]
-        return any(token in self._digits for token in beside)
-
-
-def _answer(keys: Sequence[Key]) -> str:
-    return formats.answer(keys, [_VALUE] * len(keys))
+    def _fixed(self, text: str, kind: int) -> None:
+        if text:
+            tokens = torch.tensor(self._pools.encode(text), device=self._pools.device)
+            self._parts.append((tokens, kind))
+            self.mean += len(tokens)

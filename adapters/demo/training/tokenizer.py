@@ -5,14 +5,17 @@ tokenized one by one and joined, and a value has one token for each digit. The
 words of keys and of the task sentences are single tokens.
 """
 
+import random
+import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .. import formats
+from .. import formats, ruler
 from ..words import ADJECTIVES, NOUNS
 
 START, END = "<s>", "</s>"
 _REPEATS = 3000
+_NAMES = 20_000
 
 
 def train_tokenizer(lines: Sequence[str], vocabulary: int = 2048) -> Any:
@@ -55,6 +58,7 @@ def train_tokenizer(lines: Sequence[str], vocabulary: int = 2048) -> Any:
 def _corpus(lines: Sequence[str]) -> Iterator[str]:
     yield from lines
     keys = list(zip(ADJECTIVES, NOUNS, strict=True))
+    openings = formats.openings()
     for repeat in range(_REPEATS):
         for key in keys:
             yield f" {formats.name(key)}"
@@ -64,3 +68,23 @@ def _corpus(lines: Sequence[str]) -> Iterator[str]:
         yield formats.values_question(key, 3)
         yield formats.keys_question([key, other])
         yield formats.answer([key, other], ["1234567", "7654321"])
+        if repeat % 10 == 0:
+            # Often enough for one token a word, and not so often that whole words of the text lose theirs.
+            asked = formats.ASKED[repeat // 10 % len(formats.ASKED)]
+            yield formats.long_question(key, openings[repeat // 10 % len(openings)], asked)
+            for what in ("number", "uuid"):
+                yield from _sentences(formats.name(key), what)
+    # The first letter of a variable's name takes the space before it: five names fit into the harness's 30 tokens.
+    rng = random.Random(0)
+    for _ in range(_NAMES):
+        yield f" {rng.choice(string.ascii_uppercase)}"
+
+
+def _sentences(key: str, what: str) -> Iterator[str]:
+    yield ruler.NIAH_HEAD.format(what=what)
+    yield ruler.NIAH_NEEDLE.format(what=what, key=key, value=1)
+    yield ruler.NIAH_QUESTION.format(what=what, key=key)
+    yield f" {ruler.vt_prompt(' VAR =', '1', 5)}"
+    yield ruler.NOISE
+    yield f"{ruler.FWE_HEAD} {ruler.FWE_DOTS}"
+    yield ruler.FWE_QUESTION
