@@ -12,6 +12,7 @@ import torch
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.model import load_tokenizer
 from sparseprefill.adapters.evaluation import harness
+from sparseprefill.adapters.huggingface import api
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.huggingface.inspection import find_decoder
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -107,7 +108,7 @@ def test_a_profile_names_its_method_and_what_it_leaves_dense_is_told(folder: Pat
 
 
 def test_ctrl_c_keeps_what_is_finished(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attach, count = harness.attach, 0
+    attach, count = api.attach, 0
 
     def stops(*given: Any, **named: Any) -> Any:
         nonlocal count

@@ -137,7 +137,7 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
     end = len(prompt.ids) - SIZES.tail
     with torch.inference_mode():
         dense = model(ids).logits[0].double()
-        with attach(model, contender.pipeline, gate=None, tail=0):  # type: ignore[arg-type]
+        with attach(model, contender.pipeline, gate=None, tail=0):
             first = model(ids[:, :end], past_key_values=None, use_cache=True)
         behind = model(ids[:, end:], past_key_values=first.past_key_values).logits[0].double()
     p = dense.log_softmax(-1)
