@@ -1,6 +1,5 @@
 """The retrieval tasks of the embedded model."""
 
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.demo.words import ADJECTIVES, NOUNS
 
 DISTRACTORS = {"single": 0, "multikey": 15, "multivalue": 4, "multiquery": 4}
-LEAD = "? The special magic number for "
 LENGTHS = (512, 1024, 4096)
 
 
@@ -170,39 +168,21 @@ def test_own_lines_are_used(tokenizer: Any) -> None:
     assert haystack_of(tokenizer, lines) is haystack_of(tokenizer, lines)
 
 
-def test_training_batches_hold_the_same_sentences(raw_tokenizer: Any) -> None:
-    torch = pytest.importorskip("torch")
-    from sparseprefill.adapters.demo.training.batches import Batches
-    from sparseprefill.adapters.demo.training.plan import draw_mix
-    from sparseprefill.adapters.demo.training.templates import ANSWER, Words
-
-    words = Words(raw_tokenizer, torch.device("cpu"))
-    lines = [words.encode(f"{line}\n") for line in text_lines()[:3000]]
-    batches, rng = Batches(words, lines, raw_tokenizer.token_to_id("<s>"), 0), random.Random(0)
-    for length in (256, 512, 2048, 8192):
-        for _ in range(4):
-            ids, kinds = batches.make(draw_mix(rng, length), 2, length)
-            for row, kind in zip(ids, kinds, strict=True):
-                text = raw_tokenizer.decode(row.tolist(), skip_special_tokens=True)
-                assert raw_tokenizer.encode(text).ids == row.tolist()
-                answered = raw_tokenizer.decode(row[kind == ANSWER].tolist())
-                said = [line.split(LEAD)[1] for line in text.splitlines() if LEAD in line]
-                assert answered == "".join(part.split(" is ", 1)[1] for part in said)
-                assert_answers_are_right(text)
-
-
-def assert_answers_are_right(text: str) -> None:
-    known: dict[str, set[str]] = {}
-    for line in text.splitlines():
-        if line.startswith("The special magic number for "):
-            key, value = line.removeprefix("The special magic number for ").rstrip(".").split(" is ")
-            known.setdefault(key, set()).add(value)
-        elif LEAD in line:
-            said = line.split(LEAD)[1].rstrip(".").split(", for ")
-            pairs = [part.split(" is ") for part in said]
-            assert [v for _, v in pairs] == sorted(v for _, v in pairs) or len(dict(pairs)) > 1
-            for key in dict(pairs):
-                assert {v for k, v in pairs if k == key} == known[key]
+@pytest.mark.parametrize("family", ["single", "multikey"])
+def test_long_questions_ask_the_same(tokenizer: Any, family: Family) -> None:
+    seen = set()
+    for seed in range(12):
+        task = make_task(tokenizer, family, 1024, seed, wording="long")
+        (question,) = task.questions
+        key = question.text.rsplit(" for ", 1)[1].removesuffix(" is ")
+        assert question.text.count(key) == 2
+        assert question.text.endswith(f" The special magic number for {key} is ")
+        assert f"The special magic number for {key} is {question.answer}\n" in task.context
+        assert count(tokenizer, task.prompt() + question.answer) <= 1024
+        seen.add(question.text.replace(key, ""))
+    assert len(seen) > 8
+    with pytest.raises(ValueError, match="no long questions"):
+        make_task(tokenizer, "multiquery", 1024, 0, wording="long")
 
 
 def test_missing_transformers_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
