@@ -264,17 +264,20 @@ class Route:
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
         """As `Pipeline.unsupported`, of the pipeline for this call, or the profile's objection."""
+        if self._objection(call) is None and self.left_dense(call):
+            return ()
         return self._asked(call, Pipeline.unsupported)
 
     def unsupported_plan(self, call: AttentionCall) -> tuple[str, ...]:
-        """As `Pipeline.unsupported_plan`."""
-        return self._asked(call, Pipeline.unsupported_plan)
+        """As `Pipeline.unsupported_plan`; there is none for a call that the profile leaves dense."""
+        left = self.left_dense(call)
+        return (left,) if left else self._asked(call, Pipeline.unsupported_plan)
 
     def _asked(self, call: AttentionCall, ask: Callable[[Pipeline, AttentionCall], tuple[str, ...]]) -> tuple[str, ...]:
         reason, found = self._objection(call), self._of_length(call)
-        if reason is not None:
-            return (reason,)
-        return () if found is None or self.left_dense(call) else ask(found, call)
+        if reason is not None or found is None:
+            return (reason or "no pipeline",)
+        return ask(found, call)
 
     def plan_bound(self, call: AttentionCall) -> int:
         """As `Pipeline.plan_bound`."""

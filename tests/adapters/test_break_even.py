@@ -188,7 +188,7 @@ def test_a_slow_host_may_have_small_calls_computed_densely() -> None:
     call = make(90, heads=4, kv_heads=2)
     session = Session(sp.build("streaming", **STREAMING), gate=pays_from(500))
     found = session.run(call, Prefill())
-    assert Fallback(BELOW, small=True) == found
+    assert Fallback(BELOW, chosen=True, small=True) == found
     out = session.whole(call)
     assert out is not None
     causal = functional.scaled_dot_product_attention(call.q, call.k, call.v, is_causal=True, enable_gqa=True)

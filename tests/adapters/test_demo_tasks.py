@@ -168,6 +168,23 @@ def test_own_lines_are_used(tokenizer: Any) -> None:
     assert haystack_of(tokenizer, lines) is haystack_of(tokenizer, lines)
 
 
+@pytest.mark.parametrize("family", ["single", "multikey"])
+def test_long_questions_ask_the_same(tokenizer: Any, family: Family) -> None:
+    seen = set()
+    for seed in range(12):
+        task = make_task(tokenizer, family, 1024, seed, wording="long")
+        (question,) = task.questions
+        key = question.text.rsplit(" for ", 1)[1].removesuffix(" is ")
+        assert question.text.count(key) == 2
+        assert question.text.endswith(f" The special magic number for {key} is ")
+        assert f"The special magic number for {key} is {question.answer}\n" in task.context
+        assert count(tokenizer, task.prompt() + question.answer) <= 1024
+        seen.add(question.text.replace(key, ""))
+    assert len(seen) > 8
+    with pytest.raises(ValueError, match="no long questions"):
+        make_task(tokenizer, "multiquery", 1024, 0, wording="long")
+
+
 def test_missing_transformers_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "CHECKPOINT", Path(__file__).parent)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -31,7 +31,6 @@ from sparseprefill.adapters.demo.training.schedule import LEAST, Schedule, Setti
 from sparseprefill.adapters.demo.training.templates import ANSWER, IGNORED, TEXT, Template
 from sparseprefill.adapters.demo.training.tokenizer import train_tokenizer
 
-LEAD = "? The special magic number for "
 CPU = torch.device("cpu")
 TINY = Shape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, inner=16)
 NIAH_LEAD = " mentioned in the provided text? The special magic "

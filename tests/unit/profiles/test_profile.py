@@ -67,6 +67,8 @@ def test_a_length_without_a_setting_runs_dense_with_the_reason() -> None:
     found = route.run(call)
     assert found.dense == "the profile has no setting of streaming that is accurate enough at 50 keys"
     torch.testing.assert_close(sp.build("dense").run(call).out, found.out)
+    assert () == route.unsupported(call)
+    assert (found.dense,) == route.unsupported_plan(call)
     with pytest.raises(sp.UnsupportedCallError, match="accurate enough at 50 keys"):
         route.plan(call, Memory())
 
