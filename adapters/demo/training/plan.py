@@ -65,7 +65,7 @@ class Stage:
 
     share: float
     chances: Mapping[int, float]
-    gate: float = 0.98
+    gate: float = 0.97
     families: Mapping[Family, float] = _FULL
     rate: float = 1.0
     tokens: int = TOKENS
