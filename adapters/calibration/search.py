@@ -144,11 +144,23 @@ class Searcher:
         self.rungs = self.rungs or halving(self.readings.count)
 
     def run(self, progress: Steps = lambda done, of: None) -> Search:
-        """Search to the end, or until the time is up. progress: hears of the readings done, of how many at most."""
-        began = self.now()
-        self._read_stock(self.rungs[0])
-        left = [Trial(one) for one in self.candidates]
-        total, done = _readings(len(left), self.rungs), 0
+        """Search to the end, or until the time is up. progress: hears of the candidates tried, and of how many."""
+        count = len(self.candidates)
+
+        def hear() -> None:
+            progress(sum(one in self._trials for one in self.candidates), count)
+
+        pending = list(self.candidates)
+        while pending and (not self._trials or self._in_time()):
+            self._bracket(pending, hear)  # one is enough, unless the time of its first rung ran out
+            pending = [one for one in pending if one not in self._trials]
+        self._last_resort()
+        progress(count, count)
+        return self.result()
+
+    def _bracket(self, candidates: Sequence[Candidate], hear: Callable[[], None]) -> None:
+        """All rungs, with as many candidates in the first as half of the time left suffices for."""
+        began, left = self.now(), [Trial(one) for one in candidates]
         for index, prompts in enumerate(self.rungs):
             ends = self._ends(began, index)
             self._read_stock(prompts)
@@ -156,15 +168,14 @@ class Searcher:
             for one in left:
                 if read and ends is not None and self.now() >= ends:
                     break
-                progress(done, total)
+                hear()
                 read.append(self._read(one, prompts))
-                done += 1
             if index == 0 and self.repair:
                 read += self._repaired(read, prompts, ends)
             left = self._survivors(read, prompts)
-        self._last_resort()
-        progress(total, total)
-        return self.result()
+
+    def _in_time(self) -> bool:
+        return self.until is None or self.now() < self.until
 
     def result(self) -> Search:
         """The best of what was measured so far."""
@@ -184,7 +195,7 @@ class Searcher:
     def _last_resort(self) -> None:
         """Where none of the last rung reached the target, those that fell out on the way read on, cheapest first."""
         cost, count = _cost(self.by), self.rungs[-1]
-        while self.until is None or self.now() < self.until:
+        while self._in_time():
             good = [one for one in self.result().cheaper if one.shortfall <= 1.0]
             if not good or any(len(one.outcomes) == count for one in good):
                 return
@@ -223,8 +234,13 @@ class Searcher:
             plausible = one.shortfall <= slack
             return (not plausible, cost(one) if plausible else one.shortfall)
 
-        going = sorted((one for one in read if not one.error), key=rank)
+        best = min((cost(one) for one in self._trials.values() if self._finished(one)), default=math.inf)
+        going = sorted((one for one in read if not one.error and cost(one) < best), key=rank)
         return going[: max(FEWEST, math.ceil(len(going) / 3))]
+
+    def _finished(self, trial: Trial) -> bool:
+        """Whether it reached the target on every prompt."""
+        return trial.shortfall <= 1.0 and len(trial.outcomes) == self.rungs[-1]
 
     def _repaired(self, read: Sequence[Trial], prompts: int, ends: float | None) -> list[Trial]:
         """Cheap candidates that miss the target, with as few of their worst layers dense as it takes to reach it."""
@@ -260,15 +276,6 @@ def halving(prompts: int) -> tuple[int, ...]:
     if prompts < 1:
         raise ParameterError(f"prompts is {prompts}: pass one or more")
     return (*(1 << i for i in range(prompts.bit_length()) if 1 << i < prompts), prompts)
-
-
-def _readings(candidates: int, rungs: tuple[int, ...]) -> int:
-    """Trials of all rungs, where every candidate goes as far as it may."""
-    total, left = 0, candidates
-    for _ in rungs:
-        total += left
-        left = min(left, max(FEWEST, math.ceil(left / 3)))
-    return total
 
 
 def _worst_layers(outcomes: Iterable[Outcome]) -> list[int]:

@@ -19,7 +19,7 @@ pytestmark = [engine.NEEDED, pytest.mark.slow]
 TESTED = "0.32."
 PROMPTS = [models.prompt(length, seed=length) for length in (260, 150, 20)]
 SMALL = {"max_num_batched_tokens": 128, "max_model_len": 512, "block_size": 32}
-STREAMING = {"method": "streaming", "parameters": {"sink": 32, "window": 64, "block": 16}, "min_query": 32}
+STREAMING = {"method": "streaming", "parameters": {"sink": 32, "window": 64, "block": 16}, "min_query": 32, "tail": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +37,8 @@ def test_the_cuda_backend_agrees_with_the_cpu_backend(runner: str, layout: str, 
     model = str(models.save("llama", tmp_path / "llama"))
     job: dict[str, Any] = {"model": model, "rounds": [PROMPTS], "options": SMALL, "tokens": 3}
     stock, streaming = engine.run([job, {**job, "sparse": STREAMING}], tmp_path)
-    masks = [{**job, "sparse": {"method": "diary", "min_query": 32, "warm_up": True}}, {**job, "sparse": STREAMING}]
+    diary = {"method": "diary", "min_query": 32, "warm_up": True, "tail": 0}
+    masks = [{**job, "sparse": diary}, {**job, "sparse": STREAMING}]
     switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": runner, "VLLM_KV_CACHE_LAYOUT": layout}
     full, sparse = engine.run(masks, tmp_path, "cuda", **switches)
     assert engine.tokens(stock) == engine.tokens(full)

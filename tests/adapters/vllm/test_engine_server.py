@@ -26,6 +26,7 @@ SPARSE = {
     "method": "streaming",
     "gate": False,
     "parameters": {"sink": 32, "window": 64, "block": 32},
+    "tail": 0,
     "log_level": "debug",
     "measure": True,
 }

@@ -12,13 +12,16 @@ import pytest
 from . import engine, models
 
 pytestmark = [engine.NEEDED, pytest.mark.slow]
-STREAMING = {"method": "streaming", "parameters": {"sink": 32, "window": 64, "block": 32}, "min_query": 32}
+WINDOW = {"method": "streaming", "parameters": {"sink": 32, "window": 64, "block": 32}, "min_query": 32}
+STREAMING = {**WINDOW, "tail": 0}
 LONG = [models.prompt(length, seed=length) for length in (700, 450, 20)]
 TWO = [models.prompt(length, seed=length) for length in (300, 200)]
 
 JOBS: dict[str, dict[str, Any]] = {
     "stock": {"rounds": [LONG]},
     "streaming": {"rounds": [LONG], "sparse": {**STREAMING, "measure": True}},
+    "with its tail": {"rounds": [LONG], "sparse": WINDOW},
+    "with its tail in chunks": {"rounds": [LONG], "sparse": WINDOW, "options": {"max_num_batched_tokens": 256}},
     "in chunks": {"rounds": [LONG], "sparse": STREAMING, "options": {"max_num_batched_tokens": 256}},
     "two at once": {
         "rounds": [TWO],
@@ -87,6 +90,16 @@ def test_chunks_at_the_grain_change_nothing(answers: dict[str, Any]) -> None:
     assert answers["in chunks"]["report"]["density"] == pytest.approx(
         answers["streaming"]["report"]["density"], abs=0.2
     )
+
+
+def test_the_last_rows_of_each_prompt_get_every_key(answers: dict[str, Any]) -> None:
+    whole, chunks = answers["with its tail"], answers["with its tail in chunks"]
+    assert engine.tokens(whole) == engine.tokens(chunks)
+    assert engine.tokens(whole) != engine.tokens(answers["streaming"])
+    bare = answers["streaming"]["report"]["density"]
+    assert bare < whole["report"]["density"] < 0.9
+    assert 128 == whole["report"]["tail"]
+    assert not any("does not tell" in note for note in chunks["report"]["notes"]), "the runner told where prompts end"
 
 
 def test_chunks_of_a_request_share_its_memory_alone(answers: dict[str, Any]) -> None:
