@@ -60,18 +60,19 @@ class Sizes:
         made = torch.rand([shape[i] for i in order], device=self.device)
         return ((made * 64).to(torch.uint8) if self.stored.itemsize == 1 else made.to(self.stored)).permute(order)
 
-    def calls(self) -> list[tuple[int, int, int]]:
-        """Query rows, keys, tokens of the prompt: a chunk that is a prompt; one that others follow, as it has no dense
-        tail; and one behind the longest context."""
+    def calls(self, tail: int) -> list[tuple[int, int, int]]:
+        """Query rows, keys, tokens of the prompt: a chunk that is a prompt; where a prompt's end has a dense tail, one
+        that others follow, which has none; and one behind the longest context."""
         first = min(self.step, self.longest)
         if self.longest == first:
             return [(first, first, first)]
-        return [(first, first, first), (first, first, first << 1), (self.step, self.longest, self.longest)]
+        followed = [(first, first, first << 1)] if tail else []
+        return [(first, first, first), *followed, (self.step, self.longest, self.longest)]
 
 
 def warm(pipeline: Pipeline, layers: Sequence[Layer], sizes: Sizes, pages: Where, first_head: int = 0) -> None:
     """Run a method on made-up requests in a few of the layers, as a prefill does."""
-    for rows, keys, prompt in sizes.calls():
+    for rows, keys, prompt in sizes.calls(pipeline.tail):
         memory = Memory()
         for layer in layers[:LAYERS]:
             pipeline.run(_call(layer, sizes, pages, rows, keys, first_head, prompt), memory)

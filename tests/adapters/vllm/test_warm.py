@@ -54,7 +54,7 @@ def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
 
 def test_a_prompt_and_a_chunk_behind_it_run_in_two_layers_of_one_request() -> None:
     kept = Kept()
-    warm(kept.pipeline, LAYERS, SIZES, pages, first_head=4)
+    warm(kept.pipeline.with_tail(16), LAYERS, SIZES, pages, first_head=4)
     made = [(call.layer, call.q.shape[2], call.kv_len, call.first_head) for call in kept.calls]
     chunks = [(48, 48), (48, 48), (48, 70)]
     assert [(layer, rows, keys, 4) for rows, keys in chunks for layer in (3, 5)] == made
@@ -63,6 +63,12 @@ def test_a_prompt_and_a_chunk_behind_it_run_in_two_layers_of_one_request() -> No
     assert kept.memories[0] is kept.memories[1]
     assert kept.memories[1] is not kept.memories[2]
     assert {0.2} == {call.scale for call in kept.calls}
+
+
+def test_without_a_dense_tail_a_chunk_is_as_a_prompt() -> None:
+    kept = Kept()
+    warm(kept.pipeline, LAYERS, SIZES, pages)
+    assert [48, 70] == [call.prompt_lengths for call in kept.calls[::2]]
 
 
 def test_requests_of_one_chunk_need_no_second() -> None:
