@@ -19,8 +19,8 @@ NOTES = (
     "both choose the same token; over the prompt's last {last} rows, the {tail} tokens that follow and dense's own "
     "{greedy} greedy ones. parts: greedy tokens until sparse would have chosen another (median). recall: attention "
     "mass kept, mean over layers, heads and {rows} rows; least: of the head that keeps least, over these or the last "
-    "rows. density: pairs computed / causal pairs. prefill: one forward pass, nothing measured in it; speed-up: over "
-    "the stock model in this run."
+    "rows. density: pairs computed / causal pairs. prefill: one forward pass, less what is measured in it; speed-up: "
+    "over the stock model in this run."
 )
 ANSWERS = "answers: values right / asked, greedy, each question read by the same method, decoded with dense attention."
 ON_CPU = (

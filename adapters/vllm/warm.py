@@ -18,6 +18,7 @@ from sparseprefill.memory import Memory
 from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
+from sparseprefill.stages import ALL_ROWS
 
 from .failures import ends_engine, reason
 from .layer import Layer
@@ -66,7 +67,7 @@ class Sizes:
         first = min(self.step, self.longest)
         if self.longest == first:
             return [(first, first, first)]
-        followed = [(first, first, first << 1)] if tail else []
+        followed = [(first, first, first << 1)] if 0 < tail < ALL_ROWS else []
         return [(first, first, first), *followed, (self.step, self.longest, self.longest)]
 
 
