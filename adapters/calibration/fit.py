@@ -13,6 +13,7 @@ from attrs import evolve, field, frozen
 from sparseprefill import __version__
 from sparseprefill.breakeven.points import HeadShape, Point
 from sparseprefill.breakeven.table import BreakEven, device_kind
+from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange
 from sparseprefill.registry import Registry
@@ -128,23 +129,29 @@ def break_even(
     registry: Registry,
     tail: int = TAIL,
     progress: Progress = lambda what, done, of: None,
-) -> BreakEven | None:
-    """Times of the chosen settings beside dense attention's, by length, on the model's own heads; None without any.
+) -> tuple[BreakEven | None, dict[str, str]]:
+    """Times of the chosen settings beside dense attention's, by length, on the model's own heads.
 
     Each length is timed with a quarter and half of it, as far as they fall in its range, as whole prompts and as the
-    last chunk.
+    last chunk. Beside the table comes what could not be timed, by method, with the reason; no table without any time.
     """
     heads = HeadSizes(heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim, dtype=dtype)
     points: dict[tuple[int, int], Point] = {}
+    failed: dict[str, str] = {}
     for one in made:
         if one.method is None or one.parameters is None:
             continue
         keys = [n for n in (one.tokens // 4, one.tokens // 2, one.tokens) if n >= max(128, one.least)]
         pipeline = registry.build(one.method, **one.parameters).with_tail(tail)
-        found = calibrate(heads, sizes(keys, CHUNK), {one.method: pipeline}, clock, progress)
+        try:
+            found = calibrate(heads, sizes(keys, CHUNK), {one.method: pipeline}, clock, progress)
+        except (SparsePrefillError, torch.OutOfMemoryError) as error:  # of inputs or of dense attention
+            failed.setdefault(one.method, f"{one.tokens:,} tokens: {str(error).splitlines()[0]}")
+            continue
+        failed = {**found.failed, **failed}
         points |= {(point.queries, point.keys): point for point in found.shape.points if point.methods}
-    if not points:
-        return None
+    if not any(point.whole for point in points.values()):
+        return None, failed
     kind = device_kind(clock.device)
     shape = HeadShape(
         heads=heads.heads,
@@ -153,12 +160,13 @@ def break_even(
         dtype=dtype,
         points=tuple(points[at] for at in sorted(points)),
     )
-    return BreakEven(
+    table = BreakEven(
         device=kind if kind.name else evolve(kind, name=platform.machine()),
         shapes=(shape,),
         versions={"sparseprefill": __version__, "torch": torch.__version__},
         measured={"repeats": clock.rounds},
     )
+    return table, failed
 
 
 def versions(methods: Iterable[str], registry: Registry) -> dict[str, str]:

@@ -11,7 +11,7 @@ import typer
 from sparseprefill.registry import default_registry
 
 from . import render
-from .demo import Dtype
+from .shared_options import Configs, Device, Dtype, Methods, Settings, Threads, Type
 
 
 class Input(StrEnum):
@@ -44,11 +44,9 @@ def bench(
             help="A table of the benchmark page: executor, methods, curves, shapes, short, long, captured, or all."
         ),
     ] = None,
-    method: Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
-    ] = None,
-    config: Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")] = None,
+    method: Methods = None,
+    settings: Settings = None,
+    config: Configs = None,
     executor: Annotated[
         list[str] | None,
         typer.Option(
@@ -74,9 +72,9 @@ def bench(
         float, typer.Option(min=0.01, help="Seconds that one piece of work, or dense beside it, may take in all.")
     ] = 2.0,
     seed: Annotated[int, typer.Option(help="Chooses inputs and masks.")] = 0,
-    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
-    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
+    device: Device = "auto",
+    dtype: Type = Dtype.AUTO,
+    threads: Threads = 1,
     plot: Annotated[Path | None, typer.Option(help="Where a picture goes: time by length, recall by density.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Where the tables go as Markdown.")] = None,
     json: Annotated[

@@ -19,9 +19,9 @@ from sparseprefill.breakeven.table import BreakEven, device_kind
 from sparseprefill.registry import default_registry
 
 from . import calibrated, render
-from .demo import Dtype
 from .group import CommandError
 from .options import value_of
+from .shared_options import Device, Dtype, Json, Methods, Settings, Type
 
 DENSE = "dense"
 HEADS = {"cpu": (4, 2, 64), "cuda": (32, 8, 128)}
@@ -41,14 +41,12 @@ def register(app: typer.Typer) -> None:
 
 
 def calibrate(
-    method: Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
-    ] = None,
+    method: Methods = None,
+    settings: Settings = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads; 32 on a GPU, 4 on a CPU.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads; 8 on a GPU, 2 on a CPU.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Head dimension; 128 on a GPU, 64 on a CPU.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
+    dtype: Type = Dtype.AUTO,
     length: Annotated[
         list[int] | None,
         typer.Option(min=16, help="Length in tokens; repeat for several. By default 1K to 64K on GPUs."),
@@ -59,9 +57,9 @@ def calibrate(
     repeats: Annotated[int | None, typer.Option(min=2, help="Runs of each; the fastest counts.")] = None,
     output: Annotated[Path, typer.Option("--output", "--out", help="Where the table goes.")] = Path("breakeven.json"),
     append: Annotated[bool, typer.Option("--append", help="Keep the other shapes that the file holds.")] = False,
-    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
+    device: Device = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU: as many as the calls will have.")] = 1,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    json: Json = False,
 ) -> None:
     """Measure from which length each method is faster than dense attention on this machine.
 

@@ -10,8 +10,8 @@ import torch
 import typer
 
 from . import render
-from .demo import Dtype
 from .group import CommandError
+from .shared_options import Device, Dtype, Json, Model, Threads, Type
 
 
 def register(app: typer.Typer) -> None:
@@ -20,9 +20,7 @@ def register(app: typer.Typer) -> None:
 
 
 def cluster(
-    model: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
-    ] = None,
+    model: Model = None,
     tokens: Annotated[int, typer.Option(min=256, help="Tokens of a sample.")] = 4096,
     samples: Annotated[int, typer.Option(min=1, help="Samples; their compressed maps are averaged.")] = 4,
     block: Annotated[int, typer.Option(min=16, help="Tokens of a block of the maps.")] = 128,
@@ -33,10 +31,10 @@ def cluster(
     seed: Annotated[int, typer.Option(help="Chooses the samples, and how the training begins.")] = 0,
     output: Annotated[Path, typer.Option(help="Where the table goes.")] = Path("clusters.json"),
     picture: Annotated[Path, typer.Option(help="Where the picture of the similarities goes.")] = Path("clusters.png"),
-    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
-    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    device: Device = "auto",
+    dtype: Type = Dtype.AUTO,
+    threads: Threads = 1,
+    json: Json = False,
 ) -> None:
     """Cluster the attention heads of a model for share-prefill.
 

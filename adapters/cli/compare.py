@@ -13,9 +13,22 @@ from sparseprefill.registry import default_registry
 
 from ..session.session import TAIL
 from . import render
-from .demo import Dtype
 from .group import CommandError
-from .options import Tail
+from .shared_options import (
+    Configs,
+    Device,
+    DeviceMap,
+    Dtype,
+    Json,
+    Methods,
+    Model,
+    Profiles,
+    Prompts,
+    Settings,
+    Tail,
+    Threads,
+    Type,
+)
 
 if TYPE_CHECKING:
     from ..evaluation.outcome import Outcome
@@ -31,21 +44,12 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    model: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder of these; else built-in texts."),
-    ] = None,
-    method: Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
-    ] = None,
-    config: Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")] = None,
-    profile: Annotated[
-        list[Path] | None, typer.Option(help="Also what this file of `sparseprefill fit` or `tune` holds.")
-    ] = None,
+    model: Model = None,
+    prompts: Prompts = None,
+    method: Methods = None,
+    settings: Settings = None,
+    config: Configs = None,
+    profile: Profiles = None,
     tokens: Annotated[
         int | None, typer.Option(min=128, help="The most tokens of a prompt; of a built-in one, just so many.")
     ] = None,
@@ -63,13 +67,11 @@ def compare(
     picture: Annotated[Path | None, typer.Option(help="Write a picture of one head's masks there.")] = None,
     layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = 0,
     head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = 0,
-    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
-    device_map: Annotated[
-        str | None, typer.Option(help="Spread the model over devices, such as auto (needs accelerate).")
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
-    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 2,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    device: Device = "auto",
+    device_map: DeviceMap = None,
+    dtype: Type = Dtype.AUTO,
+    threads: Threads = 2,
+    json: Json = False,
 ) -> None:
     """See what every method does to a model: to its next tokens, its attention and its speed, against dense prefill.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,21 +9,13 @@ import typer
 
 from sparseprefill.registry import default_registry
 
+from ..demo.seeds import TABLES
 from ..session.session import TAIL
 from . import render
-from .options import Tail
+from .shared_options import Configs, Device, Dtype, Json, Methods, Settings, Tail, Type
 
 LAYER, HEAD = 3, 1
 """Whose mask the picture shows unless told otherwise."""
-
-
-class Dtype(StrEnum):
-    """Types to compute in; AUTO depends on the device."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 def register(app: typer.Typer) -> None:
@@ -34,24 +25,22 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     tokens: Annotated[int, typer.Option(min=256, help="Tokens of the text and a question.")] = 16384,
-    method: Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
-    ] = None,
+    method: Methods = None,
+    settings: Settings = None,
     hybrids: Annotated[bool, typer.Option("--hybrids", help="Also run hybrids of several methods.")] = False,
-    config: Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")] = None,
+    config: Configs = None,
     tail: Tail = TAIL,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 4,
-    seed: Annotated[int, typer.Option(help="Chooses the text, the needles and their places.")] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses the text, the needles and their places.")] = TABLES,
     picture: Annotated[Path, typer.Option(help="Where the picture of the masks goes.")] = Path(
         "sparseprefill-demo.png"
     ),
     layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = LAYER,
     head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = HEAD,
-    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
+    device: Device = "auto",
+    dtype: Type = Dtype.AUTO,
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; 1 is better where others use it.")] = 2,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    json: Json = False,
 ) -> None:
     """Compare dense and sparse prefill on the embedded model.
 

@@ -12,9 +12,8 @@ from sparseprefill.registry import Registry, default_registry
 
 from ..session.session import TAIL
 from . import render
-from .demo import Dtype
 from .group import CommandError
-from .options import Tail
+from .shared_options import Configs, Device, DeviceMap, Dtype, Json, Model, Profiles, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from ..evaluation.contender import Contender
@@ -27,9 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    model: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
-    ] = None,
+    model: Model = None,
     method: Annotated[list[str] | None, typer.Option(help="A method to run; repeat for several.")] = None,
     settings: Annotated[
         list[str] | None,
@@ -37,10 +34,8 @@ def evaluate(
             "--set", metavar="[METHOD.]PARAMETER=VALUE", help="Change a parameter; with one method, without its name."
         ),
     ] = None,
-    config: Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")] = None,
-    profile: Annotated[
-        list[Path] | None, typer.Option(help="Also what this file of `sparseprefill fit` or `tune` holds.")
-    ] = None,
+    config: Configs = None,
+    profile: Profiles = None,
     tail: Tail = TAIL,
     tasks: Annotated[
         str | None, typer.Option(metavar="A,B", help="Tasks of the harness; else RULER's that need no network.")
@@ -55,13 +50,11 @@ def evaluate(
         bool, typer.Option("--chat-template", help="Put prompts through the tokenizer's chat template.")
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the JSON there as well.")] = None,
-    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
-    device_map: Annotated[
-        str | None, typer.Option(help="Spread the model over devices, such as auto (needs accelerate).")
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
-    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 2,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    device: Device = "auto",
+    device_map: DeviceMap = None,
+    dtype: Type = Dtype.AUTO,
+    threads: Threads = 2,
+    json: Json = False,
 ) -> None:
     """Score a model on public tasks, with its own attention and with methods, by lm-evaluation-harness.
 

@@ -20,12 +20,12 @@ from sparseprefill.registry import default_registry
 
 from ..session.session import TAIL
 from . import render
-from .demo import Dtype
 from .group import CommandError
-from .options import Tail
+from .shared_options import Device, DeviceMap, Dtype, Methods, Model, Prompts, Tail, Threads, Type
 from .tune import Cost
 
 if TYPE_CHECKING:
+    from sparseprefill.breakeven.table import BreakEven
     from sparseprefill.method import Method
     from sparseprefill.profiles.identity import ModelIdentity
 
@@ -51,20 +51,15 @@ def register(app: typer.Typer) -> None:
 
 
 def fit(
-    model: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder of these; else built-in texts."),
-    ] = None,
+    model: Model = None,
+    prompts: Prompts = None,
     agreement: Annotated[
         float | None,
         typer.Option(min=0.0, max=1.0, help="Least share of rows with dense's token; 0.99 by default."),
     ] = None,
     kl: Annotated[float | None, typer.Option(min=0.0, help="Most KL(dense || sparse) a row, in nats.")] = None,
     recall: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Least attention mass kept.")] = None,
-    method: Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")] = None,
+    method: Methods = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Fix a parameter.")
     ] = None,
@@ -79,12 +74,10 @@ def fit(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile goes.")] = Path(
         "model.profile.json"
     ),
-    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
-    device_map: Annotated[
-        str | None, typer.Option(help="Spread the model over devices, such as auto (needs accelerate).")
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
-    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 2,
+    device: Device = "auto",
+    device_map: DeviceMap = None,
+    dtype: Type = Dtype.AUTO,
+    threads: Threads = 2,
     json: Annotated[bool, typer.Option("--json", help="Print every trial as JSON and nothing else.")] = False,
 ) -> None:
     """Find which method serves a model best, and write it as a profile for `attach`, `build` and vLLM.
@@ -152,7 +145,8 @@ def fit(
             raise typer.Abort
         made = profile()
         if cost == "seconds" and not stopped and any(one.method for one in made.ranges):
-            made = evolve(made, break_even=_break_even(made, tail, place, shown))
+            table, how["not_timed"] = _break_even(made, tail, place, shown)
+            made = evolve(profile(), break_even=table)
     fitted.write(output, made)
     _report(searches, made, target, output, json=json, on_cpu=place.device.type == "cpu")
     render.broken(registry)
@@ -175,6 +169,8 @@ def _report(
         fitted.frontier(one)
     for name, reason in made.tuned["left_out"].items():
         render.line(f"{name} is left out: {reason}")
+    for name, reason in made.tuned.get("not_timed", {}).items():
+        render.line(f"{name} has no break-even in the profile at {reason}")
     render.line(f'profile: {output}; use it with attach(model, profile="{output}")')
 
 
@@ -294,7 +290,7 @@ def _clustered(
     return methods, {}
 
 
-def _break_even(made: Profile, tail: int, place: Place, shown: Bars) -> Any:
+def _break_even(made: Profile, tail: int, place: Place, shown: Bars) -> tuple[BreakEven | None, dict[str, str]]:
     from ..bench.clock import Clock
     from ..calibration.fit import break_even
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from sparseprefill.config import from_config
 from sparseprefill.errors import nearest
-from sparseprefill.pipeline import MOST_ROWS
 from sparseprefill.registry import Registry, default_registry
 
 from ..demo.hybrids import HYBRIDS
@@ -19,9 +16,6 @@ from ..evaluation.contender import Contender
 from ..session.session import TAIL
 from .group import CommandError
 
-Tail = Annotated[
-    int, typer.Option(min=0, max=MOST_ROWS, help="Last rows of a prompt that get every key with every method.")
-]
 DENSE = "dense"
 """The registry's method that computes the same, through the sparse executor; left out unless it is named."""
 

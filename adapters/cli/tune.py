@@ -16,9 +16,9 @@ from sparseprefill.registry import default_registry
 
 from ..session.session import TAIL
 from . import render
-from .demo import Dtype
 from .group import CommandError
-from .options import Tail, value_of
+from .options import value_of
+from .shared_options import Device, Dtype, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from ..calibration.search import By
@@ -48,9 +48,7 @@ def register(app: typer.Typer) -> None:
 
 def tune(
     method: Annotated[str, typer.Option(help="The method to tune.")],
-    model: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
-    ] = None,
+    model: Model = None,
     tokens: Annotated[list[int] | None, typer.Option(min=256, help="Length to tune at; repeat for several.")] = None,
     tried: Annotated[
         list[str] | None, typer.Option("--try", metavar="PARAMETER=V1,V2", help="Values to search, over the method's.")
@@ -65,9 +63,9 @@ def tune(
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the texts; `demo` uses others by default.")] = 1000,
     output: Annotated[Path | None, typer.Option(help="Where the profile goes; by default METHOD.profile.json.")] = None,
-    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = Dtype.AUTO,
-    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
+    device: Device = "auto",
+    dtype: Type = Dtype.AUTO,
+    threads: Threads = 1,
     json: Annotated[bool, typer.Option("--json", help="Print every trial as JSON and nothing else.")] = False,
 ) -> None:
     """Find the cheapest parameters of a method that lose no more than a stated accuracy.

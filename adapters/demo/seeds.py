@@ -10,4 +10,4 @@ SELECTION = 1_000_000
 """First seed of the tasks at the end of a training run: they compare recipes and pick the run that ships."""
 
 TABLES = 2_000_000
-"""First seed of the tasks of published tables (`evaluate`)."""
+"""First seed of the tasks of published tables: those of the demo, and of `evaluate`."""

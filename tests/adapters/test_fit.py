@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
+from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.calibration.candidates import Candidate, candidates
-from sparseprefill.adapters.calibration.fit import ranges
+from sparseprefill.adapters.calibration.fit import break_even, ranges
 from sparseprefill.adapters.calibration.search import FEWEST, Searcher, halving
 from sparseprefill.adapters.calibration.target import Target
 from sparseprefill.adapters.cli.commands import app
@@ -28,7 +29,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from sparseprefill.profiles.profile import Profile
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.profiles.profile import LengthRange, Profile
 
 from .test_cli import refused
 
@@ -320,3 +322,23 @@ def test_ctrl_c_writes_what_was_found(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_the_command_refuses(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     Path("short.txt").write_text("A short text.", encoding="utf-8")
     refused(run(*arguments), *words)
+
+
+def test_by_seconds_the_profile_holds_its_own_break_even_and_says_what_was_not_timed() -> None:
+    shape = ModelIdentity(name="m", architecture="M", layers=2, heads=4, kv_heads=2, head_dim=32, digest="0")
+    good = LengthRange(least=0, tokens=512, method="streaming", parameters={"sink": 16, "window": 64, "block": 16})
+    lost = LengthRange(least=700, tokens=1024, method="share-prefill", parameters={})  # it needs a table
+    dense = LengthRange(least=5000, tokens=8192, method=None, parameters=None)
+    clock = Clock(torch.device("cpu"), 2, 0.1)
+    table, failed = break_even([good, lost, dense], shape, "float32", clock, sp.default_registry())
+    assert table is not None
+    assert [(128, 128), (256, 256), (512, 512)] == [(one.queries, one.keys) for one in table.shapes[0].points]
+    assert all(list(one.methods) == ["streaming"] for one in table.shapes[0].points)
+    assert ["share-prefill"] == list(failed)
+    assert "clusters" in failed["share-prefill"]
+    none, failed = break_even([lost], shape, "float32", clock, sp.default_registry())
+    assert none is None
+    assert failed
+    none, failed = break_even([good], evolve(shape, head_dim=16), "float32", clock, sp.default_registry())
+    assert none is None
+    assert {"streaming": "512 tokens: head_dim is 16: pass an even number >= 32"} == failed

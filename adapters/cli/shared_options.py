@@ -1,0 +1,45 @@
+"""Options that several commands have: each is declared here, once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparseprefill.pipeline import MOST_ROWS
+
+
+class Dtype(StrEnum):
+    """Types to compute in; AUTO depends on the device."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+Model = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder of these; else built-in texts."),
+]
+Methods = Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Change a parameter.")
+]
+Configs = Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")]
+Profiles = Annotated[
+    list[Path] | None, typer.Option(help="Also what this file of `sparseprefill fit` or `tune` holds.")
+]
+Tail = Annotated[
+    int, typer.Option(min=0, max=MOST_ROWS, help="Last rows of a prompt that get every key with every method.")
+]
+Device = Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")]
+DeviceMap = Annotated[str | None, typer.Option(help="Spread the model over devices, such as auto (needs accelerate).")]
+Type = Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads on a CPU.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
