@@ -8,7 +8,6 @@ scale is kept. Nothing is repeated along the prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +15,9 @@ from torch.nn import functional
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
-from sparseprefill.plan import Result
-from sparseprefill.registry import default_registry
 
 from .case import Shape
+from .layers import layer_calls
 
 
 def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCall:
@@ -40,7 +38,7 @@ def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCal
     if shape.batch != 1:
         raise ParameterError(f"batch is {shape.batch}: captured inputs are one prompt; pass 1")
     ids = torch.tensor(key_value_prompts(load_tokenizer(), shape.length, 1, seed), device=device)
-    calls = _layers(model, ids)
+    calls = layer_calls(model, ids)
     first = calls[0]
     group, ratio = shape.heads // shape.kv_heads, first.group
     if group % ratio:
@@ -52,18 +50,3 @@ def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCal
     k, v = (torch.cat([getattr(c, name)[:, h : h + 1] for c, h in taken], 1) for name in ("k", "v"))
     wide: Callable[[Tensor], Tensor] = lambda x: functional.pad(x, (0, shape.head_dim - x.shape[-1]))  # noqa: E731
     return AttentionCall(wide(q), wide(k), wide(v), scale=first.softmax_scale)
-
-
-@torch.inference_mode()
-def _layers(model: Any, ids: Tensor) -> list[AttentionCall]:
-    """The calls of every layer, of a prefill with every key."""
-    from ..huggingface import attach
-
-    calls: dict[int, AttentionCall] = {}
-
-    def observe(call: AttentionCall, result: Result) -> None:
-        calls[call.layer] = call
-
-    with attach(model, default_registry().build("dense"), strict=True, verify=False, observe=observe, gate=None):
-        model(ids, use_cache=False, logits_to_keep=1)
-    return [call for _, call in sorted(calls.items())]

@@ -13,15 +13,14 @@ from sparseprefill.errors import SparsePrefillError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.memory import Memory
 from sparseprefill.metrics import recall
-from sparseprefill.parts.split import limit_of, parts
-from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
-from sparseprefill.route import Route, gated
+from sparseprefill.route import gated
 
 from .baseline import Baseline, baseline
 from .case import Case, Shape
 from .clock import Clock
 from .inputs import call_of
+from .layers import plan_only
 from .masks import random_mask
 
 ROWS = 64
@@ -112,7 +111,7 @@ def prepare(case: Case, device: torch.device, seed: int = 0) -> Ready:
         case=case,
         call=call,
         run=lambda: pipeline.run(call, memory),
-        plan=lambda: _plan(plain, call, memory),
+        plan=lambda: plan_only(plain, call, memory),
         dense=dense,
     )
 
@@ -146,10 +145,3 @@ class Bench:
             seconds, dense = self.clock.median(ready.run), known
         row = ready.row(seconds, dense)
         return row if ready.plan is None or row.note else evolve(row, estimate=self.clock.median(ready.plan))
-
-
-def _plan(given: Pipeline | Route, call: AttentionCall, memory: Memory) -> None:
-    """Estimate and refine, part by part where the whole call runs so."""
-    pipeline = Route.of(given).choose(call).pipeline
-    for part in parts(pipeline, call, limit_of(pipeline.workspace, call.q.device)):
-        pipeline.plan(part.of(call), memory)

@@ -8,10 +8,10 @@ import typer
 
 from sparseprefill import __version__
 
-from . import bench, calibrate, catalog, cluster, compare, demo, evaluate, fit, tune
+from . import bench, calibrate, catalog, cluster, compare, demo, evaluate, fit, frontier, tune
 from .group import Group
 
-MODULES = (demo, compare, fit, evaluate, bench, catalog, tune, cluster, calibrate)
+MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, tune, cluster, calibrate)
 """Modules of commands, in the order of the help text."""
 
 app = typer.Typer(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json as reader
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,19 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from attrs import evolve
 
-from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import default_registry
 
 from ..session.session import TAIL
 from . import render
 from .group import CommandError
+from .searched import fixed_parameters, with_clusters
 from .shared_options import Device, DeviceMap, Dtype, Methods, Model, Prompts, Tail, Threads, Type
 from .tune import Cost
 
 if TYPE_CHECKING:
     from sparseprefill.breakeven.table import BreakEven
-    from sparseprefill.method import Method
     from sparseprefill.profiles.identity import ModelIdentity
 
     from ..calibration.search import Search
@@ -38,9 +35,6 @@ TOKENS = {"cpu": (2048, 8192), "cuda": (4096, 16384, 65536)}
 """Lengths of the built-in prompts unless told otherwise, as far as the model reads them."""
 AGREEMENT = 0.99
 DENSE = "dense"
-SHARING = "share-prefill"
-SAMPLED = 4096
-"""Tokens of the prompts that heads are clustered on, at most."""
 LEAST = 256
 """Tokens of the shortest prompt worth fitting to."""
 
@@ -98,7 +92,7 @@ def fit(
     target = Target(agreement=default, kl=kl, recall=recall)
     registry = default_registry()
     methods = [registry.get(name) for name in dict.fromkeys(method or registry.methods()) if name != DENSE or method]
-    fixed = _fixed(methods, settings or (), model)
+    fixed = fixed_parameters(methods, settings or (), model)
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place)
     ends = time.monotonic() + 60.0 * minutes
@@ -110,7 +104,8 @@ def fit(
         sizes = evolve(SIZES, repeats=repeats)
         groups = _prompts(prompts, loaded, tokenizer, tokens or (), count, sizes.greedy, place)
         identity = _identity(loaded, model)
-        methods, left_out = _clustered(methods, fixed, loaded, identity, groups, shown)
+        first = next(iter(groups.values()))
+        methods, left_out = with_clusters(methods, fixed, loaded, identity, first, shown)
         tried = candidates(methods, fixed, seed)
         how: dict[str, Any] = {
             **{"target": str(target), "by": cost, "settings": len(tried), "minutes": minutes, "seed": seed},
@@ -232,62 +227,6 @@ def _grouped(found: list[Prompt], count: int, most: int | None, greedy: int) -> 
     if not long:
         raise CommandError(f"no prompt has {LEAST} tokens or more: nothing is to be gained on such short ones")
     return {int(median(len(one.ids) for one in own)): own[:count] for _, own in sorted(long.items())}
-
-
-def _fixed(methods: Sequence[Method], given: Sequence[str], model: str | None) -> dict[str, dict[str, Any]]:
-    """Parameters by method that every setting has: those of --set, and what suits the embedded model."""
-    from sparseprefill.profiles.cluster_file import dump, load
-
-    from ..demo.settings import PARAMETERS
-    from .options import setting
-
-    suited = PARAMETERS if model is None else {}
-    made: dict[str, dict[str, Any]] = {
-        one.name: {name: value for name, value in suited.get(one.name, {}).items() if name not in one.search}
-        for one in methods
-    }
-    for text in given:
-        name, parameter, value = setting(text)
-        if name not in made:
-            raise CommandError(f"--set {text}: {name!r} is not among the methods of this run: {', '.join(made)}")
-        made[name][parameter] = value
-    for own in made.values():  # a profile is one file: tables go into it
-        table = own.get("clusters")
-        if isinstance(table, str) and Path(table).is_file():
-            own["clusters"] = reader.loads(dump(load(table)))
-    return made
-
-
-def _clustered(
-    methods: list[Method],
-    fixed: dict[str, dict[str, Any]],
-    model: Any,
-    identity: ModelIdentity,
-    groups: Mapping[int, Sequence[Prompt]],
-    shown: Bars,
-) -> tuple[list[Method], dict[str, str]]:
-    """The methods, share-prefill with a table of this model's heads; or without it, and the reason."""
-    names = [one.name for one in methods]
-    if SHARING not in names or "clusters" in fixed[SHARING]:
-        return methods, {}
-    others = [one for one in methods if one.name != SHARING]
-    if find_spec("scipy") is None:
-        return others, {SHARING: 'it needs a table of clusters, and that scipy: pip install "sparseprefill[cluster]"'}
-    from sparseprefill.profiles.cluster_file import dump
-
-    from ..clustering.table import Settings, clustered
-
-    first = next(iter(groups.values()))
-    length = min(SAMPLED, *(len(one.ids) for one in first))
-    try:
-        with shown.contender("clusters of heads") as progress:
-            table = clustered(model, identity, [one.ids[:length] for one in first], Settings(), progress).table
-    except SparsePrefillError as error:
-        return others, {SHARING: f"its clusters cannot be made: {error}"}
-    if not table.clusters:
-        return others, {SHARING: "no two heads of this model look alike"}
-    fixed[SHARING]["clusters"] = reader.loads(dump(table))
-    return methods, {}
 
 
 def _break_even(made: Profile, tail: int, place: Place, shown: Bars) -> tuple[BreakEven | None, dict[str, str]]:

@@ -113,20 +113,28 @@ def positions(config: Any) -> int | None:
 
 
 def exams_of(
-    model: str | None, lengths: Sequence[int], texts: int, questions: int, seed: int, tail: int, place: Place
+    model: str | None,
+    lengths: Sequence[int],
+    texts: int,
+    questions: int,
+    seed: int,
+    tail: int,
+    place: Place,
+    sizes: Sizes | None = None,
 ) -> tuple[dict[int, ModelReadings], ModelIdentity]:
     """A model that reads the tasks of every length, and its identity.
 
-    model: folder or name of a transformers model, None for the embedded one. tail: as of `attach`. Raises CommandError
-    for what the model cannot do, AttachError for a model that no method can be attached to.
+    model: folder or name of a transformers model, None for the embedded one. tail: as of `attach`. sizes: what else is
+    looked at of each text. Raises CommandError for what the model cannot do, AttachError for a model that no method can
+    be attached to.
     """
     found, tokenizer, known = model_of(model, max(lengths), place)
-    from ..demo.measure import exam_readings
+    from ..demo.measure import LITTLE, exam_readings
 
     made = {}
     for tokens in lengths:
         try:
-            made[tokens] = exam_readings(found, tokenizer, known, tokens, texts, questions, seed, tail)
+            made[tokens] = exam_readings(found, tokenizer, known, tokens, texts, questions, seed, tail, sizes or LITTLE)
         except ValueError as error:
             raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
     return made, known

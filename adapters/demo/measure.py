@@ -1,4 +1,4 @@
-"""The embedded model's tasks as prompts for tuning by answers."""
+"""The embedded model's tasks as prompts, for tuning by answers and for frontiers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ def exam_readings(
     questions: int = 4,
     seed: int = TUNING,
     tail: int = TAIL,
+    sizes: Sizes = LITTLE,
 ) -> ModelReadings:
     """Exams of one length, with what is asked about each; see `sparseprefill.adapters.calibration.search`.
 
-    texts: exams. questions: of each family. seed: of the first exam. tail: as of `attach`. Works with any causal
-    language model of transformers that answers the tasks, and its tokenizer. ValueError where the questions do not fit.
+    texts: exams. questions: of each family. seed: of the first exam. tail: as of `attach`. sizes: what else is
+    looked at, but for its `tail`. Works with any causal language model of transformers that answers the tasks, and its
+    tokenizer. ValueError where the questions do not fit.
     """
     exams = [make_exam(tokenizer, tokens, each, questions) for each in range(seed, seed + texts)]
     made = [prompt_of(exam, tokenizer) for exam in exams]
@@ -39,7 +41,7 @@ def exam_readings(
         model,
         identity,
         [prompt for prompt, _ in made],
-        [evolve(LITTLE, tail=behind) for _, behind in made],
+        [evolve(sizes, tail=behind) for _, behind in made],
         [asker(model, tokenizer, exam) for exam in exams],
         tail,
     )

@@ -1,0 +1,106 @@
+"""The attention of a model's layers on one prompt, on its own queries and keys, next to dense attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import ParameterError
+from sparseprefill.memory import Memory
+from sparseprefill.parts.split import limit_of, parts
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Result
+from sparseprefill.registry import default_registry
+from sparseprefill.route import Route, gated
+
+from .baseline import Baseline, baseline
+from .clock import Clock
+
+_MORE = {"window": "a sliding window", "softcap": "a softcap", "sinks": "attention sinks"}
+
+
+@frozen
+class LayersTime:
+    """Seconds of the attention of all layers that methods serve, in one prefill.
+
+    seconds: of the sparse calls. estimate: of these, until the masks are there. dense: of the dense kernel `baseline`,
+    beside them in the same run.
+    """
+
+    seconds: float
+    estimate: float
+    dense: float
+    baseline: str
+
+    @property
+    def speedup(self) -> float:
+        """Dense time over time."""
+        return self.dense / self.seconds
+
+
+@frozen(eq=False)
+class Layers:
+    """The attention calls of one prefill, of all layers that methods serve, and dense attention for each.
+
+    Layers with a sliding window are not among them: every key of theirs is computed anyway.
+    """
+
+    calls: tuple[AttentionCall, ...]
+    dense: tuple[Baseline, ...]
+
+    @classmethod
+    def of(cls, model: Any, ids: Tensor) -> Layers:
+        """Those of a prefill of the prompt ``[1, n]``.
+
+        Raises AttachError, or another of the library's errors, for a model that no method can be attached to, and
+        ParameterError for one whose layers compute something other than causal attention: no dense kernel here does.
+        """
+        calls = tuple(layer_calls(model, ids))
+        if not calls:
+            raise ParameterError("no layer of this model runs through a method: every one has a sliding window")
+        for call in calls:
+            for name, what in _MORE.items():
+                if getattr(call, name) is not None:
+                    raise ParameterError(
+                        f"layer {call.layer} has {what}: dense kernels are timed at plain causal attention alone"
+                    )
+        return cls(calls, tuple(baseline(call, [call.kv_len]) for call in calls))
+
+    def time(self, pipeline: Pipeline | Route, clock: Clock) -> LayersTime:
+        """Time a pipeline on all layers, one after the other as in a prefill; its own errors pass through."""
+        plain = gated(pipeline, None)
+        memory = self._run(plain, Memory())  # what a method remembers of a prefill is there when its plans are timed
+        seconds, dense = clock.beside(lambda: self._run(plain, Memory()), lambda: [one.run() for one in self.dense])
+        estimate = clock.median(lambda: [plan_only(plain, call, memory) for call in self.calls])
+        return LayersTime(seconds, estimate, dense, self.dense[0].kernel)
+
+    def _run(self, pipeline: Pipeline | Route, memory: Memory) -> Memory:
+        for call in self.calls:
+            pipeline.run(call, memory)
+        return memory
+
+
+def plan_only(given: Pipeline | Route, call: AttentionCall, memory: Memory) -> None:
+    """Estimate and refine, part by part where the whole call runs so."""
+    pipeline = Route.of(given).choose(call).pipeline
+    for part in parts(pipeline, call, limit_of(pipeline.workspace, call.q.device)):
+        pipeline.plan(part.of(call), memory)
+
+
+@torch.inference_mode()
+def layer_calls(model: Any, ids: Tensor) -> list[AttentionCall]:
+    """The calls of every layer in a prefill of the prompt ``[1, n]`` with every key; errors as of `attach`, strict."""
+    from ..huggingface import attach
+
+    calls: dict[int, AttentionCall] = {}
+
+    def observe(call: AttentionCall, result: Result) -> None:
+        calls[call.layer] = call
+
+    with attach(model, default_registry().build("dense"), strict=True, verify=False, observe=observe, gate=None):
+        model(ids, use_cache=False, logits_to_keep=1)
+    return [call for _, call in sorted(calls.items())]

@@ -1,0 +1,120 @@
+"""What settings of methods cost and what they keep on a model, side by side: answers, fidelity, recall, and time.
+
+Time is that of the attention of all layers, on the queries and keys that the model itself makes of a prompt, beside
+dense attention in the same run; and that of a whole prefill, which also holds everything else that a model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import field, frozen
+
+from sparseprefill.errors import SparsePrefillError
+
+from ..bench.clock import Clock
+from ..bench.layers import Layers, LayersTime
+from ..evaluation.outcome import Summary
+from .candidates import Candidate
+from .fit import ModelReadings
+
+
+@frozen(eq=False)
+class Point:
+    """A candidate on the prompts of one length.
+
+    summary: over the prompts. stock: the same of the model's own attention. time: of the attention of all layers on the
+    first prompt; None where it was not timed, and then `untimed` says why.
+    """
+
+    tokens: int
+    candidate: Candidate
+    summary: Summary
+    stock: Summary
+    time: LayersTime | None = None
+    untimed: str = ""
+
+    @property
+    def error(self) -> str:
+        """What stopped it on a prompt; empty where nothing did."""
+        return next(iter(self.summary.failed.values()), "")
+
+    @property
+    def prefill_speedup(self) -> float | None:
+        """Stock's prefill time over the candidate's; None where it failed on a prompt."""
+        one, stock = self.summary, self.stock
+        return stock.seconds / one.seconds if one.seconds and one.prompts == stock.prompts else None
+
+    @property
+    def kl(self) -> float:
+        """KL(dense || sparse) of the next token, mean over the rows looked at, in nats; infinite where it failed."""
+        found = self.summary.divergence
+        return float("inf") if found is None or self.error else found.kl
+
+    @property
+    def cost(self) -> float:
+        """What it takes of dense attention's time; where that was not timed, of its pairs."""
+        return self.summary.density if self.time is None else 1 / self.time.speedup
+
+
+@frozen(eq=False)
+class Reader:
+    """The prompts of one length, read by the model itself. layers: of the first; None where they cannot be timed."""
+
+    tokens: int
+    readings: ModelReadings
+    clock: Clock
+    stock: Summary
+    layers: Layers | None = field(repr=False)
+    untimed: str = ""
+
+    @classmethod
+    def of(cls, tokens: int, readings: ModelReadings, clock: Clock) -> Reader:
+        """Let the model read the prompts with its own attention."""
+        stock = Summary.of([readings.stock(index) for index in range(readings.count)], readings.sizes[0].greedy)
+        ids = readings.prompts[0].ids[: -readings.sizes[0].tail]
+        device = readings.model.get_input_embeddings().weight.device
+        try:
+            layers = Layers.of(readings.model, torch.tensor([ids], device=device))
+        except (SparsePrefillError, torch.OutOfMemoryError) as error:
+            return cls(tokens, readings, clock, stock, None, str(error).splitlines()[0])
+        return cls(tokens, readings, clock, stock, layers)
+
+    def read(self, candidate: Candidate) -> Point:
+        """Let a candidate read the prompts. What stops it is told in the point."""
+        readings = self.readings
+        outcomes = [readings.run(candidate, index) for index in range(readings.count)]
+        summary = Summary.of(outcomes, readings.sizes[0].greedy)
+        time, untimed = None, self.untimed
+        if self.layers is not None and not summary.failed:
+            try:
+                time = self.layers.time(candidate.pipeline(readings.identity).with_tail(readings.tail), self.clock)
+            except (SparsePrefillError, torch.OutOfMemoryError) as error:
+                untimed = str(error).splitlines()[0]
+        return Point(self.tokens, candidate, summary, self.stock, time, untimed)
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """The points that came through and that no other beats: with as many answers, as small a KL and as small a cost,
+    and less of one of them."""
+
+    def key(point: Point) -> tuple[int, float, float]:
+        return -point.summary.answers[0], point.kl, point.cost
+
+    done = [one for one in points if not one.error]
+    keys = [key(one) for one in done]
+    return [
+        one
+        for one, mine in zip(done, keys, strict=True)
+        if not any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in keys)
+    ]
+
+
+def spread(settings: Sequence[dict[str, object]], most: int) -> list[dict[str, object]]:
+    """So many of the settings at most, evenly from first to last; all where most is 0."""
+    if most == 0 or len(settings) <= most:
+        return list(settings)
+    if most == 1:
+        return [settings[len(settings) // 2]]
+    return [settings[round(i * (len(settings) - 1) / (most - 1))] for i in range(most)]

@@ -1,0 +1,155 @@
+"""The command `frontier`: what every setting of the methods costs and keeps on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparseprefill.method import Method
+from sparseprefill.registry import default_registry
+
+from ..demo.seeds import TABLES
+from ..session.session import TAIL
+from . import render
+from .group import CommandError
+from .searched import fixed_parameters, with_clusters
+from .shared_options import Device, Dtype, Methods, Model, Tail, Threads, Type
+
+if TYPE_CHECKING:
+    from ..calibration.candidates import Candidate
+    from ..calibration.frontier import Point
+
+TOKENS = {"cpu": (4096,), "cuda": (32768,)}
+"""Lengths unless told otherwise."""
+DENSE = "dense"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(frontier)
+
+
+def frontier(
+    model: Model = None,
+    method: Methods = None,
+    tried: Annotated[
+        list[str] | None,
+        typer.Option("--try", metavar="METHOD.PARAMETER=V1,V2", help="Values to try, over the method's own."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Fix a parameter.")
+    ] = None,
+    most: Annotated[
+        int, typer.Option(min=0, help="Settings of a method besides its defaults, at most; 0 for its whole space.")
+    ] = 5,
+    tokens: Annotated[list[int] | None, typer.Option(min=256, help="Length; repeat for several.")] = None,
+    tail: Tail = TAIL,
+    texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 1,
+    questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
+    seed: Annotated[int, typer.Option(help="Chooses the texts, the needles and their places.")] = TABLES,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of the attention that are timed; the median counts.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds that timing one piece of work may take.")] = 1.0,
+    markdown: Annotated[Path | None, typer.Option(help="Where the tables go as Markdown.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where a picture goes: KL and answers by speed-up.")] = None,
+    device: Device = "auto",
+    dtype: Type = Dtype.AUTO,
+    threads: Threads = 2,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Where the figures go as JSON; - prints nothing else.")
+    ] = None,
+) -> None:
+    """Show what settings of the methods cost and keep on a model: answers, fidelity, recall, and time.
+
+    Each method runs at its defaults and at settings spread over its search space. The time is that of the attention of
+    all layers, on the model's own queries and keys, next to dense attention in the same run, and that of a prefill.
+    Ctrl-C stops, and shows what was measured so far.
+    """
+    from ..bench.clock import Clock
+    from ..calibration.frontier import Reader
+    from ..evaluation.reading import Sizes
+    from . import frontier_results
+    from .bench_options import Files
+    from .progress import bars
+    from .setup import GREEDY, Place, exams_of
+
+    files = Files(plot=plot, markdown=markdown, json=json)
+    registry = default_registry()
+    methods = [registry.get(name) for name in dict.fromkeys(method or registry.methods()) if name != DENSE or method]
+    fixed = fixed_parameters(methods, settings or (), model)
+    place = Place.of(device, dtype.value, threads)
+    lengths = sorted(set(tokens or TOKENS["cpu" if place.device.type == "cpu" else "cuda"]))
+    clock = Clock(place.device, rounds, seconds)
+    sizes = Sizes(greedy=GREEDY, repeats=1 if place.device.type == "cpu" else 3)
+    found: list[Point] = []
+    stopped = False
+    with place.threaded(), bars(1) as shown:
+        readings, identity = exams_of(model, lengths, texts, questions, seed, tail, place, sizes)
+        methods, left_out = with_clusters(
+            methods, fixed, readings[lengths[0]].model, identity, readings[lengths[0]].prompts, shown
+        )
+        candidates = _candidates(methods, fixed, settings or (), tried or (), most, suited=model is None)
+        shown.expect(len(lengths) * len(candidates))
+        try:
+            for length in lengths:
+                reader = Reader.of(length, readings.pop(length), clock)
+                for candidate in candidates:
+                    with shown.contender(f"{candidate.name}, {length:,} tokens"):
+                        found.append(reader.read(candidate))
+        except KeyboardInterrupt:
+            stopped = True
+    if not found:
+        raise typer.Abort
+    facts: dict[str, Any] = {
+        **{"model": model or "embedded", "tail": tail, "texts": texts, "questions": questions, "seed": seed},
+        **{"rounds": rounds, "dtype": place.dtype_name, "threads": threads, "left_out": left_out, "stopped": stopped},
+    }
+    frontier_results.report(found, facts, place, files)
+    for name, reason in left_out.items():
+        render.note(f"{name} is left out: {reason}")
+    render.broken(registry)
+    if stopped:
+        render.note(f"stopped after {len(found)} of {len(lengths) * len(candidates)} settings")
+        raise typer.Exit(130)
+    if any(one.error for one in found):
+        raise typer.Exit(1)
+
+
+def _candidates(
+    methods: Sequence[Method],
+    fixed: dict[str, dict[str, Any]],
+    settings: Sequence[str],
+    tried: Sequence[str],
+    most: int,
+    *,
+    suited: bool,
+) -> list[Candidate]:
+    """Each method's defaults, what suits the embedded model, and settings spread over the search space."""
+    from ..calibration.candidates import Candidate
+    from ..calibration.candidates import settings as space
+    from ..calibration.frontier import spread
+    from ..demo.settings import PARAMETERS
+    from .options import setting, value_of
+
+    taken = {setting(text)[:2] for text in settings}
+    values: dict[str, dict[str, list[Any]]] = {one.name: {} for one in methods}
+    for text in tried:
+        name, parameter, _ = setting(text)
+        if name not in values:
+            raise CommandError(f"--try {text}: {name!r} is not among the methods of this run: {', '.join(values)}")
+        if (name, parameter) in taken:
+            raise CommandError(f"--set {name}.{parameter}: --try names it, too; leave one of them out")
+        values[name][parameter] = [value_of(part) for part in text.partition("=")[2].split(",")]
+    made = []
+    for one in methods:
+        searched = values[one.name]
+        given = {name: value for name, value in fixed[one.name].items() if name not in searched}
+        own: list[dict[str, Any]] = [] if searched else [dict(given)]
+        if suited and not searched and one.name in PARAMETERS:
+            own.append({**PARAMETERS[one.name], **given})
+        if searched or set(one.search) - set(given):
+            own += spread(space(one, searched, given), 0 if searched else most)
+        made += [Candidate(one, each) for index, each in enumerate(own) if each not in own[:index]]
+    return made

@@ -1,0 +1,79 @@
+"""What commands that try many settings share: the parameters that all settings have, and the clusters of heads."""
+
+from __future__ import annotations
+
+import json as reader
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparseprefill.errors import SparsePrefillError
+
+from .group import CommandError
+
+if TYPE_CHECKING:
+    from sparseprefill.method import Method
+    from sparseprefill.profiles.identity import ModelIdentity
+
+    from ..evaluation.prompts import Prompt
+    from .progress import Bars
+
+SHARING = "share-prefill"
+SAMPLED = 4096
+"""Tokens of the prompts that heads are clustered on, at most."""
+
+
+def fixed_parameters(methods: Sequence[Method], given: Sequence[str], model: str | None) -> dict[str, dict[str, Any]]:
+    """Parameters by method that every setting has: those of --set, and what suits the embedded model."""
+    from sparseprefill.profiles.cluster_file import dump, load
+
+    from ..demo.settings import PARAMETERS
+    from .options import setting
+
+    suited = PARAMETERS if model is None else {}
+    made: dict[str, dict[str, Any]] = {
+        one.name: {name: value for name, value in suited.get(one.name, {}).items() if name not in one.search}
+        for one in methods
+    }
+    for text in given:
+        name, parameter, value = setting(text)
+        if name not in made:
+            raise CommandError(f"--set {text}: {name!r} is not among the methods of this run: {', '.join(made)}")
+        made[name][parameter] = value
+    for own in made.values():  # a profile is one file: tables go into it
+        table = own.get("clusters")
+        if isinstance(table, str) and Path(table).is_file():
+            own["clusters"] = reader.loads(dump(load(table)))
+    return made
+
+
+def with_clusters(
+    methods: list[Method],
+    fixed: dict[str, dict[str, Any]],
+    model: Any,
+    identity: ModelIdentity,
+    prompts: Sequence[Prompt],
+    shown: Bars,
+) -> tuple[list[Method], dict[str, str]]:
+    """The methods, share-prefill with a table of this model's heads made on the prompts; or without it, and why."""
+    names = [one.name for one in methods]
+    if SHARING not in names or "clusters" in fixed[SHARING]:
+        return methods, {}
+    others = [one for one in methods if one.name != SHARING]
+    if find_spec("scipy") is None:
+        return others, {SHARING: 'it needs a table of clusters, and that scipy: pip install "sparseprefill[cluster]"'}
+    from sparseprefill.profiles.cluster_file import dump
+
+    from ..clustering.table import Settings, clustered
+
+    length = min(SAMPLED, *(len(one.ids) for one in prompts))
+    try:
+        with shown.contender("clusters of heads") as progress:
+            table = clustered(model, identity, [one.ids[:length] for one in prompts], Settings(), progress).table
+    except SparsePrefillError as error:
+        return others, {SHARING: f"its clusters cannot be made: {error}"}
+    if not table.clusters:
+        return others, {SHARING: "no two heads of this model look alike"}
+    fixed[SHARING]["clusters"] = reader.loads(dump(table))
+    return methods, {}

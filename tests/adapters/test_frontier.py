@@ -1,0 +1,202 @@
+"""Frontiers: which settings no other beats, the attention of all layers beside dense, and the command."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sparseprefill.adapters.bench.clock import Clock
+from sparseprefill.adapters.bench.layers import Layers, LayersTime
+from sparseprefill.adapters.calibration import frontier as points
+from sparseprefill.adapters.calibration.candidates import Candidate
+from sparseprefill.adapters.calibration.frontier import Point, frontier, spread
+from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.evaluation.contender import Contender
+from sparseprefill.adapters.evaluation.divergence import Divergence
+from sparseprefill.adapters.evaluation.outcome import Summary
+from typer.testing import CliRunner, Result
+
+import sparseprefill as sp
+from sparseprefill.errors import ParameterError
+
+from .hf_models import build, prompt
+from .test_cli import refused
+
+STREAMING = sp.default_registry().get("streaming")
+SMALL = ("--tokens", "1024", "--questions", "1", "--device", "cpu", "--threads", "1", "--rounds", "1")
+TRIED = ("--method", "streaming", "--set", "streaming.sink=16", "--try", "streaming.window=16,64")
+QUICK = Clock(torch.device("cpu"), 1, 0.01)
+
+pytestmark = pytest.mark.usefixtures("_one_tokenizer")
+
+
+def point(right: int, kl: float, seconds: float, failed: str = "") -> Point:
+    near = Divergence(10, kl, kl, 1.0)
+    failures = {"p": failed} if failed else {}
+    one = Summary(Contender("x"), 1, failures, divergence=near, answers=(right, 10), density=0.5, seconds=seconds)
+    stock = Summary(Contender("stock"), 1, answers=(10, 10), seconds=1.0)
+    time = None if failed else LayersTime(seconds, seconds / 10, 1.0, "SDPA")
+    return Point(64, Candidate(STREAMING, {}), one, stock, time)
+
+
+def test_a_point_is_on_the_frontier_unless_another_is_as_good_in_all_and_better_in_one() -> None:
+    best, cheap, near, worse, equal = (
+        point(10, 0.2, 0.5),
+        point(9, 0.3, 0.1),
+        point(9, 0.1, 0.9),
+        point(9, 0.3, 0.5),
+        point(10, 0.2, 0.5),
+    )
+    found = frontier([best, cheap, near, worse, equal, point(10, 0.0, 0.01, "broken")])
+    assert all(one is other for one, other in zip([best, cheap, near, equal], found, strict=True))
+
+
+def test_without_times_density_is_the_cost() -> None:
+    timed = point(10, 0.1, 0.25)
+    assert 0.25 == timed.cost
+    assert 4.0 == timed.prefill_speedup
+    untimed = Point(64, timed.candidate, timed.summary, timed.stock)
+    assert 0.5 == untimed.cost
+
+
+@pytest.mark.parametrize(("most", "expected"), [(0, range(9)), (9, range(9)), (3, (0, 4, 8)), (1, (4,)), (2, (0, 8))])
+def test_settings_are_spread_from_first_to_last(most: int, expected: Any) -> None:
+    assert [{"x": i} for i in expected] == spread([{"x": i} for i in range(9)], most)
+
+
+def test_all_layers_are_timed_beside_dense() -> None:
+    layers = Layers.of(build("llama"), prompt(200))
+    assert [0, 1] == [call.layer for call in layers.calls]
+    assert {(1, 4, 200, 8)} == {tuple(call.q.shape) for call in layers.calls}
+    time = layers.time(sp.build("streaming", sink=16, window=16, block=16), QUICK)
+    assert 0 < time.estimate < time.seconds
+    assert time.speedup == pytest.approx(time.dense / time.seconds)
+    assert "SDPA" == time.baseline
+
+
+def test_what_a_method_remembers_from_layer_to_layer_begins_anew_with_each_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+    pipeline = sp.build("share-prefill", clusters="single")
+    run = type(pipeline).run
+
+    def noted(self: Any, call: Any, memory: Any = None) -> Any:
+        seen.append((call.layer, id(memory)))
+        kept.append(memory)  # so that no two have the same address
+        return run(self, call, memory)
+
+    kept: list[Any] = []
+    monkeypatch.setattr(type(pipeline), "run", noted)
+    Layers.of(build("llama"), prompt(200)).time(pipeline, QUICK)
+    prefills = [seen[i : i + 2] for i in range(0, len(seen), 2)]
+    assert len(prefills) > 1
+    assert all([0, 1] == [layer for layer, _ in one] for one in prefills)
+    assert all(one[0][1] == one[1][1] for one in prefills)
+    assert len(prefills) == len({one[0][1] for one in prefills})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mistral-sliding", "every one has a sliding window"),
+        ("gemma2", "layer 1 has a softcap"),
+        ("gpt-oss", "attention sinks"),
+    ],
+)
+def test_layers_that_compute_something_else_are_not_timed(name: str, reason: str) -> None:
+    with pytest.raises(ParameterError, match=reason):
+        Layers.of(build(name), prompt(64))
+
+
+def test_layers_with_a_sliding_window_are_left_out() -> None:
+    assert [1] == [call.layer for call in Layers.of(build("gemma3"), prompt(64)).calls]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["frontier", *arguments])
+
+
+def test_the_command_on_the_embedded_model(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.json", "a.md", "a.png")]
+    result = run(*SMALL, *TRIED, *(f"--{o}={p}" for o, p in zip(("json", "markdown", "plot"), files, strict=True)))
+    assert result.exit_code == 0, result.output
+    facts = json.loads(files[0].read_text())
+    narrow, wide = facts["points"]
+    assert [{"sink": 16, "window": 16}, {"sink": 16, "window": 64}] == [one["parameters"] for one in (narrow, wide)]
+    assert 0 < narrow["density"] <= wide["density"] <= 1
+    assert 0 < narrow["recall"] <= wide["recall"] <= 1
+    assert narrow["asked"] == wide["asked"] > 0
+    assert all(0 < one["attention"]["estimate"] < one["attention"]["seconds"] for one in (narrow, wide))
+    assert "embedded" == facts["model"]
+    assert 2_000_000 == facts["seed"]
+    text = files[1].read_text()
+    assert "| streaming | window=16 |" in text
+    assert "streaming has sink=16 in all rows" in text
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    assert "window=64" in result.stdout
+
+
+def test_a_model_of_the_users_own_at_its_defaults(folder: Path) -> None:
+    few = ("--tokens", "900", "--method", "streaming", "--method", "xattention", "--most", "1")
+    result = run("--model", str(folder), *SMALL[2:], *few, "--json", "-")
+    assert result.exit_code == 0, result.output
+    found = [(one["method"], one["parameters"]) for one in json.loads(result.stdout)["points"]]
+    assert [("streaming", {}), ("xattention", {})] == found[:2]
+    assert 3 == len(found)
+
+
+def test_a_method_that_fails_ends_with_1_and_the_others_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = points.ModelReadings.run
+
+    def failing(self: Any, candidate: Candidate, index: int) -> Any:
+        if candidate.parameters["window"] == 16:
+            from sparseprefill.adapters.evaluation.outcome import Outcome
+
+            return Outcome(candidate.contender(), "exam", error="no room")
+        return read(self, candidate, index)
+
+    monkeypatch.setattr(points.ModelReadings, "run", failing)
+    result = run(*SMALL, *TRIED)
+    assert 1 == result.exit_code
+    text = " ".join(result.stdout.split())
+    assert "streaming (sink=16, window=16) failed: no room" in text
+    assert "window=64" in text
+
+
+def test_ctrl_c_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = points.Reader.read
+
+    def stopping(self: Any, candidate: Candidate) -> Point:
+        if candidate.parameters["window"] == 64:
+            raise KeyboardInterrupt
+        return read(self, candidate)
+
+    monkeypatch.setattr(points.Reader, "read", stopping)
+    result = run(*SMALL, *TRIED, "--json", "-")
+    assert 130 == result.exit_code
+    facts = json.loads(result.stdout)
+    assert facts["stopped"] is True
+    assert [16] == [one["parameters"]["window"] for one in facts["points"]]
+    assert "stopped after 1 of 2 settings" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "stream"), ("no method is named 'stream'",)),
+        (("--method", "bfla", "--try", "xattention.stride=8"), ("--try xattention.stride=8", "'xattention'")),
+        (("--method", "bfla", "--try", "bfla.grup=8"), ("no parameter 'grup'",)),
+        ((*TRIED, "--set", "streaming.window=16"), ("--set streaming.window", "--try")),
+        (("--method", "bfla", "--tokens", "99999"), ("--tokens 99999", "reads at most")),
+        (("--method", "bfla", "--tokens", "256"), ("--tokens 256", "tokens more")),
+        (("--method", "bfla", "--plot", "a.txt"), ("--plot a.txt", ".png")),
+    ],
+)
+def test_the_command_refuses(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    refused(run("--device", "cpu", *arguments), *words)
