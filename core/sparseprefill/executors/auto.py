@@ -1,4 +1,4 @@
-"""AutoExecutor: Triton for CUDA tensors, the reference for the rest."""
+"""AutoExecutor: Triton for CUDA tensors, fused attention over gathered keys on CPUs, the reference for the rest."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from sparseprefill.call import check_call
-from sparseprefill.executors.reference import ReferenceExecutor
+from sparseprefill.executors.cpu import CpuExecutor
+from sparseprefill.executors.reference import REFERENCE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseprefill.call import AttentionCall
+    from sparseprefill.executors.reference import ReferenceExecutor
     from sparseprefill.executors.triton import TritonExecutor
     from sparseprefill.plan import Plan, Result
     from sparseprefill.softmax import SoftmaxState
 
-REFERENCE = ReferenceExecutor()
+CPU = CpuExecutor()
 
 
 @frozen
@@ -27,11 +29,11 @@ class AutoExecutor:
     A CUDA call that Triton cannot run is refused (`unsupported`), never passed to the slow reference in silence.
     """
 
-    def choose(self, call: AttentionCall) -> ReferenceExecutor | TritonExecutor:
+    def choose(self, call: AttentionCall) -> CpuExecutor | ReferenceExecutor | TritonExecutor:
         """The executor for this call; ParameterError for no call."""
         check_call(call)
         if call.q.device.type != "cuda":
-            return REFERENCE
+            return CPU if call.q.device.type == "cpu" else REFERENCE
         from sparseprefill.executors.triton import TritonExecutor
 
         return TritonExecutor()

@@ -9,13 +9,13 @@ import torch
 
 import sparseprefill as sp
 from helpers.build import make
-from sparseprefill.executors.auto import REFERENCE
+from sparseprefill.executors.auto import CPU, REFERENCE
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_whatever_is_no_gpu_gets_the_reference(device: str) -> None:
+@pytest.mark.parametrize(("device", "executor"), [("cpu", CPU), ("meta", REFERENCE)])
+def test_a_cpu_gets_its_own_executor_and_what_nobody_knows_the_reference(device: str, executor: object) -> None:
     q = torch.empty(1, 2, 8, 8, device=device)
-    assert sp.AutoExecutor().choose(sp.AttentionCall(q, q, q)) is REFERENCE
+    assert sp.AutoExecutor().choose(sp.AttentionCall(q, q, q)) is executor
 
 
 def test_a_call_of_tensors_is_of_layer_0() -> None:

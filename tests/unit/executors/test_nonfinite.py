@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,16 +13,19 @@ from attrs import evolve
 
 from helpers.build import make
 from sparseprefill.call import AttentionCall
+from sparseprefill.executors.cpu import CpuExecutor
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan, Result
 
+Run = Callable[[AttentionCall, SparseMask], Result]
 CALL = make(24)
 KEY = 9
 
 
-def run(call: AttentionCall, mask: SparseMask) -> Result:
-    return ReferenceExecutor().execute(call, Plan(mask))
+@pytest.fixture(params=[ReferenceExecutor(), CpuExecutor()], ids=lambda one: type(one).__name__)
+def run(request: pytest.FixtureRequest) -> Run:
+    return lambda call, mask: request.param.execute(call, Plan(mask))  # type: ignore[no-any-return]
 
 
 def with_key(name: str, value: float, channel: int = 3) -> AttentionCall:
@@ -47,7 +51,7 @@ def dense(call: AttentionCall) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_value_reaches_the_rows_that_see_it_and_its_channel_alone(value: float) -> None:
+def test_value_reaches_the_rows_that_see_it_and_its_channel_alone(run: Run, value: float) -> None:
     call = with_key("v", value)
     out = run(call, SparseMask.full(CALL, 8)).out
     clean = run(CALL, SparseMask.full(CALL, 8)).out
@@ -58,7 +62,7 @@ def test_value_reaches_the_rows_that_see_it_and_its_channel_alone(value: float) 
 
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_unselected_key_reaches_no_row(name: str, value: float) -> None:
+def test_unselected_key_reaches_no_row(run: Run, name: str, value: float) -> None:
     mask = leave_out()
     out, clean = run(with_key(name, value), mask), run(CALL, mask)
     others = [row for row in range(24) if row != KEY]
@@ -66,12 +70,12 @@ def test_unselected_key_reaches_no_row(name: str, value: float) -> None:
     torch.testing.assert_close(out.lse[:, :, others], clean.lse[:, :, others])
 
 
-def test_nan_key_poisons_the_rows_that_see_it() -> None:
+def test_nan_key_poisons_the_rows_that_see_it(run: Run) -> None:
     out = run(with_key("k", math.nan), SparseMask.full(CALL, 8)).out
     assert [row >= KEY for row in range(24)] == [bool(torch.isnan(out[0, 0, row]).all()) for row in range(24)]
 
 
-def test_nan_query_poisons_its_own_row() -> None:
+def test_nan_query_poisons_its_own_row(run: Run) -> None:
     q = CALL.q.clone()
     q[0, 1, 5, 0] = math.nan
     out = run(evolve(CALL, q=q), SparseMask.full(CALL, 8)).out
@@ -80,9 +84,21 @@ def test_nan_query_poisons_its_own_row() -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_same_entries_are_finite_as_in_dense_attention(name: str, value: float) -> None:
+def test_same_entries_are_finite_as_in_dense_attention(run: Run, name: str, value: float) -> None:
     call = with_key(name, value)
     expected, actual = dense(call), run(call, SparseMask.full(CALL, 8)).out
     assert torch.equal(torch.isnan(expected), torch.isnan(actual))
     rest = ~torch.isnan(expected)
     torch.testing.assert_close(actual[rest], expected[rest])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_products_that_overflow_stay_with_the_rows_that_see_them(run: Run, window: int | None) -> None:
+    """q.k of the last key is beyond float32: rows before it are as without it."""
+    k = CALL.k.clone()
+    k[:, :, -1] = 1e30
+    call = evolve(CALL, q=CALL.q.abs() * 1e9, k=k, window=window)
+    out = run(call, SparseMask.full(call, 8)).out
+    clean = run(evolve(CALL, q=call.q, window=window), SparseMask.full(evolve(CALL, window=window), 8)).out
+    assert bool(torch.isfinite(out[:, :, :-1]).all())
+    torch.testing.assert_close(out[:, :, :-1], clean[:, :, :-1])

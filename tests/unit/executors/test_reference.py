@@ -11,7 +11,6 @@ import torch
 
 import sparseprefill as sp
 from helpers.build import int32, make
-from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.reference import ReferenceExecutor, _tiles, weigh
 from sparseprefill.testing import allowed_pairs
 
@@ -24,7 +23,7 @@ CALL = make(20, 27, batch=2, heads=4, kv_heads=2)
 def test_what_it_may_hold(dtype: torch.dtype, size: int) -> None:
     """Rows of a state: output, maximum and sum, four times over."""
     call = make(20, 27, batch=2, heads=4, kv_heads=2, dtype=dtype)
-    assert 2 * 4 * 20 * (8 + 2) * 4 * size == ReferenceExecutor().workspace(call) == AutoExecutor().workspace(call)
+    assert 2 * 4 * 20 * (8 + 2) * 4 * size == ReferenceExecutor().workspace(call)
     assert ReferenceExecutor().unsupported(call) is None
 
 

@@ -1,0 +1,495 @@
+"""CpuExecutor: sparse attention on CPUs by PyTorch's own fused attention, over gathered keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+from torch.nn import functional
+
+from sparseprefill.call import check_call
+from sparseprefill.errors import UnsupportedCallError
+from sparseprefill.executors.reference import REFERENCE, tile_mass
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.plan import Kernel, Plan, Result, check_plan
+from sparseprefill.softmax import SoftmaxState
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.mask import SparseMask
+
+KERNELS = (Kernel("cpu"),)
+GATHERED = 4 << 20
+"""Bytes of keys that are gathered at once, about; as many of values."""
+COLUMNS = 1 << 22
+"""Single keys that are collected before they are computed, about."""
+ALIKE = 0.9
+"""Query tiles are computed together if the shortest of their lists has this part of the longest one's entries."""
+
+
+@frozen
+class CpuExecutor:
+    """Query tiles with about as many keys are computed together: their keys are gathered, and PyTorch's fused attention
+    runs over all of them at once. Tiles on the diagonal are one causal call. What belongs to one row is merged by LSE.
+
+    The fused kernel knows no softcap, no values of another size than the keys, and tells no row maximum, which
+    `accumulate` owes: there, two batched products and a softmax do the same. float64 calls are computed in float64, all
+    others in float32. Calls with numbers that are not finite, or whose products may overflow, are the reference's, and
+    the result's kernel says why.
+    """
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Why this executor cannot run the call, or None."""
+        return None if call.q.device.type == "cpu" else f"q is on {call.q.device}; it must be on the CPU"
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Queries, keys and output in full precision, and what is gathered and computed at once."""
+        heads, rows = call.q.shape[0] * call.q.shape[1], call.q.numel() // call.q.shape[-1]
+        size, width = max(4, call.q.element_size()), call.q.shape[-1] + call.value_dim
+        keys = call.kv_len * width * size
+        held = (3 * rows + heads * call.kv_len) * (width + 2) * size
+        return held + 4 * min(max(GATHERED, keys), rows * keys)
+
+    def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
+        """The carry, if any, merged with attention over the plan's mask; unnormalised."""
+        return REFERENCE.accumulate(call, plan) if self._objection(call, plan) else _state(call, plan)
+
+    def execute(self, call: AttentionCall, plan: Plan) -> Result:
+        """Output, LSE, and the tile mass of probed heads."""
+        if reason := self._objection(call, plan):
+            return evolve(REFERENCE.execute(call, plan), kernels=(Kernel("reference", reason),))
+        if plan.carry is None and call.sinks is None:
+            out, lse, _ = _attend(call, plan.mask)
+        else:
+            out, lse = _state(call, plan).finish(call.sinks)
+        probe = None if plan.probe is None else tile_mass(call, plan, lse)
+        return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS)
+
+    def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
+        """As `execute`, copied into tensors of the caller."""
+        return self.execute(call, plan).into(out, lse)
+
+    def _objection(self, call: AttentionCall, plan: Plan) -> str:
+        """Why the reference must run the call; empty where it need not."""
+        check_call(call)
+        check_plan(plan)
+        if reason := self.unsupported(call):
+            raise UnsupportedCallError([f"CpuExecutor: {reason}"])
+        return _odd_numbers(call)
+
+
+def _odd_numbers(call: AttentionCall) -> str:
+    """Whether some number could spoil rows that may not see its key: masks are added here, and products come first."""
+    largest = [_largest(x) for x in (call.q, call.k, call.v)]
+    if not all(map(math.isfinite, largest)):
+        return "q, k or v is not finite, and would spoil rows that may not see it"
+    logits = largest[0] * largest[1] * call.q.shape[-1] * max(1.0, abs(call.softmax_scale))
+    if logits > torch.finfo(torch.float64 if call.q.dtype == torch.float64 else torch.float32).max / 16:
+        return "q and k are so large that their products may overflow"
+    return ""
+
+
+def _largest(x: Tensor) -> float:
+    """The largest absolute value; not finite where one number is not."""
+    if x.numel() == 0:
+        return 0.0
+    low, high = (float(one) for one in torch.aminmax(x))
+    return low if math.isnan(low) else max(abs(low), abs(high))
+
+
+def _state(call: AttentionCall, plan: Plan) -> SoftmaxState:
+    out, lse, most = _attend(call, plan.mask, most=True)
+    share = torch.where(lse == -torch.inf, 0.0, (lse - most).exp())
+    state = SoftmaxState(most, share, out * share[..., None])
+    return state if plan.carry is None else plan.carry.state.merge(state)
+
+
+def _attend(call: AttentionCall, mask: SparseMask, *, most: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[B, Hq, Nq, Dv]``, zero for rows that see nothing, LSE ``[B, Hq, Nq]``, and each row's largest logit.
+
+    most: whether the last is wanted; -inf without.
+    """
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    shape = call.q.shape[:3]
+    rows = [_Row.of(call, mask, b, dtype, most) for b in range(shape[0])]
+    if len(rows) == 1 and rows[0] is not None and rows[0].q.shape[1] == shape[2]:
+        alone = rows[0].attend()
+        return alone[0][None], alone[1][None], alone[2][None]
+    out = torch.zeros((*shape, call.value_dim), dtype=dtype)
+    lse, largest = (torch.full(shape, -torch.inf, dtype=dtype) for _ in range(2))
+    for b, row in enumerate(rows):
+        if row is not None:
+            at = slice(row.begin, row.begin + row.q.shape[1])
+            out[b, :, at], lse[b, :, at], largest[b, :, at] = row.attend()
+    return out, lse, largest
+
+
+@frozen(eq=False)
+class _Row:
+    """One batch row without its padding: q ``[Hq, n, D]``, and the keys that these may see, k and v ``[Hkv, m, D]``.
+
+    begin: index among the call's query rows of the first one here. first: its position among the keys.
+    tiles: bool ``[Hq, R, C]``, the mask's tiles for the R query tiles that these rows touch. start: the first of these
+    on the row's grid. stripes: lists ``[1, Hq, G]`` of groups of query tiles, `group` the number of the first on the
+    row's grid. most: whether each row's largest logit is wanted.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: SparseMask
+    scale: float
+    begin: int
+    first: int
+    start: int
+    tiles: Tensor
+    stripes: IndexLists | None
+    group: int
+    softcap: float | None
+    most: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall, mask: SparseMask, batch: int, dtype: torch.dtype, most: bool) -> _Row | None:
+        """The rows that are tokens; None where there are none."""
+        g = call.geometry
+        position, count = int(g.first_position()[batch]), int(g.key_counts()[batch])
+        first, last = max(position, 0), min(position + g.q_len, count)
+        if first >= last:
+            return None
+        begin = 0 if g.starts is None else int(g.starts[batch])
+        k, v = (x[batch, :, begin : begin + last].to(dtype) for x in (call.k, call.v))
+        q = call.q[batch, :, first - position : last - position].to(dtype)
+        start, end = first // mask.tile_q, (last - 1) // mask.tile_q + 1
+        row = start - int(g.first_tile(mask.tile_q)[batch])
+        columns = -(-last // mask.tile_k)
+        tiles = mask.tile_map()[batch, :, row : row + end - start, :columns]
+        stripes = mask.stripes
+        if stripes is not None:
+            one = slice(batch, batch + 1)
+            stripes = IndexLists(stripes.counts[one], stripes.offsets[one], stripes.indices)
+        group = int(g.first_tile(mask.group_rows)[batch])
+        at = (call.softmax_scale, first - position, first, start)
+        return cls(q, k, v, mask, *at, tiles, stripes, group, call.softcap, most)
+
+    @property
+    def fused(self) -> bool:
+        """Whether PyTorch's fused kernel gives all that is wanted."""
+        return self.softcap is None and not self.most and self.v.shape[-1] == self.q.shape[-1]
+
+    def attend(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output ``[Hq, n, Dv]``, zero for rows that see nothing, LSE and largest logit ``[Hq, n]``."""
+        if self.fused and self._sees_all():
+            return self._dense()
+        states = _States.of(self)
+        states.add_partial_tiles()
+        states.add_tiles()
+        if self.stripes is not None:
+            states.add_stripes(self.stripes)
+        return states.finish()
+
+    def _sees_all(self) -> bool:
+        """Whether the tiles hold every key in reach, of a call without a window."""
+        if self.mask.geometry.window is not None:
+            return False
+        last = self._tile_starts() + self.mask.tile_q - 1
+        reach = torch.arange(self.tiles.shape[2]) * self.mask.tile_k <= last[:, None]
+        return bool((self.tiles | ~reach).all())
+
+    def _tile_starts(self) -> Tensor:
+        """int64 [R]: position of the first row of each query tile."""
+        return (self.start + torch.arange(self.tiles.shape[1])) * self.mask.tile_q
+
+    def _dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, n = self.q[None], self.k[None], self.v[None], self.first
+        out, lse = _fused(q, k[:, :, n:], v[:, :, n:], self.scale, causal=True)
+        if n:
+            out, lse = _merge(out, lse, *_fused(q, k[:, :, :n], v[:, :, :n], self.scale))
+        return out[0], lse[0], torch.full_like(lse[0], -torch.inf)
+
+
+@frozen(eq=False)
+class _States:
+    """Output, LSE and largest logits of one batch row in the making, as query tiles.
+
+    q: ``[Hq * R, Tq, D]``; where the first or the last tile reaches beyond the rows, zeros. k, v: ``[Hkv * C * Tk,
+    D]``, the keys of tiles, the last one filled up with zeros. out: ``[Hq * R, Tq, Dv]``. lse, most: ``[Hq * R, Tq]``.
+    """
+
+    row: _Row
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    most: Tensor
+    _rooms: dict[str, Tensor] = field(factory=dict, init=False)
+
+    @classmethod
+    def of(cls, row: _Row) -> _States:
+        """Nothing attended to yet."""
+        heads, rows, columns = row.tiles.shape
+        tile_q, tile_k = row.mask.tile_q, row.mask.tile_k
+        before = row.first - row.start * tile_q
+        q = _padded(row.q, before, rows * tile_q - before - row.q.shape[1])
+        k, v = (_padded(x, 0, columns * tile_k - x.shape[1]).flatten(0, 1).contiguous() for x in (row.k, row.v))
+        q = q.reshape(heads * rows, tile_q, -1)
+        lse, most = (torch.full(q.shape[:2], -torch.inf, dtype=q.dtype) for _ in range(2))
+        return cls(row, q, k, v, q.new_zeros(*q.shape[:2], v.shape[-1]), lse, most)
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the rows themselves: ``[Hq, n, Dv]`` and twice ``[Hq, n]``."""
+        row = self.row
+        heads, rows = row.tiles.shape[:2]
+        before = row.first - row.start * row.mask.tile_q
+        at = slice(before, before + row.q.shape[1])
+        out, lse, most = (
+            x.reshape(heads, rows * row.mask.tile_q, *x.shape[2:])[:, at] for x in (self.out, self.lse, self.most)
+        )
+        return out, lse, most
+
+    def add_partial_tiles(self) -> None:
+        """Tiles of which some rows see some keys only: those of one distance from the diagonal at a time."""
+        row, tile_q, tile_k = self.row, self.row.mask.tile_q, self.row.mask.tile_k
+        distance = self._distance()
+        partial = row.tiles & self._reachable(distance) & ~self._full(distance)
+        for offset in torch.unique(distance[partial.any(0)]).tolist():
+            head, tile, column = (partial & (distance == offset)).nonzero(as_tuple=True)
+            apart = offset + torch.arange(tile_q)[:, None] - torch.arange(tile_k)
+            causal = offset == 0 and tile_q == tile_k and self._window is None and row.fused
+            seen = None if causal else self._seen(apart)
+            entries = self.kv_head(head) * row.tiles.shape[2] + column
+            items = head * row.tiles.shape[1] + tile
+            for part in _cut(items.numel(), tile_k * self._key_bytes):
+                k, v = self._tiles_at(entries[part, None])
+                self._add(items[part], k, v, seen=seen, causal=causal)
+
+    def add_tiles(self) -> None:
+        """Tiles of which every row sees every key."""
+        columns = self.row.tiles.shape[2]
+        full = self.row.tiles & self._full(self._distance())
+        head, _, column = full.nonzero(as_tuple=True)
+        entries = self.kv_head(head) * columns + column
+        counts = full.sum(-1).flatten()
+        tile_k = self.row.mask.tile_k
+        for items, index, entry in _batches(counts, entries, tile_k * self._key_bytes):
+            k, v = self._tiles_at(index)
+            seen = None if entry is None else entry.repeat_interleave(tile_k, 1)[:, None]
+            self._add(items, k, v, seen=seen)
+
+    def add_stripes(self, stripes: IndexLists) -> None:
+        """Single columns, those apart that only some rows of a query tile may see."""
+        whole, partial = _Columns(self), _Columns(self)
+        starts, tile_q = self.row._tile_starts(), self.row.mask.tile_q
+        for head in range(self.row.tiles.shape[0]):
+            entry, position = self._columns_of(stripes, head)
+            apart = starts[:, None] - position  # of a tile's first row from a key
+            entry &= apart > -tile_q
+            full = apart >= 0
+            if self._window is not None:
+                entry &= apart < self._window
+                full &= apart + tile_q <= self._window
+            whole.take(head, position, entry & full)
+            partial.take(head, position, entry & ~full)
+        whole.flush()
+        partial.flush()
+
+    def _columns_of(self, stripes: IndexLists, head: int) -> tuple[Tensor, Tensor]:
+        """Of one head, ``[R, w]``: which entries are keys that no tile holds, and their positions."""
+        row, tiles = self.row, self.row.tiles[head]
+        group = (row.start + torch.arange(tiles.shape[0])) // row.mask.group - row.group
+        of = slice(head, head + 1)
+        own = IndexLists(stripes.counts[:, of], stripes.offsets[:, of], stripes.indices)
+        entry, position = (x[0, 0, group] for x in own.padded(int(own.counts.max())))
+        entry &= (position >= 0) & (position < row.k.shape[1])
+        if not row.mask.disjoint:
+            tile = torch.div(position, row.mask.tile_k, rounding_mode="floor").clamp(0, tiles.shape[1] - 1)
+            entry &= ~torch.gather(tiles, 1, tile)
+        return entry, position
+
+    def add_columns(self, counts: Tensor, items: Tensor, position: Tensor, kv_head: Tensor) -> None:
+        """Single keys of query tiles: `counts` of each of the `items`, then positions and KV heads of all of them.
+
+        Rows of a tile that come before a key, or after its window, do not see it.
+        """
+        columns, tile_q = self.row.tiles.shape[2] * self.row.mask.tile_k, self.row.mask.tile_q
+        starts = self.row._tile_starts()[items % self.row.tiles.shape[1]]
+        apart = starts.repeat_interleave(counts) - position
+        exact = bool((apart < 0).any()) or (self._window is not None and bool((apart + tile_q > self._window).any()))
+        index = kv_head * columns + position
+        for chosen, order, real in _batches(counts, torch.arange(index.numel()), self._key_bytes):
+            rows = index[order]
+            k, v = self._gather("k", rows), self._gather("v", rows)
+            seen = None if real is None else real[:, None]
+            if exact:
+                seen = self._seen(apart[order][:, None] + torch.arange(tile_q)[:, None])
+                seen = seen if real is None else seen & real[:, None]
+            self._add(items[chosen], k, v, seen=seen)
+
+    def _add(self, items: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None = None, causal: bool = False) -> None:
+        """Attention of some query tiles ``[n]`` over keys of their own, ``[n, w, D]``, merged with what was before.
+
+        seen: bool that broadcasts to ``[n, Tq, w]``.
+        """
+        q = self.q.index_select(0, items)
+        bias = None if seen is None else torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+        if self.row.fused:
+            wide = None if bias is None else bias[:, None] if bias.dim() == 3 else bias
+            found = _fused(q[:, None], k[:, None], v[:, None], self.row.scale, bias=wide, causal=causal)
+            out, lse = (x[:, 0] for x in found)
+        else:
+            out, lse, most = _plain(q, k, v, self.row, bias)
+            self.most.index_copy_(0, items, torch.maximum(most, self.most.index_select(0, items)))
+        if seen is not None and seen.shape[-2] > 1:
+            blind = ~seen.any(-1)
+            out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
+        before = self.lse.index_select(0, items)
+        if bool((before > -torch.inf).any()):
+            out, lse = _merge(out, lse, self.out.index_select(0, items), before)
+        self.out.index_copy_(0, items, out)
+        self.lse.index_copy_(0, items, lse)
+
+    def _tiles_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[n, w * Tk, D]`` of tiles by number ``[n, w]`` among those of all KV heads."""
+        return self._gather("k", index, self.row.mask.tile_k), self._gather("v", index, self.row.mask.tile_k)
+
+    def _gather(self, name: str, index: Tensor, run: int = 1) -> Tensor:
+        """Of k or v, runs of rows by number ``[n, w]``: ``[n, w * run, D]``, in memory that the next ones use again."""
+        source: Tensor = getattr(self, name)
+        width = run * source.shape[-1]
+        size = index.numel() * width
+        room = self._rooms.get(name)
+        if room is None or room.numel() < size:
+            room = self._rooms[name] = source.new_empty(size)
+        torch.index_select(source.view(-1, width), 0, index.flatten(), out=room[:size].view(-1, width))
+        return room[:size].view(index.shape[0], -1, source.shape[-1])
+
+    def kv_head(self, head: Tensor) -> Tensor:
+        """Of query heads."""
+        return head // (self.row.q.shape[0] // self.row.k.shape[0])
+
+    def _distance(self) -> Tensor:
+        """int64 [R, C]: from the first key of a tile to its first row."""
+        return self.row._tile_starts()[:, None] - torch.arange(self.row.tiles.shape[2]) * self.row.mask.tile_k
+
+    def _reachable(self, distance: Tensor) -> Tensor:
+        near = distance > -self.row.mask.tile_q
+        return near if self._window is None else near & (distance - self.row.mask.tile_k + 1 < self._window)
+
+    def _full(self, distance: Tensor) -> Tensor:
+        full = distance >= self.row.mask.tile_k - 1
+        return full if self._window is None else full & (distance + self.row.mask.tile_q <= self._window)
+
+    def _seen(self, apart: Tensor) -> Tensor:
+        return apart >= 0 if self._window is None else (apart >= 0) & (apart < self._window)
+
+    @property
+    def _window(self) -> int | None:
+        return self.row.mask.geometry.window
+
+    @property
+    def _key_bytes(self) -> int:
+        return self.k.shape[-1] * self.k.element_size()
+
+
+class _Columns:
+    """Single keys of query tiles, collected over heads, so that tiles of several heads are computed together."""
+
+    def __init__(self, states: _States) -> None:
+        self._states = states
+        self._clear()
+
+    def _clear(self) -> None:
+        self._counts: list[Tensor] = []
+        self._items: list[Tensor] = []
+        self._positions: list[Tensor] = []
+        self._heads: list[Tensor] = []
+        self._held = 0
+
+    def take(self, head: int, position: Tensor, entry: Tensor) -> None:
+        """Those of one head: positions ``[R, w]``, and which of them are meant."""
+        counts = entry.sum(-1)
+        found = position[entry]
+        self._counts.append(counts)
+        self._items.append(head * counts.numel() + torch.arange(counts.numel()))
+        self._positions.append(found)
+        self._heads.append(torch.full_like(found, int(self._states.kv_head(torch.tensor(head)))))
+        self._held += found.numel()
+        if self._held > COLUMNS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Compute what was collected."""
+        if self._held:
+            parts = (self._counts, self._items, self._positions, self._heads)
+            self._states.add_columns(*(torch.cat(part) for part in parts))
+        self._clear()
+
+
+def _batches(counts: Tensor, entries: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Lists of about the same length together: their numbers ``[n]``, their entries ``[n, w]``, and which of these are
+    real, bool ``[n, w]``, None where all are. What is not real repeats some entry.
+
+    counts: int64 ``[lists]``. entries: of all lists, one after the other. size: bytes that one entry gathers.
+    """
+    offsets = counts.cumsum(0) - counts
+    order = torch.argsort(counts, descending=True, stable=True)
+    sizes = counts[order].tolist()
+    begin, end = 0, sum(1 for n in sizes if n)
+    while begin < end:
+        width = sizes[begin]
+        most = max(1, GATHERED // (width * size))
+        stop = begin + 1
+        while stop < min(end, begin + most) and sizes[stop] >= ALIKE * width:
+            stop += 1
+        items = order[begin:stop]
+        slot = torch.arange(width)
+        real = None if sizes[stop - 1] == width else slot < counts[items, None]
+        where = offsets[items, None] + slot
+        yield items, entries[where if real is None else where.clamp_(max=entries.numel() - 1)], real
+        begin = stop
+
+
+def _cut(count: int, size: int) -> Iterator[slice]:
+    """Runs of items, each of so many bytes."""
+    step = max(1, GATHERED // size)
+    return (slice(first, first + step) for first in range(0, count, step))
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, bias: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, N, D]`` and LSE ``[B, H, N]`` by PyTorch's fused kernel."""
+    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = run(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return out, lse
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, row: _Row, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[n, Tq, Dv]``, LSE and largest logit ``[n, Tq]`` of queries ``[n, Tq, D]`` over keys ``[n, w, D]``."""
+    logits = torch.bmm(q * row.scale, k.transpose(1, 2))
+    if row.softcap is not None:
+        logits.div_(row.softcap).tanh_().mul_(row.softcap)
+    if bias is not None:
+        logits += bias
+    most = logits.amax(-1)
+    logits.sub_(torch.where(most == -torch.inf, 0.0, most)[..., None]).exp_()
+    total = logits.sum(-1)
+    out = torch.bmm(logits, v).div_(torch.where(total == 0, 1.0, total)[..., None])
+    return out, most + total.log(), most
+
+
+def _merge(out: Tensor, lse: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE over two disjoint sets of keys; `out` is overwritten."""
+    both = torch.logaddexp(lse, more)
+    base = torch.where(both == -torch.inf, 0.0, both)
+    out.mul_((lse - base).exp_()[..., None]).addcmul_(other, (more - base).exp_()[..., None])
+    return out, both
+
+
+def _padded(x: Tensor, before: int, after: int) -> Tensor:
+    """Zero rows before and after those of ``[H, n, D]``; itself where there are none."""
+    return functional.pad(x, (0, 0, before, after)) if before or after else x
