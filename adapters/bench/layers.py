@@ -75,7 +75,12 @@ class Layers:
         plain = gated(pipeline, None)
         memory = self._run(plain, Memory())  # what a method remembers of a prefill is there when its plans are timed
         seconds, dense = clock.beside(lambda: self._run(plain, Memory()), lambda: [one.run() for one in self.dense])
-        estimate = clock.median(lambda: [plan_only(plain, call, memory) for call in self.calls])
+
+        def plan() -> None:
+            for call in self.calls:
+                plan_only(plain, call, memory)
+
+        estimate = clock.median(plan)
         return LayersTime(seconds, estimate, dense, self.dense[0].kernel)
 
     def _run(self, pipeline: Pipeline | Route, memory: Memory) -> Memory:

@@ -21,8 +21,8 @@ NOTES = (
     "head that keeps least."
 )
 ON_CPU = (
-    "These are times of the plain PyTorch reference on a CPU, which is made to be exact and not to be fast. They say "
-    "nothing about the kernels, which need a GPU."
+    "These are times on a CPU, where PyTorch's own fused attention runs over gathered keys. They say nothing about the "
+    "kernels, which need a GPU."
 )
 TTFT = ("method", "seconds", "stock / seconds", "density")
 TTFT_NOTES = {

@@ -17,7 +17,7 @@ from .group import CommandError
 
 FRONTIER = "The frontier: what was tried of which nothing was both cheaper and nearer to dense."
 FAR = "What came nearest of each method, and how many times over the target it is."
-ON_CPU = "Settings are chosen by density, since on a CPU the executor is not made to be fast."
+ON_CPU = "Settings are chosen by density, which does not differ from run to run as times on a CPU do; see --by."
 
 
 def check_folder(path: Path) -> None:

@@ -23,6 +23,7 @@ from sparseprefill.errors import (
     UnsupportedCallError,
 )
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.executors.cpu import CpuExecutor
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.hookspecs import hookimpl
 from sparseprefill.mask.geometry import Geometry
@@ -55,6 +56,7 @@ __all__ = [
     "BudgetCeiling",
     "BudgetFloor",
     "Carry",
+    "CpuExecutor",
     "DenseRows",
     "Gate",
     "Geometry",

@@ -21,7 +21,7 @@ def test_methods_and_masks(tmp_path: Path) -> None:
     written = ("--plot", str(paths["png"]), "--markdown", str(paths["md"]), "--json", str(paths["json"]))
     result = invoke(*TINY, "--method", "streaming", "--set", "streaming.window=64", "--executor", "tiles:0.2", *written)
     assert result.exit_code == 0, result.output
-    assert "reference on a CPU" in result.stdout
+    assert "times on a CPU" in result.stdout
     assert "window=64" in result.stdout
     assert paths["png"].read_bytes().startswith(b"\x89PNG")
     assert "| tiles 0.2 |" in paths["md"].read_text()

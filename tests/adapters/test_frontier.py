@@ -14,6 +14,7 @@ from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.bench.layers import Layers, LayersTime
 from sparseprefill.adapters.calibration import frontier as points
 from sparseprefill.adapters.calibration.candidates import Candidate
+from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.calibration.frontier import Point, frontier, spread
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.evaluation.contender import Contender
@@ -152,7 +153,7 @@ def test_a_model_of_the_users_own_at_its_defaults(folder: Path) -> None:
 
 
 def test_a_method_that_fails_ends_with_1_and_the_others_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = points.ModelReadings.run
+    read = ModelReadings.run
 
     def failing(self: Any, candidate: Candidate, index: int) -> Any:
         if candidate.parameters["window"] == 16:
@@ -161,7 +162,7 @@ def test_a_method_that_fails_ends_with_1_and_the_others_are_shown(monkeypatch: p
             return Outcome(candidate.contender(), "exam", error="no room")
         return read(self, candidate, index)
 
-    monkeypatch.setattr(points.ModelReadings, "run", failing)
+    monkeypatch.setattr(ModelReadings, "run", failing)
     result = run(*SMALL, *TRIED)
     assert 1 == result.exit_code
     text = " ".join(result.stdout.split())

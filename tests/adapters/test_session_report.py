@@ -41,8 +41,8 @@ def test_calls_are_counted_by_kernel() -> None:
         session.run(CALL, Prefill())
     session.run(evolve(CALL, window=24), Prefill())
     report = session.report("none", "none")
-    assert {"reference": 4} == report.kernels
-    assert "kernel: reference, 4 calls" in str(report)
+    assert {"cpu": 4} == report.kernels
+    assert "kernel: cpu, 4 calls" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_call_in_parts_counts_once_for_each_kernel() -> None:
     result = evolve(METHOD, workspace=1).run(CALL)
     assert result.parts is not None
     assert result.parts.count > 1
-    assert (Kernel("reference"),) == result.kernels
+    assert (Kernel("cpu"),) == result.kernels
 
 
 def test_dense_attention_by_torch_has_its_name() -> None:

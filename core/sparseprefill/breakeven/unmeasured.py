@@ -52,7 +52,7 @@ def _work(queries: int, keys: int, heads: int, width: int) -> float:
 
 
 RULES = {
-    "cpu": Unmeasured(keys=65536, work=_work(65536, 65536, 4, 64)),
+    "cpu": Unmeasured(keys=32768, work=_work(32768, 32768, 4, 64)),
     "cuda": Unmeasured(keys=32768, work=_work(2048, 65536, 32, 128)),
 }
 """By the type of the device."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from sparseprefill.call import check_call
 from sparseprefill.errors import UnsupportedCallError
-from sparseprefill.executors.reference import REFERENCE, tile_mass
+from sparseprefill.executors.reference import REFERENCE
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.plan import Kernel, Plan, Result, check_plan
 from sparseprefill.softmax import SoftmaxState
@@ -62,11 +62,13 @@ class CpuExecutor:
         """Output, LSE, and the tile mass of probed heads."""
         if reason := self._objection(call, plan):
             return evolve(REFERENCE.execute(call, plan), kernels=(Kernel("reference", reason),))
-        if plan.carry is None and call.sinks is None:
-            out, lse, _ = _attend(call, plan.mask)
-        else:
-            out, lse = _state(call, plan).finish(call.sinks)
-        probe = None if plan.probe is None else tile_mass(call, plan, lse)
+        out, lse, _ = _attend(call, plan.mask)
+        if plan.carry is not None:
+            out, lse = _merge(out, lse, *plan.carry.state.finish())
+        probe = None if plan.probe is None else _tile_mass(call, plan, lse)
+        if call.sinks is not None:
+            share = torch.sigmoid(lse - call.sinks.to(lse.dtype)[:, None])
+            out = out * share.masked_fill_(lse == -torch.inf, 0.0)[..., None]
         return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
@@ -128,14 +130,28 @@ def _attend(call: AttentionCall, mask: SparseMask, *, most: bool = False) -> tup
     return out, lse, largest
 
 
+def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
+    """float32 ``[B, Hq, R, C]``: see `Result.probe`."""
+    mask, probe = plan.mask, plan.probe
+    mass = torch.zeros(mask.tile_map().shape)
+    for b in range(call.q.shape[0]):
+        row = _Row.of(call, mask, b, lse.dtype)
+        if row is not None and probe is not None:
+            rows, columns = row.tiles.shape[1:]
+            own = lse[b, :, row.begin : row.begin + row.q.shape[1]]
+            asked = row.tiles & probe[b, :, None, None]
+            mass[b, :, row.skipped : row.skipped + rows, :columns] = _States.of(row).mass(own, asked)
+    return mass
+
+
 @frozen(eq=False)
 class _Row:
     """One batch row without its padding: q ``[Hq, n, D]``, and the keys that these may see, k and v ``[Hkv, m, D]``.
 
     begin: index among the call's query rows of the first one here. first: its position among the keys.
     tiles: bool ``[Hq, R, C]``, the mask's tiles for the R query tiles that these rows touch. start: the first of these
-    on the row's grid. stripes: lists ``[1, Hq, G]`` of groups of query tiles, `group` the number of the first on the
-    row's grid. most: whether each row's largest logit is wanted.
+    on the row's grid, and skipped: the call's query tiles before it. stripes: lists ``[1, Hq, G]`` of groups of query
+    tiles, `group` the number of the first on the row's grid. most: whether each row's largest logit is wanted.
     """
 
     q: Tensor
@@ -146,6 +162,7 @@ class _Row:
     begin: int
     first: int
     start: int
+    skipped: int
     tiles: Tensor
     stripes: IndexLists | None
     group: int
@@ -153,7 +170,9 @@ class _Row:
     most: bool
 
     @classmethod
-    def of(cls, call: AttentionCall, mask: SparseMask, batch: int, dtype: torch.dtype, most: bool) -> _Row | None:
+    def of(
+        cls, call: AttentionCall, mask: SparseMask, batch: int, dtype: torch.dtype, most: bool = False
+    ) -> _Row | None:
         """The rows that are tokens; None where there are none."""
         g = call.geometry
         position, count = int(g.first_position()[batch]), int(g.key_counts()[batch])
@@ -172,7 +191,7 @@ class _Row:
             one = slice(batch, batch + 1)
             stripes = IndexLists(stripes.counts[one], stripes.offsets[one], stripes.indices)
         group = int(g.first_tile(mask.group_rows)[batch])
-        at = (call.softmax_scale, first - position, first, start)
+        at = (call.softmax_scale, first - position, first, start, row)
         return cls(q, k, v, mask, *at, tiles, stripes, group, call.softcap, most)
 
     @property
@@ -185,7 +204,6 @@ class _Row:
         if self.fused and self._sees_all():
             return self._dense()
         states = _States.of(self)
-        states.add_partial_tiles()
         states.add_tiles()
         if self.stripes is not None:
             states.add_stripes(self.stripes)
@@ -251,34 +269,58 @@ class _States:
         )
         return out, lse, most
 
-    def add_partial_tiles(self) -> None:
+    def add_tiles(self) -> None:
+        """All tiles."""
+        for piece in self._pieces(self.row.tiles):
+            k, v = (self._gather(name, piece.tiles, self.row.mask.tile_k) for name in ("k", "v"))
+            self._add(piece.items, k, v, seen=piece.seen, causal=piece.causal)
+
+    def mass(self, lse: Tensor, asked: Tensor) -> Tensor:
+        """float32 ``[Hq, R, C]``: the share of its rows' softmax that each of the tiles has that are asked for.
+
+        lse: ``[Hq, n]`` of the rows. asked: bool ``[Hq, R, C]``.
+        """
+        row, (tile_q, tile_k) = self.row, (self.row.mask.tile_q, self.row.mask.tile_k)
+        heads, rows, columns = asked.shape
+        before = row.first - row.start * tile_q
+        after = rows * tile_q - before - lse.shape[1]
+        lse = torch.where(lse == -torch.inf, 0.0, lse)
+        base = functional.pad(lse, (before, after), value=torch.inf).reshape(heads * rows, tile_q)
+        real = (base < torch.inf).sum(-1)
+        found = torch.zeros(heads * rows, columns)
+        for piece in self._pieces(asked):
+            k = self._gather("k", piece.tiles, tile_k)
+            p = _logits(self.q.index_select(0, piece.items), k, row, piece.seen)
+            p.sub_(base.index_select(0, piece.items)[..., None]).exp_()
+            own = p.sum(1).unflatten(-1, (-1, tile_k)).sum(-1) / real[piece.items, None]
+            at = piece.items[:, None] * columns + piece.tiles % columns
+            found.view(-1).index_add_(0, at.flatten(), own.flatten().float())
+        return found.view(asked.shape)
+
+    def _pieces(self, tiles: Tensor) -> Iterator[_Piece]:
+        """The work on some tiles, bool ``[Hq, R, C]``, cut so that the keys of a piece are gathered at once."""
+        yield from self._partial(tiles)
+        columns, tile_k = tiles.shape[2], self.row.mask.tile_k
+        full = tiles & self._full(self._distance())
+        head, _, column = full.nonzero(as_tuple=True)
+        entries = self.kv_head(head) * columns + column
+        for items, index, entry in _batches(full.sum(-1).flatten(), entries, tile_k * self._key_bytes):
+            seen = None if entry is None else entry.repeat_interleave(tile_k, 1)[:, None]
+            yield _Piece(items, index, seen)
+
+    def _partial(self, tiles: Tensor) -> Iterator[_Piece]:
         """Tiles of which some rows see some keys only: those of one distance from the diagonal at a time."""
-        row, tile_q, tile_k = self.row, self.row.mask.tile_q, self.row.mask.tile_k
+        tile_q, tile_k = self.row.mask.tile_q, self.row.mask.tile_k
         distance = self._distance()
-        partial = row.tiles & self._reachable(distance) & ~self._full(distance)
+        partial = tiles & self._reachable(distance) & ~self._full(distance)
         for offset in torch.unique(distance[partial.any(0)]).tolist():
             head, tile, column = (partial & (distance == offset)).nonzero(as_tuple=True)
             apart = offset + torch.arange(tile_q)[:, None] - torch.arange(tile_k)
-            causal = offset == 0 and tile_q == tile_k and self._window is None and row.fused
-            seen = None if causal else self._seen(apart)
-            entries = self.kv_head(head) * row.tiles.shape[2] + column
-            items = head * row.tiles.shape[1] + tile
+            causal = offset == 0 and tile_q == tile_k and self._window is None
+            entries = self.kv_head(head) * tiles.shape[2] + column
+            items = head * tiles.shape[1] + tile
             for part in _cut(items.numel(), tile_k * self._key_bytes):
-                k, v = self._tiles_at(entries[part, None])
-                self._add(items[part], k, v, seen=seen, causal=causal)
-
-    def add_tiles(self) -> None:
-        """Tiles of which every row sees every key."""
-        columns = self.row.tiles.shape[2]
-        full = self.row.tiles & self._full(self._distance())
-        head, _, column = full.nonzero(as_tuple=True)
-        entries = self.kv_head(head) * columns + column
-        counts = full.sum(-1).flatten()
-        tile_k = self.row.mask.tile_k
-        for items, index, entry in _batches(counts, entries, tile_k * self._key_bytes):
-            k, v = self._tiles_at(index)
-            seen = None if entry is None else entry.repeat_interleave(tile_k, 1)[:, None]
-            self._add(items, k, v, seen=seen)
+                yield _Piece(items[part], entries[part, None], self._seen(apart), causal)
 
     def add_stripes(self, stripes: IndexLists) -> None:
         """Single columns, those apart that only some rows of a query tile may see."""
@@ -332,16 +374,15 @@ class _States:
     def _add(self, items: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None = None, causal: bool = False) -> None:
         """Attention of some query tiles ``[n]`` over keys of their own, ``[n, w, D]``, merged with what was before.
 
-        seen: bool that broadcasts to ``[n, Tq, w]``.
+        seen: bool that broadcasts to ``[n, Tq, w]``. causal: it says no more than that row i sees keys 0 to i.
         """
         q = self.q.index_select(0, items)
-        bias = None if seen is None else torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
         if self.row.fused:
-            wide = None if bias is None else bias[:, None] if bias.dim() == 3 else bias
-            found = _fused(q[:, None], k[:, None], v[:, None], self.row.scale, bias=wide, causal=causal)
+            seen = None if causal else seen
+            found = _fused(q[:, None], k[:, None], v[:, None], self.row.scale, bias=_bias(seen, q.dtype), causal=causal)
             out, lse = (x[:, 0] for x in found)
         else:
-            out, lse, most = _plain(q, k, v, self.row, bias)
+            out, lse, most = _plain(_logits(q, k, self.row, seen), v)
             self.most.index_copy_(0, items, torch.maximum(most, self.most.index_select(0, items)))
         if seen is not None and seen.shape[-2] > 1:
             blind = ~seen.any(-1)
@@ -351,10 +392,6 @@ class _States:
             out, lse = _merge(out, lse, self.out.index_select(0, items), before)
         self.out.index_copy_(0, items, out)
         self.lse.index_copy_(0, items, lse)
-
-    def _tiles_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[n, w * Tk, D]`` of tiles by number ``[n, w]`` among those of all KV heads."""
-        return self._gather("k", index, self.row.mask.tile_k), self._gather("v", index, self.row.mask.tile_k)
 
     def _gather(self, name: str, index: Tensor, run: int = 1) -> Tensor:
         """Of k or v, runs of rows by number ``[n, w]``: ``[n, w * run, D]``, in memory that the next ones use again."""
@@ -429,6 +466,19 @@ class _Columns:
         self._clear()
 
 
+@frozen(eq=False)
+class _Piece:
+    """Query tiles ``[n]`` with as many tiles of keys each: numbers ``[n, w]`` among the tiles of all KV heads.
+
+    seen: bool that broadcasts to ``[n, Tq, w * Tk]``, None where all is seen. causal: see `_States._add`.
+    """
+
+    items: Tensor
+    tiles: Tensor
+    seen: Tensor | None
+    causal: bool = False
+
+
 def _batches(counts: Tensor, entries: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Lists of about the same length together: their numbers ``[n]``, their entries ``[n, w]``, and which of these are
     real, bool ``[n, w]``, None where all are. What is not real repeats some entry.
@@ -468,18 +518,29 @@ def _fused(
     return out, lse
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, row: _Row, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[n, Tq, Dv]``, LSE and largest logit ``[n, Tq]`` of queries ``[n, Tq, D]`` over keys ``[n, w, D]``."""
+def _logits(q: Tensor, k: Tensor, row: _Row, seen: Tensor | None) -> Tensor:
+    """``[n, Tq, w]`` of queries ``[n, Tq, D]`` and keys ``[n, w, D]``; -inf where a key is not seen."""
     logits = torch.bmm(q * row.scale, k.transpose(1, 2))
     if row.softcap is not None:
         logits.div_(row.softcap).tanh_().mul_(row.softcap)
-    if bias is not None:
-        logits += bias
+    return logits if seen is None else logits.masked_fill_(~seen, -torch.inf)
+
+
+def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[n, Tq, Dv]``, LSE and largest logit ``[n, Tq]`` of logits, which are overwritten, over values."""
     most = logits.amax(-1)
     logits.sub_(torch.where(most == -torch.inf, 0.0, most)[..., None]).exp_()
     total = logits.sum(-1)
     out = torch.bmm(logits, v).div_(torch.where(total == 0, 1.0, total)[..., None])
     return out, most + total.log(), most
+
+
+def _bias(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What the fused kernel adds to logits ``[n, 1, Tq, w]``."""
+    if seen is None:
+        return None
+    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    return bias[:, None] if bias.dim() == 3 else bias
 
 
 def _merge(out: Tensor, lse: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ class ReferenceExecutor:
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
         out, lse = self.accumulate(call, plan).finish(call.sinks)
-        probe = None if plan.probe is None else tile_mass(call, plan, lse)
+        probe = None if plan.probe is None else _tile_mass(call, plan, lse)
         return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
@@ -100,7 +100,7 @@ def weigh(p: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return out
 
 
-def tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
+def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
     """float32 [B, Hq, R, C]: see `Result.probe`."""
     mask = plan.mask
     selected = mask.tile_map()

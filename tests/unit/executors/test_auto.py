@@ -9,7 +9,8 @@ import torch
 
 import sparseprefill as sp
 from helpers.build import make
-from sparseprefill.executors.auto import CPU, REFERENCE
+from sparseprefill.executors.auto import CPU
+from sparseprefill.executors.reference import REFERENCE
 
 
 @pytest.mark.parametrize(("device", "executor"), [("cpu", CPU), ("meta", REFERENCE)])

@@ -25,7 +25,7 @@ KEY = 9
 
 @pytest.fixture(params=[ReferenceExecutor(), CpuExecutor()], ids=lambda one: type(one).__name__)
 def run(request: pytest.FixtureRequest) -> Run:
-    return lambda call, mask: request.param.execute(call, Plan(mask))  # type: ignore[no-any-return]
+    return lambda call, mask: request.param.execute(call, Plan(mask))
 
 
 def with_key(name: str, value: float, channel: int = 3) -> AttentionCall:

@@ -1,0 +1,168 @@
+"""CpuExecutor: what it hands to the reference, what it may hold, and the numbers of each way through it."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparseprefill as sp
+from helpers.build import int32, make
+from sparseprefill.executors import cpu
+from sparseprefill.executors.cpu import CpuExecutor
+from sparseprefill.plan import Carry, Kernel, Plan
+from sparseprefill.testing import attention, calls, masks
+from sparseprefill.testing.truth import difference
+
+CPU, REFERENCE = CpuExecutor(), sp.ReferenceExecutor()
+
+
+def equal(call: sp.AttentionCall, plan: Plan) -> None:
+    expected, found = REFERENCE.execute(call, plan), CPU.execute(call, plan)
+    for wanted, got in ((expected.out, found.out), (expected.lse, found.lse)):
+        assert difference(wanted, got, call.q.dtype) is None
+    assert (expected.probe is None) == (found.probe is None)
+    if expected.probe is not None and found.probe is not None:
+        torch.testing.assert_close(expected.probe, found.probe, atol=1e-5, rtol=1e-4)
+    assert ("cpu",) == tuple(kernel.name for kernel in found.kernels)
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 257])
+@pytest.mark.parametrize("behind", [0, 1, 131])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_lengths_around_a_tile(length: int, behind: int, share: float) -> None:
+    call = make(length, length + behind, heads=4, kv_heads=2)
+    g, source = call.geometry, torch.Generator().manual_seed(0)
+    keep = torch.rand(4, g.tile_rows(128), g.tile_columns(128), generator=source) <= share
+    equal(call, Plan(sp.SparseMask.from_tiles(call, keep)))
+
+
+@pytest.mark.parametrize("grid", [(16, 16), (32, 16), (16, 32), (24, 20)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 21}, {"softcap": 1.5}, {"starts": int32(0, 9), "lengths": int32(70, 33)}, {"sinks": torch.ones(4)}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_tiles_and_stripes_with_probes(grid: tuple[int, int], options: dict[str, Any]) -> None:
+    call = make(70, 90, batch=2, heads=4, kv_heads=2, **options)
+    g, source = call.geometry, torch.Generator().manual_seed(1)
+    keep = torch.rand(2, 4, g.tile_rows(grid[0]), g.tile_columns(grid[1]), generator=source) < 0.4
+    columns = torch.rand(2, 4, g.tile_rows(2 * grid[0]), 90, generator=source) < 0.2
+    tiles = sp.SparseMask.from_tiles(call, keep, grid)
+    both = tiles | sp.SparseMask.from_stripes(call, columns, 2, grid, diagonal=False)
+    probe = torch.tensor([[True, False, True, True], [False, False, True, False]])
+    for mask in (tiles, both, sp.SparseMask.full(call, grid), sp.SparseMask.empty(call, grid)):
+        equal(call, Plan(mask, probe=probe))
+
+
+@given(data=st.data())
+def test_states_are_those_of_the_reference(data: st.DataObject) -> None:
+    """Maximum, sum and values, not only what comes of them: methods compare logits with a row's maximum."""
+    call = data.draw(calls(max_len=70, max_heads=4, max_batch=2, head_dims=(8,), dtypes=(torch.float64,)))
+    plan = Plan(data.draw(masks(call, diagonal=data.draw(st.booleans()))))
+    expected, found = REFERENCE.accumulate(call, plan), CPU.accumulate(call, plan)
+    for name in ("m", "l", "acc"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -2.0])])
+def test_a_carry_is_resumed(sinks: torch.Tensor | None) -> None:
+    call = make(48, sinks=sinks)
+    rows = torch.arange(6)
+    region = sp.SparseMask.from_tiles(call, (rows[:, None] - rows == 1)[None, None], 8, diagonal=False)
+    rest = sp.SparseMask.from_tiles(call, (rows[:, None] - rows != 1)[None, None], 8)
+    carry = Carry(REFERENCE.accumulate(call, Plan(region)), region)
+    equal(call, Plan(rest, carry))
+    whole = attention(call, (region | rest).to_dense())
+    assert difference(whole[0], CPU.execute(call, Plan(rest, carry)).out, call.q.dtype) is None
+
+
+@given(data=st.data(), held=st.sampled_from([1, 3000]))
+def test_pieces_of_any_size_give_the_same(data: st.DataObject, held: int) -> None:
+    call = data.draw(calls(max_len=70, max_heads=4, max_batch=2, head_dims=(8,), dtypes=(torch.float64,)))
+    plan = Plan(data.draw(masks(call)))
+    expected = CPU.execute(call, plan)
+    with patch.object(cpu, "GATHERED", held), patch.object(cpu, "COLUMNS", held // 100):
+        found = CPU.execute(call, plan)
+    torch.testing.assert_close(found.out, expected.out, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-10, atol=1e-10)
+
+
+def test_values_of_another_size_than_the_keys() -> None:
+    q, k, v = torch.randn(1, 4, 40, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 4)
+    call = sp.AttentionCall(q, k, v)
+    equal(call, Plan(sp.SparseMask.full(call, 16)))
+
+
+@pytest.mark.parametrize("layout", ["token-major", "keys of a longer cache", "one KV head of a slice"])
+def test_strides(layout: str) -> None:
+    q, k, v = (torch.randn(1, 96, heads, 16).transpose(1, 2) for heads in (4, 2, 2))
+    if layout == "keys of a longer cache":
+        k, v = (torch.cat([x, x], 2)[:, :, :96] for x in (k, v))
+    if layout == "one KV head of a slice":
+        k, v = (torch.randn(1, 1, 96, 32)[..., :16] for _ in "kv")
+    call = sp.AttentionCall(q, k, v)
+    keep = torch.rand(1, 4, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.5
+    equal(call, Plan(sp.SparseMask.from_tiles(call, keep, 16)))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(float("nan"), "not finite"), (float("-inf"), "not finite"), (1e30, "may overflow")]
+)
+def test_what_the_reference_computes_is_told(value: float, words: str) -> None:
+    call = make(24)
+    k = call.k.clone()
+    k[0, 0, 5, 2] = value
+    call = evolve(call, k=k, q=call.q * 1e9)
+    result = CPU.execute(call, Plan(sp.SparseMask.full(call, 8)))
+    (kernel,) = result.kernels
+    assert "reference" == kernel.name
+    assert words in kernel.reason
+    assert (Kernel("cpu"),) == CPU.execute(make(24), Plan(sp.SparseMask.full(make(24), 8))).kernels
+
+
+def test_another_device_is_refused() -> None:
+    q = torch.empty(1, 2, 8, 8, device="meta")
+    call = sp.AttentionCall(q, q, q)
+    assert "q is on meta; it must be on the CPU" == CPU.unsupported(call)
+    with pytest.raises(sp.UnsupportedCallError, match="CpuExecutor: q is on meta"):
+        CPU.execute(call, Plan(sp.SparseMask.empty(call)))
+
+
+def test_what_is_no_call_and_no_plan() -> None:
+    call = make(8)
+    with pytest.raises(sp.ParameterError, match="call is"):
+        CPU.execute(1, Plan(sp.SparseMask.full(call)))  # type: ignore[arg-type]
+    with pytest.raises(sp.ParameterError, match="plan is"):
+        CPU.accumulate(call, 1)  # type: ignore[arg-type]
+
+
+def test_what_it_may_hold_grows_with_the_call_up_to_what_is_gathered() -> None:
+    few, some, many = (CPU.workspace(make(n, heads=4, kv_heads=2)) for n in (64, 4096, 8192))
+    assert few < some < many
+    assert many - some < 8 * 4096 * 4 * 10 * 4 + 8 * cpu.GATHERED
+
+
+def test_the_batches_of_lists() -> None:
+    """Of about the same length together, the longest first; every entry once."""
+    counts = torch.tensor([3, 0, 40, 38, 1, 3])
+    entries = torch.arange(100, 100 + int(counts.sum()))
+    found = list(cpu._batches(counts, entries, 4))
+    assert [[2, 3], [0, 5], [4]] == [items.tolist() for items, _, _ in found]
+    taken = [index if real is None else index[real] for _, index, real in found]
+    assert sorted(torch.cat([one.flatten() for one in taken]).tolist()) == entries.tolist()
+    assert [False, True, True] == [real is None for _, _, real in found]
+    first = found[0][1][1]
+    assert list(range(143, 181)) == first[:38].tolist()
+
+
+def test_methods_name_it() -> None:
+    result = sp.build("streaming").run(make(300, heads=4, kv_heads=2))
+    assert (Kernel("cpu"),) == result.kernels
