@@ -38,8 +38,8 @@ class CpuExecutor:
 
     The fused kernel knows no softcap, no values of another size than the keys, and tells no row maximum, which
     `accumulate` owes: there, two batched products and a softmax do the same. float64 calls are computed in float64, all
-    others in float32. Calls with numbers that are not finite, or whose products may overflow, are the reference's, and
-    the result's kernel says why.
+    others in float32. Calls of which gradients are recorded, or with numbers that are not finite or whose products may
+    overflow, are the reference's, and the result's kernel says why.
     """
 
     def unsupported(self, call: AttentionCall) -> str | None:
@@ -81,6 +81,8 @@ class CpuExecutor:
         check_plan(plan)
         if reason := self.unsupported(call):
             raise UnsupportedCallError([f"CpuExecutor: {reason}"])
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
+            return "gradients are recorded, and here keys are gathered into memory that is used again"
         return _odd_numbers(call)
 
 

@@ -128,6 +128,20 @@ def test_what_the_reference_computes_is_told(value: float, words: str) -> None:
     assert (Kernel("cpu"),) == CPU.execute(make(24), Plan(sp.SparseMask.full(make(24), 8))).kernels
 
 
+def test_gradients_are_those_of_the_reference() -> None:
+    call = make(40, heads=4, kv_heads=2)
+    keep = torch.rand(1, 4, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    plan, found = Plan(sp.SparseMask.from_tiles(call, keep, 8)), []
+    for executor in (REFERENCE, CPU):
+        q = call.q.clone().requires_grad_()
+        result = executor.execute(evolve(call, q=q), plan)
+        result.out.square().sum().backward()
+        assert q.grad is not None
+        found.append(q.grad)
+    assert torch.equal(*found)
+    assert "gradients" in result.kernels[0].reason
+
+
 def test_another_device_is_refused() -> None:
     q = torch.empty(1, 2, 8, 8, device="meta")
     call = sp.AttentionCall(q, q, q)
