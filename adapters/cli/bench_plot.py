@@ -51,7 +51,7 @@ def _times(axis: Any, series: dict[str, list[Row]], styles: dict[str, Any]) -> N
     axis.set_xticks(ticks, [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in ticks])
     times = [value for row in rows for value in (row.seconds * 1e3, row.dense * 1e3)]
     axis.set_yticks(*_ticks(times, "{:g}"))
-    _dress(axis, "time of one layer's attention", "tokens", "ms")
+    dress(axis, "time of one layer's attention", "tokens", "ms")
 
 
 def _kept(axis: Any, series: dict[str, list[Row]], styles: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def _kept(axis: Any, series: dict[str, list[Row]], styles: dict[str, Any]) -> No
             axis.plot(*zip(*points, strict=True), markersize=5, linewidth=1, **styles[name])
     axis.set_xscale("log")
     axis.set_xticks(*_ticks([100 * density for density in densities], "{:g} %", scale=0.01))
-    _dress(axis, f"what was kept at {longest:,} tokens", "density", "recall")
+    dress(axis, f"what was kept at {longest:,} tokens", "density", "recall")
 
 
 def _ticks(values: Iterable[float], text: str, scale: float = 1.0) -> tuple[list[float], list[str]]:
@@ -85,7 +85,8 @@ def _by_length(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
     return sorted(best.items())
 
 
-def _dress(axis: Any, title: str, across: str, up: str) -> None:
+def dress(axis: Any, title: str, across: str, up: str = "") -> None:
+    """Title, names of the axes, and the look that all pictures of figures have."""
     axis.set_title(title, fontsize=10, color=INK)
     axis.set_xlabel(across, fontsize=9, color=INK)
     axis.set_ylabel(up, fontsize=9, color=INK)

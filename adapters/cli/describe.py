@@ -13,6 +13,9 @@ from attrs import NOTHING, Attribute, Factory, fields_dict, frozen
 
 from sparseprefill.method import Method
 
+DEFAULTS = "defaults"
+"""What a method is said to run at where no parameter was given."""
+
 
 @frozen
 class Parameter:
@@ -33,6 +36,12 @@ class Stage:
     role: str
     name: str
     doc: str
+
+
+def told(given: Mapping[str, Any], nothing: str = DEFAULTS) -> str:
+    """Parameters that were given, as ``name=value, ...``, without tables; `nothing` where there are none."""
+    parts = [f"{name}={value}" for name, value in given.items() if not isinstance(value, Mapping)]
+    return ", ".join(parts) or nothing
 
 
 def parameters(method: Method) -> list[Parameter]:

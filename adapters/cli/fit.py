@@ -18,7 +18,7 @@ from sparseprefill.registry import default_registry
 from ..session.session import TAIL
 from . import render
 from .group import CommandError
-from .searched import fixed_parameters, with_clusters
+from .searched import chosen, fixed_parameters, with_clusters
 from .shared_options import Device, DeviceMap, Dtype, Methods, Model, Prompts, Tail, Threads, Type
 from .tune import Cost
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 TOKENS = {"cpu": (2048, 8192), "cuda": (4096, 16384, 65536)}
 """Lengths of the built-in prompts unless told otherwise, as far as the model reads them."""
 AGREEMENT = 0.99
-DENSE = "dense"
 LEAST = 256
 """Tokens of the shortest prompt worth fitting to."""
 
@@ -91,7 +90,7 @@ def fit(
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
     target = Target(agreement=default, kl=kl, recall=recall)
     registry = default_registry()
-    methods = [registry.get(name) for name in dict.fromkeys(method or registry.methods()) if name != DENSE or method]
+    methods = chosen(registry, method)
     fixed = fixed_parameters(methods, settings or (), model)
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place)

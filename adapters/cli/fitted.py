@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..calibration.fit import described, figures
 from ..calibration.search import Search, Trial
 from ..evaluation.outcome import Outcome
 from . import render
+from .describe import DEFAULTS, told
 from .group import CommandError
 
 FRONTIER = "The frontier: what was tried of which nothing was both cheaper and nearer to dense."
@@ -120,10 +121,8 @@ def _figures(outcomes: Sequence[Outcome], search: Search) -> list[str]:
 
 def _setting(trial: Trial) -> str:
     one = trial.candidate
-    parts = [f"{name}={value}" for name, value in one.parameters.items() if not isinstance(value, Mapping)]
-    if one.dense_layers:
-        parts.append(f"dense layers {', '.join(map(str, one.dense_layers))}")
-    return ", ".join(parts) or "defaults"
+    layers = f"dense layers {', '.join(map(str, one.dense_layers))}" if one.dense_layers else ""
+    return ", ".join(part for part in (told(one.parameters, "" if layers else DEFAULTS), layers) if part)
 
 
 def _times(trial: Trial) -> str:

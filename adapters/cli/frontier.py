@@ -15,7 +15,7 @@ from ..demo.seeds import TABLES
 from ..session.session import TAIL
 from . import render
 from .group import CommandError
-from .searched import fixed_parameters, with_clusters
+from .searched import chosen, fixed_parameters, with_clusters
 from .shared_options import Device, Dtype, Methods, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 TOKENS = {"cpu": (4096,), "cuda": (32768,)}
 """Lengths unless told otherwise."""
-DENSE = "dense"
 
 
 def register(app: typer.Typer) -> None:
@@ -77,7 +76,7 @@ def frontier(
 
     files = Files(plot=plot, markdown=markdown, json=json)
     registry = default_registry()
-    methods = [registry.get(name) for name in dict.fromkeys(method or registry.methods()) if name != DENSE or method]
+    methods = chosen(registry, method)
     fixed = fixed_parameters(methods, settings or (), model)
     place = Place.of(device, dtype.value, threads)
     lengths = sorted(set(tokens or TOKENS["cpu" if place.device.type == "cpu" else "cuda"]))

@@ -13,7 +13,8 @@ from ..bench import facts
 from ..calibration.frontier import Point, frontier
 from . import render
 from .bench_options import Files
-from .bench_plot import GRID, INK, MARKS
+from .bench_plot import MARKS, dress
+from .describe import told
 
 if TYPE_CHECKING:
     from .setup import Place
@@ -104,12 +105,7 @@ def draw(group: Sequence[Point], path: Path) -> None:
     timed = all(one.time is not None for one in done)
     labels = [(axes[0], "KL(dense || sparse), nats")] + ([(axes[1], "answers")] if asked else [])
     for axis, up in labels:
-        axis.set_xlabel("speed-up of attention" if timed else "1 / density", fontsize=9, color=INK)
-        axis.set_title(up, fontsize=10, color=INK)
-        axis.tick_params(labelsize=8, colors=INK)
-        axis.grid(True, color=GRID, linewidth=0.6)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+        dress(axis, up, "speed-up of attention" if timed else "1 / density")
     axes[0].set_yscale("log")
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", fontsize=8, frameon=False)
@@ -131,7 +127,7 @@ def _remarks(group: Sequence[Point]) -> list[str]:
         )
     reasons = dict.fromkeys((one.candidate.name, one.untimed) for one in group if one.untimed)
     made += [f"{name}: attention alone is not timed: {reason}" for name, reason in reasons]
-    made += [f"{name} has {_told(shared)} in all rows" for name, shared in _common(group).items() if shared]
+    made += [f"{name} has {told(shared)} in all rows" for name, shared in _common(group).items() if shared]
     return made + [f"{one.candidate.name} ({_setting(one)}) failed: {one.error}" for one in group if one.error]
 
 
@@ -149,10 +145,10 @@ def _row(point: Point, common: Mapping[str, Any], best: bool) -> tuple[str, ...]
     own = {name: value for name, value in point.candidate.parameters.items() if name not in common}
     name, one, near, time = point.candidate.name, point.summary, point.summary.divergence, point.time
     if point.error:
-        return (name, _told(own), "failed", *[""] * (len(COLUMNS) - 3))
+        return (name, told(own), "failed", *[""] * (len(COLUMNS) - 3))
     prefill = point.prefill_speedup
     return (
-        *(name, _told(own), f"{one.answers[0]} / {one.answers[1]}" if one.answers[1] else ""),
+        *(name, told(own), f"{one.answers[0]} / {one.answers[1]}" if one.answers[1] else ""),
         *(("", "") if near is None else (f"{near.kl:.5f}", f"{near.worst:.4f}")),
         *(f"{one.recall:.1%}", f"{_least(point):.1%}", f"{one.density:.1%}"),
         *(
@@ -174,12 +170,7 @@ def _share(point: Point) -> float:
 
 
 def _setting(point: Point) -> str:
-    return _told(point.candidate.parameters)
-
-
-def _told(parameters: Mapping[str, Any]) -> str:
-    parts = [f"{name}={value}" for name, value in parameters.items() if not isinstance(value, Mapping)]
-    return ", ".join(parts) or "defaults"
+    return told(point.candidate.parameters)
 
 
 def _common(group: Sequence[Point]) -> dict[str, dict[str, Any]]:

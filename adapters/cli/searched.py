@@ -1,4 +1,4 @@
-"""What commands that try many settings share: the parameters that all settings have, and the clusters of heads."""
+"""What commands that try many settings share: the methods, the parameters of all settings, the clusters of heads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from sparseprefill.errors import SparsePrefillError
 
 from .group import CommandError
+from .options import DENSE
 
 if TYPE_CHECKING:
     from sparseprefill.method import Method
     from sparseprefill.profiles.identity import ModelIdentity
+    from sparseprefill.registry import Registry
 
     from ..evaluation.prompts import Prompt
     from .progress import Bars
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 SHARING = "share-prefill"
 SAMPLED = 4096
 """Tokens of the prompts that heads are clustered on, at most."""
+
+
+def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
+    """The methods that are named; without names every one but `dense`, which computes what the model itself does."""
+    return [registry.get(name) for name in dict.fromkeys(names or registry.methods()) if names or name != DENSE]
 
 
 def fixed_parameters(methods: Sequence[Method], given: Sequence[str], model: str | None) -> dict[str, dict[str, Any]]:

@@ -30,7 +30,7 @@ from .test_cli import refused
 
 STREAMING = sp.default_registry().get("streaming")
 SMALL = ("--tokens", "1024", "--questions", "1", "--device", "cpu", "--threads", "1", "--rounds", "1")
-TRIED = ("--method", "streaming", "--set", "streaming.sink=16", "--try", "streaming.window=16,64")
+TRIED = ("--method", "streaming", "--set", "streaming.sink=16", "--try", "streaming.window=16,512")
 QUICK = Clock(torch.device("cpu"), 1, 0.01)
 
 pytestmark = pytest.mark.usefixtures("_one_tokenizer")
@@ -129,9 +129,9 @@ def test_the_command_on_the_embedded_model(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     facts = json.loads(files[0].read_text())
     narrow, wide = facts["points"]
-    assert [{"sink": 16, "window": 16}, {"sink": 16, "window": 64}] == [one["parameters"] for one in (narrow, wide)]
-    assert 0 < narrow["density"] <= wide["density"] <= 1
-    assert 0 < narrow["recall"] <= wide["recall"] <= 1
+    assert [{"sink": 16, "window": 16}, {"sink": 16, "window": 512}] == [one["parameters"] for one in (narrow, wide)]
+    assert 0 < narrow["density"] < wide["density"] <= 1
+    assert 0 < narrow["recall"] < wide["recall"] <= 1
     assert narrow["asked"] == wide["asked"] > 0
     assert all(0 < one["attention"]["estimate"] < one["attention"]["seconds"] for one in (narrow, wide))
     assert "embedded" == facts["model"]
@@ -140,7 +140,7 @@ def test_the_command_on_the_embedded_model(tmp_path: Path) -> None:
     assert "| streaming | window=16 |" in text
     assert "streaming has sink=16 in all rows" in text
     assert files[2].read_bytes().startswith(b"\x89PNG")
-    assert "window=64" in result.stdout
+    assert "window=512" in result.stdout
 
 
 def test_a_model_of_the_users_own_at_its_defaults(folder: Path) -> None:
@@ -167,14 +167,14 @@ def test_a_method_that_fails_ends_with_1_and_the_others_are_shown(monkeypatch: p
     assert 1 == result.exit_code
     text = " ".join(result.stdout.split())
     assert "streaming (sink=16, window=16) failed: no room" in text
-    assert "window=64" in text
+    assert "window=512" in text
 
 
 def test_ctrl_c_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     read = points.Reader.read
 
     def stopping(self: Any, candidate: Candidate) -> Point:
-        if candidate.parameters["window"] == 64:
+        if candidate.parameters["window"] == 512:
             raise KeyboardInterrupt
         return read(self, candidate)
 

@@ -15,6 +15,7 @@ from sparseprefill.call import check_call
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.reference import REFERENCE
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.parts.workspace import TILE, default_workspace
 from sparseprefill.plan import Kernel, Plan, Result, check_plan
 from sparseprefill.softmax import SoftmaxState
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 KERNELS = (Kernel("cpu"),)
 GATHERED = 4 << 20
 """Bytes of keys that are gathered at once, about; as many of values."""
-COLUMNS = 1 << 22
+COLUMNS = 1 << 20
 """Single keys that are collected before they are computed, about."""
 ALIKE = 0.9
 """Query tiles are computed together if the shortest of their lists has this part of the longest one's entries."""
@@ -44,15 +45,22 @@ class CpuExecutor:
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Why this executor cannot run the call, or None."""
-        return None if call.q.device.type == "cpu" else f"q is on {call.q.device}; it must be on the CPU"
+        return (
+            None
+            if call.q.device.type == "cpu"
+            else f"q is on {call.q.device}; move q, k and v to the CPU, or use AutoExecutor"
+        )
 
     def workspace(self, call: AttentionCall) -> int:
-        """Queries, keys and output in full precision, and what is gathered and computed at once."""
+        """Queries, keys and output in full precision, maps and lists, and what is gathered and computed at once."""
         heads, rows = call.q.shape[0] * call.q.shape[1], call.q.numel() // call.q.shape[-1]
         size, width = max(4, call.q.element_size()), call.q.shape[-1] + call.value_dim
         keys = call.kv_len * width * size
-        held = (3 * rows + heads * call.kv_len) * (width + 2) * size
-        return held + 4 * min(max(GATHERED, keys), rows * keys)
+        held = (3 * rows + heads * call.kv_len) * (width + 2) * size + default_workspace(call, per_pair=64)
+        columns = call.geometry.tile_rows(TILE) * call.kv_len  # of one head, if stripes select every key
+        held += 64 * (columns + min(COLUMNS, heads * columns))
+        logits = 1 + 2 * TILE // call.q.shape[-1]  # of a tile's rows, beside each gathered key
+        return held + (2 + logits) * min(max(GATHERED, keys), rows * keys)
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The carry, if any, merged with attention over the plan's mask; unnormalised."""
@@ -197,6 +205,11 @@ class _Row:
         return cls(q, k, v, mask, *at, tiles, stripes, group, call.softcap, most)
 
     @property
+    def share(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[0] // self.k.shape[0]
+
+    @property
     def fused(self) -> bool:
         """Whether PyTorch's fused kernel gives all that is wanted."""
         return self.softcap is None and not self.most and self.v.shape[-1] == self.q.shape[-1]
@@ -215,11 +228,11 @@ class _Row:
         """Whether the tiles hold every key in reach, of a call without a window."""
         if self.mask.geometry.window is not None:
             return False
-        last = self._tile_starts() + self.mask.tile_q - 1
+        last = self.tile_starts() + self.mask.tile_q - 1
         reach = torch.arange(self.tiles.shape[2]) * self.mask.tile_k <= last[:, None]
         return bool((self.tiles | ~reach).all())
 
-    def _tile_starts(self) -> Tensor:
+    def tile_starts(self) -> Tensor:
         """int64 [R]: position of the first row of each query tile."""
         return (self.start + torch.arange(self.tiles.shape[1])) * self.mask.tile_q
 
@@ -327,7 +340,7 @@ class _States:
     def add_stripes(self, stripes: IndexLists) -> None:
         """Single columns, those apart that only some rows of a query tile may see."""
         whole, partial = _Columns(self), _Columns(self)
-        starts, tile_q = self.row._tile_starts(), self.row.mask.tile_q
+        starts, tile_q = self.row.tile_starts(), self.row.mask.tile_q
         for head in range(self.row.tiles.shape[0]):
             entry, position = self._columns_of(stripes, head)
             apart = starts[:, None] - position  # of a tile's first row from a key
@@ -360,7 +373,7 @@ class _States:
         Rows of a tile that come before a key, or after its window, do not see it.
         """
         columns, tile_q = self.row.tiles.shape[2] * self.row.mask.tile_k, self.row.mask.tile_q
-        starts = self.row._tile_starts()[items % self.row.tiles.shape[1]]
+        starts = self.row.tile_starts()[items % self.row.tiles.shape[1]]
         apart = starts.repeat_interleave(counts) - position
         exact = bool((apart < 0).any()) or (self._window is not None and bool((apart + tile_q > self._window).any()))
         index = kv_head * columns + position
@@ -408,11 +421,11 @@ class _States:
 
     def kv_head(self, head: Tensor) -> Tensor:
         """Of query heads."""
-        return head // (self.row.q.shape[0] // self.row.k.shape[0])
+        return head // self.row.share
 
     def _distance(self) -> Tensor:
         """int64 [R, C]: from the first key of a tile to its first row."""
-        return self.row._tile_starts()[:, None] - torch.arange(self.row.tiles.shape[2]) * self.row.mask.tile_k
+        return self.row.tile_starts()[:, None] - torch.arange(self.row.tiles.shape[2]) * self.row.mask.tile_k
 
     def _reachable(self, distance: Tensor) -> Tensor:
         near = distance > -self.row.mask.tile_q
@@ -455,7 +468,7 @@ class _Columns:
         self._counts.append(counts)
         self._items.append(head * counts.numel() + torch.arange(counts.numel()))
         self._positions.append(found)
-        self._heads.append(torch.full_like(found, int(self._states.kv_head(torch.tensor(head)))))
+        self._heads.append(torch.full_like(found, head // self._states.row.share))
         self._held += found.numel()
         if self._held > COLUMNS:
             self.flush()
