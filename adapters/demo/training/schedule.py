@@ -10,7 +10,7 @@ from .plan import Family, Stage
 PATIENCE = 2.0
 """How many times its share of what is left a stage may take while its answers are not right."""
 
-LEAST, MOST = 0.25, 0.6
+LEAST, MOST = 0.5, 0.6
 """A stage takes this part of its share at least, and this part of what is left of the run at most."""
 
 ENOUGH = 256
