@@ -11,11 +11,11 @@ import typer
 from sparseprefill.method import Method
 from sparseprefill.registry import default_registry
 
-from ..demo.seeds import TABLES
+from ..demo.seeds import TABLES, TUNING
 from ..session.session import TAIL
 from . import render
 from .group import CommandError
-from .searched import chosen, fixed_parameters, with_clusters
+from .searched import SAMPLED, chosen, fixed_parameters, with_clusters
 from .shared_options import Device, Dtype, Methods, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 TOKENS = {"cpu": (4096,), "cuda": (32768,)}
 """Lengths unless told otherwise."""
+CLUSTERED = 4
+"""Texts that heads are clustered on."""
 
 
 def register(app: typer.Typer) -> None:
@@ -72,7 +74,7 @@ def frontier(
     from . import frontier_results
     from .bench_options import Files
     from .progress import bars
-    from .setup import GREEDY, Place, exams_of
+    from .setup import GREEDY, Place, exams_of, model_of
 
     files = Files(plot=plot, markdown=markdown, json=json)
     registry = default_registry()
@@ -85,10 +87,12 @@ def frontier(
     found: list[Point] = []
     stopped = False
     with place.threaded(), bars(1) as shown:
-        readings, identity = exams_of(model, lengths, texts, questions, seed, tail, place, sizes)
-        methods, left_out = with_clusters(
-            methods, fixed, readings[lengths[0]].model, identity, readings[lengths[0]].prompts, shown
-        )
+        loaded, tokenizer, identity = model_of(model, max(lengths), place)
+        readings = exams_of(loaded, tokenizer, identity, lengths, texts, questions, seed, tail, sizes)
+        # Heads are clustered on other texts than those of the table.
+        others = exams_of(loaded, tokenizer, identity, [min(SAMPLED, lengths[0])], CLUSTERED, 1, TUNING, tail)
+        prompts = next(iter(others.values())).prompts
+        methods, left_out = with_clusters(methods, fixed, loaded, identity, prompts, shown)
         candidates = _candidates(methods, fixed, settings or (), tried or (), most, suited=model is None)
         shown.expect(len(lengths) * len(candidates))
         try:

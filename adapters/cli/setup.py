@@ -113,22 +113,20 @@ def positions(config: Any) -> int | None:
 
 
 def exams_of(
-    model: str | None,
+    found: Any,
+    tokenizer: Any,
+    known: ModelIdentity,
     lengths: Sequence[int],
     texts: int,
     questions: int,
     seed: int,
     tail: int,
-    place: Place,
     sizes: Sizes | None = None,
-) -> tuple[dict[int, ModelReadings], ModelIdentity]:
-    """A model that reads the tasks of every length, and its identity.
+) -> dict[int, ModelReadings]:
+    """A model of `model_of` that reads the tasks of every length.
 
-    model: folder or name of a transformers model, None for the embedded one. tail: as of `attach`. sizes: what else is
-    looked at of each text. Raises CommandError for what the model cannot do, AttachError for a model that no method can
-    be attached to.
+    tail: as of `attach`. sizes: what else is looked at of each text. CommandError where the questions do not fit.
     """
-    found, tokenizer, known = model_of(model, max(lengths), place)
     from ..demo.measure import LITTLE, exam_readings
 
     made = {}
@@ -137,11 +135,15 @@ def exams_of(
             made[tokens] = exam_readings(found, tokenizer, known, tokens, texts, questions, seed, tail, sizes or LITTLE)
         except ValueError as error:
             raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
-    return made, known
+    return made
 
 
 def model_of(model: str | None, tokens: int, place: Place) -> tuple[Any, Any, ModelIdentity]:
-    """A model that reads so many tokens, its tokenizer and its identity; errors as those of `exams_of`."""
+    """A model that reads so many tokens, its tokenizer and its identity.
+
+    model: folder or name of a transformers model, None for the embedded one. Raises CommandError for what the model
+    cannot do, AttachError for a model that no method can be attached to.
+    """
     found, tokenizer = _load(place) if model is None else _load_other(place, model)
     from ..huggingface.identity import identity
     from ..huggingface.inspection import find_decoder

@@ -79,7 +79,7 @@ def tune(
     from ..calibration.target import Target
     from . import fitted
     from .progress import bars
-    from .setup import Place, exams_of
+    from .setup import Place, exams_of, model_of
 
     found = default_registry().get(method)
     path = Path(f"{method}.profile.json") if output is None else output
@@ -90,7 +90,8 @@ def tune(
     cost = by.of(place)
     target = Target(loss=loss)
     with bars(len(lengths)) as shown, place.threaded():
-        exams, identity = exams_of(model, lengths, texts, questions, seed, tail, place)
+        loaded, tokenizer, identity = model_of(model, max(lengths), place)
+        exams = exams_of(loaded, tokenizer, identity, lengths, texts, questions, seed, tail)
         searches = []
         for length in lengths:
             readings = exams[length]

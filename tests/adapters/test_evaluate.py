@@ -240,7 +240,6 @@ def test_nothing_is_printed(random_model: Any, embedded_tokenizer: Any, capfd: p
         ({"limit": 0}, "limit is 0: pass an integer >= 1"),
         ({"batch_size": True}, "batch_size is True"),
         ({"chat_template": True}, "the tokenizer has no chat template"),
-        ({"tasks": ["ruler_vt"], "lengths": [1024]}, "ruler_vt needs"),
         ({"tasks": ["ruler_cwe"], "lengths": [4096]}, "ruler_cwe finds no room for its text in 4,096 tokens"),
     ],
 )
@@ -248,6 +247,14 @@ def test_refused(random_model: Any, embedded_tokenizer: Any, arguments: dict[str
     given = {"tasks": ["niah_single_1"], "lengths": [1024], "limit": 1, **arguments}
     with pytest.raises(ParameterError, match=words):
         next(harness.evaluate(random_model, embedded_tokenizer, contenders=[STREAMING], **given))
+
+
+def test_chains_longer_than_the_text_are_refused(
+    random_model: Any, embedded_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "CHAINS_EXAMPLE", 1000)
+    with pytest.raises(ParameterError, match=r"ruler_vt needs 1,\d\d\d tokens with this tokenizer, not 1,024"):
+        next(harness.evaluate(random_model, embedded_tokenizer, ["ruler_vt"], [1024], [STREAMING], limit=1))
 
 
 def test_a_task_that_needs_a_network(random_model: Any, embedded_tokenizer: Any, network: list[Any]) -> None:
