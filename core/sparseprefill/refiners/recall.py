@@ -1,0 +1,249 @@
+"""A floor under the attention mass that a plan keeps, measured on sampled query rows before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+
+from sparseprefill.errors import ParameterError
+from sparseprefill.mask.count import Lists
+from sparseprefill.mask.geometry import reachable_map
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.refiners.priority import descending, highest
+from sparseprefill.refiners.stretches import Stretches
+from sparseprefill.stages import HeadScope
+from sparseprefill.statistics.by_tile import row_mass
+from sparseprefill.validate import maybe, number, one_of, whole
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.memory import Memory
+    from sparseprefill.plan import Plan
+
+MOST_ROWS = 1 << 16
+"""The most rows of a sample."""
+SLACK = 2.0**-18
+"""A row that misses the target by less, which rounding of float32 sums may do, does not count as left below it."""
+
+
+@frozen(eq=False)
+class SampledRecall:
+    """What a floor saw, row by row, in the notes as ``recall_sample``.
+
+    rows: int64 ``[B, n]``, index of the sampled query rows. real: bool ``[B, n]``, which of them exist. before, after:
+    ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now.
+    """
+
+    rows: Tensor
+    real: Tensor
+    before: Tensor
+    after: Tensor
+
+
+@frozen(kw_only=True)
+class RecallFloor:
+    """Each sampled query row keeps at least `target` of its attention mass, whatever the estimator chose.
+
+    The query tiles of a call are dealt to `rows` stretches of about equally many; where there are fewer tiles, each is
+    a stretch. The last row of each stretch is sampled, and so the call's last row always is: its attention over all
+    keys is worked out once, and what the plan keeps of it, the carry included. Where that is less than the target, the
+    key tiles that hold most of what is lost are chosen, the largest first, until it is reached, and its own tile.
+
+    speaks_for: who gets what a sampled row has chosen. "stretch": all query tiles of its stretch, both the very same
+    key tiles and those at the same distance from the diagonal, as nobody knows which of the two made them matter.
+    "neighbours": those of the next stretch too, so that each query tile hears the rows before and behind it.
+    "tile": the query tile alone that holds the row.
+    target: from 0 to 1; 1 gives whoever hears of a row every key. rows: query rows to sample in a call, or in each `span`.
+    span: tokens, a multiple of the plan's query tile, that are treated as if they were a call of their own; cuts at its
+    multiples then change nothing, which makes it the floor's grain. None: the call as a whole, which has no grain.
+    dense_from: a head to which something must be added, and which would then hold more than this share of the key tiles
+    in reach (of the call, or in a span), gets all of them: sparse attention pays no longer. 1 turns that off.
+    ceiling: no query tile gets a tile by which it would hold more than this share of the keys of its key tiles in reach
+    (rounded down to whole tiles; a stripe counts one key, even in a tile that is kept), not even to reach the target;
+    what the plan holds already stays, and no head runs dense for `dense_from`. None: there is none.
+
+    Notes, all on the device: ``recall_before`` and ``recall_after`` ``[B, Hq]``, mean over the sampled rows of a head
+    (NaN where it has none, or where queries or keys are NaN); ``recall_dense`` and ``recall_capped``, bool ``[B, Hq]``,
+    heads that run dense somewhere, and heads of which the ceiling left a row below the target; ``recall_sample``, a
+    `SampledRecall`.
+
+    Source: none of the papers; for the sampled rows, SampleAttention's stage 1 (arXiv 2406.15486).
+    """
+
+    target: float = field(default=0.95, validator=number(0.0, 1.0))
+    rows: int = field(default=64, validator=whole(1, MOST_ROWS))
+    span: int | None = field(default=None, validator=maybe(whole()))
+    speaks_for: str = field(default="neighbours", validator=one_of("neighbours", "stretch", "tile"))
+    dense_from: float = field(default=0.5, validator=number(0.0, 1.0))
+    ceiling: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
+    head_scope: ClassVar[HeadScope] = "head"
+
+    @property
+    def grain(self) -> int | None:
+        """See above."""
+        return self.span
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Maps of tiles, and of each sampled row its mass by tile and the keys of the plan's stripes."""
+        geometry = call.geometry
+        samples = self.rows if self.span is None else self.rows * geometry.tile_rows(self.span)
+        each = geometry.kv_len + 40 * geometry.tile_columns(128)
+        return default_workspace(call) + geometry.batch * geometry.heads * min(samples, geometry.q_len) * each
+
+    def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        """Adds the tiles that hold most of what sampled rows lose."""
+        geometry, grid = call.geometry, plan.common_grid()
+        if self.span is not None and self.span % grid[0]:
+            remedy = f"pass a multiple of {grid[0]}, the tokens of the plan's query tiles"
+            raise ParameterError(f"RecallFloor.span is {self.span}: {remedy}")
+        masks = (plan.mask,) if plan.carry is None else (plan.mask, plan.carry.region)
+        at = Stretches.deal(geometry, grid[0], self.rows, self.span)
+        have = reduce(or_, [mask.tiles_on(*grid) for mask in masks if mask.has_tiles], _none(geometry, grid))
+        reach = reachable_map(geometry, *grid)[:, None] & at.inhabited[:, None, :, None]
+        have, free = have & reach, ~have & reach
+        mass = row_mass(call, at.rows, at.real, grid[1], _stripes_at(masks, at))
+        held = at.at_samples(have)
+        lost = torch.where(held, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
+        before = torch.where(held, mass.tiles, mass.kept).sum(-1)
+        chosen = self._chosen(lost, before, at.real[:, None], _own_tiles(at, grid, have.shape[-1]))
+        if self.ceiling is None:
+            added = self._spread(chosen, at, grid) & free
+            dense = self._dense(added, have, reach, at)
+            added = torch.where(at.at_tiles(dense[..., None]), free, added)
+        else:
+            scores = self._spread(torch.where(chosen, lost.to(torch.float32), -1.0), at, grid)
+            added = highest(scores, free & (scores >= 0.0), _room(masks, self.ceiling, have, reach, grid))
+            dense = torch.zeros_like(before, dtype=torch.bool)
+        after = before + (lost * at.at_samples(added)).sum(-1)
+        widened = plan.widen(SparseMask.from_rules(call, grid, keep=added))
+        return evolve(widened, notes={**plan.notes, **self._notes(at, before, after, dense)})
+
+    def _chosen(self, lost: Tensor, before: Tensor, real: Tensor, own: Tensor) -> Tensor:
+        """bool ``[B, Hq, n, C]``: the tiles that each sampled row needs, its own among them if it needs any."""
+        need = torch.where(real, self.target - before, 0.0)[..., None]
+        if self.target >= 1:
+            return real[..., None].expand_as(lost)
+        values, order = descending(lost, lost > 0)
+        values = values.clamp(min=0.0)
+        enough = (values.cumsum(-1) - values < need) & (values > 0)
+        chosen = torch.zeros_like(enough).scatter_(-1, order, enough)
+        return chosen | (own & chosen.any(-1, keepdim=True))
+
+    def _spread(self, chosen: Tensor, at: Stretches, grid: tuple[int, int]) -> Tensor:
+        """What sampled rows choose, ``[B, Hq, n, C]``, given to the query tiles that they speak for, ``[B, Hq, R, C]``.
+
+        Bool, or scores, of which a tile that is not chosen has -1.
+        """
+        nothing = torch.full(
+            (), False if chosen.dtype == torch.bool else -1.0, dtype=chosen.dtype, device=chosen.device
+        )
+        tile = torch.arange(at.of.shape[1], device=chosen.device)
+        if self.speaks_for == "tile":
+            own = (torch.gather(at.own, 1, at.of) == tile)[:, None, :, None]
+            return torch.where(own, at.at_tiles(chosen), nothing)
+        spread = _heard(chosen, nothing, at, at.of, grid)
+        if self.speaks_for == "stretch":
+            return spread
+        before = _heard(chosen, nothing, at, (at.of - 1).clamp(min=0), grid)
+        return torch.where((at.of % at.each > 0)[:, None, :, None], torch.maximum(spread, before), spread)
+
+    def _dense(self, added: Tensor, have: Tensor, reach: Tensor, at: Stretches) -> Tensor:
+        """bool ``[B, Hq, n]``: stretches of heads that get every tile; all stretches of a span alike."""
+        span = torch.div(at.of, at.each, rounding_mode="floor")[:, None].expand(-1, added.shape[1], -1)
+        spans = at.rows.shape[1] // at.each
+
+        def of_span(x: Tensor) -> Tensor:
+            total = torch.zeros(*added.shape[:2], spans, dtype=torch.int64, device=added.device)
+            return total.scatter_add_(2, span, x.sum(-1).expand(-1, added.shape[1], -1))
+
+        new, held, all_ = of_span(added), of_span(have), of_span(reach)
+        dense = (new > 0) & ((new + held).double() > self.dense_from * all_.double())
+        return dense.repeat_interleave(at.each, dim=2)
+
+    def _notes(self, at: Stretches, before: Tensor, after: Tensor, dense: Tensor) -> dict[str, Any]:
+        real = at.real[:, None].expand_as(before)
+        short = (after < self.target - SLACK) & real
+        return {
+            "recall_before": _mean(before, real),
+            "recall_after": _mean(after, real),
+            "recall_dense": (dense & real).any(-1),
+            "recall_capped": short.any(-1) if self.ceiling is not None else torch.zeros_like(short[..., 0]),
+            "recall_sample": SampledRecall(at.rows, at.real, before, after),
+        }
+
+
+def _mean(x: Tensor, real: Tensor) -> Tensor:
+    """Over the rows that exist; NaN where none does."""
+    mean: Tensor = torch.where(real, x, 0.0).sum(-1) / real.sum(-1)
+    return mean
+
+
+def _heard(chosen: Tensor, nothing: Tensor, at: Stretches, sample: Tensor, grid: tuple[int, int]) -> Tensor:
+    """What each query tile gets of one sample, int64 ``[B, R]``: its key tiles, and those as far from the diagonal."""
+    picked = at.picked(chosen, sample)
+    tile = torch.arange(sample.shape[1], device=chosen.device)
+    column = torch.arange(chosen.shape[-1], device=chosen.device)
+    tokens = (torch.gather(at.own, 1, sample) - tile) * grid[0]
+    heard = picked
+    for rounding in (0, grid[1] - 1) if grid[0] % grid[1] else (0,):
+        moved = column + torch.div(tokens + rounding, grid[1], rounding_mode="floor")[..., None]
+        known = (moved >= 0) & (moved < chosen.shape[-1])
+        index = moved.clamp(0, chosen.shape[-1] - 1)[:, None].expand_as(picked)
+        heard = torch.maximum(heard, torch.where(known[:, None], torch.gather(picked, 3, index), nothing))
+    return heard
+
+
+def _none(geometry: Geometry, grid: tuple[int, int]) -> Tensor:
+    shape = (geometry.batch, geometry.heads, geometry.tile_rows(grid[0]), geometry.tile_columns(grid[1]))
+    return torch.zeros((), dtype=torch.bool, device=geometry.device).expand(shape)
+
+
+def _own_tiles(at: Stretches, grid: tuple[int, int], columns: int) -> Tensor:
+    """bool ``[B, 1, n, C]``: the key tile that holds each sampled row's own token."""
+    own = torch.div(at.position, grid[1], rounding_mode="floor")[..., None]
+    return (own == torch.arange(columns, device=own.device))[:, None]
+
+
+def _stripes_at(masks: Sequence[SparseMask], at: Stretches) -> Tensor | None:
+    """bool ``[B, Hq, n, Nkv]``: the stripes of the sampled rows; None where no mask has any."""
+    found = []
+    for mask in masks:
+        if mask.stripes is None:
+            continue
+        geometry, stripes = mask.geometry, mask.stripes
+        index = (
+            torch.div(at.position, mask.group_rows, rounding_mode="floor")
+            - geometry.first_tile(mask.group_rows)[:, None]
+        )
+        index = index.clamp(0, stripes.shape[2] - 1)[:, None].expand(-1, geometry.heads, -1)
+        counts, offsets = (torch.gather(x, 2, index) for x in (stripes.counts, stripes.offsets))
+        found.append(IndexLists(counts, offsets, stripes.indices).to_map(geometry.kv_len))
+    return reduce(or_, found) if found else None
+
+
+def _room(masks: Sequence[SparseMask], ceiling: float, have: Tensor, reach: Tensor, grid: tuple[int, int]) -> Tensor:
+    """int64 ``[B, Hq, R]``: key tiles that each query tile may still take."""
+    geometry, (tile_q, tile_k) = masks[0].geometry, grid
+    most = torch.floor(reach.sum(-1).double() * ceiling).to(torch.int64)
+    keys = have.sum(-1) * tile_k
+    tile = geometry.tiles(tile_q)
+    behind = (tile + 1) * tile_q
+    for mask in masks:
+        if mask.stripes is None:
+            continue
+        group = torch.div(tile * tile_q, mask.group_rows, rounding_mode="floor")
+        lists = Lists.of(mask.stripes, slice(None), geometry.kv_len)
+        lists = lists.of_rows(group - geometry.first_tile(mask.group_rows)[:, None])
+        keys = keys + lists.below(behind[:, None])
+        if geometry.window is not None:
+            keys = keys - lists.below((tile * tile_q - geometry.window + 1)[:, None])
+    return (most - torch.div(keys + tile_k - 1, tile_k, rounding_mode="floor")).clamp(min=0)
