@@ -39,6 +39,7 @@ from sparseprefill.plan import Carry, Plan, Result
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
 from sparseprefill.refiners.heads import GqaUnion
+from sparseprefill.refiners.recall import RecallFloor
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.refiners.union import UnionEstimator
@@ -82,6 +83,7 @@ __all__ = [
     "PriorityScores",
     "Profile",
     "RandomRescue",
+    "RecallFloor",
     "ReferenceExecutor",
     "Registry",
     "Result",

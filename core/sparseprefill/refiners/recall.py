@@ -62,11 +62,13 @@ class RecallFloor:
     key tiles and those at the same distance from the diagonal, as nobody knows which of the two made them matter.
     "neighbours": those of the next stretch too, so that each query tile hears the rows before and behind it.
     "tile": the query tile alone that holds the row.
-    target: from 0 to 1; 1 gives whoever hears of a row every key. rows: query rows to sample in a call, or in each `span`.
+    target: from 0 to 1; 1 gives whoever hears of a row every key. rows: query rows to sample in a call, or in each
+    `span`.
     span: tokens, a multiple of the plan's query tile, that are treated as if they were a call of their own; cuts at its
     multiples then change nothing, which makes it the floor's grain. None: the call as a whole, which has no grain.
-    dense_from: a head to which something must be added, and which would then hold more than this share of the key tiles
-    in reach (of the call, or in a span), gets all of them: sparse attention pays no longer. 1 turns that off.
+    dense_from: a head whose plan holds no more than this share of the key tiles in reach (of the call, or in a span),
+    and which would need more, gets all of them. A head whose estimator chose more by itself just gets what is missing.
+    1 turns that off.
     ceiling: no query tile gets a tile by which it would hold more than this share of the keys of its key tiles in reach
     (rounded down to whole tiles; a stripe counts one key, even in a tile that is kept), not even to reach the target;
     what the plan holds already stays, and no head runs dense for `dense_from`. None: there is none.
@@ -120,7 +122,7 @@ class RecallFloor:
             dense = self._dense(added, have, reach, at)
             added = torch.where(at.at_tiles(dense[..., None]), free, added)
         else:
-            scores = self._spread(torch.where(chosen, lost.to(torch.float32), -1.0), at, grid)
+            scores = self._spread(torch.where(chosen, lost, -1.0), at, grid)
             added = highest(scores, free & (scores >= 0.0), _room(masks, self.ceiling, have, reach, grid))
             dense = torch.zeros_like(before, dtype=torch.bool)
         after = before + (lost * at.at_samples(added)).sum(-1)
@@ -129,9 +131,9 @@ class RecallFloor:
 
     def _chosen(self, lost: Tensor, before: Tensor, real: Tensor, own: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the tiles that each sampled row needs, its own among them if it needs any."""
-        need = torch.where(real, self.target - before, 0.0)[..., None]
         if self.target >= 1:
             return real[..., None].expand_as(lost)
+        need = torch.where(real, self.target - before, 0.0)[..., None]
         values, order = descending(lost, lost > 0)
         values = values.clamp(min=0.0)
         enough = (values.cumsum(-1) - values < need) & (values > 0)
@@ -143,9 +145,7 @@ class RecallFloor:
 
         Bool, or scores, of which a tile that is not chosen has -1.
         """
-        nothing = torch.full(
-            (), False if chosen.dtype == torch.bool else -1.0, dtype=chosen.dtype, device=chosen.device
-        )
+        nothing = chosen.new_full((), 0 if chosen.dtype == torch.bool else -1)
         tile = torch.arange(at.of.shape[1], device=chosen.device)
         if self.speaks_for == "tile":
             own = (torch.gather(at.own, 1, at.of) == tile)[:, None, :, None]
@@ -165,8 +165,8 @@ class RecallFloor:
             total = torch.zeros(*added.shape[:2], spans, dtype=torch.int64, device=added.device)
             return total.scatter_add_(2, span, x.sum(-1).expand(-1, added.shape[1], -1))
 
-        new, held, all_ = of_span(added), of_span(have), of_span(reach)
-        dense = (new > 0) & ((new + held).double() > self.dense_from * all_.double())
+        held, bound = of_span(have), self.dense_from * of_span(reach).double()
+        dense = (held <= bound) & (held + of_span(added) > bound)
         return dense.repeat_interleave(at.each, dim=2)
 
     def _notes(self, at: Stretches, before: Tensor, after: Tensor, dense: Tensor) -> dict[str, Any]:
