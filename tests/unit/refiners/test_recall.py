@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import sparseprefill as sp
 from helpers.build import int32, make
+from helpers.examples import part
 from helpers.plans import plans, refined, whole
 from oracles import recall_floor as oracle
 from sparseprefill.errors import ParameterError
@@ -63,11 +64,43 @@ class Plain:
         return sum(low <= key < x + self.q for key in mask.stripes.row(b, h, row).tolist())
 
 
+@part(6)
 @given(data=st.data(), call=CALLS, options=OPTIONS)
 def test_it_is_the_oracles_mask_and_recall(
     data: st.DataObject, call: sp.AttentionCall, options: dict[str, Any]
 ) -> None:
-    plan = data.draw(plans(call))
+    tiles = st.sampled_from([8, (8, 12), (12, 8), 16])
+    sparse = st.builds(lambda tile: sp.Plan(sp.SparseMask.empty(call, tile)), tiles)
+    plan = data.draw(plans(call) | sparse)
+    if options["span"] is not None:
+        options["span"] *= Plain(plan).q * 2
+    assert_oracles(call, plan, options)
+
+
+@pytest.mark.parametrize("tile", [(8, 12), (12, 8), (8, 16), (16, 8)])
+def test_samples_speak_along_the_diagonal_where_tiles_are_not_square(tile: tuple[int, int]) -> None:
+    call = make(200, heads=4, kv_heads=2, dtype=torch.float64)
+    plan = sp.Plan(sp.SparseMask.from_rules(call, tile, band=0))
+    for speaks_for in ("stretch", "neighbours"):
+        assert_oracles(call, plan, options(rows=4, target=0.3, speaks_for=speaks_for, dense_from=1.0))
+
+
+def test_a_ceiling_counts_the_stripes_in_a_window() -> None:
+    call = make(160, heads=4, kv_heads=2, window=70, dtype=torch.float64)
+    for seed in range(4):
+        keep = torch.rand(1, 4, 10, 160, generator=torch.Generator().manual_seed(seed)) < 0.2
+        plan = sp.Plan(sp.SparseMask.from_stripes(call, keep[:, :, :5], 2, 16))
+        assert_oracles(call, plan, options(rows=3, ceiling=0.7))
+
+
+def options(**given: Any) -> dict[str, Any]:
+    """The floor's defaults, changed."""
+    defaults = {"target": 0.95, "rows": 64, "span": None, "speaks_for": "neighbours", "dense_from": 0.5}
+    return {**defaults, "ceiling": None, **given}
+
+
+def assert_oracles(call: sp.AttentionCall, plan: sp.Plan, options: dict[str, Any]) -> None:
+    """The same mask and notes as the oracle's."""
     plain = Plain(plan)
     if options["span"] is not None:
         options["span"] *= plain.q * 2
