@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, field, fields, frozen
 from torch import Tensor
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.count import Lists
 from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.mask.lists import IndexLists
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan
 
+Recall = Union[float, Mapping[str, Any], "RecallFloor", None]
+"""How a floor may be asked for: its target; its options, as a table or a `RecallFloor`; None for no floor."""
 MOST_ROWS = 1 << 16
 """The most rows of a sample."""
 SLACK = 2.0**-18
@@ -179,6 +181,26 @@ class RecallFloor:
             "recall_capped": short.any(-1) if self.ceiling is not None else torch.zeros_like(short[..., 0]),
             "recall_sample": SampledRecall(at.rows, at.real, before, after),
         }
+
+
+def floor_of(given: object) -> RecallFloor | None:
+    """The floor that somebody asks for as `recall`; ParameterError for what is none."""
+    if given is None or isinstance(given, RecallFloor):
+        return given
+    if isinstance(given, Mapping):
+        known = [one.name for one in fields(RecallFloor)]
+        for name in given:
+            if name not in known:
+                raise ParameterError(f"recall has no option {printed(name)}{nearest(str(name), known)}")
+        try:
+            return RecallFloor(**given)
+        except ParameterError as error:
+            raise ParameterError(f"recall.{error}") from error
+    if isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= 1:
+        return RecallFloor(target=given)
+    raise ParameterError(
+        f"recall is {printed(given)}: pass a number from 0 to 1, a table of options, a RecallFloor, or None"
+    )
 
 
 def _mean(x: Tensor, real: Tensor) -> Tensor:
