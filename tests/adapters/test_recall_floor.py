@@ -80,14 +80,14 @@ def test_compare_and_fit_take_a_floor_for_every_method(folder: Path) -> None:
     assert 0.95 == facts["recall_floor"]
     assert {"sink": 16, "window": 16, "block": 16, "recall": 0.95} == facts["methods"][1]["parameters"]
     assert densities[0] < densities[1]
-    fit = ["fit", *own, "--kl", "9", "--recall-floor", "0.9", "--minutes", "1", "-o", "p.json"]
+    fit = ["fit", *own, "--kl", "9", "--recall-floor", "0.3", "--tail", "0", "--minutes", "1", "-o", "p.json"]
     result = CliRunner().invoke(app, fit)
     assert 0 == result.exit_code, result.output
     (only,) = Profile.load("p.json").ranges
     assert only.parameters is not None
-    assert 0.9 == only.parameters["recall"]
+    assert 0.3 == only.parameters["recall"]
     (one,) = sp.Route.of(sp.build(profile="p.json")).known
-    assert (FLOOR,) == one.refiners
+    assert (sp.RecallFloor(target=0.3),) == one.refiners
 
 
 def test_frontier_tries_several_floors(folder: Path) -> None:
