@@ -120,19 +120,19 @@ def _floor(
         before[n] = math.fsum(kept)
         chosen[n] = _chosen(lost[n], before[n], position // rule.tile_k, rule)
     here = [tile for tile in tiles if tile in inhabited]
-    added: dict[int, set[int]] = {}
-    total = have = new = 0
+    wanted: dict[tuple[int, int], float] = {}
+    total = have = keys = 0
     for tile in here:
         reach = _reach(call, rule, tile)
         mine = {j for j in reach if held(b, h, tile, j)}
         worth = _heard(tile, tiles, chosen, lost, samples, rule)
-        wanted = {j: x for j, x in worth.items() if j in reach and j not in mine}
-        if rule.ceiling is not None:
-            used = -(-(len(mine) * rule.tile_k + stripes(b, h, tile)) // rule.tile_k)
-            room = max(0, math.floor(len(reach) * rule.ceiling) - used)
-            wanted = dict(sorted(wanted.items(), key=lambda one: (-one[1], -one[0]))[:room])
-        added[tile] = set(wanted)
-        total, have, new = total + len(reach), have + len(mine), new + len(wanted)
+        wanted |= {(tile, j): x for j, x in worth.items() if j in reach and j not in mine}
+        total, have, keys = total + len(reach), have + len(mine), keys + stripes(b, h, tile)
+    if rule.ceiling is not None:
+        room = math.floor(total * rule.ceiling) - math.ceil((have * rule.tile_k + keys) / rule.tile_k)
+        wanted = {one: x for one, x in wanted.items() if sum(other >= x for other in wanted.values()) <= room}
+    added = {tile: {j for i, j in wanted if i == tile} for tile in here}
+    new = len(wanted)
     if rule.ceiling is None and have <= rule.dense_from * total < have + new:
         answer.dense.add((b, h))
         added = {tile: {j for j in _reach(call, rule, tile) if not held(b, h, tile, j)} for tile in here}

@@ -89,19 +89,12 @@ def test_a_full_mask_stays(
     torch.testing.assert_close(torch.ones_like(mean[real]), mean[real], atol=CLOSE, rtol=0)
 
 
-@given(
-    data=DATA,
-    call=CALLS,
-    targets=st.lists(TARGETS, min_size=2, max_size=4),
-    rows=ROWS,
-    speaks_for=SPEAKS,
-    ceiling=st.sampled_from([None, 0.3, 0.8]),
-)
+@given(data=DATA, call=CALLS, targets=st.lists(TARGETS, min_size=2, max_size=4), rows=ROWS, speaks_for=SPEAKS)
 def test_more_is_kept_for_a_higher_target(
-    data: st.DataObject, call: sp.AttentionCall, targets: list[float], rows: int, speaks_for: str, ceiling: float | None
+    data: st.DataObject, call: sp.AttentionCall, targets: list[float], rows: int, speaks_for: str
 ) -> None:
     plan = data.draw(plans(call))
-    floors = [sp.RecallFloor(target=x, rows=rows, speaks_for=speaks_for, ceiling=ceiling) for x in sorted(targets)]
+    floors = [sp.RecallFloor(target=x, rows=rows, speaks_for=speaks_for) for x in sorted(targets)]
     found = [refined(floor, call, plan) for floor in floors]
     for less, more in pairwise(found):
         assert not bool((whole(less) & ~whole(more)).any())

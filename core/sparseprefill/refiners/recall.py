@@ -17,7 +17,7 @@ from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.refiners.priority import descending, highest
+from sparseprefill.refiners.priority import descending
 from sparseprefill.refiners.stretches import Stretches
 from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.by_tile import row_mass
@@ -71,9 +71,10 @@ class RecallFloor:
     dense_from: a head whose plan holds no more than this share of the key tiles in reach (of the call, or in a span),
     and which would need more, gets all of them. A head whose estimator chose more by itself just gets what is missing.
     1 turns that off.
-    ceiling: no query tile gets a tile by which it would hold more than this share of the keys of its key tiles in reach
-    (rounded down to whole tiles; a stripe counts one key, even in a tile that is kept), not even to reach the target;
-    what the plan holds already stays, and no head runs dense for `dense_from`. None: there is none.
+    ceiling: no head gets a tile by which it would hold more than this share of the key tiles in reach (of the call, or
+    in a span), not even to reach the target; a stripe counts one key of a tile, even in one that is kept. Of all that
+    is missing the tiles go first that hold most of what a sampled row loses. What the plan holds already stays, and no
+    head runs dense for `dense_from`. None: there is none.
 
     Notes, all on the device: ``recall_before`` and ``recall_after`` ``[B, Hq]``, mean over the sampled rows of a head
     (NaN where it has none, or where queries or keys are NaN); ``recall_dense`` and ``recall_capped``, bool ``[B, Hq]``,
@@ -122,11 +123,11 @@ class RecallFloor:
         if self.ceiling is None:
             added = self._spread(chosen, at, grid) & free
             dense = self._dense(added, have, reach, at)
-            added = torch.where(at.at_tiles(dense[..., None]), free, added)
+            added = torch.where(at.to_tiles(dense)[..., None], free, added)
         else:
             scores = self._spread(torch.where(chosen, lost, -1.0), at, grid)
-            added = highest(scores, free & (scores >= 0.0), _room(masks, self.ceiling, have, reach, grid))
-            dense = torch.zeros_like(before, dtype=torch.bool)
+            added = _most_worth(scores, free & (scores >= 0.0), _room(masks, self.ceiling, have, reach, at, grid), at)
+            dense = torch.zeros_like(before[..., :1], dtype=torch.bool)
         after = before + (lost * at.at_samples(added)).sum(-1)
         widened = plan.widen(SparseMask.from_rules(call, grid, keep=added))
         return evolve(widened, notes={**plan.notes, **self._notes(at, before, after, dense)})
@@ -159,17 +160,9 @@ class RecallFloor:
         return torch.where((at.of % at.each > 0)[:, None, :, None], torch.maximum(spread, before), spread)
 
     def _dense(self, added: Tensor, have: Tensor, reach: Tensor, at: Stretches) -> Tensor:
-        """bool ``[B, Hq, n]``: stretches of heads that get every tile; all stretches of a span alike."""
-        span = torch.div(at.of, at.each, rounding_mode="floor")[:, None].expand(-1, added.shape[1], -1)
-        spans = at.rows.shape[1] // at.each
-
-        def of_span(x: Tensor) -> Tensor:
-            total = torch.zeros(*added.shape[:2], spans, dtype=torch.int64, device=added.device)
-            return total.scatter_add_(2, span, x.sum(-1).expand(-1, added.shape[1], -1))
-
-        held, bound = of_span(have), self.dense_from * of_span(reach).double()
-        dense = (held <= bound) & (held + of_span(added) > bound)
-        return dense.repeat_interleave(at.each, dim=2)
+        """bool ``[B, Hq, P]``: spans of heads that get every tile."""
+        held, bound = at.in_spans(have.sum(-1)), self.dense_from * at.in_spans(reach.sum(-1)).double()
+        return (held <= bound) & (held + at.in_spans(added.sum(-1)) > bound)
 
     def _notes(self, at: Stretches, before: Tensor, after: Tensor, dense: Tensor) -> dict[str, Any]:
         real = at.real[:, None].expand_as(before)
@@ -177,7 +170,7 @@ class RecallFloor:
         return {
             "recall_before": _mean(before, real),
             "recall_after": _mean(after, real),
-            "recall_dense": (dense & real).any(-1),
+            "recall_dense": dense.any(-1),
             "recall_capped": short.any(-1) if self.ceiling is not None else torch.zeros_like(short[..., 0]),
             "recall_sample": SampledRecall(at.rows, at.real, before, after),
         }
@@ -252,20 +245,38 @@ def _stripes_at(masks: Sequence[SparseMask], at: Stretches) -> Tensor | None:
     return reduce(or_, found) if found else None
 
 
-def _room(masks: Sequence[SparseMask], ceiling: float, have: Tensor, reach: Tensor, grid: tuple[int, int]) -> Tensor:
-    """int64 ``[B, Hq, R]``: key tiles that each query tile may still take."""
+def _room(
+    masks: Sequence[SparseMask], ceiling: float, have: Tensor, reach: Tensor, at: Stretches, grid: tuple[int, int]
+) -> Tensor:
+    """int64 ``[B, Hq, P]``: key tiles that the query tiles of a span may still take together."""
     geometry, (tile_q, tile_k) = masks[0].geometry, grid
-    most = torch.floor(reach.sum(-1).double() * ceiling).to(torch.int64)
+    most = torch.floor(at.in_spans(reach.sum(-1)).double() * ceiling).to(torch.int64)
     keys = have.sum(-1) * tile_k
     tile = geometry.tiles(tile_q)
-    behind = (tile + 1) * tile_q
     for mask in masks:
         if mask.stripes is None:
             continue
         group = torch.div(tile * tile_q, mask.group_rows, rounding_mode="floor")
         lists = Lists.of(mask.stripes, slice(None), geometry.kv_len)
         lists = lists.of_rows(group - geometry.first_tile(mask.group_rows)[:, None])
-        keys = keys + lists.below(behind[:, None])
+        seen = lists.below(((tile + 1) * tile_q)[:, None])
         if geometry.window is not None:
-            keys = keys - lists.below((tile * tile_q - geometry.window + 1)[:, None])
-    return (most - torch.div(keys + tile_k - 1, tile_k, rounding_mode="floor")).clamp(min=0)
+            seen = seen - lists.below((tile * tile_q - geometry.window + 1)[:, None])
+        keys = keys + torch.where(at.inhabited[:, None], seen, 0)
+    return (most - torch.div(at.in_spans(keys) + tile_k - 1, tile_k, rounding_mode="floor")).clamp(min=0)
+
+
+def _most_worth(scores: Tensor, candidates: Tensor, room: Tensor, at: Stretches) -> Tensor:
+    """bool ``[B, Hq, R, C]``: the candidates of highest score that a span has room for; of equal ones all or none.
+
+    The score that the first left out has is found by halving its bits, which order scores from 0 on as numbers do.
+    """
+    bits = scores.contiguous().view(torch.int32 if scores.dtype == torch.float32 else torch.int64)
+    width = 8 * scores.element_size() - 1
+    low = torch.full_like(room, -1)
+    high = torch.full_like(room, (1 << width) - 2)  # above all numbers; one less, so that no difference is too large
+    for _ in range(width + 1):
+        middle = low + torch.div(high - low, 2, rounding_mode="floor")
+        fits = at.in_spans((candidates & (bits > at.to_tiles(middle)[..., None])).sum(-1)) <= room
+        low, high = torch.where(fits, low, middle + 1), torch.where(fits, middle, high)
+    return candidates & (bits > at.to_tiles(high)[..., None])

@@ -50,6 +50,18 @@ class Stretches:
         """``[B, H, R, C]``: of x ``[B, H, n, C]`` what belongs to each query tile's stretch."""
         return self.picked(x, self.of)
 
+    def in_spans(self, x: Tensor) -> Tensor:
+        """int64 ``[B, H, P]``: sums over the query tiles of each span, of x int64 ``[B, H, R]``."""
+        total = torch.zeros(*x.shape[:2], self.rows.shape[1] // self.each, dtype=torch.int64, device=x.device)
+        return total.scatter_add_(2, self._span(x.shape[1]), x)
+
+    def to_tiles(self, x: Tensor) -> Tensor:
+        """``[B, H, R]``: of x ``[B, H, P]`` what belongs to each query tile's span."""
+        return torch.gather(x, 2, self._span(x.shape[1]))
+
+    def _span(self, heads: int) -> Tensor:
+        return torch.div(self.of, self.each, rounding_mode="floor")[:, None].expand(-1, heads, -1)
+
     @staticmethod
     def picked(x: Tensor, index: Tensor) -> Tensor:
         """``[B, H, m, C]``: of x ``[B, H, *, C]`` what an index ``[B, m]`` names."""

@@ -197,8 +197,9 @@ def test_a_ceiling_wins_and_says_so() -> None:
     free, held = (refined(sp.RecallFloor(ceiling=x), call, plan) for x in (None, 0.25))
     assert not free.notes["recall_capped"].any()
     assert held.notes["recall_capped"].all()
-    tiles, reach = held.mask.tiles_on(16, 16).sum(-1), torch.arange(1, 18)[None, None]
-    assert bool((tiles[..., :16] <= (reach[..., :16] * 0.25).floor().clamp(min=1)).all())
+    tiles = held.mask.tiles_on(16, 16).sum((2, 3))
+    assert bool((tiles <= 16 * 17 // 2 // 4).all())
+    assert bool((tiles > 16 * 17 // 2 // 5).all())
     assert bool((held.notes["recall_after"] > held.notes["recall_before"]).all())
 
 
