@@ -115,7 +115,7 @@ class RecallFloor:
         have = reduce(or_, [mask.tiles_on(*grid) for mask in masks if mask.has_tiles], _none(geometry, grid))
         reach = reachable_map(geometry, *grid)[:, None] & at.inhabited[:, None, :, None]
         have, free = have & reach, ~have & reach
-        mass = row_mass(call, at.rows, at.real, grid[1], _stripes_at(masks, at))
+        mass = row_mass(call, at.rows, at.real, grid[1], _stripes_at(masks, at, grid[1]))
         held = at.at_samples(have)
         lost = torch.where(held, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
         before = torch.where(held, mass.tiles, mass.kept).sum(-1)
@@ -228,9 +228,10 @@ def _own_tiles(at: Stretches, grid: tuple[int, int], columns: int) -> Tensor:
     return (own == torch.arange(columns, device=own.device))[:, None]
 
 
-def _stripes_at(masks: Sequence[SparseMask], at: Stretches) -> Tensor | None:
-    """bool ``[B, Hq, n, Nkv]``: the stripes of the sampled rows; None where no mask has any."""
+def _stripes_at(masks: Sequence[SparseMask], at: Stretches, tile_k: int) -> Tensor | None:
+    """bool ``[B, Hq, n, X]``: the stripes of the sampled rows, None where no mask has any; whole tiles."""
     found = []
+    columns = masks[0].geometry.tile_columns(tile_k) * tile_k
     for mask in masks:
         if mask.stripes is None:
             continue
@@ -241,7 +242,7 @@ def _stripes_at(masks: Sequence[SparseMask], at: Stretches) -> Tensor | None:
         )
         index = index.clamp(0, stripes.shape[2] - 1)[:, None].expand(-1, geometry.heads, -1)
         counts, offsets = (torch.gather(x, 2, index) for x in (stripes.counts, stripes.offsets))
-        found.append(IndexLists(counts, offsets, stripes.indices).to_map(geometry.kv_len))
+        found.append(IndexLists(counts, offsets, stripes.indices).to_map(columns + -columns % 16))
     return reduce(or_, found) if found else None
 
 
