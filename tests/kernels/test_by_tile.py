@@ -19,7 +19,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.stretches import Stretches
-from sparseprefill.statistics.by_tile import _tile_lse
+from sparseprefill.statistics.by_tile import lse_by_tile
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -29,7 +29,7 @@ def check(call: AttentionCall, tile: int, rows: int, *, keys: bool) -> None:
     at = Stretches.deal(call.geometry, 16, rows, None)
     shape = (*call.q.shape[:2], at.rows.shape[1], call.kv_len)
     held = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.4 if keys else None
-    expected = _tile_lse(call, at.rows, at.real, tile, held)
+    expected = lse_by_tile(call, at.rows, at.real, tile, held)
     there = None if held is None else held.to(DEVICE)
     found = tile_lse(moved(call), at.rows.to(DEVICE), at.real.to(DEVICE), tile, there)
     for one, other in zip(expected, found, strict=True):

@@ -39,14 +39,14 @@ def row_mass(call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: T
     over the keys, some key tiles at a time: of each its LSE is kept, from which the row's own follows, so that no
     matrix of rows and all keys is made and no key is read twice.
     """
-    by_tile, of_mask = _tile_lse(call, rows, real, tile, keys)
+    by_tile, of_mask = lse_by_tile(call, rows, real, tile, keys)
     lse = torch.logsumexp(by_tile, -1)
     base = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
     mass = (by_tile - base).exp()
     return RowMass(mass, torch.zeros_like(mass) if of_mask is None else (of_mask - base).exp(), lse)
 
 
-def _tile_lse(
+def lse_by_tile(
     call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """``[B, Hq, n, C]``: LSE of each row in each key tile, over all keys and over those that are kept."""
