@@ -236,13 +236,15 @@ def _stripes_at(masks: Sequence[SparseMask], at: Stretches, tile_k: int) -> Tens
         if mask.stripes is None:
             continue
         geometry, stripes = mask.geometry, mask.stripes
-        index = (
-            torch.div(at.position, mask.group_rows, rounding_mode="floor")
-            - geometry.first_tile(mask.group_rows)[:, None]
-        )
-        index = index.clamp(0, stripes.shape[2] - 1)[:, None].expand(-1, geometry.heads, -1)
-        counts, offsets = (torch.gather(x, 2, index) for x in (stripes.counts, stripes.offsets))
-        found.append(IndexLists(counts, offsets, stripes.indices).to_map(columns + -columns % 16))
+        place = torch.div(at.position, mask.group_rows, rounding_mode="floor")
+        index = (place - geometry.first_tile(mask.group_rows)[:, None]).clamp(0, stripes.shape[2] - 1)
+        width = columns + -columns % 16
+        if stripes.shape[2] <= index.shape[1]:  # then several rows share a list, which is read once
+            found.append(at.picked(stripes.to_map(width), index))
+            continue
+        each = index[:, None].expand(-1, geometry.heads, -1)
+        counts, offsets = (torch.gather(x, 2, each) for x in (stripes.counts, stripes.offsets))
+        found.append(IndexLists(counts, offsets, stripes.indices).to_map(width))
     return reduce(or_, found) if found else None
 
 

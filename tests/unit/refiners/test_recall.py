@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import sparseprefill as sp
 from helpers.build import int32, make
 from helpers.examples import part
+from helpers.floors import Trial
 from helpers.plans import plans, refined, whole
 from oracles import recall_floor as oracle
 from sparseprefill.errors import ParameterError
@@ -208,6 +209,16 @@ def test_a_padded_batch_says_nothing_of_rows_that_are_padding() -> None:
     sample = refined(sp.RecallFloor(rows=4), call, sp.Plan(sp.SparseMask.empty(call, 16))).notes["recall_sample"]
     assert [4, 2] == sample.real.sum(-1).tolist()
     assert [47 + 15, 63] == sample.rows[1][sample.real[1]].tolist()
+
+
+def test_the_docs_table_of_what_floors_bring() -> None:
+    """Made by `python -m helpers.floors`; here of fewer tokens and one method."""
+    alone, *wider, low, _, high = Trial(tokens=1024, measured=64).readings("vertical-slash")
+    assert ["alone", "gamma=0.95", "gamma=0.98"] == [one.setting for one in (alone, *wider)]
+    assert ["recall=0.8", "recall=0.95"] == [low.setting, high.setting]
+    assert alone.density <= low.density < high.density <= 1
+    assert alone.mean <= low.mean < high.mean <= 1
+    assert alone.low < high.low
 
 
 @pytest.mark.parametrize(
