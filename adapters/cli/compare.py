@@ -19,6 +19,7 @@ from .shared_options import (
     Device,
     DeviceMap,
     Dtype,
+    Floor,
     Json,
     Methods,
     Model,
@@ -55,6 +56,7 @@ def compare(
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Built-in prompts, or the first so many of a file.")] = 4,
     tail: Tail = TAIL,
+    recall_floor: Floor = None,
     held_back: Annotated[
         int, typer.Option(min=2, help="Tokens held back from each prompt's end, to be predicted.")
     ] = 32,
@@ -90,7 +92,7 @@ def compare(
     if html is not None:
         pictures.check_writable("--html", html)
     registry = default_registry()
-    compared = contenders(registry, method or (), settings or (), _suited(model), tail)
+    compared = contenders(registry, method or (), settings or (), _suited(model), tail, recall_floor)
     compared += configured(config or (), False, tail) + profiled(profile or (), tail)
     place = Place.of(device, dtype.value, threads)
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
@@ -118,6 +120,7 @@ def compare(
         "dtype": place.dtype_name,
         "threads": threads,
         "tail": tail,
+        "recall_floor": recall_floor,
         "stopped": stopped,
     }
     if picture is not None:

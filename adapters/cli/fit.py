@@ -19,7 +19,7 @@ from ..session.session import TAIL
 from . import render
 from .group import CommandError
 from .searched import chosen, fixed_parameters, with_clusters
-from .shared_options import Device, DeviceMap, Dtype, Methods, Model, Prompts, Tail, Threads, Type
+from .shared_options import Device, DeviceMap, Dtype, Floor, Methods, Model, Prompts, Tail, Threads, Type
 from .tune import Cost
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def fit(
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts of each length, at most.")] = 4,
     tail: Tail = TAIL,
+    recall_floor: Floor = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
     by: Annotated[Cost, typer.Option(help="What to save; by default seconds on a GPU, density on a CPU.")] = Cost.AUTO,
     seed: Annotated[int, typer.Option(help="Orders the settings, should the time not suffice for all.")] = 0,
@@ -91,7 +92,7 @@ def fit(
     target = Target(agreement=default, kl=kl, recall=recall)
     registry = default_registry()
     methods = chosen(registry, method)
-    fixed = fixed_parameters(methods, settings or (), model)
+    fixed = fixed_parameters(methods, settings or (), model, recall_floor)
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place)
     ends = time.monotonic() + 60.0 * minutes
@@ -108,7 +109,13 @@ def fit(
         tried = candidates(methods, fixed, seed)
         how: dict[str, Any] = {
             **{"target": str(target), "by": cost, "settings": len(tried), "minutes": minutes, "seed": seed},
-            **{"tail": tail, "device": str(place.device), "dtype": place.dtype_name, "left_out": left_out},
+            **{
+                "tail": tail,
+                "recall_floor": recall_floor,
+                "device": str(place.device),
+                "dtype": place.dtype_name,
+                "left_out": left_out,
+            },
         }
 
         def profile() -> Profile:

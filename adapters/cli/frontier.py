@@ -16,7 +16,7 @@ from ..session.session import TAIL
 from . import render
 from .group import CommandError
 from .searched import SAMPLED, chosen, fixed_parameters, with_clusters
-from .shared_options import Device, Dtype, Methods, Model, Tail, Threads, Type
+from .shared_options import Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from ..calibration.candidates import Candidate
@@ -48,6 +48,7 @@ def frontier(
     ] = 5,
     tokens: Annotated[list[int] | None, typer.Option(min=256, help="Length; repeat for several.")] = None,
     tail: Tail = TAIL,
+    recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 1,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the texts, the needles and their places.")] = TABLES,
@@ -79,7 +80,7 @@ def frontier(
     files = Files(plot=plot, markdown=markdown, json=json)
     registry = default_registry()
     methods = chosen(registry, method)
-    fixed = fixed_parameters(methods, settings or (), model)
+    fixed = fixed_parameters(methods, settings or (), model, recall_floor)
     place = Place.of(device, dtype.value, threads)
     lengths = sorted(set(tokens or TOKENS["cpu" if place.device.type == "cpu" else "cuda"]))
     clock = Clock(place.device, rounds, seconds)
@@ -106,7 +107,14 @@ def frontier(
     if not found:
         raise typer.Abort
     facts: dict[str, Any] = {
-        **{"model": model or "embedded", "tail": tail, "texts": texts, "questions": questions, "seed": seed},
+        **{
+            "model": model or "embedded",
+            "tail": tail,
+            "recall_floor": recall_floor,
+            "texts": texts,
+            "questions": questions,
+            "seed": seed,
+        },
         **{"rounds": rounds, "dtype": place.dtype_name, "threads": threads, "left_out": left_out, "stopped": stopped},
     }
     frontier_results.report(found, facts, place, files)

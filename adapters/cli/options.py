@@ -9,6 +9,7 @@ from typing import Any
 
 from sparseprefill.config import from_config
 from sparseprefill.errors import nearest
+from sparseprefill.method import FLOOR
 from sparseprefill.registry import Registry, default_registry
 
 from ..demo.hybrids import HYBRIDS
@@ -26,11 +27,13 @@ def contenders(
     settings: Sequence[str],
     suited: Mapping[str, Mapping[str, Any]] | None = None,
     tail: int = TAIL,
+    floor: float | None = None,
 ) -> list[Contender]:
     """The methods to compare, built: those named, or every one that is registered.
 
     suited: parameters that suit the model, by method. settings: texts ``name.parameter=value``, over them. tail: last
-    rows that get every key, as of `attach`. Raises CommandError or the library's own errors for what does not fit.
+    rows that get every key, as of `attach`. floor: of the recall of every method but dense, unless it has a setting of
+    its own. Raises CommandError or the library's own errors for what does not fit.
     """
     chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
     changes: dict[str, dict[str, Any]] = {registry.get(name).name: {} for name in chosen}
@@ -43,9 +46,14 @@ def contenders(
         changes[method][parameter] = value
     made = []
     for name, changed in changes.items():
-        parameters = {**(suited or {}).get(name, {}), **changed}
+        parameters = {**(suited or {}).get(name, {}), **floored(name, floor), **changed}
         made.append(Contender(name, registry.build(name, **parameters), parameters, tail))
     return made
+
+
+def floored(name: str, floor: float | None) -> dict[str, Any]:
+    """The parameter that puts a floor under a method's recall; dense needs none."""
+    return {} if floor is None or name == DENSE else {FLOOR: floor}
 
 
 def configured(paths: Sequence[Path], hybrids: bool, tail: int = TAIL) -> list[Contender]:

@@ -31,16 +31,21 @@ def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
     return [registry.get(name) for name in dict.fromkeys(names or registry.methods()) if names or name != DENSE]
 
 
-def fixed_parameters(methods: Sequence[Method], given: Sequence[str], model: str | None) -> dict[str, dict[str, Any]]:
-    """Parameters by method that every setting has: those of --set, and what suits the embedded model."""
+def fixed_parameters(
+    methods: Sequence[Method], given: Sequence[str], model: str | None, floor: float | None = None
+) -> dict[str, dict[str, Any]]:
+    """Parameters by method that every setting has: those of --set, the floor, and what suits the embedded model."""
     from sparseprefill.profiles.cluster_file import dump, load
 
     from ..demo.settings import PARAMETERS
-    from .options import setting
+    from .options import floored, setting
 
     suited = PARAMETERS if model is None else {}
     made: dict[str, dict[str, Any]] = {
-        one.name: {name: value for name, value in suited.get(one.name, {}).items() if name not in one.search}
+        one.name: {
+            **{name: value for name, value in suited.get(one.name, {}).items() if name not in one.search},
+            **floored(one.name, floor),
+        }
         for one in methods
     }
     for text in given:

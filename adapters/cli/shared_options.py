@@ -38,6 +38,12 @@ Profiles = Annotated[
 Tail = Annotated[
     int, typer.Option(min=0, max=MOST_ROWS, help="Last rows of a prompt that get every key with every method.")
 ]
+Floor = Annotated[
+    float | None,
+    typer.Option(
+        "--recall-floor", min=0.0, max=1.0, help="Every method keeps so much of sampled rows' attention, such as 0.95."
+    ),
+]
 Device = Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")]
 DeviceMap = Annotated[str | None, typer.Option(help="Spread the model over devices, such as auto (needs accelerate).")]
 Type = Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")]

@@ -10,6 +10,7 @@ from sparseprefill.breakeven.gate import AUTO, GateChoice
 from sparseprefill.errors import AttachError, ParameterError, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.profile import Profile
+from sparseprefill.refiners.recall import Recall
 from sparseprefill.registry import default_registry
 from sparseprefill.route import Route, gated
 
@@ -34,6 +35,7 @@ def attach(
     profile: str | Path | Profile | None = None,
     gate: GateChoice = AUTO,
     tail: int = TAIL,
+    recall: Recall = None,
     **parameters: Any,
 ) -> Handle:
     """Run the model's prefill through a sparse method, until the handle is detached.
@@ -51,6 +53,8 @@ def attach(
     that fits the device, if there is one; or the path of a table, a BreakEven or Gate, None for no gate.
     tail: last query rows of each forward that get every key, whatever the method selects, in whole query tiles, for
     there a question stands that block methods pool away; a Pipeline given gets it, too. 0 leaves the method as it is.
+    recall: how much of the attention mass of sampled query rows every head keeps, such as 0.95; what the method leaves
+    out of that is added before it runs. Or a `RecallFloor`, with options of its own; None for none.
 
     Where nothing of the model can ever run sparse (every layer would stay dense), attach refuses; where nothing may, as
     far as can be told (only sliding windows, a `min_query` or a break-even table beyond the model's length), it warns.
@@ -60,7 +64,7 @@ def attach(
     ImportError without transformers.
     """
     profile = None if profile is None else Profile.load(profile)
-    given = Route.of(_pipeline(method, profile, parameters))
+    given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
     # A route's own gate goes before "auto"; any other choice goes before a route's own.
     route = given if gate == AUTO and given.gate is not None else Route.of(gated(given, gate))
     session = Session(

@@ -39,6 +39,7 @@ from sparseprefill.plan import Carry, Plan, Result
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
 from sparseprefill.refiners.heads import GqaUnion
+from sparseprefill.refiners.recall import Recall, RecallFloor
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.refiners.union import UnionEstimator
@@ -82,6 +83,7 @@ __all__ = [
     "PriorityScores",
     "Profile",
     "RandomRescue",
+    "RecallFloor",
     "ReferenceExecutor",
     "Registry",
     "Result",
@@ -114,17 +116,26 @@ def methods() -> Mapping[str, str]:
 
 
 @overload
-def build(name: str, *, profile: None = None, gate: Literal[False] | None = None, **parameters: Any) -> Pipeline: ...
+def build(
+    name: str, *, profile: None = None, gate: Literal[False] | None = None, recall: Recall = None, **parameters: Any
+) -> Pipeline: ...
 
 
 @overload
 def build(
-    name: str | None = None, *, profile: str | Path | Profile, gate: GateChoice = None, **parameters: Any
+    name: str | None = None,
+    *,
+    profile: str | Path | Profile,
+    gate: GateChoice = None,
+    recall: Recall = None,
+    **parameters: Any,
 ) -> Route: ...
 
 
 @overload
-def build(name: str, *, profile: None = None, gate: BreakEven | Gate | str | Path, **parameters: Any) -> Route: ...
+def build(
+    name: str, *, profile: None = None, gate: BreakEven | Gate | str | Path, recall: Recall = None, **parameters: Any
+) -> Route: ...
 
 
 def build(
@@ -132,6 +143,7 @@ def build(
     *,
     profile: str | Path | Profile | None = None,
     gate: GateChoice = None,
+    recall: Recall = None,
     **parameters: Any,
 ) -> Pipeline | Route:
     """A pipeline by method name, such as ``build("anchor-attention", theta=12.0, step=16)``.
@@ -140,8 +152,11 @@ def build(
     parameters, and `parameters` go over them. The name may be left out, as the profile holds it.
     gate: judges each call by its sizes, so that one too small for the method runs dense attention, and says so in
     `Result.dense`: "auto", the path of a break-even table, a BreakEven or Gate. None: every call runs the method.
+    recall: how much of the attention mass of sampled query rows is kept in any case, such as 0.95, or a `RecallFloor`
+    with options of its own; what the method leaves out of that is added before execution. None: whatever it chooses.
     With a profile or a gate the answer is a `Route`, which runs like a Pipeline.
 
     Raises UnknownMethodError, ParameterError, or PluginLoadError, each with what would do.
     """
-    return gated(default_registry().build(name, profile=profile, **parameters), gate)
+    made = default_registry().build(name, profile=profile, **parameters).with_recall(recall)
+    return gated(made, gate)

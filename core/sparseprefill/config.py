@@ -14,9 +14,11 @@ from attrs import NOTHING, evolve, fields, frozen
 from sparseprefill import json_text
 from sparseprefill.breakeven.gate import AUTO
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, printed
+from sparseprefill.method import FLOOR
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
 from sparseprefill.refiners.heads import GqaUnion
+from sparseprefill.refiners.recall import RecallFloor, floor_of
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.refiners.union import UnionEstimator
@@ -32,13 +34,14 @@ REFINERS: Mapping[str, type] = {
     "gqa-union": GqaUnion,
     "local-band": LocalBand,
     "random-rescue": RandomRescue,
+    "recall-floor": RecallFloor,
     "sink": Sink,
     "stride-rescue": StrideRescue,
 }
 """The refiners that a configuration may name."""
 DEEPEST = 32
 """Unions within unions."""
-KEYS = ("gate", "method", "name", "parameters", "profile", "refiners", "union")
+KEYS = ("gate", "method", "name", "parameters", "profile", "recall", "refiners", "union")
 
 
 def from_config(
@@ -48,9 +51,9 @@ def from_config(
 
     source: the table, or the path of a ``.toml`` or ``.json`` file that holds it. Its keys are ``method`` with its
     ``parameters`` and ``profile``, or ``union``, a list of such tables; then ``refiners``, a list of tables with a
-    ``name`` and the refiner's own parameters; a ``name`` for the pipeline; and its ``gate``, "auto" or the path of a
-    break-even table. registry: where methods are looked up;
-    by default all that are installed. at: path of keys that leads to the table, for messages.
+    ``name`` and the refiner's own parameters; ``recall``, the target of a floor behind all of them, or a table of its
+    parameters; a ``name`` for the pipeline; and its ``gate``, "auto" or the path of a break-even table. registry: where
+    methods are looked up; by default all that are installed. at: path of keys that leads to the table, for messages.
 
     Raises ParameterError, or UnknownMethodError, whose message begins with the path of the key at fault.
     """
@@ -102,6 +105,7 @@ class _Reader:
             return evolve(one, refiners=(*one.refiners, *refiners), name=name)
 
         made = composed(made) if isinstance(made, Pipeline) else made.each(composed)
+        made = made.with_recall(_floor(table["recall"], at)) if "recall" in table else made
         return self._gated(made, table["gate"], at) if "gate" in table else made
 
     def _gated(self, made: Pipeline | Route, given: Any, at: str) -> Pipeline | Route:
@@ -125,7 +129,7 @@ class _Reader:
             method = self.registry.get(name)
         except UnknownMethodError as error:
             raise UnknownMethodError(f"{_join(at, 'method')}: {error}") from error
-        _known(parameters, _names(method.config), here)
+        _known(parameters, [*_names(method.config), FLOOR], here)
         parameters = self._placed(method.config, parameters)
         try:
             if "profile" not in table:
@@ -193,6 +197,14 @@ def _refiner(table: Any, at: str) -> MaskRefiner:
     except ParameterError as error:
         raise _located(error, parameters, at) from error
     return made
+
+
+def _floor(given: Any, at: str) -> RecallFloor | None:
+    """A floor by its target, or by a table of its options."""
+    try:
+        return floor_of(given)
+    except ParameterError as error:
+        raise ParameterError(_join(at, str(error))) from error
 
 
 def _names(kind: type, *, required: bool = False) -> list[str]:

@@ -11,9 +11,14 @@ from attrs import field, fields, frozen, has
 from sparseprefill.errors import ParameterError, SparsePrefillError, nearest, printable, printed, told
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import EMPTY
+from sparseprefill.refiners.recall import floor_of
 from sparseprefill.stages import Answer, Guard
 
 PIPELINE = Answer.of(Pipeline)
+
+
+FLOOR = "recall"
+"""A parameter that every method has besides its own: see `Pipeline.with_recall`."""
 
 
 def _check_config(_: object, __: object, value: Any) -> None:
@@ -21,6 +26,8 @@ def _check_config(_: object, __: object, value: Any) -> None:
         raise ParameterError(
             f"Method.config is {printed(value)}: pass an attrs class (frozen, kw_only) of the parameters"
         )
+    if FLOOR in (one.alias for one in fields(value)):
+        raise ParameterError(f"Method.config has the field {FLOOR}, which every method has as its floor: rename it")
 
 
 def _check_name(_: object, __: object, value: Any) -> None:
@@ -57,7 +64,12 @@ class Method:
     search: Mapping[str, Sequence[Any]] = EMPTY
 
     def configure(self, parameters: Mapping[str, Any]) -> Any:
-        """A config; ParameterError names an unknown parameter, or the field, bound and value that do not fit."""
+        """A config; ParameterError names an unknown parameter, or the field, bound and value that do not fit.
+
+        ``recall``, which every method has (`Pipeline.with_recall`), is checked and is no part of the config.
+        """
+        floor_of(parameters.get(FLOOR))
+        parameters = {name: value for name, value in parameters.items() if name != FLOOR}
         known = [str(attribute.alias) for attribute in fields(self.config) if attribute.init]
         for name in parameters:
             if name not in known:
@@ -71,6 +83,9 @@ class Method:
             raise ParameterError(f"{self.name}({shown}): {told(error)}") from error
 
     def pipeline(self, /, **parameters: Any) -> Pipeline:
-        """Validate the parameters and build; StageError where the plugin's `build` raises or returns nonsense."""
+        """Validate the parameters and build; StageError where the plugin's `build` raises or returns nonsense.
+
+        Besides the method's own parameters there is ``recall``, a floor under what it keeps: `Pipeline.with_recall`.
+        """
         pipeline: Pipeline = Guard(self, self.name).ask("build", PIPELINE, self.configure(parameters))
-        return pipeline
+        return pipeline.with_recall(parameters.get(FLOOR))

@@ -18,8 +18,10 @@ from sparseprefill.parts.record import Recorder
 from sparseprefill.parts.split import Limit, Part, limit_of, parts
 from sparseprefill.plan import Kernel, Parts, Plan, Result
 from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.refiners.recall import Recall, RecallFloor, floor_of
 from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.stages import (
+    ALL_ROWS,
     ExecutorStage,
     HeadScope,
     MaskRefiner,
@@ -157,6 +159,17 @@ class Pipeline:
         if rows <= self.tail:
             return self
         return evolve(self, refiners=(*self.refiners, DenseRows(rows)))
+
+    def with_recall(self, recall: Recall) -> Pipeline:
+        """The pipeline whose last refiner keeps at least so much of sampled rows' attention mass; see `RecallFloor`.
+
+        recall: the floor's target, or a RecallFloor, in place of one that is there already. Itself where it is None, or
+        where the plans hold every key. ParameterError for anything else.
+        """
+        floor = floor_of(recall)
+        if floor is None or self.tail == ALL_ROWS:
+            return self
+        return evolve(self, refiners=(*(one for one in self.refiners if not isinstance(one, RecallFloor)), floor))
 
     @property
     def remembers(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Never
@@ -119,6 +120,13 @@ class Plan:
     def grid(self, tile: int | None = None) -> tuple[int, int]:
         """Tokens of a query tile and of a key tile: the mask's own, or those of a square tile."""
         return (self.mask.tile_q, self.mask.tile_k) if tile is None else (tile, tile)
+
+    def common_grid(self) -> tuple[int, int]:
+        """The mask's tiles; where a carry's region lies on others, the largest that divide both."""
+        if self.carry is None:
+            return self.mask.tile_q, self.mask.tile_k
+        region = self.carry.region
+        return math.gcd(self.mask.tile_q, region.tile_q), math.gcd(self.mask.tile_k, region.tile_k)
 
     def widen(self, extra: SparseMask) -> Plan:
         """The plan with the pairs of one more mask, those that the carry holds already left out."""

@@ -19,6 +19,7 @@ from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 from sparseprefill.profiles.profile import Profile
+from sparseprefill.refiners.recall import Recall, floor_of
 from sparseprefill.stages import (
     Answer,
     ExecutorStage,
@@ -249,6 +250,12 @@ class Route:
     def with_tail(self, rows: int) -> Route:
         """The route whose pipelines all give a prompt's last rows every key: see `Pipeline.with_tail`."""
         return evolve(self, pipelines=tuple(None if one is None else one.with_tail(rows) for one in self.pipelines))
+
+    def with_recall(self, recall: Recall) -> Route:
+        """The route whose pipelines all keep so much of sampled rows' attention mass: see `Pipeline.with_recall`."""
+        floor = floor_of(recall)
+        made = tuple(None if one is None else one.with_recall(floor) for one in self.pipelines)
+        return self if floor is None else evolve(self, pipelines=made)
 
     @property
     def asks_model(self) -> bool:

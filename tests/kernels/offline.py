@@ -1,4 +1,6 @@
-"""Compile the attention kernels for Hopper without a GPU, through their own launchers: ``python offline.py``.
+"""Compile kernels for Hopper without a GPU, through their own launchers: ``python offline.py``.
+
+Those of attention, and that of sampled rows by key tile.
 
 Prints a JSON object: variant -> names of the kernels that were compiled for it; what fails ends it with the error.
 Run it without TRITON_INTERPRET, which is read when a kernel module is imported.
@@ -24,6 +26,7 @@ from sparseprefill import AttentionCall, Carry, Pages, Plan, SoftmaxState, Spars
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.hopper import launch as hopper
+from sparseprefill.kernels.sampled import by_tile
 from sparseprefill.kernels.settings import settings
 
 LENGTH = 256
@@ -100,6 +103,29 @@ HOPPER = {
 }
 
 
+@frozen(eq=False)
+class Sampled:
+    """One way to look at sampled rows by key tile. keys: which keys a mask keeps, too. of: the call."""
+
+    of: Variant
+    keys: bool = False
+
+    def run(self) -> None:
+        """Every fourth row."""
+        call = self.of.call()
+        rows = torch.arange(0, LENGTH, 4)[None]
+        keys = torch.ones(1, 2, rows.shape[1], LENGTH, dtype=torch.bool) if self.keys else None
+        by_tile.tile_lse(call, rows, torch.ones_like(rows, dtype=torch.bool), 128, keys)
+
+
+ROWS = {
+    "rows: 128": Sampled(Variant("tiles", width=128)),
+    "rows: keys": Sampled(Variant("tiles", width=128), keys=True),
+    "rows: float32, padded": Sampled(Variant("tiles", dtype=torch.float32, padded=True), keys=True),
+    "rows: pages": Sampled(Variant("tiles", page=16, more={"window": 100, "softcap": 30.0})),
+}
+
+
 class Target:
     """The part of a driver that compilation asks."""
 
@@ -151,9 +177,10 @@ def main() -> None:
     replace(torch.cuda, get_device_properties=lambda *_: Properties)
     replace(TritonExecutor, unsupported=lambda *_: None)
     replace(attention, settings=lambda _, *sizes: settings((9, 0), *sizes))
+    replace(by_tile, capability=lambda _: (9, 0))
     found: dict[str, list[str]] = {}
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
-    for module, variants, only in ((None, PORTABLE, ""), (hopper, HOPPER, "hopper")):
+    for module, variants, only in ((None, PORTABLE, ""), (hopper, HOPPER, "hopper"), (None, ROWS, "row_tiles")):
         replace(JITFunction, run=compiling(compiled, only))
         replace(attention, hopper_of=lambda _, module=module: module)
         for name, variant in variants.items():

@@ -53,10 +53,36 @@ def test_masks_are_those_of_the_cpu(name: str, kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
 @pytest.mark.parametrize("name", default_registry().methods())
 def test_no_host_synchronisation(name: str) -> None:
+    run_without_waiting(name, **given(name))
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
+@pytest.mark.parametrize("floor", [{}, {"ceiling": 0.3, "span": 1024}, {"speaks_for": "tile", "rows": 5}], ids=str)
+@pytest.mark.parametrize("name", ["streaming", "vertical-slash", "anchor-attention"])
+def test_no_host_synchronisation_by_a_recall_floor(name: str, floor: dict[str, Any]) -> None:
+    run_without_waiting(name, recall=floor)
+
+
+@pytest.mark.parametrize("name", ["streaming", "vertical-slash", "anchor-attention"])
+def test_a_recall_floor_holds_as_on_the_cpu(name: str) -> None:
+    q, k, v = tensors("stripes", batch=2, heads=4, kv_heads=2, q_len=290, kv_len=353, head_dim=64)
+    method = default_registry().get(name)
+    pipeline = method.pipeline(**method.small, recall=0.9)
+    expected = pipeline.run(AttentionCall(q, k, v)).plan
+    actual = pipeline.run(AttentionCall(q.cuda(), k.cuda(), v.cuda())).plan
+    sample = actual.notes["recall_sample"]
+    assert bool((sample.after >= 0.9 - 1e-4).all())
+    torch.testing.assert_close(expected.notes["recall_before"], actual.notes["recall_before"].cpu(), atol=1e-4, rtol=0)
+    differ = int((expected.mask.to_dense() ^ actual.mask.to_dense().cpu()).sum())
+    assert differ <= 1e-2 * int(expected.mask.to_dense().sum())
+
+
+def run_without_waiting(name: str, **parameters: Any) -> None:
+    """Run a method once warm, with every wait of the host for the device an error."""
     q, k, v = tensors(
         "sink", batch=1, heads=8, kv_heads=2, q_len=4096, kv_len=4096, head_dim=128, device="cuda", dtype=torch.bfloat16
     )
-    pipeline, memory, call = build(name, **given(name)), Memory(), AttentionCall(q, k, v)
+    pipeline, memory, call = build(name, **parameters), Memory(), AttentionCall(q, k, v)
     pipeline.run(call, memory)
     torch.cuda.synchronize()
     torch.use_deterministic_algorithms(False)

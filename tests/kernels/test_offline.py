@@ -28,4 +28,6 @@ def test_every_variant_compiles_for_hopper(tmp_path: Path) -> None:
     # Forward and repair are one kernel, compiled twice.
     expected = {name: [PORTABLE, PORTABLE] for name in portable} | {name: [HOPPER] for name in fast}
     expected["both, padded"].append(MASS)
+    rows = ("rows: 128", "rows: keys", "rows: float32, padded", "rows: pages")
+    expected |= {name: ["row_tiles_kernel"] for name in rows}
     assert expected == found

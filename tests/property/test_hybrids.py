@@ -84,6 +84,10 @@ HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
     "budget ceiling": budget(sp.BudgetCeiling, 0.5),
     "vertical-slash + ceiling": capped(stripes_and_slashes("vertical-slash")),
     "vertical-slash in star-attention + ceiling": capped(star_around("vertical-slash")),
+    "anchor-attention + recall floor": refined("anchor-attention", sp.RecallFloor(target=0.7, rows=3, dense_from=1.0)),
+    "vertical-slash + recall floor": refined("vertical-slash", sp.RecallFloor(target=0.8, dense_from=1.0)),
+    "bfla + recall floor of spans": refined("bfla", sp.RecallFloor(target=0.7, rows=1, span=32)),
+    "streaming + recall floor + ceiling": refined("streaming", sp.RecallFloor(rows=2, ceiling=0.6)),
     **{f"{name} + dense rows": refined(name, sp.DenseRows(20)) for name in METHODS},
 }
 

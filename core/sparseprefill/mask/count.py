@@ -67,7 +67,7 @@ class _Rows:
 
 
 @frozen(eq=False)
-class _Lists:
+class Lists:
     """Lists ``[B, H, R]`` by query tile: int64 counts and offsets, and the entries' storage."""
 
     counts: Tensor
@@ -76,17 +76,18 @@ class _Lists:
     columns: int
 
     @classmethod
-    def of(cls, lists: IndexLists, heads: slice, columns: int) -> _Lists:
+    def of(cls, lists: IndexLists, heads: slice, columns: int) -> Lists:
+        """The lists of some heads; columns: a number that no entry reaches."""
         return cls(lists.counts[:, heads].to(torch.int64), lists.offsets[:, heads], lists.indices, columns)
 
-    def of_rows(self, row: Tensor) -> _Lists:
+    def of_rows(self, row: Tensor) -> Lists:
         """The list of each query tile; row: int64 ``[B, R]``."""
         at = row.clamp(0, self.counts.shape[2] - 1)[:, None].expand(-1, self.counts.shape[1], -1)
-        return _Lists(torch.gather(self.counts, 2, at), torch.gather(self.offsets, 2, at), self.indices, self.columns)
+        return Lists(torch.gather(self.counts, 2, at), torch.gather(self.offsets, 2, at), self.indices, self.columns)
 
-    def part(self, rows: slice) -> _Lists:
+    def part(self, rows: slice) -> Lists:
         """Some of the rows."""
-        return _Lists(self.counts[:, :, rows], self.offsets[:, :, rows], self.indices, self.columns)
+        return Lists(self.counts[:, :, rows], self.offsets[:, :, rows], self.indices, self.columns)
 
     def below(self, bound: Tensor) -> Tensor:
         """int64: how many entries of each list are < bound; bound broadcasts to ``[B, H, R]`` or ``[B, H, R, n]``."""
@@ -159,12 +160,12 @@ class Selected:
         total = torch.zeros(geometry.batch, heads.stop - heads.start, dtype=torch.int64, device=geometry.device)
         tiles = None
         if self.tiles is not None:
-            tiles = _Lists.of(self.tiles, heads, geometry.tile_columns(tile_k))
+            tiles = Lists.of(self.tiles, heads, geometry.tile_columns(tile_k))
             total = total + _pairs(rows, tiles, tile_k, tile_q // tile_k + 3)
         if self.stripes is not None:
             group = torch.div(geometry.tiles(tile_q), self.group, rounding_mode="floor")
             group = group - geometry.first_tile(tile_q * self.group)[:, None]
-            stripes = _Lists.of(self.stripes, heads, geometry.kv_len)
+            stripes = Lists.of(self.stripes, heads, geometry.kv_len)
             by_tile = stripes.of_rows(group)
             most = tile_q + tile_k
             total = total + _pairs(rows, by_tile, 1, most)
@@ -185,7 +186,7 @@ def allowed_pairs(geometry: Geometry) -> int:
     return int(geometry.visible_counts().sum()) * geometry.heads
 
 
-def _pairs(rows: _Rows, lists: _Lists, width: int, most: int) -> Tensor:
+def _pairs(rows: _Rows, lists: Lists, width: int, most: int) -> Tensor:
     """``[B, H]``: pairs of the entries, each `width` keys wide. most: entries that an edge can hold."""
     low, high = lists.below(rows.low // width), lists.below(rows.high // width)
     total = (high - low) * width * rows.count
@@ -198,7 +199,7 @@ def _pairs(rows: _Rows, lists: _Lists, width: int, most: int) -> Tensor:
     return total.sum(-1)
 
 
-def _edge_twice(rows: _Rows, tiles: _Lists, stripes: _Lists, tile_k: int, most: int) -> Tensor:
+def _edge_twice(rows: _Rows, tiles: Lists, stripes: Lists, tile_k: int, most: int) -> Tensor:
     """``[B, H]``: pairs of the edges' stripes that lie in a selected tile of their row."""
     total = torch.zeros_like(tiles.counts)
     for start, behind in rows.edges:
@@ -210,7 +211,7 @@ def _edge_twice(rows: _Rows, tiles: _Lists, stripes: _Lists, tile_k: int, most: 
     return total.sum(-1)
 
 
-def _inner_twice(rows: _Rows, tiles: _Lists, stripes: _Lists, group: Tensor, tile_k: int) -> Tensor:
+def _inner_twice(rows: _Rows, tiles: Lists, stripes: Lists, group: Tensor, tile_k: int) -> Tensor:
     """``[B, H]``: the same of the stripes between the edges. Walks the tiles, as each holds another number of stripes.
 
     stripes: lists by group of query tiles. group: int64 ``[B, R]``.

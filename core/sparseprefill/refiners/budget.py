@@ -60,7 +60,7 @@ class BudgetFloor(_Budget):
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the tiles of highest priority."""
-        geometry, grid = call.geometry, _grid(plan)
+        geometry, grid = call.geometry, plan.common_grid()
         reach = reachable_map(geometry, *grid)[:, None]
         have = plan.mask.tiles_on(*grid)
         if plan.carry is not None:
@@ -98,7 +98,7 @@ class BudgetCeiling(_Budget):
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Drops the tiles and stripes of lowest priority."""
-        geometry, mask, grid = call.geometry, plan.mask, _grid(plan)
+        geometry, mask, grid = call.geometry, plan.mask, plan.common_grid()
         reach = reachable_map(geometry, *grid)[:, None]
         budget = torch.floor(self._exact(reach.sum(-1))).to(torch.int64)
         diagonal = own = diagonal_map(geometry, *grid)[:, None] & reach
@@ -125,12 +125,3 @@ class BudgetCeiling(_Budget):
         near = (column < first) & (column >= first - self.local)
         scores = torch.where(near, 2 * TOP, scores)
         return torch.where(column < self.sink, 4 * TOP, scores)
-
-
-def _grid(plan: Plan) -> tuple[int, int]:
-    """The plan's tiles; where a carry's region lies on others, the largest that divide both."""
-    mask = plan.mask
-    if plan.carry is None:
-        return mask.tile_q, mask.tile_k
-    region = plan.carry.region
-    return math.gcd(mask.tile_q, region.tile_q), math.gcd(mask.tile_k, region.tile_k)

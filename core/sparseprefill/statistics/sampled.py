@@ -98,7 +98,7 @@ def _one_sample(
         chunk = max(256, pairs // (geometry.batch * geometry.heads * count))
     behind = geometry.kv_len if until is None else min(until, geometry.kv_len)
     chunks = [slice(first, min(first + chunk, behind)) for first in range(0, behind, chunk)]
-    logits = _Logits(call, rows, real)
+    logits = Logits(call, rows, real)
     lse = logits.q.new_full((geometry.batch, geometry.heads, count), -torch.inf)
     for keys in chunks:
         lse = torch.logaddexp(lse, torch.logsumexp(logits.of(keys), -1))
@@ -119,7 +119,7 @@ def _one_sample(
     return SampledMass(_binned(by_key, at, column), slashes, lse)
 
 
-class _Logits:
+class Logits:
     """Logits of the sampled rows, -inf where a row may not look."""
 
     def __init__(self, call: AttentionCall, rows: Tensor, real: Tensor) -> None:
@@ -132,14 +132,30 @@ class _Logits:
         self.key = call.geometry.key_positions()
 
     def of(self, keys: slice) -> Tensor:
-        """Fresh ``[B, Hq, n, keys]``."""
+        """Fresh ``[B, Hq, n, keys]``, of keys by their index."""
+        return self._of(self.call.k[:, :, keys], self.key[:, keys])
+
+    def at(self, positions: slice) -> Tensor:
+        """The same of keys by their position on each batch row's grid; a position without a key has -inf."""
         call, geometry = self.call, self.call.geometry
-        key = self.key[:, None, keys]
+        if geometry.starts is None and call.pages is None:
+            behind = min(positions.stop, geometry.kv_len)
+            return functional.pad(
+                self.of(slice(positions.start, behind)), (0, positions.stop - behind), value=-torch.inf
+            )
+        position = torch.arange(positions.start, positions.stop, device=call.q.device).expand(geometry.batch, -1)
+        index = position if geometry.starts is None else position + geometry.starts[:, None]
+        key = torch.where(index < geometry.kv_len, position, -1)
+        return self._of(call.keys_at(index.clamp(max=geometry.kv_len - 1)), key)
+
+    def _of(self, keys: Tensor, position: Tensor) -> Tensor:
+        call, geometry = self.call, self.call.geometry
+        key = position[:, None]
         distance = self.query[:, :, None] - key
         hidden = (distance < 0) | (key < 0) | ~self.real[:, :, None]
         if geometry.window is not None:
             hidden |= distance >= geometry.window
-        s = self.q @ call.k[:, :, keys].to(self.dtype).transpose(-1, -2)
+        s = self.q @ keys.to(self.dtype).transpose(-1, -2)
         if call.softcap is not None:
             s = call.softcap * torch.tanh(s / call.softcap)
         s = s.reshape(geometry.batch, geometry.heads, self.real.shape[1], -1)

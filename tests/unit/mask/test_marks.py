@@ -394,7 +394,7 @@ def test_counting_looks_at_few_entries_of_each_list(monkeypatch: pytest.MonkeyPa
     )
     taken: list[int] = []
     parts: list[tuple[int, int]] = []
-    take, part = count._Lists.take, count._Lists.part
+    take, part = count.Lists.take, count.Lists.part
 
     def looked(self: Any, first: torch.Tensor, number: int) -> torch.Tensor:
         taken.append(number)
@@ -404,8 +404,8 @@ def test_counting_looks_at_few_entries_of_each_list(monkeypatch: pytest.MonkeyPa
         parts.append((rows.start, rows.stop))
         return part(self, rows)
 
-    monkeypatch.setattr(count._Lists, "take", looked)
-    monkeypatch.setattr(count._Lists, "part", cut)
+    monkeypatch.setattr(count.Lists, "take", looked)
+    monkeypatch.setattr(count.Lists, "part", cut)
     monkeypatch.setattr(count, "ENTRIES", 1)
     assert torch.equal(mask.to_dense().sum((2, 3)), mask.pairs())
     assert [8 // 16 + 3, 8 + 16, 8 + 16, *[4] * 8] * 2 == taken
@@ -417,7 +417,7 @@ def test_counts_are_of_their_lists_alone() -> None:
     for build in (
         lambda: count.Selected(CALL.geometry, 4, 4, 1, lists, None, False),
         lambda: count._Rows.of(CALL.geometry, 4, 4),
-        lambda: count._Lists.of(lists, slice(0, 1), 3),
+        lambda: count.Lists.of(lists, slice(0, 1), 3),
     ):
         assert build() != build()
 

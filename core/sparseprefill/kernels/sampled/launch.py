@@ -61,7 +61,7 @@ def sampled_mass(
     round of launches, or as many at a time as `SHARES` allows.
     """
     geometry = call.geometry
-    chosen = settings(_capability(call.q.device), _block(call.q.shape[-1]), call.q.element_size())
+    chosen = settings(capability(call.q.device), block(call.q.shape[-1]), call.q.element_size())
     part = min(chosen[0].block_m, slash)
     one = geometry.batch * geometry.heads * cdiv(rows.shape[2], part) * 2 * geometry.kv_len * 4
     size = max(1, SHARES // one)
@@ -97,7 +97,7 @@ def _round(
         geometry.q_offset, size, count, heads, call.group, samples, parts, chunk, call.window or 0,
     )  # fmt: skip
     flags = {
-        "ROWS": part, "BLOCK_R": _block(part), "BLOCK_N": for_lse.block_n, "D": width, "BLOCK_D": _block(width),
+        "ROWS": part, "BLOCK_R": block(part), "BLOCK_N": for_lse.block_n, "D": width, "BLOCK_D": block(width),
         "WINDOW": call.window is not None,
         "SOFTCAP": call.softcap is not None, "PAGE": keys.page, "PRECISION": "ieee",
     }  # fmt: skip
@@ -123,11 +123,12 @@ def _round(
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; (0, 0) in the interpreter."""
+    return torch.cuda.get_devicecapability(device) if device.type == "cuda" else (0, 0)
 
 
-def _block(size: int) -> int:
+def block(size: int) -> int:
     """What a product needs to hold `size` rows or dimensions."""
     return max(16, power_of_two(size))
 

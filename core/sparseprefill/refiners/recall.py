@@ -1,0 +1,285 @@
+"""A floor under the attention mass that a plan keeps, measured on sampled query rows before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, ClassVar, Union
+
+import torch
+from attrs import evolve, field, fields, frozen
+from torch import Tensor
+
+from sparseprefill.errors import ParameterError, nearest, printed
+from sparseprefill.mask.count import Lists
+from sparseprefill.mask.geometry import reachable_map
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.parts.workspace import default_workspace
+from sparseprefill.refiners.priority import descending
+from sparseprefill.refiners.stretches import Stretches
+from sparseprefill.stages import HeadScope
+from sparseprefill.statistics.by_tile import row_mass
+from sparseprefill.validate import maybe, number, one_of, whole
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.memory import Memory
+    from sparseprefill.plan import Plan
+
+Recall = Union[float, Mapping[str, Any], "RecallFloor", None]
+"""How a floor may be asked for: its target; its options, as a table or a `RecallFloor`; None for no floor."""
+MOST_ROWS = 1 << 16
+"""The most rows of a sample."""
+SLACK = 2.0**-18
+"""A row that misses the target by less, which rounding of float32 sums may do, does not count as left below it."""
+
+
+@frozen(eq=False)
+class SampledRecall:
+    """What a floor saw, row by row, in the notes as ``recall_sample``.
+
+    rows: int64 ``[B, n]``, index of the sampled query rows. real: bool ``[B, n]``, which of them exist. before, after:
+    ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now.
+    """
+
+    rows: Tensor
+    real: Tensor
+    before: Tensor
+    after: Tensor
+
+
+@frozen(kw_only=True)
+class RecallFloor:
+    """Each sampled query row keeps at least `target` of its attention mass, whatever the estimator chose.
+
+    The query tiles of a call are dealt to `rows` stretches of about equally many; where there are fewer tiles, each is
+    a stretch. The last row of each stretch is sampled, and so the call's last row always is: its attention over all
+    keys is worked out once, and what the plan keeps of it, the carry included. Where that is less than the target, the
+    key tiles that hold most of what is lost are chosen, the largest first, until it is reached, and its own tile.
+
+    speaks_for: who gets what a sampled row has chosen. "stretch": all query tiles of its stretch, both the very same
+    key tiles and those at the same distance from the diagonal, as nobody knows which of the two made them matter.
+    "neighbours": those of the next stretch too, so that each query tile hears the rows before and behind it.
+    "tile": the query tile alone that holds the row.
+    target: from 0 to 1; 1 gives whoever hears of a row every key. rows: query rows to sample in a call, or in each
+    `span`.
+    span: tokens, a multiple of the plan's query tile, that are treated as if they were a call of their own; cuts at its
+    multiples then change nothing, which makes it the floor's grain. None: the call as a whole, which has no grain.
+    dense_from: a head whose plan holds no more than this share of the key tiles in reach (of the call, or in a span),
+    and which would need more, gets all of them. A head whose estimator chose more by itself just gets what is missing.
+    1 turns that off.
+    ceiling: no head gets a tile by which it would hold more than this share of the key tiles in reach (of the call, or
+    in a span), not even to reach the target; a stripe counts one key of a tile, even in one that is kept. Of all that
+    is missing the tiles go first that hold most of what a sampled row loses. What the plan holds already stays, and no
+    head runs dense for `dense_from`. None: there is none.
+
+    Notes, all on the device: ``recall_before`` and ``recall_after`` ``[B, Hq]``, mean over the sampled rows of a head
+    (NaN where it has none, or where queries or keys are NaN); ``recall_dense`` and ``recall_capped``, bool ``[B, Hq]``,
+    heads that run dense somewhere, and heads of which the ceiling left a row below the target; ``recall_sample``, a
+    `SampledRecall`.
+
+    Source: none of the papers; for the sampled rows, SampleAttention's stage 1 (arXiv 2406.15486).
+    """
+
+    target: float = field(default=0.95, validator=number(0.0, 1.0))
+    rows: int = field(default=64, validator=whole(1, MOST_ROWS))
+    span: int | None = field(default=None, validator=maybe(whole()))
+    speaks_for: str = field(default="neighbours", validator=one_of("neighbours", "stretch", "tile"))
+    dense_from: float = field(default=0.5, validator=number(0.0, 1.0))
+    ceiling: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
+    head_scope: ClassVar[HeadScope] = "head"
+
+    @property
+    def grain(self) -> int | None:
+        """See above."""
+        return self.span
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Maps of tiles, and of each sampled row its mass by tile and the keys of the plan's stripes."""
+        geometry = call.geometry
+        samples = self.rows if self.span is None else self.rows * geometry.tile_rows(self.span)
+        each = geometry.kv_len + 40 * geometry.tile_columns(128)
+        return default_workspace(call) + geometry.batch * geometry.heads * min(samples, geometry.q_len) * each
+
+    def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        """Adds the tiles that hold most of what sampled rows lose."""
+        geometry, grid = call.geometry, plan.common_grid()
+        if self.span is not None and self.span % grid[0]:
+            remedy = f"pass a multiple of {grid[0]}, the tokens of the plan's query tiles"
+            raise ParameterError(f"RecallFloor.span is {self.span}: {remedy}")
+        masks = (plan.mask,) if plan.carry is None else (plan.mask, plan.carry.region)
+        at = Stretches.deal(geometry, grid[0], self.rows, self.span)
+        have = reduce(or_, [mask.tiles_on(*grid) for mask in masks if mask.has_tiles], _none(geometry, grid))
+        reach = reachable_map(geometry, *grid)[:, None] & at.inhabited[:, None, :, None]
+        have, free = have & reach, ~have & reach
+        mass = row_mass(call, at.rows, at.real, grid[1], _stripes_at(masks, at, grid[1]))
+        held = at.at_samples(have)
+        lost = torch.where(held, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
+        before = torch.where(held, mass.tiles, mass.kept).sum(-1)
+        chosen = self._chosen(lost, before, at.real[:, None], _own_tiles(at, grid, have.shape[-1]))
+        if self.ceiling is None:
+            added = self._spread(chosen, at, grid) & free
+            dense = self._dense(added, have, reach, at)
+            added = torch.where(at.to_tiles(dense)[..., None], free, added)
+        else:
+            scores = self._spread(torch.where(chosen, lost, -1.0), at, grid)
+            added = _most_worth(scores, free & (scores >= 0.0), _room(masks, self.ceiling, have, reach, at, grid), at)
+            dense = torch.zeros_like(before[..., :1], dtype=torch.bool)
+        after = before + (lost * at.at_samples(added)).sum(-1)
+        widened = plan.widen(SparseMask.from_rules(call, grid, keep=added))
+        return evolve(widened, notes={**plan.notes, **self._notes(at, before, after, dense)})
+
+    def _chosen(self, lost: Tensor, before: Tensor, real: Tensor, own: Tensor) -> Tensor:
+        """bool ``[B, Hq, n, C]``: the tiles that each sampled row needs, its own among them if it needs any."""
+        if self.target >= 1:
+            return real[..., None].expand_as(lost)
+        need = torch.where(real, self.target - before, 0.0)[..., None]
+        values, order = descending(lost, lost > 0)
+        values = values.clamp(min=0.0)
+        enough = (values.cumsum(-1) - values < need) & (values > 0)
+        chosen = torch.zeros_like(enough).scatter_(-1, order, enough)
+        return chosen | (own & chosen.any(-1, keepdim=True))
+
+    def _spread(self, chosen: Tensor, at: Stretches, grid: tuple[int, int]) -> Tensor:
+        """What sampled rows choose, ``[B, Hq, n, C]``, given to the query tiles that they speak for, ``[B, Hq, R, C]``.
+
+        Bool, or scores, of which a tile that is not chosen has -1.
+        """
+        nothing = chosen.new_full((), 0 if chosen.dtype == torch.bool else -1)
+        tile = torch.arange(at.of.shape[1], device=chosen.device)
+        if self.speaks_for == "tile":
+            own = (torch.gather(at.own, 1, at.of) == tile)[:, None, :, None]
+            return torch.where(own, at.at_tiles(chosen), nothing)
+        spread = _heard(chosen, nothing, at, at.of, grid)
+        if self.speaks_for == "stretch":
+            return spread
+        before = _heard(chosen, nothing, at, (at.of - 1).clamp(min=0), grid)
+        return torch.where((at.of % at.each > 0)[:, None, :, None], torch.maximum(spread, before), spread)
+
+    def _dense(self, added: Tensor, have: Tensor, reach: Tensor, at: Stretches) -> Tensor:
+        """bool ``[B, Hq, P]``: spans of heads that get every tile."""
+        held, bound = at.in_spans(have.sum(-1)), self.dense_from * at.in_spans(reach.sum(-1)).double()
+        return (held <= bound) & (held + at.in_spans(added.sum(-1)) > bound)
+
+    def _notes(self, at: Stretches, before: Tensor, after: Tensor, dense: Tensor) -> dict[str, Any]:
+        real = at.real[:, None].expand_as(before)
+        short = (after < self.target - SLACK) & real
+        return {
+            "recall_before": _mean(before, real),
+            "recall_after": _mean(after, real),
+            "recall_dense": dense.any(-1),
+            "recall_capped": short.any(-1) if self.ceiling is not None else torch.zeros_like(short[..., 0]),
+            "recall_sample": SampledRecall(at.rows, at.real, before, after),
+        }
+
+
+def floor_of(given: object) -> RecallFloor | None:
+    """The floor that somebody asks for as `recall`; ParameterError for what is none."""
+    if given is None or isinstance(given, RecallFloor):
+        return given
+    if isinstance(given, Mapping):
+        known = [one.name for one in fields(RecallFloor)]
+        for name in given:
+            if name not in known:
+                raise ParameterError(f"recall has no option {printed(name)}{nearest(str(name), known)}")
+        try:
+            return RecallFloor(**given)
+        except ParameterError as error:
+            raise ParameterError(f"recall.{error}") from error
+    if isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= 1:
+        return RecallFloor(target=given)
+    raise ParameterError(
+        f"recall is {printed(given)}: pass a number from 0 to 1, a table of options, a RecallFloor, or None"
+    )
+
+
+def _mean(x: Tensor, real: Tensor) -> Tensor:
+    """Over the rows that exist; NaN where none does."""
+    mean: Tensor = torch.where(real, x, 0.0).sum(-1) / real.sum(-1)
+    return mean
+
+
+def _heard(chosen: Tensor, nothing: Tensor, at: Stretches, sample: Tensor, grid: tuple[int, int]) -> Tensor:
+    """What each query tile gets of one sample, int64 ``[B, R]``: its key tiles, and those as far from the diagonal."""
+    picked = at.picked(chosen, sample)
+    tile = torch.arange(sample.shape[1], device=chosen.device)
+    column = torch.arange(chosen.shape[-1], device=chosen.device)
+    tokens = (torch.gather(at.own, 1, sample) - tile) * grid[0]
+    heard = picked
+    for rounding in (0, grid[1] - 1) if grid[0] % grid[1] else (0,):
+        moved = column + torch.div(tokens + rounding, grid[1], rounding_mode="floor")[..., None]
+        known = (moved >= 0) & (moved < chosen.shape[-1])
+        index = moved.clamp(0, chosen.shape[-1] - 1)[:, None].expand_as(picked)
+        heard = torch.maximum(heard, torch.where(known[:, None], torch.gather(picked, 3, index), nothing))
+    return heard
+
+
+def _none(geometry: Geometry, grid: tuple[int, int]) -> Tensor:
+    shape = (geometry.batch, geometry.heads, geometry.tile_rows(grid[0]), geometry.tile_columns(grid[1]))
+    return torch.zeros((), dtype=torch.bool, device=geometry.device).expand(shape)
+
+
+def _own_tiles(at: Stretches, grid: tuple[int, int], columns: int) -> Tensor:
+    """bool ``[B, 1, n, C]``: the key tile that holds each sampled row's own token."""
+    own = torch.div(at.position, grid[1], rounding_mode="floor")[..., None]
+    return (own == torch.arange(columns, device=own.device))[:, None]
+
+
+def _stripes_at(masks: Sequence[SparseMask], at: Stretches, tile_k: int) -> Tensor | None:
+    """bool ``[B, Hq, n, X]``: the stripes of the sampled rows, None where no mask has any; whole tiles."""
+    found = []
+    columns = masks[0].geometry.tile_columns(tile_k) * tile_k
+    for mask in masks:
+        if mask.stripes is None:
+            continue
+        geometry, stripes = mask.geometry, mask.stripes
+        place = torch.div(at.position, mask.group_rows, rounding_mode="floor")
+        index = (place - geometry.first_tile(mask.group_rows)[:, None]).clamp(0, stripes.shape[2] - 1)
+        width = columns + -columns % 16
+        if stripes.shape[2] <= index.shape[1]:  # then several rows share a list, which is read once
+            found.append(at.picked(stripes.to_map(width), index))
+            continue
+        each = index[:, None].expand(-1, geometry.heads, -1)
+        counts, offsets = (torch.gather(x, 2, each) for x in (stripes.counts, stripes.offsets))
+        found.append(IndexLists(counts, offsets, stripes.indices).to_map(width))
+    return reduce(or_, found) if found else None
+
+
+def _room(
+    masks: Sequence[SparseMask], ceiling: float, have: Tensor, reach: Tensor, at: Stretches, grid: tuple[int, int]
+) -> Tensor:
+    """int64 ``[B, Hq, P]``: key tiles that the query tiles of a span may still take together."""
+    geometry, (tile_q, tile_k) = masks[0].geometry, grid
+    most = torch.floor(at.in_spans(reach.sum(-1)).double() * ceiling).to(torch.int64)
+    keys = have.sum(-1) * tile_k
+    tile = geometry.tiles(tile_q)
+    for mask in masks:
+        if mask.stripes is None:
+            continue
+        group = torch.div(tile * tile_q, mask.group_rows, rounding_mode="floor")
+        lists = Lists.of(mask.stripes, slice(None), geometry.kv_len)
+        lists = lists.of_rows(group - geometry.first_tile(mask.group_rows)[:, None])
+        seen = lists.below(((tile + 1) * tile_q)[:, None])
+        if geometry.window is not None:
+            seen = seen - lists.below((tile * tile_q - geometry.window + 1)[:, None])
+        keys = keys + torch.where(at.inhabited[:, None], seen, 0)
+    return (most - torch.div(at.in_spans(keys) + tile_k - 1, tile_k, rounding_mode="floor")).clamp(min=0)
+
+
+def _most_worth(scores: Tensor, candidates: Tensor, room: Tensor, at: Stretches) -> Tensor:
+    """bool ``[B, Hq, R, C]``: the candidates of highest score that a span has room for; of equal ones all or none.
+
+    The score that the first left out has is found by halving its bits, which order scores from 0 on as numbers do.
+    """
+    bits = scores.contiguous().view(torch.int32 if scores.dtype == torch.float32 else torch.int64)
+    width = 8 * scores.element_size() - 1
+    low = torch.full_like(room, -1)
+    high = torch.full_like(room, (1 << width) - 2)  # above all numbers; one less, so that no difference is too large
+    for _ in range(width + 1):
+        middle = low + torch.div(high - low, 2, rounding_mode="floor")
+        fits = at.in_spans((candidates & (bits > at.to_tiles(middle)[..., None])).sum(-1)) <= room
+        low, high = torch.where(fits, low, middle + 1), torch.where(fits, middle, high)
+    return candidates & (bits > at.to_tiles(high)[..., None])

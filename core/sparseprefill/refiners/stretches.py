@@ -1,0 +1,115 @@
+"""Stretches: the query tiles of a call dealt to samples, the last row of each of which is looked at."""
+
+from __future__ import annotations
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from sparseprefill.mask.geometry import Geometry, Sizes
+from sparseprefill.statistics.kept import kept
+
+
+@frozen(eq=False)
+class Stretches:
+    """Which query row is sampled, and for which query tiles it speaks. Nobody may write to the tensors.
+
+    tile: tokens of a query tile. rows: int64 ``[B, n]``, index among the call's queries of each sampled row, the last
+    of its stretch. real: bool ``[B, n]``, which of them exist. position: int64 ``[B, n]``, on the row's token grid.
+    own: int64 ``[B, n]``, which of the call's query tiles holds it. first: int64 ``[B, n]``, the first query tile of
+    the stretch, by its index on the grid. of: int64 ``[B, R]``, the stretch of each query tile. inhabited: bool
+    ``[B, R]``, tiles with a real row. each: stretches of a span.
+    """
+
+    tile: int
+    rows: Tensor
+    real: Tensor
+    position: Tensor
+    own: Tensor
+    first: Tensor
+    of: Tensor
+    inhabited: Tensor
+    each: int
+
+    @classmethod
+    def deal(cls, geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretches:
+        """T query tiles go to ``K = min(rows, T)`` stretches, tile t to stretch ``t * K // T``.
+
+        Tiles are counted from the first that holds a real row; or from the multiple of `span` tokens before each, and
+        then T are the tiles of a span. Nothing is read on the host.
+        """
+        if geometry.lengths is None and geometry.sizes is not None:
+            return _kept(geometry.sizes, tile, rows, span)
+        return _dealt(geometry, tile, rows, span)
+
+    def at_samples(self, x: Tensor) -> Tensor:
+        """``[B, H, n, C]``: of x ``[B, H, R, C]`` the query tiles that hold the sampled rows."""
+        return self.picked(x, self.own)
+
+    def at_tiles(self, x: Tensor) -> Tensor:
+        """``[B, H, R, C]``: of x ``[B, H, n, C]`` what belongs to each query tile's stretch."""
+        return self.picked(x, self.of)
+
+    def in_spans(self, x: Tensor) -> Tensor:
+        """int64 ``[B, H, P]``: sums over the query tiles of each span, of x int64 ``[B, H, R]``."""
+        total = torch.zeros(*x.shape[:2], self.rows.shape[1] // self.each, dtype=torch.int64, device=x.device)
+        return total.scatter_add_(2, self._span(x.shape[1]), x)
+
+    def to_tiles(self, x: Tensor) -> Tensor:
+        """``[B, H, R]``: of x ``[B, H, P]`` what belongs to each query tile's span."""
+        return torch.gather(x, 2, self._span(x.shape[1]))
+
+    def _span(self, heads: int) -> Tensor:
+        return torch.div(self.of, self.each, rounding_mode="floor")[:, None].expand(-1, heads, -1)
+
+    @staticmethod
+    def picked(x: Tensor, index: Tensor) -> Tensor:
+        """``[B, H, m, C]``: of x ``[B, H, *, C]`` what an index ``[B, m]`` names."""
+        at = index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+        return torch.gather(x, 2, at)
+
+
+@kept
+def _kept(sizes: Sizes, tile: int, rows: int, span: int | None) -> Stretches:
+    return _dealt(Geometry(*sizes), tile, rows, span)
+
+
+def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretches:
+    start, number = geometry.first_position(), geometry.tile_rows(tile)
+    begin = start.clamp(min=0)
+    behind = torch.minimum(start + geometry.q_len, geometry.key_counts())
+    if span is None:
+        base = _floor(begin, tile)[:, None]
+        tiles = (_floor(behind + tile - 1, tile)[:, None] - base).clamp(min=1)
+        each, spans = min(rows, number), 1
+    else:
+        base = _floor(begin, span)[:, None] * (span // tile)
+        tiles = torch.full_like(base, span // tile)
+        each, spans = min(rows, span // tile), geometry.tile_rows(span)
+    dealt = tiles.clamp(max=each)  # K of each batch row
+    sample = torch.arange(spans * each, device=geometry.device)
+    place, nth = _floor(sample, each) * tiles, sample % each
+    first, end = (base + place + _floor((nth + more) * tiles + dealt - 1, dealt) for more in (0, 1))
+    position = torch.minimum(end * tile, behind[:, None]) - 1
+    real = (position >= torch.maximum(first * tile, begin[:, None])) & (nth < dealt)
+    tile_at = geometry.tiles(tile)
+    inner = (tile_at - base).clamp(min=0)
+    inhabited = ((tile_at + 1) * tile > begin[:, None]) & (tile_at * tile < behind[:, None])
+    within = _floor(inner, tiles) if span is not None else torch.zeros_like(inner)
+    of = within * each + _floor((inner - within * tiles) * dealt, tiles)
+    own = _floor(position, tile) - tile_at[:, :1]
+    return Stretches(
+        tile=tile,
+        rows=(position - start[:, None]).clamp(0, geometry.q_len - 1),
+        real=real,
+        position=position,
+        own=own.clamp(0, number - 1),
+        first=first,
+        of=of.clamp(0, sample.numel() - 1),
+        inhabited=inhabited,
+        each=each,
+    )
+
+
+def _floor(x: Tensor, size: Tensor | int) -> Tensor:
+    return torch.div(x, size, rounding_mode="floor")

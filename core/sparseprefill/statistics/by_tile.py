@@ -1,0 +1,73 @@
+"""Exact attention of single sampled query rows by key tile, and how much of it a mask keeps; streamed over keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn import functional
+
+from sparseprefill import kernels
+from sparseprefill.statistics.sampled import PAIRS, PAIRS_ON_CPU, Logits
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+
+@frozen(eq=False)
+class RowMass:
+    """Attention mass of each sampled row; float32 (float64 for float64 calls).
+
+    tiles: ``[B, Hq, n, ceil(Nkv / tile)]`` by key tile on the row's grid, 1 in all over the keys that a row may see, 0
+    where there is no such row. kept: the same of the keys of a mask alone. lse: ``[B, Hq, n]`` over all keys, natural
+    log, sinks left out, -inf where there is no such row.
+    """
+
+    tiles: Tensor
+    kept: Tensor
+    lse: Tensor
+
+
+@torch.no_grad()
+def row_mass(call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: Tensor | None = None) -> RowMass:
+    """Softmax rows of the queries `rows` (index ``[B, n]``, where `real`) over all keys they may see, by key tile.
+
+    tile: tokens of a key tile. keys: bool ``[B, Hq, n, Nkv]``, by position on the row's grid, which keys a mask keeps
+    for each row; None for none. More columns change nothing: kernels like whole tiles, and a multiple of 16. One pass
+    over the keys, some key tiles at a time: of each its LSE is kept, from which the row's own follows, so that no
+    matrix of rows and all keys is made and no key is read twice.
+    """
+    by_tile, of_mask = lse_by_tile(call, rows, real, tile, keys)
+    lse = torch.logsumexp(by_tile, -1)
+    base = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
+    mass = (by_tile - base).exp()
+    return RowMass(mass, torch.zeros_like(mass) if of_mask is None else (of_mask - base).exp(), lse)
+
+
+def lse_by_tile(
+    call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """``[B, Hq, n, C]``: LSE of each row in each key tile, over all keys and over those that are kept."""
+    if kernels.serve(call.q):
+        from sparseprefill.kernels.sampled import launch
+
+        if launch.fits(call):
+            from sparseprefill.kernels.sampled.by_tile import tile_lse
+
+            return tile_lse(call, rows, real, tile, keys)
+    geometry, count = call.geometry, rows.shape[1]
+    pairs = PAIRS_ON_CPU if call.q.device.type == "cpu" else PAIRS
+    size = tile * max(1, pairs // (geometry.batch * geometry.heads * count * tile))
+    logits, behind = Logits(call, rows, real), geometry.tile_columns(tile) * tile
+    every: list[Tensor] = []
+    of_mask: list[Tensor] = []
+    for first in range(0, behind, size):
+        some = slice(first, min(first + size, behind))
+        each = logits.at(some)
+        every.append(torch.logsumexp(each.unflatten(-1, (-1, tile)), -1))
+        if keys is not None:
+            left_out = functional.pad(~keys[..., some], (0, max(some.stop - keys.shape[-1], 0)), value=True)
+            of_mask.append(torch.logsumexp(each.masked_fill_(left_out, -torch.inf).unflatten(-1, (-1, tile)), -1))
+    return torch.cat(every, -1), torch.cat(of_mask, -1) if of_mask else None
