@@ -14,7 +14,7 @@ from ..session.session import TAIL
 from . import render
 from .shared_options import Configs, Device, Dtype, Json, Methods, Settings, Tail, Type
 
-LAYER, HEAD = 3, 1
+LAYER, HEAD = 1, 0
 """Whose mask the picture shows unless told otherwise."""
 
 

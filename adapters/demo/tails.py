@@ -93,13 +93,13 @@ def rows(
     """The model's own answers, then each method's with each tail. clock: also times the attention of all layers."""
     from ..huggingface import attach
 
-    yield Row("dense", 0, {way: _right(model, asked, way) for way in WAYS})
+    yield Row("dense", 0, _right(model, asked))
     device = model.get_input_embeddings().weight.device
     layers = None if clock is None else Layers.of(model, torch.tensor([asked[0].prompt], device=device))
     for name, pipeline in methods.items():
         for tail in tails:
             with attach(model, pipeline, tail=tail, gate=None) as handle:
-                right = {way: _right(model, asked, way) for way in WAYS}
+                right = _right(model, asked)
                 density = handle.report().density
             time = None if layers is None or clock is None else layers.time(pipeline.with_tail(tail), clock)
             yield Row(name, tail, right, float("nan") if density is None else density, time)
@@ -158,14 +158,15 @@ def main(arguments: list[str] | None = None) -> None:
     sys.stdout.write(f"{table(found, options.tasks * len(ASKED))}\n\nTokens behind the text: {spans}.\n")
 
 
-def _right(model: Any, asked: Sequence[Asked], way: Way) -> int:
+def _right(model: Any, asked: Sequence[Asked]) -> dict[Way, int]:
+    """Right answers by way, each prompt read anew."""
     from transformers import DynamicCache
 
-    return sum(
-        greedy(model, DynamicCache(config=model.config), list(one.prompt), list(one.answer)) == list(one.answer)
-        for one in asked
-        if one.way == way
-    )
+    right: dict[Way, int] = dict.fromkeys(WAYS, 0)
+    for one in asked:
+        found = greedy(model, DynamicCache(config=model.config), list(one.prompt), list(one.answer))
+        right[one.way] += found == list(one.answer)
+    return right
 
 
 def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ DATA = st.data()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LENGTHS = (1, 2, 127, 128, 129, 17, 31, 97, 131)
 CALLS = calls(max_len=131, max_heads=8, head_dims=(8, 16), max_batch=2, dtypes=DTYPES)
+SIZES: st.SearchStrategy[int | tuple[int, int]] = st.sampled_from([16, 8, 64, (16, 8)])
 TARGETS = st.sampled_from([0.95, 0.5, 0.99, 1.0]) | st.floats(0.0, 1.0)
 SPEAKS = st.sampled_from(["neighbours", "stretch", "tile"])
 ROWS = st.sampled_from([64, 1, 2, 3, 7])
@@ -49,7 +50,7 @@ def assert_reached(call: sp.AttentionCall, after: sp.Plan, target: float) -> Non
 def test_sampled_rows_reach_the_target_whatever_the_plan(
     data: st.DataObject, call: sp.AttentionCall, target: float, rows: int, speaks_for: str
 ) -> None:
-    tile = data.draw(st.sampled_from([16, 8, 64, (16, 8)]))
+    tile = data.draw(SIZES)
     plan = data.draw(st.just(sp.Plan(sp.SparseMask.empty(call, tile))) | plans(call))
     after = refined(sp.RecallFloor(target=target, rows=rows, speaks_for=speaks_for), call, plan)
     assert not bool((whole(plan) & ~whole(after)).any())
@@ -79,7 +80,7 @@ def test_lengths_and_groups(length: int, group: int) -> None:
 def test_a_full_mask_stays(
     data: st.DataObject, call: sp.AttentionCall, target: float, rows: int, speaks_for: str
 ) -> None:
-    plan = sp.Plan(sp.SparseMask.full(call, data.draw(st.sampled_from([16, 64, (16, 8)]))))
+    plan = sp.Plan(sp.SparseMask.full(call, data.draw(SIZES)))
     after = refined(sp.RecallFloor(target=target, rows=rows, speaks_for=speaks_for), call, plan)
     assert torch.equal(whole(plan), whole(after))
     assert torch.equal(plan.mask.pairs(), after.mask.pairs())

@@ -125,7 +125,7 @@ def _round(
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability; (0, 0) in the interpreter."""
-    return torch.cuda.get_devicecapability(device) if device.type == "cuda" else (0, 0)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def block(size: int) -> int:
