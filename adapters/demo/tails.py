@@ -57,7 +57,7 @@ class Row:
     """What a method answers with so many dense last rows.
 
     method: its name; "dense" for the model's own attention, whose tail says nothing. right: answers by way. density:
-    pairs computed over causal pairs, mean over the prompts. time: of the attention of all layers on the first prompt.
+    pairs computed over causal pairs, of the last prompt. time: of the attention of all layers on the first prompt.
     """
 
     method: str
@@ -90,7 +90,10 @@ def rows(
     tails: Sequence[int] = TAILS,
     clock: Clock | None = None,
 ) -> Iterator[Row]:
-    """The model's own answers, then each method's with each tail. clock: also times the attention of all layers."""
+    """The model's own answers, then each method's with each tail. clock: also times the attention of all layers.
+
+    A call that a method would leave to dense attention raises: no dense run passes for a sparse one.
+    """
     from ..huggingface import attach
 
     yield Row("dense", 0, _right(model, asked))
@@ -98,7 +101,7 @@ def rows(
     layers = None if clock is None else Layers.of(model, torch.tensor([asked[0].prompt], device=device))
     for name, pipeline in methods.items():
         for tail in tails:
-            with attach(model, pipeline, tail=tail, gate=None) as handle:
+            with attach(model, pipeline, tail=tail, gate=None, strict=True) as handle:
                 right = _right(model, asked)
                 density = handle.report().density
             time = None if layers is None or clock is None else layers.time(pipeline.with_tail(tail), clock)
@@ -133,6 +136,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.model is not None and not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model}: no checkpoint is there")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    if options.tasks < 1 or min(options.tails) < 0:
+        parser.error(f"--tasks {options.tasks} --tails {options.tails}: pass at least 1 task, and tails from 0 on")
     registry = default_registry()
     known = [name for name in registry.methods() if name != "dense"]
     unknown = [name for name in options.method or () if name not in known]

@@ -106,7 +106,7 @@ def make_task(
         depth: Where in the filler text the asked needles lie, from 0 (start)
             to 1 (end); by default each lies somewhere else.
         wording: ``long`` asks as a person would, in 20 to 60 tokens; for
-            ``single`` and ``multikey``. The shipped model does not know it.
+            ``single`` and ``multikey``.
         lines: Filler text instead of `sparseprefill.adapters.demo.text`.
 
     Raises:

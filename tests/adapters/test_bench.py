@@ -148,6 +148,24 @@ def test_large_calls_run_dense_by_groups_of_heads(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(torch.cat(list(parts), 1), whole)
 
 
+@pytest.mark.parametrize(("factor", "found"), [(1.0, ["FlashAttention-4"]), (1.1, [])])
+def test_a_kernel_counts_only_with_the_right_output(
+    factor: float, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparseprefill.adapters.bench import baseline as module
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> tuple[torch.Tensor, None]:
+        assert options == {"softmax_scale": call.softmax_scale, "causal": True}
+        turned = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2) * factor, None
+
+    call = call_of(SMALL, "heads", 0, CPU)
+    monkeypatch.setattr(module, "flash4", lambda: attend)
+    able = module._able([(call.q, call.k, call.v)], call.softmax_scale)
+    assert [one.kernel for one in able if one.kernel == module.FLASH4] == found
+
+
 def test_dense_attention_that_takes_long_runs_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(Clock(CPU, rounds=1, budget=0.0))
     first = bench.measure(of_mask("tiles:0.1", SMALL))

@@ -63,6 +63,8 @@ def test_the_table_tells_times_where_there_are_some() -> None:
         (["--model", "nowhere"], "nowhere: no checkpoint"),
         (["--method", "nothing"], "nothing: no such method"),
         (["--tokens", "64"], "--tokens 64"),
+        (["--tails", "-1"], "tails from 0 on"),
+        (["--tasks", "0"], "at least 1 task"),
     ],
 )
 def test_bad_options_are_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
