@@ -156,8 +156,8 @@ def test_a_kernel_counts_only_with_the_right_output(
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> tuple[torch.Tensor, None]:
         assert options == {"softmax_scale": call.softmax_scale, "causal": True}
-        turned = (x.transpose(1, 2) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2) * factor, None
 
     call = call_of(SMALL, "heads", 0, CPU)
