@@ -6,7 +6,8 @@ dense attention in the same run; and that of a whole prefill, which also holds e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from attrs import field, frozen
@@ -18,6 +19,9 @@ from ..bench.layers import Layers, LayersTime
 from ..evaluation.outcome import Summary
 from .candidates import Candidate
 from .fit import ModelReadings
+
+KL = 0.001
+"""KL(dense || sparse) of the next token in nats that a recommended setting may have, mean over the rows looked at."""
 
 
 @frozen(eq=False)
@@ -109,6 +113,25 @@ def frontier(points: Sequence[Point]) -> list[Point]:
         for one, mine in zip(done, keys, strict=True)
         if not any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in keys)
     ]
+
+
+def recommended(points: Iterable[Mapping[str, Any]], kl: float = KL) -> Mapping[str, Any] | None:
+    """The setting that a method's points, as `frontier --json` writes them, speak for; None where none came through.
+
+    Of those with as many answers as dense has and KL(dense || sparse) <= `kl` nats, that of the lowest density; where
+    there is none, of those with most answers that of the smallest KL.
+    """
+    done = [one for one in points if not one["error"]]
+    if not done:
+        return None
+    good = [one for one in done if one["right"] >= one["dense_right"] and _kl(one) <= kl]
+    if good:
+        return min(good, key=lambda one: (one["density"], _kl(one)))
+    return min(done, key=lambda one: (-one["right"], _kl(one)))
+
+
+def _kl(point: Mapping[str, Any]) -> float:
+    return float("inf") if point["kl"] is None else float(point["kl"])
 
 
 def spread(settings: Sequence[dict[str, object]], most: int) -> list[dict[str, object]]:

@@ -8,6 +8,7 @@ import typer
 from attrs import asdict
 
 from sparseprefill.errors import told
+from sparseprefill.method import FLOOR
 from sparseprefill.registry import PluginRecord, default_registry
 
 from . import describe, render
@@ -54,6 +55,7 @@ def show(name: Annotated[str, typer.Argument(help="A method's name.")], json: Js
             for one in parameters
         ],
     )
+    render.line(f"Every method also takes {FLOOR}, such as {FLOOR}=0.95: the attention mass that each head keeps.")
 
 
 def plugins(json: Json = False) -> None:

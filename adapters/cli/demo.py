@@ -12,7 +12,7 @@ from sparseprefill.registry import default_registry
 from ..demo.seeds import TABLES
 from ..session.session import TAIL
 from . import render
-from .shared_options import Configs, Device, Dtype, Json, Methods, Settings, Tail, Type
+from .shared_options import Configs, Device, Dtype, Floor, Json, Methods, Settings, Tail, Type
 
 LAYER, HEAD = 1, 0
 """Whose mask the picture shows unless told otherwise."""
@@ -30,6 +30,7 @@ def demo(
     hybrids: Annotated[bool, typer.Option("--hybrids", help="Also run hybrids of several methods.")] = False,
     config: Configs = None,
     tail: Tail = TAIL,
+    recall_floor: Floor = None,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the text, the needles and their places.")] = TABLES,
     picture: Annotated[Path, typer.Option(help="Where the picture of the masks goes.")] = Path(
@@ -57,7 +58,7 @@ def demo(
 
     pictures.check_path(picture)
     registry = default_registry()
-    compared = contenders(registry, method or (), settings or (), PARAMETERS, tail)
+    compared = contenders(registry, method or (), settings or (), PARAMETERS, tail, recall_floor)
     compared += configured(config or (), hybrids, tail)
     place = Place.of(device, dtype.value, threads)
     with bars(len(compared) + 1) as shown, place.threaded():
@@ -72,6 +73,7 @@ def demo(
         "dtype": place.dtype_name,
         "threads": threads,
         "tail": tail,
+        "recall_floor": recall_floor,
         "picture": {"path": str(picture), "layer": layer, "head": head},
     }
     if json:

@@ -13,7 +13,7 @@ from sparseprefill.registry import Registry, default_registry
 from ..session.session import TAIL
 from . import render
 from .group import CommandError
-from .shared_options import Configs, Device, DeviceMap, Dtype, Json, Model, Profiles, Tail, Threads, Type
+from .shared_options import Configs, Device, DeviceMap, Dtype, Floor, Json, Model, Profiles, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from ..evaluation.contender import Contender
@@ -37,6 +37,7 @@ def evaluate(
     config: Configs = None,
     profile: Profiles = None,
     tail: Tail = TAIL,
+    recall_floor: Floor = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="A,B", help="Tasks of the harness; else RULER's that need no network.")
     ] = None,
@@ -70,7 +71,9 @@ def evaluate(
     if output is not None:
         pictures.check_writable("--output", output)
     registry = default_registry()
-    compared = _contenders(registry, model, method or (), settings or (), config or (), profile or (), tail)
+    compared = _contenders(
+        registry, model, method or (), settings or (), config or (), profile or (), tail, recall_floor
+    )
     place = Place.of(device, dtype.value, threads)
     try:
         harness.check_names(names)
@@ -101,6 +104,7 @@ def evaluate(
         "dtype": place.dtype_name,
         "threads": threads,
         "tail": tail,
+        "recall_floor": recall_floor,
         "stopped": stopped,
     }
     whole = evaluated.as_json(found, facts)
@@ -142,6 +146,7 @@ def _contenders(
     configs: Sequence[Path],
     profiles: Sequence[Path],
     tail: int,
+    floor: float | None,
 ) -> list[Contender]:
     from .options import configured, contenders, profiled
 
@@ -155,7 +160,7 @@ def _contenders(
         settings = [text if "." in text.partition("=")[0] else f"{names[0]}.{text}" for text in settings]
     elif settings and not names:
         raise CommandError(f"--set {settings[0]}: it changes a parameter of a --method, and there is none")
-    made = contenders(registry, names, settings, _suited(model), tail) if names else []
+    made = contenders(registry, names, settings, _suited(model), tail, floor) if names else []
     return made + configured(configs, False, tail) + profiled(profiles, tail)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from ..demo.seeds import TABLES, TUNING
 from ..session.session import TAIL
 from . import render
 from .group import CommandError
-from .searched import SAMPLED, chosen, fixed_parameters, with_clusters
+from .searched import SAMPLED, best_settings, chosen, fixed_parameters, with_clusters
 from .shared_options import Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
@@ -46,6 +46,12 @@ def frontier(
     most: Annotated[
         int, typer.Option(min=0, help="Settings of a method besides its defaults, at most; 0 for its whole space.")
     ] = 5,
+    chosen_by: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Beside its defaults each method's best setting of this file, --json of another seed's run."
+        ),
+    ] = None,
     tokens: Annotated[list[int] | None, typer.Option(min=256, help="Length; repeat for several.")] = None,
     tail: Tail = TAIL,
     recall_floor: Floor = None,
@@ -81,6 +87,7 @@ def frontier(
     registry = default_registry()
     methods = chosen(registry, method)
     fixed = fixed_parameters(methods, settings or (), model, recall_floor)
+    best = None if chosen_by is None else best_settings(chosen_by, seed, texts)
     place = Place.of(device, dtype.value, threads)
     lengths = sorted(set(tokens or TOKENS["cpu" if place.device.type == "cpu" else "cuda"]))
     clock = Clock(place.device, rounds, seconds)
@@ -94,7 +101,12 @@ def frontier(
         others = exams_of(loaded, tokenizer, identity, [min(SAMPLED, lengths[0])], CLUSTERED, 1, TUNING, tail)
         prompts = next(iter(others.values())).prompts
         methods, left_out = with_clusters(methods, fixed, loaded, identity, prompts, shown)
-        candidates = _candidates(methods, fixed, settings or (), tried or (), most, suited=model is None)
+        candidates = _candidates(methods, fixed, settings or (), tried or (), most, best, suited=model is None)
+        facts: dict[str, Any] = {
+            **{"model": model or "embedded", "tail": tail, "recall_floor": recall_floor, "texts": texts},
+            **{"questions": questions, "seed": seed, "from": None if chosen_by is None else str(chosen_by)},
+            **{"rounds": rounds, "dtype": place.dtype_name, "threads": threads, "left_out": left_out},
+        }
         shown.expect(len(lengths) * len(candidates))
         try:
             for length in lengths:
@@ -102,22 +114,12 @@ def frontier(
                 for candidate in candidates:
                     with shown.contender(f"{candidate.name}, {length:,} tokens"):
                         found.append(reader.read(candidate))
+                    frontier_results.keep(found, {**facts, "stopped": True}, place, files)
         except KeyboardInterrupt:
             stopped = True
     if not found:
         raise typer.Abort
-    facts: dict[str, Any] = {
-        **{
-            "model": model or "embedded",
-            "tail": tail,
-            "recall_floor": recall_floor,
-            "texts": texts,
-            "questions": questions,
-            "seed": seed,
-        },
-        **{"rounds": rounds, "dtype": place.dtype_name, "threads": threads, "left_out": left_out, "stopped": stopped},
-    }
-    frontier_results.report(found, facts, place, files)
+    frontier_results.report(found, {**facts, "stopped": stopped}, place, files)
     for name, reason in left_out.items():
         render.note(f"{name} is left out: {reason}")
     render.broken(registry)
@@ -134,10 +136,12 @@ def _candidates(
     settings: Sequence[str],
     tried: Sequence[str],
     most: int,
+    best: Mapping[str, Mapping[str, Any]] | None,
     *,
     suited: bool,
 ) -> list[Candidate]:
-    """Each method's defaults, what suits the embedded model, and settings spread over the search space."""
+    """Each method's defaults, what suits the embedded model, and the best of another run or, where there was none,
+    settings spread over the search space."""
     from ..calibration.candidates import Candidate
     from ..calibration.candidates import settings as space
     from ..calibration.frontier import spread
@@ -160,7 +164,9 @@ def _candidates(
         own: list[dict[str, Any]] = [] if searched else [dict(given)]
         if suited and not searched and one.name in PARAMETERS:
             own.append({**PARAMETERS[one.name], **given})
-        if searched or set(one.search) - set(given):
+        if best is not None and not searched:
+            own += [{**best[one.name], **given}] if one.name in best else []
+        elif searched or set(one.search) - set(given):
             own += spread(space(one, searched, given), 0 if searched else most)
         made += [Candidate(one, each) for index, each in enumerate(own) if each not in own[:index]]
     return made

@@ -43,12 +43,10 @@ def report(points: Sequence[Point], about: Mapping[str, Any], place: Place, file
         draw(groups[-1], files.plot)
     if files.markdown is not None:
         files.markdown.write_text("\n".join(map(markdown, groups)), encoding="utf-8")
-    if files.json is not None:
-        found = facts.about(place.device, **about, points=[as_json(one) for one in points])
-        if files.alone:
-            render.write_json(found)
-            return
-        files.json.write_text(render.to_json(found) + "\n", encoding="utf-8")
+    if files.alone:
+        render.write_json(_facts(points, about, place))
+        return
+    keep(points, about, place, files)
     for group in groups:
         render.table(
             COLUMNS, _rows(group), right=[one for one in COLUMNS if one not in WORDS], title=f"{_title(group)}, {place}"
@@ -59,6 +57,16 @@ def report(points: Sequence[Point], about: Mapping[str, Any], place: Place, file
     for path in (files.plot, files.markdown, files.json):
         if path is not None:
             render.line(f"written: {path}")
+
+
+def keep(points: Sequence[Point], about: Mapping[str, Any], place: Place, files: Files) -> None:
+    """Write the figures to the JSON file, should one be wanted: what a long run has is there if it is killed."""
+    if files.json is not None and not files.alone:
+        files.json.write_text(render.to_json(_facts(points, about, place)) + "\n", encoding="utf-8")
+
+
+def _facts(points: Sequence[Point], about: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    return facts.about(place.device, **about, points=[as_json(one) for one in points])
 
 
 def as_json(point: Point) -> dict[str, Any]:

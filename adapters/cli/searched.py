@@ -60,6 +60,33 @@ def fixed_parameters(
     return made
 
 
+def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]]:
+    """Of each method in a file of `frontier --json`, the setting that it recommends at its longest length.
+
+    seed, texts: of the run that wants them; CommandError where its texts are among those of the file, or the file holds
+    something else. Tables, such as clusters, are left to the run.
+    """
+    from ..calibration.frontier import recommended
+
+    try:
+        found = reader.loads(path.read_text(encoding="utf-8"))
+        seeds = range(found["seed"], found["seed"] + found["texts"])
+        longest = max(one["tokens"] for one in found["points"])
+        points = [one for one in found["points"] if one["tokens"] == longest]
+        names = dict.fromkeys(one["method"] for one in points)
+        best = {name: recommended(one for one in points if one["method"] == name) for name in names}
+        made = {
+            name: {key: value for key, value in one["parameters"].items() if not isinstance(value, dict)}
+            for name, one in best.items()
+            if one is not None
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CommandError(f"--from {path}: {error!r}: pass what `sparseprefill frontier --json FILE` wrote") from error
+    if set(seeds) & set(range(seed, seed + texts)):
+        raise CommandError(f"--from {path}: its settings were found on the same texts: pass another --seed than {seed}")
+    return made
+
+
 def with_clusters(
     methods: list[Method],
     fixed: dict[str, dict[str, Any]],

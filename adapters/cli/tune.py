@@ -17,8 +17,8 @@ from sparseprefill.registry import default_registry
 from ..session.session import TAIL
 from . import render
 from .group import CommandError
-from .options import value_of
-from .shared_options import Device, Dtype, Model, Tail, Threads, Type
+from .options import floored, value_of
+from .shared_options import Device, Dtype, Floor, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from ..calibration.search import By
@@ -59,6 +59,7 @@ def tune(
     loss: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of dense's accuracy that may be lost.")] = 0.01,
     by: Annotated[Cost, typer.Option(help="What to save; by default seconds on a GPU, density on a CPU.")] = Cost.AUTO,
     tail: Tail = TAIL,
+    recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 2,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the texts; `demo` uses others by default.")] = 1000,
@@ -84,7 +85,7 @@ def tune(
     found = default_registry().get(method)
     path = Path(f"{method}.profile.json") if output is None else output
     fitted.check_folder(path)
-    candidates = [Candidate(found, one) for one in _settings(found, model, tried or (), fixed or ())]
+    candidates = [Candidate(found, one) for one in _settings(found, model, tried or (), fixed or (), recall_floor)]
     lengths = sorted(set(tokens or TOKENS))
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place)
@@ -100,7 +101,7 @@ def tune(
                 searches.append(searcher.run(partial(progress, "settings")))
     how: dict[str, Any] = {
         **{"by": cost, "loss": loss, "settings": len(candidates), "texts": texts, "questions": questions, "seed": seed},
-        **{"tail": tail, "device": str(place.device), "dtype": place.dtype_name},
+        **{"tail": tail, "recall_floor": recall_floor, "device": str(place.device), "dtype": place.dtype_name},
     }
     profile = Profile(
         methods=(method,),
@@ -117,7 +118,9 @@ def tune(
     render.line(f"profile: {path}")
 
 
-def _settings(method: Method, model: str | None, tried: Sequence[str], fixed: Sequence[str]) -> list[dict[str, Any]]:
+def _settings(
+    method: Method, model: str | None, tried: Sequence[str], fixed: Sequence[str], floor: float | None
+) -> list[dict[str, Any]]:
     from ..calibration.candidates import settings
     from ..demo.settings import PARAMETERS
 
@@ -130,7 +133,7 @@ def _settings(method: Method, model: str | None, tried: Sequence[str], fixed: Se
     suited = PARAMETERS.get(method.name, {}) if model is None else {}
     free = {*method.search, *values} - set(given)
     base = {name: value for name, value in suited.items() if name not in free}
-    return settings(method, values, {**base, **given})
+    return settings(method, values, {**floored(method.name, floor), **base, **given})
 
 
 def _pair(option: str) -> Any:

@@ -15,7 +15,7 @@ from sparseprefill.adapters.bench.layers import Layers, LayersTime
 from sparseprefill.adapters.calibration import frontier as points
 from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.calibration.fit import ModelReadings
-from sparseprefill.adapters.calibration.frontier import Point, frontier, spread
+from sparseprefill.adapters.calibration.frontier import Point, frontier, recommended, spread
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.evaluation.contender import Contender
 from sparseprefill.adapters.evaluation.divergence import Divergence
@@ -119,6 +119,25 @@ def test_layers_with_a_sliding_window_are_left_out() -> None:
     assert [1] == [call.layer for call in Layers.of(build("gemma3"), prompt(64)).calls]
 
 
+def written(right: int, kl: float, density: float, error: str | None = None) -> dict[str, Any]:
+    about = {"method": "xattention", "tokens": 1024, "parameters": {"threshold": density}, "error": error}
+    return {**about, "right": right, "dense_right": 9, "kl": kl, "density": density}
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([written(9, 0.0005, 0.5), written(9, 0.0009, 0.25), written(9, 0.002, 0.1), written(8, 0.0, 0.1)], 0.25),
+        ([written(9, 0.003, 0.5), written(9, 0.004, 0.25), written(8, 0.0, 0.1)], 0.5),
+        ([written(8, 0.0, 0.5), written(9, 0.1, 0.25, "no room")], 0.5),
+        ([written(9, 0.1, 0.25, "no room")], None),
+    ],
+)
+def test_what_is_recommended_keeps_the_answers_first(points: list[dict[str, Any]], expected: float | None) -> None:
+    found = recommended(points)
+    assert (None if found is None else found["density"]) == expected
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["frontier", *arguments])
 
@@ -150,6 +169,39 @@ def test_a_model_of_the_users_own_at_its_defaults(folder: Path) -> None:
     found = [(one["method"], one["parameters"]) for one in json.loads(result.stdout)["points"]]
     assert [("streaming", {}), ("xattention", {})] == found[:2]
     assert 3 == len(found)
+
+
+def test_settings_from_a_run_on_other_texts(tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    points = [written(9, 0.0001, 0.5), written(9, 0.0002, 0.25)]
+    file.write_text(json.dumps({"seed": 1000, "texts": 2, "points": points}))
+    few = ("--method", "xattention", "--set", "xattention.stride=8", "--from", str(file), "--json", "-")
+    result = run(*SMALL, *few)
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    expected = {"block": 64, "stride": 8, "threshold": 0.25}
+    assert expected == facts["points"][-1]["parameters"]
+    assert str(file) == facts["from"]
+    refused(run(*SMALL, *few, "--seed", "1001"), "--from", "the same texts", "another --seed than 1001")
+    for text in ("{", "[]", '{"seed": 1, "texts": 1, "points": []}', '{"seed": 1}'):
+        file.write_text(text)
+        refused(run(*SMALL, *few), "--from", "pass what `sparseprefill frontier --json FILE` wrote")
+
+
+def test_a_killed_run_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = points.Reader.read
+
+    def killed(self: Any, candidate: Candidate) -> Point:
+        if candidate.parameters["window"] == 512:
+            raise SystemExit(137)
+        return read(self, candidate)
+
+    monkeypatch.setattr(points.Reader, "read", killed)
+    file = tmp_path / "a.json"
+    run(*SMALL, *TRIED, "--json", str(file))
+    facts = json.loads(file.read_text())
+    assert facts["stopped"] is True
+    assert [16] == [one["parameters"]["window"] for one in facts["points"]]
 
 
 def test_a_method_that_fails_ends_with_1_and_the_others_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

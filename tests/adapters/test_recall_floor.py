@@ -97,3 +97,23 @@ def test_frontier_tries_several_floors(folder: Path) -> None:
     assert 0 == result.exit_code, result.output
     found = [one["parameters"] for one in json.loads(result.stdout)["points"]]
     assert [{"sink": 16, "window": 16, "block": 16, "recall": x} for x in (0.5, 0.95)] == found
+
+
+def test_demo_and_tune_take_a_floor() -> None:
+    densities = []
+    for more in ((), ("--recall-floor", "0.99")):
+        small = ("--tokens", "2048", "--questions", "1", "--tail", "0", "--device", "cpu", "--threads", "1", "--json")
+        result = CliRunner().invoke(app, ["demo", "--method", "streaming", *small, *more])
+        assert 0 == result.exit_code, result.output
+        facts = json.loads(result.stdout)
+        densities.append(facts["methods"][1]["density"])
+    assert 0.99 == facts["recall_floor"]
+    assert densities[0] < densities[1]
+    tried = ("--try", "window=16,64", "--loss", "0.9", "--texts", "1", "--questions", "1", "--tokens", "1024")
+    more = ("--device", "cpu", "--tail", "0", "--recall-floor", "0.4", "--output", "p.json")
+    result = CliRunner().invoke(app, ["tune", "--method", "streaming", *tried, *more])
+    assert 0 == result.exit_code, result.output
+    (only,) = Profile.load("p.json").ranges
+    assert only.parameters is None or 0.4 == only.parameters["recall"]
+    (one,) = sp.Route.of(sp.build(profile="p.json")).known
+    assert (sp.RecallFloor(target=0.4),) == one.refiners
