@@ -110,8 +110,8 @@ def test_demo_and_tune_take_a_floor() -> None:
     assert 0.99 == facts["recall_floor"]
     assert densities[0] < densities[1]
     tried = ("--try", "window=16,64", "--loss", "0.9", "--texts", "1", "--questions", "1", "--tokens", "1024")
-    more = ("--device", "cpu", "--tail", "0", "--recall-floor", "0.4", "--output", "p.json")
-    result = CliRunner().invoke(app, ["tune", "--method", "streaming", *tried, *more])
+    options = ("--device", "cpu", "--tail", "0", "--recall-floor", "0.4", "--output", "p.json")
+    result = CliRunner().invoke(app, ["tune", "--method", "streaming", *tried, *options])
     assert 0 == result.exit_code, result.output
     (only,) = Profile.load("p.json").ranges
     assert only.parameters is None or 0.4 == only.parameters["recall"]
