@@ -23,6 +23,9 @@ from .fit import ModelReadings
 KL = 0.001
 """KL(dense || sparse) of the next token in nats that a recommended setting may have, mean over the rows looked at."""
 
+NEAR = 1.1
+"""Densities within this factor of the lowest count as equal to it: then time decides."""
+
 
 @frozen(eq=False)
 class Point:
@@ -119,14 +122,19 @@ def recommended(points: Iterable[Mapping[str, Any]], kl: float = KL) -> Mapping[
     """The setting that a method's points, as `frontier --json` writes them, speak for; None where none came through.
 
     Of those with as many answers as dense has and KL(dense || sparse) <= `kl` nats, that of the lowest density; where
-    there is none, of those with most answers that of the smallest KL.
+    several come within a tenth of it, the one whose attention takes the shortest time. Where no setting keeps as much,
+    of those with most answers that of the smallest KL.
     """
     done = [one for one in points if not one["error"]]
     if not done:
         return None
     good = [one for one in done if one["right"] >= one["dense_right"] and _kl(one) <= kl]
     if good:
-        return min(good, key=lambda one: (one["density"], _kl(one)))
+        least = min(one["density"] for one in good)
+        near = [one for one in good if one["density"] <= NEAR * least]
+        return min(
+            near, key=lambda one: (one["attention"]["seconds"] if one["attention"] else one["density"], _kl(one))
+        )
     return min(done, key=lambda one: (-one["right"], _kl(one)))
 
 

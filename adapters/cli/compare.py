@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparseprefill.registry import default_registry
+from sparseprefill.registry import Registry, default_registry
 
 from ..session.session import TAIL
 from . import render
 from .group import CommandError
+from .options import DENSE, configured, contenders, profiled, setting
+from .searched import SHARING
 from .shared_options import (
     Configs,
     Device,
@@ -83,7 +86,6 @@ def compare(
     from ..evaluation.runs import outcomes
     from . import page, results
     from . import picture as pictures
-    from .options import configured, contenders, profiled
     from .progress import bars
     from .setup import Place, check_layers, language_model
 
@@ -92,7 +94,8 @@ def compare(
     if html is not None:
         pictures.check_writable("--html", html)
     registry = default_registry()
-    compared = contenders(registry, method or (), settings or (), _suited(model), tail, recall_floor)
+    names, left_out = _names(registry, method or (), settings or (), model)
+    compared = contenders(registry, names, settings or (), _suited(model), tail, recall_floor)
     compared += configured(config or (), False, tail) + profiled(profile or (), tail)
     place = Place.of(device, dtype.value, threads)
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
@@ -121,6 +124,7 @@ def compare(
         "threads": threads,
         "tail": tail,
         "recall_floor": recall_floor,
+        "left_out": left_out,
         "stopped": stopped,
     }
     if picture is not None:
@@ -134,12 +138,26 @@ def compare(
         for what, path in (("picture", picture), ("page", html)):
             if path is not None:
                 render.line(f"{what}: {path}")
+    for name, reason in left_out.items():
+        render.note(f"{name} is left out: {reason}")
     render.broken(registry)
     if stopped:
         render.note(f"stopped after {len(found)} of {len(chosen) * (len(compared) + 1)} readings")
         raise typer.Exit(130)
     if any(outcome.error for outcome in found):
         raise typer.Exit(1)
+
+
+def _names(
+    registry: Registry, named: Sequence[str], settings: Sequence[str], model: str | None
+) -> tuple[list[str], dict[str, str]]:
+    """The methods that run: those that are named, else all that can; and the others, with the reason."""
+    names = list(named) or [name for name in registry.methods() if name != DENSE]
+    given = any(setting(text)[:2] == (SHARING, "clusters") for text in settings)
+    if named or model is None or given or SHARING not in names:
+        return names, {}
+    remedy = f"sparseprefill cluster --model {model}, then --set {SHARING}.clusters=clusters.json"
+    return [name for name in names if name != SHARING], {SHARING: f"it needs a table of this model's heads: {remedy}"}
 
 
 def _suited(model: str | None) -> dict[str, Any]:

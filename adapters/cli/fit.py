@@ -24,7 +24,6 @@ from .tune import Cost
 
 if TYPE_CHECKING:
     from sparseprefill.breakeven.table import BreakEven
-    from sparseprefill.profiles.identity import ModelIdentity
 
     from ..calibration.search import Search
     from ..evaluation.prompts import Prompt
@@ -85,7 +84,7 @@ def fit(
     from ..calibration.target import Target
     from . import fitted
     from .progress import bars
-    from .setup import Place, language_model
+    from .setup import Place, identity_of, language_model
 
     fitted.check_folder(output)
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
@@ -103,7 +102,7 @@ def fit(
         repeats = 1 if place.device.type == "cpu" or cost == "density" else 3
         sizes = evolve(SIZES, repeats=repeats)
         groups = _prompts(prompts, loaded, tokenizer, tokens or (), count, sizes.greedy, place)
-        identity = _identity(loaded, model)
+        identity = identity_of(loaded, model)
         first = next(iter(groups.values()))
         methods, left_out = with_clusters(methods, fixed, loaded, identity, first, shown)
         tried = candidates(methods, fixed, seed)
@@ -173,15 +172,6 @@ def _report(
     for name, reason in made.tuned.get("not_timed", {}).items():
         render.line(f"{name} has no break-even in the profile at {reason}")
     render.line(f'profile: {output}; use it with attach(model, profile="{output}")')
-
-
-def _identity(model: Any, name: str | None) -> ModelIdentity:
-    from ..huggingface.identity import identity
-    from ..huggingface.inspection import find_decoder
-    from .setup import EMBEDDED
-
-    known = identity(find_decoder(model))
-    return evolve(known, name=EMBEDDED) if name is None else known
 
 
 def _prompts(

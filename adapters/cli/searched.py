@@ -99,20 +99,29 @@ def with_clusters(
     names = [one.name for one in methods]
     if SHARING not in names or "clusters" in fixed[SHARING]:
         return methods, {}
-    others = [one for one in methods if one.name != SHARING]
+    length = min(SAMPLED, *(len(one.ids) for one in prompts))
+    table, reason = _table(model, identity, [one.ids[:length] for one in prompts], shown)
+    if table is None:
+        return [one for one in methods if one.name != SHARING], {SHARING: reason}
+    fixed[SHARING]["clusters"] = table
+    return methods, {}
+
+
+def _table(
+    model: Any, identity: ModelIdentity, prompts: Sequence[Sequence[int]], shown: Bars
+) -> tuple[dict[str, Any] | None, str]:
+    """Clusters of the model's heads as a file has them; None, and why, where there are none."""
     if find_spec("scipy") is None:
-        return others, {SHARING: 'it needs a table of clusters, and that scipy: pip install "sparseprefill[cluster]"'}
+        return None, 'it needs a table of clusters, and that scipy: pip install "sparseprefill[cluster]"'
     from sparseprefill.profiles.cluster_file import dump
 
     from ..clustering.table import Settings, clustered
 
-    length = min(SAMPLED, *(len(one.ids) for one in prompts))
     try:
         with shown.contender("clusters of heads") as progress:
-            table = clustered(model, identity, [one.ids[:length] for one in prompts], Settings(), progress).table
+            table = clustered(model, identity, prompts, Settings(), progress).table
     except SparsePrefillError as error:
-        return others, {SHARING: f"its clusters cannot be made: {error}"}
+        return None, f"its clusters cannot be made: {error}"
     if not table.clusters:
-        return others, {SHARING: "no two heads of this model look alike"}
-    fixed[SHARING]["clusters"] = reader.loads(dump(table))
-    return methods, {}
+        return None, "no two heads of this model look alike"
+    return reader.loads(dump(table)), ""

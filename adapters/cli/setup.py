@@ -145,12 +145,17 @@ def model_of(model: str | None, tokens: int, place: Place) -> tuple[Any, Any, Mo
     cannot do, AttachError for a model that no method can be attached to.
     """
     found, tokenizer = _load(place) if model is None else _load_other(place, model)
+    _check(found.config, tokens)
+    return found, tokenizer, identity_of(found, model)
+
+
+def identity_of(model: Any, path: str | None) -> ModelIdentity:
+    """What a profile knows the model by. path: where it is from, None for the embedded one."""
     from ..huggingface.identity import identity
     from ..huggingface.inspection import find_decoder
 
-    _check(found.config, tokens)
-    known = identity(find_decoder(found))
-    return found, tokenizer, evolve(known, name=EMBEDDED) if model is None else known
+    known = identity(find_decoder(model))
+    return evolve(known, name=EMBEDDED) if path is None else known
 
 
 def _load(place: Place) -> tuple[Any, Any]:

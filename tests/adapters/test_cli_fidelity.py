@@ -30,6 +30,22 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def test_without_a_table_of_heads_share_prefill_is_left_out_by_name(folder: Path) -> None:
+    small = ("--model", str(folder), *SMALL[:-2])
+    result = run(*small, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert "share-prefill" not in [one["method"] for one in facts["methods"]]
+    assert len(facts["methods"]) > 5
+    assert "sparseprefill cluster --model" in facts["left_out"]["share-prefill"]
+    assert "share-prefill is left out: it needs a table" in " ".join(result.stderr.split())
+    given = run(*small, "--json", "--set", "share-prefill.clusters=single")
+    assert given.exit_code == 0, given.output
+    facts = json.loads(given.stdout)
+    assert "share-prefill" in [one["method"] for one in facts["methods"]]
+    assert facts["left_out"] == {}
+
+
 def test_a_model_of_the_users_own(folder: Path, tmp_path: Path) -> None:
     texts = [" ".join(text_lines()[first : first + 30]) for first in (100, 200)]
     (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))

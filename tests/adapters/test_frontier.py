@@ -119,9 +119,12 @@ def test_layers_with_a_sliding_window_are_left_out() -> None:
     assert [1] == [call.layer for call in Layers.of(build("gemma3"), prompt(64)).calls]
 
 
-def written(right: int, kl: float, density: float, error: str | None = None) -> dict[str, Any]:
+def written(
+    right: int, kl: float, density: float, error: str | None = None, seconds: float | None = None
+) -> dict[str, Any]:
     about = {"method": "xattention", "tokens": 1024, "parameters": {"threshold": density}, "error": error}
-    return {**about, "right": right, "dense_right": 9, "kl": kl, "density": density}
+    time = None if seconds is None else {"seconds": seconds}
+    return {**about, "right": right, "dense_right": 9, "kl": kl, "density": density, "attention": time}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +134,7 @@ def written(right: int, kl: float, density: float, error: str | None = None) -> 
         ([written(9, 0.003, 0.5), written(9, 0.004, 0.25), written(8, 0.0, 0.1)], 0.5),
         ([written(8, 0.0, 0.5), written(9, 0.1, 0.25, "no room")], 0.5),
         ([written(9, 0.1, 0.25, "no room")], None),
+        ([written(9, 0.0, x, seconds=t) for x, t in ((0.25, 3.0), (0.26, 2.0), (0.5, 1.0))], 0.26),
     ],
 )
 def test_what_is_recommended_keeps_the_answers_first(points: list[dict[str, Any]], expected: float | None) -> None:
