@@ -149,9 +149,10 @@ class Prefill:
 
         row = Timed(name=name, tokens=self.tokens, structure=self.structure)
         try:
-            with attach(model, _injected(pipeline, given), verify=False, gate=None):
+            with attach(model, _injected(pipeline, given), verify=False, gate=None, recall_every=0):
                 seconds = self._median(model, ids)
-            with attach(model, _injected(pipeline, given), verify=False, gate=None, measure=True) as handle:
+            route = _injected(pipeline, given)
+            with attach(model, route, verify=False, gate=None, measure=True, recall_every=0) as handle:
                 _forward(model, ids)
             layers = handle.report().layers
         except (SparsePrefillError, torch.OutOfMemoryError) as error:
