@@ -70,7 +70,7 @@ class Tally:
             return "other"
         nth = next(i for i in range(CLASSES) if layer < self.layers * (i + 1) // CLASSES)
         first, behind = (self.layers * (nth + more) // CLASSES for more in (0, 1))
-        return f"{first}-{behind - 1}"
+        return str(first) if behind == first + 1 else f"{first}-{behind - 1}"
 
     def means(self) -> dict[int, float]:
         """Mean density by layer, over all measured calls."""
