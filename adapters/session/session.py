@@ -151,7 +151,7 @@ class Session:
 
     def read_recall(self) -> None:
         """Take in measured recall that has arrived, for hosts that pass figures on; never waits."""
-        if self._watch is not None:
+        if self._watch is not None and self._watch.coming:
             self._watch.read()
 
     def again(self, layer: int, verdict: Fallback, shape: tuple[int, int, int]) -> None:
@@ -289,7 +289,7 @@ class Session:
             prefill.watched = self._watch.choose()
         if prefill.watched:
             self._watch.measure(call, result)
-        else:
+        elif self._watch.coming:
             self._watch.read()
 
     def _dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:

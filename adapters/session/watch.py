@@ -147,7 +147,7 @@ class RecallWatch:
     What is measured stays on the device until it has come to the host by itself; `read` takes in what has, and never
     waits. Threads may share it. method: for messages. strict: below it a call is counted as low, and the first is
     logged as a warning; None for neither. hear: told of every measured call. note: counts what could not be measured.
-    prefills, measured: how many there were, and how many of them were chosen.
+    prefills, measured: how many there were, and how many of them were chosen. coming: figures on their way.
     """
 
     method: str
@@ -157,9 +157,9 @@ class RecallWatch:
     note: Callable[[str], None] | None = None
     prefills: int = field(default=0, init=False)
     measured: int = field(default=0, init=False)
+    coming: deque[_Coming] = field(factory=deque, init=False)
     _warned: bool = field(default=False, init=False)
     _layers: dict[int, _Layer] = field(factory=dict, init=False)
-    _coming: deque[_Coming] = field(factory=deque, init=False)
     _lock: threading.RLock = field(factory=threading.RLock, init=False)
 
     def choose(self) -> bool:
@@ -181,16 +181,16 @@ class RecallWatch:
             self._told(LOST)
             return
         with self._lock:
-            self._coming.append(coming)
+            self.coming.append(coming)
         self.read()
 
     def read(self, wait: bool = False) -> None:
         """Take in the figures that have arrived. wait: those on their way, too (host sync)."""
-        if not self._coming or _recording():
+        if not self.coming or _recording():
             return
         with self._lock:
-            while self._coming and (wait or len(self._coming) > WAITING or self._coming[0].arrived):
-                self._take(self._coming.popleft())
+            while self.coming and (wait or len(self.coming) > WAITING or self.coming[0].arrived):
+                self._take(self.coming.popleft())
 
     def report(self) -> dict[int, LayerRecall]:
         """What every measured layer kept (waits for what is on its way: host sync)."""
