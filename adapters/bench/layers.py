@@ -106,6 +106,8 @@ def layer_calls(model: Any, ids: Tensor) -> list[AttentionCall]:
     def observe(call: AttentionCall, result: Result) -> None:
         calls[call.layer] = call
 
-    with attach(model, default_registry().build("dense"), strict=True, verify=False, observe=observe, gate=None):
+    with attach(
+        model, default_registry().build("dense"), strict=True, verify=False, observe=observe, gate=None, recall_every=0
+    ):
         model(ids, use_cache=False, logits_to_keep=1)
     return [call for _, call in sorted(calls.items())]

@@ -149,9 +149,10 @@ class Prefill:
 
         row = Timed(name=name, tokens=self.tokens, structure=self.structure)
         try:
-            with attach(model, _injected(pipeline, given), verify=False, gate=None):
+            with attach(model, injected(pipeline, given), verify=False, gate=None, recall_every=0):
                 seconds = self._median(model, ids)
-            with attach(model, _injected(pipeline, given), verify=False, gate=None, measure=True) as handle:
+            route = injected(pipeline, given)
+            with attach(model, route, verify=False, gate=None, measure=True, recall_every=0) as handle:
                 _forward(model, ids)
             layers = handle.report().layers
         except (SparsePrefillError, torch.OutOfMemoryError) as error:
@@ -170,7 +171,8 @@ class Prefill:
         return middle(partial(_forward, model, ids), self.rounds)
 
 
-def _injected(pipeline: Pipeline | Route, given: tuple[Tensor, Tensor] | None) -> Route:
+def injected(pipeline: Pipeline | Route, given: tuple[Tensor, Tensor] | None) -> Route:
+    """The pipeline on other queries and keys (`Injected`); as it is where there are none."""
     route = Route.of(pipeline)
     if given is None:
         return route

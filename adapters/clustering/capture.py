@@ -51,7 +51,13 @@ def block_maps(
         progress(sum(map(len, maps.values())), total)
 
     with attach(
-        model, Pipeline(ProbedDense(block), name="block-maps"), strict=True, observe=observe, gate=None, tail=0
+        model,
+        Pipeline(ProbedDense(block), name="block-maps"),
+        strict=True,
+        observe=observe,
+        gate=None,
+        tail=0,
+        recall_every=0,
     ) as handle:
         for ids in samples:
             model(torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)

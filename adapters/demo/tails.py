@@ -101,7 +101,7 @@ def rows(
     layers = None if clock is None else Layers.of(model, torch.tensor([asked[0].prompt], device=device))
     for name, pipeline in methods.items():
         for tail in tails:
-            with attach(model, pipeline, tail=tail, gate=None, strict=True) as handle:
+            with attach(model, pipeline, tail=tail, gate=None, strict=True, recall_every=0) as handle:
                 right = _right(model, asked)
                 density = handle.report().density
             time = None if layers is None or clock is None else layers.time(pipeline.with_tail(tail), clock)

@@ -160,8 +160,9 @@ def _cut(prompt: Prompt, sizes: Sizes, reader: Reader) -> tuple[Tensor, Tensor]:
 def _attached(model: Any, contender: Contender, observe: Any) -> AbstractContextManager[Any]:
     if contender.pipeline is None:
         return nullcontext()
-    tail = contender.dense_tail
-    handle: AbstractContextManager[Any] = attach(model, contender.pipeline, observe=observe, gate=None, tail=tail)
+    handle: AbstractContextManager[Any] = attach(
+        model, contender.pipeline, observe=observe, gate=None, tail=contender.dense_tail, recall_every=0
+    )
     return handle
 
 

@@ -123,7 +123,8 @@ def runs(
         for contender in everyone:
             with _heard(listener, f"{contender.label}, {items.title}") as progress:
                 attached = nullcontext() if contender.pipeline is None else attach(
-                    model, contender.pipeline, gate=gate, measure=True, verify=False, tail=contender.dense_tail
+                    model, contender.pipeline, gate=gate, measure=True, verify=False, tail=contender.dense_tail,
+                    recall_every=0,
                 )  # fmt: skip
                 run = asker.run(items, contender, attached, progress)
             yield run

@@ -15,6 +15,7 @@ from sparseprefill.registry import default_registry
 from sparseprefill.route import Route, gated
 
 from ..session.session import MIN_QUERY, TAIL, Observe, Session
+from ..session.watch import RECALL_EVERY
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,8 @@ def attach(
     gate: GateChoice = AUTO,
     tail: int = TAIL,
     recall: Recall = None,
+    recall_every: int = RECALL_EVERY,
+    strict_recall: float | None = None,
     **parameters: Any,
 ) -> Handle:
     """Run the model's prefill through a sparse method, until the handle is detached.
@@ -55,6 +58,9 @@ def attach(
     there a question stands that block methods pool away; a Pipeline given gets it, too. 0 leaves the method as it is.
     recall: how much of the attention mass of sampled query rows every head keeps, such as 0.95; what the method leaves
     out of that is added before it runs. Or a `RecallFloor`, with options of its own; None for none.
+    recall_every: of how many prefills one is measured, the first among them: what its sparse layers keep of sampled
+    query rows, for the report; nothing waits for it. 0 for none. strict_recall: where a head of a measured call keeps
+    less, the call is counted, and the first is logged as a warning, with layer and head; None for neither.
 
     Where nothing of the model can ever run sparse (every layer would stay dense), attach refuses; where nothing may, as
     far as can be told (only sliding windows, a `min_query` or a break-even table beyond the model's length), it warns.
@@ -68,7 +74,15 @@ def attach(
     # A route's own gate goes before "auto"; any other choice goes before a route's own.
     route = given if gate == AUTO and given.gate is not None else Route.of(gated(given, gate))
     session = Session(
-        route, min_query=min_query, layers=layers, strict=strict, measure=measure, observe=observe, tail=tail
+        route,
+        min_query=min_query,
+        layers=layers,
+        strict=strict,
+        measure=measure,
+        observe=observe,
+        tail=tail,
+        recall_every=recall_every,
+        strict_recall=strict_recall,
     )
     try:
         from .dry_run import dry_run

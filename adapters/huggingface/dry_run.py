@@ -88,7 +88,7 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
         calls[call.layer] = call
 
     full = Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
-    session = Session(full, min_query=SHORTEST, observe=observe, warn=False, tail=0)
+    session = Session(full, min_query=SHORTEST, observe=observe, warn=False, tail=0, recall_every=0)
     handle = Handle(model, decoder, session, only=threading.current_thread())
     inputs = _inputs(model, decoder)
     with torch.no_grad(), _evaluating(model):

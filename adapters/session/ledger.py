@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 
 from sparseprefill.mask.count import allowed_pairs
 
-from .report import LayerReport, Mode
+from .report import LayerRecall, LayerReport, Mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +95,7 @@ class LayerRecord:
         self.waiting.append(result)
         self.held += result.held
 
-    def report(self, *, mean: bool) -> LayerReport:
+    def report(self, *, mean: bool, recall: LayerRecall | None = None) -> LayerReport:
         """The record as it stands; measures the results that wait (host sync)."""
         while self.waiting:
             self.pairs = _add(self.pairs, self.waiting.pop().count())
@@ -111,6 +111,7 @@ class LayerRecord:
             reasons=dict(self.reasons),
             density=None if self.lost or self.last != "sparse" else _ratio(self.pairs),
             mean_density=_ratio(self.total) if mean else None,
+            recall=recall,
             batch=batch,
             query_length=queries,
             key_length=keys,

@@ -12,6 +12,25 @@ Mode = Literal["sparse", "window", "dense", "unused"]
 
 
 @frozen(kw_only=True)
+class LayerRecall:
+    """Attention mass that one layer kept of sampled query rows (`metrics.watched_recall`), in all prefills measured.
+
+    mean: over heads and the rows that are spread over a call. least, head: of the head that kept least, over these
+    rows or over the calls' last ones. calls: how many were measured. low_calls: of them, in which a head kept less than
+    `strict_recall`.
+    """
+
+    mean: float
+    least: float
+    head: int
+    calls: int
+    low_calls: int = 0
+
+    def __str__(self) -> str:
+        return f"recall {self.mean:.3f} (least {self.least:.3f}, head {self.head})"
+
+
+@frozen(kw_only=True)
 class LayerReport:
     """One attention layer.
 
@@ -20,6 +39,7 @@ class LayerReport:
     cross_calls: calls of the layer's cross attention, which is no prefill and always the host's own.
     reasons: why calls were dense, with counts. density: computed / causal pairs over the last prefill, all its chunks;
     None where nothing was sparse or nothing was measured. mean_density: over all sparse calls, if each was measured.
+    recall: of the prefills in which it was measured; None where it was in none.
     batch, query_length, key_length: of the last call, in rows and tokens.
     """
 
@@ -32,6 +52,7 @@ class LayerReport:
     reasons: Mapping[str, int] = field(factory=dict)
     density: float | None = None
     mean_density: float | None = None
+    recall: LayerRecall | None = None
     batch: int = 0
     query_length: int = 0
     key_length: int = 0
@@ -50,6 +71,8 @@ class LayerReport:
             text += f"  density {self.density:.3f}"
         if self.mean_density is not None:
             text += f" (mean {self.mean_density:.3f})"
+        if self.recall is not None:
+            text += f"  {self.recall}"
         if self.cross_calls:
             text += f"  and {self.cross_calls} of cross attention"
         why = "; ".join(f"{reason} ({count}x)" for reason, count in self.reasons.items())
@@ -67,7 +90,8 @@ class Report:
     and short prompts. layers: in order of their index. notes: what else is worth knowing, with counts. gate: the tables
     by which calls were judged too small for the method; empty if none was. kernels: how many calls each kernel
     computed, by its name and, in brackets, why no faster one did (`plan.Kernel`); a call in parts counts for each
-    kernel that it met.
+    kernel that it met. prefills: that ran sparse in some layer. measured_prefills: of them, of which recall was to be
+    measured. strict_recall: below which calls count as low; None where nothing was asked for.
     """
 
     method: str
@@ -81,6 +105,9 @@ class Report:
     notes: Mapping[str, int] = field(factory=dict)
     gate: str = ""
     kernels: Mapping[str, int] = field(factory=dict)
+    prefills: int = 0
+    measured_prefills: int = 0
+    strict_recall: float | None = None
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -96,15 +123,42 @@ class Report:
         known = [layer.density for layer in self.layers if layer.density is not None]
         return sum(known) / len(known) if known else None
 
+    @property
+    def recall(self) -> float | None:
+        """Mean recall of the layers in which it was measured; None if there is none."""
+        known = [layer.recall.mean for layer in self.layers if layer.recall is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def least_recall(self) -> tuple[float, int, int] | None:
+        """Recall, layer and head of the head that keeps least; None if none was measured."""
+        known = [(one.recall.least, one.layer, one.recall.head) for one in self.layers if one.recall is not None]
+        return min(known, default=None)
+
     def __str__(self) -> str:
         grain = "no grain" if self.grain is None else f"grain {self.grain} tokens"
         tail = f"; dense tail {self.tail} rows" if self.tail else ""
         lines = [
             f"{self.method} on {self.host} (dense: {self.implementation}; {grain}{tail})",
             *map(str, self.layers),
+            *self._recall_lines(),
             f"dense by length (fewer than {self.min_query} query rows): {self.short_forwards} forwards",
             *([f"dense by break-even: {self.gate}"] if self.gate else []),
             *(f"kernel: {kernel}, {count} calls" for kernel, count in self.kernels.items()),
             *(f"note: {note} ({count}x)" for note, count in self.notes.items()),
         ]
         return "\n".join(lines)
+
+    def _recall_lines(self) -> list[str]:
+        """What was measured; nothing where nothing was."""
+        mean, found = self.recall, self.least_recall
+        if mean is None or found is None:
+            return []
+        least, layer, head = found
+        of = f"{self.measured_prefills} of {self.prefills} prefills"
+        lines = [f"recall in {of}: {mean:.3f}, least {least:.3f} (layer {layer}, head {head})"]
+        if self.strict_recall is not None:
+            known = [one.recall for one in self.layers if one.recall is not None]
+            low, calls = sum(one.low_calls for one in known), sum(one.calls for one in known)
+            lines.append(f"recall below {self.strict_recall:g}: {low} of {calls} calls")
+        return lines

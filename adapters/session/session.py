@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 from sparseprefill.breakeven.gate import GateChoice
@@ -23,6 +23,7 @@ from sparseprefill.route import Route, gated
 from .ledger import LayerRecord, Uncounted, sizes
 from .prospects import NOT_CHOSEN, Bounds, prospects
 from .report import Report
+from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
 
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
@@ -50,12 +51,14 @@ class Fallback:
     small: bool = False
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Prefill:
-    """One request's prefill, from its first chunk to its last."""
+    """One request's prefill, from its first chunk to its last. watched: whether its recall is measured; None before its
+    first sparse call."""
 
     memory: Memory = field(factory=Memory)
     serial: int = field(factory=lambda: next(_serials))
+    watched: bool | None = field(default=None, init=False)
 
 
 class Session:
@@ -69,6 +72,9 @@ class Session:
     what it finds too small for the method the host computes, which is no failure and so nothing that `strict` raises
     for. tail: last query rows of a prompt that get every key, whatever the method selects (`Pipeline.with_tail`); where
     a call does not say how long its prompt is, the call's own last rows. 0 for none.
+    recall_every: of how many prefills that run sparse the recall of one is measured, the first among them; 0 for none.
+    strict_recall: the recall below which a measured call is counted, and the first is logged as a warning. hear_recall:
+    told of each measured call when its figures arrive, which no call waits for.
     """
 
     def __init__(
@@ -83,6 +89,9 @@ class Session:
         warn: bool = True,
         gate: GateChoice = None,
         tail: int = TAIL,
+        recall_every: int = RECALL_EVERY,
+        strict_recall: float | None = None,
+        hear_recall: Hear | None = None,
     ) -> None:
         if not isinstance(min_query, int) or isinstance(min_query, bool) or min_query < 2:
             raise ParameterError(
@@ -95,6 +104,9 @@ class Session:
         self.min_query, self.strict = min_query, strict
         self.layers = None if layers is None else _indices(layers)
         self._measure, self._observe, self._warn = measure, observe, warn
+        every = check_every("recall_every", recall_every)
+        strict_recall = check_strict("strict_recall", strict_recall, every, "recall_every")
+        self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note) if every else None
         self._records: dict[int, LayerRecord] = {}
         self._notes: Counter[str] = Counter()
         self._kernels: Counter[str] = Counter()
@@ -127,9 +139,20 @@ class Session:
             record.begin(prefill.serial)
             self._account(record, result)
             self._count(result, choice.pipeline.executor)
+        self._look(call, result, prefill)
         if self._observe is not None:
             self._observe(call, result)
         return result
+
+    @property
+    def measures_recall(self) -> bool:
+        """Whether the recall of some prefills is measured."""
+        return self._watch is not None
+
+    def read_recall(self) -> None:
+        """Take in measured recall that has arrived, for hosts that pass figures on; never waits."""
+        if self._watch is not None and self._watch.coming:
+            self._watch.read()
 
     def again(self, layer: int, verdict: Fallback, shape: tuple[int, int, int]) -> None:
         """Record a call of the same sizes as one that was left dense for them: as `run` does, without asking again."""
@@ -223,7 +246,9 @@ class Session:
                 self.note(text)
 
     def report(self, host: str, implementation: str) -> Report:
-        """Everything recorded so far; counts the pairs of the masks that wait (host sync)."""
+        """Everything recorded so far; counts the pairs of the masks that wait, reads measured recall (host sync)."""
+        watch = self._watch
+        recall = {} if watch is None else watch.report()  # before the lock: figures that arrive may be noted
         with self._lock:
             return Report(
                 method=self.route.name,
@@ -234,9 +259,15 @@ class Session:
                 tail=self.tail,
                 gate="" if self.route.gate is None else told(self.route.gate),
                 short_forwards=self._short,
-                layers=tuple(r.report(mean=self._measure) for _, r in sorted(self._records.items())),
+                layers=tuple(
+                    one.report(mean=self._measure, recall=recall.get(layer))
+                    for layer, one in sorted(self._records.items())
+                ),
                 notes=dict(self._notes),
                 kernels=dict(self._kernels),
+                prefills=0 if watch is None else watch.prefills,
+                measured_prefills=0 if watch is None else watch.measured,
+                strict_recall=None if watch is None else watch.strict,
             )
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
@@ -249,6 +280,17 @@ class Session:
             self._record(call.layer).count("window", sizes(call))
             self._count(result, executor.given)
         return result
+
+    def _look(self, call: AttentionCall, result: Result, prefill: Prefill) -> None:
+        """Measure the call's recall, if its prefill is chosen; nothing waits for it."""
+        if self._watch is None:
+            return
+        if prefill.watched is None:
+            prefill.watched = self._watch.choose()
+        if prefill.watched:
+            self._watch.measure(call, result)
+        elif self._watch.coming:
+            self._watch.read()
 
     def _dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         self._record_dense(layer, reason, shape)

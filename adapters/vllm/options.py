@@ -15,9 +15,13 @@ from sparseprefill.registry import Registry
 from sparseprefill.route import Route
 
 from ..session.session import TAIL
+from ..session.watch import RECALL_EVERY, check_every, check_strict
 
 TABLE = "sparseprefill"
-OWN = ("config", "layers", "log_level", "measure", "min_query", "strict", "tail", "warm_up")
+OWN = (
+    *("config", "layers", "log_level", "measure", "min_query"),
+    *("recall_every", "strict", "strict_recall", "tail", "warm_up"),
+)
 LEVELS = ("debug", "info", "warning", "error")
 MIN_QUERY = 128
 """Query rows from which a chunk of a prompt is worth a mask: those of one tile."""
@@ -30,6 +34,8 @@ class Options:
     min_query: query rows from which a request's chunk runs sparse. layers: indices to run sparse; None for all.
     strict: refuse to start where a layer would stay dense. measure: count the density of every call at once.
     tail: last query rows of a prompt that get every key; 0 for none.
+    recall_every: of how many prefills the recall of one is measured; 0 for none. strict_recall: below which a measured
+    call is counted, and the first is logged as a warning; None for neither.
     warm_up: compile the kernels at start; None to do as vLLM does with its own. log_level: of the library's messages in
     vLLM's log.
     """
@@ -40,6 +46,8 @@ class Options:
     strict: bool = False
     measure: bool = False
     tail: int = TAIL
+    recall_every: int = RECALL_EVERY
+    strict_recall: float | None = None
     warm_up: bool | None = None
     log_level: str = field(default="info")
 
@@ -71,6 +79,7 @@ def parse(additional: object) -> Options:
     level = table.get("log_level", "info")
     if level not in LEVELS:
         raise ParameterError(f"{TABLE}.log_level is {level!r}: use {', '.join(LEVELS)}")
+    every = check_every(f"{TABLE}.recall_every", table.get("recall_every", RECALL_EVERY))
     return Options(
         pipeline=_source(table),
         min_query=_rows(table.get("min_query", MIN_QUERY)),
@@ -78,6 +87,10 @@ def parse(additional: object) -> Options:
         strict=_switch("strict", table.get("strict", False)),
         measure=_switch("measure", table.get("measure", False)),
         tail=_tail(table.get("tail", TAIL)),
+        recall_every=every,
+        strict_recall=check_strict(
+            f"{TABLE}.strict_recall", table.get("strict_recall"), every, f"{TABLE}.recall_every"
+        ),
         warm_up=_switch("warm_up", table["warm_up"]) if "warm_up" in table else None,
         log_level=level,
     )

@@ -49,6 +49,7 @@ class Runtime:
     def prefills(self, step: object, rows: Sequence[Row], decoding: Sequence[Row] = ()) -> list[Prefill]:
         """The prefills of one step's rows: see Requests. Every group of layers asks with the same `step` object."""
         if self._step is None or self._step[0] is not step or len(self._step[1]) != len(rows):
+            self.session.read_recall()
             finished = self.requests.finished
             self._step = (step, self.requests.step(rows, decoding, self.names.alive))
             for row in rows:
@@ -160,7 +161,7 @@ def _make(config: Any, attention: str) -> Runtime:
         raise
     except Exception as error:
         raise AttachError(f"{TABLE}: the method's own code failed when it was built: {reason(error)}") from error
-    tally = Tally(measure=options.measure)
+    tally = Tally(measure=options.measure, layers=model.identity.layers)
     session = Session(
         route,
         min_query=options.min_query,
@@ -168,5 +169,8 @@ def _make(config: Any, attention: str) -> Runtime:
         observe=tally.observe,
         gate=options.gate,
         tail=options.tail,
+        recall_every=options.recall_every,
+        strict_recall=options.strict_recall,
+        hear_recall=tally.recall,
     )
     return Runtime(options, session, model, tally)

@@ -15,6 +15,7 @@ from sparseprefill import kernels
 from sparseprefill.call import AttentionCall
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
+from sparseprefill.metrics import watched_recall
 from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
@@ -71,12 +72,23 @@ class Sizes:
         return [(first, first, first), *followed, (self.step, self.longest, self.longest)]
 
 
-def warm(pipeline: Pipeline, layers: Sequence[Layer], sizes: Sizes, pages: Where, first_head: int = 0) -> None:
-    """Run a method on made-up requests in a few of the layers, as a prefill does."""
+def warm(
+    pipeline: Pipeline,
+    layers: Sequence[Layer],
+    sizes: Sizes,
+    pages: Where,
+    first_head: int = 0,
+    *,
+    recall: bool = False,
+) -> None:
+    """Run a method on made-up requests in a few of the layers, as a prefill does. recall: whose recall is measured."""
     for rows, keys, prompt in sizes.calls(pipeline.tail):
         memory = Memory()
         for layer in layers[:LAYERS]:
-            pipeline.run(_call(layer, sizes, pages, rows, keys, first_head, prompt), memory)
+            call = _call(layer, sizes, pages, rows, keys, first_head, prompt)
+            result = pipeline.run(call, memory)
+            if recall:
+                watched_recall(call, result)
     if sizes.small:
         call = _call(layers[0], sizes, pages, sizes.small, sizes.small, first_head)
         pipeline.executor.execute(call, Plan(SparseMask.full(call)))
@@ -106,7 +118,8 @@ def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Si
     try:
         with torch.inference_mode():
             for pipeline in runtime.session.route.known:
-                warm(pipeline, [layer for layer, _ in layers], sizes, pages, runtime.model.first_head)
+                some, recall = [layer for layer, _ in layers], runtime.session.measures_recall
+                warm(pipeline, some, sizes, pages, runtime.model.first_head, recall=recall)
             torch.cuda.synchronize(sizes.device)
     except Exception as error:  # the engine starts all the same, and a request that fails says why
         if ends_engine(error):

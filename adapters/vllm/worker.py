@@ -26,4 +26,5 @@ class ReportExtension:
             report = Report(method=NAME, host=name, implementation="vLLM", min_query=0, notes={NOBODY: 1})
         else:
             return {}
-        return {**asdict(report), "density": report.density, "fallbacks": report.fallbacks, "text": str(report)}
+        derived = {name: getattr(report, name) for name in ("density", "fallbacks", "recall", "least_recall")}
+        return {**asdict(report), **derived, "text": str(report)}

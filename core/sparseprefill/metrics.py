@@ -6,14 +6,56 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.call import check_call
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.plan import Result
+from sparseprefill.refiners.recall import SAMPLE, SampledRecall
+from sparseprefill.statistics.by_tile import row_lse
+from sparseprefill.statistics.sampled import last_rows, spread_rows
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+
+SPREAD, LAST = 17, 15
+"""Query rows that `watched_recall` looks at: over the call, and at its end. Of an odd number of stretches the ends fall
+anywhere in query tiles, whose last rows alone would be no fair sample. 32 rows of 4 heads are a block of the kernel."""
+
+
+@frozen(eq=False)
+class WatchedRecall:
+    """What a few query rows of a call kept.
+
+    rows: int64 ``[B, n]``, their index. real: bool ``[B, n]``, which of them exist. kept: ``[B, Hq, n]``, attention
+    mass as `recall` gives it; NaN where there is no such row. spread: how many of them, the first, are spread over the
+    call; the others are its last rows.
+    """
+
+    rows: Tensor
+    real: Tensor
+    kept: Tensor
+    spread: int
+
+
+@torch.no_grad()
+def watched_recall(call: AttentionCall, result: Result) -> WatchedRecall:
+    """Recall of `SPREAD` rows over the call and of its `LAST` last ones, of each batch row, for hosts at work.
+
+    Of what was executed: carry, refiners and parts included. One pass over the keys, no host synchronisation. Where a
+    `RecallFloor` has looked at rows of this call, these are taken with their dense LSE, and no key is read again.
+    """
+    sample = result.plan.notes.get(SAMPLE)
+    if isinstance(sample, SampledRecall):
+        rows, real, lse, spread = sample.rows, sample.real, sample.lse, sample.rows.shape[1]
+    else:
+        some, ends = spread_rows(call, SPREAD), last_rows(call, LAST)
+        rows, real = (torch.cat(pair, 1) for pair in zip(some, ends, strict=True))
+        lse, spread = row_lse(call, rows, real), SPREAD
+    mine = torch.gather(result.lse, 2, rows[:, None].expand(-1, call.geometry.heads, -1))
+    kept = torch.where(real[:, None], torch.exp(mine - lse), torch.nan)
+    return WatchedRecall(rows, real, kept, spread)
 
 
 def recall(call: AttentionCall, result: Result, rows: int | Sequence[int] | Tensor | None = None) -> Tensor:

@@ -242,6 +242,11 @@ def pipelines() -> Iterator[Bad]:
         if word != "zero":
             yield Bad(f"Session(tail={word})", "tail", partial(Session, streaming, tail=value))
             yield Bad(f"with_tail({word})", "tail", partial(streaming.with_tail, value))
+        if word != "zero":
+            yield Bad(f"Session(recall_every={word})", "recall_every", partial(Session, streaming, recall_every=value))
+        if word not in ("nothing", "zero"):
+            wrong = partial(Session, streaming, strict_recall=value)
+            yield Bad(f"Session(strict_recall={word})", "strict_recall", wrong)
         yield Bad(f"Session({word})", "pipeline", partial(Session, value))
         if word != "text":
             yield Bad(f"Method(name={word})", "name", partial(_method, name=value))

@@ -49,6 +49,7 @@ def check(call: AttentionCall, tile: int, rows: int, *, keys: bool) -> None:
     keys=st.booleans(),
 )
 @example(lengths=(251, 300), dtype=DTYPES[1], heads=(8, 1), fields=FIELDS[-1], tile=24, rows=64, keys=True)
+@example(lengths=(129, 551), dtype=DTYPES[1], heads=(8, 1), fields=FIELDS[0], tile=512, rows=5, keys=False)
 @example(lengths=(129, 77), dtype=DTYPES[0], heads=(4, 2), fields=FIELDS[3], tile=64, rows=5, keys=True)
 def test_rows_by_key_tile(
     lengths: tuple[int, int],

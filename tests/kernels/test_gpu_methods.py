@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparseprefill import AttentionCall, Memory, build, default_registry, output_error
+from sparseprefill import AttentionCall, Memory, Result, build, default_registry, output_error, recall
+from sparseprefill.metrics import watched_recall
 from sparseprefill.testing import check_method, tensors
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +76,33 @@ def test_a_recall_floor_holds_as_on_the_cpu(name: str) -> None:
     torch.testing.assert_close(expected.notes["recall_before"], actual.notes["recall_before"].cpu(), atol=1e-4, rtol=0)
     differ = int((expected.mask.to_dense() ^ actual.mask.to_dense().cpu()).sum())
     assert differ <= 1e-2 * int(expected.mask.to_dense().sum())
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
+@pytest.mark.parametrize("floor", [None, 0.9])
+def test_measuring_recall_waits_for_nothing(floor: float | None) -> None:
+    from sparseprefill.adapters.session.session import Prefill, Session
+
+    shape: dict[str, Any] = {"batch": 1, "heads": 8, "kv_heads": 2, "q_len": 4096, "kv_len": 4096, "head_dim": 128}
+    call = AttentionCall(*tensors("stripes", device="cuda", dtype=torch.bfloat16, **shape))
+    session = Session(build("streaming", recall=floor), tail=0, recall_every=1)
+    session.run(call, Prefill())
+    session.report("h", "i")
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        result = session.run(call, Prefill())
+        session.read_recall()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert isinstance(result, Result)
+    found = session.report("h", "i").layers[0].recall
+    assert found is not None
+    assert found.calls == 2
+    rows = watched_recall(call, result)
+    expected = recall(call, result, rows=rows.rows[0])
+    torch.testing.assert_close(rows.kept, expected, atol=1e-4, rtol=0)
+    assert abs(found.mean - float(expected[..., : rows.spread].mean())) < 1e-4
 
 
 def run_without_waiting(name: str, **parameters: Any) -> None:

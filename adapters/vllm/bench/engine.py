@@ -65,7 +65,7 @@ class Setup:
             "attention_backend": self.stock,
         }
         if sparse is not None:
-            given |= {"attention_backend": NAME, "additional_config": {"sparseprefill": dict(sparse)}}
+            given |= {"attention_backend": NAME, "additional_config": {"sparseprefill": {"recall_every": 0, **sparse}}}
             given["worker_extension_cls"] = "sparseprefill.adapters.vllm.worker.ReportExtension"
         with tempfile.TemporaryDirectory() as folder:
             engine = Engine.start(weights.save(self.shape, longest, Path(folder)), {**given, **options, **self.more})

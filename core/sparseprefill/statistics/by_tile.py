@@ -15,6 +15,9 @@ from sparseprefill.statistics.sampled import PAIRS, PAIRS_ON_CPU, Logits
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
+TILE = 512
+"""Tokens of a key tile where nobody asks for one: few sums to keep, and on a CPU as many logits as its cache holds."""
+
 
 @frozen(eq=False)
 class RowMass:
@@ -44,6 +47,17 @@ def row_mass(call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: T
     base = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
     mass = (by_tile - base).exp()
     return RowMass(mass, torch.zeros_like(mass) if of_mask is None else (of_mask - base).exp(), lse)
+
+
+@torch.no_grad()
+def row_lse(call: AttentionCall, rows: Tensor, real: Tensor) -> Tensor:
+    """``[B, Hq, n]``: LSE of the queries `rows` (index ``[B, n]``, where `real`) over all keys they may see.
+
+    float32 (float64 for float64 calls), natural log, sinks left out, -inf where there is no such row. One pass over the
+    keys; nothing is read on the host.
+    """
+    by_tile, _ = lse_by_tile(call, rows, real, TILE, None)
+    return torch.logsumexp(by_tile, -1)
 
 
 def lse_by_tile(

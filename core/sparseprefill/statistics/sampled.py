@@ -49,6 +49,33 @@ def last_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
     return safe, (index >= 0) & torch.gather(geometry.real_queries(), 1, safe)
 
 
+def spread_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
+    """The last real query row of each of `count` stretches that are equally long: int64 ``[B, count]``, bool alike.
+
+    Each batch row's own real rows are dealt, and the last of them is always among these; of fewer rows than stretches
+    each is. Not to be written to, as of `last_rows`. Nothing is read on the host.
+    """
+    geometry = call.geometry
+    if geometry.starts is None and geometry.lengths is None:
+        return _spread(geometry.batch, geometry.q_len, count, geometry.device)
+    begin = (-geometry.first_position()).clamp(0, geometry.q_len)
+    behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
+    rows, real = _ends(begin, (behind - begin).clamp(min=0), count)
+    return rows.clamp(max=geometry.q_len - 1), real
+
+
+@kept
+def _spread(batch: int, q_len: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    total = torch.full((batch,), q_len, dtype=torch.int64, device=device)
+    return _ends(torch.zeros_like(total), total, count)
+
+
+def _ends(begin: Tensor, total: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of `total` rows from `begin` on, int64 ``[B]`` each; a stretch without rows has none."""
+    edges = torch.arange(count + 1, device=total.device) * total[:, None] // count
+    return begin[:, None] + (edges[:, 1:] - 1).clamp(min=0), edges[:, 1:] > edges[:, :-1]
+
+
 @kept
 def _last(batch: int, q_len: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     index = torch.arange(q_len - count, q_len, device=device).repeat(batch, 1)

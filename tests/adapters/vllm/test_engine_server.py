@@ -92,6 +92,7 @@ def test_a_completion_with_the_plugin_on(server: Server) -> None:
     metrics = server.text("/metrics")
     assert re.search(r'sparseprefill:prefill_calls_total\{mode="sparse"\} 3\.0', metrics)
     assert re.search(r'sparseprefill:pairs_total\{kind="computed"\} \d', metrics)
+    assert re.search(r'sparseprefill:recall_count\{layers="2"\} 4\.0', metrics), "the heads of the first prefill"
     log = server.log.read_text()
     assert "sparseprefill: streaming for prefill chunks of 128 tokens and more of LlamaForCausalLM" in log
     assert re.search(r"layer +2 +sparse +1 calls  1 x 600 queries, 600 keys  density 0\.\d+", log)

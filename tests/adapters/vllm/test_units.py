@@ -42,6 +42,9 @@ def test_options_are_read() -> None:
         *(found.measure, found.log_level, found.tail),
     )
     assert 0 == options(method="streaming", tail=0).tail
+    assert (100, None) == (found.recall_every, found.strict_recall)
+    changed = options(method="streaming", recall_every=7, strict_recall=1)
+    assert (7, 1.0) == (changed.recall_every, changed.strict_recall)
     assert "streaming" == found.build().name
 
 
@@ -64,6 +67,13 @@ def test_a_file_may_hold_the_pipeline(tmp_path: Any) -> None:
         ({"method": "streaming", "tail": 128.0}, "sparseprefill.tail is 128.0: pass a number of query rows"),
         ({"method": "streaming", "tail": 1 << 31}, "sparseprefill.tail is 2147483648: pass a number of query rows"),
         ({"method": "streaming", "min_query": True}, "sparseprefill.min_query is True"),
+        ({"method": "streaming", "recall_every": -1}, "sparseprefill.recall_every is -1: pass of how many prefills"),
+        ({"method": "streaming", "recall_every": 2.0}, "sparseprefill.recall_every is 2.0: pass of how many prefills"),
+        ({"method": "streaming", "strict_recall": 2}, "sparseprefill.strict_recall is 2: pass a number from 0 to 1"),
+        (
+            {"method": "streaming", "strict_recall": 0.5, "recall_every": 0},
+            "sparseprefill.strict_recall is 0.5, but sparseprefill.recall_every is 0, so nothing is measured: pass 1",
+        ),
         ({"method": "streaming", "layers": 3}, "sparseprefill.layers is 3: give a list"),
         ({"method": "streaming", "layers": ["1"]}, "sparseprefill.layers is ['1']"),
         ({"method": "streaming", "strict": "yes"}, "sparseprefill.strict is 'yes': use true or false"),

@@ -1,0 +1,247 @@
+"""Recall at work: what a few query rows kept, in one prefill of many; figures come to the host by themselves."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import Tensor
+
+from sparseprefill.errors import ParameterError, printed
+from sparseprefill.metrics import watched_recall
+from sparseprefill.refiners.recall import SLACK
+
+from .report import LayerRecall
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.plan import Result
+
+RECALL_EVERY = 100
+"""Prefills of which one is measured, by default."""
+MOST_EVERY = (1 << 31) - 1
+WAITING = 4096
+"""Calls whose figures may be on their way at once; of more the oldest, which is there for long, is waited for."""
+LOST = "recall could not be measured: memory ran out"
+NONFINITE = "recall could not be measured: it is not a number, as where queries or keys are none"
+log = logging.getLogger(__name__)
+
+
+@frozen
+class CallRecall:
+    """One measured call of a layer: mean recall of each head over the rows that are spread over the call, and over its
+    last rows; empty where there are none. first_head: the model's number of the first. low: whether one of them keeps
+    less than `strict_recall`."""
+
+    layer: int
+    first_head: int
+    spread: tuple[float, ...]
+    last: tuple[float, ...]
+    low: bool = False
+
+    @property
+    def least(self) -> tuple[float, int]:
+        """Of the head that keeps least, by either: its recall, and its number in the model."""
+        each = [min(pair) for pair in zip(self.spread, self.last or self.spread, strict=True)]
+        head = min(range(len(each)), key=each.__getitem__)
+        return each[head], self.first_head + head
+
+
+Hear = Callable[[CallRecall], None]
+"""Called with every measured call, as its figures arrive."""
+
+
+def check_every(name: str, value: object) -> int:
+    """ParameterError, with the option's name, for what is no number of prefills."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_EVERY:
+        raise ParameterError(
+            f"{name} is {printed(value)}: pass of how many prefills one is measured, an integer from 0 (none) to "
+            f"{MOST_EVERY}"
+        )
+    return value
+
+
+def check_strict(name: str, value: object, every: int, of_every: str) -> float | None:
+    """The same for the recall below which calls are counted. of_every: the name of the other option."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ParameterError(f"{name} is {printed(value)}: pass a number from 0 to 1, or None")
+    if every == 0:
+        raise ParameterError(f"{name} is {printed(value)}, but {of_every} is 0, so nothing is measured: pass 1 or more")
+    return float(value)
+
+
+@frozen(eq=False)
+class _Coming:
+    """Figures of a call on their way: ``[2, Hq + 1]``, by spread and last rows each head's sum, and how many rows.
+
+    there: what tells that they have arrived; None where they have, or where only reading them tells.
+    """
+
+    layer: int
+    first_head: int
+    figures: Tensor
+    there: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, call: AttentionCall, figures: Tensor) -> _Coming:
+        """Sends them to the host; nothing waits."""
+        if figures.device.type != "cuda":
+            return cls(call.layer, call.first_head, figures, None)
+        host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+        host.copy_(figures, non_blocking=True)
+        there = torch.cuda.Event()
+        there.record(torch.cuda.current_stream(figures.device))
+        return cls(call.layer, call.first_head, host, there)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether reading them makes nobody wait, as far as can be told."""
+        return self.figures.device.type == "cpu" if self.there is None else self.there.query()
+
+    def read(self) -> tuple[list[float], int, list[float], int]:
+        """Sums and count of both kinds of rows; waits until they are there."""
+        if self.there is not None:
+            self.there.synchronize()
+        (*spread, many), (*last, few) = self.figures.tolist()
+        return spread, int(many), last, int(few)
+
+
+@define(eq=False)
+class _Layer:
+    """Sums over all measured calls of a layer. low: calls in which a head kept too little."""
+
+    first_head: int
+    spread: list[float]
+    last: list[float]
+    many: int = 0
+    few: int = 0
+    calls: int = 0
+    low: int = 0
+
+    def add(self, spread: Sequence[float], many: int, last: Sequence[float], few: int, low: bool) -> None:
+        """One more call."""
+        self.spread = [a + b for a, b in zip(self.spread, spread, strict=True)]
+        self.last = [a + b for a, b in zip(self.last, last, strict=True)]
+        self.many, self.few, self.calls, self.low = self.many + many, self.few + few, self.calls + 1, self.low + low
+
+    def report(self) -> LayerRecall:
+        """Means over the rows of all calls."""
+        found = CallRecall(0, self.first_head, _means(self.spread, self.many), _means(self.last, self.few))
+        least, head = found.least
+        mean = sum(found.spread) / len(found.spread)
+        return LayerRecall(mean=mean, least=least, head=head, calls=self.calls, low_calls=self.low)
+
+
+@define(eq=False)
+class RecallWatch:
+    """Measures the recall of one prefill in `every`, the first among them: of all its sparse layers and chunks.
+
+    What is measured stays on the device until it has come to the host by itself; `read` takes in what has, and never
+    waits. Threads may share it. method: for messages. strict: below it a call is counted as low, and the first is
+    logged as a warning; None for neither. hear: told of every measured call. note: counts what could not be measured.
+    prefills, measured: how many there were, and how many of them were chosen. coming: figures on their way.
+    """
+
+    method: str
+    every: int
+    strict: float | None = None
+    hear: Hear | None = None
+    note: Callable[[str], None] | None = None
+    prefills: int = field(default=0, init=False)
+    measured: int = field(default=0, init=False)
+    coming: deque[_Coming] = field(factory=deque, init=False)
+    _warned: bool = field(default=False, init=False)
+    _layers: dict[int, _Layer] = field(factory=dict, init=False)
+    _lock: threading.RLock = field(factory=threading.RLock, init=False)
+
+    def choose(self) -> bool:
+        """Whether one more prefill is measured: by its number alone."""
+        with self._lock:
+            chosen = self.prefills % self.every == 0
+            self.prefills += 1
+            self.measured += chosen
+        return chosen
+
+    def measure(self, call: AttentionCall, result: Result) -> None:
+        """Measure a call of a chosen prefill. Lack of memory is noted, and keeps nobody from the result."""
+        if _recording():
+            return
+        try:
+            with torch.cuda.device_of(call.q):
+                coming = _Coming.of(call, _figures(call, result))
+        except torch.OutOfMemoryError:
+            self._told(LOST)
+            return
+        with self._lock:
+            self.coming.append(coming)
+        self.read()
+
+    def read(self, wait: bool = False) -> None:
+        """Take in the figures that have arrived. wait: those on their way, too (host sync)."""
+        if not self.coming or _recording():
+            return
+        with self._lock:
+            while self.coming and (wait or len(self.coming) > WAITING or self.coming[0].arrived):
+                self._take(self.coming.popleft())
+
+    def report(self) -> dict[int, LayerRecall]:
+        """What every measured layer kept (waits for what is on its way: host sync)."""
+        with self._lock:
+            self.read(wait=True)
+            return {layer: found.report() for layer, found in self._layers.items()}
+
+    def _take(self, coming: _Coming) -> None:
+        spread, many, last, few = coming.read()
+        if not many:  # padding alone
+            return
+        if any(math.isnan(x) for x in (*spread, *last)):
+            self._told(NONFINITE)
+            return
+        found = CallRecall(coming.layer, coming.first_head, _means(spread, many), _means(last, few))
+        least, head = found.least
+        if self.strict is not None and least < self.strict - SLACK:
+            found = evolve(found, low=True)
+            self._warn(found.layer, head, least)
+        known = self._layers.setdefault(found.layer, _Layer(found.first_head, [0.0] * len(spread), [0.0] * len(spread)))
+        known.add(spread, many, last, few, found.low)
+        if self.hear is not None:
+            self.hear(found)
+
+    def _warn(self, layer: int, head: int, least: float) -> None:
+        if not self._warned:
+            self._warned = True
+            text = "%s: layer %d, head %d keeps %.3f of the attention mass of sampled rows, less than strict_recall, %g"
+            log.warning(
+                f"{text}; further calls are counted in the report", self.method, layer, head, least, self.strict
+            )
+
+    def _told(self, text: str) -> None:
+        if self.note is not None:
+            self.note(text)
+
+
+def _figures(call: AttentionCall, result: Result) -> Tensor:
+    """See `_Coming`; over batch rows, on the call's device."""
+    found = watched_recall(call, result)
+    kept = torch.where(found.real[:, None], found.kept, 0.0)
+    parts = (slice(found.spread), slice(found.spread, None))
+    rows = [torch.cat([kept[..., at].sum((0, 2)), found.real[:, at].sum()[None]]) for at in parts]
+    return torch.stack(rows)
+
+
+def _means(sums: Sequence[float], count: int) -> tuple[float, ...]:
+    """Rounding may take a full row a little above 1."""
+    return tuple(min(x / count, 1.0) for x in sums) if count else ()
+
+
+def _recording() -> bool:
+    """Whether a CUDA graph is captured: nothing may be asked of the device then, and figures would be no figures."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,189 @@
+"""Recall at work in vLLM's host: its metrics, its report, and the kernels that are compiled for it. No engine."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from sparseprefill.adapters.session.session import Prefill
+from sparseprefill.adapters.session.watch import CallRecall
+from sparseprefill.adapters.vllm import runtime as module
+from sparseprefill.adapters.vllm import tally
+from sparseprefill.adapters.vllm import warm as warming
+from sparseprefill.adapters.vllm.model import Model
+from sparseprefill.adapters.vllm.requests import Row
+from sparseprefill.adapters.vllm.runtime import Runtime
+from sparseprefill.adapters.vllm.tally import BUCKETS, Tally
+from sparseprefill.adapters.vllm.worker import ReportExtension
+
+import sparseprefill as sp
+from adapters.vllm.test_warm import LAYERS, SIZES, pages
+from helpers.build import make
+from kernels.caches import paged
+from sparseprefill.metrics import SPREAD, watched_recall
+from sparseprefill.profiles.identity import ModelIdentity
+
+CALL = make(300, heads=4, kv_heads=2)
+METHOD = {"method": "streaming", "parameters": {"sink": 16, "window": 16, "block": 16}, "gate": False, "tail": 0}
+
+
+class Metric:
+    """In the place of prometheus_client's, whose library comes with vLLM."""
+
+    def __init__(self, name: str, about: str, labels: list[str], buckets: tuple[float, ...] = ()) -> None:
+        assert name.startswith("sparseprefill:")
+        assert about
+        self.name, self.names, self.buckets = name, labels, buckets
+        self.seen: dict[str, list[float]] = {}
+        MADE[name] = self
+
+    def labels(self, **given: str) -> Any:
+        assert self.names == list(given)
+        values = self.seen.setdefault(",".join(given.values()), [])
+        if self.buckets:
+            return SimpleNamespace(observe=values.append)
+        return SimpleNamespace(inc=lambda amount=1: values.append(amount))
+
+
+MADE: dict[str, Metric] = {}
+
+
+@pytest.fixture
+def metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Metric]]:
+    """What is told, by metric and label."""
+    fake = ModuleType("prometheus_client")
+    fake.Counter = fake.Histogram = Metric  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "prometheus_client", fake)
+    MADE.clear()
+    tally._metrics.cache_clear()
+    yield MADE
+    tally._metrics.cache_clear()
+
+
+def runtime(monkeypatch: pytest.MonkeyPatch, layers: int = 3, **table: Any) -> Runtime:
+    """As the engine makes it, of a model of so many layers."""
+    whole = ModelIdentity(name="m", architecture="M", layers=layers, heads=4, kv_heads=2, head_dim=8, digest="d")
+    monkeypatch.setattr(module, "identity", lambda *_: Model(whole, whole, "M", "STOCK", 0))
+    monkeypatch.setattr(module, "show", lambda _: None)
+    return module._make(SimpleNamespace(additional_config={"sparseprefill": {**METHOD, **table}}), "STOCK")
+
+
+def test_heads_are_told_by_class_of_layers(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = runtime(monkeypatch, layers=8, recall_every=2, strict_recall=0.99)
+    result = sp.build("streaming", sink=16, window=16, block=16).run(CALL)
+    kept = watched_recall(CALL, result).kept[0, :, :SPREAD].mean(-1)
+    for _ in range(3):
+        prefill = Prefill()
+        for layer in (0, 1, 7):
+            mine.session.run(attrs.evolve(CALL, layer=layer), prefill)
+    found = metrics["sparseprefill:recall"].seen
+    assert ["0-1", "6-7"] == list(found)
+    assert (4 * 2 * 2, 4 * 2) == (len(found["0-1"]), len(found["6-7"]))
+    assert found["6-7"][:4] == pytest.approx(kept.tolist(), abs=1e-5)
+    assert {"0-1": [1] * 4, "6-7": [1] * 2} == metrics["sparseprefill:low_recall_calls"].seen
+    assert [1] * 9 == metrics["sparseprefill:prefill_calls"].seen["sparse"]
+    report = mine.report()
+    assert (3, 2, 0.99) == (report.prefills, report.measured_prefills, report.strict_recall)
+    assert "recall below 0.99: 6 of 6 calls" in str(report)
+
+
+def test_nothing_is_told_where_nothing_is_measured(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = runtime(monkeypatch, recall_every=0)
+    mine.session.run(CALL, Prefill())
+    assert {} == metrics["sparseprefill:recall"].seen
+    assert mine.report().recall is None
+
+
+def test_keys_in_pages_and_the_prompts_own_tail(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a backend gives them: chunks behind a cache, whose prompt's end is known. The tail is the last chunk's."""
+    mine, prefill, kept = runtime(monkeypatch, tail=40), Prefill(), []
+    monkeypatch.setattr(mine.session, "_observe", lambda call, result: kept.append(watched_recall(call, result).kept))
+    for end in (150, 300):
+        q, k, v = CALL.q[:, :, end - 150 : end], CALL.k[:, :, :end], CALL.v[:, :, :end]
+        mine.session.run(paged(sp.AttentionCall(q, k, v, prompt_lengths=300), 16), prefill)
+    wanted = [head for one in kept for head in one[0, :, :SPREAD].mean(-1).tolist()]
+    assert pytest.approx(wanted, abs=1e-5) == metrics["sparseprefill:recall"].seen["0"]
+    assert float(kept[1][..., SPREAD:].min()) > 0.999 > float(kept[0][..., SPREAD:].max())
+
+
+@pytest.mark.parametrize(
+    ("layers", "classes"),
+    [
+        (32, ["0-7"] * 8 + ["8-15"] * 8 + ["16-23"] * 8 + ["24-31"] * 8),
+        (6, ["0", "1-2", "1-2", "3", "4-5", "4-5"]),
+        (3, ["0", "1", "2"]),
+        (1, ["0"]),
+        (0, []),
+    ],
+)
+def test_classes_of_layers(layers: int, classes: list[str]) -> None:
+    made = Tally(layers=layers)
+    assert classes == [made.layer_class(layer) for layer in range(layers)]
+    assert ["other", "other"] == [made.layer_class(layer) for layer in (-1, layers)]
+
+
+def test_a_step_passes_on_what_has_arrived(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = runtime(monkeypatch)
+    there: list[bool] = []
+    monkeypatch.setattr("sparseprefill.adapters.session.watch._Coming.arrived", property(lambda _: bool(there)))
+    mine.session.run(CALL, Prefill())
+    assert "sparseprefill:recall" in metrics
+    mine.prefills(object(), [], [Row(300, 301, "a")])
+    assert {} == metrics["sparseprefill:recall"].seen
+    there.append(True)
+    mine.prefills(object(), [], [Row(301, 302, "a")])
+    assert ["0"] == list(metrics["sparseprefill:recall"].seen)
+
+
+@pytest.mark.usefixtures("metrics")
+def test_a_worker_tells_it_as_data(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    mine = runtime(monkeypatch, strict_recall=0.99)
+    with caplog.at_level(logging.WARNING):
+        for layer in range(2):
+            mine.session.run(attrs.evolve(CALL, layer=layer), Prefill())
+    assert 1 == len(caplog.records)
+    monkeypatch.setattr("sparseprefill.adapters.vllm.worker.existing", lambda _: mine)
+    found = ReportExtension().sparseprefill_report()
+    report = mine.report()
+    assert (report.recall, report.least_recall) == (found["recall"], found["least_recall"])
+    assert (1, 1) == (found["layers"][0]["recall"]["calls"], found["layers"][0]["recall"]["low_calls"])
+    assert None is found["layers"][1]["recall"], "of the second prefill"
+    assert "recall below 0.99: 1 of 1 calls" in found["text"]
+
+
+@pytest.mark.parametrize("recall", [True, False])
+def test_kernels_for_it_are_compiled_at_start(recall: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(warming, "watched_recall", lambda call, result: seen.append(call.layer))
+    pipeline = sp.build("streaming", sink=16, window=16, block=16)
+    warming.warm(pipeline, LAYERS, SIZES, pages, recall=recall)
+    assert (len(seen) > 0) == recall
+
+
+def test_prometheus_takes_them() -> None:
+    """With its own library, where there is one."""
+    client = pytest.importorskip("prometheus_client")
+
+    def counted(bound: str) -> float:
+        labels = {"layers": "16-23", "le": bound}
+        return float(client.REGISTRY.get_sample_value("sparseprefill:recall_bucket", labels) or 0.0)
+
+    before = {bound: counted(bound) for bound in ("0.9", "0.95", "1.0")}
+    Tally(layers=32).recall(CallRecall(20, 0, (0.93, 1.0, 0.2), (), low=True))
+    assert {"0.9": 1, "0.95": 2, "1.0": 3} == {bound: counted(bound) - before[bound] for bound in before}
+    low = client.REGISTRY.get_sample_value("sparseprefill:low_recall_calls_total", {"layers": "16-23"})
+    assert low >= 1
+
+
+def test_bounds_ascend() -> None:
+    assert sorted(set(BUCKETS)) == list(BUCKETS)
+    assert 1.0 == BUCKETS[-1]
+    assert torch.tensor(BUCKETS).min() > 0
