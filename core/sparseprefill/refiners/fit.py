@@ -188,9 +188,9 @@ class _Order:
         rank = torch.empty_like(column)
         place = torch.arange(column.shape[-1], device=column.device).expand_as(column)
         rank.scatter_(-1, column, place)
-        rank = torch.where(keep, rank, geometry.kv_len)
         size = -(-geometry.kv_len // BLOCKS)
         spare = -geometry.kv_len % size
+        rank = torch.where(keep, rank, geometry.kv_len + spare)
         listed = functional.pad(worth > -torch.inf, (0, spare))
         tile = functional.pad(torch.div(column, tile_k, rounding_mode="floor"), (0, spare))
         columns, blocks = geometry.tile_columns(tile_k), listed.shape[-1] // size
