@@ -114,7 +114,8 @@ class PositionDecay:
             return columns
         known = [columns, SHORT - 1, LONG - 1] if call.prompt_lengths is None else [-(-call.prompt_lengths // tile_k)]
         possible = [n for n in known if n <= columns or call.prompt_lengths is not None]
-        return min(columns, int(self._first(torch.tensor([max(n, 1) for n in possible])).max()))
+        here = torch.tensor([max(n, 1) for n in possible], device="cpu")
+        return min(columns, int(self._first(here).max()))
 
 
 def _ceil(x: Tensor, by: Tensor | int) -> Tensor:
