@@ -201,7 +201,9 @@ def test_a_larger_budget_keeps_more(
 ) -> None:
     """Of tiles. (With stripes a tile that fits may take the place of several of them.)"""
     plan = scored(call, data, ("tiles",))
-    larger = {name: x + more if name == "tiles" else min(1.0, x + more / 10) for name, x in size.items()}
+    larger: dict[str, Any] = {
+        name: x + more if name == "tiles" else min(1.0, x + more / 10) for name, x in size.items()
+    }
     low, high = sorted(decays)
     less = kept(sp.PositionDecay(**size, decay=low), call, plan)
     for other in (sp.PositionDecay(**larger, decay=low), sp.PositionDecay(**size, decay=high)):
