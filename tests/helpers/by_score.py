@@ -45,7 +45,7 @@ SUBJECTS: Mapping[str, Subject] = {
         tried=(0.95, 0.98),
         every={"stride": 16, "block": 64, "threshold": 1.0},
         ends={"sink": 1, "local": 0},
-        closest=((0.012, 0.055, 0.071), (0.003, 0.1, 0.11)),
+        closest=((0.012, 0.06, 0.071), (0.004, 0.1, 0.115)),
     ),
     "bfla": Subject(
         set="group=16",
@@ -53,7 +53,7 @@ SUBJECTS: Mapping[str, Subject] = {
         tried=(0.9, 0.98),
         every={"block": 64, "group": 16, "tile": 64, "score_norm": "mean", "keep_mass": 1.0},
         ends={"sink": 1, "local": 4},
-        closest=((0.02, 0.04, 0.055), (0.003, 0.09, 0.11)),
+        closest=((0.025, 0.04, 0.055), (0.0035, 0.09, 0.11)),
     ),
 }
 BETA = 0.2
