@@ -124,7 +124,7 @@ class _Norms:
     def of(cls, call: AttentionCall, pool: int) -> _Norms:
         """From a call's values."""
         exact = call.v.dtype == torch.float64
-        norms = torch.linalg.vector_norm(call.v, dim=-1, dtype=torch.float64 if exact else torch.float32)
+        norms = torch.linalg.vector_norm(call.v.detach(), dim=-1, dtype=torch.float64 if exact else torch.float32)
         starts = call.geometry.starts
         if starts is not None:
             index = torch.arange(call.kv_len, device=norms.device) + starts[:, None]
