@@ -16,7 +16,7 @@ from ..session.session import TAIL
 from . import render
 from .group import CommandError
 from .searched import SAMPLED, best_settings, chosen, fixed_parameters, with_clusters
-from .shared_options import Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
+from .shared_options import Configs, Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from ..calibration.candidates import Candidate
@@ -36,6 +36,7 @@ def register(app: typer.Typer) -> None:
 def frontier(
     model: Model = None,
     method: Methods = None,
+    config: Configs = None,
     tried: Annotated[
         list[str] | None,
         typer.Option("--try", metavar="METHOD.PARAMETER=V1,V2", help="Values to try, over the method's own."),
@@ -76,6 +77,7 @@ def frontier(
     Ctrl-C stops, and shows what was measured so far.
     """
     from ..bench.clock import Clock
+    from ..calibration.candidates import configured
     from ..calibration.frontier import Reader
     from ..evaluation.reading import Sizes
     from . import frontier_results
@@ -88,6 +90,7 @@ def frontier(
     methods = chosen(registry, method)
     fixed = fixed_parameters(methods, settings or (), model, recall_floor)
     best = None if chosen_by is None else best_settings(chosen_by, seed, texts)
+    files_of_settings = [configured(path) for path in config or ()]
     place = Place.of(device, dtype.value, threads)
     lengths = sorted(set(tokens or TOKENS["cpu" if place.device.type == "cpu" else "cuda"]))
     clock = Clock(place.device, rounds, seconds)
@@ -102,6 +105,7 @@ def frontier(
         prompts = next(iter(others.values())).prompts
         methods, left_out = with_clusters(methods, fixed, loaded, identity, prompts, shown)
         candidates = _candidates(methods, fixed, settings or (), tried or (), most, best, suited=model is None)
+        candidates += files_of_settings
         facts: dict[str, Any] = {
             **{"model": model or "embedded", "tail": tail, "recall_floor": recall_floor, "texts": texts},
             **{"questions": questions, "seed": seed, "from": None if chosen_by is None else str(chosen_by)},

@@ -38,11 +38,14 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan, Result
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
+from sparseprefill.refiners.decay import PositionDecay
 from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.recall import Recall, RecallFloor
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.refiners.rows import DenseRows
+from sparseprefill.refiners.threshold import RelativeThreshold
 from sparseprefill.refiners.union import UnionEstimator
+from sparseprefill.refiners.values import ValueWeights
 from sparseprefill.registry import PluginRecord, Registry, default_registry
 from sparseprefill.route import Route, gated
 from sparseprefill.softmax import SoftmaxState
@@ -79,6 +82,7 @@ __all__ = [
     "Plan",
     "PluginLoadError",
     "PluginRecord",
+    "PositionDecay",
     "Priority",
     "PriorityScores",
     "Profile",
@@ -86,6 +90,7 @@ __all__ = [
     "RecallFloor",
     "ReferenceExecutor",
     "Registry",
+    "RelativeThreshold",
     "Result",
     "Route",
     "Sink",
@@ -98,6 +103,7 @@ __all__ = [
     "UnionEstimator",
     "UnknownMethodError",
     "UnsupportedCallError",
+    "ValueWeights",
     "Verdict",
     "build",
     "default_registry",

@@ -17,11 +17,14 @@ from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, pr
 from sparseprefill.method import FLOOR
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
+from sparseprefill.refiners.decay import PositionDecay
 from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.recall import RecallFloor, floor_of
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.refiners.rows import DenseRows
+from sparseprefill.refiners.threshold import RelativeThreshold
 from sparseprefill.refiners.union import UnionEstimator
+from sparseprefill.refiners.values import ValueWeights
 from sparseprefill.registry import Registry, default_registry
 from sparseprefill.route import Route, gated
 from sparseprefill.stages import MaskRefiner, Observer
@@ -33,10 +36,13 @@ REFINERS: Mapping[str, type] = {
     "dense-rows": DenseRows,
     "gqa-union": GqaUnion,
     "local-band": LocalBand,
+    "position-decay": PositionDecay,
     "random-rescue": RandomRescue,
     "recall-floor": RecallFloor,
+    "relative-threshold": RelativeThreshold,
     "sink": Sink,
     "stride-rescue": StrideRescue,
+    "value-weights": ValueWeights,
 }
 """The refiners that a configuration may name."""
 DEEPEST = 32

@@ -192,6 +192,25 @@ def test_settings_from_a_run_on_other_texts(tmp_path: Path) -> None:
         refused(run(*SMALL, *few), "--from", "pass what `sparseprefill frontier --json FILE` wrote")
 
 
+def test_configuration_files_beside_methods(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'name = "XAttention, by threshold"\nmethod = "xattention"\n[parameters]\nthreshold = 1.0\nblock = 64\n'
+        '[[refiners]]\nname = "relative-threshold"\nshare = 0.1\n'
+    )
+    result = run(*SMALL, "--method", "streaming", "--most", "1", "--config", str(file), "--json", "-")
+    assert result.exit_code == 0, result.output
+    *others, mine = json.loads(result.stdout)["points"]
+    assert {"streaming"} == {one["method"] for one in others}
+    assert ("xattention-by-threshold", {"config": str(file)}) == (mine["method"], mine["parameters"])
+    assert mine["error"] is None
+    assert 0 < mine["density"] < 1
+    file.write_text('method = "xattention"\ngate = "auto"\n')
+    refused(run(*SMALL, "--config", str(file)), "mine.toml has a profile or a gate", "leave them out")
+    file.write_text('method = "xattenton"\n')
+    refused(run(*SMALL, "--config", str(file)), "mine.toml: method: no method is named 'xattenton'")
+
+
 def test_a_killed_run_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = points.Reader.read
 

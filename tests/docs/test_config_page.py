@@ -35,3 +35,11 @@ def test_the_file_is_the_table() -> None:
     assert isinstance(made, sp.Pipeline)
     assert (expected.name, expected.refiners) == (made.name, made.refiners)
     assert repr(expected.estimator) == repr(made.estimator)
+
+
+def test_the_file_that_chooses_by_score_can_be_read() -> None:
+    page = (ROOT / "docs" / "compose.md").read_text()
+    (toml,) = (block for block in blocks(page) if block.language == "toml")
+    made = sp.from_config(tomllib.loads(toml.code))
+    assert isinstance(made, sp.Pipeline)
+    assert [sp.ValueWeights(), sp.PositionDecay(share=0.1), sp.StrideRescue(16)] == list(made.refiners[-3:])

@@ -6,8 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
-from sparseprefill import AttentionCall, Memory, Result, build, default_registry, output_error, recall
+from sparseprefill import (
+    AttentionCall,
+    MaskRefiner,
+    Memory,
+    PositionDecay,
+    RelativeThreshold,
+    Result,
+    ValueWeights,
+    build,
+    default_registry,
+    output_error,
+    recall,
+)
 from sparseprefill.metrics import watched_recall
 from sparseprefill.testing import check_method, tensors
 
@@ -105,12 +118,41 @@ def test_measuring_recall_waits_for_nothing(floor: float | None) -> None:
     assert abs(found.mean - float(expected[..., : rows.spread].mean())) < 1e-4
 
 
-def run_without_waiting(name: str, **parameters: Any) -> None:
+BY_SCORE: list[tuple[MaskRefiner, ...]] = [
+    (PositionDecay(share=0.2),),
+    (RelativeThreshold(0.05),),
+    (ValueWeights(1.0), PositionDecay()),
+    (ValueWeights(), RelativeThreshold(0.05)),
+]
+SCORED = ["xattention", "bfla", "streaming", "vertical-slash", "anchor-attention"]
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
+@pytest.mark.parametrize("refiners", BY_SCORE, ids=lambda ones: "+".join(type(one).__name__ for one in ones))
+@pytest.mark.parametrize("name", SCORED)
+def test_no_host_synchronisation_by_refiners_that_go_by_score(name: str, refiners: tuple[MaskRefiner, ...]) -> None:
+    run_without_waiting(name, *refiners)
+
+
+@pytest.mark.parametrize("refiners", BY_SCORE, ids=lambda ones: "+".join(type(one).__name__ for one in ones))
+@pytest.mark.parametrize("name", SCORED)
+def test_refiners_that_go_by_score_choose_as_on_the_cpu(name: str, refiners: tuple[MaskRefiner, ...]) -> None:
+    q, k, v = tensors("stripes", batch=2, heads=4, kv_heads=2, q_len=290, kv_len=353, head_dim=64)
+    method = default_registry().get(name)
+    made = method.pipeline(**{**method.small, **(method.full if name in ("xattention", "bfla") else {})})
+    pipeline = evolve(made, refiners=(*made.refiners, *refiners))
+    expected = pipeline.run(AttentionCall(q, k, v)).mask.to_dense()
+    actual = pipeline.run(AttentionCall(q.cuda(), k.cuda(), v.cuda())).mask.to_dense().cpu()
+    assert int((expected ^ actual).sum()) <= 1e-2 * int(expected.sum())
+
+
+def run_without_waiting(name: str, *refiners: MaskRefiner, **parameters: Any) -> None:
     """Run a method once warm, with every wait of the host for the device an error."""
     q, k, v = tensors(
         "sink", batch=1, heads=8, kv_heads=2, q_len=4096, kv_len=4096, head_dim=128, device="cuda", dtype=torch.bfloat16
     )
-    pipeline, memory, call = build(name, **parameters), Memory(), AttentionCall(q, k, v)
+    made, memory, call = build(name, **parameters), Memory(), AttentionCall(q, k, v)
+    pipeline = evolve(made, refiners=(*made.refiners, *refiners))
     pipeline.run(call, memory)
     torch.cuda.synchronize()
     torch.use_deterministic_algorithms(False)

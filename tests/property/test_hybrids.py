@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,6 +74,33 @@ def capped(build: Callable[..., sp.Pipeline]) -> Callable[..., sp.Pipeline]:
     return build_capped
 
 
+def every(name: str) -> Callable[..., sp.Pipeline]:
+    """A method with every key, whose scores alone are wanted."""
+    return lambda full: method(name, True)
+
+
+def thresholded(full: bool) -> sp.MaskRefiner:
+    """A threshold that keeps some tiles, or all of them."""
+    return sp.RelativeThreshold(0.0 if full else 0.4, sink=1, local=0)
+
+
+def decaying(full: bool) -> sp.MaskRefiner:
+    """A budget that falls, or one that has room for everything."""
+    return sp.PositionDecay(share=1.0 if full else 0.3, decay=1.0 if full else 0.5, sink=1, local=0)
+
+
+def by_score(
+    build: Callable[[bool], sp.Pipeline], choose: Callable[[bool], sp.MaskRefiner], *weights: sp.MaskRefiner
+) -> Callable[..., sp.Pipeline]:
+    """A method or hybrid of whose pairs a refiner chooses by score."""
+
+    def build_chosen(full: bool = False) -> sp.Pipeline:
+        made = build(full)
+        return evolve(made, refiners=(*made.refiners, *weights, choose(full)))
+
+    return build_chosen
+
+
 HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
     "share-prefill + rescue": refined("share-prefill", sp.LocalBand(1), sp.Sink(1), sp.StrideRescue(3)),
     "anchor-attention + sample-attention": stripes_and_slashes("sample-attention"),
@@ -88,6 +116,13 @@ HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
     "vertical-slash + recall floor": refined("vertical-slash", sp.RecallFloor(target=0.8, dense_from=1.0)),
     "bfla + recall floor of spans": refined("bfla", sp.RecallFloor(target=0.7, rows=1, span=32)),
     "streaming + recall floor + ceiling": refined("streaming", sp.RecallFloor(rows=2, ceiling=0.6)),
+    "xattention + relative threshold": by_score(every("xattention"), thresholded),
+    "bfla + value weights + position decay": by_score(every("bfla"), decaying, sp.ValueWeights(1.0, pool=4)),
+    "anchor-attention + relative threshold": by_score(partial(method, "anchor-attention"), thresholded),
+    "vertical-slash + position decay": by_score(partial(method, "vertical-slash"), decaying),
+    "stripes and slashes + value weights + relative threshold": by_score(
+        stripes_and_slashes("vertical-slash"), thresholded, sp.ValueWeights(pool=4)
+    ),
     **{f"{name} + dense rows": refined(name, sp.DenseRows(20)) for name in METHODS},
 }
 

@@ -82,6 +82,7 @@ NAMED: list[tuple[type, dict[str, Any]]] = [
     (BreakEven, {"device": DeviceKind(type="cpu"), "shapes": ()}),
     (sp.BudgetFloor, {"tiles": 1}),
     (sp.BudgetCeiling, {"tiles": 1}),
+    (sp.PositionDecay, {"tiles": 1}),
     (LayerReport, {"layer": 1}),
     (Report, {"method": "m", "host": "h", "implementation": "i", "min_query": 16}),
 ]

@@ -6,15 +6,15 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import ParameterError, printed
-from sparseprefill.mask.geometry import diagonal_map, reachable_map
+from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.fit import Tiles, fitted
+from sparseprefill.refiners.narrow import Choice
 from sparseprefill.refiners.priority import TOP, highest, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
@@ -98,26 +98,15 @@ class BudgetCeiling(_Budget):
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Drops the tiles and stripes of lowest priority."""
-        geometry, mask, grid = call.geometry, plan.mask, plan.common_grid()
-        reach = reachable_map(geometry, *grid)[:, None]
-        budget = torch.floor(self._exact(reach.sum(-1))).to(torch.int64)
-        diagonal = own = diagonal_map(geometry, *grid)[:, None] & reach
-        free = reach & ~diagonal
-        if plan.carry is not None:
-            region = plan.carry.region.tiles_on(*grid)
-            own, free, budget = own & ~region, free & ~region, budget - region.sum(-1)
-        scores = self._scores(tile_worth(plan, call, *grid), geometry, grid)
-        wanted, budget = mask.tiles_on(*grid) & ~own, budget - own.sum(-1)
-        if mask.stripes is None:
-            kept, stripes = highest(scores, wanted, budget), None
-        else:
-            tiles = Tiles(*grid, wanted, free, scores, budget * grid[1])
-            kept, stripes = fitted(call, plan, tiles, self._most(geometry.tile_columns(grid[1])) * grid[1])
-        chosen = TileMap(geometry=geometry, tile_q=grid[0], tile_k=grid[1], keep=kept | own)
-        narrow = SparseMask(geometry, *grid, chosen, 1, stripes, disjoint=True)
-        if plan.carry is not None and plan.carry.region.stripes is not None:
-            narrow = narrow - plan.carry.region  # a diagonal tile that was added may hold its stripes
-        return evolve(plan, mask=narrow)
+        geometry, at = call.geometry, Choice.of(call, plan)
+        grid, own = at.grid, at.own
+        budget = torch.floor(self._exact(at.reach.sum(-1))).to(torch.int64) - at.taken - own.sum(-1)
+        scores, wanted = self._scores(tile_worth(plan, call, *grid), geometry, grid), at.tiles & ~own
+        if plan.mask.stripes is None:
+            return at.narrowed(plan, highest(scores, wanted, budget) | own, None)
+        tiles = Tiles(*grid, wanted, at.free, scores, budget * grid[1])
+        kept, stripes = fitted(call, plan, tiles, self._most(geometry.tile_columns(grid[1])) * grid[1])
+        return at.narrowed(plan, kept | own, stripes)
 
     def _scores(self, scores: Tensor, geometry: Geometry, grid: tuple[int, int]) -> Tensor:
         column = torch.arange(geometry.tile_columns(grid[1]), device=geometry.device)

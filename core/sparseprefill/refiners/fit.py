@@ -65,10 +65,10 @@ def fitted(call: AttentionCall, plan: Plan, tiles: Tiles, width: int) -> tuple[T
         here = slice(head, min(head + heads, geometry.heads))
         parts = [maker.part(here, range(first, min(first + some, groups))) for first in range(0, groups, some)]
         kept.append(maker.by_row(torch.cat([part[0] for part in parts], 2)))
-        joined = _side_by_side([part[1] for part in parts], 2)
+        joined = side_by_side([part[1] for part in parts], 2)
         counts, offsets = (maker.by_row(x[..., None])[..., 0] for x in (joined.counts, joined.offsets))
         lists.append(IndexLists(counts, offsets, joined.indices))
-    return torch.cat(kept, 1), _side_by_side(lists, 1)
+    return torch.cat(kept, 1), side_by_side(lists, 1)
 
 
 @frozen(eq=False)
@@ -179,7 +179,7 @@ class _Order:
     ) -> _Order:
         """Sorts the stripes of the plan's mask."""
         geometry, mask = call.geometry, plan.mask
-        keep = _stripe_map(mask, heads, groups)
+        keep = stripe_map(mask, heads, groups)
         number = geometry.first_tile(mask.group_rows)[:, None] + torch.arange(
             groups.start, groups.stop, device=keep.device
         )
@@ -188,9 +188,9 @@ class _Order:
         rank = torch.empty_like(column)
         place = torch.arange(column.shape[-1], device=column.device).expand_as(column)
         rank.scatter_(-1, column, place)
-        rank = torch.where(keep, rank, geometry.kv_len)
         size = -(-geometry.kv_len // BLOCKS)
         spare = -geometry.kv_len % size
+        rank = torch.where(keep, rank, geometry.kv_len + spare)
         listed = functional.pad(worth > -torch.inf, (0, spare))
         tile = functional.pad(torch.div(column, tile_k, rounding_mode="floor"), (0, spare))
         columns, blocks = geometry.tile_columns(tile_k), listed.shape[-1] // size
@@ -261,7 +261,7 @@ def _tiles_that_fit(
     return torch.maximum(low, fits.sum(-1))
 
 
-def _stripe_map(mask: SparseMask, heads: slice, groups: range) -> Tensor:
+def stripe_map(mask: SparseMask, heads: slice, groups: range) -> Tensor:
     """bool ``[B, h, n, Nkv]`` of some heads and groups."""
     lists, part = mask.stripes, slice(groups.start, groups.stop)
     if lists is None:
@@ -271,7 +271,7 @@ def _stripe_map(mask: SparseMask, heads: slice, groups: range) -> Tensor:
     )
 
 
-def _side_by_side(parts: list[IndexLists], dim: int) -> IndexLists:
+def side_by_side(parts: list[IndexLists], dim: int) -> IndexLists:
     """Lists joined along heads or rows."""
     offsets, length = [], 0
     for part in parts:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import sparseprefill as sp
 from helpers.build import make
-from helpers.plans import CALLS, Positions, plans, refined, whole
+from helpers.plans import CALLS, Positions, refined, whole
+from helpers.tile_sets import Tiles, Worth, each, grid, paint, prioritised, ranked, stripes_of
 from sparseprefill.mask import priority
 from sparseprefill.refiners import fit
 
@@ -23,125 +24,8 @@ BUDGETS = st.fixed_dictionaries({"tiles": st.integers(1, 6)}) | st.fixed_diction
 )
 
 
-class Tiles:
-    """One query tile of one head: which key tiles it can see, has, and has in the carry's region."""
-
-    def __init__(self, call: sp.AttentionCall, plan: sp.Plan, b: int, h: int, i: int) -> None:
-        g, masks = call.geometry, [plan.mask] if plan.carry is None else [plan.mask, plan.carry.region]
-        self.q = math.gcd(*[mask.tile_q for mask in masks])
-        self.k = math.gcd(*[mask.tile_k for mask in masks])
-        rows = range(i * self.q, (i + 1) * self.q)
-        window = rows[-1] + 1 if call.window is None else call.window
-        keys = range(max(0, rows[0] - window + 1), rows[-1] + 1)
-        self.reach = {key // self.k for key in keys} & set(range(-(-g.kv_len // self.k)))
-        self.own = {x // self.k for x in rows} & self.reach
-        self.first = rows[0] // self.k
-        have = [self._listed(mask, b, h, rows[0]) & self.reach for mask in masks]
-        self.have, self.region = have[0], have[1] if len(have) == 2 else set()
-
-    def _listed(self, mask: sp.SparseMask, b: int, h: int, x: int) -> set[int]:
-        if mask.tiles is None:
-            return set()
-        row = x // mask.tile_q - int(mask.geometry.first_tile(mask.tile_q)[b])
-        parts = mask.tile_k // self.k
-        return {j * parts + n for j in mask.tiles.row(b, h, row).tolist() for n in range(parts)}
-
-    def budget(self, size: dict[str, Any], rounding: Any) -> int:
-        return int(size["tiles"] if "tiles" in size else rounding(len(self.reach) * size["share"]))
-
-
-def each(call: sp.AttentionCall, size: int) -> list[tuple[int, int, int, list[int]]]:
-    """(batch row, head, query tile, its real rows in the call)."""
-    at = Positions.of(call)
-    found = []
-    for b in range(call.q.shape[0]):
-        position = at.query[b, 0, :, 0]
-        real = at.allowed[b, 0].any(-1)
-        for i in (position[real] // size).unique().tolist():
-            rows = ((position // size == i) & real).nonzero()[:, 0].tolist()
-            found += [(b, h, i, rows) for h in range(call.q.shape[1])]
-    return found
-
-
-def grid(plan: sp.Plan) -> tuple[int, int]:
-    masks = [plan.mask] if plan.carry is None else [plan.mask, plan.carry.region]
-    return math.gcd(*[mask.tile_q for mask in masks]), math.gcd(*[mask.tile_k for mask in masks])
-
-
-def paint(call: sp.AttentionCall, size: int, chosen: dict[tuple[int, int, int], set[int]], rows: Any) -> torch.Tensor:
-    """The dense form of sets of key tiles of `size` tokens."""
-    at = Positions.of(call)
-    keep = torch.zeros(*call.q.shape[:3], call.k.shape[2], dtype=torch.bool)
-    for b, h, i, real in rows:
-        inside = torch.isin(at.key[b, 0, 0] // size, torch.tensor(sorted(chosen[b, h, i]), dtype=torch.int64))
-        for n in real:
-            keep[b, h, n] = inside
-    return keep & at.allowed
-
-
-class Worth:
-    """What one query tile of one head thinks of tiles and columns, a number per key; NaN is below all."""
-
-    def __init__(self, plan: sp.Plan, b: int, h: int, position: int, k: int) -> None:
-        self.given, self.at, self.k = plan.priority, (b, h, position), k
-        self.geometry = plan.mask.geometry
-
-    def tile(self, j: int) -> float:
-        if self.given is None:
-            return float(j * self.k)
-        assert isinstance(self.given, sp.PriorityScores)
-        assert isinstance(self.given.tiles, torch.Tensor)
-        assert self.given.tile_q is not None
-        assert self.given.tile_k is not None
-        row = self._row(self.given.tiles, self.given.tile_q)
-        return lowest(row[j * self.k // self.given.tile_k] / self.given.tile_k)
-
-    def column(self, y: int) -> float:
-        if self.given is None:
-            return float(y)
-        assert isinstance(self.given, sp.PriorityScores)
-        if self.given.columns is None:
-            self.k, k = 1, self.k
-            found = self.tile(y)
-            self.k = k
-            return found
-        assert isinstance(self.given.columns, torch.Tensor)
-        return lowest(self._row(self.given.columns, self.given.rows)[y])
-
-    def _row(self, scores: torch.Tensor, rows: int | None) -> torch.Tensor:
-        b, h, position = self.at
-        index = 0 if rows is None else position // rows - int(self.geometry.first_tile(rows)[b])
-        return scores[b, h, min(index, scores.shape[2] - 1)]
-
-
-def lowest(x: torch.Tensor) -> float:
-    return -math.inf if bool(x.isnan()) else float(x)
-
-
-def ranked(worth: Worth, tiles: Any) -> list[int]:
-    """By descending priority, the nearer first among equals."""
-    return sorted(tiles, key=lambda j: (-worth.tile(j), -j))
-
-
-@st.composite
-def prioritised(draw: st.DrawFn, call: sp.AttentionCall) -> sp.Plan:
-    """A plan; two times of three with scores of tiles, or of tiles and columns, some NaN, on grids of their own."""
-    plan, kind = draw(plans(call)), draw(st.sampled_from(["nothing", "tiles", "both"]), label="priority")
-    if kind == "nothing":
-        return plan
-    source = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-
-    def scores(rows: int, columns: int) -> torch.Tensor:
-        found = torch.randint(0, 7, (*call.q.shape[:2], rows, columns), generator=source).float()
-        return torch.where(found == 6, torch.nan, found)
-
-    g = call.geometry
-    tile_q, tile_k = (size * draw(st.integers(1, 3)) for size in grid(plan))
-    given = {"tiles": scores(g.tile_rows(tile_q), g.tile_columns(tile_k)), "tile_q": tile_q, "tile_k": tile_k}
-    if kind == "both":
-        rows = draw(st.none() | st.just(plan.mask.group_rows))
-        given |= {"columns": scores(1 if rows is None else g.tile_rows(rows), g.kv_len) / 4, "rows": rows}
-    return evolve(plan, priority=sp.PriorityScores(**given))  # type: ignore[arg-type]
+def budget(one: Tiles, size: dict[str, Any], rounding: Any) -> int:
+    return int(size["tiles"] if "tiles" in size else rounding(len(one.reach) * size["share"]))
 
 
 @given(call=CALLS, data=DATA, size=BUDGETS)
@@ -153,8 +37,8 @@ def test_floor(call: sp.AttentionCall, data: st.DataObject, size: dict[str, Any]
         one = Tiles(call, plan, b, h, i)
         have = one.have | one.region
         order = ranked(Worth(plan, b, h, i * q, k), one.reach - have)
-        chosen[b, h, i] = have | set(order[: max(0, one.budget(size, math.ceil) - len(have))])
-        assert len(chosen[b, h, i]) >= min(one.budget(size, math.ceil), len(one.reach))
+        chosen[b, h, i] = have | set(order[: max(0, budget(one, size, math.ceil) - len(have))])
+        assert len(chosen[b, h, i]) >= min(budget(one, size, math.ceil), len(one.reach))
     expected = whole(plan) | paint(call, k, chosen, rows)
     assert torch.equal(expected, whole(refined(sp.BudgetFloor(**size), call, plan)))
 
@@ -171,7 +55,7 @@ def chosen_by(
     worth = Worth(plan, b, h, i * one.q, k)
     order = [*first, *near, *ranked(worth, rest - set(first) - set(near))]
     before = len(first) + len(near)
-    room = max(0, (one.budget(size, math.floor) - len(one.region) - len(own)) * k)
+    room = max(0, (budget(one, size, math.floor) - len(one.region) - len(own)) * k)
     seen = one.reach - one.own - one.region
     group = i * one.q // mask.group_rows
     listed = [] if mask.stripes is None else stripes_of(mask, b, h, group)
@@ -187,11 +71,6 @@ def chosen_by(
     tiles = order[:number]
     open_columns = [y for y in listed if y // k not in tiles]
     return tiles, open_columns[: room - number * k]
-
-
-def stripes_of(mask: sp.SparseMask, b: int, h: int, group: int) -> list[int]:
-    assert mask.stripes is not None
-    return mask.stripes.row(b, h, group - int(mask.geometry.first_tile(mask.group_rows)[b])).tolist()
 
 
 @given(call=CALLS, data=DATA, size=BUDGETS, sink=st.integers(0, 2), local=st.integers(0, 2))
@@ -224,12 +103,22 @@ def test_a_ceiling_is_kept_and_spent(call: sp.AttentionCall, data: st.DataObject
     for b, h, i, _ in each(call, mask.tile_q):
         one, found = Tiles(call, plan, b, h, i), Tiles(call, sp.Plan(mask), b, h, i).have
         stripes = set() if mask.stripes is None else set(stripes_of(mask, b, h, i))
-        room = (one.budget(size, math.floor)) * one.k - len(found) * one.k - len(stripes)
+        room = (budget(one, size, math.floor)) * one.k - len(found) * one.k - len(stripes)
         assert room >= 0 or (found == one.own and not stripes)
         assert room < one.k or one.have <= found
         lists = [] if plan.mask.stripes is None else stripes_of(plan.mask, b, h, i * one.q // plan.mask.group_rows)
         dropped = {y for y in lists if y // one.k in one.reach - found} - stripes
         assert room <= 0 or not dropped
+
+
+@pytest.mark.parametrize("length", [257, 331, 600])
+def test_lengths_that_no_block_divides_add_no_stripes(length: int) -> None:
+    """Columns are ordered in blocks, the last of which may reach beyond the keys: nothing there is a stripe."""
+    call = make(length, heads=4, kv_heads=2, dtype=torch.float64)
+    one = sp.default_registry().get("anchor-attention")
+    plan = one.pipeline(**one.small).plan(call, sp.Memory())
+    after = refined(sp.BudgetCeiling(tiles=9), call, plan)
+    assert not (whole(after) & ~whole(plan)).any()
 
 
 def test_a_ceiling_of_one_leaves_the_diagonal() -> None:
