@@ -12,7 +12,6 @@ from torch import Tensor
 from sparseprefill.call import check_call
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.plan import Result
-from sparseprefill.refiners.recall import SAMPLE, SampledRecall
 from sparseprefill.statistics.by_tile import row_lse
 from sparseprefill.statistics.sampled import last_rows, spread_rows
 
@@ -43,19 +42,15 @@ class WatchedRecall:
 def watched_recall(call: AttentionCall, result: Result) -> WatchedRecall:
     """Recall of `SPREAD` rows over the call and of its `LAST` last ones, of each batch row, for hosts at work.
 
-    Of what was executed: carry, refiners and parts included. One pass over the keys, no host synchronisation. Where a
-    `RecallFloor` has looked at rows of this call, these are taken with their dense LSE, and no key is read again.
+    Of what was executed: carry, refiners and parts included. One pass over the keys, no host synchronisation. The rows
+    are others than those a `RecallFloor` samples, which it has just repaired.
     """
-    sample = result.plan.notes.get(SAMPLE)
-    if isinstance(sample, SampledRecall):
-        rows, real, lse, spread = sample.rows, sample.real, sample.lse, sample.rows.shape[1]
-    else:
-        some, ends = spread_rows(call, SPREAD), last_rows(call, LAST)
-        rows, real = (torch.cat(pair, 1) for pair in zip(some, ends, strict=True))
-        lse, spread = row_lse(call, rows, real), SPREAD
+    some, ends = spread_rows(call, SPREAD), last_rows(call, LAST)
+    rows, real = (torch.cat(pair, 1) for pair in zip(some, ends, strict=True))
+    lse = row_lse(call, rows, real)
     mine = torch.gather(result.lse, 2, rows[:, None].expand(-1, call.geometry.heads, -1))
     kept = torch.where(real[:, None], torch.exp(mine - lse), torch.nan)
-    return WatchedRecall(rows, real, kept, spread)
+    return WatchedRecall(rows, real, kept, SPREAD)
 
 
 def recall(call: AttentionCall, result: Result, rows: int | Sequence[int] | Tensor | None = None) -> Tensor:

@@ -160,8 +160,6 @@ def test_attach_reports_what_sp_recall_says(batch: int, floor: Any, tail: int) -
     assert found is not None
     assert f"  recall {found.mean:.3f} (least {found.least:.3f}, head {found.head})" in str(report.layers[0])
     assert "recall below" not in str(report)
-    if floor == 0.7:
-        assert found.least >= 0.7 - 1e-5
 
 
 @torch.no_grad()
@@ -260,7 +258,8 @@ def test_what_keeps_everything_is_not_below(name: str, caplog: pytest.LogCapture
     assert not caplog.records
     found = first_layer(session).recall
     assert found is not None
-    assert (0, pytest.approx(1.0, **CLOSE)) == (found.low_calls, found.mean)
+    assert 0 == found.low_calls
+    assert found.mean == pytest.approx(1.0, **CLOSE)
     assert found.mean <= 1.0
 
 
@@ -390,7 +389,8 @@ def test_figures_over_layers() -> None:
     report = Report(
         method="m", host="h", implementation="i", min_query=16, layers=layers, prefills=205, measured_prefills=3
     )
-    assert (pytest.approx(0.8), (0.5, 2, 1)) == (report.recall, report.least_recall)
+    assert report.recall == pytest.approx(0.8)
+    assert (0.5, 2, 1) == report.least_recall
     assert "recall in 3 of 205 prefills: 0.800, least 0.500 (layer 2, head 1)" in str(report).split("\n")
     assert "recall below 0.85: 5 of 8 calls" in str(attrs.evolve(report, strict_recall=0.85)).split("\n")
     nothing = attrs.evolve(report, layers=layers[1:2], strict_recall=0.5)

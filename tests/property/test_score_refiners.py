@@ -46,7 +46,8 @@ def with_prompt(call: sp.AttentionCall, data: st.DataObject) -> sp.AttentionCall
     if more is None:
         return call
     lengths = more + torch.full((call.q.shape[0],), call.kv_len, dtype=torch.int32)
-    return evolve(call, prompt_lengths=data.draw(st.sampled_from([more + call.kv_len, lengths])))
+    given = data.draw(st.just(more + call.kv_len) | st.just(lengths))
+    return evolve(call, prompt_lengths=given)
 
 
 def tokens(call: sp.AttentionCall, b: int) -> int:
@@ -212,9 +213,8 @@ def test_a_larger_budget_keeps_more(
 
 @given(call=CALLS, data=DATA)
 def test_what_cannot_bite_leaves_everything(call: sp.AttentionCall, data: st.DataObject) -> None:
-    full = evolve(
-        scored(call, data), carry=None, mask=sp.SparseMask.full(call, data.draw(st.sampled_from([8, (8, 4)])))
-    )
+    tile = data.draw(st.just(8) | st.just((8, 4)))
+    full = evolve(scored(call, data), carry=None, mask=sp.SparseMask.full(call, tile))
     for refiner in (sp.PositionDecay(share=1.0, decay=1.0), sp.PositionDecay(), sp.RelativeThreshold(0.0)):
         assert torch.equal(whole(full), kept(refiner, call, full))
     weighted = refined(sp.ValueWeights(pool=4), call, full)
@@ -246,7 +246,8 @@ def test_lengths_and_groups(length: int, group: int) -> None:
     for h in range(4):
         for i in range(n):
             row = scores[0, h, i, : i + 1].tolist()
-            best = sorted(range(i + 1), key=lambda j, row=row: (-row[j], -j))[: budget(i, n, 2, None, 0.5)]
+            order = sorted((-score, -j) for j, score in enumerate(row))
+            best = [-j for _, j in order[: budget(i, n, 2, None, 0.5)]]
             assert {*best, 0, i, max(0, i - 1)} == set(decay.mask.tile_map()[0, h, i].nonzero()[:, 0].tolist())
             high = {j for j in range(i + 1) if row[j] >= 0.5 * max(row)}
             assert high | {0, i} == set(relative.mask.tile_map()[0, h, i].nonzero()[:, 0].tolist())

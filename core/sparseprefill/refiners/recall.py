@@ -33,8 +33,6 @@ Recall = Union[float, Mapping[str, Any], "RecallFloor", None]
 """How a floor may be asked for: its target; its options, as a table or a `RecallFloor`; None for no floor."""
 MOST_ROWS = 1 << 16
 """The most rows of a sample."""
-SAMPLE = "recall_sample"
-"""The key of `SampledRecall` in `Plan.notes`."""
 SLACK = 2.0**-18
 """A row that misses the target by less, which rounding of float32 sums may do, does not count as left below it."""
 
@@ -44,15 +42,13 @@ class SampledRecall:
     """What a floor saw, row by row, in the notes as ``recall_sample``.
 
     rows: int64 ``[B, n]``, index of the sampled query rows. real: bool ``[B, n]``, which of them exist. before, after:
-    ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now. lse: ``[B, Hq, n]`` over all keys that
-    each may see, natural log, sinks left out, -inf where there is no such row.
+    ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now.
     """
 
     rows: Tensor
     real: Tensor
     before: Tensor
     after: Tensor
-    lse: Tensor
 
 
 @frozen(kw_only=True)
@@ -134,7 +130,7 @@ class RecallFloor:
             dense = torch.zeros_like(before[..., :1], dtype=torch.bool)
         after = before + (lost * at.at_samples(added)).sum(-1)
         widened = plan.widen(SparseMask.from_rules(call, grid, keep=added))
-        return evolve(widened, notes={**plan.notes, **self._notes(at, before, after, dense, mass.lse)})
+        return evolve(widened, notes={**plan.notes, **self._notes(at, before, after, dense)})
 
     def _chosen(self, lost: Tensor, before: Tensor, real: Tensor, own: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the tiles that each sampled row needs, its own among them if it needs any."""
@@ -168,7 +164,7 @@ class RecallFloor:
         held, bound = at.in_spans(have.sum(-1)), self.dense_from * at.in_spans(reach.sum(-1)).double()
         return (held <= bound) & (held + at.in_spans(added.sum(-1)) > bound)
 
-    def _notes(self, at: Stretches, before: Tensor, after: Tensor, dense: Tensor, lse: Tensor) -> dict[str, Any]:
+    def _notes(self, at: Stretches, before: Tensor, after: Tensor, dense: Tensor) -> dict[str, Any]:
         real = at.real[:, None].expand_as(before)
         short = (after < self.target - SLACK) & real
         return {
@@ -176,7 +172,7 @@ class RecallFloor:
             "recall_after": _mean(after, real),
             "recall_dense": dense.any(-1),
             "recall_capped": short.any(-1) if self.ceiling is not None else torch.zeros_like(short[..., 0]),
-            SAMPLE: SampledRecall(at.rows, at.real, before, after, lse),
+            "recall_sample": SampledRecall(at.rows, at.real, before, after),
         }
 
 

@@ -25,11 +25,12 @@ from sparseprefill.adapters.vllm.tally import BUCKETS, Tally
 from sparseprefill.adapters.vllm.worker import ReportExtension
 
 import sparseprefill as sp
-from adapters.vllm.test_warm import LAYERS, SIZES, pages
 from helpers.build import make
 from kernels.caches import paged
 from sparseprefill.metrics import SPREAD, watched_recall
 from sparseprefill.profiles.identity import ModelIdentity
+
+from .test_warm import LAYERS, SIZES, pages
 
 CALL = make(300, heads=4, kv_heads=2)
 METHOD = {"method": "streaming", "parameters": {"sink": 16, "window": 16, "block": 16}, "gate": False, "tail": 0}
