@@ -23,6 +23,7 @@ from sparseprefill.adapters.session.session import Session
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.breakeven.gate import shipped
+from sparseprefill.breakeven.points import DeviceKind
 from sparseprefill.config import REFINERS
 from sparseprefill.profiles import cluster_file
 
@@ -308,7 +309,7 @@ def _keyed(value: Any) -> object:
 
 def files(folder: Path) -> Iterator[Bad]:
     """The loaders: paths that are none, contents that are none, and each leaf of a good file made bad."""
-    table = shipped(9, 0)
+    table = shipped(DeviceKind(type="cuda", capability=(9, 0)))
     assert table is not None
     small = evolve(table, shapes=(evolve(table.shapes[0], points=table.shapes[0].points[:1]),))
     model = {"name": "m", "architecture": "M", "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "digest": "0"}

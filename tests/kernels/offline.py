@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from sparseprefill import AttentionCall, Carry, Pages, Plan, SoftmaxState, Spars
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.hopper import launch as hopper
-from sparseprefill.kernels.sampled import by_tile
+from sparseprefill.kernels.sampled import by_tile, spread
 from sparseprefill.kernels.settings import settings
 
 LENGTH = 256
@@ -126,6 +126,27 @@ ROWS = {
 }
 
 
+@frozen(eq=False)
+class Heard:
+    """What sampled rows choose, given to query tiles of one size. neighbours: the rows before them speak, too."""
+
+    grid: tuple[int, int]
+    neighbours: bool
+
+    def run(self) -> None:
+        """Eight rows speak for 16 query tiles."""
+        chosen, free = (torch.ones(1, 2, n, 32, dtype=torch.bool) for n in (8, 16))
+        own, of = torch.arange(8)[None], torch.arange(16)[None] // 2
+        spread.spread(chosen, own, of, 8, free, self.grid, neighbours=self.neighbours)
+
+
+HEARD = {
+    "spread: stretches": Heard((128, 128), neighbours=False),
+    "spread: neighbours": Heard((128, 128), neighbours=True),
+    "spread: uneven": Heard((24, 16), neighbours=True),
+}
+
+
 class Target:
     """The part of a driver that compilation asks."""
 
@@ -180,7 +201,10 @@ def main() -> None:
     replace(by_tile, capability=lambda _: (9, 0))
     found: dict[str, list[str]] = {}
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
-    for module, variants, only in ((None, PORTABLE, ""), (hopper, HOPPER, "hopper"), (None, ROWS, "row_tiles")):
+    groups: list[tuple[Any, Mapping[str, Any], str]] = [
+        (None, PORTABLE, ""), (hopper, HOPPER, "hopper"), (None, ROWS, "row_tiles"), (None, HEARD, "spread"),
+    ]  # fmt: skip
+    for module, variants, only in groups:
         replace(JITFunction, run=compiling(compiled, only))
         replace(attention, hopper_of=lambda _, module=module: module)
         for name, variant in variants.items():

@@ -30,4 +30,5 @@ def test_every_variant_compiles_for_hopper(tmp_path: Path) -> None:
     expected["both, padded"].append(MASS)
     rows = ("rows: 128", "rows: keys", "rows: float32, padded", "rows: pages")
     expected |= {name: ["row_tiles_kernel"] for name in rows}
+    expected |= {name: ["spread_kernel"] for name in ("spread: stretches", "spread: neighbours", "spread: uneven")}
     assert expected == found

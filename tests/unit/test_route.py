@@ -20,6 +20,7 @@ from helpers.build import int32, make
 from helpers.tables import from_length
 from sparseprefill.breakeven import gate as breakeven_gate
 from sparseprefill.breakeven.gate import AutoGate, gate_of
+from sparseprefill.breakeven.points import DeviceKind
 from sparseprefill.breakeven.rule import pairs
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
 from sparseprefill.breakeven.unmeasured import rule_for
@@ -154,6 +155,9 @@ def test_the_name_of_a_pipeline_is_what_the_table_knows() -> None:
     assert not sp.gated(named, found).run(call).dense  # judged by the executor alone
 
 
+HOPPER = DeviceKind(type="cuda", capability=(9, 0))
+
+
 def of_sizes(rows: int, keys: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> sp.AttentionCall:
     """A call of 32 / 8 heads of 128, without memory for them."""
     q, k = (
@@ -165,6 +169,7 @@ def of_sizes(rows: int, keys: int, device: str = "cpu", dtype: torch.dtype = tor
 
 def test_auto_without_a_table_goes_by_a_cautious_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(breakeven_gate.TABLE, raising=False)
+    monkeypatch.setattr(breakeven_gate, "shipped", lambda device: None)
     gate = gate_of("auto")
     assert isinstance(gate, AutoGate)
     assert "" == str(gate)
@@ -212,7 +217,7 @@ def test_what_the_users_table_has_no_figures_for_is_left_to_the_rule(path: Path)
 
 def test_every_shipped_method_is_faster_where_the_rule_lets_an_unknown_gpu_run_sparse() -> None:
     """By the figures of the one GPU that was measured; most others take longer for dense attention."""
-    table, rule = breakeven_gate.shipped(9, 0), rule_for("cuda")
+    table, rule = breakeven_gate.shipped(HOPPER), rule_for("cuda")
     assert table is not None
     seen = 0
     for shape in table.shapes:
@@ -244,18 +249,35 @@ def test_auto_leaves_a_table_of_another_device_alone(monkeypatch: pytest.MonkeyP
     facts["device"] |= {"type": "cuda", "capability": [9, 0]}
     path.write_text(json.dumps(facts), encoding="utf-8")
     monkeypatch.setenv(breakeven_gate.TABLE, str(path))
+    monkeypatch.setattr(breakeven_gate, "shipped", lambda device: None)
     gate = gate_of("auto")
     assert gate is not None
     assert "no break-even table for cpu" in gate.judge(make(60), "streaming").reason
 
 
-def test_a_shipped_table_is_found_by_capability(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_shipped_table_is_found_by_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(breakeven_gate, "files", lambda _: tmp_path)
-    assert breakeven_gate.shipped(9, 0) is None
+    cpu = DeviceKind(type="cpu")
+    assert breakeven_gate.shipped(HOPPER) is None
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "breakeven-cuda-9.0.json").write_text(table().to_json(), encoding="utf-8")
-    assert table() == breakeven_gate.shipped(9, 0)
-    assert breakeven_gate.shipped(8, 0) is None
+    assert table() == breakeven_gate.shipped(HOPPER)
+    assert breakeven_gate.shipped(DeviceKind(type="cuda", capability=(8, 0))) is None
+    assert breakeven_gate.shipped(cpu) is None
+    (tmp_path / "tables" / "breakeven-cpu.json").write_text(table().to_json(), encoding="utf-8")
+    assert table() == breakeven_gate.shipped(cpu)
+
+
+def test_a_cpu_has_a_table_in_float32_and_the_rule_for_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(breakeven_gate.TABLE, raising=False)
+    gate = AutoGate()
+    short, long = (gate.judge(of_sizes(n, n), "bfla") for n in (256, 65536))
+    assert (False, True) == (short.worth, long.worth)
+    assert None not in (short.ratio, long.ratio)
+    assert str(gate).startswith("break-even table of ")
+    half = gate.judge(of_sizes(8192, 8192, dtype=torch.bfloat16), "bfla")
+    assert not half.worth
+    assert "has no figures for bfloat16: dense by the built-in rule" in half.reason
 
 
 @pytest.mark.parametrize("given", [True, 3, object()])

@@ -16,6 +16,7 @@ from sparseprefill.errors import ParameterError, printed
 if TYPE_CHECKING:
     import torch
 
+    from sparseprefill.breakeven.points import DeviceKind
     from sparseprefill.call import AttentionCall
 
 TABLE = "SPARSEPREFILL_BREAKEVEN"
@@ -72,7 +73,7 @@ class AutoGate:
         here = device_kind(device)
         if self.own is not None and (self.own.device.type, self.own.device.capability) == (here.type, here.capability):
             return self.own
-        found = None if here.capability is None else shipped(*here.capability)
+        found = shipped(here)
         return f"no break-even table for {here}" if found is None else found
 
 
@@ -104,7 +105,8 @@ def gate_of(given: GateChoice) -> Gate | None:
     raise ParameterError(f'gate is {printed(given)}: pass "auto", the path of a break-even table, a BreakEven, or None')
 
 
-def shipped(major: int, minor: int) -> BreakEven | None:
-    """The table that ships for a CUDA compute capability, or None."""
-    file = files("sparseprefill.breakeven") / "tables" / f"breakeven-cuda-{major}.{minor}.json"
+def shipped(device: DeviceKind) -> BreakEven | None:
+    """The table that ships for a kind of device, or None."""
+    kind = device.type if device.capability is None else "{}-{}.{}".format(device.type, *device.capability)
+    file = files("sparseprefill.breakeven") / "tables" / f"breakeven-{kind}.json"
     return BreakEven.load(Path(str(file))) if file.is_file() else None

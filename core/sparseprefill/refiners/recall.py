@@ -11,11 +11,12 @@ import torch
 from attrs import evolve, field, fields, frozen
 from torch import Tensor
 
+from sparseprefill import kernels
 from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.count import Lists
-from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.priority import descending
 from sparseprefill.refiners.stretches import Stretches
@@ -113,7 +114,7 @@ class RecallFloor:
         masks = (plan.mask,) if plan.carry is None else (plan.mask, plan.carry.region)
         at = Stretches.deal(geometry, grid[0], self.rows, self.span)
         have = reduce(or_, [mask.tiles_on(*grid) for mask in masks if mask.has_tiles], _none(geometry, grid))
-        reach = reachable_map(geometry, *grid)[:, None] & at.inhabited[:, None, :, None]
+        reach = _reach(geometry, grid) & at.inhabited[:, None, :, None]
         have, free = have & reach, ~have & reach
         mass = row_mass(call, at.rows, at.real, grid[1], _stripes_at(masks, at, grid[1]))
         held = at.at_samples(have)
@@ -121,7 +122,7 @@ class RecallFloor:
         before = torch.where(held, mass.tiles, mass.kept).sum(-1)
         chosen = self._chosen(lost, before, at.real[:, None], _own_tiles(at, grid, have.shape[-1]))
         if self.ceiling is None:
-            added = self._spread(chosen, at, grid) & free
+            added = self._added(chosen, at, grid, free)
             dense = self._dense(added, have, reach, at)
             added = torch.where(at.to_tiles(dense)[..., None], free, added)
         else:
@@ -142,6 +143,14 @@ class RecallFloor:
         enough = (values.cumsum(-1) - values < need) & (values > 0)
         chosen = torch.zeros_like(enough).scatter_(-1, order, enough)
         return chosen | (own & chosen.any(-1, keepdim=True))
+
+    def _added(self, chosen: Tensor, at: Stretches, grid: tuple[int, int], free: Tensor) -> Tensor:
+        """bool ``[B, Hq, R, C]``: of the free tiles those that `_spread` gives; one launch on a GPU."""
+        if self.speaks_for == "tile" or not kernels.serve(chosen):
+            return self._spread(chosen, at, grid) & free
+        from sparseprefill.kernels.sampled.spread import spread
+
+        return spread(chosen, at.own, at.of, at.each, free, grid, neighbours=self.speaks_for == "neighbours")
 
     def _spread(self, chosen: Tensor, at: Stretches, grid: tuple[int, int]) -> Tensor:
         """What sampled rows choose, ``[B, Hq, n, C]``, given to the query tiles that they speak for, ``[B, Hq, R, C]``.
@@ -215,6 +224,12 @@ def _heard(chosen: Tensor, nothing: Tensor, at: Stretches, sample: Tensor, grid:
         index = moved.clamp(0, chosen.shape[-1] - 1)[:, None].expand_as(picked)
         heard = torch.maximum(heard, torch.where(known[:, None], torch.gather(picked, 3, index), nothing))
     return heard
+
+
+def _reach(geometry: Geometry, grid: tuple[int, int]) -> Tensor:
+    """bool ``[B, 1, R, C]``: tiles that hold at least one allowed pair; one launch on a GPU."""
+    every = TileMap(geometry=geometry, tile_q=grid[0], tile_k=grid[1], sink=geometry.tile_columns(grid[1]))
+    return every.by_group(geometry.heads)
 
 
 def _none(geometry: Geometry, grid: tuple[int, int]) -> Tensor:

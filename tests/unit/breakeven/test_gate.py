@@ -48,25 +48,27 @@ def test_gates_that_users_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_tables_that_ship() -> None:
-    assert shipped(1, 0) is None
-    for name in sorted(one.name for one in (Path(gates.__file__).parent / "tables").glob("*.json")):
-        major, minor = name.removeprefix("breakeven-cuda-").removesuffix(".json").split(".")
-        found = shipped(int(major), int(minor))
+    for nothing in (DeviceKind(type="cuda", capability=(1, 0)), DeviceKind(type="cuda"), DeviceKind(type="meta")):
+        assert shipped(nothing) is None
+    names = {"breakeven-cpu.json", "breakeven-cuda-9.0.json"}
+    assert names == {one.name for one in (Path(gates.__file__).parent / "tables").glob("*.json")}
+    for kind in (DeviceKind(type="cpu"), DeviceKind(type="cuda", capability=(9, 0))):
+        found = shipped(kind)
         assert found is not None
-        assert (int(major), int(minor)) == found.device.capability
+        assert (kind.type, kind.capability) == (found.device.type, found.device.capability)
 
 
 def test_a_table_of_your_own_goes_before_those_that_ship(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[DeviceKind] = []
     here = DeviceKind(type="cuda", capability=(9, 0))
     monkeypatch.setattr(gates, "device_kind", lambda device: here)
-    monkeypatch.setattr(gates, "shipped", lambda *capability: asked.append(capability))
+    monkeypatch.setattr(gates, "shipped", asked.append)
     own = table(shape_of(point(8, 8)), kind="cuda", capability=(9, 0))
     assert AutoGate(own)._find(torch.device("cpu")) is own
     assert [] == asked
     for other in (evolve(own, device=DeviceKind(type="cuda", capability=(8, 0))), None):
         AutoGate(other)._find(torch.device("cpu"))
-    assert [(9, 0)] * 2 == asked
+    assert [here] * 2 == asked
 
 
 def test_a_table_is_looked_for_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
