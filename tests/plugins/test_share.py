@@ -310,19 +310,37 @@ def test_each_head_has_the_scores_of_its_pattern() -> None:
     assert bool(unknown.tile_scores(call, 16, 16)[:, 1:].isnan().all())
 
 
-def test_no_value_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the masks and the carry that are cut to some heads."""
-    from sparseprefill.plugins.share_prefill.mixed import carry_of_heads, of_heads
+def on_the_gpu(inner: Any, dtype: torch.dtype, more: dict[str, Any]) -> tuple[sp.Pipeline, list[sp.AttentionCall]]:
+    """A pipeline whose heads all share, and two layers of one prompt."""
+    q, k, v = tensors("sink", dtype=dtype, **({"batch": 1, "heads": 8, "kv_heads": 2, "head_dim": 64} | more))
+    return shared(inner, tau=1.01, delta=1.01), [sp.AttentionCall(q, k, v, layer=layer) for layer in range(2)]
 
-    q, k, v = tensors("random", batch=1, heads=4, kv_heads=2, q_len=64, kv_len=64, head_dim=8)
-    plan = sp.from_config(INNER["a carry"]).plan(sp.AttentionCall(q, k, v), sp.Memory())
-    heads = torch.tensor([[True, False, True, False]])
-    assert plan.carry is not None
 
-    def refuse(*_: object) -> None:
-        raise AssertionError("a value was read")
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in INNER if name not in ("coarser tiles", "tiles that do not divide")])
+def test_masks_on_the_gpu_are_those_of_the_cpu(name: str) -> None:
+    pipeline, calls = on_the_gpu(INNER[name], torch.float32, {"q_len": 290, "kv_len": 353, "batch": 2})
+    here, there = sp.Memory(), sp.Memory()
+    for call in calls:
+        expected = pipeline.run(call, here).mask.to_dense()
+        moved = evolve(call, q=call.q.cuda(), k=call.k.cuda(), v=call.v.cuda())
+        found = pipeline.run(moved, there).mask.to_dense().cpu()
+        assert int((expected ^ found).sum()) <= 1e-2 * int(expected.sum())
 
-    for name in ("item", "tolist", "__bool__", "__int__", "nonzero"):
-        monkeypatch.setattr(Tensor, name, refuse)
-    of_heads(plan.mask, heads)
-    carry_of_heads(plan.carry, heads)
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
+@pytest.mark.parametrize("inner", [None, "xattention", "anchor-attention", "vertical-slash", "streaming"])
+def test_the_host_waits_for_nothing(inner: str | None) -> None:
+    pipeline, calls = on_the_gpu(
+        inner, torch.bfloat16, {"q_len": 4096, "kv_len": 4096, "head_dim": 128, "device": "cuda"}
+    )
+    for mode in ("default", "error"):
+        memory = sp.Memory()
+        torch.cuda.synchronize()
+        try:
+            torch.cuda.set_sync_debug_mode(mode)
+            for call in calls:
+                pipeline.run(call, memory)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
