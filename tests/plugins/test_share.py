@@ -228,11 +228,12 @@ def test_every_law(inner: dict[str, Any]) -> None:
 
 def test_the_laws_meet_heads_that_share() -> None:
     call = max(standard_calls(), key=lambda one: one.q.shape[2])
-    memory, pipeline = sp.Memory(), build()
-    shares = []
+    memory, pipeline, shares = sp.Memory(), build(), []
+    stage = pipeline.estimator
+    assert isinstance(stage, Share)
     for layer in range(2):
         result = pipeline.run(evolve(call, layer=layer), memory)
-        shares.append(bool(result.plan.notes[pipeline.estimator.key].choice.share.any()))
+        shares.append(bool(result.plan.notes[stage.key].choice.share.any()))
     assert shares == [False, True]
 
 
