@@ -27,7 +27,7 @@ from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.refiners.values import ValueWeights
 from sparseprefill.registry import Registry, default_registry
 from sparseprefill.route import Route, gated
-from sparseprefill.stages import MaskRefiner, Observer
+from sparseprefill.stages import MaskRefiner, Observer, PatternEstimator
 from sparseprefill.validate import FILE
 
 REFINERS: Mapping[str, type] = {
@@ -71,6 +71,27 @@ def from_config(
         return _Reader(registry, path.parent).pipeline(_load(path), at)
     except (ParameterError, UnknownMethodError) as error:
         raise type(error)(f"{source}: {error}") from error
+
+
+def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEstimator, why: str) -> Pipeline | Route:
+    """The method that another one takes as its parameter `inner`: its estimator and refiners are what runs.
+
+    given: a method's name, a table as of `from_config`, or, from Python, a pipeline or an estimator. why: what an inner
+    method cannot have here, for the message.
+
+    Raises UnknownMethodError, or ParameterError, for a method with observers too: they would see what ran in its place.
+    """
+    if isinstance(given, str | Mapping):
+        made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
+    else:
+        made = given if isinstance(given, Pipeline | Route) else Pipeline(given, name=type(given).__name__)
+    if made.remembers:
+        seen = ", ".join(type(one).__name__ for route in Route.of(made).known for one in route.observers)
+        raise ParameterError(
+            f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and {why}; pass a method "
+            "without observers"
+        )
+    return made
 
 
 def _load(path: Path) -> Any:

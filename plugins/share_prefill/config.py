@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import Attribute, field, frozen
 
+from sparseprefill.errors import ParameterError, printed
+from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.cluster_file import load, parse
+from sparseprefill.route import Route
+from sparseprefill.stages import PatternEstimator, missing
 from sparseprefill.validate import FILE, number, one_of, whole
 
 SINGLE = "single"
@@ -24,9 +30,22 @@ def _is_table(_: Any, attribute: Attribute[Any], value: Any) -> None:
     """path, mapping, 'single', or none"""
 
 
+def _inner_table(value: Any) -> Any:
+    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
+
+
+def _inner(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    """method name, table, or none"""
+    if value is None or isinstance(value, str | Mapping | Pipeline | Route):
+        return
+    if isinstance(value, type) or missing(value, PatternEstimator):
+        wanted = "a method's name, a table as of sparseprefill.from_config, a Pipeline, an estimator, or None"
+        raise ParameterError(f"{attribute.name} is {printed(value)}: pass {wanted}")
+
+
 @frozen(kw_only=True)
 class ShareConfig:
-    """Settings of `share-prefill`.
+    """Settings of `share-prefill`, and of the stage `Share`.
 
     gamma: share of the attention that a pivot's tiles, and vertical-slash's columns and diagonals, must reach. tau: a
     head shares its cluster's pivot where their distance (JS, 0 to 1) is below; 0 switches sharing off. delta: a head
@@ -34,7 +53,9 @@ class ShareConfig:
     is. block: tile size and number of sampled last queries, in tokens. clusters: the table of clusters, as the path of
     a JSON file or a mapping; 'single' puts all heads into one. Without one the method refuses to run. block_score:
     'mass' scores a block by its exact attention, 'mean_qk' by the softmax of its mean logit. coverage: gamma holds for
-    each 'row' of blocks, or is 'global' for the map of a head.
+    each 'row' of blocks, or is 'global' for the map of a head. inner: the method of heads that neither share a pivot
+    nor make one, by name, as a table of `from_config`, or from Python as a pipeline or an estimator; None:
+    vertical-slash with this gamma and block, from the queries that are sampled anyway.
     """
 
     gamma: float = field(default=0.9, validator=number(0.0, 1.0))
@@ -44,3 +65,6 @@ class ShareConfig:
     clusters: Any = field(default=None, converter=_table, validator=_is_table, metadata={FILE: (SINGLE,)})
     block_score: str = field(default="mass", validator=one_of("mass", "mean_qk"))
     coverage: str = field(default="row", validator=one_of("row", "global"))
+    inner: str | Mapping[str, Any] | Pipeline | Route | PatternEstimator | None = field(
+        default=None, converter=_inner_table, validator=_inner
+    )

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from .heads import LayerHeads
 
-KEY = "share-prefill"
-
 
 def renewed(
     call: AttentionCall, old: Pivots | None, clusters: int, heads: LayerHeads, choice: Choice, tiles: Tensor
@@ -38,14 +36,14 @@ def renewed(
     return old.updated(call, index(heads.open, own.device), fresh, of_heads(own, head), tiles)
 
 
-def earlier(call: AttentionCall, memory: Memory) -> Pivots | None:
+def earlier(call: AttentionCall, memory: Memory, key: str) -> Pivots | None:
     """Pivots made before this call in this very call of the model; None where there are none.
 
     Before: in earlier layers, and in this one by heads before the call's, where it is a part of a longer call. A pivot
     holds a pattern for the query rows that it was made from. The next chunk of the prompt has other rows, and its own
     pivots: it shows by other sizes, or by the layers starting over.
     """
-    pivots: Pivots | None = memory.get(KEY, None)
+    pivots: Pivots | None = memory.get(key, None)
     if pivots is None or place_of(call) <= pivots.at or pivots.sizes != sizes_of(call):
         return None
     return pivots

@@ -1,18 +1,23 @@
-"""The estimator, which reads pivots, and the observer, which writes them."""
+"""Share, the estimator, which reads pivots, and the observer, which writes them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
+from uuid import uuid4
 
 import torch
-from attrs import evolve, frozen
+from attrs import Factory, asdict, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.errors import StageError
+from sparseprefill.config import inner_method
+from sparseprefill.errors import ParameterError, StageError
+from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
+from sparseprefill.route import Route
+from sparseprefill.stages import HeadScope, widest_scope
 from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
@@ -21,16 +26,15 @@ from . import mean_qk, scores
 from .config import SINGLE, ShareConfig
 from .decide import choose, pattern_tiles
 from .heads import Clusters, LayerHeads, index, of_heads
-from .pivots import KEY, earlier, renewed
+from .mixed import HeadsPriority, carry_of_heads, mixed_mask
+from .pivots import earlier, renewed
 from .records import Choice, Pivots
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.memory import Memory
     from sparseprefill.plan import Result
     from sparseprefill.profiles.identity import ModelIdentity
-    from sparseprefill.stages import HeadScope
 
 MISSING = (
     "no table of head clusters; make one with `sparseprefill cluster --model PATH` and pass clusters=TABLE, or "
@@ -57,80 +61,159 @@ class Evidence:
         return evolve(self, choice=self.choice.of_whole(pairs == allowed))
 
 
-@frozen(eq=False)
-class ShareEstimator:
-    """Algorithms 3 to 5: a pivot's pattern, all tiles, or vertical-slash, head by head.
+def _table(share: Share) -> Clusters:
+    table = None if share.clusters in (None, SINGLE) else share.clusters
+    return Clusters(table, sharing=share.tau > 0)
 
-    It looks at the call's last queries, and pivots serve the call that made them: it has no grain.
+
+def _fallback(share: Share) -> Pipeline | Route | None:
+    if share.inner is None:
+        return None
+    made = inner_method(share.inner, "it would see heads here that ran another pattern")
+    if any(isinstance(one.estimator, Share) for one in Route.of(made).known):
+        raise ParameterError("inner is a Share itself, whose pivots nobody would keep; pass the method that it shares")
+    return made
+
+
+@frozen(kw_only=True, eq=False)
+class Share(ShareConfig):
+    """Shares masks over clusters of heads and over layers: ``Share(inner="xattention", clusters=TABLE, tau=0.2)``.
+
+    SharePrefill, Algorithms 3 to 5, head by head: a pivot's pattern where a head looks like it; all tiles for the first
+    head of a cluster without one, which makes it; else the mask of the method `inner`, pair for pair, which with None,
+    the paper's own, is vertical-slash. It needs the observer that writes the pivots: `Share.pipeline`, or
+    ``Pipeline(share, observers=(share.observer,))``. All parameters are those of `ShareConfig`.
+    key: of its own, for its evidence and its pivots, so that several may serve one pipeline. table: of the heads of a
+    layer. fallback: the inner method, None for vertical-slash.
+
+    An inner plan may have tiles of any size, stripes, a carry, probes and notes; see `mixed`. The inner method's
+    estimator and refiners run, with no memory. A Share looks at the call's last queries, and pivots serve the call that
+    made them: it has no grain.
+
+    Raises ParameterError for an inner method with observers, or one that shares masks itself.
     """
 
-    config: ShareConfig
-    clusters: Clusters
-    head_scope: ClassVar[HeadScope] = "head"
+    key: str = field(init=False, repr=False, factory=lambda: f"share-prefill {uuid4().hex}")
+    table: Clusters = field(init=False, repr=False, default=Factory(_table, takes_self=True))
+    fallback: Pipeline | Route | None = field(init=False, repr=False, default=Factory(_fallback, takes_self=True))
+
+    @property
+    def observer(self) -> PivotObserver:
+        """What writes the pivots that this stage reads."""
+        return PivotObserver(self)
+
+    def pipeline(self, name: str = "share") -> Pipeline:
+        """A pipeline of this stage and its observer."""
+        return Pipeline(self, observers=(self.observer,), name=name)
+
+    @property
+    def head_scope(self) -> HeadScope | None:
+        """Each head for itself; with an inner method its scope."""
+        return "head" if self.fallback is None else widest_scope(("head", self.fallback.head_scope))
 
     def workspace(self, call: AttentionCall) -> int:
-        """Maps of tiles and their lists, a pivot's pattern for each head, and the probe."""
-        return default_workspace(call, self.config.block, 24)
+        """Maps of tiles and their lists, a pivot's pattern for each head, and the probe.
 
-    def unsupported(self, call: AttentionCall) -> str | None:
-        """A missing table, or one for another model; a window, with mean_qk."""
-        if self.config.clusters is None:
-            return MISSING
-        if call.window is not None and self.config.block_score == "mean_qk":
-            return "block_score='mean_qk' knows no sliding window; use 'mass'"
-        objection = None if self.clusters.table is None else self.clusters.table.objection(call)
-        return None if objection is None else f"the cluster table is for another model: {objection}"
+        With an inner method its bound, a copy of its carry, and the maps of both masks.
+        """
+        mine = default_workspace(call, self.block, 24)
+        if self.fallback is None:
+            return mine
+        rows = call.q.numel() // call.q.shape[-1]
+        return mine + self.fallback.plan_bound(call) + rows * (call.value_dim + 2) * 4 + default_workspace(call)
+
+    def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
+        """A missing table, or one for another model; a window, with mean_qk; what the inner method objects to."""
+        if self.clusters is None:
+            return (MISSING,)
+        reasons = []
+        if call.window is not None and self.block_score == "mean_qk":
+            reasons.append("block_score='mean_qk' knows no sliding window; use 'mass'")
+        objection = None if self.table.table is None else self.table.table.objection(call)
+        if objection is not None:
+            reasons.append(f"the cluster table is for another model: {objection}")
+        if self.fallback is not None:
+            reasons += [f"inner {self.fallback.name}: {reason}" for reason in self.fallback.unsupported_plan(call)]
+        return tuple(reasons)
 
     def check_model(self, model: ModelIdentity) -> None:
-        """ParameterError where the table was made for another model."""
-        if self.clusters.table is not None:
-            self.clusters.table.check_model(model)
+        """ParameterError where the table, or the inner method, was made for another model."""
+        if self.table.table is not None:
+            self.table.table.check_model(model)
+        if self.fallback is not None:
+            self.fallback.check_model(model)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """One sample of the last queries serves the tests, vertical-slash, and the plan's priority alike."""
-        config, geometry = self.config, call.geometry
-        rows, real = last_rows(call, config.block)
-        mass = sampled_mass(call, rows, real, config.block)
-        stripes, slashes = top_mass(mass.columns, config.gamma), top_mass(mass.slashes, config.gamma)
-        heads = self.clusters.layer(call.layer, geometry.heads, call.first_head)
-        pivots = earlier(call, memory)
-        if pivots is None and not heads.open:
-            tiles = slash_tiles(geometry, slashes, config.block)
-            mask = columns_and_diagonals(call, tiles, stripes, config.block)
-            return Plan(mask, priority=SampledPriority(mass, real, config.block))
+        heads = self.table.layer(call.layer, call.geometry.heads, call.first_head)
+        pivots = earlier(call, memory, self.key)
+        alone = pivots is None and not heads.open  # the whole layer takes the inner mask
+        if alone and self.fallback is not None:
+            return self.fallback.plan(call, Memory())
+        rows, real = last_rows(call, self.block)
+        mass = sampled_mass(call, rows, real, self.block)
+        priority = SampledPriority(mass, real, self.block)
+        if alone:
+            return Plan(self._slashes(call, mass, None, heads, None), priority=priority)
         choice = self._choice(call, mass, rows, real, heads, pivots)
-        tiles = pattern_tiles(geometry, slashes, config.block, choice, heads, pivots)
-        mask = columns_and_diagonals(call, tiles, stripes, config.block, exclude=choice.either)
-        priority = SampledPriority(mass, real, config.block, by_column=choice.either)
+        priority = evolve(priority, by_column=choice.either)
+        if self.fallback is None:
+            plan = Plan(self._slashes(call, mass, choice, heads, pivots), priority=priority)
+        else:
+            plan = self._mixed(call, self.fallback.plan(call, Memory()), priority, choice, heads, pivots)
         if not heads.open:
-            return Plan(mask, priority=priority)
-        probe = choice.dense if config.block_score == "mass" else None
-        return Plan(mask, probe=probe, priority=priority, notes={KEY: Evidence(heads, choice, mask)})
+            return plan
+        if self.block_score == "mass":
+            plan = evolve(plan, probe=choice.dense if plan.probe is None else plan.probe | choice.dense)
+        return evolve(plan, notes={**plan.notes, self.key: Evidence(heads, choice, plan.mask)})
+
+    def _slashes(
+        self, call: AttentionCall, mass: SampledMass, choice: Choice | None, heads: LayerHeads, pivots: Pivots | None
+    ) -> SparseMask:
+        """The paper's mask: vertical-slash from the sample, for heads without another choice."""
+        geometry, block = call.geometry, self.block
+        stripes, slashes = top_mass(mass.columns, self.gamma), top_mass(mass.slashes, self.gamma)
+        if choice is None:
+            return columns_and_diagonals(call, slash_tiles(geometry, slashes, block), stripes, block)
+        tiles = pattern_tiles(geometry, slashes, block, choice, heads, pivots)
+        return columns_and_diagonals(call, tiles, stripes, block, exclude=choice.either)
+
+    def _mixed(
+        self, call: AttentionCall, inner: Plan, priority: SampledPriority, choice: Choice, heads: LayerHeads,
+        pivots: Pivots | None,
+    ) -> Plan:  # fmt: skip
+        """The inner plan, for heads without another choice."""
+        none = torch.zeros(*choice.either.shape, 1, dtype=torch.bool, device=choice.either.device)
+        tiles = pattern_tiles(call.geometry, none, self.block, choice, heads, pivots)
+        mask = mixed_mask(call, tiles, self.block, choice.either, inner.mask)
+        carry = None if inner.carry is None else carry_of_heads(inner.carry, ~choice.either)
+        worth = HeadsPriority(choice.either, priority, inner.priority)
+        return Plan(mask, carry, probe=inner.probe, priority=worth, notes=inner.notes)
 
     def _choice(
         self, call: AttentionCall, mass: SampledMass, rows: Tensor, real: Tensor, heads: LayerHeads,
         pivots: Pivots | None,
     ) -> Choice:  # fmt: skip
-        config, geometry = self.config, call.geometry
-        sums, seen = config.block_score == "mass", None
+        geometry = call.geometry
+        sums, seen = self.block_score == "mass", None
         if sums:
-            blocks = scores.block_sums(mass, config.block)
+            blocks = scores.block_sums(mass, self.block)
         else:
-            seen = scores.seen_blocks(geometry, rows, real, config.block)
-            blocks = mean_qk.last_scores(call, rows, real, seen, config.block)
+            seen = scores.seen_blocks(geometry, rows, real, self.block)
+            blocks = mean_qk.last_scores(call, rows, real, seen, self.block)
         if kernels.serve(blocks) and blocks.dtype == torch.float32:
             from . import launch
 
             before = None if pivots is None else (pivots.made, pivots.last)
             return Choice(
                 *launch.choose(
-                    geometry, blocks, rows.shape[1], heads.codes(blocks.device), before, call.layer, config.block,
-                    config.tau, config.delta, sums=sums,
+                    geometry, blocks, rows.shape[1], heads.codes(blocks.device), before, call.layer, self.block,
+                    self.tau, self.delta, sums=sums,
                 )
             )  # fmt: skip
         if seen is None:
-            blocks, seen = scores.shares(blocks), scores.seen_blocks(geometry, rows, real, config.block)
-        return choose(blocks, seen, heads, pivots, call.layer, config.tau, config.delta)
+            blocks, seen = scores.shares(blocks), scores.seen_blocks(geometry, rows, real, self.block)
+        return choose(blocks, seen, heads, pivots, call.layer, self.tau, self.delta)
 
 
 @frozen(eq=False)
@@ -140,29 +223,28 @@ class PivotObserver:
     The head must have been computed in full: one that a refiner narrowed makes none.
     """
 
-    config: ShareConfig
-    clusters: Clusters
+    share: Share
     head_scope: ClassVar[HeadScope] = "head"
 
     def workspace(self, call: AttentionCall) -> int:
         """Maps of the heads that make a pivot, and for a whole map's cover its sort in float64."""
-        return default_workspace(call, self.config.block, 8 if self.config.coverage == "row" else 48)
+        return default_workspace(call, self.share.block, 8 if self.share.coverage == "row" else 48)
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Nothing where the estimator is another one, or the layer makes no pivot."""
-        evidence = plan.notes.get(KEY)
+        evidence = plan.notes.get(self.share.key)
         if not isinstance(evidence, Evidence):
             return
         evidence = evidence.after(plan)
         cover = self._cover(self._maps(call, plan, result, evidence))
-        memory.put(
-            KEY, renewed(call, earlier(call, memory), self.clusters.count, evidence.heads, evidence.choice, cover)
-        )
+        key, count = self.share.key, self.share.table.count
+        old = earlier(call, memory, key)
+        memory.put(key, renewed(call, old, count, evidence.heads, evidence.choice, cover))
 
     def _maps(self, call: AttentionCall, plan: Plan, result: Result, evidence: Evidence) -> Tensor:
         """``[B, S, R, C]``: block scores of the heads that run dense, by open cluster."""
-        heads, dense, block = evidence.heads, evidence.choice.dense, self.config.block
-        if self.config.block_score == "mean_qk":
+        heads, dense, block = evidence.heads, evidence.choice.dense, self.share.block
+        if self.share.block_score == "mean_qk":
             return mean_qk.map_scores(call, heads.dense(dense)[0], block)
         if result.probe is None:
             raise StageError("the executor gave no probe, from which share-prefill makes its pivots")
@@ -176,8 +258,8 @@ class PivotObserver:
 
     def _cover(self, maps: Tensor) -> Tensor:
         """bool ``[B, S, R, C]``: the fewest tiles that carry gamma, of each row or of the map as a whole."""
-        gamma = self.config.gamma
-        if self.config.coverage == "row":
+        gamma = self.share.gamma
+        if self.share.coverage == "row":
             if kernels.serve(maps):
                 return top_mass(maps, gamma)
             return torch.cat([top_mass(part, gamma) for part in maps.split(PART, 2)], 2)
@@ -188,8 +270,4 @@ class PivotObserver:
 
 def pipeline(config: ShareConfig) -> Pipeline:
     """Build `share-prefill`."""
-    table = None if config.clusters in (None, SINGLE) else config.clusters
-    clusters = Clusters(table, sharing=config.tau > 0)
-    return Pipeline(
-        ShareEstimator(config, clusters), observers=(PivotObserver(config, clusters),), name="share-prefill"
-    )
+    return Share(**asdict(config, recurse=False)).pipeline("share-prefill")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from sparseprefill.config import from_config
-from sparseprefill.errors import ParameterError
+from sparseprefill.config import inner_method
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace, ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
-from sparseprefill.route import Route
 
 from .blocks import Blocks
 from .scatter import Places
@@ -24,6 +21,7 @@ from .worth import StarPriority
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.profiles.identity import ModelIdentity
+    from sparseprefill.route import Route
     from sparseprefill.stages import HeadScope
 
     from .config import StarConfig
@@ -100,16 +98,5 @@ class StarEstimator:
 def pipeline(config: StarConfig) -> Pipeline:
     """Build `star-attention`."""
     rule = Rule(config.block_size, config.anchor_length, config.context_length, config.tile)
-    inner = None if config.inner is None else _inner(config.inner)
+    inner = None if config.inner is None else inner_method(config.inner, "blocks have no memory of their own")
     return Pipeline(StarEstimator(rule, inner), name="star-attention")
-
-
-def _inner(given: str | Mapping[str, Any]) -> Pipeline | Route:
-    made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
-    if made.remembers:
-        seen = ", ".join(type(one).__name__ for route in Route.of(made).known for one in route.observers)
-        raise ParameterError(
-            f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and blocks have no memory of "
-            "their own; pass a method without observers"
-        )
-    return made

@@ -27,9 +27,7 @@ HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8}
 LIKE = make(1, heads=4, kv_heads=2)
 LAYERS = {0: LIKE, 1: evolve(LIKE, layer=1)}
 FULL = sp.Route.of(sp.build("streaming", **STREAMING))
-NONE = (
-    "share-prefill can never run on LlamaForCausalLM: every layer asked for stays without it: ShareEstimator: no table"
-)
+NONE = "share-prefill can never run on LlamaForCausalLM: every layer asked for stays without it: Share: no table"
 
 
 @pytest.fixture

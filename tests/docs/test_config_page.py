@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
+from pathlib import Path
 
 from attrs import fields
+from sparseprefill.plugins.share_prefill.stages import Share
 
 import sparseprefill as sp
 from docs.pages import ROOT, blocks, section
@@ -43,3 +46,16 @@ def test_the_file_that_chooses_by_score_can_be_read() -> None:
     made = sp.from_config(tomllib.loads(toml.code))
     assert isinstance(made, sp.Pipeline)
     assert [sp.ValueWeights(), sp.PositionDecay(share=0.1), sp.StrideRescue(16)] == list(made.refiners[-3:])
+
+
+def test_the_file_that_shares_xattention_can_be_read(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "methods" / "share-prefill.md").read_text()
+    (toml,) = (block for block in blocks(page) if block.language == "toml")
+    (tmp_path / "shared.toml").write_text(toml.code)
+    shutil.copy(ROOT / "adapters" / "demo" / "clusters.json", tmp_path)
+    made = sp.from_config(tmp_path / "shared.toml")
+    assert isinstance(made, sp.Pipeline)
+    assert isinstance(made.estimator, Share)
+    inner = made.estimator.fallback
+    assert isinstance(inner, sp.Pipeline)
+    assert repr(sp.build("xattention", threshold=0.95, stride=8, block=64).estimator) == repr(inner.estimator)

@@ -55,6 +55,18 @@ def star_around(inner: str) -> Callable[..., sp.Pipeline]:
     return build
 
 
+def shared(inner: str, *refiners: sp.MaskRefiner) -> Callable[..., sp.Pipeline]:
+    """SharePrefill's clusters over another method's masks."""
+
+    def build(full: bool = False) -> sp.Pipeline:
+        one = REGISTRY.get(inner)
+        parameters = {**one.small, **(one.full if full else {})}
+        made = method("share-prefill", full, inner={"method": inner, "parameters": parameters})
+        return evolve(made, refiners=(*made.refiners, *refiners))
+
+    return build
+
+
 def budget(refiner: type[sp.BudgetFloor | sp.BudgetCeiling], share: float) -> Callable[..., sp.Pipeline]:
     """A method held to a share of the tiles from below or above; the whole share is the full mask."""
 
@@ -108,6 +120,9 @@ HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
     "anchor-attention in star-attention": star_around("anchor-attention"),
     "bfla in star-attention": star_around("bfla"),
     "vertical-slash in star-attention": star_around("vertical-slash"),
+    "xattention shared + rescue": shared("xattention", sp.LocalBand(1), sp.Sink(1), sp.StrideRescue(3)),
+    "anchor-attention shared": shared("anchor-attention"),
+    "bfla shared + recall floor": shared("bfla", sp.RecallFloor(target=0.8, dense_from=1.0)),
     "budget floor": budget(sp.BudgetFloor, 0.5),
     "budget ceiling": budget(sp.BudgetCeiling, 0.5),
     "vertical-slash + ceiling": capped(stripes_and_slashes("vertical-slash")),

@@ -1,0 +1,74 @@
+"""One plan of two: heads that share or make a pivot compute its tiles, all others what an inner plan says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from sparseprefill.mask.geometry import diagonal_map
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import Priority
+from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.plan import Carry
+from sparseprefill.softmax import SoftmaxState
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+
+def mixed_mask(call: AttentionCall, tiles: Tensor, block: int, chosen: Tensor, inner: SparseMask) -> SparseMask:
+    """The tiles, bool ``[B, H, R, C]``, and their diagonal ones for the heads `chosen`, bool ``[B, H]``.
+
+    Other heads have what `inner` selects, pair for pair, and nothing else. Where it lies on tiles of another size than
+    `block`, the mask has the largest tiles that divide both.
+    """
+    own = (tiles | diagonal_map(call.geometry, block, block)[:, None]) & chosen[..., None, None]
+    rest = of_heads(inner, ~chosen)
+    mask = rest | SparseMask.from_tiles(call, own, block, diagonal=False)
+    return evolve(mask, disjoint=inner.disjoint)  # a head has either tiles of its own, or tiles and stripes of `inner`
+
+
+def of_heads(mask: SparseMask, heads: Tensor) -> SparseMask:
+    """What a mask selects for some heads, bool ``[B, H]``; nothing for the others. No value is read on the host."""
+    tiles, stripes = None, mask.stripes
+    if mask.has_tiles:
+        keep = mask.tile_map() & heads[..., None, None]
+        tiles = TileMap(geometry=mask.geometry, tile_q=mask.tile_q, tile_k=mask.tile_k, keep=keep)
+    if stripes is not None:
+        stripes = evolve(stripes, counts=stripes.counts.masked_fill(~heads[..., None], 0), same_heads=False)
+    return evolve(mask, tiles=tiles, stripes=stripes)
+
+
+def carry_of_heads(carry: Carry, heads: Tensor) -> Carry:
+    """What was computed already for some heads, bool ``[B, H]``; the others begin with nothing."""
+    state, rows = carry.state, ~heads[..., None]
+    left = SoftmaxState(
+        state.m.masked_fill(rows, -torch.inf),
+        state.l.masked_fill(rows, 0.0),
+        state.acc.masked_fill(rows[..., None], 0.0),
+    )
+    return Carry(left, of_heads(carry.region, heads))
+
+
+@frozen(eq=False)
+class HeadsPriority(Priority):
+    """One priority's scores for the heads `chosen`, bool ``[B, H]``; for the rest those of `other`, NaN for None."""
+
+    chosen: Tensor
+    own: Priority
+    other: Priority | None
+
+    def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
+        """See `Priority`."""
+        own = self.own.tile_scores(call, tile_q, tile_k)
+        other = torch.nan if self.other is None else self.other.tile_scores(call, tile_q, tile_k)
+        return torch.where(self.chosen[..., None, None], own, other)
+
+    def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
+        """See `Priority`."""
+        own = self.own.column_scores(call, position, heads)
+        other = torch.nan if self.other is None else self.other.column_scores(call, position, heads)
+        return torch.where(self.chosen[:, heads, None, None], own, other)
