@@ -112,4 +112,6 @@ def _inner(given: str | Mapping[str, Any]) -> Pipeline | Route:
             f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and blocks have no memory of "
             "their own; pass a method without observers"
         )
+    if Route.of(made).corrects:
+        raise ParameterError(f"inner: {made.name} has a corrector, which would not run; put it beside star-attention")
     return made
