@@ -58,9 +58,9 @@ class Delta:
     def workspace(self, call: AttentionCall) -> int:
         """A map of tiles, one difference for each sampled row, and a block of logits and keys."""
         geometry = call.geometry
-        heads, rows = geometry.batch * geometry.heads, geometry.tilerows_at(self.gamma)
+        heads, rows = geometry.batch * geometry.heads, geometry.tile_rows(self.gamma)
         width = call.q.shape[-1] + call.value_dim
-        maps = heads * geometry.tilerows_at(128) * geometry.tile_columns(128) * 4
+        maps = heads * geometry.tile_rows(128) * geometry.tile_columns(128) * 4
         keys = geometry.batch * call.kv_heads * geometry.kv_len * width * 12
         blocks = 20 * max(heads * geometry.kv_len, _entries(call))
         return maps + keys + blocks + heads * (rows * width * 8 + 3 * geometry.q_len * call.value_dim * 4)

@@ -60,7 +60,7 @@ class Proxy:
         """A map of tiles, the means, the output once more, and a block of logits."""
         geometry, size = call.geometry, 128 if self.tile is None else self.tile
         columns, width = geometry.tile_columns(size), call.q.shape[-1] + call.value_dim
-        maps = geometry.batch * geometry.heads * geometry.tilerows_at(128) * columns * 4
+        maps = geometry.batch * geometry.heads * geometry.tile_rows(128) * columns * 4
         means = geometry.batch * call.kv_heads * columns * width * 16
         heads = geometry.batch * geometry.heads
         out = heads * (geometry.q_len + 256) * call.value_dim * call.q.element_size() * 2
@@ -69,7 +69,7 @@ class Proxy:
 
     @torch.no_grad()
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
-        """The result with proxies for what is left out; LSE and plan stay. ParameterError for a `tile` that does not fit."""
+        """The result with proxies for what is left out; LSE and plan stay. ParameterError for a `tile` that does not divide."""
         own = plan.common_grid()[1]
         if self.tile is not None and own % self.tile:
             remedy = f"pass a divisor of {own}, the tokens of the plan's key tiles"
