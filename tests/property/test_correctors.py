@@ -89,7 +89,7 @@ def test_one_key_a_tile_or_every_row_is_dense_attention(
 @pytest.mark.parametrize("corrector", [sp.Proxy(tile=1), sp.Delta(gamma=1)], ids=str)
 def test_the_same_at_lengths_around_a_tile(corrector: sp.Corrector, length: int) -> None:
     call = make(length, heads=4, kv_heads=2)
-    for pipeline in (sp.build("streaming", sink=1, window=1), sp.build("vertical-slash")):
+    for pipeline in (sp.build("streaming", sink=1, window=1, block=16), sp.build("vertical-slash")):
         result = pipeline.with_corrector(corrector).run(call)
         same(attention(call)[0], result.out)
 
@@ -147,11 +147,12 @@ def test_rows_do_not_feel_what_comes_after_them(
 
 @pytest.mark.parametrize("corrector", [sp.Proxy(), sp.Delta(gamma=64)], ids=str)
 def test_chunks_at_the_grain_change_nothing(corrector: sp.Corrector) -> None:
-    pipeline = sp.build("streaming", sink=64, window=64).with_corrector(corrector)
+    pipeline = sp.build("streaming", sink=64, window=64, block=32).with_corrector(corrector)
     grain = pipeline.grain
     assert grain is not None
     call = make(397, heads=4, kv_heads=2)
     together = pipeline.run(call).out
+    assert not torch.equal(together, pipeline.with_corrector(None).run(call).out)
     for cut in (grain, 64, 192, 384):
         if cut % grain:
             continue
@@ -162,7 +163,7 @@ def test_chunks_at_the_grain_change_nothing(corrector: sp.Corrector) -> None:
 
 @pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)
 def test_recall_says_what_the_mask_kept(corrector: sp.Corrector) -> None:
-    call, pipeline = make(300, heads=4, kv_heads=2), sp.build("streaming", sink=16, window=16)
+    call, pipeline = make(300, heads=4, kv_heads=2), sp.build("streaming", sink=16, window=16, block=16)
     alone, result = pipeline.run(call), pipeline.with_corrector(corrector).run(call)
     assert not torch.equal(alone.out, result.out)
     assert torch.equal(sp.recall(call, alone), sp.recall(call, result))
@@ -187,12 +188,13 @@ def test_parts_are_corrected_as_the_whole(corrector: sp.Corrector, name: str) ->
 @pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)
 def test_what_is_not_finite_is_not_given_back(corrector: sp.Corrector, name: str) -> None:
     """Rows that leave it out stay finite, as they do without a corrector; so do rows that cannot see it."""
-    call, pipeline = make(200), sp.build("streaming", sink=8, window=8)
+    call, pipeline = make(200), sp.build("streaming", sink=8, window=8, block=8)
     part = "k" if name == "keys" else "v"
     bad = getattr(call, part).clone()
     bad[:, :, 100] = torch.nan
     spoilt = evolve(call, **{part: bad})
     alone = pipeline.run(spoilt)
+    assert not torch.equal(alone.out[:, :, :80], pipeline.with_corrector(corrector).run(spoilt).out[:, :, :80])
     assert torch.equal(torch.isfinite(alone.out), torch.isfinite(pipeline.with_corrector(corrector).run(spoilt).out))
 
 
@@ -200,7 +202,7 @@ def test_what_is_not_finite_is_not_given_back(corrector: sp.Corrector, name: str
 @pytest.mark.parametrize("fields", [{"starts": int32(0, 33)}, {"lengths": int32(150, 97)}], ids=str)
 def test_padding_is_never_seen(corrector: sp.Corrector, fields: dict[str, Any]) -> None:
     call = make(150, batch=2, heads=4, kv_heads=2, **fields)
-    pipeline = sp.build("streaming", sink=8, window=8).with_corrector(corrector)
+    pipeline = sp.build("streaming", sink=8, window=8, block=8).with_corrector(corrector)
     together = pipeline.run(call).out
     first, behind = (33, 150) if "starts" in fields else (0, 97)
     alone = sp.AttentionCall(*(x[1:, :, first:behind] for x in (call.q, call.k, call.v)))

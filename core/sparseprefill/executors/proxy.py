@@ -69,7 +69,7 @@ class Proxy:
 
     @torch.no_grad()
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
-        """The result with proxies for what is left out; LSE and plan stay. ParameterError for a `tile` that does not divide."""
+        """The result with proxies for what is left out; LSE and plan stay. ParameterError for another `tile`."""
         own = plan.common_grid()[1]
         if self.tile is not None and own % self.tile:
             remedy = f"pass a divisor of {own}, the tokens of the plan's key tiles"
