@@ -2,7 +2,8 @@
 
 The embedded model's own queries, keys and values on one of its prompts, all layers. Of each method the density, and the
 relative error of the output against dense attention, alone and with each corrector, over the heads of all layers; then
-the time of the correction beside that of the method.
+the time of the correction beside that of the method. `python -m helpers.corrections fidelity` attaches each to the model
+instead, and prints what it does to the next token: KL divergence, and how often the most likely token stays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from attrs import frozen
 from sparseprefill.adapters.bench.layers import layer_calls
 from sparseprefill.adapters.demo.model import load_model, load_tokenizer
 from sparseprefill.adapters.demo.samples import key_value_prompts
+from sparseprefill.adapters.evaluation.comparison import Comparison
+from sparseprefill.adapters.evaluation.contender import Contender
+from sparseprefill.adapters.evaluation.divergence import pooled
+from sparseprefill.adapters.evaluation.prompts import Prompt
 from torch import Tensor
 
 import sparseprefill as sp
@@ -104,5 +109,22 @@ def table(trial: Trial) -> str:
     return "\n".join(lines)
 
 
+def fidelity(tokens: int = 8192, prompts: int = 2) -> str:
+    """A row for each method and corrector: the model's own next tokens against dense, a dense tail of 64 rows."""
+    model = load_model(torch.float32, torch.device("cpu"))
+    ids = key_value_prompts(load_tokenizer(), tokens, prompts, 1)
+    against = [Comparison.of(model, Prompt(str(n), tuple(one))) for n, one in enumerate(ids)]
+    lines = ["| Method | Corrector | KL | worst | same token |", "|---" * 5 + "|"]
+    for name, parameters in METHODS.items():
+        for words in ("alone", "proxy", "delta"):
+            pipeline = sp.build(name, **parameters).with_corrector(CORRECTORS[words])
+            found = [one.run(Contender(name, pipeline, dense_tail=64)).fidelity for one in against]
+            all_ = pooled([one.all for one in found if one is not None])
+            lines.append(f"| {name} | {words} | {all_.kl:.5f} | {all_.worst:.3f} | {all_.agreement:.1%} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(table(Trial(*map(int, sys.argv[1:3]))))  # noqa: T201
+    given = sys.argv[1:]
+    shown = fidelity(*map(int, given[1:3])) if given[:1] == ["fidelity"] else table(Trial(*map(int, given[:2])))
+    print(shown)  # noqa: T201

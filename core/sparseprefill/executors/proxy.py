@@ -117,9 +117,9 @@ def _corrected(call: AttentionCall, held: Held, keys: _TileKeys, result: Result,
     lse = torch.gather(result.lse, 2, index[:, None].expand(-1, geometry.heads, -1)).to(keys.dtype)
     kept = held.stripes(tile, columns * tile_k)
     left = ~held.tiles(tile)[..., :columns] & keys.finite[:, :, None]
+    mean_key, mean_value, count = keys.mean_key, keys.mean_value, None
     if kept is None:
-        logits = _by_group(q, keys.mean_key, call.group)
-        count = None
+        logits = _by_group(q, mean_key, call.group)
     else:
         mean_key, mean_value, count = keys.without(kept, call.group)
         left = left & (count > 0)
@@ -134,7 +134,7 @@ def _corrected(call: AttentionCall, held: Held, keys: _TileKeys, result: Result,
     base = torch.where(most == -torch.inf, 0.0, most)
     mine, theirs = torch.exp(total - base), torch.exp(logits - base[..., None])
     if kept is None:
-        value = _by_group(theirs, keys.mean_value.transpose(-1, -2), call.group)
+        value = _by_group(theirs, mean_value.transpose(-1, -2), call.group)
     else:
         value = (theirs.unflatten(2, (-1, tile_q)) @ mean_value).flatten(2, 3)
     both = mine + theirs.sum(-1)
