@@ -2,8 +2,8 @@
 
 The embedded model's own queries, keys and values on one of its prompts, all layers. Of each method the density, and the
 relative error of the output against dense attention, alone and with each corrector, over the heads of all layers; then
-the time of the correction beside that of the method. `python -m helpers.corrections fidelity` attaches each to the model
-instead, and prints what it does to the next token: KL divergence, and how often the most likely token stays.
+the time of the correction beside that of the method. `python -m helpers.corrections fidelity` attaches each to the
+model instead, and prints what it does to the next token: KL divergence, and how often the most likely token stays.
 """
 
 from __future__ import annotations
