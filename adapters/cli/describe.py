@@ -60,7 +60,10 @@ def stages(method: Method) -> tuple[list[Stage], int | None]:
         return [], None
     pipeline = method.pipeline()
     listed = [("estimator", pipeline.estimator), *(("refiner", refiner) for refiner in pipeline.refiners)]
-    listed += [("executor", pipeline.executor), *(("observer", observer) for observer in pipeline.observers)]
+    listed.append(("executor", pipeline.executor))
+    if pipeline.corrector is not None:
+        listed.append(("corrector", pipeline.corrector))
+    listed += [("observer", observer) for observer in pipeline.observers]
     return [Stage(role, type(stage).__name__, _first_line(stage)) for role, stage in listed], pipeline.grain
 
 

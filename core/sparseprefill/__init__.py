@@ -24,6 +24,8 @@ from sparseprefill.errors import (
 )
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.cpu import CpuExecutor
+from sparseprefill.executors.delta import Delta
+from sparseprefill.executors.proxy import Proxy
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.hookspecs import hookimpl
 from sparseprefill.mask.geometry import Geometry
@@ -49,7 +51,7 @@ from sparseprefill.refiners.values import ValueWeights
 from sparseprefill.registry import PluginRecord, Registry, default_registry
 from sparseprefill.route import Route, gated
 from sparseprefill.softmax import SoftmaxState
-from sparseprefill.stages import HeadScope, MaskRefiner, Observer, PatternEstimator, SparseExecutor
+from sparseprefill.stages import Corrector, HeadScope, MaskRefiner, Observer, PatternEstimator, SparseExecutor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -60,7 +62,9 @@ __all__ = [
     "BudgetCeiling",
     "BudgetFloor",
     "Carry",
+    "Corrector",
     "CpuExecutor",
+    "Delta",
     "DenseRows",
     "Gate",
     "Geometry",
@@ -86,6 +90,7 @@ __all__ = [
     "Priority",
     "PriorityScores",
     "Profile",
+    "Proxy",
     "RandomRescue",
     "RecallFloor",
     "ReferenceExecutor",

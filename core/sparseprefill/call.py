@@ -120,11 +120,11 @@ class AttentionCall:
 
     def keys_at(self, index: Tensor) -> Tensor:
         """Some keys, ``[B, Hkv, n, D]``, by index among the keys, int64 ``[B, n]``; of pages no others are copied."""
-        return self._k.keys_at(index[0]) if isinstance(self._k, Pages) else _rows_at(self._k, index)
+        return self._k.keys_at(index[0]) if isinstance(self._k, Pages) else rows_at(self._k, index)
 
     def values_at(self, index: Tensor) -> Tensor:
         """Some values, ``[B, Hkv, n, Dv]``, as keys_at()."""
-        return self._v.values_at(index[0]) if isinstance(self._v, Pages) else _rows_at(self._v, index)
+        return self._v.values_at(index[0]) if isinstance(self._v, Pages) else rows_at(self._v, index)
 
     @cached_property
     def softmax_scale(self) -> float:
@@ -150,7 +150,8 @@ def check_call(call: object) -> None:
         raise ParameterError(f"call is {type(call).__name__}: pass an AttentionCall, such as AttentionCall(q, k, v)")
 
 
-def _rows_at(x: Tensor, index: Tensor) -> Tensor:
+def rows_at(x: Tensor, index: Tensor) -> Tensor:
+    """Some rows of ``[B, H, N, *]``, by index int64 ``[B, n]``: ``[B, H, n, *]``, a copy."""
     return torch.gather(x, 2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 

@@ -14,6 +14,8 @@ from attrs import NOTHING, evolve, fields, frozen
 from sparseprefill import json_text
 from sparseprefill.breakeven.gate import AUTO
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, printed
+from sparseprefill.executors.delta import Delta
+from sparseprefill.executors.proxy import Proxy
 from sparseprefill.method import FLOOR
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
@@ -27,7 +29,7 @@ from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.refiners.values import ValueWeights
 from sparseprefill.registry import Registry, default_registry
 from sparseprefill.route import Route, gated
-from sparseprefill.stages import MaskRefiner, Observer, PatternEstimator
+from sparseprefill.stages import Corrector, MaskRefiner, Observer, PatternEstimator
 from sparseprefill.validate import FILE
 
 REFINERS: Mapping[str, type] = {
@@ -45,9 +47,11 @@ REFINERS: Mapping[str, type] = {
     "value-weights": ValueWeights,
 }
 """The refiners that a configuration may name."""
+CORRECTORS: Mapping[str, type] = {"delta": Delta, "proxy": Proxy}
+"""The correctors that a configuration may name."""
 DEEPEST = 32
 """Unions within unions."""
-KEYS = ("gate", "method", "name", "parameters", "profile", "recall", "refiners", "union")
+KEYS = ("corrector", "gate", "method", "name", "parameters", "profile", "recall", "refiners", "union")
 
 
 def from_config(
@@ -58,7 +62,8 @@ def from_config(
     source: the table, or the path of a ``.toml`` or ``.json`` file that holds it. Its keys are ``method`` with its
     ``parameters`` and ``profile``, or ``union``, a list of such tables; then ``refiners``, a list of tables with a
     ``name`` and the refiner's own parameters; ``recall``, the target of a floor behind all of them, or a table of its
-    parameters; a ``name`` for the pipeline; and its ``gate``, "auto" or the path of a break-even table. registry: where
+    parameters; ``corrector``, the name of one, or a table with its ``name`` and parameters; a ``name`` for the
+    pipeline; and its ``gate``, "auto" or the path of a break-even table. registry: where
     methods are looked up; by default all that are installed. at: path of keys that leads to the table, for messages.
 
     Raises ParameterError, or UnknownMethodError, whose message begins with the path of the key at fault.
@@ -79,7 +84,8 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEsti
     given: a method's name, a table as of `from_config`, or, from Python, a pipeline or an estimator. why: what an inner
     method cannot have here, for the message.
 
-    Raises UnknownMethodError, or ParameterError, for a method with observers too: they would see what ran in its place.
+    Raises UnknownMethodError, or ParameterError, for a method with observers too: they would see what ran in its place;
+    and for one with a corrector, which runs after execution.
     """
     if isinstance(given, str | Mapping):
         made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
@@ -90,6 +96,10 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEsti
         raise ParameterError(
             f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and {why}; pass a method "
             "without observers"
+        )
+    if Route.of(made).corrects:
+        raise ParameterError(
+            f"inner: {made.name} has a corrector, which would not run; put it on the method that takes inner"
         )
     return made
 
@@ -133,6 +143,7 @@ class _Reader:
 
         made = composed(made) if isinstance(made, Pipeline) else made.each(composed)
         made = made.with_recall(_floor(table["recall"], at)) if "recall" in table else made
+        made = made.with_corrector(_corrector(table["corrector"], at)) if "corrector" in table else made
         return self._gated(made, table["gate"], at) if "gate" in table else made
 
     def _gated(self, made: Pipeline | Route, given: Any, at: str) -> Pipeline | Route:
@@ -190,8 +201,11 @@ class _Reader:
             if key in table:
                 raise ParameterError(f"{_join(at, key)} means nothing beside union: each of its tables has its own")
         for i, one in _items(table, "union", at):
-            if isinstance(one, Mapping) and "gate" in one:
-                raise ParameterError(f"{_join(at, f'union[{i}].gate')} means nothing there: put gate beside union")
+            for key in ("gate", "corrector"):
+                if isinstance(one, Mapping) and key in one:
+                    raise ParameterError(
+                        f"{_join(at, f'union[{i}].{key}')} means nothing there: put {key} beside union"
+                    )
         parts = [self.pipeline(one, _join(at, f"union[{i}]"), above) for i, one in _items(table, "union", at)]
         if not parts:
             raise ParameterError(f"{_join(at, 'union')} is empty: give the tables of the methods to unite")
@@ -207,23 +221,37 @@ def _observers(part: Pipeline | Route) -> tuple[Observer, ...]:
 
 
 def _refiner(table: Any, at: str) -> MaskRefiner:
+    made: MaskRefiner = _named(REFINERS, table, at)
+    return made
+
+
+def _corrector(given: Any, at: str) -> Corrector:
+    """A corrector by its name, or by a table of it and its parameters."""
+    here = _join(at, "corrector")
+    if isinstance(given, str) and given not in CORRECTORS:
+        raise ParameterError(f"{here} is {printed(given)}{nearest(given, CORRECTORS)}")
+    made: Corrector = _named(CORRECTORS, {"name": given} if isinstance(given, str) else given, here)
+    return made
+
+
+def _named(kinds: Mapping[str, type], table: Any, at: str) -> Any:
+    """An object of the class that a table names, with the table's parameters."""
     table = _table(table, at)
     if "name" not in table:
-        raise ParameterError(f"{_join(at, 'name')} is missing{nearest('', REFINERS)}")
+        raise ParameterError(f"{_join(at, 'name')} is missing{nearest('', kinds)}")
     name = _text(table["name"], _join(at, "name"))
-    if name not in REFINERS:
-        raise ParameterError(f"{_join(at, 'name')} is {printed(name)}{nearest(name, REFINERS)}")
-    kind = REFINERS[name]
+    if name not in kinds:
+        raise ParameterError(f"{_join(at, 'name')} is {printed(name)}{nearest(name, kinds)}")
+    kind = kinds[name]
     parameters = {key: value for key, value in table.items() if key != "name"}
     _known(parameters, _names(kind), at)
     lacking = [key for key in _names(kind, required=True) if key not in parameters]
     if lacking:
         raise ParameterError(f"{_join(at, lacking[0])} is missing: {name} needs it")
     try:
-        made: MaskRefiner = kind(**parameters)
+        return kind(**parameters)
     except ParameterError as error:
         raise _located(error, parameters, at) from error
-    return made
 
 
 def _floor(given: Any, at: str) -> RecallFloor | None:

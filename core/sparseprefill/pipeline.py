@@ -1,4 +1,4 @@
-"""Pipeline: estimate -> refine* -> execute -> observe*, nothing else."""
+"""Pipeline: estimate -> refine* -> execute -> correct? -> observe*, nothing else."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from sparseprefill.refiners.recall import Recall, RecallFloor, floor_of
 from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.stages import (
     ALL_ROWS,
+    Corrector,
     ExecutorStage,
     HeadScope,
     MaskRefiner,
@@ -76,6 +77,14 @@ def _each(interface: type) -> Callable[[Any, Attribute[Any], Iterable[object]], 
     return check
 
 
+def _maybe(inner: Callable[[Any, Attribute[Any], object], None]) -> Callable[[Any, Attribute[Any], object], None]:
+    def check(owner: object, attribute: Attribute[Any], value: object) -> None:
+        if value is not None:
+            inner(owner, attribute, value)
+
+    return check
+
+
 def _limit(_: object, attribute: Attribute[Any], value: object) -> None:
     known = value is None or (isinstance(value, str) and value == "auto")
     known = known or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
@@ -97,6 +106,10 @@ def _ask_executor(pipeline: Pipeline) -> ExecutorStage:
     return ExecutorStage.of(pipeline.executor, pipeline.name)
 
 
+def _ask_corrector(pipeline: Pipeline) -> tuple[Stage, ...]:
+    return () if pipeline.corrector is None else (Stage.of(pipeline.corrector, pipeline.name),)
+
+
 def _ask_observers(pipeline: Pipeline) -> tuple[Stage, ...]:
     return tuple(Stage.of(stage, pipeline.name) for stage in pipeline.observers)
 
@@ -107,6 +120,8 @@ class Pipeline:
 
     Compose with ``attrs.evolve(pipeline, refiners=(*pipeline.refiners, mine))`` or from stages of any plugin.
 
+    corrector: changes the output after execution, such as `Proxy` and `Delta`; the LSE stays the mask's own, and
+    observers see what was corrected. None: the output is what the mask gives.
     workspace: bytes that a call may hold beyond q, k, v and the result; a longer call is cut into parts, by heads where
     `head_scope` allows it and by rows where there is a `grain`, one after the other. "auto": 3 GiB on CUDA devices,
     no limit elsewhere. None: no limit. A call that cannot be cut runs whole, whatever it needs.
@@ -118,30 +133,33 @@ class Pipeline:
     executor: SparseExecutor = field(factory=AutoExecutor, validator=_implements(SparseExecutor))
     observers: tuple[Observer, ...] = field(default=(), converter=_observers, validator=_each(Observer))
     name: str = field(default="pipeline", validator=_text)
+    corrector: Corrector | None = field(default=None, kw_only=True, validator=_maybe(_implements(Corrector)))
     workspace: Limit = field(default="auto", kw_only=True, validator=_limit)
     _planning: tuple[Stage, ...] = field(default=Factory(_ask_planning, takes_self=True), init=False, repr=False)
     executing: ExecutorStage = field(default=Factory(_ask_executor, takes_self=True), init=False, repr=False)
+    _correcting: tuple[Stage, ...] = field(default=Factory(_ask_corrector, takes_self=True), init=False, repr=False)
     _observing: tuple[Stage, ...] = field(default=Factory(_ask_observers, takes_self=True), init=False, repr=False)
     _cuts: dict[Hashable, tuple[Part, ...]] = field(factory=dict, init=False, repr=False)
 
     @property
     def _asked(self) -> tuple[Stage, ...]:
-        return (*self._planning, self.executing, *self._observing)
+        return (*self._planning, self.executing, *self._correcting, *self._observing)
 
     @property
     def stages(self) -> tuple[object, ...]:
         """Every stage, in the order in which they run."""
-        return (self.estimator, *self.refiners, self.executor, *self.observers)
+        corrector = () if self.corrector is None else (self.corrector,)
+        return (self.estimator, *self.refiners, self.executor, *corrector, *self.observers)
 
     @property
     def grain(self) -> int | None:
         """Tokens at whose multiples a prompt may be cut into chunks without changing the result, or None."""
-        return common_grain(stage.grain for stage in (*self._planning, *self._observing))
+        return common_grain(stage.grain for stage in (*self._planning, *self._correcting, *self._observing))
 
     @property
     def head_scope(self) -> HeadScope | None:
         """What its stages look at when they decide for a head: "head", "group" (of a KV head), or None, all heads."""
-        return widest_scope(stage.head_scope for stage in (*self._planning, *self._observing))
+        return widest_scope(stage.head_scope for stage in (*self._planning, *self._correcting, *self._observing))
 
     @property
     def tail(self) -> int:
@@ -170,6 +188,10 @@ class Pipeline:
         if floor is None or self.tail == ALL_ROWS:
             return self
         return evolve(self, refiners=(*(one for one in self.refiners if not isinstance(one, RecallFloor)), floor))
+
+    def with_corrector(self, corrector: Corrector | None) -> Pipeline:
+        """The pipeline with this corrector in place of the one it has; None: without. ParameterError for none."""
+        return evolve(self, corrector=corrector)
 
     @property
     def remembers(self) -> bool:
@@ -206,7 +228,7 @@ class Pipeline:
     def bound(self, call: AttentionCall) -> int:
         """Bytes that the pipeline may hold for a call at once: the plan, and the stage that works on it."""
         first, *refiners = self._planning
-        after = (*refiners, self.executing, *self._observing)
+        after = (*refiners, self.executing, *self._correcting, *self._observing)
         return first.workspace(call) + max(stage.workspace(call) for stage in after)
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
@@ -227,7 +249,7 @@ class Pipeline:
             if len(cut) > 1:
                 return self._run_parts(call, memory, cut)
             plan = self.plan(call, memory)
-            result = self.executing.execute(call, plan)
+            result = self._correct(call, plan, self.executing.execute(call, plan), memory)
             self.observe(call, plan, result, memory)
         return result
 
@@ -254,15 +276,25 @@ class Pipeline:
             here = (slice(None), slice(*part.heads), slice(*part.rows))
             recorder.add(part, *self._run_part(part.of(call), memory, out[here], lse[here]))
         record = Parts(call.geometry, recorder.count, recorder.pairs)
-        return Result(out, lse, Plan(recorder.mask), parts=record, kernels=tuple(recorder.kernels))
+        corrected = "".join(stage.name for stage in self._correcting)
+        kernels = tuple(recorder.kernels)
+        return Result(out, lse, Plan(recorder.mask), parts=record, corrected=corrected, kernels=kernels)
 
     def _run_part(
         self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor
     ) -> tuple[tuple[SparseMask, ...], tuple[Kernel, ...]]:
         plan = self.plan(call, memory)
-        result = self.executing.execute_into(call, plan, out, lse)
+        computed = self.executing.execute_into(call, plan, out, lse)
+        result = self._correct(call, plan, computed, memory)
+        if result.out is not computed.out:
+            out.copy_(result.out)
         self.observe(call, plan, result, memory)
         return plan.computed(), result.kernels
+
+    def _correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
+        for corrector in self._correcting:
+            result = corrector.correct(call, plan, result, memory)
+        return result
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Let the observers see a layer's result; errors as of `run`."""

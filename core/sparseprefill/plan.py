@@ -166,13 +166,16 @@ class Result:
     """What was computed.
 
     out: ``[B, Hq, Nq, Dv]`` in the call's dtype, zeros in padding rows. lse: ``[B, Hq, Nq]`` float32 (float64 for
-    float64 calls), natural log over the keys computed, sinks left out, -inf in padding rows.
+    float64 calls), natural log over the keys computed, sinks left out, -inf in padding rows; no
+    corrector changes it.
     plan: what was executed. Of a call that ran in parts, a plan of all their masks together, without notes or carry;
     reading its mask raises MaskError where the parts' masks were too large to keep.
     probe: float32 ``[B, Hq, R, C]``, attention mass of each tile averaged over the tile's real rows; zero for heads
     that were not probed and tiles that the mask does not hold. None if nothing was probed, or in parts.
     parts: of a call that ran in parts (`Pipeline.workspace`); None otherwise.
     dense: why dense attention ran instead of a method's stages; empty where the stages ran.
+    corrected: the class of the corrector that changed the output; empty where none did. `lse`, `mask` and `probe` speak
+    of the pairs computed all the same.
     kernels: what computed the output, several where parts of the call met different ones; empty where the executor does
     not tell.
     """
@@ -183,6 +186,7 @@ class Result:
     probe: Tensor | None = None
     parts: Parts | None = field(default=None, kw_only=True)
     dense: str = field(default="", kw_only=True)
+    corrected: str = field(default="", kw_only=True)
     kernels: tuple[Kernel, ...] = field(default=(), kw_only=True)
 
     @cached_property

@@ -22,6 +22,7 @@ from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.recall import Recall, floor_of
 from sparseprefill.stages import (
     Answer,
+    Corrector,
     ExecutorStage,
     Guard,
     HeadScope,
@@ -256,6 +257,17 @@ class Route:
         floor = floor_of(recall)
         made = tuple(None if one is None else one.with_recall(floor) for one in self.pipelines)
         return self if floor is None else evolve(self, pipelines=made)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether any of the pipelines has a corrector."""
+        return any(one.corrector is not None for one in self.known)
+
+    def with_corrector(self, corrector: Corrector | None) -> Route:
+        """The route whose pipelines all have this corrector: see `Pipeline.with_corrector`."""
+        return evolve(
+            self, pipelines=tuple(None if one is None else one.with_corrector(corrector) for one in self.pipelines)
+        )
 
     @property
     def asks_model(self) -> bool:

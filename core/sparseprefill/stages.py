@@ -1,4 +1,4 @@
-"""The interfaces that a method composes: estimator, refiners, executor, observers; and the guard that asks them.
+"""The interfaces that a method composes: estimator, refiners, executor, corrector, observers; the guard that asks them.
 
 Strangers pass by shape; classes that inherit get the missing-method error when they are made. A stage may say more of
 itself, in attributes that a pipeline looks up once, when it is built (`Stage`); each has a default:
@@ -16,10 +16,10 @@ itself, in attributes that a pipeline looks up once, when it is built (`Stage`);
 ``check_model(model: ModelIdentity) -> None``
     raises ParameterError where the stage was made for another model; adapters that know the model ask.
 ``head_scope: HeadScope | None``
-    what an estimator, refiner or observer looks at when it decides for a query head: "head", that head alone (with its
-    number, ``call.first_head + h``, and what memory holds); "group", all query heads of its KV head. A pipeline may
-    then cut a long call into parts by heads, which run in the order of their heads with one memory. None, or no
-    attribute: the stage looks at all heads together, and no call is cut by heads.
+    what an estimator, refiner, corrector or observer looks at when it decides for a query head: "head", that head alone
+    (with its number, ``call.first_head + h``, and what memory holds); "group", all query heads of its KV head. A
+    pipeline may then cut a long call into parts by heads, which run in the order of their heads with one memory. None,
+    or no attribute: the stage looks at all heads together, and no call is cut by heads.
 ``workspace(call) -> int``
     an upper bound in bytes of the memory that the stage holds for such a call, beyond q, k, v and the output, with
     what it leaves in its plan; from sizes alone, no value on the device is read. The default: `default_workspace`.
@@ -40,7 +40,7 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill.errors import MaskError, SparsePrefillError, StageError, printable, printed, told
@@ -98,6 +98,21 @@ class SparseExecutor(Protocol):
     @abstractmethod
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The same, left unnormalised: for estimators that compute real output and for merging parts."""
+        ...
+
+
+@runtime_checkable
+class Corrector(Protocol):
+    """Changes a result's output after execution, such as by an estimate of what the mask left out."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
+        """The result with another output (``attrs.evolve``), in fresh tensors. Reads memory only.
+
+        `lse` and `plan` stay the very ones that it was given: they say what the mask kept.
+        """
         ...
 
 
@@ -275,6 +290,15 @@ class Stage(Guard):
         """See MaskRefiner; the plan is one for this call."""
         return self._planned("refine", call, self.ask("refine", PLAN, call, plan, memory))
 
+    def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
+        """See Corrector; the result has the call's sizes, and names what corrected it."""
+        made = self._computed("correct", call, self.ask("correct", RESULT, call, plan, result, memory))
+        for name in ("lse", "plan"):
+            if getattr(made, name) is not getattr(result, name):
+                words = "it must be the one that was given, for it says what the mask kept"
+                raise StageError(f"{self.place}.correct() returned a Result of another {name}: {words}")
+        return evolve(made, corrected=self.name)
+
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """See Observer."""
         self.ask("observe", NOTHING, call, plan, result, memory)
@@ -285,6 +309,20 @@ class Stage(Guard):
             made, wanted = mask.geometry.describe(), call.geometry.describe()
             raise MaskError(f"{self.place} returned a mask for {made}; the call is {wanted}")
         return plan
+
+    def _computed(self, verb: str, call: AttentionCall, result: Result) -> Result:
+        rows = tuple(call.q.shape[:3])
+        for name, x, shape in (("out", result.out, (*rows, call.value_dim)), ("lse", result.lse, rows)):
+            if not isinstance(x, Tensor) or tuple(x.shape) != shape or x.device != call.q.device:
+                words = f"it must be a tensor {list(shape)} on {call.q.device}"
+                raise StageError(f"{self.place}.{verb}() returned a Result whose {name} is {printed(x)}: {words}")
+        if result.out.dtype != call.q.dtype:
+            words = f"it must be {call.q.dtype}, the call's"
+            raise StageError(f"{self.place}.{verb}() returned a Result whose out is {result.out.dtype}: {words}")
+        if not isinstance(result.plan, Plan):
+            words = "it must be the Plan that was computed"
+            raise StageError(f"{self.place}.{verb}() returned a Result whose plan is {printed(result.plan)}: {words}")
+        return result
 
 
 @frozen(eq=False)
@@ -309,20 +347,6 @@ class ExecutorStage(Stage):
         """See SparseExecutor."""
         state: SoftmaxState = self.ask("accumulate", STATE, call, plan)
         return state
-
-    def _computed(self, verb: str, call: AttentionCall, result: Result) -> Result:
-        rows = tuple(call.q.shape[:3])
-        for name, x, shape in (("out", result.out, (*rows, call.value_dim)), ("lse", result.lse, rows)):
-            if not isinstance(x, Tensor) or tuple(x.shape) != shape or x.device != call.q.device:
-                words = f"it must be a tensor {list(shape)} on {call.q.device}"
-                raise StageError(f"{self.place}.{verb}() returned a Result whose {name} is {printed(x)}: {words}")
-        if result.out.dtype != call.q.dtype:
-            words = f"it must be {call.q.dtype}, the call's"
-            raise StageError(f"{self.place}.{verb}() returned a Result whose out is {result.out.dtype}: {words}")
-        if not isinstance(result.plan, Plan):
-            words = "it must be the Plan that was computed"
-            raise StageError(f"{self.place}.{verb}() returned a Result whose plan is {printed(result.plan)}: {words}")
-        return result
 
 
 def common_grain(grains: Iterable[int | None]) -> int | None:

@@ -12,7 +12,7 @@ from sparseprefill.plugins.share_prefill.stages import Share
 
 import sparseprefill as sp
 from docs.pages import ROOT, blocks, section
-from sparseprefill.config import KEYS, REFINERS
+from sparseprefill.config import CORRECTORS, KEYS, REFINERS
 
 PAGE = (ROOT / "docs" / "config.md").read_text()
 
@@ -27,6 +27,12 @@ def test_every_refiners_row_has_its_parameters() -> None:
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
         words = re.findall(r"`([\w-]+)`", row)
         assert [name, kind.__name__, *[one.alias for one in fields(kind)]] == words
+
+
+def test_every_corrector_has_its_row() -> None:
+    for name, kind in CORRECTORS.items():
+        words = " | ".join(f"`{one.alias}`" for one in fields(kind))
+        assert f'| "{name}" | `{kind.__name__}` | {words} |' in PAGE.splitlines()
 
 
 def test_the_file_is_the_table() -> None:

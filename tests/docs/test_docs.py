@@ -115,7 +115,7 @@ def test_every_hook_is_explained_to_plugin_authors() -> None:
 
 
 def test_every_stage_method_is_in_the_reference() -> None:
-    interfaces = (stages.PatternEstimator, stages.MaskRefiner, stages.SparseExecutor, stages.Observer)
+    interfaces = (stages.PatternEstimator, stages.MaskRefiner, stages.SparseExecutor, stages.Corrector, stages.Observer)
     verbs = {verb for interface in interfaces for verb in stages.missing(object(), interface)}
     text = section((ROOT / "docs" / "reference.md").read_text(), "Stages")
     assert sorted(verb for verb in verbs if f"{verb}(" not in text) == []

@@ -162,6 +162,19 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
             {"method": "dense", "refiners": [{"name": "budget-floor"}]},
             r"refiners\[0\]: BudgetFloor\(.*pass tiles, or share",
         ),
+        ({"method": "dense", "corrector": "proxi"}, "corrector is 'proxi'; did you mean 'proxy'"),
+        ({"method": "dense", "corrector": {"tile": 4}}, "corrector.name is missing"),
+        ({"method": "dense", "corrector": {"name": "delta", "gamma": 0}}, "corrector.gamma is 0: pass an integer >= 1"),
+        ({"method": "dense", "corrector": {"name": "delta", "tile": 1}}, "corrector.tile is unknown"),
+        ({"method": "dense", "corrector": False}, "corrector is False: give a table"),
+        (
+            {"union": [{"method": "dense", "corrector": "delta"}]},
+            r"union\[0\].corrector means nothing there: put corrector beside union",
+        ),
+        (
+            {"method": "star-attention", "parameters": {"inner": {"method": "dense", "corrector": "delta"}}},
+            ".*dense has a corrector, which would not run",
+        ),
         ({"union": []}, "union is empty"),
         ({"union": [{"method": "dense"}], "parameters": {}}, "parameters means nothing beside union"),
         (
@@ -262,3 +275,13 @@ def test_clusters_are_found_beside_the_file(tmp_path: Path, source: str) -> None
     (tmp_path / source).write_text(texts[source].format("none.json"))
     with pytest.raises(ParameterError, match=rf"parameters\.clusters is '{tmp_path}/none.json': No such file"):
         sp.from_config(tmp_path / source)
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [("proxy", sp.Proxy()), ({"name": "proxy", "tile": 32}, sp.Proxy(tile=32)), ("delta", sp.Delta())],
+)
+def test_a_corrector_by_name_or_by_table(given: Any, made: sp.Corrector) -> None:
+    pipeline = sp.from_config({"union": [{"method": "dense"}, {"method": "streaming"}], "corrector": given})
+    assert isinstance(pipeline, sp.Pipeline)
+    assert pipeline.corrector == made

@@ -31,6 +31,22 @@ class Broken:
     def accumulate(self, call: Any, plan: Any) -> Any: ...
 
 
+@frozen
+class Correct:
+    answer: Any
+
+    def correct(self, call: Any, plan: Any, result: Any, memory: Any) -> Any:
+        return self.answer(call, plan, result, memory)
+
+
+def other_lse(call: Any, plan: Any, result: Any, memory: Any) -> Any:
+    return evolve(result, lse=result.lse + 1)
+
+
+def half(call: Any, plan: Any, result: Any, memory: Any) -> Any:
+    return evolve(result, out=result.out.half())
+
+
 @pytest.mark.parametrize(
     ("pipeline", "said"),
     [
@@ -40,6 +56,10 @@ class Broken:
         (Pipeline(Estimate(), (Refine(fail),)), r"Refine\.refine\(\) raised KeyError"),
         (Pipeline(Estimate(), (Refine(lambda *_: 3),)), r"Refine\.refine\(\) returned int: it must return Plan"),
         (Pipeline(Estimate(), (), Broken()), r"Broken\.execute\(\) returned Tensor: it must return Result"),
+        (Pipeline(Estimate(), corrector=Correct(fail)), r"Correct\.correct\(\) raised KeyError"),
+        (Pipeline(Estimate(), corrector=Correct(lambda *_: 1)), r"correct\(\) returned int: it must return Result"),
+        (Pipeline(Estimate(), corrector=Correct(other_lse)), r"correct\(\) returned a Result of another lse"),
+        (Pipeline(Estimate(), corrector=Correct(half)), r"correct\(\) returned a Result whose out is torch.float16"),
         (Pipeline(Estimate(), observers=(Observe(fail),)), r"Observe\.observe\(\) raised KeyError"),
         (Pipeline(Estimate(), observers=(Observe(lambda *_: 1),)), r"observe\(\) returned int: .*NoneType"),
     ],

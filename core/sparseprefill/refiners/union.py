@@ -31,6 +31,9 @@ def _parts(given: Iterable[Any]) -> tuple[Pipeline | Route, ...]:
     parts: list[Pipeline | Route] = []
     for i, part in enumerate(given):
         if isinstance(part, Pipeline | Route):
+            if Route.of(part).corrects:
+                remedy = "give the corrector to the pipeline that holds the union"
+                raise ParameterError(f"UnionEstimator part {i} has a corrector, which would not run: {remedy}")
             parts.append(part)
             continue
         lacking = missing(part, PatternEstimator)
@@ -48,8 +51,9 @@ class UnionEstimator:
     """Selects whatever any of its parts selects: ``UnionEstimator(first, second, ...)``.
 
     parts: estimators, or pipelines, of which estimator and refiners run; a pipeline's executor and observers do not
-    (give observers to the pipeline that holds the union). No pair is computed twice: of the parts that bring a carry
-    the first keeps it, and the masks of all others, with the regions of their carries, lose the pairs of its region.
+    (give observers to the pipeline that holds the union; correctors too: a part that has one is a ParameterError). No
+    pair is computed twice: of the parts that bring a carry the first keeps it, and the masks of all others, with the
+    regions of their carries, lose the pairs of its region.
     Probes unite, of priorities the highest scores count; where two parts leave a note of one name, the first's does.
     """
 

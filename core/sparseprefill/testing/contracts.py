@@ -65,6 +65,13 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
 }
 
 
+OF_THE_MASK = frozenset(
+    {"result == softmax over its own mask", "causality", "NaN of an unselected key stays out", "density in (0, 1]"}
+)
+"""Laws that compare with the softmax over a mask: of a pipeline with a corrector they hold to what is computed before
+it. What it gives back without seeing the future is held by the laws of padding and chunks, and by its own tests."""
+
+
 def check_method(candidate: Candidate, **options: Unpack[Options]) -> Report:
     """Every law. The report says how many calls each held on, and which law was skipped and why."""
     return check_laws(candidate, tuple(LAWS), **options)
@@ -135,7 +142,7 @@ def check_laws(candidate: Candidate, names: tuple[str, ...], **options: Unpack[O
         reasons = list(refused)
         for trial in trials:
             try:
-                LAWS[name](trial)
+                LAWS[name](trial.uncorrected if name in OF_THE_MASK else trial)
             except (BreachError, StageError) as breach:
                 message = f"{subject.name}: law '{name}' is broken on {describe(trial.call)}: {breach}"
                 raise AssertionError(message) from breach

@@ -62,6 +62,11 @@ class Trial:
     full: tuple[Pipeline, ...] = ()
 
     @cached_property
+    def uncorrected(self) -> Trial:
+        """The same without a corrector; itself where there is none."""
+        return self if self.pipeline.corrector is None else evolve(self, pipeline=self.pipeline.with_corrector(None))
+
+    @cached_property
     def result(self) -> Result:
         """The result of the call as it is."""
         return self.run(self.call)
