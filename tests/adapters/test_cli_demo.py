@@ -55,7 +55,19 @@ def small(_one_tokenizer: None, tmp_path_factory: pytest.TempPathFactory) -> tup
 def test_json(small: tuple[dict[str, Any], Path]) -> None:
     facts, path = small
     assert set(facts) == {
-        *("version", "tokens", "questions", "seed", "device", "dtype", "threads", "tail", "picture", "sizes"),
+        *(
+            "version",
+            "tokens",
+            "questions",
+            "seed",
+            "device",
+            "dtype",
+            "threads",
+            "tail",
+            "recall_floor",
+            "picture",
+            "sizes",
+        ),
         *("methods", "outcomes"),
     }
     assert (facts["tokens"], facts["questions"], facts["device"], facts["dtype"]) == (1024, 4, "cpu", "float32")
