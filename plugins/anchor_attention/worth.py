@@ -65,4 +65,9 @@ class AnchorPriority(Priority):
             shares = torch.exp(logits - torch.gather(lse, 2, at[..., 0])[..., None])
             total += torch.where(there, shares, 0.0)
             count += there
-        return total / count.clamp(min=1)
+        scores = total / count.clamp(min=1)
+        if geometry.starts is None and geometry.lengths is None:
+            return scores
+        return scores.masked_fill(
+            (key >= geometry.key_counts()[:, None])[:, None, None], 0.0
+        )  # padding is worth nothing
