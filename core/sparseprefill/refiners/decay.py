@@ -77,11 +77,14 @@ class PositionDecay:
         scores_of(plan, self, "use BudgetCeiling, which then takes the nearest")
         at = Choice.of(call, plan)
         scores, room = tile_worth(plan, call, *at.grid), self.budget(call, *at.grid)[:, None] - at.taken
-        ends = at.ends(call.geometry, self.sink, self.local)
+        ends, tile_k = at.ends(call.geometry, self.sink, self.local), at.grid[1]
+        # Tiles behind a padded row's last key hold nothing: they take nobody's place.
+        keys = torch.arange(at.tiles.shape[-1], device=scores.device) * tile_k < call.geometry.key_counts()[:, None]
+        real = at.tiles & keys[:, None, None]
+        ends = ends | (at.tiles & ~keys[:, None, None])
         if plan.mask.stripes is None:
-            return at.narrowed(plan, highest(scores, at.tiles, room) | ends, None)
-        tile_k = at.grid[1]
-        tiles = Tiles(*at.grid, at.tiles, at.free & ~ends, scores, room * tile_k)
+            return at.narrowed(plan, highest(scores, real, room) | ends, None)
+        tiles = Tiles(*at.grid, real, at.free & ~ends, scores, room * tile_k)
         kept, stripes = fitted(call, plan, tiles, self._most(call, tile_k) * tile_k)
         return at.narrowed(plan, kept | ends, stripes)
 
