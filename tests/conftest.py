@@ -35,12 +35,16 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     # Poisoning needs deterministic mode; operations without such a variant only warn, which is of no interest here.
     quiet = pytest.mark.filterwarnings("ignore:.*eterministic.*:UserWarning")
     for item in items:
         item.add_marker(quiet)
+        # Kernels that the interpreter runs on a CPU (`kernels.device.DEVICE`) are a GPU's where there is one.
+        if CUDA and hasattr(getattr(item, "module", None), "DEVICE"):
+            item.add_marker(pytest.mark.gpu)
         if not CUDA and item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)
 

@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from sparseprefill.call import AttentionCall
 
@@ -52,12 +53,7 @@ def baseline(call: AttentionCall, lengths: Sequence[int]) -> Baseline:
     On a GPU the fastest kernel of those that take the call (float32 is for none of them); which one that is, is
     measured once for each shape.
     """
-    whole = call.q, call.k, call.v
-    pieces = [_each(partial(_row, row, length), whole) for row, length in enumerate(lengths)]
-    if len(set(lengths)) == 1:
-        pieces = [whole]
-    if call.q.numel() >= LARGE:
-        pieces = [part for piece in pieces for part in _groups(*piece)]
+    pieces = _pieces(call, lengths)
     free = Baseline(ANY, partial(_sdpa, pieces, call.softmax_scale, ANY))
     if call.q.device.type != "cuda":
         return free
@@ -69,6 +65,14 @@ def baseline(call: AttentionCall, lengths: Sequence[int]) -> Baseline:
     best = able[0] if len(able) == 1 else min(able, key=lambda one: clock.median(one.run)) if able else free
     _fastest[shape] = best.kernel
     return best
+
+
+def dense_of(kernel: str, call: AttentionCall) -> Baseline:
+    """The same by one kernel, by its name, whether or not it is the fastest; for batch rows that are all as long.
+
+    Running it raises whatever the kernel raises for a call that it does not take.
+    """
+    return _made(kernel, _pieces(call, [call.kv_len] * call.q.shape[0]), call.softmax_scale)
 
 
 def forced(kernel: str) -> AbstractContextManager[object]:
@@ -85,6 +89,16 @@ def flash4() -> Callable[..., Any] | None:
         return None
     function: Callable[..., Any] = flash_attn_func
     return function
+
+
+def _pieces(call: AttentionCall, lengths: Sequence[int]) -> list[_Piece]:
+    whole = call.q, call.k, call.v
+    pieces = [_each(partial(_row, row, length), whole) for row, length in enumerate(lengths)]
+    if len(set(lengths)) == 1:
+        pieces = [whole]
+    if call.q.numel() >= LARGE:
+        pieces = [part for piece in pieces for part in _groups(*piece)]
+    return pieces
 
 
 def _able(pieces: Sequence[_Piece], scale: float) -> list[Baseline]:
@@ -123,9 +137,16 @@ def _made(kernel: str, pieces: Sequence[_Piece], scale: float) -> Baseline:
 def _sdpa(pieces: Sequence[_Piece], scale: float, kernel: str) -> list[Tensor]:
     with forced(kernel):
         return [
-            functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            functional.scaled_dot_product_attention(q, k, v, **_causal(q, k), scale=scale, enable_gqa=True)
             for q, k, v in pieces
         ]
+
+
+def _causal(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Causality whose last row sees every key: a flag of PyTorch's only where there are as many queries as keys."""
+    if q.shape[2] == k.shape[2]:
+        return {"is_causal": True}
+    return {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])}
 
 
 def _flash4(pieces: Sequence[_Piece], scale: float) -> list[Tensor]:

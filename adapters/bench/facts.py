@@ -50,7 +50,8 @@ def fact(row: Row) -> dict[str, Any]:
     case = row.case
     sizes = {"table": case.table, "what": case.name, **asdict(case.shape), "input": case.input}
     kind = "executor" if case.pipeline is None else "method"
-    found = {"kind": kind, **sizes, "parameters": dict(case.parameters), "gate": case.gate, "error": row.error or None}
+    found = {"kind": kind, **sizes, "parameters": dict(case.parameters), "layers": case.layers, "gate": case.gate}
+    found["error"] = row.error or None
     if row.error:
         return found
     return found | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,20 +74,28 @@ class Layers:
     def time(self, pipeline: Pipeline | Route, clock: Clock) -> LayersTime:
         """Time a pipeline on all layers, one after the other as in a prefill; its own errors pass through."""
         plain = gated(pipeline, None)
-        memory = self._run(plain, Memory())  # what a method remembers of a prefill is there when its plans are timed
+        before = memories(plain, self.calls)
         seconds, dense = clock.beside(lambda: self._run(plain, Memory()), lambda: [one.run() for one in self.dense])
 
         def plan() -> None:
-            for call in self.calls:
+            for call, memory in zip(self.calls, before, strict=True):
                 plan_only(plain, call, memory)
 
         estimate = clock.median(plan)
         return LayersTime(seconds, estimate, dense, self.dense[0].kernel)
 
-    def _run(self, pipeline: Pipeline | Route, memory: Memory) -> Memory:
+    def _run(self, pipeline: Pipeline | Route, memory: Memory) -> None:
         for call in self.calls:
             pipeline.run(call, memory)
-        return memory
+
+
+def memories(pipeline: Pipeline | Route, calls: Sequence[AttentionCall]) -> list[Memory]:
+    """What a prefill of these layers remembers when it comes to each: its plan is then what it is in the prefill."""
+    memory, before = Memory(), []
+    for call in calls:
+        before.append(memory.copy())
+        pipeline.run(call, memory)
+    return before
 
 
 def plan_only(given: Pipeline | Route, call: AttentionCall, memory: Memory) -> None:

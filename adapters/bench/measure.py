@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from sparseprefill.route import gated
 from .baseline import Baseline, baseline
 from .case import Case, Shape
 from .clock import Clock
-from .inputs import call_of
-from .layers import plan_only
+from .inputs import call_of, in_pages, uncopied
+from .layers import memories, plan_only
 from .masks import random_mask
 
 ROWS = 64
@@ -28,7 +28,7 @@ ROWS = 64
 
 @frozen(kw_only=True)
 class Row:
-    """What was measured of a case, seconds by the device's clock.
+    """What was measured of a case, seconds by the device's clock; of several layers the mean over them.
 
     baseline: name of the dense kernel. estimate: seconds until the mask is there, of `seconds`. recall, lowest: share
     of the attention mass kept, mean over heads and sampled rows, and of the head that keeps least. extra: most bytes
@@ -64,54 +64,87 @@ class Row:
 class Ready:
     """A case with its tensors on the device.
 
-    run: the call. plan: all of it but the executor; None for masks. dense: the yardstick.
+    calls: one for each layer. layer: runs one of them. planned: all of it but the executor, by index; None for masks.
+    dense: the yardstick.
     """
 
     case: Case
-    call: AttentionCall
-    run: Callable[[], Result]
-    plan: Callable[[], Any] | None
+    calls: Sequence[AttentionCall]
+    layer: Callable[[AttentionCall], Result]
+    planned: Callable[[int], Any] | None
     dense: Baseline
 
+    def run(self) -> Result:
+        """Layer after layer, as in a prefill; the last one's result."""
+        for call in self.calls[:-1]:
+            self.layer(call)
+        return self.layer(self.calls[-1])
+
+    @property
+    def plan(self) -> Callable[[], Any] | None:
+        """The same without the executor; None for masks."""
+        planned = self.planned
+        return None if planned is None else lambda: [planned(index) for index in range(len(self.calls))]
+
     def row(self, seconds: float, dense: float, **more: Any) -> Row:
-        """The row of a table; runs the call once more, for density, recall and memory."""
-        result, extra = self._once()
-        facts: dict[str, Any] = {"density": result.density, "extra": extra, "note": result.dense}
-        facts["parts"] = 1 if result.parts is None else result.parts.count
-        if self.plan is not None:
-            kept = recall(self.call, result, rows=ROWS).nanmean(-1)
-            facts |= {"recall": float(kept.mean()), "lowest": float(kept.min())}
+        """The row of a table; runs each layer once more, for density, recall and memory."""
+        found = [self._facts(call) for call in self.calls]
+        extras = [one["extra"] for one in found if one["extra"] is not None]
+        facts: dict[str, Any] = {"note": found[0]["note"], "parts": max(one["parts"] for one in found)}
+        facts |= {"density": _mean(found, "density"), "extra": max(extras, default=None)}
+        if self.planned is not None:
+            facts |= {"recall": _mean(found, "recall"), "lowest": min(one["lowest"] for one in found)}
         return Row(case=self.case, seconds=seconds, dense=dense, baseline=self.dense.kernel, **facts, **more)
 
-    def _once(self) -> tuple[Result, int | None]:
-        device = self.call.q.device
+    def _facts(self, call: AttentionCall) -> dict[str, Any]:
+        """Of one layer, whose result is let go."""
+        result, extra = self._once(call)
+        facts: dict[str, Any] = {"density": result.density, "extra": extra, "note": result.dense}
+        facts["parts"] = 1 if result.parts is None else result.parts.count
+        if self.planned is not None:
+            kept = recall(call, result, rows=ROWS).nanmean(-1)
+            facts |= {"recall": float(kept.mean()), "lowest": float(kept.min())}
+        return facts
+
+    def _once(self, call: AttentionCall) -> tuple[Result, int | None]:
+        device = call.q.device
         if device.type != "cuda":
-            return self.run(), None
+            return self.layer(call), None
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        result = self.run()
+        result = self.layer(call)
         torch.cuda.synchronize(device)
         held = sum(x.numel() * x.element_size() for x in (result.out, result.lse))
         return result, torch.cuda.max_memory_allocated(device) - before - held
 
 
+def _mean(found: Sequence[dict[str, Any]], name: str) -> float:
+    return float(sum(one[name] for one in found)) / len(found)
+
+
 def prepare(case: Case, device: torch.device, seed: int = 0) -> Ready:
     """Make inputs, mask and yardstick. Raises ParameterError for what cannot be."""
     call = call_of(case.shape, case.input, seed, device)
-    dense = baseline(call, case.shape.lengths)
+    dense = baseline(call, case.shape.lengths)  # on tensors, whatever the call reads
+    if case.shape.page:
+        call = in_pages(call, case.shape.page, seed)
     if case.pipeline is None:
         plan, executor = Plan(random_mask(call, case.mask, seed)), AutoExecutor()
-        return Ready(case=case, call=call, run=lambda: executor.execute(call, plan), plan=None, dense=dense)
+        return Ready(
+            case=case, calls=[call], layer=lambda one: executor.execute(uncopied(one), plan), planned=None, dense=dense
+        )
     plain = gated(case.pipeline, None)
     pipeline = gated(plain) if case.gate else plain
     # Of one prefill: what a method remembers of its first layer is there in the layers behind it, and so here.
     memory = Memory()
+    calls = [evolve(call, layer=layer) for layer in range(case.layers)]
+    before = [memory] if len(calls) == 1 else memories(pipeline, calls)  # as each layer of a prefill finds it
     return Ready(
         case=case,
-        call=call,
-        run=lambda: pipeline.run(call, memory),
-        plan=lambda: plan_only(plain, call, memory),
+        calls=calls,
+        layer=lambda one: pipeline.run(uncopied(one), memory),
+        planned=lambda index: plan_only(plain, uncopied(calls[index]), before[index]),
         dense=dense,
     )
 
@@ -143,5 +176,7 @@ class Bench:
                 self._known[case.shape, ready.dense.kernel] = dense
         else:
             seconds, dense = self.clock.median(ready.run), known
-        row = ready.row(seconds, dense)
-        return row if ready.plan is None or row.note else evolve(row, estimate=self.clock.median(ready.plan))
+        row = ready.row(seconds / case.layers, dense)
+        if ready.plan is None or row.note:
+            return row
+        return evolve(row, estimate=self.clock.median(ready.plan) / case.layers)

@@ -20,9 +20,16 @@ MASKS = (
     *(f"stripes:{share}" for share in (0.1, 0.05, 0.02)),
     "tiles:0.05+stripes:0.05",
 )
+CHUNKS, CHUNK_MASKS = (2048, 8192), ("full", "tiles:0.1", "diagonal+stripes:0.1")
+"""New tokens behind cached ones."""
 SHAPE_MASKS = ("full", "tiles:0.1", "stripes:0.05")
-PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({"share-prefill": {"clusters": "single"}})
-"""What differs from a method's defaults: share-prefill's clusters belong to a model, and a made-up layer has none."""
+PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"kascade": {"anchors": [0, 2, 8, 13, 14]}, "share-prefill": {"clusters": "single"}}
+)
+"""What differs from a method's defaults: their tables belong to a model, and a made-up layer has none. Kascade's layers
+are those that its authors choose in Llama-3.1-8B."""
+LAYERS: Mapping[str, int] = MappingProxyType({"kascade": 32})
+"""Layers of a prefill that are run, where a method does not do the same in each."""
 SWEEPS: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType(
     {
         "anchor-attention": [{"theta": theta} for theta in (8.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0)],
@@ -50,8 +57,9 @@ class Table:
 def method_case(registry: Registry, name: str, shape: Shape, table: str, **more: Any) -> Case:
     """A method at its defaults, or with ``parameters``, on inputs of several heads; errors as of `Registry.build`."""
     given = more.pop("parameters", {})
+    layers = more.pop("layers", None) or LAYERS.get(name, 1)
     pipeline = registry.build(name, **{**PARAMETERS.get(name, {}), **given})
-    return Case(table=table, name=name, shape=shape, pipeline=pipeline, parameters=given, **more)
+    return Case(table=table, name=name, shape=shape, pipeline=pipeline, parameters=given, layers=layers, **more)
 
 
 def names(registry: Registry) -> list[str]:
@@ -98,11 +106,23 @@ def _long(registry: Registry, shape: Shape) -> Iterable[Case]:
     return [method_case(registry, name, shape, "long") for name in names(registry)]
 
 
+def _chunks(registry: Registry, shape: Shape) -> Iterable[Case]:
+    shapes = [evolve(shape, new=new) for new in dict.fromkeys(min(new, shape.length // 2) for new in CHUNKS)]
+    return [
+        case
+        for one in shapes
+        for case in (
+            *(of_mask(mask, one, "chunks") for mask in CHUNK_MASKS),
+            *(method_case(registry, name, one, "chunks") for name in names(registry)),
+        )
+    ]
+
+
 def _captured(registry: Registry, shape: Shape) -> Iterable[Case]:
     from ..demo.settings import PARAMETERS as SUITED
 
-    # One call of heads from several layers: the clusters of the embedded model's own layers mean nothing in it.
-    changes: dict[str, dict[str, Any]] = {"share-prefill": {"clusters": "single"}}
+    # One call of heads from several layers: tables of the embedded model's own layers mean nothing in it.
+    changes: dict[str, dict[str, Any]] = {name: dict(given) for name, given in PARAMETERS.items()}
     return [
         method_case(
             registry,
@@ -124,6 +144,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "shapes": Table((65536,), (512,), _shapes, "other head dimensions, types, groups and batches"),
         "short": Table((1024, 2048, 4096, 8192), (256, 512), _short, "short prompts, without and with the gate"),
         "long": Table((1048576,), (2048,), _long, "a million tokens"),
+        "chunks": Table((131072,), (1024,), _chunks, "new tokens behind cached ones"),
         "captured": Table((32768,), (1024,), _captured, "q, k, v of the embedded model"),
     }
 )

@@ -25,7 +25,7 @@ from ..evaluation.outcome import Outcome, Summary
 from ..evaluation.prompts import Prompt
 from ..evaluation.reading import Sizes
 from ..progress import Progress
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 from .candidates import Candidate
 from .measure import calibrate, sizes
 from .search import Search, Trial

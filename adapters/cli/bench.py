@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
-from sparseprefill.registry import default_registry
-
 from . import render
+from .group import CommandError
 from .shared_options import Configs, Device, Dtype, Methods, Settings, Threads, Type
+
+DEPTH = 32
+"""Layers of a whole model, unless told otherwise."""
 
 
 class Input(StrEnum):
@@ -41,7 +43,8 @@ def bench(
     table: Annotated[
         list[str] | None,
         typer.Option(
-            help="A table of the benchmark page: executor, methods, curves, shapes, short, long, captured, or all."
+            help="A table of the benchmark page: executor, methods, curves, shapes, short, long, chunks, captured, or "
+            "all."
         ),
     ] = None,
     method: Methods = None,
@@ -50,7 +53,7 @@ def bench(
     executor: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="MASK", help="A random mask through the executor: full, tiles:0.1, tiles:0.05+stripes:0.05."
+            metavar="MASK", help="A random mask through the executor: full, tiles:0.1, diagonal+stripes:0.05."
         ),
     ] = None,
     length: Annotated[list[int] | None, typer.Option(min=16, help="Tokens of the prompt; repeat for several.")] = None,
@@ -58,10 +61,21 @@ def bench(
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=32, help="Head dimension.")] = 128,
     batch: Annotated[int, typer.Option(min=1, max=64, help="Rows, of unequal lengths.")] = 1,
+    new: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens that are new behind cached ones, the last of --length; repeat for several."),
+    ] = None,
+    page: Annotated[int, typer.Option(min=0, help="Tokens of a page of keys and values; 0: tensors.")] = 0,
     inputs: Annotated[Input | None, typer.Option("--input", help="Inputs of the methods; by default heads.")] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure the executor beside other packages' kernels on the same masks.")
+    ] = False,
     gate: Annotated[bool, typer.Option("--gate", help="Let the break-even gate choose dense attention.")] = False,
     ttft: Annotated[bool, typer.Option("--ttft", help="Time a whole model's prefill in place of one layer.")] = False,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of that model.")] = 32,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Layers of that model, 32; without --ttft, those that a figure is the mean of."),
+    ] = None,
     structure: Annotated[
         Structure, typer.Option(help="What its attention runs on: made-up heads, or the model's own random q and k.")
     ] = Structure.HEADS,
@@ -86,8 +100,10 @@ def bench(
     Without --table, --method or --executor: every method at its defaults. The tables of docs/benchmarks.md come from
     --table all.
     """
+    from sparseprefill.registry import default_registry
+
     from ..bench.clock import Clock
-    from . import bench_run
+    from . import bench_peers, bench_run
     from .bench_options import Files, Wanted
     from .setup import Place
 
@@ -101,12 +117,19 @@ def bench(
         configs=config or (),
         masks=executor or (),
         lengths=length or (),
+        news=new or (),
+        page=page,
         input=None if inputs is None else inputs.value,
         gate=gate,
+        layers=None if ttft else layers,
         sizes={"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name, "batch": batch},
     )
-    if ttft:
-        failed = bench_run.models(wanted, registry, place, files, layers, structure.value, rounds, seed)
+    if ttft and peers:
+        raise CommandError("--peers means nothing beside --ttft; leave one of them out")
+    if peers:
+        failed = bench_peers.peers(wanted, place, files, Clock(place.device, rounds, seconds), seed)
+    elif ttft:
+        failed = bench_run.models(wanted, registry, place, files, layers or DEPTH, structure.value, rounds, seed)
     else:
         failed = bench_run.layers(wanted, registry, place, files, Clock(place.device, rounds, seconds), seed)
     render.broken(registry)

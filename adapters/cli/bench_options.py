@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
 from sparseprefill.route import Route
 
-from ..bench import tables
-from ..bench.case import Case, Shape, of_mask
+from ..bench import scoreboard, tables
+from ..bench.case import Case, Part, Shape, of_mask, parse_mask
+from .files import check_writable
 from .group import CommandError
 from .options import setting
 
@@ -26,7 +28,9 @@ LENGTHS = {"cuda": (32768, 131072), "cpu": (512, 1024)}
 
 @frozen(kw_only=True)
 class Wanted:
-    """The options that choose what is measured, as they were given. sizes: of a call, all but its length."""
+    """The options that choose what is measured, as they were given. layers: of a prefill that a figure is the mean of,
+    None for what a method needs. news, page: see `Shape`; several of the first. sizes: of a call, all but these and its
+    length."""
 
     tables: Sequence[str] = ()
     methods: Sequence[str] = ()
@@ -34,8 +38,11 @@ class Wanted:
     configs: Sequence[Path] = ()
     masks: Sequence[str] = ()
     lengths: Sequence[int] = ()
+    news: Sequence[int] = ()
+    page: int = 0
     input: str | None = None
     gate: bool = False
+    layers: int | None = None
     sizes: Mapping[str, Any]
 
     def cases(self, registry: Registry, device: str) -> list[Case]:
@@ -47,7 +54,8 @@ class Wanted:
 
     def pipelines(self, registry: Registry) -> list[tuple[str, Pipeline | Route]]:
         """The methods and configurations for a whole model, by label; errors as those of `cases`."""
-        for option, value in (("--table", self.tables), ("--executor", self.masks), ("--input", self.input)):
+        given = {"--table": self.tables, "--executor": self.masks, "--input": self.input, **self._chunked}
+        for option, value in given.items():
             if value:
                 raise CommandError(f"{option} means nothing beside --ttft; leave one of them out")
         if self.sizes["batch"] != 1:
@@ -55,9 +63,24 @@ class Wanted:
         cases = self._methods(registry, [self._shape(16)])
         return [(case.label, case.pipeline) for case in cases if case.pipeline is not None]
 
+    def scoreboard(self, device: str) -> tuple[list[tuple[Part, ...]], list[Shape]]:
+        """The masks and shapes on which other kernels are measured beside ours; errors as those of `cases`."""
+        given = {"--table": self.tables, "--method": self.methods, "--set": self.settings, "--config": self.configs}
+        for option, value in {**given, "--input": self.input, "--gate": self.gate, **self._chunked}.items():
+            if value:
+                raise CommandError(f"{option} means nothing beside --peers; leave one of them out")
+        if self.sizes["batch"] != 1:
+            raise CommandError(f"--batch {self.sizes['batch']}: --peers measures one prompt; pass 1")
+        try:
+            masks = [parse_mask(text) for text in dict.fromkeys(self.masks or scoreboard.MASKS)]
+        except ParameterError as error:
+            raise CommandError(str(error)) from error
+        lengths = dict.fromkeys(self.lengths or LENGTHS.get(device, LENGTHS["cpu"]))
+        return masks, [self._shape(length) for length in lengths]
+
     def _of_tables(self, registry: Registry, device: str) -> list[Case]:
         given = {"--set": self.settings, "--config": self.configs, "--executor": self.masks, "--input": self.input}
-        for option, value in {**given, "--gate": self.gate}.items():
+        for option, value in {**given, "--gate": self.gate, "--layers": self.layers, **self._chunked}.items():
             if value:
                 raise CommandError(f"{option} means nothing beside --table, whose cases are set; leave one of them out")
         names = list(tables.TABLES) if ALL in self.tables else list(dict.fromkeys(self.tables))
@@ -75,7 +98,8 @@ class Wanted:
         return kept
 
     def _chosen(self, registry: Registry, device: str) -> list[Case]:
-        shapes = [self._shape(length) for length in self.lengths or LENGTHS.get(device, LENGTHS["cpu"])]
+        lengths = self.lengths or LENGTHS.get(device, LENGTHS["cpu"])
+        shapes = [self._shape(*sizes) for sizes in product(lengths, dict.fromkeys(self.news) or [None])]
         masks = [of_mask(mask, shape) for shape in shapes for mask in self.masks]
         if self.masks and not (self.methods or self.configs or self.settings):
             return masks
@@ -89,7 +113,7 @@ class Wanted:
             if method not in changes:
                 raise CommandError(f"--set {text}: {method!r} is not a method of this run{nearest(method, changes)}")
             changes[method][parameter] = value
-        more: dict[str, Any] = {"input": self.input or "heads", "gate": self.gate}
+        more: dict[str, Any] = {"input": self.input or "heads", "gate": self.gate, "layers": self.layers}
         configured = [from_config(path) for path in self.configs]
         made = []
         for shape in shapes:
@@ -98,16 +122,35 @@ class Wanted:
                 for name, given in changes.items()
             ]
             made += [
-                Case(table="", name=pipeline.name, shape=shape, pipeline=pipeline, parameters={"config": path}, **more)
+                Case(
+                    table="",
+                    name=pipeline.name,
+                    shape=shape,
+                    pipeline=pipeline,
+                    input=self.input or "heads",
+                    parameters={"config": path},
+                    gate=self.gate,
+                    layers=self.layers or _layers(pipeline),
+                )
                 for path, pipeline in zip(map(str, self.configs), configured, strict=True)
             ]
         return made
 
-    def _shape(self, length: int) -> Shape:
+    @property
+    def _chunked(self) -> dict[str, Any]:
+        """Options of calls behind cached tokens."""
+        return {"--new": self.news, "--page": self.page}
+
+    def _shape(self, length: int, new: int | None = None) -> Shape:
         try:
-            return Shape(length=length, **self.sizes)
+            return Shape(length=length, new=new, page=self.page, **self.sizes)
         except ParameterError as error:
             raise CommandError(str(error)) from error
+
+
+def _layers(pipeline: Pipeline | Route) -> int:
+    """Those that its method needs, where its pipeline goes by the method's name."""
+    return max(tables.LAYERS.get(one.name, 1) for one in Route.of(pipeline).known)
 
 
 @frozen(kw_only=True)
@@ -122,26 +165,14 @@ class Files:
     json: Path | None = None
 
     def __attrs_post_init__(self) -> None:
-        _writable("--plot", self.plot, ".png", ".svg", ".pdf")
-        _writable("--markdown", self.markdown)
-        _writable("--json", None if self.alone else self.json)
+        if self.plot is not None:
+            check_writable("--plot", self.plot, ".png", ".svg", ".pdf")
+        if self.markdown is not None:
+            check_writable("--markdown", self.markdown)
+        if self.json is not None and not self.alone:
+            check_writable("--json", self.json)
 
     @property
     def alone(self) -> bool:
         """Whether JSON is all that is printed."""
         return self.json is not None and str(self.json) == "-"
-
-
-def _writable(option: str, path: Path | None, *endings: str) -> None:
-    if path is None:
-        return
-    if endings and path.suffix.lower() not in endings:
-        raise CommandError(f"{option} {path}: pass a name that ends in {' or '.join(endings)}")
-    there = path.exists()
-    try:
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        raise CommandError(f"{option} {path}: {error.strerror}; pass a path that can be written") from error
-    if not there:
-        path.unlink()

@@ -14,6 +14,8 @@ from ..bench.ttft import Timed
 from . import render
 
 COLUMNS = ("what", "ms", "mask", "density", "speed-up", "eff.", "recall", "least")
+DROP = ("mask", "eff.", "recall", "least", "density")
+"""Columns that a narrow terminal leaves out, in this order."""
 NOTES = (
     "ms: median of the whole call, by the device's clock; mask: of it, until the mask is there. density: pairs "
     "computed / causal pairs. speed-up: dense attention's time, beside the row, over this one. eff.: density x "
@@ -40,7 +42,7 @@ TTFT_NOTES = {
 def as_tables(rows: Sequence[Row], on_cpu: bool) -> None:
     """Print a table for each length and shape, and what the columns mean."""
     for group in facts.grouped(rows):
-        render.figures(facts.title(group[0]), COLUMNS, map(_cells, group), _remarks(group))
+        render.figures(facts.title(group[0]), COLUMNS, map(_cells, group), _remarks(group), drop=DROP)
     render.line(NOTES.format(rows=ROWS) + (f" {ON_CPU}" if on_cpu else ""), style="dim")
 
 

@@ -16,6 +16,7 @@ from ..progress import Progress
 from . import bench_plot, bench_results, render
 from .bench_options import Files, Wanted
 from .group import CommandError
+from .kept import Stop, wrote
 from .progress import bars
 
 if TYPE_CHECKING:
@@ -33,19 +34,23 @@ def layers(wanted: Wanted, registry: Registry, place: Place, files: Files, clock
     cases = wanted.cases(registry, place.device.type)
     bench = Bench(clock, seed)
     rows: list[Row] = []
-    with bars(len(cases)) as shown, place.threaded():
+    with bars(len(cases)) as shown, place.threaded(), Stop() as stop:
         for case in cases:
             with shown.contender(str(case)) as progress:
                 progress("measuring", 0, 1)
                 rows.append(bench.measure(case))
+    stop.check(len(rows))
     if files.plot is not None:
         bench_plot.draw(rows, files.plot)
+        wrote(files.plot)
     if files.markdown is not None:
         files.markdown.write_text(facts.markdown(rows), encoding="utf-8")
+        wrote(files.markdown)
     _json(files, rows, (), place, clock.rounds, seed)
     if not files.alone:
         bench_results.as_tables(rows, place.device.type == "cpu")
         _written(files)
+    stop.end(len(rows), len(cases), "rows")
     return any(row.error for row in rows)
 
 
@@ -69,7 +74,7 @@ def models(
     shape = _shape(wanted.sizes, depth)
     timed: list[ttft.Timed] = []
     lengths = tuple(dict.fromkeys(wanted.lengths)) or LENGTHS.get(place.device.type, LENGTHS["cpu"])
-    with bars(len(lengths)) as shown, place.threaded():
+    with bars(len(lengths)) as shown, place.threaded(), Stop() as stop:
         for tokens in lengths:
             prefill = ttft.Prefill(
                 shape=shape,
@@ -81,10 +86,12 @@ def models(
             )
             with shown.contender(f"{tokens:,} tokens") as progress:
                 timed += _run(prefill, contenders, progress)
+    stop.check(len(timed))
     _json(files, (), timed, place, rounds, seed)
     if not files.alone:
         bench_results.as_ttft(timed, shape, place.device.type == "cpu")
         _written(files)
+    stop.end(len({one.tokens for one in timed}), len(lengths), "lengths")
     return any(one.error for one in timed)
 
 
@@ -111,6 +118,7 @@ def _json(files: Files, rows: Sequence[Row], timed: Sequence[ttft.Timed], place:
         render.write_json(found)
     else:
         files.json.write_text(render.to_json(found) + "\n", encoding="utf-8")
+        wrote(files.json)
 
 
 def _written(files: Files) -> None:

@@ -7,21 +7,25 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from attrs import evolve
 
 from sparseprefill import __version__
-from sparseprefill.breakeven.points import DeviceKind, HeadShape
-from sparseprefill.breakeven.table import BreakEven, device_kind
-from sparseprefill.registry import default_registry
 
-from . import calibrated, render
+from . import render
+from .files import check_writable
 from .group import CommandError
+from .kept import wrote
 from .options import value_of
 from .shared_options import Device, Dtype, Json, Methods, Settings, Type
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparseprefill.breakeven.points import DeviceKind, HeadShape
+    from sparseprefill.breakeven.table import BreakEven
 
 DENSE = "dense"
 HEADS = {"cpu": (4, 2, 64), "cuda": (32, 8, 128)}
@@ -31,8 +35,11 @@ CHUNK = {"cpu": 1024, "cuda": 2048}
 REPEATS = {"cpu": 3, "cuda": 20}
 SECONDS = 1.0
 """That the runs of one piece of work may take in all; two count in any case."""
-NEEDED: Mapping[str, Mapping[str, Any]] = {"share-prefill": {"clusters": "single"}}
-"""What a method cannot run without, where it has no default."""
+NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "kascade": {"anchors": (0,), "dense_layers": 0},
+    "share-prefill": {"clusters": "single"},
+}
+"""What a method cannot run without, where it has no default. Of kascade it is an anchor layer that is timed."""
 
 
 def register(app: typer.Typer) -> None:
@@ -55,7 +62,9 @@ def calibrate(
         int | None, typer.Option(min=0, help="Rows of a prompt's chunk, timed too; 0 for none. 2048 on a GPU.")
     ] = None,
     repeats: Annotated[int | None, typer.Option(min=2, help="Runs of each; the fastest counts.")] = None,
-    output: Annotated[Path, typer.Option("--output", "--out", help="Where the table goes.")] = Path("breakeven.json"),
+    output: Annotated[Path, typer.Option("--output", "--out", "-o", help="Where the table goes.")] = Path(
+        "breakeven.json"
+    ),
     append: Annotated[bool, typer.Option("--append", help="Keep the other shapes that the file holds.")] = False,
     device: Device = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU: as many as the calls will have.")] = 1,
@@ -66,14 +75,16 @@ def calibrate(
     Times dense attention, the sparse executor and the methods by length, and writes the table by which `attach` and
     `build` decide whether a call is worth running sparse.
     """
+    from sparseprefill.registry import default_registry
+
     from ..bench.clock import Clock
     from ..bench.shape import HeadSizes
     from ..calibration import measure
+    from . import calibrated
     from .progress import bars
     from .setup import Place
 
-    if not output.absolute().parent.is_dir():
-        raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
+    check_writable("--output", output)
     place = Place.of(device, dtype.value, threads)
     kind = place.device.type if place.device.type in HEADS else "cpu"
     usual = HEADS[kind]
@@ -95,7 +106,8 @@ def calibrate(
     try:
         output.write_text(made.to_json(), encoding="utf-8")
     except OSError as error:
-        raise CommandError(f"--output {output}: {error.strerror}") from error
+        raise CommandError(f"--output {output}: {error.strerror}; pass a path that can be written") from error
+    wrote(output)
     if json:
         render.write_json(calibrated.as_json(made, found.shape, list(pipelines), found.failed, output))
         return
@@ -106,6 +118,8 @@ def calibrate(
 
 
 def _parameters(names: Any, settings: Any) -> dict[str, dict[str, Any]]:
+    from sparseprefill.registry import default_registry
+
     registry = default_registry()
     chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
     made: dict[str, dict[str, Any]] = {registry.get(name).name: dict(NEEDED.get(name, {})) for name in chosen}
@@ -121,6 +135,8 @@ def _parameters(names: Any, settings: Any) -> dict[str, dict[str, Any]]:
 
 
 def _before(path: Path, device: torch.device) -> BreakEven:
+    from sparseprefill.breakeven.table import BreakEven, device_kind
+
     found, here = BreakEven.load(path), device_kind(device)
     if (found.device.type, found.device.capability) != (here.type, here.capability):
         raise CommandError(f"--append: {path} is a {found}, this is {here}: write to another file")
@@ -128,6 +144,8 @@ def _before(path: Path, device: torch.device) -> BreakEven:
 
 
 def _table(shape: HeadShape, device: torch.device, how: dict[str, Any], before: BreakEven | None) -> BreakEven:
+    from sparseprefill.breakeven.table import BreakEven, device_kind
+
     kind = device_kind(device)
     kind = kind if kind.name else evolve(kind, name=platform.machine())
     same = (shape.heads, shape.kv_heads, shape.head_dim, shape.dtype)
@@ -137,6 +155,8 @@ def _table(shape: HeadShape, device: torch.device, how: dict[str, Any], before: 
 
 
 def _versions(kind: DeviceKind) -> dict[str, str]:
+    import torch
+
     found = {"sparseprefill": __version__, "python": platform.python_version(), "torch": torch.__version__}
     if kind.type == "cuda":
         found["cudnn"] = str(torch.backends.cudnn.version())

@@ -26,13 +26,14 @@ def as_table(table: BreakEven, shape: HeadShape, methods: Sequence[str]) -> None
     heads = ("method", "worth it", *(f"{point.keys:,}" for point in whole))
     rows = [("dense, ms", "", *_milliseconds(whole))]
     rows += [(name, _from(table, shape, name), *_ratios(shape, name, whole)) for name in methods]
-    render.table(heads, rows, right=heads[2:], title=f"{shape} on {table.device}: time / dense time")
+    title = f"{shape} on {table.device}: time / dense time"
+    render.figures(title, heads, rows, words=heads[:2], drop=_shortest(heads[2:]))
     for queries in sorted({point.queries for point in shape.points if not point.whole}):
         points = [point for point in shape.points if point.queries == queries and not point.whole]
         heads = ("method", *(f"{point.keys:,}" for point in points))
         rows = [("dense, ms", *_milliseconds(points))]
         rows += [(name, *_ratios(shape, name, points)) for name in methods]
-        render.figures(f"the last {queries:,} rows of so many keys", heads, rows)
+        render.figures(f"the last {queries:,} rows of so many keys", heads, rows, drop=_shortest(heads[1:]))
     doubtful = [name for name in methods if too_dense(shape, name)]
     if doubtful:
         render.line(DOUBT.format(methods=", ".join(doubtful)), style="dim")
@@ -52,6 +53,11 @@ def as_json(
         "failed": dict(failed),
         "output": str(output),
     }
+
+
+def _shortest(lengths: Sequence[str]) -> Sequence[str]:
+    """Lengths that a narrow terminal leaves out, in this order: what the longest gain is what counts."""
+    return lengths[:-1]
 
 
 def _from(table: BreakEven, shape: HeadShape, method: str) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from attrs import asdict
 
 from sparseprefill.errors import told
-from sparseprefill.method import FLOOR
-from sparseprefill.registry import PluginRecord, default_registry
 
 from . import describe, render
+
+if TYPE_CHECKING:
+    from sparseprefill.registry import PluginRecord
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
@@ -24,6 +25,8 @@ def register(app: typer.Typer) -> None:
 
 def methods(json: Json = False) -> None:
     """List every installed method with its summary and paper."""
+    from sparseprefill.registry import default_registry
+
     registry = default_registry()
     rows = [{"name": one.name, "summary": one.summary, "paper": one.paper} for one in registry.methods().values()]
     if json:
@@ -35,6 +38,9 @@ def methods(json: Json = False) -> None:
 
 def show(name: Annotated[str, typer.Argument(help="A method's name.")], json: Json = False) -> None:
     """Show a method: stages, parameters with defaults and bounds, grain, paper."""
+    from sparseprefill.method import FLOOR
+    from sparseprefill.registry import default_registry
+
     method = default_registry().get(name)
     stages, grain = describe.stages(method)
     parameters = describe.parameters(method)
@@ -47,19 +53,22 @@ def show(name: Annotated[str, typer.Argument(help="A method's name.")], json: Js
     render.line(f"{method.name}: {method.summary}", "bold")
     render.line(f"paper: {method.paper or 'none'}")
     render.line(f"grain: {_grain(grain)}")
-    render.table(("stage", "class", "what it does"), [(one.role, one.name, one.doc) for one in stages])
+    render.table(("stage", "class", "what it does"), [(one.role, one.name, one.doc) for one in stages], drop=("class",))
     render.table(
         ("parameter", "type", "default", "bounds", "meaning"),
         [
             (one.name, one.type, "required" if one.required else str(one.default), one.bounds, one.doc)
             for one in parameters
         ],
+        drop=("type", "bounds"),
     )
     render.line(f"Every method also takes {FLOOR}, such as {FLOOR}=0.95: the attention mass that each head keeps.")
 
 
 def plugins(json: Json = False) -> None:
     """List every plugin found: its distribution, version and methods, and the error that stopped it."""
+    from sparseprefill.registry import default_registry
+
     found = default_registry().plugins()
     if json:
         facts = [asdict(one) for one in found]
@@ -68,6 +77,7 @@ def plugins(json: Json = False) -> None:
     render.table(
         ("plugin", "distribution", "version", "methods", "error"),
         [(one.name, one.distribution, one.version, ", ".join(one.methods), _error(one)) for one in found],
+        drop=("version", "distribution"),
     )
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from . import render
+from .files import check_writable
 from .group import CommandError
+from .kept import wrote
 from .shared_options import Device, Dtype, Json, Model, Threads, Type
+
+if TYPE_CHECKING:
+    import torch
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +33,7 @@ def cluster(
     latent: Annotated[int, typer.Option(min=1, help="Numbers that a map is compressed to.")] = 64,
     epochs: Annotated[int, typer.Option(min=1, help="Most epochs of the autoencoder's training.")] = 1000,
     seed: Annotated[int, typer.Option(help="Chooses the samples, and how the training begins.")] = 0,
-    output: Annotated[Path, typer.Option(help="Where the table goes.")] = Path("clusters.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the table goes.")] = Path("clusters.json"),
     picture: Annotated[Path, typer.Option(help="Where the picture of the similarities goes.")] = Path("clusters.png"),
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
@@ -51,8 +55,7 @@ def cluster(
     from .progress import bars
     from .setup import Place, model_of
 
-    if not output.absolute().parent.is_dir():
-        raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
+    check_writable("--output", output)
     check_path(picture)
     place = Place.of(device, dtype.value, threads)
     settings = Settings(block=block, threshold=threshold, min_size=min_size, latent=latent, epochs=epochs, seed=seed)
@@ -69,7 +72,8 @@ def cluster(
     try:
         output.write_text(dump(table), encoding="utf-8")
     except OSError as error:
-        raise CommandError(f"--output {output}: {error.strerror}") from error
+        raise CommandError(f"--output {output}: {error.strerror}; pass a path that can be written") from error
+    wrote(output)
     within, across = _means(one.similar, one.labels)
     if json:
         groups = {"clusters": table.clusters, "noise": table.noise}
@@ -81,7 +85,7 @@ def cluster(
     rows = [(str(i), str(len(group)), _words(group)) for i, group in enumerate(table.clusters)]
     rows += [("noise", str(len(table.noise)), _words(table.noise))] if table.noise else []
     title = f"{len(one.heads)} heads of {identity.name}, {samples} samples of {tokens:,} tokens"
-    render.table(("cluster", "heads", "layer.head"), rows, right=("heads",), title=title)
+    render.figures(title, ("cluster", "heads", "layer.head"), rows, words=("layer.head",), drop=("heads",))
     render.line(f"similarity of the patterns: {within:.2f} within clusters, {across:.2f} across")
     render.line(f"table: {output}")
     render.line(f"picture: {picture}")
@@ -89,6 +93,8 @@ def cluster(
 
 def _means(similar: torch.Tensor, chosen: list[int]) -> tuple[float, float]:
     """Mean similarity of two heads of one cluster, and of any other two; NaN where there are none."""
+    import torch
+
     label = torch.tensor(chosen)
     other = ~torch.eye(len(label), dtype=torch.bool)
     same = (label[:, None] == label) & (label >= 0) & other

@@ -1,28 +1,51 @@
-"""The application and its commands. A new command is a module with a ``register(app)``, named in MODULES."""
+"""The application and its commands. A new command is a module with a ``register(app)``, named in MODULES.
+
+None of these modules may import torch or a host's library when it is imported: `--help` and completion wait for them.
+"""
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated
 
 import typer
 
 from sparseprefill import __version__
 
-from . import bench, calibrate, catalog, cluster, compare, demo, evaluate, fit, frontier, tune
+from . import (
+    anchors,
+    bench,
+    calibrate,
+    catalog,
+    cluster,
+    compare,
+    demo,
+    evaluate,
+    fit,
+    frontier,
+    new,
+    tune,
+    vllm_report,
+)
 from .group import Group
 
-MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, tune, cluster, calibrate)
+MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, new, tune, cluster, anchors, calibrate, vllm_report)
 """Modules of commands, in the order of the help text."""
 
 app = typer.Typer(
+    name="sparseprefill",
     cls=Group,
     help="Training-free sparse prefill attention: see what is installed, and what it does to a model.",
-    add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # Plain text: it wraps at any width, where boxes leave words a third of a narrow terminal, and takes half the time.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 for module in MODULES:
     module.register(app)
+for command in app.registered_commands:  # whole, where typer would cut it off with dots
+    first, *_ = (inspect.getdoc(command.callback) or "").split("\n\n")
+    command.short_help = " ".join(first.split())
 
 
 def _version(wanted: bool) -> None:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparseprefill.registry import Registry, default_registry
-
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 from . import render
+from .files import check_writable
 from .group import CommandError
 from .options import DENSE, configured, contenders, profiled, setting
-from .searched import SHARING
+from .searched import TABLES
 from .shared_options import (
     Configs,
     Device,
@@ -35,6 +34,8 @@ from .shared_options import (
 )
 
 if TYPE_CHECKING:
+    from sparseprefill.registry import Registry
+
     from ..evaluation.outcome import Outcome
     from ..evaluation.prompts import Prompt
 
@@ -82,6 +83,8 @@ def compare(
 
     Needs no tasks and no labels. Ctrl-C stops, and shows what was measured so far.
     """
+    from sparseprefill.registry import default_registry
+
     from ..evaluation.reading import Sizes
     from ..evaluation.runs import outcomes
     from . import page, results
@@ -92,7 +95,7 @@ def compare(
     if picture is not None:
         pictures.check_path(picture)
     if html is not None:
-        pictures.check_writable("--html", html)
+        check_writable("--html", html)
     registry = default_registry()
     names, left_out = _names(registry, method or (), settings or (), model)
     compared = contenders(registry, names, settings or (), _suited(model), tail, recall_floor)
@@ -153,11 +156,16 @@ def _names(
 ) -> tuple[list[str], dict[str, str]]:
     """The methods that run: those that are named, else all that can; and the others, with the reason."""
     names = list(named) or [name for name in registry.methods() if name != DENSE]
-    given = any(setting(text)[:2] == (SHARING, "clusters") for text in settings)
-    if named or model is None or given or SHARING not in names:
+    if named or model is None:
         return names, {}
-    remedy = f"sparseprefill cluster --model {model}, then --set {SHARING}.clusters=clusters.json"
-    return [name for name in names if name != SHARING], {SHARING: f"it needs a table of this model's heads: {remedy}"}
+    given = {setting(text)[:2] for text in settings}
+    left_out = {}
+    for name in names:
+        if name in TABLES and (name, TABLES[name][0]) not in given:
+            parameter, command, whose = TABLES[name]
+            remedy = f"sparseprefill {command} --model {model}, then --set {name}.{parameter}={parameter}.json"
+            left_out[name] = f"it needs a table of this model's {whose}: {remedy}"
+    return [name for name in names if name not in left_out], left_out
 
 
 def _suited(model: str | None) -> dict[str, Any]:

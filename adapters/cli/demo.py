@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparseprefill.registry import default_registry
-
 from ..demo.seeds import TABLES
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 from . import render
 from .shared_options import Configs, Device, Dtype, Floor, Json, Methods, Settings, Tail, Type
+
+if TYPE_CHECKING:
+    from ..evaluation.outcome import Outcome
 
 LAYER, HEAD = 1, 0
 """Whose mask the picture shows unless told otherwise."""
@@ -46,15 +47,20 @@ def demo(
     """Compare dense and sparse prefill on the embedded model.
 
     The model reads a long text with facts hidden in it, once with its own attention and once with each method, and
-    then answers questions about it.
+    then answers questions about it. Ctrl-C stops, and shows what was measured so far.
     """
+    from sparseprefill.registry import default_registry
+
     from ..demo.settings import PARAMETERS
     from ..evaluation.runs import outcomes
     from . import picture as pictures
     from . import results
+    from .kept import Stop, wrote
     from .options import configured, contenders
     from .progress import bars
     from .setup import Place, exam_of
+
+    found: list[Outcome] = []
 
     pictures.check_path(picture)
     registry = default_registry()
@@ -63,9 +69,13 @@ def demo(
     place = Place.of(device, dtype.value, threads)
     with bars(len(compared) + 1) as shown, place.threaded():
         exam = exam_of(tokens, questions, seed, (layer, head), place)
-        found = list(outcomes(exam.model, [exam.prompt], compared, exam.sizes, shown, (layer, head), exam.ask))
-        pictures.draw(found, layer, head, picture)
-    facts = {
+        with Stop() as stop:
+            for one in outcomes(exam.model, [exam.prompt], compared, exam.sizes, shown, (layer, head), exam.ask):
+                found.append(one)
+    stop.check(len(found))
+    pictures.draw(found, layer, head, picture)
+    wrote(picture)
+    facts: dict[str, Any] = {
         "tokens": tokens,
         "questions": exam.questions,
         "seed": seed,
@@ -74,6 +84,7 @@ def demo(
         "threads": threads,
         "tail": tail,
         "recall_floor": recall_floor,
+        "stopped": stop.heard,
         "picture": {"path": str(picture), "layer": layer, "head": head},
     }
     if json:
@@ -83,5 +94,6 @@ def demo(
         results.as_table(found, title, exam.sizes, place.device.type == "cpu")
         render.line(f"picture of layer {layer}, head {head}: {picture}")
     render.broken(registry)
+    stop.end(len(found), len(compared) + 1, "readings")
     if any(outcome.error for outcome in found):
         raise typer.Exit(1)

@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import NOTHING, Attribute, Factory, fields_dict, frozen
 
-from sparseprefill.method import Method
+if TYPE_CHECKING:
+    from sparseprefill.method import Method
 
 DEFAULTS = "defaults"
 """What a method is said to run at where no parameter was given."""

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparseprefill.registry import Registry, default_registry
-
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 from . import render
+from .files import check_writable
 from .group import CommandError
+from .kept import wrote
 from .shared_options import Configs, Device, DeviceMap, Dtype, Floor, Json, Model, Profiles, Tail, Threads, Type
 
 if TYPE_CHECKING:
+    from sparseprefill.registry import Registry
+
     from ..evaluation.contender import Contender
     from ..evaluation.scores import Run
 
@@ -50,7 +52,7 @@ def evaluate(
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="Put prompts through the tokenizer's chat template.")
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON there as well.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON there as well.")] = None,
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Type = Dtype.AUTO,
@@ -61,15 +63,16 @@ def evaluate(
 
     Every method gets the same items. Ctrl-C stops, and shows what is finished.
     """
+    from sparseprefill.registry import default_registry
+
     from ..evaluation import harness
     from . import evaluated
-    from . import picture as pictures
     from .progress import bars
     from .setup import Place, language_model
 
     names, sizes = _names(tasks) or list(harness.OFFLINE), _sizes(lengths)
     if output is not None:
-        pictures.check_writable("--output", output)
+        check_writable("--output", output)
     registry = default_registry()
     compared = _contenders(
         registry, model, method or (), settings or (), config or (), profile or (), tail, recall_floor
@@ -112,7 +115,8 @@ def evaluate(
         try:
             output.write_text(render.to_json(whole) + "\n", encoding="utf-8")
         except OSError as error:
-            raise CommandError(f"--output {output}: {error.strerror}") from error
+            raise CommandError(f"--output {output}: {error.strerror}; pass a path that can be written") from error
+        wrote(output)
     if json:
         render.write_json(whole)
     else:

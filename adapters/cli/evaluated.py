@@ -12,6 +12,8 @@ from sparseprefill import __version__
 from ..evaluation.scores import Run, Score
 from . import render
 
+DROP = ("tokens", "items", "time", "stderr", "won", "density", "lost")
+"""Columns that a narrow terminal leaves out, in this order."""
 NOTES = (
     "score: of the harness, all items; its standard error beside it. lost, won: items that score less and more than "
     "with the stock model. density: pairs computed / causal pairs of the prefills. items: that were asked; tokens: of "
@@ -30,10 +32,8 @@ def as_table(found: Sequence[Run], title: str) -> None:
         for score in run.scores:
             rows.append(_row(run, score, stock.get((run.task, run.length)), named, bool(stock), run.title == before))
             before = run.title
-    render.table(heads, rows, right=heads[heads.index("score") :], title=title)
-    for text in remarks(found):
-        render.line(text)
-    render.line(NOTES, style="dim")
+    words = heads[: heads.index("score")]
+    render.figures(title, heads, rows, remarks(found), NOTES, words=words, drop=DROP)
 
 
 def as_json(found: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:

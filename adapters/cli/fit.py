@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from attrs import evolve
 
-from sparseprefill.profiles.profile import Profile
-from sparseprefill.registry import default_registry
-
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 from . import render
+from .files import check_writable
 from .group import CommandError
-from .searched import chosen, fixed_parameters, with_clusters
+from .searched import chosen, fixed_parameters, with_tables
 from .shared_options import Device, DeviceMap, Dtype, Floor, Methods, Model, Prompts, Tail, Threads, Type
 from .tune import Cost
 
 if TYPE_CHECKING:
     from sparseprefill.breakeven.table import BreakEven
+    from sparseprefill.profiles.profile import Profile
 
     from ..calibration.search import Search
     from ..evaluation.prompts import Prompt
@@ -78,6 +77,9 @@ def fit(
     Searches all methods and their settings by what they do to the model's next tokens, each length apart, and keeps the
     cheapest that stays within the target. Ctrl-C stops, and writes the best found so far.
     """
+    from sparseprefill.profiles.profile import Profile
+    from sparseprefill.registry import default_registry
+
     from ..calibration.candidates import candidates
     from ..calibration.fit import SIZES, ModelReadings, ranges, versions
     from ..calibration.search import Searcher
@@ -86,7 +88,7 @@ def fit(
     from .progress import bars
     from .setup import Place, identity_of, language_model
 
-    fitted.check_folder(output)
+    check_writable("--output", output)
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
     target = Target(agreement=default, kl=kl, recall=recall)
     registry = default_registry()
@@ -104,7 +106,7 @@ def fit(
         groups = _prompts(prompts, loaded, tokenizer, tokens or (), count, sizes.greedy, place)
         identity = identity_of(loaded, model)
         first = next(iter(groups.values()))
-        methods, left_out = with_clusters(methods, fixed, loaded, identity, first, shown)
+        methods, left_out = with_tables(methods, fixed, loaded, identity, first, shown)
         tried = candidates(methods, fixed, seed)
         how: dict[str, Any] = {
             **{"target": str(target), "by": cost, "settings": len(tried), "minutes": minutes, "seed": seed},
@@ -226,6 +228,8 @@ def _grouped(found: list[Prompt], count: int, most: int | None, greedy: int) -> 
 
 
 def _break_even(made: Profile, tail: int, place: Place, shown: Bars) -> tuple[BreakEven | None, dict[str, str]]:
+    from sparseprefill.registry import default_registry
+
     from ..bench.clock import Clock
     from ..calibration.fit import break_even
 

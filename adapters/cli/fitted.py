@@ -15,18 +15,11 @@ from ..evaluation.outcome import Outcome
 from . import render
 from .describe import DEFAULTS, told
 from .group import CommandError
+from .kept import wrote
 
 FRONTIER = "The frontier: what was tried of which nothing was both cheaper and nearer to dense."
 FAR = "What came nearest of each method, and how many times over the target it is."
 ON_CPU = "Settings are chosen by density, which does not differ from run to run as times on a CPU do; see --by."
-
-
-def check_folder(path: Path) -> None:
-    """CommandError where nothing can be written there."""
-    if not path.absolute().parent.is_dir():
-        raise CommandError(f"--output {path}: there is no folder {path.absolute().parent}")
-    if path.is_dir():
-        raise CommandError(f"--output {path}: that is a folder; name a file")
 
 
 def write(path: Path, profile: Profile) -> None:
@@ -36,7 +29,8 @@ def write(path: Path, profile: Profile) -> None:
         beside.write_text(profile.to_json(), encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:
-        raise CommandError(f"--output {path}: {error.strerror}") from error
+        raise CommandError(f"--output {path}: {error.strerror}; pass a path that can be written") from error
+    wrote(path)
 
 
 def chosen(searches: Sequence[Search], title: str, *, on_cpu: bool) -> None:
@@ -99,6 +93,8 @@ def as_json(search: Search) -> dict[str, Any]:
     }
 
 
+DROP = ("prompts", "prefill", "recall", "same", "over", "density", "KL", "tokens")
+"""Columns that a narrow terminal leaves out, in this order."""
 _HEADS = ("answers", "KL", "same", "recall", "density", "prefill", "speed-up", "prompts")
 
 
@@ -132,5 +128,5 @@ def _times(trial: Trial) -> str:
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
     """A table without the columns that no row has anything in."""
     kept = [i for i, head in enumerate(heads) if head in ("setting", "method") or any(row[i] for row in rows)]
-    right = [head for head in heads if head not in ("setting", "method")]
-    render.table([heads[i] for i in kept], [[row[i] for i in kept] for row in rows], right=right, title=title)
+    shown = [[row[i] for i in kept] for row in rows]
+    render.figures(title, [heads[i] for i in kept], shown, words=("setting",), drop=DROP)

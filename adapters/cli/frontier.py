@@ -8,24 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparseprefill.method import Method
-from sparseprefill.registry import default_registry
-
 from ..demo.seeds import TABLES, TUNING
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 from . import render
 from .group import CommandError
-from .searched import SAMPLED, best_settings, chosen, fixed_parameters, with_clusters
+from .searched import SAMPLED, best_settings, chosen, fixed_parameters, with_tables
 from .shared_options import Configs, Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
+    from sparseprefill.method import Method
+
     from ..calibration.candidates import Candidate
     from ..calibration.frontier import Point
 
 TOKENS = {"cpu": (4096,), "cuda": (32768,)}
 """Lengths unless told otherwise."""
 CLUSTERED = 4
-"""Texts that heads are clustered on."""
+"""Texts that tables of a model are made from."""
 
 
 def register(app: typer.Typer) -> None:
@@ -76,6 +75,8 @@ def frontier(
     all layers, on the model's own queries and keys, next to dense attention in the same run, and that of a prefill.
     Ctrl-C stops, and shows what was measured so far.
     """
+    from sparseprefill.registry import default_registry
+
     from ..bench.clock import Clock
     from ..calibration.candidates import configured
     from ..calibration.frontier import Reader
@@ -100,10 +101,10 @@ def frontier(
     with place.threaded(), bars(1) as shown:
         loaded, tokenizer, identity = model_of(model, max(lengths), place)
         readings = exams_of(loaded, tokenizer, identity, lengths, texts, questions, seed, tail, sizes)
-        # Heads are clustered on other texts than those of the table.
+        # Tables of the model are made from other texts than those that are measured.
         others = exams_of(loaded, tokenizer, identity, [min(SAMPLED, lengths[0])], CLUSTERED, 1, TUNING, tail)
         prompts = next(iter(others.values())).prompts
-        methods, left_out = with_clusters(methods, fixed, loaded, identity, prompts, shown)
+        methods, left_out = with_tables(methods, fixed, loaded, identity, prompts, shown)
         candidates = _candidates(methods, fixed, settings or (), tried or (), most, best, suited=model is None)
         candidates += files_of_settings
         facts: dict[str, Any] = {
@@ -126,6 +127,9 @@ def frontier(
     frontier_results.report(found, {**facts, "stopped": stopped}, place, files)
     for name, reason in left_out.items():
         render.note(f"{name} is left out: {reason}")
+    for one in methods:
+        if best is not None and one.search and one.name not in best:
+            render.note(f"{one.name} runs at its defaults alone: {chosen_by} has no setting of it that came through")
     render.broken(registry)
     if stopped:
         render.note(f"stopped after {len(found)} of {len(lengths) * len(candidates)} settings")

@@ -15,6 +15,7 @@ from . import render
 from .bench_options import Files
 from .bench_plot import MARKS, dress
 from .describe import told
+from .kept import wrote
 
 if TYPE_CHECKING:
     from .setup import Place
@@ -24,6 +25,8 @@ COLUMNS = (
     *("mask", "attention", "speed-up", "prefill", ""),
 )
 WORDS = ("method", "setting")
+DROP = ("worst", "mask", "prefill", "attention", "recall", "least", "density", "KL", "answers")
+"""Columns that a narrow terminal leaves out, in this order."""
 BEST = "*"
 NOTES = (
     "answers: values right / asked. KL, worst: KL(dense || sparse) of the next token in nats, mean and largest. "
@@ -48,11 +51,7 @@ def report(points: Sequence[Point], about: Mapping[str, Any], place: Place, file
         return
     keep(points, about, place, files)
     for group in groups:
-        render.table(
-            COLUMNS, _rows(group), right=[one for one in COLUMNS if one not in WORDS], title=f"{_title(group)}, {place}"
-        )
-        for text in _remarks(group):
-            render.line(text)
+        render.figures(f"{_title(group)}, {place}", COLUMNS, _rows(group), _remarks(group), words=WORDS, drop=DROP)
     render.line(NOTES, style="dim")
     for path in (files.plot, files.markdown, files.json):
         if path is not None:
@@ -63,6 +62,7 @@ def keep(points: Sequence[Point], about: Mapping[str, Any], place: Place, files:
     """Write the figures to the JSON file, should one be wanted: what a long run has is there if it is killed."""
     if files.json is not None and not files.alone:
         files.json.write_text(render.to_json(_facts(points, about, place)) + "\n", encoding="utf-8")
+        wrote(files.json)
 
 
 def _facts(points: Sequence[Point], about: Mapping[str, Any], place: Place) -> dict[str, Any]:

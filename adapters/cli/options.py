@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparseprefill.config import from_config
 from sparseprefill.errors import nearest
-from sparseprefill.method import FLOOR
-from sparseprefill.registry import Registry, default_registry
 
 from ..demo.hybrids import HYBRIDS
-from ..evaluation.contender import Contender
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 from .group import CommandError
+
+if TYPE_CHECKING:
+    from sparseprefill.registry import Registry
+
+    from ..evaluation.contender import Contender
 
 DENSE = "dense"
 """The registry's method that computes the same, through the sparse executor; left out unless it is named."""
@@ -35,6 +36,8 @@ def contenders(
     rows that get every key, as of `attach`. floor: of the recall of every method but dense, unless it has a setting of
     its own. Raises CommandError or the library's own errors for what does not fit.
     """
+    from ..evaluation.contender import Contender
+
     chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
     changes: dict[str, dict[str, Any]] = {registry.get(name).name: {} for name in chosen}
     for text in settings:
@@ -53,11 +56,17 @@ def contenders(
 
 def floored(name: str, floor: float | None) -> dict[str, Any]:
     """The parameter that puts a floor under a method's recall; dense needs none."""
+    from sparseprefill.method import FLOOR
+
     return {} if floor is None or name == DENSE else {FLOOR: floor}
 
 
 def configured(paths: Sequence[Path], hybrids: bool, tail: int = TAIL) -> list[Contender]:
     """Contenders from configuration files, named by their `name` or the file, and the hybrids that ship."""
+    from sparseprefill.config import from_config
+
+    from ..evaluation.contender import Contender
+
     tables = HYBRIDS if hybrids else {}
     made = [Contender(name, from_config(dict(table)), table, tail) for name, table in tables.items()]
     for path in paths:
@@ -68,6 +77,10 @@ def configured(paths: Sequence[Path], hybrids: bool, tail: int = TAIL) -> list[C
 
 def profiled(paths: Sequence[Path], tail: int = TAIL) -> list[Contender]:
     """Contenders from profiles, named by the file."""
+    from sparseprefill.registry import default_registry
+
+    from ..evaluation.contender import Contender
+
     return [
         Contender(path.name, default_registry().build(profile=path), {"profile": str(path)}, tail) for path in paths
     ]

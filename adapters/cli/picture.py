@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from sparseprefill.mask.mask import SparseMask
 
 from ..evaluation.outcome import Outcome
-from .group import CommandError
+from .files import check_writable
 
 CELLS = 128
 COLUMNS = 4
@@ -26,21 +26,7 @@ TICKS = (0.0, 0.01, 0.1, 0.3, 1.0)
 
 def check_path(path: Path) -> None:
     """CommandError, before any work is done, where the picture cannot be written there."""
-    if path.suffix.lower() != ".png":
-        raise CommandError(f"--picture {path}: the picture is a PNG; pass a name that ends in .png")
-    check_writable("--picture", path)
-
-
-def check_writable(option: str, path: Path) -> None:
-    """CommandError, before any work is done, where the file of an option cannot be written."""
-    there = path.exists()
-    try:
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        raise CommandError(f"{option} {path}: {error.strerror}; pass a path that can be written") from error
-    if not there:
-        path.unlink()
+    check_writable("--picture", path, ".png")
 
 
 def draw(outcomes: Sequence[Outcome], layer: int, head: int, path: Path) -> None:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
-from rich import box
-from rich.cells import cell_len
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
 
 from sparseprefill.errors import told
-from sparseprefill.registry import Registry
 
+from .columns import Column, fitted, width
 from .describe import plain
 
-MEASURED = 1000
-"""Columns in which a table's own width is measured."""
+if TYPE_CHECKING:
+    from sparseprefill.registry import Registry
 
 
 def to_json(value: Any) -> str:
@@ -35,11 +29,17 @@ def write_json(value: Any) -> None:
 
 def line(text: str, style: str = "") -> None:
     """One paragraph on standard output."""
+    from rich.console import Console
+    from rich.text import Text
+
     Console().print(Text(text, style=style))
 
 
 def note(text: str) -> None:
     """One paragraph on standard error: what is not the result itself."""
+    from rich.console import Console
+    from rich.text import Text
+
     Console(stderr=True).print(Text(text, style="dim"))
 
 
@@ -51,11 +51,18 @@ def broken(registry: Registry) -> None:
 
 
 def figures(
-    title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], remarks: Iterable[str] = (), notes: str = ""
+    title: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    remarks: Iterable[str] = (),
+    notes: str = "",
+    *,
+    words: Sequence[str] = (),
+    drop: Sequence[str] = (),
 ) -> None:
-    """A table of what was measured, all but its first column aligned to the right; below it what else is to be said of
-    its rows, and, dim, what the columns mean."""
-    table(heads, rows, right=heads[1:], title=title)
+    """A table of what was measured, all but its first column and those of words aligned to the right; below it what
+    else is to be said of its rows, and, dim, what the columns mean. drop: as of `table`."""
+    table(heads, rows, right=[head for head in heads[1:] if head not in words], title=title, drop=drop)
     for text in remarks:
         line(text)
     if notes:
@@ -63,20 +70,41 @@ def figures(
 
 
 def table(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), title: str | None = None
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    title: str | None = None,
+    drop: Sequence[str] = (),
 ) -> None:
-    """A table on standard output; columns named in `right` are aligned to the right."""
-    made, lines = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False), [*rows]
-    for index, head in enumerate(heads):
-        narrow = index == 0 or head in right
-        # What is narrow is never cut: a line longer than the terminal is better than half a number.
-        least = max(cell_len(text) for text in (head, *(row[index] for row in lines))) if narrow else None
-        justify: Literal["left", "right"] = "right" if head in right else "left"
-        made.add_column(head, justify=justify, no_wrap=narrow, min_width=least, overflow="fold")
+    """A table on standard output; columns named in `right`, those of figures, are aligned to the right.
+
+    On a terminal too narrow for it columns are left out, never a digit: first those that `drop` names, in its order,
+    then from the right. The first column stays. A line below says which are missing. A file has room for all.
+    """
+    from rich import box
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    lines, console = [*rows], Console()
+    columns = [
+        Column.of(index, head, [row[index] for row in lines], figures=index == 0 or head in right, measure=cell_len)
+        for index, head in enumerate(heads)
+    ]
+    room = console.width
+    if not console.file.isatty():
+        room = max(room, width([one.least for one in columns]))
+    kept = fitted(columns, room, drop)
+    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for column, cells in kept:
+        justify: Literal["left", "right"] = "right" if column.head in right else "left"
+        made.add_column(column.head, justify=justify, no_wrap=column.least == column.most, width=cells, overflow="fold")
     for row in lines:
-        made.add_row(*(Text(cell) for cell in row))
-    console = Console()
-    console.width = max(
-        console.width, Measurement.get(console, console.options.update(max_width=MEASURED), made).minimum
-    )
+        made.add_row(*(Text(row[column.index]) for column, _ in kept))
+    console.width = max(console.width, width([cells for _, cells in kept]))  # what stands beyond it would be cut off
     console.print(made)
+    missing = [one.head for one in columns if one.head and one not in [column for column, _ in kept]]
+    if missing:
+        line(f"No room for {', '.join(missing)}: a wider terminal shows them, and so does a file.", style="dim")

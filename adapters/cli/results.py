@@ -22,6 +22,8 @@ NOTES = (
     "rows. density: pairs computed / causal pairs. prefill: one forward pass, less what is measured in it; speed-up: "
     "over the stock model in this run."
 )
+DROP = ("parts", "worst", "extra", "same", "recall", "prefill", "density", "KL", "least")
+"""Columns that a narrow terminal leaves out, in this order."""
 ANSWERS = "answers: values right / asked, greedy, each question read by the same method, decoded with dense attention."
 ON_CPU = (
     "On a CPU PyTorch's own fused attention runs over the keys that a method selects: what a GPU would gain is another "
@@ -34,7 +36,7 @@ def as_table(found: Sequence[Outcome], title: str, sizes: Sizes, on_cpu: bool) -
     rows = summaries(found, sizes)
     heads, lines = columns(rows)
     notes = [*([ANSWERS] if "answers" in heads else []), NOTES.format(**asdict(sizes)), *([ON_CPU] if on_cpu else [])]
-    render.figures(title, heads, lines, [*failures(rows), *_dense_layers(found)], " ".join(notes))
+    render.figures(title, heads, lines, [*failures(rows), *_dense_layers(found)], " ".join(notes), drop=DROP)
 
 
 def as_json(found: Sequence[Outcome], facts: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:

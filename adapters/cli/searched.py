@@ -1,11 +1,12 @@
-"""What commands that try many settings share: the methods, the parameters of all settings, the clusters of heads."""
+"""What commands that try many settings share: the methods, the parameters of all settings, tables of the model."""
 
 from __future__ import annotations
 
 import json as reader
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sparseprefill.errors import SparsePrefillError
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from ..evaluation.prompts import Prompt
     from .progress import Bars
 
-SHARING = "share-prefill"
+TABLES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {"kascade": ("anchors", "anchors", "layers"), "share-prefill": ("clusters", "cluster", "heads")}
+)
+"""Methods that need a table of the model: the parameter that takes it, the command that makes it, what it is of."""
 SAMPLED = 4096
-"""Tokens of the prompts that heads are clustered on, at most."""
+"""Tokens of the prompts that tables are made from, at most."""
 
 
 def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
@@ -35,6 +39,7 @@ def fixed_parameters(
     methods: Sequence[Method], given: Sequence[str], model: str | None, floor: float | None = None
 ) -> dict[str, dict[str, Any]]:
     """Parameters by method that every setting has: those of --set, the floor, and what suits the embedded model."""
+    from sparseprefill.profiles import anchors
     from sparseprefill.profiles.cluster_file import dump, load
 
     from ..demo.settings import PARAMETERS
@@ -57,6 +62,9 @@ def fixed_parameters(
         table = own.get("clusters")
         if isinstance(table, str) and Path(table).is_file():
             own["clusters"] = reader.loads(dump(load(table)))
+        layers = own.get("anchors")
+        if isinstance(layers, str) and Path(layers).is_file():
+            own["anchors"] = reader.loads(anchors.load(layers).to_json())
     return made
 
 
@@ -87,7 +95,7 @@ def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]
     return made
 
 
-def with_clusters(
+def with_tables(
     methods: list[Method],
     fixed: dict[str, dict[str, Any]],
     model: Any,
@@ -95,19 +103,37 @@ def with_clusters(
     prompts: Sequence[Prompt],
     shown: Bars,
 ) -> tuple[list[Method], dict[str, str]]:
-    """The methods, share-prefill with a table of this model's heads made on the prompts; or without it, and why."""
-    names = [one.name for one in methods]
-    if SHARING not in names or "clusters" in fixed[SHARING]:
-        return methods, {}
+    """The methods, those that need a table of this model with one made on the prompts; or without them, and why."""
+    left_out: dict[str, str] = {}
     length = min(SAMPLED, *(len(one.ids) for one in prompts))
-    table, reason = _table(model, identity, [one.ids[:length] for one in prompts], shown)
-    if table is None:
-        return [one for one in methods if one.name != SHARING], {SHARING: reason}
-    fixed[SHARING]["clusters"] = table
-    return methods, {}
+    samples = [one.ids[:length] for one in prompts]
+    for name in (one.name for one in methods if one.name in TABLES):
+        parameter, command, _ = TABLES[name]
+        if parameter in fixed[name]:
+            continue
+        make = _clusters if command == "cluster" else _anchors
+        table, reason = make(model, identity, samples, shown)
+        if table is None:
+            left_out[name] = reason
+        else:
+            fixed[name][parameter] = table
+    return [one for one in methods if one.name not in left_out], left_out
 
 
-def _table(
+def _anchors(
+    model: Any, identity: ModelIdentity, prompts: Sequence[Sequence[int]], shown: Bars
+) -> tuple[dict[str, Any] | None, str]:
+    """Anchor layers of the model as a file has them; None, and why, where there are none."""
+    from ..anchors.table import Settings, anchored
+
+    try:
+        with shown.contender("anchor layers") as progress:
+            return reader.loads(anchored(model, identity, prompts, Settings(), progress).table.to_json()), ""
+    except SparsePrefillError as error:
+        return None, f"its anchor layers cannot be chosen: {error}"
+
+
+def _clusters(
     model: Any, identity: ModelIdentity, prompts: Sequence[Sequence[int]], shown: Bars
 ) -> tuple[dict[str, Any] | None, str]:
     """Clusters of the model's heads as a file has them; None, and why, where there are none."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sparseprefill.pipeline import MOST_ROWS
+from sparseprefill.validate import MOST_ROWS
 
 
 class Dtype(StrEnum):

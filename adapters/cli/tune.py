@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparseprefill.method import Method
-from sparseprefill.profiles.profile import Profile
-from sparseprefill.registry import default_registry
-
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 from . import render
+from .files import check_writable
 from .group import CommandError
+from .kept import Stop
 from .options import floored, value_of
 from .shared_options import Device, Dtype, Floor, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
-    from ..calibration.search import By
+    from sparseprefill.method import Method
+
+    from ..calibration.search import By, Search
     from .setup import Place
 
 TOKENS = (4096, 8192, 16384)
@@ -63,7 +63,10 @@ def tune(
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 2,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the texts; `demo` uses others by default.")] = 1000,
-    output: Annotated[Path | None, typer.Option(help="Where the profile goes; by default METHOD.profile.json.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where the profile goes; by default METHOD.profile.json."),
+    ] = None,
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
     threads: Threads = 1,
@@ -72,8 +75,12 @@ def tune(
     """Find the cheapest parameters of a method that lose no more than a stated accuracy.
 
     Every combination of the method's search space answers the tasks of each length; the cheapest one whose accuracy
-    stays within the loss goes into a profile, which `build` and `attach` load.
+    stays within the loss goes into a profile, which `build` and `attach` load. Ctrl-C stops, and writes the best found
+    so far.
     """
+    from sparseprefill.profiles.profile import Profile
+    from sparseprefill.registry import default_registry
+
     from ..calibration.candidates import Candidate
     from ..calibration.fit import ranges, versions
     from ..calibration.search import Searcher
@@ -84,7 +91,7 @@ def tune(
 
     found = default_registry().get(method)
     path = Path(f"{method}.profile.json") if output is None else output
-    fitted.check_folder(path)
+    check_writable("--output", path)
     candidates = [Candidate(found, one) for one in _settings(found, model, tried or (), fixed or (), recall_floor)]
     lengths = sorted(set(tokens or TOKENS))
     place = Place.of(device, dtype.value, threads)
@@ -93,12 +100,18 @@ def tune(
     with bars(len(lengths)) as shown, place.threaded():
         loaded, tokenizer, identity = model_of(model, max(lengths), place)
         exams = exams_of(loaded, tokenizer, identity, lengths, texts, questions, seed, tail)
-        searches = []
+        searches: list[Search] = []
+        stop = Stop()
         for length in lengths:
             readings = exams[length]
             searcher = Searcher(length, candidates, readings, target, cost, rungs=(readings.count,), repair=False)
-            with shown.contender(f"{length:,} tokens") as progress:
+            stop = Stop()
+            with stop, shown.contender(f"{length:,} tokens") as progress:
                 searches.append(searcher.run(partial(progress, "settings")))
+            if stop.heard:
+                searches = [one for one in (*searches, searcher.result()) if one.trials]
+                break
+    stop.check(len(searches))
     how: dict[str, Any] = {
         **{"by": cost, "loss": loss, "settings": len(candidates), "texts": texts, "questions": questions, "seed": seed},
         **{"tail": tail, "recall_floor": recall_floor, "device": str(place.device), "dtype": place.dtype_name},
@@ -113,9 +126,10 @@ def tune(
     fitted.write(path, profile)
     if json:
         render.write_json({"profile": str(path), **how, "searches": [fitted.as_json(one) for one in searches]})
-        return
-    fitted.chosen(searches, f"{method} on {identity.name}, {target}", on_cpu=place.device.type == "cpu")
-    render.line(f"profile: {path}")
+    else:
+        fitted.chosen(searches, f"{method} on {identity.name}, {target}", on_cpu=place.device.type == "cpu")
+        render.line(f"profile: {path}")
+    stop.end(len(searches), len(lengths), "lengths")
 
 
 def _settings(

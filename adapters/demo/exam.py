@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from ..evaluation.prompts import Prompt
 from ..progress import Progress
-from ..session.session import MIN_QUERY
+from ..session.defaults import MIN_QUERY
 from .haystack import haystack_of
 from .tasks import FAMILIES, Family, Task, make_task, score
 

@@ -10,7 +10,7 @@ from sparseprefill.profiles.identity import ModelIdentity
 
 from ..calibration.fit import ModelReadings
 from ..evaluation.reading import Sizes
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 from .exam import asker, make_exam, prompt_of
 from .seeds import TUNING
 

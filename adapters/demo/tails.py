@@ -40,6 +40,11 @@ ASKED: tuple[Family, ...] = ("single", "multikey")
 """The families that know all three ways."""
 
 TAILS = (0, 16, 32, 64, 128)
+TABLELESS: Mapping[str, Mapping[str, Any]] = {
+    "kascade": {"anchors": (0, 2)},
+    "share-prefill": {"clusters": "single"},
+}
+"""What methods take that have no table of another checkpoint."""
 
 
 @frozen
@@ -143,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = [name for name in options.method or () if name not in known]
     if unknown:
         parser.error(f"--method {unknown[0]}: no such method; there are {', '.join(known)}")
-    settings = PARAMETERS if options.model is None else {"share-prefill": {"clusters": "single"}}
+    settings = PARAMETERS if options.model is None else TABLELESS
     methods = {name: registry.build(name, **settings.get(name, {})) for name in options.method or known}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.route import Route
 
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 
 
 @frozen

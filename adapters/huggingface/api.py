@@ -14,7 +14,8 @@ from sparseprefill.refiners.recall import Recall
 from sparseprefill.registry import default_registry
 from sparseprefill.route import Route, gated
 
-from ..session.session import MIN_QUERY, TAIL, Observe, Session
+from ..session.defaults import MIN_QUERY, TAIL
+from ..session.session import Observe, Session
 from ..session.watch import RECALL_EVERY
 
 if TYPE_CHECKING:

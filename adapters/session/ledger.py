@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import torch
 from attrs import define, field, frozen
 
 from sparseprefill.mask.count import allowed_pairs
@@ -15,36 +17,64 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.count import Selected
     from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.mask.mask import SparseMask
     from sparseprefill.plan import Result
 
 
 @frozen(eq=False)
 class Uncounted:
-    """What tells how many pairs a result computed: its masks, or, where it ran in parts, the count on the device."""
+    """What tells how many pairs a result computed: its lists, or, where it ran in parts, the count on the device.
+
+    skipped: of these pairs those that were left out by their logits; None where none could be.
+    """
 
     geometry: Geometry
-    masks: tuple[SparseMask, ...] = ()
+    lists: tuple[Selected, ...] = ()
     pairs: Tensor | None = None
+    skipped: Tensor | None = None
 
     @classmethod
     def of(cls, result: Result) -> Uncounted:
         """Nothing is read on the host."""
+        skipped = None if result.skipped is None else result.skipped.pairs
         if result.parts is not None:
-            return cls(result.parts.geometry, pairs=result.parts.pairs)
-        masks = result.plan.computed()
-        return cls(masks[0].geometry, masks)
+            return cls(result.parts.geometry, pairs=result.parts.pairs, skipped=skipped)
+        lists = result.plan.selected()
+        return cls(lists[0].geometry, lists, skipped=skipped)
 
     @property
     def held(self) -> int:
         """Memory that keeping it would hold, in bytes."""
-        return sum(mask.nbytes for mask in self.masks) if self.pairs is None else self.pairs.nbytes
+        own = 0 if self.skipped is None else self.skipped.nbytes
+        return own + (self.pairs.nbytes if self.pairs is not None else sum([one.nbytes for one in self.lists]))
 
     def count(self) -> tuple[int, int]:
         """Computed and allowed pairs over batch and heads (host sync)."""
-        found = [mask.pairs() for mask in self.masks] if self.pairs is None else [self.pairs]
-        return sum(int(pairs.sum()) for pairs in found), allowed_pairs(self.geometry)
+        selected, skipped = self.selected(), self.left_out()
+        return selected - skipped, allowed_pairs(self.geometry)
+
+    def selected(self) -> int:
+        """Pairs that the lists hold (host sync)."""
+        found = [one.pairs() for one in self.lists] if self.pairs is None else [self.pairs]
+        return sum(int(pairs.sum()) for pairs in found)
+
+    def left_out(self) -> int:
+        """Of them those that were skipped (host sync)."""
+        return 0 if self.skipped is None else int(self.skipped.sum())
+
+    def density(self) -> Tensor:
+        """float64 scalar on the device: computed / allowed pairs over batch and heads; nan where none is allowed."""
+        pairs = [one.pairs() for one in self.lists] if self.pairs is None else [self.pairs]
+        done = torch.stack([one.sum() for one in pairs]).sum().double()
+        return done / (self.geometry.visible_counts().sum().double() * self.geometry.heads)
+
+
+@define(eq=False)
+class Room:
+    """Bytes that the results which wait hold, over all layers of a session: a sum at hand, since every call asks."""
+
+    held: int = 0
 
 
 @define(eq=False)
@@ -52,11 +82,13 @@ class LayerRecord:
     """Counts of one layer, and what the density of its last prefill needs.
 
     cross: calls of its cross attention. pairs: (computed, allowed) pairs measured in the last prefill. waiting: results
-    of it that are not measured yet.
-    lost: some result was neither kept nor measured, so that the density is unknown.
+    of it that are not measured yet; held: bytes of them, which count in `room`, too.
+    lost: some result was neither kept nor measured, so that the density is unknown. skips: whether a result of it could
+    leave out pairs by their logits; skipped: how many did, and how many the masks held.
     """
 
     layer: int
+    room: Room = field(factory=Room)
     modes: Counter[Mode] = field(factory=Counter)
     reasons: Counter[str] = field(factory=Counter)
     cross: int = 0
@@ -68,6 +100,8 @@ class LayerRecord:
     held: int = 0
     lost: bool = False
     total: tuple[int, int] = (0, 0)
+    skips: bool = False
+    skipped: tuple[int, int] = (0, 0)
 
     def count(self, mode: Mode, sizes: tuple[int, int, int]) -> None:
         """One call ran in `mode`; sizes: batch rows, queries, keys."""
@@ -77,8 +111,10 @@ class LayerRecord:
     def begin(self, serial: int) -> None:
         """Forget the results of the prefill before, if `serial` is another."""
         if serial != self.serial:
-            self.serial, self.pairs, self.held, self.lost = serial, (0, 0), 0, False
+            self.serial, self.pairs, self.lost = serial, (0, 0), False
+            self.skips, self.skipped = False, (0, 0)
             self.waiting.clear()
+            self._hold(0)
 
     @property
     def causal(self) -> bool:
@@ -87,19 +123,32 @@ class LayerRecord:
 
     def measure(self, result: Uncounted) -> None:
         """Count the pairs now (host sync)."""
-        pairs = result.count()
-        self.pairs, self.total = _add(self.pairs, pairs), _add(self.total, pairs)
+        pairs = self._take(result)
+        self.total = _add(self.total, pairs)
 
-    def keep(self, result: Uncounted) -> None:
-        """Count the pairs when a report asks."""
+    def keep(self, result: Uncounted, most: float = math.inf) -> None:
+        """Count the pairs when a report asks; where the room would hold more than `most` bytes then, they are lost."""
+        held = result.held
+        if self.room.held + held > most:
+            self.lost = True
+            return
         self.waiting.append(result)
-        self.held += result.held
+        self._hold(self.held + held)
+
+    def _take(self, result: Uncounted) -> tuple[int, int]:
+        """Computed and allowed pairs of one result of the last prefill, counted now (host sync)."""
+        pairs = result.count()
+        self.pairs = _add(self.pairs, pairs)
+        if result.skipped is not None:
+            gone = result.left_out()
+            self.skips, self.skipped = True, _add(self.skipped, (gone, pairs[0] + gone))
+        return pairs
 
     def report(self, *, mean: bool, recall: LayerRecall | None = None) -> LayerReport:
         """The record as it stands; measures the results that wait (host sync)."""
         while self.waiting:
-            self.pairs = _add(self.pairs, self.waiting.pop().count())
-        self.held = 0
+            self._take(self.waiting.pop())
+        self._hold(0)
         batch, queries, keys = self.sizes
         return LayerReport(
             layer=self.layer,
@@ -111,11 +160,16 @@ class LayerRecord:
             reasons=dict(self.reasons),
             density=None if self.lost or self.last != "sparse" else _ratio(self.pairs),
             mean_density=_ratio(self.total) if mean else None,
+            skipped=None if self.lost or self.last != "sparse" or not self.skips else _ratio(self.skipped),
             recall=recall,
             batch=batch,
             query_length=queries,
             key_length=keys,
         )
+
+    def _hold(self, held: int) -> None:
+        self.room.held += held - self.held
+        self.held = held
 
 
 def sizes(call: AttentionCall) -> tuple[int, int, int]:

@@ -39,6 +39,8 @@ class LayerReport:
     cross_calls: calls of the layer's cross attention, which is no prefill and always the host's own.
     reasons: why calls were dense, with counts. density: computed / causal pairs over the last prefill, all its chunks;
     None where nothing was sparse or nothing was measured. mean_density: over all sparse calls, if each was measured.
+    skipped: of the pairs that the masks of that prefill held, the share that was left out by their logits and is not in
+    density; None where nothing could be (`SkipSoftmax`), or it is not known.
     recall: of the prefills in which it was measured; None where it was in none.
     batch, query_length, key_length: of the last call, in rows and tokens.
     """
@@ -52,6 +54,7 @@ class LayerReport:
     reasons: Mapping[str, int] = field(factory=dict)
     density: float | None = None
     mean_density: float | None = None
+    skipped: float | None = None
     recall: LayerRecall | None = None
     batch: int = 0
     query_length: int = 0
@@ -71,6 +74,8 @@ class LayerReport:
             text += f"  density {self.density:.3f}"
         if self.mean_density is not None:
             text += f" (mean {self.mean_density:.3f})"
+        if self.skipped is not None:
+            text += f"  skipped {self.skipped:.3f}"
         if self.recall is not None:
             text += f"  {self.recall}"
         if self.cross_calls:

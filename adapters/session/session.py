@@ -18,18 +18,17 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
+from sparseprefill.refiners.skip import SHORT
 from sparseprefill.route import Route, gated
 
-from .ledger import LayerRecord, Uncounted, sizes
+from .defaults import MIN_QUERY, TAIL
+from .ledger import LayerRecord, Room, Uncounted, sizes
 from .prospects import NOT_CHOSEN, Bounds, prospects
 from .report import Report
 from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
 
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
-MIN_QUERY = 16  # query rows from which a forward is prefill; fewer are decoding, a draft's check among them
-TAIL = 128
-"""Last rows of a prompt that get every key: a question there steers the answer, and block methods pool it away."""
 WHOLE = (
     "calls below break-even, or that the profile leaves dense, were computed with every key by the pipeline's "
     "executor, not by the host"
@@ -108,6 +107,7 @@ class Session:
         strict_recall = check_strict("strict_recall", strict_recall, every, "recall_every")
         self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note) if every else None
         self._records: dict[int, LayerRecord] = {}
+        self._room = Room()
         self._notes: Counter[str] = Counter()
         self._kernels: Counter[str] = Counter()
         self._declined: set[str] = set()
@@ -308,18 +308,20 @@ class Session:
             self._kernels[str(kernel)] += 1
 
     def _account(self, record: LayerRecord, result: Result) -> None:
+        if result.plan.skip_below is not None and result.skipped is None:
+            self._notes["the executor does not skip tiles by their logits; it computed all that the mask holds"] += 1
+        if SHORT in result.plan.notes:
+            self._notes[str(result.plan.notes[SHORT])] += 1
         uncounted = Uncounted.of(result)
         if self._measure:
             record.measure(uncounted)
-        elif sum(r.held for r in self._records.values()) + uncounted.held > KEPT_BYTES:
-            record.lost = True
         else:
-            record.keep(uncounted)
+            record.keep(uncounted, KEPT_BYTES)
 
     def _record(self, layer: int) -> LayerRecord:
         found = self._records.get(layer)
         if found is None:
-            found = self._records[layer] = LayerRecord(layer)
+            found = self._records[layer] = LayerRecord(layer, self._room)
         return found
 
 

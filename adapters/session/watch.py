@@ -17,6 +17,7 @@ from sparseprefill.errors import ParameterError, printed
 from sparseprefill.metrics import watched_recall
 from sparseprefill.refiners.recall import SLACK
 
+from .ledger import Uncounted
 from .report import LayerRecall
 
 if TYPE_CHECKING:
@@ -36,13 +37,14 @@ log = logging.getLogger(__name__)
 @frozen
 class CallRecall:
     """One measured call of a layer: mean recall of each head over the rows that are spread over the call, and over its
-    last rows; empty where there are none. first_head: the model's number of the first. low: whether one of them keeps
-    less than `strict_recall`."""
+    last rows; empty where there are none. first_head: the model's number of the first. density: computed / allowed
+    pairs of the call. low: whether one of the heads keeps less than `strict_recall`."""
 
     layer: int
     first_head: int
     spread: tuple[float, ...]
     last: tuple[float, ...]
+    density: float = math.nan
     low: bool = False
 
     @property
@@ -80,7 +82,8 @@ def check_strict(name: str, value: object, every: int, of_every: str) -> float |
 
 @frozen(eq=False)
 class _Coming:
-    """Figures of a call on their way: ``[2, Hq + 1]``, by spread and last rows each head's sum, and how many rows.
+    """Figures of a call on their way: ``[2, Hq + 2]``, by spread and last rows each head's sum, how many rows, and the
+    call's density.
 
     there: what tells that they have arrived; None where they have, or where only reading them tells.
     """
@@ -106,12 +109,12 @@ class _Coming:
         """Whether reading them makes nobody wait, as far as can be told."""
         return self.figures.device.type == "cpu" if self.there is None else self.there.query()
 
-    def read(self) -> tuple[list[float], int, list[float], int]:
-        """Sums and count of both kinds of rows; waits until they are there."""
+    def read(self) -> tuple[list[float], int, list[float], int, float]:
+        """Sums and count of both kinds of rows, and the density; waits until they are there."""
         if self.there is not None:
             self.there.synchronize()
-        (*spread, many), (*last, few) = self.figures.tolist()
-        return spread, int(many), last, int(few)
+        (*spread, many, density), (*last, few, _) = self.figures.tolist()
+        return spread, int(many), last, int(few), density
 
 
 @define(eq=False)
@@ -199,13 +202,13 @@ class RecallWatch:
             return {layer: found.report() for layer, found in self._layers.items()}
 
     def _take(self, coming: _Coming) -> None:
-        spread, many, last, few = coming.read()
+        spread, many, last, few, density = coming.read()
         if not many:  # padding alone
             return
         if any(math.isnan(x) for x in (*spread, *last)):
             self._told(NONFINITE)
             return
-        found = CallRecall(coming.layer, coming.first_head, _means(spread, many), _means(last, few))
+        found = CallRecall(coming.layer, coming.first_head, _means(spread, many), _means(last, few), density)
         least, head = found.least
         if self.strict is not None and least < self.strict - SLACK:
             found = evolve(found, low=True)
@@ -233,7 +236,8 @@ def _figures(call: AttentionCall, result: Result) -> Tensor:
     found = watched_recall(call, result)
     kept = torch.where(found.real[:, None], found.kept, 0.0)
     parts = (slice(found.spread), slice(found.spread, None))
-    rows = [torch.cat([kept[..., at].sum((0, 2)), found.real[:, at].sum()[None]]) for at in parts]
+    density = Uncounted.of(result).density().to(kept.dtype)
+    rows = [torch.cat([kept[..., at].sum((0, 2)), found.real[:, at].sum()[None], density[None]]) for at in parts]
     return torch.stack(rows)
 
 

@@ -1,4 +1,4 @@
-"""AnchoredBlockExecutor: Star Attention over the ranks of a process group (Acharya et al., 2025, section 2)."""
+"""AnchoredBlockExecutor: Star Attention over the ranks of a process group (Acharya et al., 2024, section 2)."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from ..session.session import Fallback
 from .failures import ends_engine, reason
 from .layer import Layer
 from .runtime import Runtime
+from .served import Served
 from .split import Part
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ def run(impl: Any, module: Any, query: Tensor, cache: Tensor, metadata: Any, out
 def _sparse(impl: Any, part: Part, rows: Tensor, read: Read) -> Tensor | None:
     """``[1, Hq, tokens, D]``, or None where the host shall compute the part."""
     runtime: Runtime = impl.runtime
+    served = part.served or runtime.main
     layer: Layer = impl.facts
     if part.prefill is None or part.reason is not None:
         _decline(runtime, layer, part, part.reason or "the request is unknown")
@@ -70,10 +72,10 @@ def _sparse(impl: Any, part: Part, rows: Tensor, read: Read) -> Tensor | None:
             first_head=runtime.model.first_head,
             prompt_lengths=None if part.row is None else part.row.prompt,
         )
-        outcome = runtime.session.run(call, part.prefill)
+        outcome = served.session.run(call, part.prefill)
         if isinstance(outcome, Fallback):
-            runtime.tally.fallback(outcome.reason)
-            return runtime.session.whole(call) if outcome.chosen and impl.slow else None
+            _count(served, layer, part, outcome.reason)
+            return served.session.whole(call) if outcome.chosen and impl.slow else None
         if outcome.out.shape != call.q.shape:
             raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {tuple(call.q.shape)}")
     except Exception as error:
@@ -83,10 +85,19 @@ def _sparse(impl: Any, part: Part, rows: Tensor, read: Read) -> Tensor | None:
         log.debug("layer %d", layer.index, exc_info=error)
         _decline(runtime, layer, part, reason(error))
         return None
+    if part.chunk is not None:
+        part.chunk.sparse = True
     return outcome.out
 
 
 def _decline(runtime: Runtime, layer: Layer, part: Part, reason: str) -> None:
     if part.row is not None:
-        shape = (1, part.end - part.begin, part.row.end)
-        runtime.tally.fallback(runtime.session.decline(layer.index, reason, shape).reason)
+        served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
+        _count(served, layer, part, served.session.decline(layer.index, reason, shape).reason)
+
+
+def _count(served: Served, layer: Layer, part: Part, reason: str) -> None:
+    """The layer ran the part dense."""
+    served.tally.fallback(layer.index, reason)
+    if part.chunk is not None:
+        part.chunk.reasons[reason] += 1

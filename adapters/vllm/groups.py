@@ -47,12 +47,13 @@ def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | Non
     """Why a layer will stay dense, or None. AttachError where a stage cannot be asked."""
     config = builder.vllm_config
     model, longest = config.model_config, int(config.model_config.max_model_len)
-    step, least = _step(config), runtime.options.min_query
+    step, least = _step(config, runtime), runtime.options.min_query
     layer = Layer.of(name, module.impl)
     if layer.reason is not None:
         return layer.reason
     if least > step:
-        return f"min_query is {least}, and no chunk has more than {step} tokens (max_num_batched_tokens)"
+        bound = "max_num_batched_tokens" if runtime.options.chunk is None else "chunk"
+        return f"min_query is {least}, and no chunk has more than {step} tokens ({bound})"
     sizes = {"keys": longest, "first_head": runtime.model.first_head}
     try:
         return unsupported(runtime.session.route, layer, module.impl, model.dtype, builder.device, **sizes)
@@ -61,9 +62,10 @@ def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | Non
         raise AttachError(f"layer {layer.index}: {method} cannot say what it supports: {failed(error)}") from error
 
 
-def _step(config: Any) -> int:
+def _step(config: Any, runtime: Runtime) -> int:
     """Tokens of the longest chunk of a prompt that one step computes."""
-    return min(int(config.scheduler_config.max_num_batched_tokens), int(config.model_config.max_model_len))
+    step = min(int(config.scheduler_config.max_num_batched_tokens), int(config.model_config.max_model_len))
+    return step if runtime.options.chunk is None else min(step, runtime.options.chunk)
 
 
 def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]]) -> None:
@@ -84,7 +86,7 @@ def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]])
         stored=spec.dtype,
         dtype=config.model_config.dtype,
         outside=layout.index("H") < layout.index("N"),
-        step=_step(config),
+        step=_step(config, runtime),
         longest=longest,
         small=runtime.options.min_query if impl.slow and runtime.session.route.gate is not None else 0,
         device=builder.device,

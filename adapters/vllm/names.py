@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -23,6 +23,8 @@ from attrs import frozen
 
 SLOTS = "req_idx"
 """The field of vLLM's metadata that holds each row's slot, with runner V2."""
+SWITCH = "sparseprefill"
+"""The extra argument (``vllm_xargs``) by which a request asks for a profile."""
 UNKNOWN = "this vLLM's model runner is not known"
 SLOTLESS = "this vLLM's model runner V2 does not tell which request a row is (VLLM_USE_V2_MODEL_RUNNER=0 does)"
 HALVES = "model runner V1 cuts batches in two, and does not tell which request a row is"
@@ -65,7 +67,7 @@ class Names:
         found: list[str | None] = []
         if hasattr(runner, "req_states"):
             if slots is not None:
-                found = [runner.req_states.index_to_req_id.get(int(slot)) for slot in slots[:count]]
+                found = list(map(runner.req_states.index_to_req_id.get, slots[:count].tolist()))
         elif runner is not None and not _halves(runner):
             found = list(runner.input_batch.req_ids[:count])
         return found + [None] * (count - len(found))
@@ -85,12 +87,38 @@ class Names:
             found = getattr(runner.requests.get(name), "num_prompt_tokens", None)
         return None if found is None or int(found) < 1 else int(found)
 
+    def asked(self, names: Iterable[str]) -> dict[str, object]:
+        """What requests ask for under ``sparseprefill`` in their extra arguments, by id; None for nothing.
+
+        Runner V1 keeps a request's sampling parameters. Runner V2 gets them with its first chunk, in what the scheduler
+        has for this step: the others are left out.
+        """
+        runner = self._runner()
+        if runner is None:
+            return {}
+        if hasattr(runner, "req_states"):
+            new = getattr(_scheduled(runner), "scheduled_new_reqs", None) or ()
+            found = {one.req_id: one.sampling_params for one in new}
+        else:
+            found = {name: getattr(runner.requests.get(name), "sampling_params", None) for name in names}
+        return {name: (getattr(found[name], "extra_args", None) or {}).get(SWITCH) for name in names if name in found}
+
     def alive(self, name: str) -> bool:
         """Whether the runner still has a request of this id, running or waiting for its next chunk."""
         runner = self._runner()
         if hasattr(runner, "req_states"):
             return name in runner.req_states.req_id_to_index
         return runner is not None and name in runner.requests
+
+
+def _scheduled(runner: Any) -> Any:
+    """What the scheduler gave the runner for the step in which this is called; None where it stands nowhere."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "execute_model" and frame.f_locals.get("self") is runner:
+            return frame.f_locals.get("scheduler_output")
+        frame = frame.f_back
+    return None
 
 
 def _halves(runner: Any) -> bool:

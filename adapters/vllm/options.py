@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,28 +10,54 @@ from attrs import field, frozen
 
 from sparseprefill.breakeven.gate import AUTO, GateChoice
 from sparseprefill.config import KEYS, from_config
-from sparseprefill.errors import ParameterError, nearest
-from sparseprefill.pipeline import MOST_ROWS, Pipeline
+from sparseprefill.errors import ParameterError, nearest, printed
+from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
 from sparseprefill.route import Route
+from sparseprefill.validate import MOST_ROWS
 
-from ..session.session import TAIL
+from ..session.defaults import TAIL
 from ..session.watch import RECALL_EVERY, check_every, check_strict
 
 TABLE = "sparseprefill"
 OWN = (
-    *("config", "layers", "log_level", "measure", "min_query"),
+    *("chunk", "config", "layers", "log_interval", "log_level", "measure", "min_query", "profiles"),
     *("recall_every", "strict", "strict_recall", "tail", "warm_up"),
 )
+OFF = "off"
+"""What a request asks for that wants vLLM's own attention."""
 LEVELS = ("debug", "info", "warning", "error")
 MIN_QUERY = 128
 """Query rows from which a chunk of a prompt is worth a mask: those of one tile."""
 
 
+@frozen
+class Source:
+    """The table (or the path of a file) that `from_config` makes a pipeline of. at: where it stands, for messages."""
+
+    pipeline: Mapping[str, Any] | str
+    at: str = TABLE
+
+    @property
+    def gate(self) -> GateChoice:
+        """The gate that the pipeline does not bring along: by default the break-even table for the device."""
+        return None if isinstance(self.pipeline, str) or "gate" in self.pipeline else AUTO
+
+    def build(self, registry: Registry | None = None) -> Pipeline | Route:
+        """The pipeline. registry: where methods are looked up, by default all that are installed.
+
+        ParameterError or UnknownMethodError name the key at fault.
+        """
+        return from_config(self.pipeline, registry=registry, at="" if isinstance(self.pipeline, str) else self.at)
+
+
 @frozen(kw_only=True)
 class Options:
-    """The adapter's own options, and the table (or the path of a file) that `from_config` makes a pipeline of.
+    """The adapter's own options, and where its pipelines come from.
 
+    source: of the pipeline for requests that ask for nothing. profiles: the same by name, for those that ask for one.
+    chunk: tokens of a prompt between two cuts into chunks, whatever else is in the batch; None to cut as vLLM does.
+    log_interval: seconds between two summary lines in the log; 0 for none, None for vLLM's own interval.
     min_query: query rows from which a request's chunk runs sparse. layers: indices to run sparse; None for all.
     strict: refuse to start where a layer would stay dense. measure: count the density of every call at once.
     tail: last query rows of a prompt that get every key; 0 for none.
@@ -40,7 +67,10 @@ class Options:
     vLLM's log.
     """
 
-    pipeline: Mapping[str, Any] | str
+    source: Source
+    profiles: Mapping[str, Source] = field(factory=dict)
+    chunk: int | None = None
+    log_interval: float | None = None
     min_query: int = MIN_QUERY
     layers: tuple[int, ...] | None = None
     strict: bool = False
@@ -53,16 +83,19 @@ class Options:
 
     @property
     def gate(self) -> GateChoice:
-        """The gate that the pipeline does not bring along: by default the break-even table for the device."""
-        return None if isinstance(self.pipeline, str) or "gate" in self.pipeline else AUTO
+        """See Source."""
+        return self.source.gate
 
     def build(self, registry: Registry | None = None) -> Pipeline | Route:
-        """The pipeline. registry: where methods are looked up, by default all that are installed.
+        """See Source."""
+        return self.source.build(registry)
 
-        ParameterError or UnknownMethodError name the key at fault.
-        """
-        at = "" if isinstance(self.pipeline, str) else TABLE
-        return from_config(self.pipeline, registry=registry, at=at)
+    def unknown(self, asked: object) -> str | None:
+        """Why a request that asks for this is refused, or None."""
+        known = (OFF, *self.profiles)
+        if isinstance(asked, str) and asked in known:
+            return None
+        return f"{TABLE} is {printed(asked)}, which is no profile of this engine{nearest(str(asked), known)}"
 
 
 def parse(additional: object) -> Options:
@@ -81,7 +114,10 @@ def parse(additional: object) -> Options:
         raise ParameterError(f"{TABLE}.log_level is {level!r}: use {', '.join(LEVELS)}")
     every = check_every(f"{TABLE}.recall_every", table.get("recall_every", RECALL_EVERY))
     return Options(
-        pipeline=_source(table),
+        source=_source(table, TABLE),
+        profiles=_profiles(table.get("profiles", {})),
+        chunk=_chunk(table.get("chunk")),
+        log_interval=_seconds(table.get("log_interval")),
         min_query=_rows(table.get("min_query", MIN_QUERY)),
         layers=_layers(table.get("layers")),
         strict=_switch("strict", table.get("strict", False)),
@@ -96,16 +132,50 @@ def parse(additional: object) -> Options:
     )
 
 
-def _source(table: Mapping[str, Any]) -> Mapping[str, Any] | str:
+def _source(table: Mapping[str, Any], at: str) -> Source:
     inline = {key: value for key, value in table.items() if key in KEYS}
     if "config" not in table:
-        return inline
+        return Source(inline, at)
     if inline:
-        raise ParameterError(f"{TABLE}.config names a file that holds the pipeline: leave out {', '.join(inline)}")
+        raise ParameterError(f"{at}.config names a file that holds the pipeline: leave out {', '.join(inline)}")
     path = table["config"]
     if not isinstance(path, str) or not path:
-        raise ParameterError(f"{TABLE}.config is {path!r}: give the path of a .toml or .json file")
-    return path
+        raise ParameterError(f"{at}.config is {path!r}: give the path of a .toml or .json file")
+    return Source(path, at)
+
+
+def _profiles(value: object) -> Mapping[str, Source]:
+    here = f"{TABLE}.profiles"
+    if not isinstance(value, Mapping):
+        raise ParameterError(f"{here} is {value!r}: give a table of names, each with a table as {TABLE} itself")
+    found: dict[str, Source] = {}
+    for name, table in value.items():
+        if not isinstance(name, str) or not name or name == OFF:
+            raise ParameterError(f"{here} has the name {name!r}: use another text, which requests will give")
+        at = f"{here}.{name}"
+        if not isinstance(table, Mapping):
+            raise ParameterError(f"{at} is {table!r}: give a table of keys and values")
+        for key in table:
+            if key in OWN and key != "config":
+                raise ParameterError(f"{at}.{key} goes for all requests: give it as {TABLE}.{key}")
+            if key not in ("config", *KEYS):
+                raise ParameterError(f"{at}.{key} is unknown{nearest(str(key), ('config', *KEYS))}")
+        found[name] = _source(table, at)
+    return found
+
+
+def _chunk(value: object) -> int | None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 2):
+        raise ParameterError(f"{TABLE}.chunk is {value!r}: pass a number of tokens >= 2")
+    return value
+
+
+def _seconds(value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < threading.TIMEOUT_MAX:
+        raise ParameterError(f"{TABLE}.log_interval is {value!r}: pass seconds, or 0 for no summary")
+    return float(value)
 
 
 def _rows(value: object) -> int:

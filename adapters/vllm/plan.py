@@ -1,14 +1,19 @@
-"""From the host's common metadata of a step to its parts. Reads host copies only, never the device."""
+"""From the host's common metadata of a step to its parts. Reads host copies only, never the device.
+
+Rows that decode wait for it, hundreds of them where a prompt or two is computed: no statement here runs once for each.
+Their lists are made and searched by what is not Python.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 from .requests import Row
 from .runtime import Runtime
-from .split import Part, narrow, runs
+from .split import Part, gaps, narrow, runs
 
 
 def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Part] | None:
@@ -20,27 +25,52 @@ def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Par
     if prefilling is None or bound is None or common.causal is not True:
         return None
     count = min(int(common.num_reqs), len(prefilling))  # rows that pad a batch come last
-    starts, lengths = common.query_start_loc_cpu[: count + 1].tolist(), bound[:count].tolist()
-    asked = prefilling[:count].tolist()
-    wanted = [i for i in range(count) if asked[i] or len(runtime.requests)]
-    names = runtime.names.of(common, count) if wanted else []
-    prompts = {i: runtime.names.prompt(names[i]) for i in wanted}
-    every = {i: Row(lengths[i] - starts[i + 1] + starts[i], lengths[i], names[i], prompts[i]) for i in wanted}
-    rows, decoding = ({i: row for i, row in every.items() if asked[i] is kind} for kind in (True, False))
-    found = runtime.prefills(common.query_start_loc_cpu, list(rows.values()), list(decoding.values()))
-    prefills = dict(zip(rows, found, strict=True))
-    sparse = [asked[i] and starts[i + 1] - starts[i] >= runtime.options.min_query for i in range(count)]
-    if not any(sparse):
+    places = list(compress(range(count), prefilling[:count].tolist()))
+    rows: list[Row] = []
+    names: list[str | None] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    if places or len(runtime.requests):
+        names = runtime.names.of(common, count)
+        starts, lengths = common.query_start_loc_cpu[: count + 1].tolist(), bound[:count].tolist()
+        switches = runtime.asked([names[i] for i in places])
+        for i in places:
+            name, start = names[i], lengths[i] - starts[i + 1] + starts[i]
+            rows.append(Row(start, lengths[i], name, runtime.names.prompt(name), switches.get(name)))
+    decoding = partial(_decoding, names, places, starts, lengths)
+    found = runtime.prefills(common.query_start_loc_cpu, rows, decoding)
+    sparse = {i: n for n, i in enumerate(places) if runtime.chunks[n] is not None}
+    if not sparse:
         return None
     parts = []
-    for first, last in runs(sparse):
+    for first, last in runs(sparse, count):
         make = partial(_stock, stock, common, first, last, starts, lengths)
         part = Part(first, last, starts[first], starts[last], make=make)
-        if sparse[first]:
-            part.row, part.prefill = rows[first], prefills[first]
+        if first in sparse:
+            n = sparse[first]
+            part.row, part.prefill, part.chunk = rows[n], found[n], runtime.chunks[n]
+            part.served = runtime.serving(rows[n])
             part.reason = _reason(common, first)
         parts.append(part)
     return parts
+
+
+def _decoding(
+    names: Sequence[str | None],
+    places: Sequence[int],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    wanted: Iterable[str | None],
+) -> dict[str | None, int]:
+    """Of the wanted requests those with a row that is no prefill, and the first token of that row.
+
+    names, lengths: of all rows; places: of the prefills.
+    """
+    at: dict[str | None, int] = {}
+    for first, last in gaps(places, len(lengths)):
+        at.update(zip(names[first:last], range(first, last), strict=True))
+    rows = ((name, at[name]) for name in wanted if name in at)
+    return {name: lengths[i] - starts[i + 1] + starts[i] for name, i in rows}
 
 
 def _stock(stock: Callable[[Any], Any], common: Any, *where: Any) -> Any:

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 from functools import cache
 
-OLDEST, TESTED = (0, 29), (0, 32)
+OLDEST, NEWEST = (0, 29), (0, 32)
+"""Versions of vLLM that the adapter was tried with; tox.ini has an environment for each."""
+VERSION = re.compile(r"(\d+)\.(\d+)")
 CPU_BACKEND = "sparseprefill.adapters.vllm.cpu.SparseCPUBackend"
 CUDA_BACKEND = "sparseprefill.adapters.vllm.cuda.SparseTritonBackend"
 CPU_MLA_BACKENDS = {
@@ -39,6 +42,13 @@ def _register() -> None:
     if reason:
         _warn(f"not registered with vLLM: {reason}")
         return
+    doubt = untested(str(vllm.__version__))
+    if doubt:
+        missing = _missing()
+        if missing:
+            _warn(f"not registered with vLLM: version {vllm.__version__} was not tried, and {missing}")
+            return
+        _warn(doubt)
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
@@ -46,17 +56,60 @@ def _register() -> None:
     for name, path in CPU_MLA_BACKENDS.items():
         if name in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[name], path)
+    why = watch_requests()
+    if why:
+        _warn(f"requests cannot ask for a profile, or for dense attention: {why}")
+
+
+def _missing() -> str | None:
+    """What this vLLM lacks of what the backend is built on, or None."""
+    from vllm.platforms import current_platform
+
+    module = (CPU_BACKEND if current_platform.is_cpu() else CUDA_BACKEND).rpartition(".")[0]
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return f"its interfaces are others: {type(error).__name__}: {error}"
+    return None
+
+
+def watch_requests() -> str | None:
+    """Let requests ask for profiles; why they cannot, or None."""
+    try:
+        from vllm.exceptions import VLLMValidationError
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        from .admission import install
+    except ImportError as error:
+        return str(error)
+    return install(InputProcessor, VLLMValidationError)
 
 
 def objection(version: str) -> str | None:
     """Why this version of vLLM is not supported, or None. ``vllm.__version__``: distributions go by many names."""
-    found = re.match(r"(\d+)\.(\d+)", version)
+    found = VERSION.match(version)
     if found is None:
         return f"its version is {version!r}, which says nothing about its interfaces"
-    have = (int(found[1]), int(found[2]))
-    if have < OLDEST:
-        return f"version {version} is too old, 0.29 or later is needed"
+    if _parts(found) < OLDEST:
+        return f"version {version} is too old, {_text(OLDEST)} or later is needed"
     return None
+
+
+def untested(version: str) -> str | None:
+    """What to say about a version that is newer than those that were tried, or None."""
+    found = VERSION.match(version)
+    if found is None or _parts(found) <= NEWEST:
+        return None
+    tried = f"{_text(OLDEST)} to {_text(NEWEST)}"
+    return f"vLLM {version} is newer than what was tried ({tried}): going on, see docs/vllm.md"
+
+
+def _parts(found: re.Match[str]) -> tuple[int, int]:
+    return int(found[1]), int(found[2])
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 @cache

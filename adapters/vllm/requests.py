@@ -8,7 +8,7 @@ computed again; and every chunk whose request is not known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
@@ -20,19 +20,21 @@ class Row:
     """One request's chunk in one step.
 
     start, end: the tokens of its sequence that the chunk holds. name: the request's id, None where it is not known.
-    prompt: tokens of its whole prompt, None where that is not known.
+    prompt: tokens of its whole prompt, None where that is not known. asked: the profile that it asked for, if any.
     """
 
     start: int
     end: int
     name: str | None = None
     prompt: int | None = None
+    asked: object = None
 
 
 @frozen(eq=False)
 class _Entry:
     prefill: Prefill
     end: int
+    asked: object = None
 
 
 @define(eq=False)
@@ -48,19 +50,32 @@ class Requests:
     _entries: dict[str, _Entry] = field(factory=dict, init=False)
     _nameless: int = field(default=0, init=False)
 
-    def step(self, rows: Sequence[Row], decoding: Sequence[Row], alive: Callable[[str], bool]) -> list[Prefill]:
+    def step(
+        self, rows: Sequence[Row], decoding: Mapping[str | None, int], alive: Callable[[str], bool]
+    ) -> list[Prefill]:
         """The prefill of every row of one step, in order; drops those that are over.
 
-        decoding: the step's other rows. alive: whether the host still has a request of this id.
+        decoding: the first token of each of the step's other rows, by its request. alive: whether the host still has a
+        request of this id.
         """
         self.finished += self._nameless  # nothing can go on with them
         self._nameless = 0
-        rows_of = Counter(row.name for row in (*rows, *decoding))
-        decoded = {row.name: row.start for row in decoding}
+        rows_of = Counter(row.name for row in rows)
         for name, entry in list(self._entries.items()):
-            if decoded.get(name, -1) >= entry.end or not alive(name):
+            if decoding.get(name, -1) >= entry.end or not alive(name):
                 self._end(name)
-        return [self._next(row, row.name if rows_of[row.name] == 1 else None) for row in rows]
+        alone = {name for name, count in rows_of.items() if count == 1 and name not in decoding}
+        return [self._next(row, row.name if row.name in alone else None) for row in rows]
+
+    def asked(self, name: str | None) -> object:
+        """The profile that a request in progress asked for with its first chunk."""
+        known = self._entries.get(name or "")
+        return None if known is None else known.asked
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The ids of those in progress."""
+        return tuple(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -74,7 +89,7 @@ class Requests:
             self._end(name)
             known = None
         prefill = Prefill() if known is None else known.prefill
-        self._entries[name] = _Entry(prefill, row.end)
+        self._entries[name] = _Entry(prefill, row.end, row.asked)
         return prefill
 
     def _end(self, name: str) -> None:

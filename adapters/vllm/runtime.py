@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import define, evolve, field
@@ -15,53 +17,141 @@ from sparseprefill.route import Route
 
 from ..session.report import Report
 from ..session.session import Prefill, Session
+from .chunks import check_chunk, check_grain
 from .failures import reason
 from .logs import show
 from .model import Model, identity
 from .names import Names
-from .options import TABLE, Options, parse
+from .options import OFF, TABLE, Options, Source, parse
 from .requests import Requests, Row
-from .tally import Tally
+from .served import Served
+from .summary import Summary, every, interval_of_host
+from .tally import Chunk, Owner, Tally
 from .tensor_parallel import LocalRegistry
 
 NAME = "CUSTOM"
 NAMELESS = "chunks behind others whose request vLLM does not name: what the method remembers does not reach them"
 ENDLESS = "chunks of prompts whose length vLLM does not tell: the dense tail is every chunk's"
 FORGETS = "what the method remembers of a prompt does not reach from one chunk to the next"
+DEAF = "requests cannot ask for a profile, or for dense attention"
+ASKED_DENSE = f"the request asks for it ({TABLE}: {OFF})"
+DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+UNSEEN = (
+    "/metrics of a server does not show what this process counts: set PROMETHEUS_MULTIPROC_DIR to an empty folder "
+    "before it starts"
+)
 log = logging.getLogger(__name__)
 _runtimes: dict[int, Runtime] = {}
 
 
 @define(eq=False)
 class Runtime:
-    """What the layers and metadata builders of one engine share in one process."""
+    """What the layers and metadata builders of one engine share in one process.
+
+    session, tally: of the requests that ask for nothing, together `main`. profiles: what serves the others, by the name
+    that they ask for. chunks: of the step's prefill rows; None where the host computes the row whatever the layer.
+    """
 
     options: Options
     session: Session
     model: Model
     tally: Tally
+    profiles: Mapping[str, Served] = field(factory=dict)
+    main: Served = field(init=False)
     requests: Requests = field(factory=Requests, init=False)
     names: Names = field(factory=Names.of_nobody, init=False)
     warmed: set[object] = field(factory=set, init=False)
     surveyed: bool = field(default=False, init=False)
+    chunks: list[Chunk | None] = field(factory=list, init=False)
     _step: tuple[object, list[Prefill]] | None = field(default=None, init=False)
+    _told: object = field(default=None, init=False)
+    _warned: set[str] = field(factory=set, init=False)
 
-    def prefills(self, step: object, rows: Sequence[Row], decoding: Sequence[Row] = ()) -> list[Prefill]:
-        """The prefills of one step's rows: see Requests. Every group of layers asks with the same `step` object."""
+    def __attrs_post_init__(self) -> None:
+        self.main = Served(self.session, self.tally)
+
+    @property
+    def every(self) -> tuple[Served, ...]:
+        """All that may serve a request."""
+        return (self.main, *self.profiles.values())
+
+    def prefills(
+        self, step: object, rows: Sequence[Row], decoding: Callable[[Iterable[str | None]], Mapping[str | None, int]]
+    ) -> list[Prefill]:
+        """The prefills of one step's rows: see Requests. Every group of layers asks with the same `step` object.
+
+        decoding: finds the step's other rows of some requests, and tells the first token of each.
+        """
         if self._step is None or self._step[0] is not step or len(self._step[1]) != len(rows):
-            self.session.read_recall()
+            for one in self.every:
+                one.session.read_recall()
+            self.settle()
             finished = self.requests.finished
-            self._step = (step, self.requests.step(rows, decoding, self.names.alive))
-            for row in rows:
-                if row.start and row.name is None and self.session.route.remembers:
-                    self.session.note(NAMELESS)
-                if row.prompt is None and self.options.tail:
-                    self.session.note(ENDLESS)
-                if row.end - row.start < self.options.min_query:
-                    self.session.count_short()
+            others = decoding([*self.requests.names, *(row.name for row in rows)]) if len(self.requests) else {}
+            self._step = (step, self.requests.step(rows, others, self.names.alive))
+            self.chunks = [self._begin(row) for row in rows]
             if self.requests.finished > finished and log.isEnabledFor(logging.DEBUG):
                 self._tell()
         return self._step[1]
+
+    def asked(self, names: Sequence[str | None]) -> dict[str | None, object]:
+        """What the requests of a step's prefill rows asked for, by id: with this chunk, or with their first."""
+        named = [name for name in names if name is not None]
+        if not named:
+            return {}
+        found = self.names.asked(named)
+        return {name: found.get(name, self.requests.asked(name)) for name in named}
+
+    def serving(self, row: Row) -> Served:
+        """What runs a row sparse."""
+        return self.profiles.get(row.asked, self.main) if isinstance(row.asked, str) else self.main
+
+    def settle(self) -> None:
+        """The step that ran last is through all layers: count its chunks."""
+        chunks, self.chunks = self.chunks, []
+        for chunk in chunks:
+            if chunk is not None:
+                chunk.settle()
+
+    def tell(self) -> None:
+        """Log what prefill did since the last time, as a line; nothing where there was none."""
+        step = None if self._step is None else self._step[0]
+        if step is self._told:  # nothing has come since, so the last step is over
+            self.settle()
+        self._told = step
+        line = self.tally.summary.line()
+        if line is not None:
+            log.info("sparseprefill: %s", line)
+
+    def start(self) -> None:
+        """Begin to log the summary, if it is asked for: by the first worker of those that share a layer's heads."""
+        seconds = self.options.log_interval
+        seconds = interval_of_host() if seconds is None else seconds
+        if seconds and self.model.first_head == 0 and log.isEnabledFor(logging.INFO):
+            every(seconds, self, self.tell)
+        if multiprocessing.parent_process() is not None and DIRECTORY not in os.environ:
+            log.info("sparseprefill: %s", UNSEEN)
+
+    def _begin(self, row: Row) -> Chunk | None:
+        """A row's chunk, if it may run sparse; else it is counted at once."""
+        served, tokens = self.serving(row), row.end - row.start
+        if row.start and row.name is None and served.session.route.remembers:
+            served.session.note(NAMELESS)
+        if row.prompt is None and self.options.tail:
+            served.session.note(ENDLESS)
+        if tokens < self.options.min_query:
+            served.session.count_short()
+            served.tally.settle(tokens, f"fewer than {self.options.min_query} tokens")
+            return None
+        if row.asked is None or row.asked in self.profiles:
+            return served.tally.chunk(tokens)
+        why = ASKED_DENSE if row.asked == OFF else str(self.options.unknown(row.asked))
+        if row.asked != OFF and why not in self._warned:
+            self._warned.add(why)
+            log.warning("sparseprefill: a request runs dense: %s", why)
+        served.session.note(why)
+        served.tally.settle(tokens, why)
+        return None
 
     def expect(self, layers: Sequence[tuple[int, str | None]]) -> None:
         """Name all layers of this process, and why they will stay dense; say in the log what will run how.
@@ -80,14 +170,17 @@ class Runtime:
         if dense and self.options.strict:
             shown = "; ".join(f"layer {i}: {why}" for i, why in dense)
             raise AttachError(f"strict: these layers would stay dense: {shown}")
-        self.session.expect(i for i, _ in layers)
+        for one in self.every:
+            one.session.expect(i for i, _ in layers)
         self._announce(len(asked), Counter(why for _, why in dense))
 
     def remembers_by(self, fields: set[str]) -> None:
         """Say so in the log if requests will have no names, and the method needs them. fields: of vLLM's metadata."""
         why = self.names.objection(fields)
-        if why and self.session.route.remembers:
+        if why and any(one.session.route.remembers for one in self.every):
             log.warning("sparseprefill: %s: %s", FORGETS, why)
+        if why:
+            log.log(logging.WARNING if self.profiles else logging.INFO, "sparseprefill: %s: %s", DEAF, why)
 
     def _announce(self, layers: int, dense: Counter[str]) -> None:
         name, model, host = self.session.route.name, self.model.name, self.model.attention
@@ -113,12 +206,14 @@ class Runtime:
         except Exception as error:  # such as a mask that cannot be counted: it must not end the engine
             log.debug("no report: %s", reason(error))
 
-    def report(self) -> Report:
-        """What every layer did, and why (measures densities that wait: host sync)."""
-        report = self.session.report(self.model.name, self.model.attention)
+    def report(self, profile: str | None = None) -> Report:
+        """What every layer did, and why (measures densities that wait: host sync). profile: for requests that ask for
+        it; None for those that ask for nothing."""
+        served = self.main if profile is None else self.profiles[profile]
+        report = served.session.report(self.model.name, self.model.attention)
         if not self.options.measure:
             return report
-        means = self.tally.means()
+        means = served.tally.means()
         return evolve(report, layers=tuple(evolve(x, mean_density=means.get(x.layer)) for x in report.layers))
 
 
@@ -132,7 +227,8 @@ def runtime_of(config: Any, attention: str) -> Runtime | None:
         return None
     owner = config.compilation_config
     if id(owner) not in _runtimes:
-        _runtimes[id(owner)] = _make(config, attention)
+        made = _runtimes[id(owner)] = _make(config, attention)
+        made.start()
         weakref.finalize(owner, _runtimes.pop, id(owner), None)
     return _runtimes[id(owner)]
 
@@ -153,24 +249,47 @@ def _make(config: Any, attention: str) -> Runtime:
     options = parse(config.additional_config)
     show(options.log_level)
     model = identity(config, attention)
+    check_chunk(config, options)
+    summary = Summary()
+    main, *others = (
+        _served(one, options, model, _owner(config), summary) for one in (options.source, *options.profiles.values())
+    )
+    profiles = dict(zip(options.profiles, others, strict=True))
+    return Runtime(options, main.session, model, main.tally, profiles)
+
+
+def _served(source: Source, options: Options, model: Model, owner: Owner, summary: Summary) -> Served:
     whole = model.local is model.identity
     try:
-        route = Route.of(options.build(None if whole else LocalRegistry(model.identity, model.local)))
+        route = Route.of(source.build(None if whole else LocalRegistry(model.identity, model.local)))
         route.check_model(model.local)
+    except ParameterError as error:
+        here = "" if str(error).startswith(source.at) or source.at == TABLE else f"{source.at}: "
+        raise type(error)(f"{here}{error}") from error
     except SparsePrefillError:
         raise
     except Exception as error:
-        raise AttachError(f"{TABLE}: the method's own code failed when it was built: {reason(error)}") from error
-    tally = Tally(measure=options.measure, layers=model.identity.layers)
+        raise AttachError(f"{source.at}: the method's own code failed when it was built: {reason(error)}") from error
+    check_grain(options.chunk, route, source.at)
+    tally = Tally(options.measure, model.identity.layers, evolve(owner, method=route.name), summary)
     session = Session(
         route,
         min_query=options.min_query,
         layers=options.layers,
         observe=tally.observe,
-        gate=options.gate,
+        gate=source.gate,
         tail=options.tail,
         recall_every=options.recall_every,
         strict_recall=options.strict_recall,
         hear_recall=tally.recall,
     )
-    return Runtime(options, session, model, tally)
+    return Served(session, tally)
+
+
+def _owner(config: Any) -> Owner:
+    """Of a process: the model's name as vLLM's metrics have it, and the number of its worker."""
+    given, parallel = getattr(config, "model_config", None), getattr(config, "parallel_config", None)
+    name: Any = getattr(given, "served_model_name", None) or getattr(given, "model", "")
+    rank, replica = (int(getattr(parallel, field, 0) or 0) for field in ("rank", "data_parallel_index"))
+    worker = f"{replica}.{rank}" if int(getattr(parallel, "data_parallel_size", 1) or 1) > 1 else str(rank)
+    return Owner(str(name if isinstance(name, str) else name[0]), worker=worker)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from attrs import define, field
 
 from ..session.session import Prefill
 from .requests import Row
+from .served import Served
+from .tally import Chunk
 
 # Tensors and arrays with one entry a request that the host's metadata may hold.
 PER_REQUEST = (
@@ -23,8 +26,8 @@ CACHES = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
 class Part:
     """Requests `first` to `last` (exclusive) of a batch, whose query rows are `begin` to `end`.
 
-    row, prefill: of the one request of a part that runs sparse; None for a part that the host computes. reason: why
-    such a request stays dense in all layers, or None. make: the host's own metadata for it.
+    row, prefill, chunk: of the one request of a part that runs sparse; None for a part that the host computes. served:
+    what runs it. reason: why such a request stays dense in all layers, or None. make: the host's own metadata for it.
     """
 
     first: int
@@ -33,6 +36,8 @@ class Part:
     end: int
     row: Row | None = None
     prefill: Prefill | None = None
+    chunk: Chunk | None = None
+    served: Served | None = None
     reason: str | None = None
     make: Callable[[], Any] | None = None
     _made: list[Any] = field(factory=list, init=False)
@@ -44,15 +49,15 @@ class Part:
         return self._made[0]
 
 
-def runs(sparse: Sequence[bool]) -> list[tuple[int, int]]:
-    """Half-open ranges of rows: a sparse row alone, neighbours of the rest together."""
-    found: list[tuple[int, int]] = []
-    for i, alone in enumerate(sparse):
-        if alone or not found or sparse[found[-1][0]]:
-            found.append((i, i + 1))
-        else:
-            found[-1] = (found[-1][0], i + 1)
-    return found
+def runs(sparse: Iterable[int], count: int) -> list[tuple[int, int]]:
+    """Half-open ranges of `count` rows: a sparse row alone, neighbours of the rest together. sparse: ascending."""
+    alone = tuple(sparse)
+    return sorted([*((i, i + 1) for i in alone), *gaps(alone, count)])
+
+
+def gaps(rows: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Half-open ranges of those of `count` rows that are not among `rows`, which ascend."""
+    return [(a, b) for a, b in zip((0, *(i + 1 for i in rows)), (*rows, count), strict=True) if a < b]
 
 
 def narrow(common: Any, first: int, last: int, starts: Sequence[int], lengths: Sequence[int]) -> Any:
@@ -61,14 +66,16 @@ def narrow(common: Any, first: int, last: int, starts: Sequence[int], lengths: S
     starts: first query row of each request, and the end of the last; lengths: keys of each. Both are on the host.
     """
     begin, end = starts[first], starts[last]
-    names = {one.name for one in dataclasses.fields(common)}
+    kind: Any = type(common)
+    names = _fields(kind)
+    loc, loc_cpu = (x[first : last + 1] for x in (common.query_start_loc, common.query_start_loc_cpu))
     changed: dict[str, Any] = {
-        "query_start_loc": common.query_start_loc[first : last + 1] - begin,
-        "query_start_loc_cpu": common.query_start_loc_cpu[first : last + 1] - begin,
+        "query_start_loc": loc - begin if begin else loc,  # a launch on the device
+        "query_start_loc_cpu": loc_cpu - begin if begin else loc_cpu,
         "seq_lens": common.seq_lens[first:last],
         "num_reqs": last - first,
         "num_actual_tokens": end - begin,
-        "max_query_len": max(starts[i + 1] - starts[i] for i in range(first, last)),
+        "max_query_len": int(loc_cpu.diff().max()),
         "max_seq_len": max(lengths[first:last]),
         "block_table_tensor": common.block_table_tensor[first:last],
         "slot_mapping": common.slot_mapping[begin:end],
@@ -82,3 +89,8 @@ def narrow(common: Any, first: int, last: int, starts: Sequence[int], lengths: S
     if ranges is not None:
         changed["mm_req_doc_ranges"] = {i - first: spans for i, spans in ranges.items() if first <= i < last}
     return dataclasses.replace(common, **changed, **dict.fromkeys(names.intersection(CACHES)))
+
+
+@cache
+def _fields(kind: Any) -> frozenset[str]:
+    return frozenset(one.name for one in dataclasses.fields(kind))

@@ -1,17 +1,20 @@
-"""For vLLM's metrics endpoint: calls, fallbacks by reason, pairs computed, and the recall of measured calls."""
+"""For vLLM's metrics endpoint: chunks and tokens of prefill, calls of layers, fallbacks, and what was measured."""
 
 # vLLM is not there where types are checked.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import Counter
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
 from ..session.ledger import Uncounted
+from .summary import Summary
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -22,50 +25,102 @@ if TYPE_CHECKING:
 NUMBER = re.compile(r"(?<![\w.])\d+(\.\d+)?")
 """Lengths and the like in a reason: left out, since each text of a label is a time series of its own."""
 CLASSES = 4
-"""Classes of neighbouring layers that recall is told by: each has a time series for every bucket."""
-BUCKETS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99, 0.999, 1.0)
+"""Classes of neighbouring layers that figures are told by: each has a time series for every bucket."""
+OWNER = ("model_name", "method", "worker")
+"""Labels of every metric; the first is called as in vLLM's own."""
+RECALLS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99, 0.999, 1.0)
 """Upper bounds of the histogram of recall, which is never above 1."""
+DENSITIES = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
+"""The same of density."""
+METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {
+    "prefill_chunks": ("Counter", "Chunks of prompts; sparse where a layer ran sparse.", ("mode",), ()),
+    "prefill_tokens": ("Counter", "Tokens of these chunks.", ("mode",), ()),
+    "prefill_calls": ("Counter", "Calls of layers for a chunk, by how they ran.", ("layers", "mode"), ()),
+    "fallbacks": ("Counter", "Calls of layers that ran dense, by reason.", ("layers", "reason"), ()),
+    "pairs": ("Counter", "Query-key pairs, computed and causal, with `measure`.", ("layers", "kind"), ()),
+    "density": ("Histogram", "Computed of causal pairs, in measured calls of layers.", ("layers",), DENSITIES),
+    "recall": (
+        *("Histogram", "Attention mass that a head keeps of sampled query rows, in measured calls of layers."),
+        *(("layers",), RECALLS),
+    ),
+    "low_recall_calls": ("Counter", "Measured calls of layers below strict_recall.", ("layers",), ()),
+}
+"""By name: kind, what it says, its labels beside those of the owner, and a histogram's upper bounds."""
+PREFIX = "sparseprefill:"
+log = logging.getLogger(__name__)
+
+
+@frozen
+class Owner:
+    """Whose figures they are: the served model's name, the method, and the number of vLLM's worker."""
+
+    model: str = ""
+    method: str = ""
+    worker: str = "0"
 
 
 @define(eq=False)
 class Tally:
-    """Counts of one engine in one process, told to Prometheus.
+    """Counts of one method of an engine in one process, told to Prometheus and to the summary in the log.
 
-    measure: count pairs, too (host sync a call). layers: of the model, 0 where that is not known.
+    measure: count every call's pairs, too (host sync a call). layers: of the model, 0 where that is not known.
     """
 
     measure: bool = False
     layers: int = 0
+    owner: Owner = field(factory=Owner)
+    summary: Summary = field(factory=Summary)
     _pairs: dict[int, tuple[int, int]] = field(factory=dict, init=False)
+    _children: dict[tuple[str, ...], Any] = field(factory=dict, init=False)
+    _classes: dict[int, str] = field(factory=dict, init=False)
+
+    def chunk(self, tokens: int) -> Chunk:
+        """A prompt's chunk that begins."""
+        return Chunk(self, tokens)
 
     def observe(self, call: AttentionCall, result: Result) -> None:
         """A layer ran sparse."""
-        metrics = _metrics()
-        metrics.calls.labels(mode="sparse").inc()
+        layers = self.layer_class(call.layer)
+        self._count("prefill_calls", 1, layers, "sparse")
         if self.measure:
             done, allowed = Uncounted.of(result).count()
-            metrics.pairs.labels(kind="computed").inc(done)
-            metrics.pairs.labels(kind="causal").inc(allowed)
+            self._count("pairs", done, layers, "computed")
+            self._count("pairs", allowed, layers, "causal")
             before = self._pairs.get(call.layer, (0, 0))
             self._pairs[call.layer] = (before[0] + done, before[1] + allowed)
+            if allowed:
+                self._density(layers, done / allowed)
 
-    def fallback(self, reason: str) -> None:
+    def fallback(self, layer: int, reason: str) -> None:
         """A layer ran a request's chunk dense."""
-        metrics = _metrics()
-        metrics.calls.labels(mode="dense").inc()
-        metrics.fallbacks.labels(reason=NUMBER.sub("N", reason)).inc()
+        layers = self.layer_class(layer)
+        self._count("prefill_calls", 1, layers, "dense")
+        self._count("fallbacks", 1, layers, NUMBER.sub("N", reason))
+
+    def settle(self, tokens: int, reason: str | None) -> None:
+        """A chunk is through all layers. reason: why it ran dense; None where it ran sparse."""
+        mode = "sparse" if reason is None else "dense"
+        self._count("prefill_chunks", 1, mode)
+        self._count("prefill_tokens", tokens, mode)
+        self.summary.add(tokens, reason)
 
     def recall(self, found: CallRecall) -> None:
-        """The recall of a measured call is known."""
-        metrics, layers = _metrics(), self.layer_class(found.layer)
-        each = metrics.recall.labels(layers=layers)
+        """The recall of a measured call is known, and its density."""
+        layers = self.layer_class(found.layer)
         for kept in found.spread:
-            each.observe(kept)
+            self._observe("recall", kept, layers)
         if found.low:
-            metrics.low.labels(layers=layers).inc()
+            self._count("low_recall_calls", 1, layers)
+        if not self.measure:  # else it has been told
+            self._density(layers, found.density)
 
     def layer_class(self, layer: int) -> str:
         """The neighbours that a layer is counted with, as ``0-7``: of each model about a quarter of its layers."""
+        if layer not in self._classes:
+            self._classes[layer] = self._class_of(layer)
+        return self._classes[layer]
+
+    def _class_of(self, layer: int) -> str:
         if not 0 <= layer < self.layers:
             return "other"
         nth = next(i for i in range(CLASSES) if layer < self.layers * (i + 1) // CLASSES)
@@ -76,34 +131,59 @@ class Tally:
         """Mean density by layer, over all measured calls."""
         return {layer: done / allowed for layer, (done, allowed) in self._pairs.items() if allowed}
 
+    def _density(self, layers: str, density: float) -> None:
+        if 0 <= density <= 1:  # not a number where a call has padding alone
+            self._observe("density", density, layers)
+            self.summary.densities(density)
 
-@frozen
-class _Metrics:
-    """Of prometheus_client."""
+    def _count(self, name: str, amount: int, *labels: str) -> None:
+        child = self._child(name, *labels)
+        if child is not None:
+            child.inc(amount)
 
-    calls: Any
-    fallbacks: Any
-    pairs: Any
-    recall: Any
-    low: Any
+    def _observe(self, name: str, value: float, *labels: str) -> None:
+        child = self._child(name, *labels)
+        if child is not None:
+            child.observe(value)
+
+    def _child(self, name: str, *labels: str) -> Any:
+        """The metric of these labels; None where there are no metrics."""
+        key = (name, *labels)
+        if key not in self._children:
+            made, own = _metrics(), self.owner
+            names: tuple[str, ...] = (*OWNER, *METRICS[name][2])
+            given = dict(zip(names, (own.model, own.method, own.worker, *labels), strict=True))
+            self._children[key] = made[name].labels(**given) if made else None
+        return self._children[key]
+
+
+@define(eq=False)
+class Chunk:
+    """A chunk of a prompt on its way through the layers. sparse: whether one of them ran it sparse."""
+
+    tally: Tally
+    tokens: int
+    sparse: bool = False
+    reasons: Counter[str] = field(factory=Counter, init=False)
+
+    def settle(self) -> None:
+        """All layers are through: count it."""
+        common = self.reasons.most_common(1)
+        self.tally.settle(self.tokens, None if self.sparse else common[0][0] if common else "no layer can run sparse")
 
 
 @cache
-def _metrics() -> _Metrics:
-    """One set a process. prometheus_client is there because vLLM needs it."""
-    from prometheus_client import Counter, Histogram
+def _metrics() -> dict[str, Any]:
+    """One set a process; empty, with a warning, where they cannot be kept. prometheus_client comes with vLLM."""
+    try:
+        import prometheus_client
 
-    return _Metrics(
-        Counter("sparseprefill:prefill_calls", "Prefill chunks of a layer, by how they ran.", ["mode"]),
-        Counter("sparseprefill:fallbacks", "Prefill chunks of a layer that ran dense, by reason.", ["reason"]),
-        Counter("sparseprefill:pairs", "Query-key pairs, computed and causal.", ["kind"]),
-        Histogram(
-            "sparseprefill:recall",
-            "Attention mass that a head keeps of sampled query rows, in measured prefill chunks of a layer.",
-            ["layers"],
-            buckets=BUCKETS,
-        ),
-        Counter(
-            "sparseprefill:low_recall_calls", "Measured prefill chunks of a layer below strict_recall.", ["layers"]
-        ),
-    )
+        return {
+            name: getattr(prometheus_client, kind)(
+                PREFIX + name, about, [*OWNER, *labels], **({"buckets": bounds} if bounds else {})
+            )
+            for name, (kind, about, labels, bounds) in METRICS.items()
+        }
+    except (ImportError, OSError, ValueError) as error:  # such as a PROMETHEUS_MULTIPROC_DIR that is not there
+        log.warning("sparseprefill: no metrics: %s: %s", type(error).__name__, error)
+        return {}

@@ -117,9 +117,10 @@ def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Si
 
     try:
         with torch.inference_mode():
-            for pipeline in runtime.session.route.known:
-                some, recall = [layer for layer, _ in layers], runtime.session.measures_recall
-                warm(pipeline, some, sizes, pages, runtime.model.first_head, recall=recall)
+            some = [layer for layer, _ in layers]
+            for session in (one.session for one in runtime.every):
+                for pipeline in session.route.known:
+                    warm(pipeline, some, sizes, pages, runtime.model.first_head, recall=session.measures_recall)
             torch.cuda.synchronize(sizes.device)
     except Exception as error:  # the engine starts all the same, and a request that fails says why
         if ends_engine(error):

@@ -16,15 +16,21 @@ class ReportExtension:
     """Mixed into vLLM's worker by vLLM itself: ``llm.collective_rpc("sparseprefill_report")``, one answer a worker."""
 
     def sparseprefill_report(self) -> dict[str, Any]:
-        """The report as plain data, with its ``text``; empty where the backend is not selected."""
+        """The report as plain data, with its ``text``; empty where the backend is not selected.
+
+        ``profiles`` has the same by name, of the requests that asked for another.
+        """
         config = getattr(self, "vllm_config", None)
         runtime = existing(config)
         if runtime is not None:
-            report = runtime.report()
-        elif config is not None and selected(config):
-            name = str(config.model_config.model)
-            report = Report(method=NAME, host=name, implementation="vLLM", min_query=0, notes={NOBODY: 1})
-        else:
+            others = {name: _data(runtime.report(name)) for name in runtime.profiles}
+            return {**_data(runtime.report()), "worker": runtime.tally.owner.worker, "profiles": others}
+        if config is None or not selected(config):
             return {}
-        derived = {name: getattr(report, name) for name in ("density", "fallbacks", "recall", "least_recall")}
-        return {**asdict(report), **derived, "text": str(report)}
+        name = str(config.model_config.model)
+        return _data(Report(method=NAME, host=name, implementation="vLLM", min_query=0, notes={NOBODY: 1}))
+
+
+def _data(report: Report) -> dict[str, Any]:
+    derived = {name: getattr(report, name) for name in ("density", "fallbacks", "recall", "least_recall")}
+    return {**asdict(report), **derived, "text": str(report)}

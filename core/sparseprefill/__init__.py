@@ -2,56 +2,61 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, overload
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from sparseprefill.breakeven.gate import Gate, GateChoice
-from sparseprefill.breakeven.table import BreakEven, Verdict
-from sparseprefill.call import AttentionCall
-from sparseprefill.config import from_config
-from sparseprefill.errors import (
-    AttachError,
-    InvalidCallError,
-    MaskError,
-    MethodCollisionError,
-    ParameterError,
-    PluginLoadError,
-    SparsePrefillError,
-    StageError,
-    UnknownMethodError,
-    UnsupportedCallError,
-)
-from sparseprefill.executors.auto import AutoExecutor
-from sparseprefill.executors.cpu import CpuExecutor
-from sparseprefill.executors.delta import Delta
-from sparseprefill.executors.proxy import Proxy
-from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.lists import IndexLists
-from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.priority import Priority, PriorityScores
-from sparseprefill.memory import Memory
-from sparseprefill.method import Method
-from sparseprefill.metrics import output_error, recall
-from sparseprefill.pages import Pages
-from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Carry, Plan, Result
-from sparseprefill.profiles.profile import Profile
-from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
-from sparseprefill.refiners.decay import PositionDecay
-from sparseprefill.refiners.heads import GqaUnion
-from sparseprefill.refiners.recall import Recall, RecallFloor
-from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
-from sparseprefill.refiners.rows import DenseRows
-from sparseprefill.refiners.threshold import RelativeThreshold
-from sparseprefill.refiners.union import UnionEstimator
-from sparseprefill.refiners.values import ValueWeights
-from sparseprefill.registry import PluginRecord, Registry, default_registry
-from sparseprefill.route import Route, gated
-from sparseprefill.softmax import SoftmaxState
-from sparseprefill.stages import Corrector, HeadScope, MaskRefiner, Observer, PatternEstimator, SparseExecutor
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sparseprefill.breakeven.gate import Gate, GateChoice
+    from sparseprefill.breakeven.table import BreakEven, Verdict
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.config import from_config
+    from sparseprefill.errors import (
+        AttachError,
+        InvalidCallError,
+        MaskError,
+        MethodCollisionError,
+        ParameterError,
+        PluginLoadError,
+        SparsePrefillError,
+        StageError,
+        UnknownMethodError,
+        UnsupportedCallError,
+    )
+    from sparseprefill.executors.auto import AutoExecutor
+    from sparseprefill.executors.cpu import CpuExecutor
+    from sparseprefill.executors.delta import Delta
+    from sparseprefill.executors.proxy import Proxy
+    from sparseprefill.executors.reference import ReferenceExecutor
+    from sparseprefill.hookspecs import hookimpl
+    from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.mask.lists import IndexLists
+    from sparseprefill.mask.mask import SparseMask
+    from sparseprefill.mask.priority import Priority, PriorityScores
+    from sparseprefill.memory import Memory
+    from sparseprefill.method import Method
+    from sparseprefill.metrics import output_error, recall
+    from sparseprefill.pages import Pages
+    from sparseprefill.pipeline import Pipeline
+    from sparseprefill.plan import Carry, Plan, Result, Skipped
+    from sparseprefill.profiles.profile import Profile
+    from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
+    from sparseprefill.refiners.decay import PositionDecay
+    from sparseprefill.refiners.heads import GqaUnion
+    from sparseprefill.refiners.recall import Recall, RecallFloor
+    from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
+    from sparseprefill.refiners.rows import DenseRows
+    from sparseprefill.refiners.skip import SkipSoftmax
+    from sparseprefill.refiners.threshold import RelativeThreshold
+    from sparseprefill.refiners.union import UnionEstimator
+    from sparseprefill.refiners.values import ValueWeights
+    from sparseprefill.registry import PluginRecord, Registry, default_registry
+    from sparseprefill.route import Route, gated
+    from sparseprefill.softmax import SoftmaxState
+    from sparseprefill.stages import Corrector, HeadScope, MaskRefiner, Observer, PatternEstimator, SparseExecutor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -99,6 +104,8 @@ __all__ = [
     "Result",
     "Route",
     "Sink",
+    "SkipSoftmax",
+    "Skipped",
     "SoftmaxState",
     "SparseExecutor",
     "SparseMask",
@@ -120,9 +127,95 @@ __all__ = [
     "recall",
 ]
 
+# Names are fetched from their files when they are first asked for (PEP 562), so that what needs none of them, such as
+# the help of the command line, does not import torch. A test holds this table to the imports above.
+_FILES: Mapping[str, tuple[str, ...]] = {
+    "breakeven.gate": ("Gate",),
+    "breakeven.table": ("BreakEven", "Verdict"),
+    "call": ("AttentionCall",),
+    "config": ("from_config",),
+    "errors": (
+        "AttachError",
+        "InvalidCallError",
+        "MaskError",
+        "MethodCollisionError",
+        "ParameterError",
+        "PluginLoadError",
+        "SparsePrefillError",
+        "StageError",
+        "UnknownMethodError",
+        "UnsupportedCallError",
+    ),
+    "executors.auto": ("AutoExecutor",),
+    "executors.cpu": ("CpuExecutor",),
+    "executors.delta": ("Delta",),
+    "executors.proxy": ("Proxy",),
+    "executors.reference": ("ReferenceExecutor",),
+    "hookspecs": ("hookimpl",),
+    "mask.geometry": ("Geometry",),
+    "mask.lists": ("IndexLists",),
+    "mask.mask": ("SparseMask",),
+    "mask.priority": ("Priority", "PriorityScores"),
+    "memory": ("Memory",),
+    "method": ("Method",),
+    "metrics": ("output_error", "recall"),
+    "pages": ("Pages",),
+    "pipeline": ("Pipeline",),
+    "plan": ("Carry", "Plan", "Result", "Skipped"),
+    "profiles.profile": ("Profile",),
+    "refiners.budget": ("BudgetCeiling", "BudgetFloor"),
+    "refiners.decay": ("PositionDecay",),
+    "refiners.heads": ("GqaUnion",),
+    "refiners.recall": ("RecallFloor",),
+    "refiners.rescue": ("LocalBand", "RandomRescue", "Sink", "StrideRescue"),
+    "refiners.rows": ("DenseRows",),
+    "refiners.skip": ("SkipSoftmax",),
+    "refiners.threshold": ("RelativeThreshold",),
+    "refiners.union": ("UnionEstimator",),
+    "refiners.values": ("ValueWeights",),
+    "registry": ("PluginRecord", "Registry", "default_registry"),
+    "route": ("Route", "gated"),
+    "softmax": ("SoftmaxState",),
+    "stages": ("Corrector", "HeadScope", "MaskRefiner", "Observer", "PatternEstimator", "SparseExecutor"),
+}
+_HOMES = {name: file for file, names in _FILES.items() for name in names}
+
+# Without numpy, which nothing here needs, torch warns when it is imported.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+
+if not TYPE_CHECKING:  # or checkers would take every misspelt name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """A public name, or a module of the package that has not been imported yet."""
+        if name in _HOMES:
+            found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        elif name.isidentifier() and not name.startswith("_"):
+            found = _module(f"{__name__}.{name}")
+        else:
+            found = None
+        if found is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+def _module(name: str) -> Any:
+    """The module of this name; None where there is none."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return None
+
 
 def methods() -> Mapping[str, str]:
     """Name and one-line summary of every installed method."""
+    from sparseprefill.registry import default_registry
+
     return {name: method.summary for name, method in default_registry().methods().items()}
 
 
@@ -169,5 +262,8 @@ def build(
 
     Raises UnknownMethodError, ParameterError, or PluginLoadError, each with what would do.
     """
+    from sparseprefill.registry import default_registry
+    from sparseprefill.route import gated
+
     made = default_registry().build(name, profile=profile, **parameters).with_recall(recall)
     return gated(made, gate)

@@ -24,6 +24,7 @@ from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.recall import RecallFloor, floor_of
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.refiners.rows import DenseRows
+from sparseprefill.refiners.skip import SkipSoftmax
 from sparseprefill.refiners.threshold import RelativeThreshold
 from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.refiners.values import ValueWeights
@@ -43,6 +44,7 @@ REFINERS: Mapping[str, type] = {
     "recall-floor": RecallFloor,
     "relative-threshold": RelativeThreshold,
     "sink": Sink,
+    "skip-softmax": SkipSoftmax,
     "stride-rescue": StrideRescue,
     "value-weights": ValueWeights,
 }
@@ -85,7 +87,7 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEsti
     method cannot have here, for the message.
 
     Raises UnknownMethodError, or ParameterError, for a method with observers too: they would see what ran in its place;
-    and for one with a corrector, which runs after execution.
+    and for one with a corrector, or with SkipSoftmax, which work on what is executed.
     """
     if isinstance(given, str | Mapping):
         made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
@@ -96,6 +98,11 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEsti
         raise ParameterError(
             f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and {why}; pass a method "
             "without observers"
+        )
+    if any(isinstance(one, SkipSoftmax) for route in Route.of(made).known for one in route.refiners):
+        raise ParameterError(
+            f"inner: {made.name} skips tiles while its plan is executed, and only its mask is taken here; put "
+            "SkipSoftmax on the method that takes inner"
         )
     if Route.of(made).corrects:
         raise ParameterError(

@@ -34,6 +34,12 @@ class Memory:
             self._slots[key] = make()
         return cast(T, self._slots[key])
 
+    def copy(self) -> Memory:
+        """Another store of the same values; what is written to one is not in the other."""
+        other = Memory()
+        other._slots.update(self._slots)
+        return other
+
     def clear(self) -> None:
         """Forget everything: the request ended."""
         self._slots.clear()

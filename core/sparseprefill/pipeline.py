@@ -16,7 +16,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.parts.record import Recorder
 from sparseprefill.parts.split import Limit, Part, limit_of, parts
-from sparseprefill.plan import Kernel, Parts, Plan, Result
+from sparseprefill.plan import Kernel, Parts, Plan, Result, Skipped
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.refiners.recall import Recall, RecallFloor, floor_of
 from sparseprefill.refiners.rows import DenseRows
@@ -34,9 +34,8 @@ from sparseprefill.stages import (
     missing,
     widest_scope,
 )
+from sparseprefill.validate import MOST_ROWS
 
-MOST_ROWS = (1 << 31) - 1
-"""The most rows of a tail."""
 KEPT = 256
 """Sizes of calls whose parts a pipeline remembers."""
 
@@ -278,18 +277,19 @@ class Pipeline:
         record = Parts(call.geometry, recorder.count, recorder.pairs)
         corrected = "".join(stage.name for stage in self._correcting)
         kernels = tuple(recorder.kernels)
-        return Result(out, lse, Plan(recorder.mask), parts=record, corrected=corrected, kernels=kernels)
+        whole = Plan(recorder.mask)
+        return Result(out, lse, whole, parts=record, corrected=corrected, kernels=kernels, skipped=recorder.skipped)
 
     def _run_part(
         self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor
-    ) -> tuple[tuple[SparseMask, ...], tuple[Kernel, ...]]:
+    ) -> tuple[tuple[SparseMask, ...], tuple[Kernel, ...], Skipped | None]:
         plan = self.plan(call, memory)
         computed = self.executing.execute_into(call, plan, out, lse)
         result = self._correct(call, plan, computed, memory)
         if result.out is not computed.out:
             out.copy_(result.out)
         self.observe(call, plan, result, memory)
-        return plan.computed(), result.kernels
+        return plan.computed(), result.kernels, result.skipped
 
     def _correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
         for corrector in self._correcting:

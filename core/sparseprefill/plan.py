@@ -12,7 +12,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import MaskError, ParameterError
-from sparseprefill.mask.count import share
+from sparseprefill.mask.count import Selected, share
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
@@ -67,16 +67,21 @@ class Plan:
     carry: real output made on the way, or None.
     probe: bool ``[B, Hq]``, heads whose attention mass per tile of the mask is wanted in `Result.probe`, or None.
     priority: what tiles and columns are worth by the estimator's own scores, for refiners that must choose, or None.
+    skip_below: float32 ``[B]``, thresholds from 0 to less than 1: while it runs, the executor leaves out key tiles
+    whose largest logit lies so far below the running maximum of their rows that ``exp`` of the difference is less
+    (`SkipSoftmax`). 0: of this batch row none is left out; so is a row of 1 and more, which is refused where the host
+    can see it. None: nothing is ever left out. On the call's device.
     notes: evidence that a method keeps for its own observer.
 
-    Raises MaskError, naming the field, for a mask that is none, a carry of another call, a probe of other heads, or a
-    priority that is none.
+    Raises MaskError, naming the field, for a mask that is none, a carry of another call, a probe of other heads, a
+    priority that is none, or thresholds that are none.
     """
 
     _mask: SparseMask | Callable[[], SparseMask]
     carry: Carry | None = None
     probe: Tensor | None = field(default=None, kw_only=True)
     priority: Priority | None = field(default=None, kw_only=True)
+    skip_below: Tensor | None = field(default=None, kw_only=True)
     notes: Mapping[str, Any] = field(default=EMPTY, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -99,6 +104,8 @@ class Plan:
                 raise MaskError(f"Plan.probe is {given}: pass a bool tensor [B, Hq] = {wanted}")
         if self.priority is not None:
             _check("Plan.priority", self.priority, Priority)
+        if self.skip_below is not None:
+            _check_thresholds(self.skip_below, mask.geometry.batch)
 
     @cached_property
     def mask(self) -> SparseMask:
@@ -116,6 +123,12 @@ class Plan:
         """
         masks = (self.mask,) if self.carry is None else (self.carry.region, self.mask)
         return tuple(evolve(mask, tiles=mask.tiles) for mask in masks)
+
+    def selected(self) -> tuple[Selected, ...]:
+        """The same as lists to be counted, which is all that a record keeps of a plan."""
+        if self.carry is None:
+            return (self.mask.selected(),)
+        return self.carry.region.selected(), self.mask.selected()
 
     def grid(self, tile: int | None = None) -> tuple[int, int]:
         """Tokens of a query tile and of a key tile: the mask's own, or those of a square tile."""
@@ -153,6 +166,22 @@ class Kernel:
 
 
 @frozen(eq=False)
+class Skipped:
+    """What an executor left out of a plan's mask because its logits cannot matter (`Plan.skip_below`).
+
+    pairs: int64 ``[B, Hq]``, pairs of rows and keys that the mask holds and that are not in the output; on the device.
+    Who votes: `rows` query rows (of one query tile, from a multiple of `rows` on) over `keys` keys at a time, of a tile
+    or that follow each other in a list of stripes. The order of the steps is that of the query block of `block` rows:
+    see `refiners.skip`.
+    """
+
+    pairs: Tensor
+    block: int
+    rows: int
+    keys: int
+
+
+@frozen(eq=False)
 class Parts:
     """Of a call that ran in parts: its geometry, how many, and each head's pairs, int64 ``[B, Hq]`` on the device."""
 
@@ -178,6 +207,8 @@ class Result:
     of the pairs computed all the same.
     kernels: what computed the output, several where parts of the call met different ones; empty where the executor does
     not tell.
+    skipped: what the executor left out of the mask while it ran, and who voted; None where the plan asks for nothing of
+    the kind, or the executor does not do it.
     """
 
     out: Tensor
@@ -188,17 +219,38 @@ class Result:
     dense: str = field(default="", kw_only=True)
     corrected: str = field(default="", kw_only=True)
     kernels: tuple[Kernel, ...] = field(default=(), kw_only=True)
+    skipped: Skipped | None = field(default=None, kw_only=True)
 
     @cached_property
     def mask(self) -> SparseMask:
-        """Everything computed, the carry's region included. MaskError where parts had masks too large to keep."""
+        """Everything selected, the carry's region included; all of it is computed but for what `skipped` counts.
+
+        MaskError where parts had masks too large to keep.
+        """
         carry = self.plan.carry
         return self.plan.mask if carry is None else carry.region | self.plan.mask
 
     @property
     def density(self) -> float:
-        """Pairs computed / pairs that causality, window and padding allow (host sync)."""
+        """Pairs computed / pairs that causality, window and padding allow (host sync); skipped ones are not."""
+        if self.skipped is not None:
+            geometry = self.plan.mask.geometry if self.parts is None else self.parts.geometry
+            return share(self.pairs() - self.skipped.pairs, geometry)
         return self.mask.density if self.parts is None else share(self.parts.pairs, self.parts.geometry)
+
+    @property
+    def skipped_share(self) -> float:
+        """Of the pairs that the mask holds, how many were skipped, from 0 to 1 (host sync)."""
+        if self.skipped is None:
+            return 0.0
+        return int(self.skipped.pairs.sum()) / max(1, int(self.pairs().sum()))
+
+    def pairs(self) -> Tensor:
+        """int64 ``[B, Hq]``: pairs that the mask of each head holds, the skipped ones included; no host sync."""
+        if self.parts is not None:
+            return self.parts.pairs
+        masks = [mask.pairs() for mask in self.plan.computed()]
+        return masks[0] if len(masks) == 1 else masks[0] + masks[1]
 
     def into(self, out: Tensor, lse: Tensor) -> Result:
         """The same, copied into tensors of the caller."""
@@ -211,6 +263,15 @@ def check_plan(plan: object) -> None:
     """ParameterError for anything that is no Plan."""
     if not isinstance(plan, Plan):
         raise ParameterError(f"plan is {_shown(plan)}: pass a Plan, such as Plan(SparseMask.full(call))")
+
+
+def _check_thresholds(given: object, batch: int) -> None:
+    """Of values on a device none is read."""
+    if not isinstance(given, Tensor) or given.dtype != torch.float32 or tuple(given.shape) != (batch,):
+        shown = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else _shown(given)
+        raise MaskError(f"Plan.skip_below is {shown}: pass a float32 tensor [B] = ({batch},)")
+    if given.device.type == "cpu" and not bool(((given >= 0) & (given < 1)).all()):
+        raise MaskError(f"Plan.skip_below is {given.tolist()}: pass thresholds from 0 to less than 1")
 
 
 def _check(name: str, value: object, wanted: type) -> None:

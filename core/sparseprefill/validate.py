@@ -13,6 +13,8 @@ from sparseprefill.errors import ParameterError, printed
 
 WIDEST = 1 << 63
 """Integers from it on are none for a device."""
+MOST_ROWS = (1 << 31) - 1
+"""The most rows of a tail of dense rows."""
 FILE = "sparseprefill.file"
 """Metadata of a field that may hold the path of a file: the words that are no paths. `from_config` takes a relative
 path in a configuration file from that file's folder: ``field(default=None, metadata={FILE: ("single",)})``."""

@@ -26,7 +26,8 @@ def sparseprefill_methods() -> list[Method]:
         Method(
             name="share-prefill",
             summary="the block pattern of a dense head, shared by heads of its cluster; vertical-slash elsewhere",
-            paper="SharePrefill: Accelerating Prefilling for Long-Context LLMs via Sparse Pattern Sharing",
+            paper="SharePrefill: Accelerating Prefilling for Long-Context LLMs via Sparse Pattern Sharing "
+            "(Peng et al., 2025)",
             config=ShareConfig,
             build=_build,
             full={"clusters": SINGLE, "gamma": 1.0},

@@ -1,4 +1,4 @@
-"""Star Attention: anchored context blocks, then global attention for the query (Acharya et al., 2025)."""
+"""Star Attention: anchored context blocks, then global attention for the query (Acharya et al., 2024)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sparseprefill_methods() -> list[Method]:
         Method(
             name="star-attention",
             summary="context blocks that see the first block and themselves; the query sees everything",
-            paper="Star Attention: Efficient LLM Inference over Long Sequences (Acharya et al., 2025)",
+            paper="Star Attention: Efficient LLM Inference over Long Sequences (Acharya et al., 2024)",
             config=StarConfig,
             build=_build,
             full={"block_size": 1 << 30},

@@ -55,6 +55,10 @@ def test_other_masks_are_refused(text: str) -> None:
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"length": 1}, "length is 1"),
         ({"batch": 0}, "batch is 0"),
+        ({"new": 0}, "new is 0"),
+        ({"new": 321}, "new is 321: pass at most the 320 tokens"),
+        ({"new": 2, "batch": 2}, "batch is 2: new tokens and pages"),
+        ({"page": 16, "batch": 2}, "batch is 2: new tokens and pages"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(change: dict[str, Any], words: str) -> None:
@@ -127,6 +131,42 @@ def test_an_error_is_told_in_the_row() -> None:
     assert facts.fact(row)["error"] == row.error
 
 
+def test_a_row_of_kascade_is_the_mean_over_the_layers_of_a_prefill() -> None:
+    """A dense layer that chooses, and three that take its choice."""
+    given = {"anchors": [0], "tile": 16, "least": 16}
+    case = tables.method_case(default_registry(), "kascade", SMALL, "", parameters=given, layers=4)
+    assert tables.method_case(default_registry(), "kascade", SMALL, "").layers == 32
+    assert tables.method_case(default_registry(), "streaming", SMALL, "").layers == 1
+    ready = prepare(case, CPU)
+    results = [ready.layer(call) for call in ready.calls]
+    densities = [result.density for result in results]
+    assert [call.layer for call in ready.calls] == [0, 1, 2, 3]
+    assert densities[0] == 1.0
+    assert densities[1] == densities[2] == densities[3] < 0.5
+    assert ready.plan is not None
+    plans = ready.plan()  # each as in the prefill: the later ones take what the first has chosen
+    assert len(plans) == 4
+    row = quick().measure(case)
+    assert row.density == pytest.approx(sum(densities) / 4)
+    assert row.recall is not None
+    assert row.lowest is not None
+    assert row.lowest < row.recall < 1
+    assert facts.fact(row)["layers"] == 4
+    assert "mean of 4 layers" in case.label
+
+
+def test_plans_are_timed_with_the_memory_that_each_layer_finds() -> None:
+    from sparseprefill.adapters.bench.layers import memories
+    from sparseprefill.plugins.kascade.records import Chosen
+
+    pipeline = default_registry().build("kascade", anchors=[0, 2], tile=16, least=16)
+    calls = [evolve(call_of(SMALL, "heads", 0, CPU), layer=layer) for layer in range(4)]
+    before = memories(pipeline, calls)
+    plans = [pipeline.plan(call, memory) for call, memory in zip(calls, before, strict=True)]
+    chosen = [note for plan in plans for note in plan.notes.values() if isinstance(note, Chosen)]
+    assert [one.layer for one in chosen] == [None, 0, 2, 2]
+
+
 def test_rows_of_a_batch_are_padded_for_nobody() -> None:
     shape = evolve(SMALL, batch=3)
     ready = prepare(of_mask("full", shape), CPU)
@@ -135,6 +175,43 @@ def test_rows_of_a_batch_are_padded_for_nobody() -> None:
     for row, (length, out) in enumerate(zip(shape.lengths, ready.dense.run(), strict=True)):
         torch.testing.assert_close(result.out[row, :, :length], out[0], atol=1e-4, rtol=1e-4)
     assert result.density == 1.0
+
+
+def test_new_tokens_stand_behind_the_cached_in_call_mask_and_yardstick() -> None:
+    shape = evolve(SMALL, length=4500, new=300)
+    whole, call = (call_of(one, "random", 3, CPU) for one in (evolve(shape, new=None), shape))
+    assert torch.equal(whole.q[:, :, -300:], call.q)
+    assert torch.equal(whole.k, call.k)
+    expected = ReferenceExecutor().execute(call, Plan(SparseMask.full(call))).out
+    torch.testing.assert_close(baseline(call, shape.lengths).run()[0], expected, rtol=1e-4, atol=1e-4)
+    stripes = random_mask(call, parse_mask("diagonal+stripes:0.5"), seed=1)
+    pairs = stripes.to_dense()
+    assert pairs[..., :4096].any()  # before the group of 2,048 rows that the new tokens lie in
+    assert int(pairs[0, 0, 0, :4096].sum()) > 1500
+    assert 0.3 < stripes.density < 0.7
+
+
+@pytest.mark.parametrize("name", ["bfla", "vertical-slash", "tiles 0.1"])
+def test_pages_hold_the_same_call(name: str) -> None:
+    shape = evolve(SMALL, length=700, new=200)
+    rows = []
+    for page in (0, 16):
+        one = evolve(shape, page=page)
+        case = (
+            of_mask("tiles:0.1", one, "")
+            if name == "tiles 0.1"
+            else tables.method_case(default_registry(), name, one, "")
+        )
+        ready = prepare(case, CPU)
+        result = ready.run()
+        assert (ready.calls[0].pages is not None) == (page > 0)
+        if ready.calls[0].pages is not None:
+            assert not ready.calls[0].pages.gathered  # each run copies anew, as in a server
+        rows.append((result.out, ready.row(1.0, 1.0)))
+    (out, plain), (paged, other) = rows
+    torch.testing.assert_close(out, paged)
+    assert (plain.density, plain.recall) == (other.density, other.recall)
+    assert "200 of them new, pages of 16" in facts.title(other)
 
 
 def test_large_calls_run_dense_by_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from attrs import field, frozen
 from sparseprefill.adapters.cli import app as start
-from sparseprefill.adapters.cli import catalog
 from sparseprefill.adapters.cli.commands import app
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from sparseprefill import Method, MethodCollisionError, Registry, hookimpl
+from sparseprefill import registry as registries
 
 
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
+def invoke(*arguments: str, columns: int = 80) -> Result:
+    return CliRunner().invoke(app, list(arguments), terminal_width=columns)
 
 
 def refused(result: Result, *words: str, status: int = 1) -> None:
@@ -52,7 +55,7 @@ class _Plugin:
 def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     fresh = Registry()
     fresh.register(_Plugin(), "mine", "my-distribution", "1.2")
-    monkeypatch.setattr(catalog, "default_registry", lambda: fresh)
+    monkeypatch.setattr(registries, "default_registry", lambda: fresh)
     return fresh
 
 
@@ -65,8 +68,36 @@ def test_version() -> None:
 def test_help_names_every_command(arguments: tuple[str, ...]) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 0
-    for command in ("demo", "methods", "show", "plugins"):
+    for command in ("demo", "methods", "show", "plugins", "new", "--install-completion"):
         assert command in result.stdout
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_help_says_each_summary_whole(columns: int) -> None:
+    """No summary ends in dots, and no line where the source's does: words go on as far as the terminal does."""
+    commands: Any = get_command(app)
+    text = _letters(invoke("--help", columns=columns).stdout)
+    for name, command in commands.commands.items():
+        summary, *paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        assert _letters(f"{name} {summary}") in text
+        shown = invoke(name, "--help", columns=columns).stdout
+        assert max(map(len, shown.splitlines())) <= columns
+        for paragraph in paragraphs:
+            lines = _paragraph(shown, paragraph.split()[:2])
+            assert _letters("".join(lines)) == _letters(paragraph)
+            for line, after in pairwise(lines):  # full lines: the next word would not have fitted
+                assert len(f"  {line} {after.split()[0]}") > columns
+
+
+def _letters(text: str) -> str:
+    """The text without its spaces: lines end behind hyphens too."""
+    return "".join(text.split())
+
+
+def _paragraph(text: str, beginning: list[str]) -> list[str]:
+    """The lines of the indented paragraph that begins with these words."""
+    (found,) = [part for part in text.split("\n\n") if part.split()[:2] == beginning]
+    return [line.strip() for line in found.splitlines()]
 
 
 def test_methods() -> None:
@@ -148,13 +179,14 @@ def test_an_error_of_the_library_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     def collide() -> Registry:
         raise MethodCollisionError("method 'a' is offered\nby two")
 
-    monkeypatch.setattr(catalog, "default_registry", collide)
+    monkeypatch.setattr(registries, "default_registry", collide)
     for command in ("methods", "plugins"):
         refused(invoke(command), "method 'a' is offered by two")
 
 
 def test_usage_errors_are_one_line() -> None:
-    refused(invoke("shwo"), "shwo", status=2)
+    refused(invoke("shwo"), "there is no command 'shwo'; did you mean 'show'?", status=2)
+    refused(invoke("xyzzy"), "there is no command 'xyzzy'. Known: anchors, bench, calibrate, ", status=2)
     refused(invoke("show"), "Missing argument", status=2)
     refused(invoke("methods", "--yaml"), "--yaml", status=2)
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from attrs import frozen
 from matplotlib.image import imread
-from sparseprefill.adapters.cli import demo
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.hybrids import HYBRIDS
 from sparseprefill.adapters.demo.settings import PARAMETERS
@@ -27,6 +26,7 @@ from sparseprefill import (
     default_registry,
     hookimpl,
 )
+from sparseprefill import registry as registries
 
 pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 SMALL = ("--tokens", "1024", "--questions", "1", "--device", "cpu")
@@ -65,6 +65,7 @@ def test_json(small: tuple[dict[str, Any], Path]) -> None:
             "threads",
             "tail",
             "recall_floor",
+            "stopped",
             "picture",
             "sizes",
         ),
@@ -72,7 +73,7 @@ def test_json(small: tuple[dict[str, Any], Path]) -> None:
     }
     assert (facts["tokens"], facts["questions"], facts["device"], facts["dtype"]) == (1024, 4, "cpu", "float32")
     assert facts["tail"] == 128
-    assert facts["picture"] == {"path": str(path), "layer": demo.LAYER, "head": demo.HEAD}
+    assert facts["picture"] == {"path": str(path), "layer": 1, "head": 0}
     names = [outcome["method"] for outcome in facts["outcomes"]]
     assert names == ["stock", *(name for name in default_registry().methods() if name != "dense")]
     assert names == [method["method"] for method in facts["methods"]]
@@ -149,8 +150,8 @@ def test_table() -> None:
         (("--layer", "99"), ("--layer 99", "pass 0 to")),
         (("--head", "99"), ("--head 99", "pass 0 to")),
         (("--device", "moon"), ("--device moon",)),
-        (("--picture", "nowhere/p.png"), ("--picture nowhere/p.png", "No such file or directory")),
-        (("--picture", "folder.png"), ("--picture folder.png", "Is a directory")),
+        (("--picture", "nowhere/p.png"), ("--picture nowhere/p.png", "there is no folder")),
+        (("--picture", "folder.png"), ("--picture folder.png", "that is a folder")),
         (("--picture", "p.pdf"), ("ends in .png",)),
     ],
 )
@@ -226,7 +227,7 @@ class _Plugin:
 def test_a_method_that_fails_and_one_that_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry()
     registry.register(_Plugin(), "mine")
-    monkeypatch.setattr(demo, "default_registry", lambda: registry)
+    monkeypatch.setattr(registries, "default_registry", lambda: registry)
     result = run(*SMALL, "--json", "--layer", "1")
     assert result.exit_code == 1
     stock, objects, raises = json.loads(result.stdout)["outcomes"]
@@ -248,7 +249,7 @@ def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry()
     registry.register(_Plugin(), "mine")
     registry.load_entry_points([Point()])  # type: ignore[list-item]
-    monkeypatch.setattr(demo, "default_registry", lambda: registry)
+    monkeypatch.setattr(registries, "default_registry", lambda: registry)
     result = run(*SMALL, "--method", "objects")
     assert result.exit_code == 0
     assert "failed to load and is left out: no module named 'gone'" in " ".join(result.stderr.split())

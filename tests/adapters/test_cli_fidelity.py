@@ -30,7 +30,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_without_a_table_of_heads_share_prefill_is_left_out_by_name(folder: Path) -> None:
+def test_without_a_table_of_the_model_a_method_is_left_out_by_name(folder: Path) -> None:
     small = ("--model", str(folder), *SMALL[:-2])
     result = run(*small, "--json")
     assert result.exit_code == 0, result.output
@@ -39,10 +39,11 @@ def test_without_a_table_of_heads_share_prefill_is_left_out_by_name(folder: Path
     assert len(facts["methods"]) > 5
     assert "sparseprefill cluster --model" in facts["left_out"]["share-prefill"]
     assert "share-prefill is left out: it needs a table" in " ".join(result.stderr.split())
-    given = run(*small, "--json", "--set", "share-prefill.clusters=single")
+    assert "sparseprefill anchors --model" in facts["left_out"]["kascade"]
+    given = run(*small, "--json", "--set", "share-prefill.clusters=single", "--set", "kascade.anchors=[0]")
     assert given.exit_code == 0, given.output
     facts = json.loads(given.stdout)
-    assert "share-prefill" in [one["method"] for one in facts["methods"]]
+    assert {"share-prefill", "kascade"} <= {one["method"] for one in facts["methods"]}
     assert facts["left_out"] == {}
 
 
@@ -139,7 +140,7 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
         (("--prompts", "long.txt"), "the model reads at most 40960: pass --tokens 40896 or less"),
         (("--tokens", "50000"), "pass --tokens 40896 or less"),
         (("--layer", "9"), "--layer 9: the model has 6; pass 0 to 5"),
-        (("--html", "nowhere/p.html"), "--html nowhere/p.html: No such file or directory"),
+        (("--html", "nowhere/p.html"), "--html nowhere/p.html: there is no folder"),
         (("--method", "anchor"), "no method is named 'anchor'"),
     ],
 )

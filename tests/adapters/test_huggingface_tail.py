@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
-from sparseprefill.adapters.session.session import TAIL
+from sparseprefill.adapters.session.defaults import TAIL
 
 import sparseprefill as sp
 

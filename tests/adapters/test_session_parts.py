@@ -42,6 +42,6 @@ def test_the_density_of_a_prefill_in_parts(measure: bool, kept: int, monkeypatch
 def test_what_waits_is_small_where_the_masks_are_large() -> None:
     result = evolve(sp.build("dense"), workspace=1).run(CALL)
     waiting = Uncounted.of(result)
-    assert () == waiting.masks
+    assert () == waiting.lists
     assert 4 * 8 == waiting.held
     assert waiting.count()[0] == waiting.count()[1] == 4 * 96 * 97 // 2

@@ -11,9 +11,10 @@ import pytest
 import torch
 from attrs import evolve
 from sparseprefill.adapters.session import session as module
+from sparseprefill.adapters.session.defaults import MIN_QUERY
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted, sizes
 from sparseprefill.adapters.session.report import LayerReport, Report
-from sparseprefill.adapters.session.session import MIN_QUERY, WHOLE, Fallback, Prefill, Session
+from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
 
 import sparseprefill as sp
 from helpers.build import make
@@ -274,6 +275,24 @@ def test_masks_wait_as_long_as_all_layers_fit(monkeypatch: pytest.MonkeyPatch) -
         session.run(evolve(CALL, layer=layer), prefill)
     assert [False, False, True] == [session._records[layer].lost for layer in range(3)]
     assert [True, True, False] == [one.density is not None for one in session.report("h", "i").layers]
+
+
+def test_room_for_masks_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Uncounted.of(METHOD.run(CALL)).held
+    monkeypatch.setattr(module, "KEPT_BYTES", 3 * held)
+    session, first, second = Session(METHOD, tail=0), Prefill(), Prefill()
+
+    def lost(prefill: Prefill, *layers: int) -> list[bool]:
+        for layer in layers:
+            session.run(evolve(CALL, layer=layer), prefill)
+        return [session._records[layer].lost for layer in layers]
+
+    assert [False, False, False, True] == lost(first, 0, 1, 2, 3)
+    assert [False, True] == lost(second, 0, 3), "as much as the layer's own of the prefill before"
+    session.report("h", "i")
+    assert [False] * 3 == lost(second, 0, 1, 2), "nothing waits behind a report"
+    assert [True] == lost(second, 3)
+    assert 3 * held == sum(one.held for one in session._records.values()) == session._room.held
 
 
 def test_prefills_have_numbers_of_their_own() -> None:

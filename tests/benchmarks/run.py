@@ -40,7 +40,8 @@ def bench(benchmark: BenchmarkFixture, case: Case) -> Row:
     benchmark.pedantic(lambda: times.append(CLOCK.once(ready.run, count)), rounds=rounds, warmup_rounds=warm)
     dense += [] if long else CLOCK.times(ready.dense.run, share=0.5)
     estimate = None if ready.plan is None else CLOCK.median(ready.plan)
-    row = ready.row(median(times[-rounds:]), median(dense), estimate=estimate)
+    estimate = None if estimate is None else estimate / case.layers
+    row = ready.row(median(times[-rounds:]) / case.layers, median(dense), estimate=estimate)
     benchmark.extra_info.update(facts.fact(row))
     ROWS.append(row)
     return row

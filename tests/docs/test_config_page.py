@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from attrs import fields
 from sparseprefill.plugins.share_prefill.stages import Share
@@ -65,3 +68,23 @@ def test_the_file_that_shares_xattention_can_be_read(tmp_path: Path) -> None:
     inner = made.estimator.fallback
     assert isinstance(inner, sp.Pipeline)
     assert repr(sp.build("xattention", threshold=0.95, stride=8, block=64).estimator) == repr(inner.estimator)
+
+
+def test_the_hybrid_of_a_plugin_is_its_file() -> None:
+    """What docs/write-a-plugin.md shows in Python and in TOML."""
+    page = blocks((ROOT / "docs" / "write-a-plugin.md").read_text())
+    namespace: dict[str, Any] = {}
+    before = set(sp.default_registry().plugins())
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            for block in page:
+                if block.runs:
+                    exec(block.code, namespace)
+        (toml,) = (block for block in page if block.language == "toml" and block.file is None)
+        made = sp.from_config(tomllib.loads(toml.code))
+    finally:
+        for record in set(sp.default_registry().plugins()) - before:
+            sp.default_registry().unregister(record.name)
+    united: sp.Pipeline = namespace["rescued"]
+    assert isinstance(made, sp.Pipeline)
+    assert repr((united.estimator, united.refiners)) == repr((made.estimator, made.refiners))

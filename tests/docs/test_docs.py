@@ -39,7 +39,11 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sp.default_registry().unregister(record.name)
 
 
-WITH_PYTHON = [page for page in PAGES if any(block.runs for block in blocks(page.read_text()))]
+WITH_PYTHON = [
+    page
+    for page in PAGES
+    if "examples" not in page.parts and any(block.runs for block in blocks(page.read_text()))  # those are not installed
+]
 
 
 @pytest.mark.usefixtures("clean")

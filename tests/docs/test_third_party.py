@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-PACKAGES = ("sparseprefill-lastblock", "sparseprefill-broken")
+PACKAGES = ("sparseprefill-last-block", "sparseprefill-broken")
 PIP = ("pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
 
 SCRIPT = """
@@ -92,7 +92,7 @@ def test_the_method_is_listed_among_the_others(answer: dict[str, Any]) -> None:
     assert {"last-block", "dense", "anchor-attention"} <= set(answer["methods"])
     expected = "the key columns that the last queries look at, and a local band"
     assert expected == answer["methods"]["last-block"]
-    assert answer["records"]["last-block"] == ["sparseprefill-lastblock", "0.1.0", ["last-block"], "None"]
+    assert answer["records"]["last-block"] == ["sparseprefill-last-block", "0.1.0", ["last-block"], "None"]
 
 
 def test_the_method_runs(answer: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def test_an_unknown_name_gets_the_nearest_and_mentions_the_broken_package(answer
 
 
 def test_the_examples_own_contract_test_passes(site: Path) -> None:
-    tests = site.parent / "source" / "sparseprefill-lastblock" / "tests"
+    tests = site.parent / "source" / "sparseprefill-last-block" / "tests"
     done = run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
@@ -140,3 +140,13 @@ def test_the_environment_variable_leaves_the_broken_package_out(site: Path) -> N
     listing = "import sparseprefill as sp; print([r.name for r in sp.default_registry().plugins()])"
     done = run(site, "-c", listing, SPARSEPREFILL_PLUGINS="last-block")
     assert (done.stdout, done.stderr) == ("['last-block']\n", "")
+
+
+def test_the_demo_takes_the_method_like_any_other(site: Path) -> None:
+    command = ("demo", "--tokens", "512", "--questions", "1", "--threads", "1", "--device", "cpu", "--json")
+    method = ("--method", "last-block", "--set", "last-block.keep=16", "--set", "last-block.band=64")
+    done = run(site, "-m", "sparseprefill", *command, *method, "--tail", "0", SPARSEPREFILL_PLUGINS="last-block")
+    assert done.returncode == 0, done.stderr
+    stock, ours = json.loads(done.stdout)["methods"]
+    assert (stock["method"], ours["method"]) == ("stock", "last-block")
+    assert 0 < ours["density"] < stock["density"] == 1

@@ -1,16 +1,31 @@
-"""The package list by hand against the folders on disk."""
+"""The package list by hand against the folders on disk, and what is built of them."""
 
 from __future__ import annotations
 
+import configparser
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
+from email.parser import Parser
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUP = PROJECT["tool"]["setuptools"]
+NOT_SHIPPED = (".git", ".github")
+"""What the sdist leaves out, besides what git ignores."""
 
 
 def packages_on_disk() -> list[str]:
@@ -57,6 +72,163 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     command = next(line for line in readme.splitlines() if ".venv/bin/pytest" in line)
     assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository to build in, without what git ignores."""
+    lines = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    anywhere = shutil.ignore_patterns(*(line.rstrip("/") for line in lines if not line.startswith("/")))
+    at_top = {line.strip("/") for line in lines if line.startswith("/")} | set(NOT_SHIPPED)
+    at_top |= {path.name for path in ROOT.iterdir() if path.is_dir() and path.name.startswith(".")} - {".ci"}
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        return set(anywhere(folder, names)) | (at_top if Path(folder) == ROOT else set())
+
+    copy = tmp_path_factory.mktemp("checkout") / "sparseprefill"
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    return copy
+
+
+def build(what: str, folder: Path, out: Path) -> Path:
+    """Let setuptools build ("sdist" or "wheel") what lies in the folder."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{what}({str(out)!r}))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return out / run.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, unpacked."""
+    out = tmp_path_factory.mktemp("sdist")
+    before = files(checkout)
+    archive = build("sdist", checkout, out)
+    (out / "files.txt").write_text("\n".join(before), encoding="utf-8")
+    with tarfile.open(archive) as tar:
+        tar.extractall(out, filter="data")
+    return out / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, made of the sdist."""
+    return zipfile.ZipFile(build("wheel", sdist, tmp_path_factory.mktemp("wheel")))
+
+
+def files(folder: Path) -> list[str]:
+    """The files of a folder, relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_sdist_holds_the_repository(sdist: Path) -> None:
+    wanted = set((sdist.parent / "files.txt").read_text(encoding="utf-8").splitlines())
+    made = {"PKG-INFO", "setup.cfg"}
+    got = {name for name in files(sdist) if not name.startswith("sparseprefill.egg-info/")}
+    assert wanted | made == got
+
+
+def test_what_the_readmes_commands_need_is_in_the_sdist(sdist: Path) -> None:
+    for name in ("README.md", "constraints.txt", "CHANGELOG.md", "tests/conftest.py", "docs/index.md", ".ci/run"):
+        assert (sdist / name).is_file(), name
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    places = {prefix.replace(".", "/"): ROOT / folder for prefix, folder in SETUP["package-dir"].items()}
+    wanted = {
+        f"{prefix}/{path.relative_to(place).as_posix()}"
+        for prefix, place in places.items()
+        for path in place.rglob("*.py")
+    }
+    data = {
+        f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}"
+        for package, patterns in SETUP["package-data"].items()
+        for folder in [folder_of(package)]
+        for pattern in patterns
+        for path in folder.glob(pattern)
+    }
+    assert "sparseprefill/adapters/demo/checkpoint/model.safetensors" in data
+    assert wanted | data == {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+
+def folder_of(package: str) -> Path:
+    """Where a package lies in the repository."""
+    prefix = max((one for one in SETUP["package-dir"] if f"{package}.".startswith(f"{one}.")), key=len)
+    return ROOT.joinpath(SETUP["package-dir"][prefix], *package.removeprefix(prefix).strip(".").split("."))
+
+
+def test_an_index_can_show_the_readme(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+    metadata = Parser().parsestr(wheel.read(name).decode())
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = metadata.get_payload()
+    assert isinstance(text, str)
+    assert text.lstrip().startswith("# sparseprefill")
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)) == []
+
+
+@pytest.fixture
+def setup_file() -> ModuleType:
+    """setup.py, which builds nothing when it is imported."""
+    spec = importlib.util.spec_from_file_location("setup_of_sparseprefill", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+README = """[one](docs/one.md#there), [two](https://two.example), ![picture](docs/picture.png)
+
+and
+```
+[kept](as/it/is.md)
+```
+"""
+
+
+def test_links_of_the_readme_lead_to_the_source_once_it_has_an_address(setup_file: ModuleType) -> None:
+    expected = README.replace("(docs/one.md", "(https://host.example/us/blob/main/docs/one.md")
+    expected = expected.replace("(docs/picture", "(https://host.example/us/raw/main/docs/picture")
+    assert expected == setup_file.described(README, "https://host.example/us/")
+
+
+def test_without_an_address_the_readme_has_texts_for_links_and_no_pictures(setup_file: ModuleType) -> None:
+    expected = README.replace("[one](docs/one.md#there)", "one").replace("![picture](docs/picture.png)\n\n", "")
+    assert expected == setup_file.described(README, None)
+
+
+def test_pythons_are_the_same_everywhere() -> None:
+    classifiers = PROJECT["project"]["classifiers"]
+    named = [name for one in classifiers if re.fullmatch(r"3\.\d+", name := one.rpartition(" :: ")[2])]
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    if not workflow.exists():
+        pytest.skip("an sdist holds no workflow")
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
+    assert named == jobs["install"]["strategy"]["matrix"]["python-version"]
+    assert all(SpecifierSet(PROJECT["project"]["requires-python"]).contains(one) for one in named)
+    assert {"run": ".ci/run"} in jobs["all"]["steps"]
+
+
+def test_citation_has_the_version_and_the_authors() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert PROJECT["project"]["version"] == citation["version"]
+    assert PROJECT["project"]["license"] == citation["license"]
+    assert PROJECT["project"]["authors"] == citation["authors"]
+
+
+def test_hooks_before_a_commit_have_the_versions_of_ci() -> None:
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    pinned = {need for hook in hooks for need in hook["additional_dependencies"] if "==" in need}
+    assert any(need.startswith("ruff==") for need in pinned)
+    assert pinned <= set(constraints)
+
+
+def test_tox_builds_the_site_with_the_extra() -> None:
+    tox = configparser.RawConfigParser()
+    tox.read(ROOT / "tox.ini")
+    assert PROJECT["project"]["optional-dependencies"]["docs"] == tox["testenv:docs"]["deps"].split()
 
 
 def test_constraints_agree_with_what_is_declared() -> None:

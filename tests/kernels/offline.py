@@ -26,8 +26,10 @@ from sparseprefill import AttentionCall, Carry, Pages, Plan, SoftmaxState, Spars
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.hopper import launch as hopper
-from sparseprefill.kernels.sampled import by_tile, spread
+from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.settings import settings
+from sparseprefill.mask.held import KeptKeys
+from sparseprefill.refiners.stretches import Stretches
 
 LENGTH = 256
 RUN = JITFunction.run
@@ -41,7 +43,7 @@ class Variant:
 
     kind: of mask, tiles, stripes or both. carry: resume a state. state: leave one. probe: mass of tiles. page: tokens
     of a page, or 0. padded: left and right padding, and sinks. more: fields of the call. tile: of the mask; small ones
-    compile faster.
+    compile faster. skip: leave out steps by their logits.
     """
 
     kind: str
@@ -54,6 +56,7 @@ class Variant:
     padded: bool = False
     more: dict[str, Any] = field(factory=dict)
     tile: int | tuple[int, int] = 32
+    skip: bool = False
 
     def call(self) -> AttentionCall:
         """Two query heads of one KV head."""
@@ -83,6 +86,7 @@ class Variant:
         state = SoftmaxState.empty(shape, self.width, torch.float32, call.q.device)
         carry = Carry(state, SparseMask.empty(call, self.tile)) if self.carry else None
         plan = Plan(self.mask(call), carry, probe=torch.ones(1, 2, dtype=torch.bool) if self.probe else None)
+        plan = evolve(plan, skip_below=torch.full((1,), 0.01)) if self.skip else plan
         (TritonExecutor().accumulate if self.state else TritonExecutor().execute)(call, plan)
 
 
@@ -94,12 +98,15 @@ PORTABLE = {
     "pages": Variant("both", page=16),
     "window, softcap": Variant("both", more={"window": 100, "softcap": 30.0}),
     "float32": Variant("tiles", dtype=torch.float32),
+    "skip": Variant("both", width=128, skip=True),
 }
 HOPPER = {
     "hopper: 64, both": Variant("both", padded=True, tile=(128, 64)),
     "hopper: 128, tiles resumed": Variant("tiles", width=128, carry=True, tile=128),
     "hopper: 256, stripes": Variant("stripes", width=256, dtype=torch.float16, state=True, tile=128),
     "hopper: pages": Variant("both", width=128, page=16, tile=(128, 64)),
+    "hopper: skip": Variant("both", width=128, tile=128, skip=True),
+    "hopper: skip, resumed, pages": Variant("tiles", page=16, carry=True, tile=(128, 64), skip=True),
 }
 
 
@@ -114,7 +121,7 @@ class Sampled:
         """Every fourth row."""
         call = self.of.call()
         rows = torch.arange(0, LENGTH, 4)[None]
-        keys = torch.ones(1, 2, rows.shape[1], LENGTH, dtype=torch.bool) if self.keys else None
+        keys = KeptKeys(torch.ones(1, 2, 1, LENGTH, dtype=torch.bool), torch.zeros_like(rows)) if self.keys else None
         by_tile.tile_lse(call, rows, torch.ones_like(rows, dtype=torch.bool), 128, keys)
 
 
@@ -127,23 +134,27 @@ ROWS = {
 
 
 @frozen(eq=False)
-class Heard:
-    """What sampled rows choose, given to query tiles of one size. neighbours: the rows before them speak, too."""
+class Floor:
+    """The steps of a recall floor behind the pass over the keys. kept: of stripes, too. target: as it has it."""
 
     grid: tuple[int, int]
-    neighbours: bool
+    kept: bool = False
+    target: float = 0.95
 
     def run(self) -> None:
         """Eight rows speak for 16 query tiles."""
-        chosen, free = (torch.ones(1, 2, n, 32, dtype=torch.bool) for n in (8, 16))
-        own, of = torch.arange(8)[None], torch.arange(16)[None] // 2
-        spread.spread(chosen, own, of, 8, free, self.grid, neighbours=self.neighbours)
+        geometry = Variant("tiles").call().geometry
+        at = Stretches.deal(geometry, 16, 8, None)
+        every = torch.zeros(1, 2, 8, 32)
+        held = floor.Held(torch.ones(1, 2, 16, 32, dtype=torch.bool), torch.ones(1, 1, 16, 32, dtype=torch.bool))
+        by = (every, every if self.kept else None)
+        floor.raised(by, at, held, self.grid, target=self.target, dense_from=0.5, neighbours=True)
 
 
-HEARD = {
-    "spread: stretches": Heard((128, 128), neighbours=False),
-    "spread: neighbours": Heard((128, 128), neighbours=True),
-    "spread: uneven": Heard((24, 16), neighbours=True),
+FLOOR = {
+    "floor: tiles": Floor((128, 128)),
+    "floor: stripes": Floor((128, 128), kept=True),
+    "floor: all, uneven": Floor((24, 16), target=1.0),
 }
 
 
@@ -202,7 +213,7 @@ def main() -> None:
     found: dict[str, list[str]] = {}
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
     groups: list[tuple[Any, Mapping[str, Any], str]] = [
-        (None, PORTABLE, ""), (hopper, HOPPER, "hopper"), (None, ROWS, "row_tiles"), (None, HEARD, "spread"),
+        (None, PORTABLE, ""), (hopper, HOPPER, "hopper"), (None, ROWS, "row_tiles"), (None, FLOOR, "_kernel"),
     ]  # fmt: skip
     for module, variants, only in groups:
         replace(JITFunction, run=compiling(compiled, only))

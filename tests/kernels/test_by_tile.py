@@ -15,6 +15,7 @@ from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.test_sampled import FIELDS, call_of, moved
 from sparseprefill import AttentionCall, RecallFloor, kernels
 from sparseprefill.kernels.sampled.by_tile import tile_lse
+from sparseprefill.mask.held import KeptKeys
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
@@ -25,12 +26,19 @@ from sparseprefill.statistics.by_tile import lse_by_tile
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def check(call: AttentionCall, tile: int, rows: int, *, keys: bool) -> None:
+def kept_keys(call: AttentionCall, at: Stretches, lines: int | None) -> KeptKeys:
+    """Keys at random: of each sampled row its own, or of so many lines one for each."""
+    source, (batch, count) = torch.Generator().manual_seed(0), at.rows.shape
+    shape = (*call.q.shape[:2], lines or count, call.kv_len)
+    line = None if lines is None else torch.randint(lines, (batch, count), generator=source)
+    return KeptKeys(torch.rand(shape, generator=source) < 0.4, line)
+
+
+def check(call: AttentionCall, tile: int, rows: int, *, keys: str) -> None:
     at = Stretches.deal(call.geometry, 16, rows, None)
-    shape = (*call.q.shape[:2], at.rows.shape[1], call.kv_len)
-    held = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.4 if keys else None
+    held = None if keys == "all" else kept_keys(call, at, 3 if keys == "shared" else None)
     expected = lse_by_tile(call, at.rows, at.real, tile, held)
-    there = None if held is None else held.to(DEVICE)
+    there = None if held is None else KeptKeys(held.map.to(DEVICE), None if held.line is None else held.line.to(DEVICE))
     found = tile_lse(moved(call), at.rows.to(DEVICE), at.real.to(DEVICE), tile, there)
     for one, other in zip(expected, found, strict=True):
         assert (one is None) == (other is None)
@@ -46,11 +54,11 @@ def check(call: AttentionCall, tile: int, rows: int, *, keys: bool) -> None:
     fields=st.sampled_from(FIELDS),
     tile=st.sampled_from([64, 128, 16, 24, 8]),
     rows=st.sampled_from([64, 1, 5]),
-    keys=st.booleans(),
+    keys=st.sampled_from(["all", "own", "shared"]),
 )
-@example(lengths=(251, 300), dtype=DTYPES[1], heads=(8, 1), fields=FIELDS[-1], tile=24, rows=64, keys=True)
-@example(lengths=(129, 551), dtype=DTYPES[1], heads=(8, 1), fields=FIELDS[0], tile=512, rows=5, keys=False)
-@example(lengths=(129, 77), dtype=DTYPES[0], heads=(4, 2), fields=FIELDS[3], tile=64, rows=5, keys=True)
+@example(lengths=(251, 300), dtype=DTYPES[1], heads=(8, 1), fields=FIELDS[-1], tile=24, rows=64, keys="own")
+@example(lengths=(129, 551), dtype=DTYPES[1], heads=(8, 1), fields=FIELDS[0], tile=512, rows=5, keys="all")
+@example(lengths=(129, 77), dtype=DTYPES[0], heads=(4, 2), fields=FIELDS[3], tile=64, rows=5, keys="shared")
 def test_rows_by_key_tile(
     lengths: tuple[int, int],
     dtype: torch.dtype,
@@ -59,14 +67,14 @@ def test_rows_by_key_tile(
     tile: int,
     rows: int,
     *,
-    keys: bool,
+    keys: str,
 ) -> None:
     check(call_of(lengths[0], sum(lengths), dtype, heads, **fields), tile, rows, keys=keys)
 
 
 @pytest.mark.parametrize("width", [8, 64, 80, 256])
 def test_head_dimensions(width: int) -> None:
-    check(call_of(70, 200, DTYPES[1], width=width), 64, 5, keys=True)
+    check(call_of(70, 200, DTYPES[1], width=width), 64, 5, keys="shared")
 
 
 def test_a_floor_reads_pages_in_place() -> None:

@@ -83,6 +83,20 @@ def test_resuming_from_a_carry_matches_float64(dtype: torch.dtype, width: int) -
         check(call, Plan(rest, carry), SparseMask.full(call).to_dense())
 
 
+@pytest.mark.parametrize("tile", [(128, 128), (256, 64)], ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_blocks_may_be_drawn_by_length(feature: str, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparseprefill.kernels.hopper import launch
+
+    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)  # few programs, each of which draws several blocks
+    for lengths in ((127, 300, 1), (257, 1021, 4), (700, 1500, 2)):
+        call = make("random", torch.bfloat16, 128, lengths, feature)
+        for mask in (mixed(call, tile), mixed(call, tile, both=False)):
+            blocks = call.geometry.tile_rows(tile[0]) * (tile[0] // 128)
+            assert launch._order(call, mask, blocks) is not None
+            check(call, Plan(mask), mask.to_dense())
+
+
 def test_states_of_parts_merge_to_the_whole() -> None:
     call = make("random", torch.bfloat16, 128, (700, 1300, 4), "padded")
     full = SparseMask.full(call)

@@ -20,7 +20,7 @@ Algorithm 3, line 6) are the paper's. Settled where the paper is silent or leave
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -146,26 +146,34 @@ def decide(
     return patterns
 
 
+Rest = Callable[[int, Head], Keep]
+"""What a head keeps that neither shares nor makes a pivot, by its number."""
+
+
 def one_layer(
-    heads: list[Head], layer: int, clusters: Clusters, pivots: dict[int, Pivot], p: Parameters
+    heads: list[Head], layer: int, clusters: Clusters, pivots: dict[int, Pivot], p: Parameters, rest: Rest
 ) -> tuple[list[Keep], list[str]]:
-    """Algorithm 1: a layer's patterns; writes the pivots that it makes, after all heads have run."""
+    """Algorithm 1: a layer's patterns; writes the pivots that it makes, after all heads have run.
+
+    rest: what a head keeps, by its number, that neither shares nor makes a pivot.
+    """
     last = range(max(heads[0].first, heads[0].end - p.block), heads[0].end)
     a_hats = [head.scores(last, p) for head in heads]  # A3.3
     patterns = decide(a_hats, layer, clusters, pivots, p)
-    keeps = [_keep(head, pattern, pivots.get(clusters.get((layer, h), -1)), p) for h, (head, pattern) in
-             enumerate(zip(heads, patterns, strict=True))]  # fmt: skip
+    given = [pivots.get(clusters.get((layer, h), -1)) for h in range(len(heads))]
+    keeps = [
+        rest(h, heads[h]) if pattern == "vertical_slash" else _keep(pattern, given[h], p)
+        for h, pattern in enumerate(patterns)
+    ]
     for h, pattern in enumerate(patterns):
         if pattern == "dense":  # A1.9
             pivots[clusters[layer, h]] = Pivot(a_hats[h], pivot_pattern(heads[h], p))
     return keeps, patterns
 
 
-def _keep(head: Head, pattern: str, pivot: Pivot | None, p: Parameters) -> Keep:
+def _keep(pattern: str, pivot: Pivot | None, p: Parameters) -> Keep:
     if pattern == "dense":
         return lambda query, key: True
-    if pattern == "vertical_slash":
-        return vertical_slash(head.Q, head.K, head.first, p.gamma, p.block, head.scale, head.softcap)
     assert pivot is not None
     M, size = pivot.M, p.block
     return lambda query, key: query // size == key // size or (query // size, key // size) in M
@@ -191,6 +199,25 @@ def share_prefill(
     softcap: float | None = None,
 ) -> list[Answer]:
     """All layers of one call, in order; every batch row has pivots of its own."""
+
+    def rest(layer: int, b: int, real: list[int], keys: slice) -> Rest:
+        return lambda h, head: vertical_slash(head.Q, head.K, head.first, p.gamma, p.block, head.scale, head.softcap)
+
+    return all_layers(layers, clusters, p, rest, q_offset=q_offset, starts=starts, lengths=lengths, softcap=softcap)
+
+
+def all_layers(
+    layers: list[tuple[Tensor, Tensor, Tensor]],
+    clusters: Clusters,
+    p: Parameters,
+    rest: Callable[[int, int, list[int], slice], Rest],
+    *,
+    q_offset: int | None,
+    starts: list[int] | None,
+    lengths: list[int] | None,
+    softcap: float | None,
+) -> list[Answer]:
+    """The same with other masks for the rest: of a layer and batch row, with its real query rows and its keys."""
     batch = layers[0][0].shape[0]
     pivots: list[dict[int, Pivot]] = [{} for _ in range(batch)]
     answers = []
@@ -211,7 +238,7 @@ def share_prefill(
             first, keys = offset + real[0] - start, slice(start, start + length)
             own = [Head(q[b, h, real], k[b, h * k.shape[1] // heads, keys], first, scale, softcap)
                    for h in range(heads)]  # fmt: skip
-            keeps, found = one_layer(own, layer, clusters, pivots[b], p)
+            keeps, found = one_layer(own, layer, clusters, pivots[b], p, rest(layer, b, real, keys))
             patterns.append(found)
             for h, keep in enumerate(keeps):
                 values = v[b, h * k.shape[1] // heads, keys]

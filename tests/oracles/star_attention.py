@@ -1,6 +1,6 @@
 """Star Attention, phase by phase, host by host: float64, one head at a time, plain loops.
 
-Shares no code with the plugin. Section and equation numbers are the paper's (Acharya et al., 2025). Settled where the
+Shares no code with the plugin. Section and equation numbers are the paper's (Acharya et al., 2024). Settled where the
 paper is silent:
 
 - Positions are each batch row's own, 0 being its first real token; K/V keep the positions of their tokens.

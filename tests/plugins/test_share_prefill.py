@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparseprefill as sp
+from helpers.layers import Layers, fields_of, places
 from oracles import share_prefill as oracle
 from sparseprefill.statistics.divergence import js_distance
 from sparseprefill.statistics.select import top_mass
 
-Layers = list[tuple[Tensor, Tensor, Tensor]]
 TABLES: list[dict[tuple[int, int], int]] = [
     {(layer, head): 0 for layer in range(3) for head in range(4)},
     {(layer, head): head % 2 for layer in range(3) for head in range(4)},
@@ -51,16 +51,7 @@ def tensors(seed: int, heads: tuple[int, int], q_len: int, kv_len: int, batch: i
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Layers, dict[str, Any]]:
     heads = draw(st.sampled_from([(1, 1), (2, 1), (4, 2)]))
-    kind = draw(st.sampled_from(["plain", "chunk", "padded"]))
-    kv_len = draw(st.integers(1, 90 if kind == "padded" else 150))
-    q_len = kv_len if kind == "plain" else draw(st.integers(1, kv_len))
-    options: dict[str, Any] = {"softcap": draw(st.sampled_from([None, 3.0]))}
-    if kind == "chunk":
-        options["q_offset"] = draw(st.integers(0, kv_len - q_len))
-    if kind == "padded":
-        options["starts"] = draw(st.lists(st.integers(0, kv_len - 1), min_size=2, max_size=2))
-        options["lengths"] = [draw(st.integers(1, kv_len - start)) for start in options["starts"]]
-    batch = 2 if kind == "padded" else 1
+    batch, q_len, kv_len, options = draw(places(150, 90))
     return tensors(draw(st.integers(0, 9999)), heads, q_len, kv_len, batch), options
 
 
@@ -68,12 +59,6 @@ def run(layers: Layers, pipeline: sp.Pipeline, **options: Any) -> list[sp.Result
     """All layers with one memory."""
     fields, memory = fields_of(options), sp.Memory()
     return [pipeline.run(sp.AttentionCall(*qkv, layer=i, **fields), memory) for i, qkv in enumerate(layers)]
-
-
-def fields_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a call, whose rows are tensors."""
-    rows = ("starts", "lengths")
-    return {name: torch.tensor(one, dtype=torch.int32) if name in rows else one for name, one in options.items()}
 
 
 def build(table: Any, p: oracle.Parameters) -> sp.Pipeline:

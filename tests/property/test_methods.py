@@ -27,7 +27,10 @@ def test_every_law_on_standard_calls(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_dtype(name: str, dtype: torch.dtype) -> None:
     report = check_method(name, calls=few_calls(dtype))
-    assert set(contracts.LAWS) - {"chunk invariance at the grain"} <= set(report.cases)
+    left_out = {"chunk invariance at the grain"}
+    if sp.build(name).head_scope == "group":  # the few calls have one group each
+        left_out.add("parts by heads == whole")
+    assert set(contracts.LAWS) - left_out <= set(report.cases)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 import sparseprefill as sp
 from sparseprefill.parts import split
+from sparseprefill.profiles.anchors import AnchorTable
 from sparseprefill.testing import calls
 
 REGISTRY = sp.default_registry()
 METHODS = sorted(REGISTRY.methods())
 ROWS = 16
+HEADS = (0, 0, 1, 2)
+"""KV heads that those of a later layer follow; calls may have fewer."""
 CLUSTERS = {(layer, head): (layer + head) % 3 for layer in range(3) for head in range(6)}
 
 
@@ -35,6 +38,7 @@ def refined(name: str, *refiners: sp.MaskRefiner) -> sp.Pipeline:
 BUILT: dict[str, Callable[[], sp.Pipeline]] = {
     **{name: partial(method, name) for name in METHODS},
     "share-prefill mean": lambda: method("share-prefill", block_score="mean_qk", coverage="global"),
+    "kascade map": lambda: method("kascade", anchors=AnchorTable(anchors=(0,), maps=dict.fromkeys((1, 2), HEADS))),
     "share-prefill table": lambda: method("share-prefill", clusters=CLUSTERS),
     "streaming + rescue": lambda: refined("streaming", sp.StrideRescue(3, seed=7), sp.RandomRescue(0.2)),
     "bfla + budget": lambda: refined("bfla", sp.BudgetFloor(share=0.3), sp.BudgetCeiling(share=0.6)),

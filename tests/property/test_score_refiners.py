@@ -82,6 +82,18 @@ class Row:
         self.seen = {y: x for y, x in self.columns.items() if low <= y < self.first + mask.group_rows}
 
 
+Chosen = dict[tuple[int, int, int], set[int]]
+"""Key tiles, or columns, by batch row, head and query tile."""
+
+
+def painted(call: sp.AttentionCall, plan: sp.Plan, tiles: Chosen, columns: Chosen) -> torch.Tensor:
+    """The pairs of what was chosen, but those of the plan's carry."""
+    q, k = grid(plan)
+    rows = each(call, q)
+    pairs = paint(call, k, tiles, rows) | paint(call, 1, columns, rows)
+    return pairs if plan.carry is None else pairs & ~plan.carry.region.to_dense()
+
+
 @given(call=CALLS, data=DATA, size=BUDGETS, decay=DECAYS, ends=ENDS)
 def test_decay(
     call: sp.AttentionCall, data: st.DataObject, size: dict[str, Any], decay: float, ends: dict[str, int]
@@ -89,10 +101,8 @@ def test_decay(
     call = with_prompt(call, data)
     plan = scored(call, data)
     q, k = grid(plan)
-    tiles: dict[tuple[int, int, int], set[int]] = {}
-    columns: dict[tuple[int, int, int], set[int]] = {}
-    rows = each(call, q)
-    for b, h, i, _ in rows:
+    tiles, columns = Chosen(), Chosen()
+    for b, h, i, _ in each(call, q):
         row = Row(call, plan, (b, h, i), **ends)
         one, n = row.one, max(1, -(-tokens(call, b) // k))
         last = min(((i + 1) * q - 1) // k, n - 1)
@@ -100,9 +110,7 @@ def test_decay(
         free = one.reach - row.ends - one.region - one.own
         stripes = {y: row.columns[y] for y in row.listed if y // k in free}
         tiles[b, h, i], columns[b, h, i] = decayed(one.have, row.ends, row.worth, stripes, room, k)
-    expected = paint(call, k, tiles, rows) | paint(call, 1, columns, rows)
-    if plan.carry is not None:
-        expected &= ~plan.carry.region.to_dense()
+    expected = painted(call, plan, tiles, columns)
     after = refined(sp.PositionDecay(**size, decay=decay, **ends), call, plan)
     assert torch.equal(expected, after.mask.to_dense())
 
@@ -110,18 +118,14 @@ def test_decay(
 @given(call=CALLS, data=DATA, share=SHARES, ends=ENDS)
 def test_threshold(call: sp.AttentionCall, data: st.DataObject, share: float, ends: dict[str, int]) -> None:
     plan = scored(call, data)
-    q, k = grid(plan)
-    tiles: dict[tuple[int, int, int], set[int]] = {}
-    columns: dict[tuple[int, int, int], set[int]] = {}
-    rows = each(call, q)
-    for b, h, i, _ in rows:
+    q, _ = grid(plan)
+    tiles, columns = Chosen(), Chosen()
+    for b, h, i, _ in each(call, q):
         row = Row(call, plan, (b, h, i), **ends)
         tiles[b, h, i] = above(row.one.have, row.worth, share) | row.ends
         scores = {**dict.fromkeys(row.listed, -math.inf), **row.seen}
         columns[b, h, i] = above(row.listed, scores, share)
-    expected = paint(call, k, tiles, rows) | paint(call, 1, columns, rows)
-    if plan.carry is not None:
-        expected &= ~plan.carry.region.to_dense()
+    expected = painted(call, plan, tiles, columns)
     after = refined(sp.RelativeThreshold(share, **ends), call, plan)
     if share == 0:
         assert after is plan

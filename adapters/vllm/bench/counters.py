@@ -10,6 +10,10 @@ def pairs() -> tuple[float, float]:
     """Query-key pairs so far, computed and causal, of calls that were measured."""
     from prometheus_client import REGISTRY
 
-    found = (REGISTRY.get_sample_value("sparseprefill:pairs_total", {"kind": kind}) for kind in ("computed", "causal"))
-    computed, causal = (float(x or 0.0) for x in found)
+    samples = [
+        one for metric in REGISTRY.collect() for one in metric.samples if one.name == "sparseprefill:pairs_total"
+    ]
+    computed, causal = (
+        sum(float(one.value) for one in samples if one.labels["kind"] == kind) for kind in ("computed", "causal")
+    )
     return computed, causal

@@ -16,7 +16,7 @@ from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.reference import REFERENCE
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.workspace import TILE, default_workspace
-from sparseprefill.plan import Kernel, Plan, Result, check_plan
+from sparseprefill.plan import Kernel, Plan, Result, Skipped, check_plan
 from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ class CpuExecutor:
     `accumulate` owes: there, two batched products and a softmax do the same. float64 calls are computed in float64, all
     others in float32. Calls of which gradients are recorded, or with numbers that are not finite or whose products may
     overflow, are the reference's, and the result's kernel says why.
+
+    Where a plan skips (`Plan.skip_below`), the j-th key tiles of all query tiles are looked at together, each
+    query tile votes as a whole, and those that want theirs are computed together.
     """
 
     def unsupported(self, call: AttentionCall) -> str | None:
@@ -64,20 +67,27 @@ class CpuExecutor:
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The carry, if any, merged with attention over the plan's mask; unnormalised."""
-        return REFERENCE.accumulate(call, plan) if self._objection(call, plan) else _state(call, plan)
+        if self._objection(call, plan):
+            return REFERENCE.accumulate(call, plan)
+        return _state(call, plan) if plan.skip_below is None else _skim(call, plan, plan.skip_below)[0]
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
         if reason := self._objection(call, plan):
             return evolve(REFERENCE.execute(call, plan), kernels=(Kernel("reference", reason),))
-        out, lse, _ = _attend(call, plan.mask)
-        if plan.carry is not None:
-            out, lse = _merge(out, lse, *plan.carry.state.finish())
+        skipped = None
+        if plan.skip_below is not None:
+            state, skipped = _skim(call, plan, plan.skip_below)
+            out, lse = state.finish()
+        else:
+            out, lse, _ = _attend(call, plan.mask)
+            if plan.carry is not None:
+                out, lse = _merge(out, lse, *plan.carry.state.finish())
         probe = None if plan.probe is None else _tile_mass(call, plan, lse)
         if call.sinks is not None:
             share = torch.sigmoid(lse - call.sinks.to(lse.dtype)[:, None])
             out = out * share.masked_fill_(lse == -torch.inf, 0.0)[..., None]
-        return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS)
+        return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS, skipped=skipped)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
         """As `execute`, copied into tensors of the caller."""
@@ -118,6 +128,26 @@ def _state(call: AttentionCall, plan: Plan) -> SoftmaxState:
     share = torch.where(lse == -torch.inf, 0.0, (lse - most).exp())
     state = SoftmaxState(most, share, out * share[..., None])
     return state if plan.carry is None else plan.carry.state.merge(state)
+
+
+def _skim(call: AttentionCall, plan: Plan, below: Tensor) -> tuple[SoftmaxState, Skipped]:
+    """The carry, if any, resumed over the plan's mask, but for what its rows leave out: see `SkipSoftmax`."""
+    mask, dtype = plan.mask, torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    shape = (call.q.shape[0], call.q.shape[1], call.q.shape[2])
+    state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
+    if plan.carry is not None:
+        state = state.merge(plan.carry.state)  # a copy
+    pairs = torch.zeros(shape[:2], dtype=torch.int64)
+    bounds = torch.where(below < 1, below, 0.0).to(dtype).log().tolist()
+    for b in range(shape[0]):
+        row = _Row.of(call, mask, b, dtype)
+        if row is not None:
+            at = slice(row.begin, row.begin + row.q.shape[1])
+            votes = _Votes.of(row, SoftmaxState(state.m[b, :, at], state.l[b, :, at], state.acc[b, :, at]), bounds[b])
+            votes.run()
+            state.m[b, :, at], state.l[b, :, at], state.acc[b, :, at] = votes.finish()
+            pairs[b] = votes.skipped.view(shape[1], -1).sum(-1)
+    return state, Skipped(pairs, mask.tile_q, mask.tile_q, mask.tile_k)
 
 
 def _attend(call: AttentionCall, mask: SparseMask, *, most: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,7 +317,7 @@ class _States:
     def add_tiles(self) -> None:
         """All tiles."""
         for piece in self._pieces(self.row.tiles):
-            k, v = (self._gather(name, piece.tiles, self.row.mask.tile_k) for name in ("k", "v"))
+            k, v = (self.gather(name, piece.tiles, self.row.mask.tile_k) for name in ("k", "v"))
             self._add(piece.items, k, v, seen=piece.seen, causal=piece.causal)
 
     def mass(self, lse: Tensor, asked: Tensor) -> Tensor:
@@ -304,7 +334,7 @@ class _States:
         real = (base < torch.inf).sum(-1)
         found = torch.zeros(heads * rows, columns)
         for piece in self._pieces(asked):
-            k = self._gather("k", piece.tiles, tile_k)
+            k = self.gather("k", piece.tiles, tile_k)
             p = _logits(self.q.index_select(0, piece.items), k, row, piece.seen)
             p.sub_(base.index_select(0, piece.items)[..., None]).exp_()
             own = p.sum(1).unflatten(-1, (-1, tile_k)).sum(-1) / real[piece.items, None]
@@ -316,7 +346,7 @@ class _States:
         """The work on some tiles, bool ``[Hq, R, C]``, cut so that the keys of a piece are gathered at once."""
         yield from self._partial(tiles)
         columns, tile_k = tiles.shape[2], self.row.mask.tile_k
-        full = tiles & self._full(self._distance())
+        full = tiles & self.full(self._distance())
         head, _, column = full.nonzero(as_tuple=True)
         entries = self.kv_head(head) * columns + column
         for items, index, entry in _batches(full.sum(-1).flatten(), entries, tile_k * self._key_bytes):
@@ -327,7 +357,7 @@ class _States:
         """Tiles of which some rows see some keys only: those of one distance from the diagonal at a time."""
         tile_q, tile_k = self.row.mask.tile_q, self.row.mask.tile_k
         distance = self._distance()
-        partial = tiles & self._reachable(distance) & ~self._full(distance)
+        partial = tiles & self._reachable(distance) & ~self.full(distance)
         for offset in torch.unique(distance[partial.any(0)]).tolist():
             head, tile, column = (partial & (distance == offset)).nonzero(as_tuple=True)
             apart = offset + torch.arange(tile_q)[:, None] - torch.arange(tile_k)
@@ -335,14 +365,14 @@ class _States:
             entries = self.kv_head(head) * tiles.shape[2] + column
             items = head * tiles.shape[1] + tile
             for part in _cut(items.numel(), tile_k * self._key_bytes):
-                yield _Piece(items[part], entries[part, None], self._seen(apart), causal)
+                yield _Piece(items[part], entries[part, None], self.seen(apart), causal)
 
     def add_stripes(self, stripes: IndexLists) -> None:
         """Single columns, those apart that only some rows of a query tile may see."""
         whole, partial = _Columns(self), _Columns(self)
         starts, tile_q = self.row.tile_starts(), self.row.mask.tile_q
         for head in range(self.row.tiles.shape[0]):
-            entry, position = self._columns_of(stripes, head)
+            entry, position = self.columns_of(stripes, head)
             apart = starts[:, None] - position  # of a tile's first row from a key
             entry &= apart > -tile_q
             full = apart >= 0
@@ -354,7 +384,7 @@ class _States:
         whole.flush()
         partial.flush()
 
-    def _columns_of(self, stripes: IndexLists, head: int) -> tuple[Tensor, Tensor]:
+    def columns_of(self, stripes: IndexLists, head: int) -> tuple[Tensor, Tensor]:
         """Of one head, ``[R, w]``: which entries are keys that no tile holds, and their positions."""
         row, tiles = self.row, self.row.tiles[head]
         group = (row.start + torch.arange(tiles.shape[0])) // row.mask.group - row.group
@@ -379,10 +409,10 @@ class _States:
         index = kv_head * columns + position
         for chosen, order, real in _batches(counts, torch.arange(index.numel()), self._key_bytes):
             rows = index[order]
-            k, v = self._gather("k", rows), self._gather("v", rows)
+            k, v = self.gather("k", rows), self.gather("v", rows)
             seen = None if real is None else real[:, None]
             if exact:
-                seen = self._seen(apart[order][:, None] + torch.arange(tile_q)[:, None])
+                seen = self.seen(apart[order][:, None] + torch.arange(tile_q)[:, None])
                 seen = seen if real is None else seen & real[:, None]
             self._add(items[chosen], k, v, seen=seen)
 
@@ -408,7 +438,7 @@ class _States:
         self.out.index_copy_(0, items, out)
         self.lse.index_copy_(0, items, lse)
 
-    def _gather(self, name: str, index: Tensor, run: int = 1) -> Tensor:
+    def gather(self, name: str, index: Tensor, run: int = 1) -> Tensor:
         """Of k or v, runs of rows by number ``[n, w]``: ``[n, w * run, D]``, in memory that the next ones use again."""
         source: Tensor = getattr(self, name)
         width = run * source.shape[-1]
@@ -431,11 +461,13 @@ class _States:
         near = distance > -self.row.mask.tile_q
         return near if self._window is None else near & (distance - self.row.mask.tile_k + 1 < self._window)
 
-    def _full(self, distance: Tensor) -> Tensor:
+    def full(self, distance: Tensor) -> Tensor:
+        """By how far a tile's first row is from a tile's first key: whether all of its rows see all of its keys."""
         full = distance >= self.row.mask.tile_k - 1
         return full if self._window is None else full & (distance + self.row.mask.tile_q <= self._window)
 
-    def _seen(self, apart: Tensor) -> Tensor:
+    def seen(self, apart: Tensor) -> Tensor:
+        """By how far a row is from a key: whether it sees it."""
         return apart >= 0 if self._window is None else (apart >= 0) & (apart < self._window)
 
     @property
@@ -445,6 +477,126 @@ class _States:
     @property
     def _key_bytes(self) -> int:
         return self.k.shape[-1] * self.k.element_size()
+
+
+@frozen(eq=False)
+class _Votes:
+    """Skip-softmax of one batch row in the making, query tile by query tile.
+
+    m, l: ``[Hq * R, Tq]``, acc: ``[Hq * R, Tq, Dv]``, of a softmax in progress. real: bool ``[Hq * R, Tq]``, rows that
+    are tokens. bound: the threshold's logarithm. skipped: int64 ``[Hq * R]``, pairs left out.
+    """
+
+    states: _States
+    m: Tensor
+    l: Tensor  # noqa: E741
+    acc: Tensor
+    real: Tensor
+    bound: float
+    skipped: Tensor
+
+    @classmethod
+    def of(cls, row: _Row, state: SoftmaxState, bound: float) -> _Votes:
+        """From a state of its rows, ``[Hq, n]`` and ``[Hq, n, Dv]``."""
+        states = _States.of(row)
+        heads, rows = row.tiles.shape[:2]
+        before, size = row.first - row.start * row.mask.tile_q, rows * row.mask.tile_q
+        after = size - before - row.q.shape[1]
+        m = functional.pad(state.m, (before, after), value=-torch.inf).reshape(heads * rows, -1)
+        l = functional.pad(state.l, (before, after)).reshape(heads * rows, -1)  # noqa: E741
+        acc = functional.pad(state.acc, (0, 0, before, after)).reshape(heads * rows, row.mask.tile_q, -1)
+        real = functional.pad(torch.ones_like(state.m, dtype=torch.bool), (before, after)).reshape(heads * rows, -1)
+        return cls(states, m, l, acc, real, bound, torch.zeros(heads * rows, dtype=torch.int64))
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """m, l and acc of the rows."""
+        row = self.states.row
+        heads, rows = row.tiles.shape[:2]
+        before = row.first - row.start * row.mask.tile_q
+        at = slice(before, before + row.q.shape[1])
+        m, l, acc = (x.reshape(heads, rows * row.mask.tile_q, *x.shape[2:])[:, at] for x in (self.m, self.l, self.acc))  # noqa: E741
+        return m, l, acc
+
+    def run(self) -> None:
+        """Tiles in their order, then stripes."""
+        row = self.states.row
+        order, counts = self._order()
+        columns, tile_k = row.tiles.shape[2], row.mask.tile_k
+        starts = row.tile_starts().repeat(row.tiles.shape[0])
+        head = torch.arange(order.shape[0]) // row.tiles.shape[1]
+        whole = self.states.full(starts[:, None] - order * tile_k) & self.real.all(1)[:, None]
+        there = torch.arange(columns) < counts[:, None]
+        for j in range(int(counts.max())):
+            for items, seen_by_all in (((there & whole)[:, j], True), ((there & ~whole)[:, j], False)):
+                chosen = items.nonzero()[:, 0]
+                index = self.states.kv_head(head[chosen]) * columns + order[chosen, j]
+                for part in _cut(chosen.numel(), tile_k * 4 * self.states.k.shape[-1]):
+                    some, apart = chosen[part], None
+                    if not seen_by_all:
+                        apart = (starts[some] - order[some, j] * tile_k)[:, None, None] + self._grid(tile_k)
+                    self._step(some, index[part, None], tile_k, apart, None)
+        if row.stripes is not None:
+            self._stripes(row.stripes)
+
+    def _order(self) -> tuple[Tensor, Tensor]:
+        """int64 ``[Hq * R, C]``, columns of the mask's tiles as they come, and how many each query tile has."""
+        row = self.states.row
+        tiles, columns = row.tiles.flatten(0, 1), row.tiles.shape[2]
+        column = torch.arange(columns)
+        beyond = (column + 1) * row.mask.tile_k - 1 > row.tile_starts()[:, None]
+        beyond = beyond.repeat(row.tiles.shape[0], 1)
+        place = torch.where(beyond, columns - column, 3 * columns - column)  # those behind the first row lead
+        first = (tiles.cumsum(1) == 1) & tiles & ~beyond
+        place = torch.where(first, columns + 1, place)
+        place = torch.where(tiles, place, 4 * columns)
+        return place.argsort(1), tiles.sum(1)
+
+    def _stripes(self, stripes: IndexLists) -> None:
+        row, tile_k = self.states.row, self.states.row.mask.tile_k
+        rows, starts = row.tiles.shape[1], row.tile_starts()
+        for head in range(row.tiles.shape[0]):
+            entry, position = self.states.columns_of(stripes, head)
+            base = int(self.states.kv_head(torch.tensor(head))) * row.tiles.shape[2] * tile_k
+            for first in range(0, position.shape[1], tile_k):
+                here, at = entry[:, first : first + tile_k], position[:, first : first + tile_k]
+                at = torch.where(here, at, 0)
+                items = head * rows + torch.arange(rows)
+                for part in _cut(rows, tile_k * 4 * self.states.k.shape[-1]):
+                    apart = (starts[part, None] - at[part])[:, None] + torch.arange(row.mask.tile_q)[:, None]
+                    self._step(items[part], base + at[part], 1, apart, here[part, None])
+
+    def _grid(self, keys: int) -> Tensor:
+        return torch.arange(self.states.row.mask.tile_q)[:, None] - torch.arange(keys)
+
+    def _step(self, items: Tensor, index: Tensor, run: int, apart: Tensor | None, there: Tensor | None) -> None:
+        """One step of some query tiles: those of which a row wants it go on.
+
+        index: as of `_States.gather`. apart: ``[n, Tq, w]``, from each key to each row; None where all rows are real
+        and see every key. there: which keys count, or None.
+        """
+        states, seen = self.states, None
+        if apart is not None:
+            seen = states.seen(apart) & self.real[items][..., None]
+            seen = seen if there is None else seen & there
+        logits = _logits(states.q.index_select(0, items), states.gather("k", index, run), states.row, seen)
+        most, m = logits.amax(-1), self.m.index_select(0, items)
+        wanted = (~(most < m + self.bound) & self.real[items]).any(-1)
+        lost = items[~wanted]
+        gone = torch.full(lost.shape, logits[0].numel()) if seen is None else seen[~wanted].sum((1, 2))
+        self.skipped.index_add_(0, lost, gone)
+        items = items[wanted]
+        if items.numel() == 0:
+            return
+        if lost.numel():
+            logits, most, m, index = logits[wanted], most[wanted], m[wanted], index[wanted]
+        highest = torch.maximum(m, most)
+        base = torch.where(highest == -torch.inf, 0.0, highest)
+        p, alpha = logits.sub_(base[..., None]).exp_(), (m - base).exp_()
+        self.m.index_copy_(0, items, highest)
+        self.l.index_copy_(0, items, self.l.index_select(0, items) * alpha + p.sum(-1))
+        values = states.gather("v", index, run)
+        acc = torch.baddbmm(self.acc.index_select(0, items) * alpha[..., None], p, values)
+        self.acc.index_copy_(0, items, acc)
 
 
 class _Columns:

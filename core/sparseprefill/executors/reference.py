@@ -12,7 +12,7 @@ from torch import Tensor
 from sparseprefill.call import check_call
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.plan import Kernel, Plan, Result, check_plan
+from sparseprefill.plan import Kernel, Plan, Result, Skipped, check_plan
 from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
@@ -26,23 +26,15 @@ KERNELS = (Kernel("reference"),)
 class ReferenceExecutor:
     """One query tile of one head at a time: gathers the selected keys, exact softmax in float32.
 
+    Where a plan skips (`Plan.skip_below`), a query tile goes through its key tiles one by one and votes as a whole.
+
     Runs on any device, dtype and head dimension, with every feature of AttentionCall. Memory is bounded by one query
     tile's logits; time is proportional to the pairs selected. float64 calls are computed in float64.
     """
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The carry, if any, merged with attention over the plan's mask; unnormalised."""
-        check_call(call)
-        check_plan(plan)
-        dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        shape = (call.q.shape[0], call.q.shape[1], call.q.shape[2])
-        state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
-        for (b, h, rows), keys, logits, keep in _tiles(call, plan, dtype):
-            m = logits.amax(-1)
-            p = torch.exp(logits - torch.where(m == -torch.inf, 0.0, m)[:, None])
-            state.m[b, h, rows], state.l[b, h, rows] = m, p.sum(-1)
-            state.acc[b, h, rows] = weigh(p, call.v[b, h // call.group][keys].to(dtype), keep)
-        return state if plan.carry is None else plan.carry.state.merge(state)
+        return _attend(call, plan)[0]
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Nothing: None for every call."""
@@ -55,9 +47,10 @@ class ReferenceExecutor:
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
-        out, lse = self.accumulate(call, plan).finish(call.sinks)
+        state, skipped = _attend(call, plan)
+        out, lse = state.finish(call.sinks)
         probe = None if plan.probe is None else _tile_mass(call, plan, lse)
-        return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS)
+        return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS, skipped=skipped)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
         """As `execute`, copied into tensors of the caller."""
@@ -65,6 +58,23 @@ class ReferenceExecutor:
 
 
 REFERENCE = ReferenceExecutor()
+
+
+def _attend(call: AttentionCall, plan: Plan) -> tuple[SoftmaxState, Skipped | None]:
+    """The carry, if any, resumed over the plan's mask, and what was left out, if anything may be."""
+    check_call(call)
+    check_plan(plan)
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    if plan.skip_below is not None:
+        return _skipping(call, plan, plan.skip_below, dtype)
+    shape = (call.q.shape[0], call.q.shape[1], call.q.shape[2])
+    state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
+    for (b, h, rows), keys, logits, keep in _tiles(call, plan, dtype):
+        m = logits.amax(-1)
+        p = torch.exp(logits - torch.where(m == -torch.inf, 0.0, m)[:, None])
+        state.m[b, h, rows], state.l[b, h, rows] = m, p.sum(-1)
+        state.acc[b, h, rows] = weigh(p, call.v[b, h // call.group][keys].to(dtype), keep)
+    return state if plan.carry is None else plan.carry.state.merge(state), None
 
 
 def _tiles(
@@ -82,10 +92,59 @@ def _tiles(
                 if picked is None:
                     continue
                 rows, keys, keep = picked
-                logits = call.q[b, h, rows].to(dtype) @ k[keys].to(dtype).T * call.softmax_scale
-                if call.softcap is not None:
-                    logits = call.softcap * torch.tanh(logits / call.softcap)
-                yield (b, h, rows), keys, logits.masked_fill_(~keep, -torch.inf), keep
+                yield (b, h, rows), keys, _logits(call, call.q[b, h, rows].to(dtype), k[keys].to(dtype), keep), keep
+
+
+def _logits(call: AttentionCall, q: Tensor, k: Tensor, keep: Tensor) -> Tensor:
+    """Of rows q ``[n, D]`` and keys k ``[w, D]``, -inf where not allowed."""
+    logits = q @ k.T * call.softmax_scale
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    return logits.masked_fill_(~keep, -torch.inf)
+
+
+def _skipping(call: AttentionCall, plan: Plan, below: Tensor, dtype: torch.dtype) -> tuple[SoftmaxState, Skipped]:
+    """The carry, if any, resumed tile by tile over the plan's mask, and what was left out: see `SkipSoftmax`."""
+    shape = (call.q.shape[0], call.q.shape[1], call.q.shape[2])
+    state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
+    if plan.carry is not None:
+        state = state.merge(plan.carry.state)  # a copy
+    pairs = torch.zeros(shape[:2], dtype=torch.int64, device=call.q.device)
+    selection = _TileKeys(plan.mask)
+    bounds = torch.where(below < 1, below, 0.0).to(dtype).log().tolist()
+    for b in range(shape[0]):
+        for h in range(shape[1]):
+            for row in range(selection.rows):
+                steps = selection.steps(b, h, row)
+                if steps is not None:
+                    pairs[b, h] += _vote(call, state, (b, h), steps, bounds[b])
+    return state, Skipped(pairs, plan.mask.tile_q, plan.mask.tile_q, plan.mask.tile_k)
+
+
+def _vote(
+    call: AttentionCall, state: SoftmaxState, at: tuple[int, int], tile: tuple[slice, int, list[Tensor]], bound: float
+) -> int:
+    """Online softmax of one query tile over its steps, into the state; the pairs left out."""
+    (b, h), (rows, start, steps), gone = at, tile, 0
+    k, v, dtype = call.k[b, h // call.group], call.v[b, h // call.group], state.m.dtype
+    q, query = call.q[b, h, rows].to(dtype), call.geometry.query_positions()[b, rows]
+    m, l, acc = state.m[b, h, rows], state.l[b, h, rows], state.acc[b, h, rows]  # noqa: E741 - views
+    for position in steps:
+        keep = query[:, None] >= position
+        if call.window is not None:
+            keep &= query[:, None] - position < call.window
+        logits = _logits(call, q, k[position + start].to(dtype), keep)
+        most = torch.where(logits.isnan(), -torch.inf, logits).amax(-1)
+        if bool((most < m + bound).all()):
+            gone += int(keep.sum())
+            continue
+        highest = torch.maximum(m, most)
+        base = torch.where(highest == -torch.inf, 0.0, highest)
+        p, alpha = torch.exp(logits - base[:, None]), torch.exp(m - base)
+        l.mul_(alpha).add_(p.sum(-1))
+        acc.mul_(alpha[:, None]).add_(weigh(p, v[position + start].to(dtype), keep))
+        m.copy_(highest)
+    return gone
 
 
 def weigh(p: Tensor, v: Tensor, keep: Tensor) -> Tensor:
@@ -131,13 +190,42 @@ class _TileKeys:
         starts = geometry.starts
         self._start = [0] * geometry.batch if starts is None else starts.tolist()
 
+    def _real(self, batch: int, tile: int) -> tuple[int, int]:
+        """Positions of a query tile's first real row, and behind its last."""
+        first, size = self._first_position[batch], self.mask.tile_q
+        behind = min((tile + 1) * size, first + self.mask.geometry.q_len, self._length[batch])
+        return max(tile * size, first, 0), behind
+
+    def steps(self, batch: int, head: int, row: int) -> tuple[slice, int, list[Tensor]] | None:
+        """Query rows of one query tile, where the row's keys begin, and key positions (int64) step by step.
+
+        In the order of `SkipSoftmax`, a step being a tile, or as many stripes; None where no row is real.
+        """
+        mask, tile, first = self.mask, self._first_tile[batch] + row, self._first_position[batch]
+        low, high = self._real(batch, tile)
+        if low >= high:
+            return None
+        size, tiles, stripes = mask.tile_k, list[int](), list[Tensor]()
+        if self._tiles is not None:
+            tiles = self._tiles.row(batch, head, row).tolist()
+        beyond = [j for j in tiles if (j + 1) * size - 1 > tile * mask.tile_q]
+        before = tiles[: len(tiles) - len(beyond)]
+        if self._stripes is not None:
+            columns = self._stripes.row(batch, head, tile // mask.group - self._first_group[batch]).to(torch.int64)
+            inside = torch.isin(torch.div(columns, size, rounding_mode="floor"), torch.tensor(tiles).to(columns))
+            chunks = zip(columns[columns < high].split(size), inside[columns < high].split(size), strict=True)
+            stripes = [column[~taken] for column, taken in chunks]
+        order = [*reversed(beyond), *before[:1], *reversed(before[1:])]
+        device, order = mask.geometry.device, [j for j in order if j * size < high]
+        own = [torch.arange(j * size, min((j + 1) * size, high), device=device) for j in order]
+        return slice(low - first, high - first), self._start[batch], [one for one in own + stripes if one.numel()]
+
     def pick(self, batch: int, head: int, row: int) -> tuple[slice, Tensor | slice, Tensor] | None:
         """Query rows, key indices and who may see whom (bool [rows, keys]) of one query tile; None if empty."""
         mask, geometry = self.mask, self.mask.geometry
         tile = self._first_tile[batch] + row
-        first, length = self._first_position[batch], self._length[batch]
-        low = max(tile * mask.tile_q, first, 0)
-        high = min((tile + 1) * mask.tile_q, first + geometry.q_len, length)
+        first = self._first_position[batch]
+        low, high = self._real(batch, tile)
         if low >= high:
             return None
         positions = self._positions(batch, head, row, tile // mask.group - self._first_group[batch])
@@ -158,18 +246,29 @@ class _TileKeys:
         """int64, ascending and distinct: key positions that the lists name."""
         parts: list[Tensor] = []
         if self._tiles is not None:
-            offset, count = self._tiles[0][batch][head][row], self._tiles[1][batch][head][row]
-            tiles = self._tiles[2][offset : offset + count, None].to(torch.int64)
-            size = self.mask.tile_k
+            tiles, size = self._tiles.row(batch, head, row)[:, None].to(torch.int64), self.mask.tile_k
             parts.append((tiles * size + torch.arange(size, device=tiles.device)).reshape(-1))
         if self._stripes is not None:
-            offset, count = self._stripes[0][batch][head][group], self._stripes[1][batch][head][group]
-            parts.append(self._stripes[2][offset : offset + count].to(torch.int64))
+            parts.append(self._stripes.row(batch, head, group).to(torch.int64))
         if len(parts) == 2:
             union: Tensor = torch.unique(torch.cat(parts))
             return union
         return parts[0] if parts else torch.empty(0, dtype=torch.int64, device=self.mask.geometry.device)
 
 
-def _host(lists: IndexLists | None) -> tuple[list[list[list[int]]], list[list[list[int]]], Tensor] | None:
-    return None if lists is None else (lists.offsets.tolist(), lists.counts.tolist(), lists.indices)
+@frozen(eq=False)
+class _HostLists:
+    """`IndexLists` whose counts and offsets the host has read."""
+
+    offsets: list[list[list[int]]]
+    counts: list[list[list[int]]]
+    indices: Tensor
+
+    def row(self, batch: int, head: int, row: int) -> Tensor:
+        """Entries of one list."""
+        offset = self.offsets[batch][head][row]
+        return self.indices[offset : offset + self.counts[batch][head][row]]
+
+
+def _host(lists: IndexLists | None) -> _HostLists | None:
+    return None if lists is None else _HostLists(lists.offsets.tolist(), lists.counts.tolist(), lists.indices)

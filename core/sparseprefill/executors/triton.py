@@ -25,7 +25,7 @@ class TritonExecutor:
     """Tiles, stripes, carry and probes in Triton kernels, on CUDA tensors (or in Triton's interpreter on the CPU).
 
     float16, bfloat16 and float32; head dimensions 64, 80, 96, 128, 256; mask tiles that are powers of two >= 16.
-    Softmax in float32. Honours padding, offsets, window, softcap and sinks.
+    Softmax in float32. Honours padding, offsets, window, softcap and sinks, and skips tiles by their logits.
     """
 
     def unsupported(self, call: AttentionCall) -> str | None:
@@ -47,7 +47,8 @@ class TritonExecutor:
         if plan.mask.tiles is None and plan.mask.stripes is None and plan.carry is not None:
             return plan.carry.state
         with torch.cuda.device_of(call.q):
-            return SoftmaxState(*attention.sparse_attention_state(call, plan.mask, _carried(plan)))
+            made = attention.sparse_attention_state(call, plan.mask, _carried(plan), plan.skip_below)
+            return SoftmaxState(*made)
 
     def workspace(self, call: AttentionCall) -> int:
         """A map of tiles, for masks of tiles and stripes."""
@@ -66,9 +67,10 @@ class TritonExecutor:
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call, plan)
         with torch.cuda.device_of(call.q):
-            out, lse, kernel = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into)
+            made = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into, plan.skip_below)
+            out, lse, kernel, skipped = made
             probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan.mask, lse, plan.probe)
-        return Result(out, lse, plan, probe, kernels=(kernel,))
+        return Result(out, lse, plan, probe, kernels=(kernel,), skipped=skipped)
 
     def _checked(self, call: AttentionCall, plan: Plan) -> AttentionCall:
         check_call(call)

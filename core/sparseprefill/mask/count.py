@@ -134,6 +134,12 @@ class Selected:
     stripes: IndexLists | None
     disjoint: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that keeping the lists would hold, in bytes."""
+        tiles, stripes = self.tiles, self.stripes
+        return (0 if tiles is None else tiles.nbytes) + (0 if stripes is None else stripes.nbytes)
+
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the lists' device: allowed pairs selected.
 

@@ -10,15 +10,35 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.call import rows_at
 from sparseprefill.mask.lists import IndexLists
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.mask.mask import SparseMask
     from sparseprefill.plan import Plan
 
 ALIGNED = 16
 """Maps of lists are that wide, or a multiple of it."""
+
+
+@frozen(eq=False)
+class KeptKeys:
+    """Which keys a mask keeps for sampled rows, several of which may share a line.
+
+    map: bool ``[B, Hq, L, X]``, by position on the row's grid; more than Nkv columns change nothing: kernels like whole
+    tiles, and a multiple of 16. line: int64 ``[B, n]``, the line of each row; None where each has its own.
+    """
+
+    map: Tensor
+    line: Tensor | None = None
+
+    @property
+    def by_row(self) -> Tensor:
+        """bool ``[B, Hq, n, X]``."""
+        return self.map if self.line is None else rows_at(self.map, self.line)
 
 
 @frozen(eq=False)
@@ -54,14 +74,29 @@ class Held:
 
     def stripes(self, tile: Tensor, width: int) -> Tensor | None:
         """bool ``[B, Hq, n, width]``: the stripes of query tiles by position; None where no mask has any."""
-        found = []
-        for mask in self.masks:
-            if mask.stripes is None:
-                continue
-            lists = mask.stripes
-            group = torch.div(tile * self.grid[0], mask.group_rows, rounding_mode="floor")
-            index = (group - self.geometry.first_tile(mask.group_rows)[:, None]).clamp(0, lists.shape[2] - 1)
-            index = index[:, None].expand(-1, self.geometry.heads, -1)
-            counts, offsets = (torch.gather(x, 2, index) for x in (lists.counts, lists.offsets))
-            found.append(IndexLists(counts, offsets, lists.indices).to_map(width + -width % ALIGNED)[..., :width])
-        return reduce(or_, found) if found else None
+        keys = stripes_at(self.masks, tile * self.grid[0], width)
+        return None if keys is None else keys.by_row[..., :width]
+
+
+def stripes_at(masks: Sequence[SparseMask], position: Tensor, width: int) -> KeptKeys | None:
+    """The stripes of rows by their position on the batch row's grid, int64 ``[B, n]``; None where no mask has any.
+
+    At least `width` columns, and a multiple of 16. Lists that several rows share are read once.
+    """
+    found = []
+    for mask in masks:
+        if mask.stripes is None:
+            continue
+        lists, geometry = mask.stripes, mask.geometry
+        group = torch.div(position, mask.group_rows, rounding_mode="floor")
+        index = (group - geometry.first_tile(mask.group_rows)[:, None]).clamp(0, lists.shape[2] - 1)
+        aligned = width + -width % ALIGNED
+        if lists.shape[2] <= index.shape[1]:
+            found.append(KeptKeys(lists.to_map(aligned), index))
+            continue
+        each = index[:, None].expand(-1, geometry.heads, -1)
+        counts, offsets = (torch.gather(x, 2, each) for x in (lists.counts, lists.offsets))
+        found.append(KeptKeys(IndexLists(counts, offsets, lists.indices).to_map(aligned)))
+    if len(found) < 2:
+        return found[0] if found else None
+    return KeptKeys(reduce(or_, [one.by_row for one in found]))

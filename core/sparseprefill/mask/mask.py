@@ -19,7 +19,10 @@ from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.export import Fa4Lists, Selection
 
 LARGEST = 1 << 31
 """No tile, group or picture reaches it."""
@@ -245,7 +248,7 @@ class SparseMask:
 
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host."""
-        return self._counted(tiles=True).pairs()
+        return self.selected().pairs()
 
     @property
     def density(self) -> float:
@@ -255,17 +258,19 @@ class SparseMask:
     @property
     def stripe_density(self) -> float:
         """The share of the allowed pairs that stripes select, apart from tiles (host sync)."""
-        return share(self._counted(tiles=False).pairs(), self.geometry)
+        return share(self._selected(None).pairs(), self.geometry)
 
     @property
     def nbytes(self) -> int:
         """Memory that keeping the lists would hold, in bytes; makes lists of a map."""
-        lists = [one for one in (self.tiles, self.stripes) if one is not None]
-        return sum(x.untyped_storage().nbytes() for one in lists for x in (one.counts, one.offsets, one.indices))
+        return self.selected().nbytes
 
-    def _counted(self, *, tiles: bool) -> Selected:
-        lists = self.tiles if tiles else None
-        return Selected(self.geometry, self.tile_q, self.tile_k, self.group, lists, self.stripes, self.disjoint)
+    def selected(self) -> Selected:
+        """The lists alone, to be counted later: a map that the mask holds is let go; lists are made of it here."""
+        return self._selected(self.tiles)
+
+    def _selected(self, tiles: IndexLists | None) -> Selected:
+        return Selected(self.geometry, self.tile_q, self.tile_k, self.group, tiles, self.stripes, self.disjoint)
 
     def tile_map(self) -> Tensor:
         """bool ``[B, Hq, R, C]``; may be what the mask itself holds, so not to be written to."""
@@ -335,6 +340,44 @@ class SparseMask:
             for row in shades
         )
 
+    def to_flex(self, block: int | tuple[int, int] = 128) -> BlockMask:
+        """The same pairs as a BlockMask of PyTorch's FlexAttention: tiles and stripes, causality, window and padding.
+
+        Nothing is lost: pairs of partial blocks are decided one by one by its ``mask_mod``. Its blocks lie on the
+        tensors' indices, and full ones are told from partial ones. Heads are one where all have the same lists. It
+        holds int32 ``[B, Hq, R, C]`` several times over. Nothing is read on the host. Scale, softcap and sinks belong
+        to the call: pass ``scale``, or a ``score_mod``, to FlexAttention.
+
+        block: tokens of a block, or (query tokens, key tokens). A stripe makes its whole block partial, and a partial
+        block costs as much as a full one. Raises MaskError for a size that is none.
+        """
+        from sparseprefill.mask import export
+
+        return export.to_flex(self._selection(), _pair(block, "block"))
+
+    def to_fa4(self, block: int | tuple[int, int] | None = None) -> Fa4Lists:
+        """The same tiles as the block lists of flash-attn-4: counts and indices of partial blocks, and of full ones.
+
+        Its ``mask_mod`` must do what the lists cannot: causality, and the window, inside partial blocks. Rows of right
+        padding may get any output; real ones get what our executors give. Nothing is read on the host. Lists are int32
+        ``[B, Hq, R, C]``, of one head where all have the same.
+
+        block: tokens of a block, or (query tokens, key tokens), which divide the mask's tiles; None for the tiles.
+        Raises MaskError for what the lists cannot carry: stripes, left padding, an offset inside a block.
+        """
+        from sparseprefill.mask import export
+
+        return export.to_fa4(self._selection(), None if block is None else _pair(block, "block"))
+
+    def _selection(self) -> Selection:
+        from sparseprefill.mask.export import Selection
+
+        keep, heads = None, self.geometry.heads
+        if self.has_tiles:
+            tiles = self.as_map()
+            keep = tiles.by_group(heads) if tiles.shared == heads else tiles.resolved
+        return Selection(self.geometry, self.tile_q, self.tile_k, self.group, keep, self.stripes)
+
     def check(self) -> None:
         """Read every value and raise MaskError where a list is not ascending, distinct and within bounds.
 
@@ -402,11 +445,11 @@ def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:
     return index.to(geometry.device)
 
 
-def _pair(tile: int | tuple[int, int]) -> tuple[int, int]:
+def _pair(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int]:
     pair = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
     if len(pair) != 2 or not all(map(_is_size, pair)):
         remedy = "pass a positive number of tokens below 2^31, or (query tokens, key tokens)"
-        raise MaskError(f"tile is {printed(tile)}: {remedy}")
+        raise MaskError(f"{name} is {printed(tile)}: {remedy}")
     return pair[0], pair[1]
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.parts.split import Part
-    from sparseprefill.plan import Kernel
+    from sparseprefill.plan import Kernel, Skipped
 
 KEPT = 256 << 20
 """Bytes of index lists that the masks of all parts may hold to be kept."""
@@ -31,11 +31,12 @@ class Recorder:
     """Makes the record while the parts run: pairs counted on the device, and masks as long as there is room.
 
     geometry: of the whole call. masks: each part with its masks, disjoint ones; None once they were too large to keep.
-    kernels: what computed the parts, each once.
+    kernels: what computed the parts, each once. skipped: what they left out together, who voted being the last part's.
     """
 
     geometry: Geometry
     pairs: Tensor = field(init=False)
+    skipped: Skipped | None = None
     count: int = 0
     held: int = 0
     masks: list[tuple[Part, tuple[SparseMask, ...]]] | None = field(factory=list)
@@ -45,8 +46,15 @@ class Recorder:
         g = self.geometry
         self.pairs = torch.zeros(g.batch, g.heads, dtype=torch.int64, device=g.device)
 
-    def add(self, part: Part, masks: tuple[SparseMask, ...], kernels: tuple[Kernel, ...]) -> None:
-        """Count one part's masks (`Plan.computed`), without host synchronisation, and keep them while there is room."""
+    def add(
+        self, part: Part, masks: tuple[SparseMask, ...], kernels: tuple[Kernel, ...], skipped: Skipped | None
+    ) -> None:
+        """Count one part's masks (`Plan.computed`) and what it left out of them, without host synchronisation, and keep
+        the masks while there is room."""
+        if skipped is not None:
+            pairs = torch.zeros_like(self.pairs) if self.skipped is None else self.skipped.pairs
+            pairs[:, slice(*part.heads)] += skipped.pairs
+            self.skipped = evolve(skipped, pairs=pairs)
         self.kernels.update(dict.fromkeys(kernels))
         for mask in masks:
             self.pairs[:, slice(*part.heads)] += mask.pairs()

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, ClassVar, Union
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
 
 import torch
 from attrs import evolve, field, fields, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
+from sparseprefill.call import rows_at
 from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.count import Lists
-from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.held import stripes_at
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.priority import descending
 from sparseprefill.refiners.stretches import Stretches
 from sparseprefill.stages import HeadScope
-from sparseprefill.statistics.by_tile import row_mass
+from sparseprefill.statistics.by_tile import RowMass, lse_by_tile, mass_of
 from sparseprefill.validate import maybe, number, one_of, whole
 
 if TYPE_CHECKING:
@@ -50,6 +51,16 @@ class SampledRecall:
     real: Tensor
     before: Tensor
     after: Tensor
+
+
+class _Raised(NamedTuple):
+    """added: bool ``[B, Hq, R, C]``, tiles that the plan gets. before, after: ``[B, Hq, n]``, see `SampledRecall`.
+    dense: bool ``[B, Hq, P]``, spans of heads that get every tile."""
+
+    added: Tensor
+    before: Tensor
+    after: Tensor
+    dense: Tensor
 
 
 @frozen(kw_only=True)
@@ -113,25 +124,53 @@ class RecallFloor:
             raise ParameterError(f"RecallFloor.span is {self.span}: {remedy}")
         masks = (plan.mask,) if plan.carry is None else (plan.mask, plan.carry.region)
         at = Stretches.deal(geometry, grid[0], self.rows, self.span)
-        have = reduce(or_, [mask.tiles_on(*grid) for mask in masks if mask.has_tiles], _none(geometry, grid))
-        reach = _reach(geometry, grid) & at.inhabited[:, None, :, None]
+        maps = [mask.tiles_on(*grid) for mask in masks if mask.has_tiles]
+        have = reduce(or_, maps) if maps else _none(geometry, grid)
+        reach = _reach(geometry, grid)
+        stripes = stripes_at(masks, at.position, geometry.tile_columns(grid[1]) * grid[1])
+        by_tile = lse_by_tile(call, at.rows, at.real, grid[1], stripes)
+        raised = self._by_kernels(by_tile, at, grid, have, reach) if kernels.serve(call.q) else None
+        if raised is None:
+            raised = self._raised(mass_of(*by_tile), at, grid, have, reach, masks)
+        widened = plan.widen(SparseMask.from_rules(call, grid, keep=raised.added))
+        return evolve(widened, notes={**plan.notes, **self._notes(at, raised)})
+
+    def _by_kernels(
+        self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, grid: tuple[int, int], have: Tensor, reach: Tensor
+    ) -> _Raised | None:
+        """The same as `_raised` in a few launches; None for what the kernels do not know."""
+        from sparseprefill.kernels.sampled import floor
+
+        known = self.ceiling is None and self.speaks_for != "tile" and by_tile[0].dtype == torch.float32
+        if not known or have.shape[-1] > floor.MOST_COLUMNS:
+            return None
+        held, neighbours = floor.Held(have, reach), self.speaks_for == "neighbours"
+        return _Raised(
+            *floor.raised(
+                by_tile, at, held, grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
+            )
+        )
+
+    def _raised(
+        self, mass: RowMass, at: Stretches, grid: tuple[int, int], have: Tensor, reach: Tensor,
+        masks: Sequence[SparseMask],
+    ) -> _Raised:  # fmt: skip
+        """have: the plan's tiles, reach: those with an allowed pair, bool ``[B, Hq, R, C]`` and ``[B, 1, R, C]``."""
+        reach = reach & at.inhabited[:, None, :, None]
         have, free = have & reach, ~have & reach
-        mass = row_mass(call, at.rows, at.real, grid[1], _stripes_at(masks, at, grid[1]))
         held = at.at_samples(have)
         lost = torch.where(held, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
         before = torch.where(held, mass.tiles, mass.kept).sum(-1)
         chosen = self._chosen(lost, before, at.real[:, None], _own_tiles(at, grid, have.shape[-1]))
         if self.ceiling is None:
-            added = self._added(chosen, at, grid, free)
+            added = self._spread(chosen, at, grid) & free
             dense = self._dense(added, have, reach, at)
             added = torch.where(at.to_tiles(dense)[..., None], free, added)
         else:
             scores = self._spread(torch.where(chosen, lost, -1.0), at, grid)
             added = _most_worth(scores, free & (scores >= 0.0), _room(masks, self.ceiling, have, reach, at, grid), at)
             dense = torch.zeros_like(before[..., :1], dtype=torch.bool)
-        after = before + (lost * at.at_samples(added)).sum(-1)
-        widened = plan.widen(SparseMask.from_rules(call, grid, keep=added))
-        return evolve(widened, notes={**plan.notes, **self._notes(at, before, after, dense)})
+        return _Raised(added, before, before + (lost * at.at_samples(added)).sum(-1), dense)
 
     def _chosen(self, lost: Tensor, before: Tensor, real: Tensor, own: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the tiles that each sampled row needs, its own among them if it needs any."""
@@ -143,14 +182,6 @@ class RecallFloor:
         enough = (values.cumsum(-1) - values < need) & (values > 0)
         chosen = torch.zeros_like(enough).scatter_(-1, order, enough)
         return chosen | (own & chosen.any(-1, keepdim=True))
-
-    def _added(self, chosen: Tensor, at: Stretches, grid: tuple[int, int], free: Tensor) -> Tensor:
-        """bool ``[B, Hq, R, C]``: of the free tiles those that `_spread` gives; one launch on a GPU."""
-        if self.speaks_for == "tile" or not kernels.serve(chosen):
-            return self._spread(chosen, at, grid) & free
-        from sparseprefill.kernels.sampled.spread import spread
-
-        return spread(chosen, at.own, at.of, at.each, free, grid, neighbours=self.speaks_for == "neighbours")
 
     def _spread(self, chosen: Tensor, at: Stretches, grid: tuple[int, int]) -> Tensor:
         """What sampled rows choose, ``[B, Hq, n, C]``, given to the query tiles that they speak for, ``[B, Hq, R, C]``.
@@ -173,14 +204,16 @@ class RecallFloor:
         held, bound = at.in_spans(have.sum(-1)), self.dense_from * at.in_spans(reach.sum(-1)).double()
         return (held <= bound) & (held + at.in_spans(added.sum(-1)) > bound)
 
-    def _notes(self, at: Stretches, before: Tensor, after: Tensor, dense: Tensor) -> dict[str, Any]:
-        real = at.real[:, None].expand_as(before)
-        short = (after < self.target - SLACK) & real
+    def _notes(self, at: Stretches, raised: _Raised) -> dict[str, Any]:
+        before, after = raised.before, raised.after
+        real = at.real[:, None]
+        none = torch.zeros_like(raised.dense[..., 0])
+        capped = none if self.ceiling is None else ((after < self.target - SLACK) & real).any(-1)
         return {
             "recall_before": _mean(before, real),
             "recall_after": _mean(after, real),
-            "recall_dense": dense.any(-1),
-            "recall_capped": short.any(-1) if self.ceiling is not None else torch.zeros_like(short[..., 0]),
+            "recall_dense": raised.dense.any(-1),
+            "recall_capped": capped,
             "recall_sample": SampledRecall(at.rows, at.real, before, after),
         }
 
@@ -213,7 +246,7 @@ def _mean(x: Tensor, real: Tensor) -> Tensor:
 
 def _heard(chosen: Tensor, nothing: Tensor, at: Stretches, sample: Tensor, grid: tuple[int, int]) -> Tensor:
     """What each query tile gets of one sample, int64 ``[B, R]``: its key tiles, and those as far from the diagonal."""
-    picked = at.picked(chosen, sample)
+    picked = rows_at(chosen, sample)
     tile = torch.arange(sample.shape[1], device=chosen.device)
     column = torch.arange(chosen.shape[-1], device=chosen.device)
     tokens = (torch.gather(at.own, 1, sample) - tile) * grid[0]
@@ -241,26 +274,6 @@ def _own_tiles(at: Stretches, grid: tuple[int, int], columns: int) -> Tensor:
     """bool ``[B, 1, n, C]``: the key tile that holds each sampled row's own token."""
     own = torch.div(at.position, grid[1], rounding_mode="floor")[..., None]
     return (own == torch.arange(columns, device=own.device))[:, None]
-
-
-def _stripes_at(masks: Sequence[SparseMask], at: Stretches, tile_k: int) -> Tensor | None:
-    """bool ``[B, Hq, n, X]``: the stripes of the sampled rows, None where no mask has any; whole tiles."""
-    found = []
-    columns = masks[0].geometry.tile_columns(tile_k) * tile_k
-    for mask in masks:
-        if mask.stripes is None:
-            continue
-        geometry, stripes = mask.geometry, mask.stripes
-        place = torch.div(at.position, mask.group_rows, rounding_mode="floor")
-        index = (place - geometry.first_tile(mask.group_rows)[:, None]).clamp(0, stripes.shape[2] - 1)
-        width = columns + -columns % 16
-        if stripes.shape[2] <= index.shape[1]:  # then several rows share a list, which is read once
-            found.append(at.picked(stripes.to_map(width), index))
-            continue
-        each = index[:, None].expand(-1, geometry.heads, -1)
-        counts, offsets = (torch.gather(x, 2, each) for x in (stripes.counts, stripes.offsets))
-        found.append(IndexLists(counts, offsets, stripes.indices).to_map(width))
-    return reduce(or_, found) if found else None
 
 
 def _room(

@@ -6,6 +6,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill.call import rows_at
 from sparseprefill.mask.geometry import Geometry, Sizes
 from sparseprefill.statistics.kept import kept
 
@@ -44,11 +45,11 @@ class Stretches:
 
     def at_samples(self, x: Tensor) -> Tensor:
         """``[B, H, n, C]``: of x ``[B, H, R, C]`` the query tiles that hold the sampled rows."""
-        return self.picked(x, self.own)
+        return rows_at(x, self.own)
 
     def at_tiles(self, x: Tensor) -> Tensor:
         """``[B, H, R, C]``: of x ``[B, H, n, C]`` what belongs to each query tile's stretch."""
-        return self.picked(x, self.of)
+        return rows_at(x, self.of)
 
     def in_spans(self, x: Tensor) -> Tensor:
         """int64 ``[B, H, P]``: sums over the query tiles of each span, of x int64 ``[B, H, R]``."""
@@ -65,12 +66,6 @@ class Stretches:
 
     def _span(self, heads: int) -> Tensor:
         return torch.div(self.of, self.each, rounding_mode="floor")[:, None].expand(-1, heads, -1)
-
-    @staticmethod
-    def picked(x: Tensor, index: Tensor) -> Tensor:
-        """``[B, H, m, C]``: of x ``[B, H, *, C]`` what an index ``[B, m]`` names."""
-        at = index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        return torch.gather(x, 2, at)
 
 
 @kept

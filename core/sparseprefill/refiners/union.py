@@ -6,6 +6,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
+import torch
 from attrs import field, frozen
 
 from sparseprefill.errors import ParameterError
@@ -54,6 +55,7 @@ class UnionEstimator:
     (give observers to the pipeline that holds the union; correctors too: a part that has one is a ParameterError). No
     pair is computed twice: of the parts that bring a carry the first keeps it, and the masks of all others, with the
     regions of their carries, lose the pairs of its region.
+    Tiles are skipped by their logits (`SkipSoftmax`) where all parts would, and by the smallest of their thresholds.
     Probes unite, of priorities the highest scores count; where two parts leave a note of one name, the first's does.
     """
 
@@ -106,12 +108,25 @@ class UnionEstimator:
         if carry is not None:
             rest = rest - carry.region
         notes = {name: note for plan in reversed(plans) for name, note in plan.notes.items()}
-        return Plan(main.mask | rest, carry, probe=_probes(plans), priority=_priority(plans), notes=notes)
+        return Plan(
+            main.mask | rest,
+            carry,
+            probe=_probes(plans),
+            priority=_priority(plans),
+            skip_below=_skip(plans),
+            notes=notes,
+        )
 
 
 def _probes(plans: list[Plan]) -> Tensor | None:
     probes = [plan.probe for plan in plans if plan.probe is not None]
     return reduce(or_, probes) if probes else None
+
+
+def _skip(plans: list[Plan]) -> Tensor | None:
+    below = [plan.skip_below for plan in plans]
+    known = [one for one in below if one is not None]
+    return reduce(torch.minimum, known) if len(known) == len(below) else None
 
 
 def _priority(plans: list[Plan]) -> Priority | None:

@@ -14,6 +14,7 @@ from sparseprefill.statistics.sampled import PAIRS, PAIRS_ON_CPU, Logits
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.held import KeptKeys
 
 TILE = 512
 """Tokens of a key tile where nobody asks for one: few sums to keep, and on a CPU as many logits as its cache holds."""
@@ -34,15 +35,18 @@ class RowMass:
 
 
 @torch.no_grad()
-def row_mass(call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: Tensor | None = None) -> RowMass:
+def row_mass(call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: KeptKeys | None = None) -> RowMass:
     """Softmax rows of the queries `rows` (index ``[B, n]``, where `real`) over all keys they may see, by key tile.
 
-    tile: tokens of a key tile. keys: bool ``[B, Hq, n, Nkv]``, by position on the row's grid, which keys a mask keeps
-    for each row; None for none. More columns change nothing: kernels like whole tiles, and a multiple of 16. One pass
-    over the keys, some key tiles at a time: of each its LSE is kept, from which the row's own follows, so that no
-    matrix of rows and all keys is made and no key is read twice.
+    tile: tokens of a key tile. keys: those that a mask keeps; None for none. One pass over the keys, some key tiles at
+    a time: of each its LSE is kept, from which the row's own follows, so that no matrix of rows and all keys is made
+    and no key is read twice.
     """
-    by_tile, of_mask = lse_by_tile(call, rows, real, tile, keys)
+    return mass_of(*lse_by_tile(call, rows, real, tile, keys))
+
+
+def mass_of(by_tile: Tensor, of_mask: Tensor | None) -> RowMass:
+    """The same from what `lse_by_tile` returns."""
     lse = torch.logsumexp(by_tile, -1)
     base = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
     mass = (by_tile - base).exp()
@@ -61,7 +65,7 @@ def row_lse(call: AttentionCall, rows: Tensor, real: Tensor) -> Tensor:
 
 
 def lse_by_tile(
-    call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: Tensor | None
+    call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: KeptKeys | None
 ) -> tuple[Tensor, Tensor | None]:
     """``[B, Hq, n, C]``: LSE of each row in each key tile, over all keys and over those that are kept."""
     if kernels.serve(call.q):
@@ -75,13 +79,14 @@ def lse_by_tile(
     pairs = PAIRS_ON_CPU if call.q.device.type == "cpu" else PAIRS
     size = tile * max(1, pairs // (geometry.batch * geometry.heads * count * tile))
     logits, behind = Logits(call, rows, real), geometry.tile_columns(tile) * tile
+    kept = None if keys is None else keys.by_row
     every: list[Tensor] = []
     of_mask: list[Tensor] = []
     for first in range(0, behind, size):
         some = slice(first, min(first + size, behind))
         each = logits.at(some)
         every.append(torch.logsumexp(each.unflatten(-1, (-1, tile)), -1))
-        if keys is not None:
-            left_out = functional.pad(~keys[..., some], (0, max(some.stop - keys.shape[-1], 0)), value=True)
+        if kept is not None:
+            left_out = functional.pad(~kept[..., some], (0, max(some.stop - kept.shape[-1], 0)), value=True)
             of_mask.append(torch.logsumexp(each.masked_fill_(left_out, -torch.inf).unflatten(-1, (-1, tile)), -1))
     return torch.cat(every, -1), torch.cat(of_mask, -1) if of_mask else None

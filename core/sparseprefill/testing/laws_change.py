@@ -13,6 +13,7 @@ from sparseprefill.memory import Memory
 from sparseprefill.parts.split import parts
 from sparseprefill.testing.trial import NotApplicableError, Trial, require
 from sparseprefill.testing.truth import attention
+from sparseprefill.testing.votes import computed
 
 
 def causal(trial: Trial) -> None:
@@ -32,9 +33,10 @@ def causal(trial: Trial) -> None:
     for cut in sorted(cuts):
         rows = slice(0, cut - trial.offset)
         for name, value in (("changed", None), ("NaN", torch.nan)):
-            result = trial.run(_after(call, cut, trial.offset, value))
+            changed = _after(call, cut, trial.offset, value)
+            result = trial.run(changed)
             what = f"rows before token {cut} with everything after it {name}"
-            out, lse = attention(call, result.mask.to_dense())
+            out, lse = attention(call, computed(changed, result))
             trial.same(f"output of {what}", out[:, :, rows], result.out[:, :, rows])
             trial.same(f"LSE of {what}", lse[:, :, rows], result.lse[:, :, rows])
             if grain and cut % grain == 0 and call.starts is None:
@@ -59,16 +61,18 @@ def unselected_nan(trial: Trial) -> None:
     for key in sorted({kv_len // 7, kv_len // 3, kv_len // 2, (3 * kv_len) // 4}):
         k, v = call.k.clone(), call.v.clone()
         k[:, :, key], v[:, :, key] = torch.nan, torch.nan
-        result = trial.run(evolve(call, k=k, v=v))
-        keep = result.mask.to_dense()
+        poisoned = evolve(call, k=k, v=v)
+        result = trial.run(poisoned)
+        keep = computed(poisoned, result)
         _others(trial, result.out, result.lse, keep, ~keep[..., key], f"rows that leave out key {key}, which is NaN")
     row = call.q.shape[2] // 2
     q = call.q.clone()
     q[:, :, row] = torch.nan
-    result = trial.run(evolve(call, q=q))
+    poisoned = evolve(call, q=q)
+    result = trial.run(poisoned)
     others = torch.ones_like(trial.real)
     others[:, :, row] = False
-    _others(trial, result.out, result.lse, result.mask.to_dense(), others, f"rows other than {row}, which is NaN")
+    _others(trial, result.out, result.lse, computed(poisoned, result), others, f"rows other than {row}, which is NaN")
 
 
 def _others(trial: Trial, out: Tensor, lse: Tensor, keep: Tensor, rows: Tensor, what: str) -> None:

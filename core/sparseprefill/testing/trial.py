@@ -17,6 +17,7 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import EMPTY, Result
 from sparseprefill.registry import default_registry
 from sparseprefill.testing.truth import allowed_pairs, difference
+from sparseprefill.testing.votes import computed
 
 Candidate = Method | Pipeline | str | Callable[..., Pipeline]
 
@@ -74,7 +75,7 @@ class Trial:
     @cached_property
     def keep(self) -> Tensor:
         """bool ``[B, Hq, Nq, Nkv]``: what that result says it computed."""
-        return self.result.mask.to_dense()
+        return computed(self.call, self.result)
 
     @cached_property
     def allowed(self) -> Tensor:

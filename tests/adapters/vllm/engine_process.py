@@ -53,17 +53,30 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         options["worker_extension_cls"] = "sparseprefill.adapters.vllm.worker.ReportExtension"
     diary.SEEN.clear()
     llm = LLM(model=job["model"], **options)
-    sampling = SamplingParams(
-        temperature=0, max_tokens=job.get("tokens", 8), ignore_eos=True, detokenize=False, logprobs=job.get("logprobs")
-    )
+
+    def asking(profile: Any = None) -> SamplingParams:
+        return SamplingParams(
+            temperature=0,
+            max_tokens=job.get("tokens", 8),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=job.get("logprobs"),
+            prompt_logprobs=job.get("prompt_logprobs"),
+            extra_args=None if profile is None else {"sparseprefill": profile},
+        )
+
+    sampling = asking()
     rounds, warmed = [], [list(seen[2:]) for seen in diary.SEEN]
     diary.SEEN.clear()
     if options.get("runner") == "pooling":
         llm.embed([{"prompt_token_ids": ids} for prompts in job["rounds"] for ids in prompts], use_tqdm=False)
         return {"report": llm.collective_rpc("sparseprefill_report")[0]}
-    for prompts in job["rounds"]:
-        done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        rounds.append([answer(one.outputs[0]) for one in done])
+    refusals = [refusal(llm, asking(profile)) for profile in job.get("refused", [])]
+    for nth, prompts in enumerate(job["rounds"]):
+        profiles = job["asked"][nth] if "asked" in job else [None] * len(prompts)
+        each = [asking(profile) for profile in profiles]
+        done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], each, use_tqdm=False)
+        rounds.append([{**answer(one.outputs[0]), "prompt": of_prompt(one)} for one in done])
     if "replaced" in job:
         diary.SEEN.clear()
         rounds.append([replaced(llm, sampling, *job["replaced"])])
@@ -73,7 +86,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
-    return {"rounds": rounds, "report": report, "metrics": metrics, "state": state, "warmed": warmed}
+    found = {"rounds": rounds, "report": report, "metrics": metrics, "state": state, "warmed": warmed}
+    return {**found, "refusals": refusals}
+
+
+def refusal(llm: Any, sampling: Any) -> str:
+    """What the engine says to a request that asks for something it does not have; empty if it is served."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        llm.generate([{"prompt_token_ids": [5] * 40}], sampling, use_tqdm=False)
+    except VLLMValidationError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def replaced(llm: Any, sampling: Any, first: list[int], then: list[int]) -> dict[str, Any]:
@@ -95,6 +120,12 @@ def answer(output: Any) -> dict[str, Any]:
     return {"tokens": list(output.token_ids), "logprobs": chosen}
 
 
+def of_prompt(output: Any) -> list[float]:
+    """Log probability of each token of the prompt but the first, where asked."""
+    given = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False)
+    return [step[token].logprob for token, step in given if step is not None]
+
+
 def inside(llm: Any) -> dict[str, Any]:
     """What the runtime holds when all requests are done; engines here run in this process."""
     from sparseprefill.adapters.vllm import runtime
@@ -114,7 +145,12 @@ def counters() -> dict[str, float]:
 
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
     ours = [one for one in samples if one.name.startswith("sparseprefill:") and one.name.endswith("_total")]
-    return {f"{one.name}{sorted(one.labels.items())}": one.value for one in ours}
+    found: dict[str, float] = {}
+    for one in ours:  # whose they are is left out: engines of this process have one name and one worker
+        labels = {name: value for name, value in one.labels.items() if name not in ("model_name", "method", "worker")}
+        key = f"{one.name}{sorted(labels.items())}"
+        found[key] = found.get(key, 0.0) + one.value
+    return found
 
 
 def pretend_cuda() -> None:
@@ -137,13 +173,14 @@ def pretend_cuda() -> None:
     mock.patch.object(warm, "kernels", types.SimpleNamespace(serve_device=lambda _: True)).start()
     backends: Any = triton.backends.backends
     backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
-    from sparseprefill.adapters.vllm.plugin import CUDA_BACKEND
+    from sparseprefill.adapters.vllm.plugin import CUDA_BACKEND, watch_requests
     from vllm import plugins
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     plugins.plugins_loaded = True  # ours would register the CPU backend
     for member in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
         register_backend(member, CUDA_BACKEND)
+    assert watch_requests() is None
 
 
 def main() -> None:

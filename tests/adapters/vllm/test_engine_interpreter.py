@@ -92,3 +92,26 @@ def test_drafts_in_between_cost_no_memory(tmp_path: Path) -> None:
     seen = [(number, offset) for number, _, layer, offset, _ in answer["state"]["diary"] if layer == 0]
     assert 3 == len({offset for _, offset in seen})
     assert 1 == len({number for number, _ in seen})
+
+
+def test_runner_v2_tells_what_requests_ask_for(tmp_path: Path) -> None:
+    """With the first chunk alone, of the two that the prompt has."""
+    model, prompt = str(models.save("llama", tmp_path / "llama")), models.prompt(200, seed=260)
+    job: dict[str, Any] = {
+        "model": model,
+        "rounds": [[prompt, prompt, prompt]],
+        "asked": [["off", None, "all"]],
+        "options": {**SMALL, "enable_prefix_caching": True},
+        "tokens": 1,
+        "logprobs": 1,
+        "sparse": {**STREAMING, "profiles": {"all": {"method": "dense", "gate": False}}},
+    }
+    switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    (answer,) = engine.run([job], tmp_path, "cuda", **switches)
+    assert "error" not in answer, answer["error"]
+    (off,), (default,), (full,) = (one["logprobs"] for one in answer["rounds"][0])
+    assert off == pytest.approx(full, abs=1e-4)
+    assert abs(off - default) > 1e-2
+    for report in (answer["report"], answer["report"]["profiles"]["all"]):
+        assert all(layer["sparse_calls"] > 1 for layer in report["layers"]), "both chunks"
+    assert any("(sparseprefill: off)" in note for note in answer["report"]["notes"])

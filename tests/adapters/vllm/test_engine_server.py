@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from ..test_cli import invoke
 from . import engine, models
 
 pytestmark = [engine.NEEDED, pytest.mark.slow]
@@ -28,20 +29,22 @@ SPARSE = {
     "parameters": {"sink": 32, "window": 64, "block": 32},
     "tail": 0,
     "log_level": "debug",
+    "log_interval": 1,
     "measure": True,
+    "profiles": {"all": {"method": "dense", "gate": False}},
 }
 PATIENCE = 240.0  # seconds for a server to be ready
 
 
 class Server:
-    """A running server. ask: a JSON answer of a path."""
+    """A running server."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process, self.log, self._root = process, log, f"http://127.0.0.1:{port}"
+        self.process, self.log, self.url = process, log, f"http://127.0.0.1:{port}"
 
     def text(self, path: str, body: dict[str, Any] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._root + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             return str(answer.read().decode())
 
@@ -59,9 +62,11 @@ class Server:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """In the environment that a test asks for; by default one in which it can be asked everything."""
     model = models.save("llama", tmp_path / "llama")
     (tmp_path / "metrics").mkdir()
+    more = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics"), "VLLM_SERVER_DEV_MODE": "1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -70,8 +75,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
         *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--max-model-len", "2048", "--enforce-eager", "--attention-backend", "CUSTOM"),
         *("--additional-config", json.dumps({"sparseprefill": SPARSE})),
+        *("--worker-extension-cls", "sparseprefill.adapters.vllm.worker.ReportExtension"),
     ]
-    variables = engine.environment(PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "metrics"))
+    variables = engine.environment(**getattr(request, "param", more))
     log = tmp_path / "log.txt"
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=out, stderr=subprocess.STDOUT)
@@ -89,11 +95,28 @@ def test_a_completion_with_the_plugin_on(server: Server) -> None:
     body = {"model": "tiny", "prompt": models.prompt(600), "max_tokens": 4, "temperature": 0}
     answer = json.loads(server.text("/v1/completions", body))
     assert 4 == answer["usage"]["completion_tokens"]
+    said = refused(server, {**body, "vllm_xargs": {"sparseprefill": "quick"}})
+    assert "sparseprefill is 'quick', which is no profile of this engine. Known: all, off" in said["error"]["message"]
+    for name in ("off", "all"):
+        answer = json.loads(server.text("/v1/completions", {**body, "vllm_xargs": {"sparseprefill": name}}))
+        assert 4 == answer["usage"]["completion_tokens"]
     metrics = server.text("/metrics")
-    assert re.search(r'sparseprefill:prefill_calls_total\{mode="sparse"\} 3\.0', metrics)
-    assert re.search(r'sparseprefill:pairs_total\{kind="computed"\} \d', metrics)
-    assert re.search(r'sparseprefill:recall_count\{layers="2"\} 4\.0', metrics), "the heads of the first prefill"
+    assert 1 == value(metrics, "prefill_chunks_total", method="streaming", mode="sparse", worker="0")
+    assert 600 == value(metrics, "prefill_tokens_total", method="streaming", mode="dense", model_name="tiny")
+    assert [1, 1] == [
+        value(metrics, "prefill_calls_total", method=method, mode="sparse", layers="2")
+        for method in ("streaming", "dense")
+    ]
+    assert 1 == value(metrics, "density_count", method="streaming", layers="2")
+    assert 4 == value(metrics, "recall_count", method="streaming", layers="2"), "the heads of the first prefill"
+    assert 0 < value(metrics, "pairs_total", method="streaming", kind="computed", layers="0")
+    told = invoke("vllm-report", server.url)
+    assert 0 == told.exit_code, told.stderr
+    assert "streaming on LlamaForCausalLM (dense: CPU_ATTN" in told.stdout
+    assert "profile all\ndense on LlamaForCausalLM" in told.stdout
+    time.sleep(2)
     log = server.log.read_text()
+    assert re.search(r"prefill chunks of the last \d+ s: \d sparse, \d dense", log)
     assert "sparseprefill: streaming for prefill chunks of 128 tokens and more of LlamaForCausalLM" in log
     assert re.search(r"layer +2 +sparse +1 calls  1 x 600 queries, 600 keys  density 0\.\d+", log)
     family = children(server.process.pid)
@@ -104,6 +127,32 @@ def test_a_completion_with_the_plugin_on(server: Server) -> None:
     while any(map(alive, family)) and time.monotonic() < end:
         time.sleep(0.2)
     assert [] == [pid for pid in family if alive(pid)]
+
+
+@pytest.mark.parametrize("server", [{}], indirect=True)
+def test_what_a_server_was_not_started_with_is_said(server: Server) -> None:
+    body = {"model": "tiny", "prompt": models.prompt(300), "max_tokens": 2, "temperature": 0}
+    server.text("/v1/completions", body)
+    assert "sparseprefill:" not in server.text("/metrics")
+    assert "set PROMETHEUS_MULTIPROC_DIR to an empty folder before it starts" in server.log.read_text()
+    told = invoke("vllm-report", server.url)
+    assert 1 == told.exit_code
+    assert "start the server with VLLM_SERVER_DEV_MODE=1" in told.stderr
+
+
+def value(metrics: str, series: str, **labels: str) -> float:
+    """The sum of a series of ours over what has these labels."""
+    lines = re.findall(rf"^sparseprefill:{series}\{{(.*)\}} (\S+)$", metrics, re.MULTILINE)
+    return sum(float(x) for have, x in lines if all(f'{name}="{text}"' in have for name, text in labels.items()))
+
+
+def refused(server: Server, body: dict[str, Any]) -> Any:
+    """What a server says to a request that it does not take."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        server.text("/v1/completions", body)
+    with caught.value as answer:
+        assert 400 == answer.code
+        return json.loads(answer.read())
 
 
 def children(parent: int) -> list[int]:

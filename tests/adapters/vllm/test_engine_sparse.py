@@ -78,11 +78,10 @@ def test_a_sparse_method_reports_its_densities(answers: dict[str, Any]) -> None:
     assert all(0 < layer["mean_density"] < 0.6 and layer["density"] < 1 for layer in report["layers"])
     assert 1 == report["short_forwards"]
     counters = answers["streaming"]["state"]["counters"]
-    assert 0 < counters["sparseprefill:pairs_total[('kind', 'computed')]"]
-    assert (
-        counters["sparseprefill:pairs_total[('kind', 'computed')]"]
-        < counters["sparseprefill:pairs_total[('kind', 'causal')]"]
+    computed, causal = (
+        counters[f"sparseprefill:pairs_total[('kind', '{kind}'), ('layers', '2')]"] for kind in ("computed", "causal")
     )
+    assert 0 < computed < causal
 
 
 def test_chunks_at_the_grain_change_nothing(answers: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,7 +135,7 @@ class RunnerV2:
     """Makes builders, as vLLM's does, and metadata with each row's slot."""
 
     def __init__(self, mine: Runtime, *names: str) -> None:
-        self.req_states = States(8)
+        self.req_states = States(max(8, len(names)))
         self.slots = {name: self.req_states.add(name) for name in names}
         mine.names = self.execute_model()
 
@@ -156,6 +157,10 @@ class RunnerV1:
 
     def execute_model(self) -> Names:
         return Names.of_caller()
+
+    def batch(self, queries: list[int], lengths: list[int], prefilling: list[bool], *names: str) -> Common:
+        self.input_batch.req_ids = list(names)
+        return common(queries, lengths, prefilling)
 
 
 REMEMBERS = {"method": "share-prefill", "parameters": {"clusters": "single"}}
@@ -256,6 +261,60 @@ def test_a_request_that_decodes_or_is_gone_keeps_nothing() -> None:
     host.req_states.remove("b")
     plan(mine, host.batch([1], [22], [False], "a"), stock)
     assert (0, 2) == (len(mine.requests), mine.requests.finished)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_request_that_decodes_is_found_wherever_its_row_stands(place: int) -> None:
+    mine = runtime()
+    host = RunnerV2(mine, "a", "b", "c")
+    plan(mine, host.batch([20], [20], [True], "a"), stock)
+    names, queries, prefilling = ["b", "c"], [1, 20], [False, True]
+    names.insert(place, "a")
+    queries.insert(place, 1)
+    prefilling.insert(place, False)
+    for behind, ended in ((0, 0), (21, 1)):  # 0: a made-up batch
+        lengths = [{"a": max(behind, 1), "b": 70, "c": 20}[name] for name in names]
+        plan(mine, host.batch(queries, lengths, prefilling, *names), stock)
+        assert ("a" in mine.requests.names) != ended
+    assert ("c",) == mine.requests.names
+
+
+class Instructions:
+    """Counts what the interpreter executes of all functions that are Python's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, frame: Any, event: str, _: object) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self.count += event == "opcode"
+        return self
+
+
+@pytest.mark.parametrize("kind", [RunnerV1, RunnerV2])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_rows_that_decode_cost_no_python(kind: type[RunnerV1 | RunnerV2], prompt: bool) -> None:
+    def instructions(decoding: int) -> int:
+        mine, names, counter = runtime(), [str(i) for i in range(decoding + 1)], Instructions()
+        host = kind(mine, *names)
+        for chunk in (1, 2, 3):
+            where = [1] * decoding + [20], [30] * decoding + [20 * chunk], [False] * decoding + [prompt]
+            batch = host.batch(*where, *names)
+            counting, counter.count = sys.gettrace(), 0
+            sys.settrace(counter)
+            try:
+                parts = plan(mine, batch, stock) or ()
+                for part in parts:
+                    part.metadata()
+            finally:
+                sys.settrace(counting)
+            assert (2 if prompt else 0) == len(parts)
+            assert prompt == len(mine.requests)
+        return counter.count
+
+    few, many = instructions(3), instructions(200)
+    assert 100 < few if prompt else 20 < few
+    assert few == many
 
 
 def test_runner_v1_names_rows_by_their_order() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,9 +19,8 @@ from sparseprefill.adapters.vllm import runtime as module
 from sparseprefill.adapters.vllm import tally
 from sparseprefill.adapters.vllm import warm as warming
 from sparseprefill.adapters.vllm.model import Model
-from sparseprefill.adapters.vllm.requests import Row
 from sparseprefill.adapters.vllm.runtime import Runtime
-from sparseprefill.adapters.vllm.tally import BUCKETS, Tally
+from sparseprefill.adapters.vllm.tally import DENSITIES, OWNER, RECALLS, Owner, Tally
 from sparseprefill.adapters.vllm.worker import ReportExtension
 
 import sparseprefill as sp
@@ -48,7 +47,8 @@ class Metric:
 
     def labels(self, **given: str) -> Any:
         assert self.names == list(given)
-        values = self.seen.setdefault(",".join(given.values()), [])
+        assert {"model_name": "served", "method": "streaming", "worker": "1"} == {name: given[name] for name in OWNER}
+        values = self.seen.setdefault(",".join(text for name, text in given.items() if name not in OWNER), [])
         if self.buckets:
             return SimpleNamespace(observe=values.append)
         return SimpleNamespace(inc=lambda amount=1: values.append(amount))
@@ -58,15 +58,15 @@ MADE: dict[str, Metric] = {}
 
 
 @pytest.fixture
-def metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Metric]]:
+def metrics(monkeypatch: pytest.MonkeyPatch) -> dict[str, Metric]:
     """What is told, by metric and label."""
     fake = ModuleType("prometheus_client")
     fake.Counter = fake.Histogram = Metric  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "prometheus_client", fake)
     MADE.clear()
-    tally._metrics.cache_clear()
-    yield MADE
-    tally._metrics.cache_clear()
+    # What the process keeps of the real library stays: it takes each name once.
+    monkeypatch.setattr(tally, "_metrics", cache(tally._metrics.__wrapped__))
+    return MADE
 
 
 def runtime(monkeypatch: pytest.MonkeyPatch, layers: int = 3, **table: Any) -> Runtime:
@@ -74,7 +74,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch, layers: int = 3, **table: Any) -> R
     whole = ModelIdentity(name="m", architecture="M", layers=layers, heads=4, kv_heads=2, head_dim=8, digest="d")
     monkeypatch.setattr(module, "identity", lambda *_: Model(whole, whole, "M", "STOCK", 0))
     monkeypatch.setattr(module, "show", lambda _: None)
-    return module._make(SimpleNamespace(additional_config={"sparseprefill": {**METHOD, **table}}), "STOCK")
+    model, parallel = SimpleNamespace(served_model_name=["served", "other"]), SimpleNamespace(rank=1)
+    given = {"additional_config": {"sparseprefill": {**METHOD, **table}}}
+    return module._make(SimpleNamespace(**given, model_config=model, parallel_config=parallel), "STOCK")
 
 
 def test_heads_are_told_by_class_of_layers(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +92,11 @@ def test_heads_are_told_by_class_of_layers(metrics: dict[str, Metric], monkeypat
     assert (4 * 2 * 2, 4 * 2) == (len(found["0-1"]), len(found["6-7"]))
     assert found["6-7"][:4] == pytest.approx(kept.tolist(), abs=1e-5)
     assert {"0-1": [1] * 4, "6-7": [1] * 2} == metrics["sparseprefill:low_recall_calls"].seen
-    assert [1] * 9 == metrics["sparseprefill:prefill_calls"].seen["sparse"]
+    calls = metrics["sparseprefill:prefill_calls"].seen
+    assert {"0-1,sparse": [1] * 6, "6-7,sparse": [1] * 3} == calls
+    densities = metrics["sparseprefill:density"].seen
+    assert (2 * 2, 2) == (len(densities["0-1"]), len(densities["6-7"]))
+    assert densities["6-7"] == pytest.approx([result.density] * 2, abs=1e-6)
     report = mine.report()
     assert (3, 2, 0.99) == (report.prefills, report.measured_prefills, report.strict_recall)
     assert "recall below 0.99: 6 of 6 calls" in str(report)
@@ -99,8 +105,20 @@ def test_heads_are_told_by_class_of_layers(metrics: dict[str, Metric], monkeypat
 def test_nothing_is_told_where_nothing_is_measured(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
     mine = runtime(monkeypatch, recall_every=0)
     mine.session.run(CALL, Prefill())
-    assert {} == metrics["sparseprefill:recall"].seen
+    assert {} == metrics["sparseprefill:recall"].seen == metrics["sparseprefill:density"].seen
     assert mine.report().recall is None
+
+
+def test_every_call_tells_its_density_once_where_all_are_measured(
+    metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = runtime(monkeypatch, measure=True, recall_every=1)
+    for _ in range(2):
+        mine.session.run(CALL, Prefill())
+    density = sp.build("streaming", sink=16, window=16, block=16).run(CALL).density
+    assert {"0": pytest.approx([density] * 2)} == metrics["sparseprefill:density"].seen
+    pairs = metrics["sparseprefill:pairs"].seen
+    assert density == pytest.approx(sum(pairs["0,computed"]) / sum(pairs["0,causal"]))
 
 
 def test_keys_in_pages_and_the_prompts_own_tail(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +155,10 @@ def test_a_step_passes_on_what_has_arrived(metrics: dict[str, Metric], monkeypat
     monkeypatch.setattr("sparseprefill.adapters.session.watch._Coming.arrived", property(lambda _: bool(there)))
     mine.session.run(CALL, Prefill())
     assert "sparseprefill:recall" in metrics
-    mine.prefills(object(), [], [Row(300, 301, "a")])
+    mine.prefills(object(), [], lambda names: {})
     assert {} == metrics["sparseprefill:recall"].seen
     there.append(True)
-    mine.prefills(object(), [], [Row(301, 302, "a")])
+    mine.prefills(object(), [], lambda names: {})
     assert ["0"] == list(metrics["sparseprefill:recall"].seen)
 
 
@@ -172,19 +190,36 @@ def test_kernels_for_it_are_compiled_at_start(recall: bool, monkeypatch: pytest.
 def test_prometheus_takes_them() -> None:
     """With its own library, where there is one."""
     client = pytest.importorskip("prometheus_client")
+    whose = {"model_name": "mine", "method": "streaming", "worker": "0.1"}
 
     def counted(bound: str) -> float:
-        labels = {"layers": "16-23", "le": bound}
+        labels = {**whose, "layers": "16-23", "le": bound}
         return float(client.REGISTRY.get_sample_value("sparseprefill:recall_bucket", labels) or 0.0)
 
-    before = {bound: counted(bound) for bound in ("0.9", "0.95", "1.0")}
-    Tally(layers=32).recall(CallRecall(20, 0, (0.93, 1.0, 0.2), (), low=True))
-    assert {"0.9": 1, "0.95": 2, "1.0": 3} == {bound: counted(bound) - before[bound] for bound in before}
-    low = client.REGISTRY.get_sample_value("sparseprefill:low_recall_calls_total", {"layers": "16-23"})
-    assert low >= 1
+    made = Tally(layers=32, owner=Owner("mine", "streaming", "0.1"))
+    made.recall(CallRecall(20, 0, (0.93, 1.0, 0.2), (), low=True))
+    assert {"0.9": 1, "0.95": 2, "1.0": 3} == {bound: counted(bound) for bound in ("0.9", "0.95", "1.0")}
+    low = client.REGISTRY.get_sample_value("sparseprefill:low_recall_calls_total", {**whose, "layers": "16-23"})
+    assert 1 == low
+
+
+def test_metrics_that_cannot_be_kept_end_nothing(
+    metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise FileNotFoundError("/nowhere/counter_1.db")
+
+    sys.modules["prometheus_client"].Counter = gone  # type: ignore[attr-defined]
+    mine = runtime(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert isinstance(mine.session.run(CALL, Prefill()), sp.Result)
+    assert ["sparseprefill: no metrics: FileNotFoundError: /nowhere/counter_1.db"] == caplog.messages
+    assert {} == metrics
 
 
 def test_bounds_ascend() -> None:
-    assert sorted(set(BUCKETS)) == list(BUCKETS)
-    assert 1.0 == BUCKETS[-1]
-    assert torch.tensor(BUCKETS).min() > 0
+    for bounds in (RECALLS, DENSITIES):
+        assert sorted(set(bounds)) == list(bounds)
+        assert 1.0 == bounds[-1]
+        assert torch.tensor(bounds).min() > 0

@@ -19,16 +19,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sparseprefill.adapters.demo.settings import CLUSTERS
 from sparseprefill.adapters.vllm import plugin, register
+from sparseprefill.adapters.vllm.admission import install
+from sparseprefill.adapters.vllm.chunks import SCHEDULER, check_chunk, check_grain, chunk_end
 from sparseprefill.adapters.vllm.layer import Layer, index_of
 from sparseprefill.adapters.vllm.options import MIN_QUERY, parse
 from sparseprefill.adapters.vllm.pages import pages_of
 from sparseprefill.adapters.vllm.requests import Requests, Row
-from sparseprefill.adapters.vllm.split import narrow, runs
+from sparseprefill.adapters.vllm.split import gaps, narrow, runs
 from sparseprefill.adapters.vllm.tensor_parallel import LocalRegistry
 
 import sparseprefill as sp
 from sparseprefill.profiles.cluster_file import load
 from sparseprefill.profiles.profile import LengthRange
+from sparseprefill.route import Route
 
 
 def options(**table: Any) -> Any:
@@ -80,6 +83,16 @@ def test_a_file_may_hold_the_pipeline(tmp_path: Any) -> None:
         ({"method": "streaming", "log_level": "loud"}, "sparseprefill.log_level is 'loud': use debug"),
         ({"method": "streaming", "config": "x.toml"}, "sparseprefill.config names a file that holds the pipeline"),
         ({"config": 3}, "sparseprefill.config is 3: give the path"),
+        ({"method": "streaming", "chunk": 1}, "sparseprefill.chunk is 1: pass a number of tokens >= 2"),
+        ({"method": "streaming", "chunk": "big"}, "sparseprefill.chunk is 'big'"),
+        ({"method": "streaming", "log_interval": -1}, "sparseprefill.log_interval is -1: pass seconds, or 0"),
+        ({"method": "streaming", "log_interval": float("nan")}, "sparseprefill.log_interval is nan"),
+        ({"method": "streaming", "log_interval": True}, "sparseprefill.log_interval is True"),
+        ({"method": "streaming", "profiles": ["quick"]}, "sparseprefill.profiles is ['quick']: give a table of names"),
+        ({"method": "streaming", "profiles": {"off": {}}}, "sparseprefill.profiles has the name 'off'"),
+        ({"method": "streaming", "profiles": {"a": 3}}, "sparseprefill.profiles.a is 3: give a table"),
+        ({"method": "streaming", "profiles": {"a": {"tail": 3}}}, "profiles.a.tail goes for all requests: give it as"),
+        ({"method": "streaming", "profiles": {"a": {"metod": "x"}}}, "profiles.a.metod is unknown; did you mean 'meth"),
     ],
 )
 def test_wrong_options_name_their_key(table: dict[str, Any], words: str) -> None:
@@ -105,39 +118,44 @@ def everyone(_: str) -> bool:
 
 def test_a_chunk_goes_on_where_the_last_one_ended() -> None:
     requests = Requests()
-    (first,) = requests.step([Row(0, 64, "a")], [], everyone)
+    (first,) = requests.step([Row(0, 64, "a")], {}, everyone)
     first.memory.put("k", 1)
-    (second,) = requests.step([Row(64, 100, "a")], [], everyone)
+    (second,) = requests.step([Row(64, 100, "a")], {}, everyone)
     assert first is second
-    (other,) = requests.step([Row(64, 100, "a")], [], everyone)
+    (other,) = requests.step([Row(64, 100, "a")], {}, everyone)
     assert first is not other, "it ended at 100; a request that was preempted is computed again"
     assert 0 == len(first.memory), "and its memory was freed"
-    assert other is not requests.step([Row(0, 100, "a")], [], everyone)[0]
+    assert other is not requests.step([Row(0, 100, "a")], {}, everyone)[0]
 
 
 def test_a_prefill_ends_with_its_request() -> None:
     requests = Requests()
-    requests.step([Row(0, 64, "a"), Row(0, 64, "b")], [], everyone)
-    requests.step([], [Row(64, 65, "a")], everyone)
+    requests.step([Row(0, 64, "a"), Row(0, 64, "b")], {}, everyone)
+    requests.step([], {"a": 64}, everyone)
     assert (1, 1) == (len(requests), requests.finished)
-    requests.step([], [Row(0, 1, "b")], everyone)
+    requests.step([], {"b": 0}, everyone)
     assert 1 == len(requests), "a made-up batch, behind whose tokens the prefill stands"
-    requests.step([], [], lambda name: name != "b")
+    requests.step([], {}, lambda name: name != "b")
     assert (0, 2) == (len(requests), requests.finished)
 
 
 def test_rows_that_cannot_be_told_apart_share_nothing() -> None:
     requests = Requests()
-    (first,) = requests.step([Row(0, 64, "a")], [], everyone)
-    twins = requests.step([Row(64, 96, "a"), Row(64, 96, "a")], [], everyone)
+    (first,) = requests.step([Row(0, 64, "a")], {}, everyone)
+    twins = requests.step([Row(64, 96, "a"), Row(64, 96, "a")], {}, everyone)
     assert 3 == len({id(first), *map(id, twins)}), "rows of one request, whose context is spread over devices"
-    assert requests.step([Row(0, 64)], [], everyone)[0] is not requests.step([Row(64, 96)], [], everyone)[0]
-    assert 3 == requests.finished, "as soon as the next step comes"
+    assert first is not requests.step([Row(64, 96, "a")], {"a": 0}, everyone)[0], "the other row is no prefill"
+    assert requests.step([Row(0, 64)], {}, everyone)[0] is not requests.step([Row(64, 96)], {}, everyone)[0]
+    assert 4 == requests.finished, "as soon as the next step comes"
 
 
 @given(st.lists(st.booleans(), max_size=12))
 def test_runs_cover_the_batch_in_order(sparse: list[bool]) -> None:
-    found = runs(sparse)
+    alone = [i for i, one in enumerate(sparse) if one]
+    found = runs(alone, len(sparse))
+    assert [i for i, one in enumerate(sparse) if not one] == [
+        i for first, last in gaps(alone, len(sparse)) for i in range(first, last)
+    ]
     assert list(range(len(sparse))) == [i for first, last in found for i in range(first, last)]
     for first, last in found:
         assert last == first + 1 if sparse[first] else not any(sparse[first:last])
@@ -247,6 +265,155 @@ def test_pages_of_an_fp8_cache_are_scaled() -> None:
 )
 def test_versions(version: str, good: bool) -> None:
     assert good == (plugin.objection(version) is None)
+
+
+class Registry:
+    """In the place of vLLM's list of backends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+        self.given: dict[str, str] = {}
+        members = SimpleNamespace(CUSTOM="CUSTOM", CPU_ATTN="CPU_ATTN", __members__={})
+        registry = SimpleNamespace(AttentionBackendEnum=members, register_backend=self.given.__setitem__)
+        modules = {
+            "vllm": SimpleNamespace(__version__=version),
+            "vllm.v1.attention.backends.registry": registry,
+            "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True)),
+            "vllm.exceptions": SimpleNamespace(VLLMValidationError=RuntimeError),
+            "vllm.v1.engine.input_processor": SimpleNamespace(InputProcessor=type("InputProcessor", (Taker,), {})),
+        }
+        for name in ("vllm.v1", "vllm.v1.engine", "vllm.v1.attention", "vllm.v1.attention.backends"):
+            modules[name] = SimpleNamespace()
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        plugin._warn.cache_clear()
+
+
+class Taker:
+    """In the place of vLLM's InputProcessor."""
+
+    def __init__(self, **table: Any) -> None:
+        backend = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"), backend_per_kind={})
+        additional = {"sparseprefill": {"method": "streaming", **table}}
+        self.vllm_config = SimpleNamespace(attention_config=backend, additional_config=additional)
+
+    def process_inputs(self, request_id: str, prompt: str, params: Any, priority: int = 0) -> Any:
+        return SimpleNamespace(request_id=request_id, cache_salt=prompt or None, priority=priority)
+
+
+def test_a_newer_vllm_is_tried_and_said_to_be_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = Registry(monkeypatch, "0.77.1")
+    monkeypatch.setattr("importlib.import_module", lambda name: name)
+    with caplog.at_level(logging.WARNING):
+        register()
+        register()
+    assert {"CUSTOM": plugin.CUDA_BACKEND, "CPU_ATTN": plugin.CPU_BACKEND} == there.given
+    assert ["sparseprefill: vLLM 0.77.1 is newer than what was tried (0.29 to 0.32): going on, see docs/vllm.md"] == [
+        one.message for one in caplog.records
+    ]
+
+
+def test_a_newer_vllm_of_other_interfaces_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = Registry(monkeypatch, "0.77.1")
+
+    def gone(name: str) -> Any:
+        raise ImportError("cannot import name 'CPUAttentionBackend'")
+
+    monkeypatch.setattr("importlib.import_module", gone)
+    with caplog.at_level(logging.WARNING):
+        register()
+        register()
+    assert {} == there.given
+    (text,) = (one.message for one in caplog.records)
+    assert "not registered with vLLM: version 0.77.1 was not tried, and its interfaces are others: ImportError" in text
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.32.0+cpu"])
+def test_versions_that_were_tried_are_taken_without_a_word(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = Registry(monkeypatch, version)
+    with caplog.at_level(logging.WARNING):
+        register()
+    assert 2 == len(there.given)
+    assert not caplog.records
+
+
+def test_a_vllm_that_takes_requests_otherwise_is_said_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Registry(monkeypatch, "0.32.0")
+    monkeypatch.delattr(Taker, "process_inputs")
+    with caplog.at_level(logging.WARNING):
+        register()
+    assert "requests cannot ask for a profile, or for dense attention: this vLLM takes requests by" in caplog.text
+
+
+def test_requests_are_looked_at_where_they_come_in() -> None:
+    kind: Any = type("InputProcessor", (Taker,), {})
+    assert install(kind, RuntimeError) is None
+    once = kind.process_inputs
+    assert install(kind, RuntimeError) is None
+    assert once is kind.process_inputs, "not twice"
+    taker = kind(profiles={"quick": {"method": "streaming"}})
+
+    def params(**extra: Any) -> Any:
+        return SimpleNamespace(extra_args=extra or None)
+
+    assert taker.process_inputs("a", "", params()).cache_salt is None
+    assert "mine" == taker.process_inputs("a", "mine", params(other=3), priority=2).cache_salt
+    salts = {taker.process_inputs("a", salt, params=params(sparseprefill=name)).cache_salt for salt, name in KINDS}
+    assert len(KINDS) == len(salts), "prefix caches apart, by the request's own salt too"
+    for wrong in ("slow", "", 3, ["off"], None):
+        with pytest.raises(RuntimeError, match="is no profile of this engine"):
+            taker.process_inputs("a", "", params(sparseprefill=wrong))
+    taker.vllm_config.attention_config.backend = None
+    assert taker.process_inputs("a", "", params(sparseprefill="slow")).cache_salt is None, "no business of ours"
+
+
+KINDS = [("", "off"), ("mine", "off"), ("", "quick"), ("mine", "quick")]
+
+
+@given(st.integers(0, 400), st.integers(1, 300), st.integers(1, 500), st.integers(2, 150))
+def test_chunks_end_at_their_bounds_alone(start: int, room: int, prompt: int, chunk: int) -> None:
+    end = chunk_end(start, start + room, prompt, chunk)
+    assert start <= end <= start + room
+    if start >= prompt:
+        assert start + room == end, "decoding"
+    elif end > start:
+        assert end == prompt or end % chunk == 0
+        assert (end - 1) // chunk == start // chunk, "never over a bound"
+    else:
+        assert room < min(chunk - start % chunk, prompt - start), "it waits for want of room alone"
+
+
+def test_fixed_chunks_need_their_scheduler() -> None:
+    def check(scheduler: Any, chunk: int | None = 256) -> None:
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=scheduler))
+        check_chunk(config, options(method="streaming", chunk=chunk))
+
+    check(SCHEDULER)
+    check(None, chunk=None)
+    for other, shown in ((None, "vLLM's own scheduler"), ("a.b", "a.b"), (Taker, f"{Taker.__module__}.Taker")):
+        with pytest.raises(sp.AttachError) as caught:
+            check(other)
+        assert f"but {shown} cuts prompts by what else is in the batch: add --scheduler-cls {SCHEDULER}" in str(
+            caught.value
+        )
+
+
+def test_fixed_chunks_keep_to_the_grain() -> None:
+    anchor = Route.of(sp.build("anchor-attention"))
+    grain = anchor.method_grain
+    assert grain is not None
+    check_grain(2 * grain, anchor, "sparseprefill")
+    check_grain(77, Route.of(sp.build("vertical-slash")), "sparseprefill")
+    for chunk, good in ((2 * grain + 1, 2 * grain), (grain // 2, grain)):
+        with pytest.raises(sp.ParameterError, match=f"has a grain of {grain} tokens; .*, such as {good}$"):
+            check_grain(chunk, anchor, "sparseprefill")
 
 
 @pytest.mark.parametrize("version", [None, "0.20.1"])

@@ -119,7 +119,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine(kept: Kept) -> tuple[Any, list[tuple[Layer, Any]]]:
     session = Session(kept.pipeline)
-    runtime: Any = SimpleNamespace(session=session, model=SimpleNamespace(first_head=0), warmed=set())
+    served = (SimpleNamespace(session=session),)
+    runtime: Any = SimpleNamespace(session=session, every=served, model=SimpleNamespace(first_head=0), warmed=set())
     impl = SimpleNamespace(read=lambda layer, cache, table, keys, dtype: pages(cache, table, keys))
     return runtime, [(layer, SimpleNamespace(impl=impl)) for layer in LAYERS]
 

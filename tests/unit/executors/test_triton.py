@@ -84,9 +84,9 @@ def test_results_into_tensors_of_the_caller(out: bool, lse: bool, monkeypatch: p
     seen: list[Any] = []
     made = torch.ones(1, 2, 32, 64), torch.full((1, 2, 32), 3.0)
 
-    def run(call: sp.AttentionCall, mask: sp.SparseMask, carry: Any, into: Any) -> Any:
+    def run(call: sp.AttentionCall, mask: sp.SparseMask, carry: Any, into: Any, below: Any) -> Any:
         seen.append(into)
-        return *(made if into is None else into), Kernel("portable")
+        return *(made if into is None else into), Kernel("portable"), below
 
     monkeypatch.setattr(attention, "interpreted", lambda: True)
     monkeypatch.setattr(attention, "sparse_attention_fwd", run)
@@ -107,7 +107,9 @@ def test_results_into_tensors_of_the_caller(out: bool, lse: bool, monkeypatch: p
 def test_heads_are_probed_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     call, heads = wide(), torch.ones(1, 2) > 0
     monkeypatch.setattr(attention, "interpreted", lambda: True)
-    monkeypatch.setattr(attention, "sparse_attention_fwd", lambda *_: (call.q, call.q[..., 0], Kernel("portable")))
+    monkeypatch.setattr(
+        attention, "sparse_attention_fwd", lambda *_: (call.q, call.q[..., 0], Kernel("portable"), None)
+    )
     monkeypatch.setattr(attention, "tile_mass_fwd", lambda call, mask, lse, probe: probe)
     mask = sp.SparseMask.full(call, 16)
     assert TRITON.execute(call, sp.Plan(mask)).probe is None

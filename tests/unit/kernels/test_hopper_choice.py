@@ -173,3 +173,54 @@ def test_an_empty_mask_leaves_zeros(state: bool) -> None:
         out, lse = result.out, result.lse
     assert not out.any()
     assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("tile_q", [128, 256])
+@pytest.mark.parametrize("starts", [None, (0, 333)])
+def test_of_few_rows_behind_many_keys_the_longest_blocks_are_drawn_first(
+    tile_q: int, starts: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)
+    q, k, v = tensors("random", batch=2, heads=4, kv_heads=2, q_len=600, kv_len=2000, head_dim=64)
+    given = AttentionCall(q, k, v, starts=None if starts is None else torch.tensor(starts, dtype=torch.int32))
+    g, source = given.geometry, torch.Generator().manual_seed(tile_q)
+    share = torch.rand(2, 4, 1, 1, generator=source)  # heads differ
+    tiles = torch.rand(2, 4, g.tile_rows(tile_q), g.tile_columns(128), generator=source) < share
+    columns = torch.rand(2, 4, g.tile_rows(2 * tile_q), 2000, generator=source) < share
+    mask = SparseMask.from_tiles(given, tiles, (tile_q, 128)) | SparseMask.from_stripes(
+        given, columns, 2, (tile_q, 128), diagonal=False
+    )
+    tiles_of, stripes_of = mask.tiles, mask.stripes
+    assert tiles_of is not None
+    assert stripes_of is not None
+    blocks, length = g.tile_rows(tile_q) * (tile_q // 128), []
+    for b in range(2):
+        first = (1400 - (0 if starts is None else starts[b])) // tile_q
+        for h in range(4):
+            for block in reversed(range(blocks)):
+                tile = block // (tile_q // 128)
+                group = (first + tile) // 2 - first // 2
+                length.append(int(tiles_of.counts[b, h, tile]) * 128 + int(stripes_of.counts[b, h, group]))
+    order = launch._order(given, mask, blocks)
+    assert sorted(order.tolist()) == list(range(2 * 4 * blocks))
+    drawn = [length[item] for item in order.tolist()]
+    assert drawn == sorted(length, reverse=True)
+
+
+def _half(given: AttentionCall) -> torch.Tensor:
+    g = given.geometry
+    return torch.rand(1, 4, g.tile_rows(128), g.tile_columns(128)) < 0.5
+
+
+def test_other_calls_draw_their_blocks_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)
+    q, k, v = tensors("random", batch=1, heads=4, kv_heads=2, q_len=600, kv_len=2000, head_dim=64)
+    behind, whole = AttentionCall(q, k, v), AttentionCall(q, k[:, :, :600], v[:, :, :600])
+    some, none = (SparseMask.from_tiles(one, _half(one)) for one in (behind, whole))
+    assert launch._order(behind, some, 6) is not None
+    assert launch._order(whole, none, 6) is None
+    assert launch._order(behind, SparseMask.full(behind), 6) is None  # all heads alike
+    monkeypatch.setattr(launch, "FEW_BLOCKS", 5)
+    assert launch._order(behind, some, 6) is None
+    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 132)
+    assert launch._order(behind, some, 5) is None  # all run at once

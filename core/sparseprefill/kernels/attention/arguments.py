@@ -83,11 +83,15 @@ class Sizes(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """scale: factor on q.k, log2(e) included. softcap, window: of the call, or None."""
+    """scale: factor on q.k, log2(e) included. softcap, window: of the call, or None.
+
+    below: float32 ``[B]``, thresholds of steps that are left out, or None (see `skip`).
+    """
 
     scale: Any
     softcap: Any
     window: Any
+    below: Any
 
 
 class State(NamedTuple):
@@ -101,7 +105,8 @@ class State(NamedTuple):
 class Outputs(NamedTuple):
     """Where results go: either out and lse, or a state. sinks: logits that join the denominator of out, or None.
 
-    nonfinite: int8 ``[B * Hq * query blocks]``, 1 where a block met a NaN.
+    nonfinite: int8 ``[B * Hq * query blocks]``, 1 where a block met a NaN. skipped: int32 ``[B * Hq * query blocks, 2]``,
+    pairs that were left out, in the second column those of a half that votes by itself; or None.
     """
 
     out: Any
@@ -109,6 +114,7 @@ class Outputs(NamedTuple):
     state: State
     nonfinite: Any
     sinks: Any
+    skipped: Any
     stride_ob: Any
     stride_oh: Any
     stride_on: Any

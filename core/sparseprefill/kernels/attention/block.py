@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from sparseprefill.kernels.attention.arguments import Head, Rows, load_keys
+from sparseprefill.kernels.attention.skip import bound_of, skim_stripes, skim_tiles
 from sparseprefill.kernels.steps import (
     LN2,
     LOG2E,
@@ -68,14 +69,32 @@ def attend(
         l = tl.zeros([S.BLOCK_M], tl.float32)  # noqa: E741
         acc = tl.zeros([S.BLOCK_M, S.BLOCK_D], tl.float32)
 
-    if mask.tiles.counts is not None:
-        acc, l, m = attend_tiles(
-            acc, l, m, q, rows, k_head, v_head, keys.desc, values.desc, mask.tiles, row_of_lists, logits, S, CAREFUL, PRECISION
-        )  # fmt: skip
-    if mask.stripes.counts is not None:
-        acc, l, m = attend_stripes(
-            acc, l, m, q, rows, k_head, v_head, mask, bh, row_of_lists, logits, S, CAREFUL, PRECISION
-        )
+    if logits.below is not None:
+        bound = bound_of(logits.below, b)
+        skipped = 0
+        if mask.tiles.counts is not None:
+            acc, l, m, skipped = skim_tiles(
+                acc, l, m, q, rows, k_head, v_head, keys.desc, values.desc, mask.tiles, row_of_lists, logits, bound, S,
+                CAREFUL, PRECISION,
+            )  # fmt: skip
+        if mask.stripes.counts is not None:
+            acc, l, m, more = skim_stripes(
+                acc, l, m, q, rows, k_head, v_head, mask, bh, row_of_lists, logits, bound, S, CAREFUL, PRECISION
+            )
+            skipped += more
+        counted = outputs.skipped + 2 * (bh.to(tl.int64) * mask.tile_rows * blocks + block)
+        tl.store(counted, skipped)
+        tl.store(counted + 1, 0)
+    else:
+        if mask.tiles.counts is not None:
+            acc, l, m = attend_tiles(
+                acc, l, m, q, rows, k_head, v_head, keys.desc, values.desc, mask.tiles, row_of_lists, logits, S, CAREFUL,
+                PRECISION,
+            )  # fmt: skip
+        if mask.stripes.counts is not None:
+            acc, l, m = attend_stripes(
+                acc, l, m, q, rows, k_head, v_head, mask, bh, row_of_lists, logits, S, CAREFUL, PRECISION
+            )
 
     if not CAREFUL:
         nonfinite = tl.max(tl.where((acc != acc) & real[:, None], 1, 0))

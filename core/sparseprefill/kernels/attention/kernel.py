@@ -23,7 +23,7 @@ def sparse_attention_fwd_kernel(
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
     stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, bitmap_ptr,
     carry_m_ptr, carry_l_ptr, carry_acc_ptr,
-    out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr,
+    out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr, below_ptr, skipped_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
     scale, softcap, window, q_offset, q_len, kv_len, tile_rows, group_rows, columns, heads, kv_group, total,
@@ -38,6 +38,7 @@ def sparse_attention_fwd_kernel(
 
     Forward: a program per query block and head. REPAIR: programs walk the flags of the `total` query blocks and do
     those again that met a NaN, mostly none, with care for NaN and infinities of V in keys that a row may not see.
+    With `below_ptr` steps whose logits cannot matter are left out, and counted: see `skip`.
     """
     queries = Queries(q_ptr, stride_qb, stride_qh, stride_qn)
     keys = Cache(k_ptr, k_desc, table_ptr, k_scale_ptr, stride_kb, stride_kh, stride_kn)
@@ -47,11 +48,11 @@ def sparse_attention_fwd_kernel(
     mask = Mask(tiles, stripes, bitmap_ptr, tile_rows, group_rows, columns)
     carry = State(carry_m_ptr, carry_l_ptr, carry_acc_ptr)
     outputs = Outputs(
-        out_ptr, lse_ptr, State(m_ptr, l_ptr, acc_ptr), nonfinite_ptr, sinks_ptr,
+        out_ptr, lse_ptr, State(m_ptr, l_ptr, acc_ptr), nonfinite_ptr, sinks_ptr, skipped_ptr,
         stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
     )  # fmt: skip
     sizes = Sizes(starts_ptr, lengths_ptr, q_offset, q_len, kv_len, heads, kv_group)
-    logits = Logits(scale, softcap, window)
+    logits = Logits(scale, softcap, window, below_ptr)
     blocks = tile_rows * (TILE_Q // BLOCK_M)
     if REPAIR:
         for first in range(tl.program_id(0) * FLAGS, total, tl.num_programs(0) * FLAGS):

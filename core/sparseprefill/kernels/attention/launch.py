@@ -20,7 +20,7 @@ from sparseprefill.kernels.attention.tile_mass import tile_mass_fwd_kernel
 from sparseprefill.kernels.settings import FUSED, Settings, power_of_two, settings
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
-from sparseprefill.plan import Kernel
+from sparseprefill.plan import Kernel, Skipped
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -55,8 +55,8 @@ def interpreted() -> bool:
     return not isinstance(sparse_attention_fwd_kernel, triton.runtime.jit.JITFunction)
 
 
-def choose(call: AttentionCall, mask: SparseMask) -> Choice:
-    """The kernel for the call, and what it reads.
+def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> Choice:
+    """The kernel for the call, and what it reads. skips: whether it shall leave out steps (`Plan.skip_below`).
 
     Pages that the Hopper kernel does not read are copied for it: that costs less than what it wins. `Pages.gathered`
     tells of it.
@@ -64,7 +64,7 @@ def choose(call: AttentionCall, mask: SparseMask) -> Choice:
     hopper = hopper_of(call)
     if hopper is None:
         return Choice(call, reason=_failure("at all"))
-    if (failed := _failure(variant(call, mask))) is not None:
+    if (failed := _failure(variant(call, mask, skips=skips))) is not None:
         return Choice(call, reason=failed)
     reason = hopper.objection(call, mask)
     if reason is not None and call.pages is not None and hopper.features(call, mask) is None:
@@ -93,12 +93,12 @@ def _hopper() -> Any:
     return launch
 
 
-def variant(call: AttentionCall, mask: SparseMask) -> Hashable:
+def variant(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> Hashable:
     """What the Hopper kernel is compiled for, but for its carry and state: one that fails says nothing of the others."""
     lists = (mask.has_tiles, mask.stripes is not None, mask.disjoint)
     optional = tuple(x is not None for x in (call.starts, call.lengths, call.sinks))
     page = 0 if call.pages is None else call.pages.page
-    return call.q.dtype, call.q.shape[-1], mask.tile_q, mask.tile_k, mask.group, lists, optional, page
+    return call.q.dtype, call.q.shape[-1], mask.tile_q, mask.tile_k, mask.group, lists, optional, page, skips
 
 
 @cache
@@ -141,26 +141,29 @@ def sparse_attention_fwd(
     mask: SparseMask,
     carry: SoftmaxState | None = None,
     into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Kernel]:
-    """Attention over the mask, resumed from `carry`: out ``[B, Hq, Nq, D]`` as q, LSE ``[B, Hq, Nq]`` float32, and
-    which kernel computed them.
+    below: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Kernel, Skipped | None]:
+    """Attention over the mask, resumed from `carry`: out ``[B, Hq, Nq, D]`` as q, LSE ``[B, Hq, Nq]`` float32, which
+    kernel computed them, and what it left out.
 
-    into: tensors for out and lse, whose rows are contiguous, in place of fresh ones.
+    into: tensors for out and lse, whose rows are contiguous, in place of fresh ones. below: `Plan.skip_below`.
     """
     if into is None:
         # Laid out as q is, which spares a host that keeps heads beside tokens a copy.
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
         into = torch.empty_like(call.q), lse
-    return *into, _launch(call, mask, carry, *into, None)
+    return *into, *_launch(call, mask, carry, *into, None, below)
 
 
-def sparse_attention_state(call: AttentionCall, mask: SparseMask, carry: SoftmaxState | None = None) -> State:
+def sparse_attention_state(
+    call: AttentionCall, mask: SparseMask, carry: SoftmaxState | None = None, below: Tensor | None = None
+) -> State:
     """The same, unnormalised: m, l and acc of a `SoftmaxState`, float32."""
     shape = call.q.shape[:3]
     options: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
     acc = torch.empty(*shape, call.value_dim, **options)
     state = State(torch.empty(shape, **options), torch.empty(shape, **options), acc)
-    _launch(call, mask, carry, None, None, state)
+    _launch(call, mask, carry, None, None, state, below)
     return state
 
 
@@ -171,14 +174,15 @@ def _launch(
     out: Tensor | None,
     lse: Tensor | None,
     state: State | None,
-) -> Kernel:
-    """Fill out and lse, or the state; which kernel did.
+    below: Tensor | None,
+) -> tuple[Kernel, Skipped | None]:
+    """Fill out and lse, or the state; which kernel did, and what it left out where there are thresholds for that.
 
     Two launches: the second repeats, with care for NaN and infinities of V in keys that a row may not see, only those
-    query blocks in which the first met a NaN.
+    query blocks in which the first met a NaN. Those vote once more, as blocks of the portable kernel.
     """
     geometry, (batch, heads) = call.geometry, call.q.shape[:2]
-    chosen, choice = _settings(call, mask), choose(call, mask)
+    chosen, choice = _settings(call, mask), choose(call, mask, skips=below is not None)
     call, tiles, stripes = choice.call, mask.tiles, mask.stripes
     source, width = Source.of(call), call.value_dim
     rows = geometry.tile_rows(mask.tile_q)
@@ -187,10 +191,16 @@ def _launch(
     bitmap = mask.tile_map().contiguous().view(torch.uint8) if overlap else None
     lists = (*_lists(tiles), *_lists(stripes))
     out_strides = (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
+    below = None if below is None else below.contiguous()
+    # For each query block, and in the Hopper kernel for each half of one, which votes by itself.
+    counted = None if below is None else torch.zeros(batch, heads, blocks * 2, dtype=torch.int32, device=call.q.device)
+    voting = (chosen.block_m, chosen.block_m, chosen.block_n)
     nonfinite, served = None, Kernel("portable", choice.reason or "")
     if choice.hopper is not None:
-        which = variant(call, mask)
-        nonfinite = _flags_of(choice.hopper, which, call, mask, lists, bitmap, carry, out, lse, state)
+        which = variant(call, mask, skips=below is not None)
+        nonfinite = _flags_of(choice.hopper, which, call, mask, lists, bitmap, carry, out, lse, state, below, counted)
+        if nonfinite is not None and below is not None:
+            voting = choice.hopper.voting(mask, width)
         served = Kernel("hopper") if nonfinite is not None else Kernel("portable", _failure(which) or "")
     forward = nonfinite is None
     if nonfinite is None:
@@ -198,7 +208,7 @@ def _launch(
     arguments = (
         call.q, source.k, source.v, *_descriptors(source, chosen, width), *source.extra,
         geometry.starts, geometry.lengths, call.sinks,
-        *lists, bitmap, *_state(carry), out, lse, *_state(state), nonfinite,
+        *lists, bitmap, *_state(carry), out, lse, *_state(state), nonfinite, below, counted,
         *strides(call.q), *source.strides(source.k), *source.strides(source.v), *out_strides,
         call.softmax_scale * LOG2E.value, call.softcap, call.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k), heads, call.group,
@@ -212,7 +222,7 @@ def _launch(
         sparse_attention_fwd_kernel[(blocks, batch * heads)](*arguments, **options, REPAIR=False)
     programs = min(-(-nonfinite.numel() // FLAGS.value), REPAIRERS)
     sparse_attention_fwd_kernel[(programs,)](*arguments, **options, REPAIR=True)
-    return served
+    return served, None if counted is None else Skipped(counted.sum(-1), *voting)
 
 
 def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Tensor) -> Tensor:

@@ -11,6 +11,10 @@ barriers: `ready`, which completes when it has been filled, and `empty`, which c
   `ready`, of stripes the producer arrives once its gathered copies have landed. The two consumers complete `k_empty`
   when a step's logits are computed and masked (`positions` lie there as long as the keys), and `v_empty` one step
   later, when its values are summed.
+- `Skip.votes`, 2 * STAGES slots, where steps may be left out: consumer n fills slot 2 * stage + n with every step and
+  arrives at `told`, which counts 1. The producer asks for a step's votes when it has sent the keys of STAGES - 1 steps
+  after it. Nobody tells a consumer that its vote was read: it fills the slot again when that step's keys have come
+  round, which the producer sends later.
 - `Work`, SLOTS slots. The scheduler fills them and arrives; the producer and both consumers complete `empty`.
 
 So `ready` counts 1 arrival, `empty` as many as there are readers. A barrier flips its phase, 0 or 1, whenever it
@@ -68,13 +72,31 @@ class Ring(NamedTuple):
     cache_rows: Any  # [BLOCK_N] with pages and stripes, else [1]
 
 
+class Skip(NamedTuple):
+    """Steps that are left out; all None where none may be.
+
+    below: float32 ``[B]``, thresholds. counts: int32 ``[B * Hq * blocks, 2]``, pairs that each consumer left out. votes,
+    told: whether a consumer wants the values of a step, and the barrier by which the producer learns of it; None where
+    values are fetched without asking.
+    """
+
+    below: Any
+    counts: Any
+    votes: Any  # [2 * STAGES, 1]
+    told: Any  # [2 * STAGES, 1]
+
+
 class Work(NamedTuple):
-    """Items on their way: fields as `work` numbers them. counter: items drawn so far by all programs together."""
+    """Items on their way: fields as `work` numbers them. counter: items drawn so far by all programs together.
+
+    order: int32, the items in the order in which they are drawn; None for that of their numbers.
+    """
 
     smem: Any  # [SLOTS * FIELDS, 1]
     ready: Any  # [SLOTS, 1]
     empty: Any
     counter: Any
+    order: Any
 
 
 class Sizes(NamedTuple):

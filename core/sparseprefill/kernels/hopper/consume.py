@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from sparseprefill.kernels.hopper.skim import bound_of, skim
+from sparseprefill.kernels.hopper.softmax import hide, pin, softmax
 from sparseprefill.kernels.hopper.store import store_rows
 from sparseprefill.kernels.hopper.work import CROSSING, ITEM, SEEN, SLOTS, TILES, UNMASKED, get, item_rows
 
@@ -14,38 +16,13 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def pin(x):
-    """x, computed before whatever follows."""
-    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=1)
-
-
-@gluon.jit
-def hide(s, positions, position, LAYOUT: gl.constexpr):
-    """Logits with -inf where a key stands behind its row, or nowhere (see produce.HIDDEN)."""
-    at = positions.load(LAYOUT).to(gl.uint32, bitcast=True)  # [BLOCK_N]
-    return gl.where(at[None, :] <= position.to(gl.uint32, bitcast=True)[:, None], s, float("-inf"))
-
-
-@gluon.jit
-def softmax(s, m, l, scale):
-    """One online step: weights, factor for what was summed before, new sum and new maximum (base 2).
-
-    s ``[half, BLOCK_N]``; m, l ``[half]``.
-    """
-    m_new = gl.maximum(m, gl.max(s, 1) * scale)
-    base = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * scale - base[:, None])
-    alpha = gl.exp2(m - base)
-    return p, alpha, l * alpha + gl.sum(p, 1), m_new
-
-
-@gluon.jit
-def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, scale, shape):
+def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, skip, scale, shape):
     """One warpgroup: half of a query block. The next step's logits run on the tensor cores during this one's softmax.
 
     The softmax of step j hides behind the product of step j - 1 with its values: FlashAttention-3's overlap within a
     warpgroup (Shah et al., 2024, Algorithm 2). Ours are the masks of steps (the first `crossing` ones of the tiles, and
     those of the stripes from `masked` on; the rest runs unmasked), the carry, and the flags of nonfinite sums.
+    Where steps may be left out (`skip`), another loop takes this one's place: `skim`.
     """
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     D: gl.constexpr = shape.D
@@ -101,76 +78,96 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sc
                 o = gl.full([half, width], 0.0, gl.float32, o_layout)
                 if wide:
                     o_high = gl.full([half, width], 0.0, gl.float32, o_layout)
-            if steps > 0:
-                q = queries.smem.index(NUMBER).reshape([half, D])  # [half, D]
-                mbarrier.wait(queries.ready, turn & 1)
-                turn += 1
-                zero = gl.full([half, BLOCK_N], 0.0, gl.float32, s_layout)
-                mbarrier.wait(ring.k_ready.index(stage), phase)
-                k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))  # [D, BLOCK_N]
-                s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [half, BLOCK_N]
-                s = warpgroup_mma_wait(0, deps=[s])
-                if (crossing > 0) | (masked == 0):
-                    s = hide(s, ring.positions.index(stage), position, s_columns)
-                mbarrier.arrive(ring.k_empty.index(stage), count=1)
-                p, alpha, l, m = softmax(s, m, l, scale)
-                if carry.m is not None:
-                    factor = gl.convert_layout(alpha, o_rows)[:, None]
-                    o = o * factor
+            if skip.below is not None:
+                wanting = inside & (position >= 0) & (position < length)
+                skipped = 0
+                if steps > 0:
+                    mbarrier.wait(queries.ready, turn & 1)
+                    turn += 1
+                    rows = gl.minimum(gl.minimum(row + half, sizes.q_len), length - first)
+                    rows = gl.maximum(rows - gl.maximum(gl.maximum(row, 0), -first), 0)  # that are real
+                    bound = bound_of(skip.below, bh // sizes.heads)
+                    other = o
                     if wide:
-                        o_high = o_high * factor
-                p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
-                for j in range(1, steps):
-                    before = stage
-                    phase_before = phase
+                        other = o_high
+                    m, l, o, other, stage, phase, skipped = skim(
+                        NUMBER, queries, ring, skip, steps, crossing, masked, position, wanting, rows, bound, m, l, o,
+                        other, stage, phase, scale, shape,
+                    )  # fmt: skip
+                    if wide:
+                        o_high = other
+                gl.store(skip.counts + 2 * (bh.to(gl.int64) * sizes.blocks + block) + NUMBER, skipped)
+            else:
+                if steps > 0:
+                    q = queries.smem.index(NUMBER).reshape([half, D])  # [half, D]
+                    mbarrier.wait(queries.ready, turn & 1)
+                    turn += 1
+                    zero = gl.full([half, BLOCK_N], 0.0, gl.float32, s_layout)
+                    mbarrier.wait(ring.k_ready.index(stage), phase)
+                    k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))  # [D, BLOCK_N]
+                    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [half, BLOCK_N]
+                    s = warpgroup_mma_wait(0, deps=[s])
+                    if (crossing > 0) | (masked == 0):
+                        s = hide(s, ring.positions.index(stage), position, s_columns)
+                    mbarrier.arrive(ring.k_empty.index(stage), count=1)
+                    p, alpha, l, m = softmax(s, m, l, scale)
+                    if carry.m is not None:
+                        factor = gl.convert_layout(alpha, o_rows)[:, None]
+                        o = o * factor
+                        if wide:
+                            o_high = o_high * factor
+                    p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
+                    for j in range(1, steps):
+                        before = stage
+                        phase_before = phase
+                        stage += 1
+                        if stage == shape.STAGES:
+                            stage = 0
+                            phase ^= 1
+                        mbarrier.wait(ring.k_ready.index(stage), phase)
+                        k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))  # [D, BLOCK_N]
+                        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [half, BLOCK_N]
+                        mbarrier.wait(ring.v_ready.index(before), phase_before)
+                        v = ring.v_smem.index(before).reshape([BLOCK_N, D])  # [BLOCK_N, D]
+                        if wide:
+                            o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
+                            o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
+                        else:
+                            o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
+                        s = warpgroup_mma_wait(2 if wide else 1, deps=[s])
+                        if (j < crossing) | (j >= masked):
+                            s = hide(s, ring.positions.index(stage), position, s_columns)
+                        mbarrier.arrive(ring.k_empty.index(stage), count=1)
+                        p, alpha, l, m = softmax(s, m, l, scale)
+                        # ptxas moves the wait for the values above the softmax, which would then hide behind nothing.
+                        # A wait that is over already (a loop in the machine code) holds it in place.
+                        l = pin(l)  # noqa: E741
+                        mbarrier.wait(ring.k_ready.index(stage), phase)
+                        if wide:
+                            o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
+                        else:
+                            o = warpgroup_mma_wait(0, deps=[o])
+                        mbarrier.arrive(ring.v_empty.index(before), count=1)
+                        factor = gl.convert_layout(alpha, o_rows)[:, None]
+                        o = o * factor
+                        if wide:
+                            o_high = o_high * factor
+                        p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
+                    mbarrier.arrive(queries.empty, count=1)
+                    mbarrier.wait(ring.v_ready.index(stage), phase)
+                    v = ring.v_smem.index(stage).reshape([BLOCK_N, D])  # [BLOCK_N, D]
+                    if wide:
+                        o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
+                        o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
+                        o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
+                    else:
+                        o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
+                        o = warpgroup_mma_wait(0, deps=[o])
+                    mbarrier.arrive(ring.v_empty.index(stage), count=1)
                     stage += 1
                     if stage == shape.STAGES:
                         stage = 0
                         phase ^= 1
-                    mbarrier.wait(ring.k_ready.index(stage), phase)
-                    k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))  # [D, BLOCK_N]
-                    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [half, BLOCK_N]
-                    mbarrier.wait(ring.v_ready.index(before), phase_before)
-                    v = ring.v_smem.index(before).reshape([BLOCK_N, D])  # [BLOCK_N, D]
-                    if wide:
-                        o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
-                        o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
-                    else:
-                        o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
-                    s = warpgroup_mma_wait(2 if wide else 1, deps=[s])
-                    if (j < crossing) | (j >= masked):
-                        s = hide(s, ring.positions.index(stage), position, s_columns)
-                    mbarrier.arrive(ring.k_empty.index(stage), count=1)
-                    p, alpha, l, m = softmax(s, m, l, scale)
-                    # ptxas moves the wait for the values above the softmax, which would then hide behind nothing.
-                    # A wait that is over already (a loop in the machine code) holds it in place.
-                    l = pin(l)  # noqa: E741
-                    mbarrier.wait(ring.k_ready.index(stage), phase)
-                    if wide:
-                        o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
-                    else:
-                        o = warpgroup_mma_wait(0, deps=[o])
-                    mbarrier.arrive(ring.v_empty.index(before), count=1)
-                    factor = gl.convert_layout(alpha, o_rows)[:, None]
-                    o = o * factor
-                    if wide:
-                        o_high = o_high * factor
-                    p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
-                mbarrier.arrive(queries.empty, count=1)
-                mbarrier.wait(ring.v_ready.index(stage), phase)
-                v = ring.v_smem.index(stage).reshape([BLOCK_N, D])  # [BLOCK_N, D]
-                if wide:
-                    o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
-                    o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
-                    o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
-                else:
-                    o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
-                    o = warpgroup_mma_wait(0, deps=[o])
-                mbarrier.arrive(ring.v_empty.index(stage), count=1)
-                stage += 1
-                if stage == shape.STAGES:
-                    stage = 0
-                    phase ^= 1
             real = inside & (position >= 0) & (position < length)
             o_real = o_inside & (o_index + first >= 0) & (o_index + first < length)
             # A NaN, or an infinity, shows in a row's sum: one flag for the block, whoever writes it.

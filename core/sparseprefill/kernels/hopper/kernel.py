@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseprefill.kernels.attention.arguments import Lists, Mask, State
-from sparseprefill.kernels.hopper.arguments import Cache, Outputs, Queries, Ring, Shape, Sizes, Work
+from sparseprefill.kernels.hopper.arguments import Cache, Outputs, Queries, Ring, Shape, Sizes, Skip, Work
 from sparseprefill.kernels.hopper.consume import consume
 from sparseprefill.kernels.hopper.produce import produce
 from sparseprefill.kernels.hopper.work import FIELDS, SLOTS, schedule
@@ -25,12 +25,14 @@ def hopper_attention_fwd_kernel(
     q_desc, k_desc, v_desc, k_ptr, v_ptr, table_ptr, starts_ptr, lengths_ptr, sinks_ptr,
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
     stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, bitmap_ptr,
-    carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr, next_ptr,
+    carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr, next_ptr, order_ptr,
+    below_ptr, skipped_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale,
     q_offset, q_len, kv_len, blocks, tile_rows, group_rows, columns, items, heads, kv_group,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
+    DEFER: gl.constexpr,
 ):  # fmt: skip
     """Block-sparse attention: each block of queries over the key tiles and the stripes that its lists name.
 
@@ -40,7 +42,8 @@ def hopper_attention_fwd_kernel(
     apart, and products that overlap with softmax, are FlashAttention-3's (Shah et al., 2024, Algorithms 1 and 2); lists
     of tiles and stripes, pages, and the scheduler are ours. How the roles talk is told in `arguments`.
 
-    What a call lacks is None. REGISTERS: per thread of consumer, producer, scheduler.
+    What a call lacks is None. REGISTERS: per thread of consumer, producer, scheduler. DEFER: where steps may be left out
+    (`below_ptr`), values of tiles are fetched when a consumer has said that it wants them.
     """
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -71,10 +74,18 @@ def hopper_attention_fwd_kernel(
     for i in gl.static_range(SLOTS):
         mbarrier.init(work_ready.index(i), count=1)
         mbarrier.init(work_empty.index(i), count=3)
+    votes = None
+    told = None
+    if DEFER:
+        votes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], flat)
+        told = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], bar)
+        for i in gl.static_range(2 * STAGES):
+            mbarrier.init(told.index(i), count=1)
+    skip = Skip(below_ptr, skipped_ptr, votes, told)
     shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, STAGES, PAGE)
     queries = Queries(q_desc, q_smem, q_ready, q_empty)
     ring = Ring(k_smem, v_smem, positions, k_ready, k_empty, v_ready, v_empty, cache_rows)
-    work = Work(work_smem, work_ready, work_empty, next_ptr)
+    work = Work(work_smem, work_ready, work_empty, next_ptr, order_ptr)
     sizes = Sizes(starts_ptr, lengths_ptr, q_offset, q_len, kv_len, blocks, items, heads, kv_group)
     tiles = Lists(tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr)
     stripes = Lists(stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr)
@@ -88,9 +99,9 @@ def hopper_attention_fwd_kernel(
     )
     gl.warp_specialize(
         [
-            (consume, (0, queries, ring, work, sizes, carry, outputs, scale, shape)),
-            (consume, (1, queries, ring, work, sizes, carry, outputs, scale, shape)),
-            (produce, (ring, work, sizes, mask, cache, shape)),
+            (consume, (0, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
+            (consume, (1, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
+            (produce, (ring, work, sizes, mask, cache, skip, shape)),
             (schedule, (queries, work, sizes, mask, shape)),
         ],
         [4, 4, 1],

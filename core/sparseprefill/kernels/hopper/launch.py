@@ -30,8 +30,12 @@ BLOCK_N = {64: 128, 128: 128, 256: 64}
 """Most keys of a step, by head dimension."""
 REGISTERS = (216, 48, 32)
 """Per thread of the consumers, the producer and the scheduler: 216 + 216 + 48 + 32 is a multiprocessor's share."""
+DEFER = True
+"""Whether values of tiles wait for the votes, where steps may be left out. They are as many bytes as the keys."""
 LEAST_PAGE = 16
 """Tokens of the smallest page: 8 rows make one period of shared memory's swizzle."""
+FEW_BLOCKS = 128
+"""Query blocks of a head up to which their order is looked at (see `_order`)."""
 SCRATCH = 16
 """Bytes before the flags of the scratch tensor; the first four are the counter of work items."""
 
@@ -89,11 +93,15 @@ def launch(
     out: Tensor | None,
     lse: Tensor | None,
     state: SoftmaxState | None,
+    below: Tensor | None = None,
+    skipped: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel; int8 flags ``[B * Hq * blocks]`` of the query blocks whose sums are nonfinite.
 
     lists: counts, offsets and indices of tiles, then of stripes; None, all three, where the mask has none. bitmap: uint8
     tile map where stripes and tiles of the mask may overlap. out and lse, or state: what to fill; the others are None.
+    below: float32 ``[B]``, thresholds of steps to leave out. skipped: int32, two numbers for each query block of each
+    head, the pairs that its two halves left out.
     """
     geometry, (batch, heads, _, width), source = call.geometry, call.q.shape, Source.of(call)
     block_n = min(mask.tile_k, BLOCK_N[width])
@@ -113,14 +121,41 @@ def launch(
     hopper_attention_fwd_kernel[(min(items, _multiprocessors(call.q.device)),)](
         _descriptor(call.q, BLOCK_M // 2), *descriptors, source.k, source.v, source.table,
         geometry.starts, geometry.lengths, call.sinks, *lists, bitmap,
-        *resumed, out, lse, *filled, nonfinite, counter,
+        *resumed, out, lse, *filled, nonfinite, counter, _order(call, mask, blocks), below, skipped,
         *kv_strides, *_out_strides(out, lse), call.softmax_scale * LOG2E.value,
         geometry.q_offset, geometry.q_len, geometry.kv_len, blocks, tile_rows, geometry.tile_rows(mask.group_rows),
         geometry.tile_columns(mask.tile_k), items, heads, call.group,
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, BLOCK_M=BLOCK_M, BLOCK_N=block_n, D=width,
-        STAGES=STAGES[width], PAGE=source.page, REGISTERS=REGISTERS, num_warps=4, **FUSED,
+        STAGES=STAGES[width], PAGE=source.page, REGISTERS=REGISTERS,
+        DEFER=DEFER and below is not None, num_warps=4, **FUSED,
     )  # fmt: skip
     return nonfinite
+
+
+def voting(mask: SparseMask, width: int) -> tuple[int, int, int]:
+    """For `plan.Skipped`: query rows of a block, those that vote together (of one consumer), and keys of a step."""
+    return BLOCK_M, BLOCK_M // 2, min(mask.tile_k, BLOCK_N[width])
+
+
+def _order(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
+    """int32 ``[items]``: query blocks of all heads, those with the longest lists first; None where heads may follow
+    each other.
+
+    Few rows behind many cached keys leave each multiprocessor few blocks, some many times as long as others: one that
+    is drawn last keeps all waiting. Of whole prompts, a head's own blocks are enough to fill the gaps.
+    """
+    geometry = call.geometry
+    few = blocks * geometry.batch * geometry.heads <= _multiprocessors(call.q.device)
+    alike = mask.stripes is None and (mask.tiles is None or mask.tiles.same_heads)
+    if few or alike or blocks > FEW_BLOCKS or geometry.kv_len < 2 * geometry.q_len:
+        return None
+    tiles, stripes = mask.tiles, mask.regrouped(1).stripes
+    counts = [one.counts * size for one, size in ((tiles, mask.tile_k), (stripes, 1)) if one is not None]
+    keys = sum(counts[1:], counts[0])
+    if mask.tile_q > BLOCK_M:
+        keys = keys.repeat_interleave(mask.tile_q // BLOCK_M, dim=2)
+    # A head's items are numbered from its last block to its first (`work.query_block`).
+    return torch.argsort(keys.flip(2).flatten(), descending=True, stable=True).to(torch.int32)
 
 
 @cache

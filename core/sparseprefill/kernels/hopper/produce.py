@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sparseprefill.kernels.hopper.gluon import barrier, load_block, load_rows
 from sparseprefill.kernels.hopper.paging import boxes, entries_of, load_pages, row_in_cache
+from sparseprefill.kernels.hopper.skim import fetch
 from sparseprefill.kernels.hopper.work import (
     CROSSING,
     ITEM,
@@ -48,12 +49,13 @@ def hand_over(ready, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def produce(ring, work, sizes, mask, cache, shape):
+def produce(ring, work, sizes, mask, cache, skip, shape):
     """Four warps. Steps of an item: its tiles from the last to the first, then its stripes, BLOCK_N at a time.
 
     Tiles come through the copy engine, as all keys do in FlashAttention-3 (Shah et al., 2024, Algorithm 1). Stripes are
     ours: their columns are gathered row by row with asynchronous copies, and the consumers are told of a step while the
-    next one's copies are under way. With pages, rows are gathered from where `ring.cache_rows` says.
+    next one's copies are under way. With pages, rows are gathered from where `ring.cache_rows` says. Where steps may be
+    left out (`skip`), tiles come in another order, and their values perhaps on demand: `fetch`.
     """
     if shape.PAGE > 0:
         k_boxes = boxes(ring.k_smem, shape)
@@ -93,33 +95,50 @@ def produce(ring, work, sizes, mask, cache, shape):
             b = bh // sizes.heads
             hk = (bh % sizes.heads) // sizes.kv_group
             if mask.tiles.indices is not None:
-                start, _, _ = batch_row(sizes, b)
-                entry = gl.load(tile_ptr + (tiles - 1) // parts, mask=tiles > 0, other=0)
-                for j in range(tiles):
-                    key = entry * shape.TILE_K + ((tiles - 1 - j) % parts) * BLOCK_N
-                    entry = gl.load(tile_ptr + gl.maximum(tiles - 2 - j, 0) // parts)
-                    if shape.PAGE > 0:  # early: their latency passes while the stage empties
-                        entries = entries_of(cache.table, key, sizes.kv_len, shape)
-                    mbarrier.wait(ring.k_empty.index(stage), phase)
-                    if j < crossing:
-                        ring.positions.index(stage).store(key + number)
-                        barrier()
-                    mbarrier.expect(ring.k_ready.index(stage), BLOCK_N * D * 2)
+                if skip.below is not None:
+                    start, _, _ = batch_row(sizes, b)
                     if shape.PAGE > 0:
-                        load_pages(cache.k_desc, entries, hk, key, ring.k_ready.index(stage), k_boxes, stage, shape)
+                        stage, phase = fetch(
+                            ring, skip, cache, tile_ptr, tiles, crossing, b, hk, start, sizes.kv_len, k_boxes, v_boxes,
+                            stage, phase, shape,
+                        )  # fmt: skip
                     else:
-                        token = key + start  # the first of [BLOCK_N, D], of k as of v
-                        load_block(cache.k_desc, [b, hk, token, 0], ring.k_ready.index(stage), ring.k_smem.index(stage))
-                    mbarrier.wait(ring.v_empty.index(stage), phase)
-                    mbarrier.expect(ring.v_ready.index(stage), BLOCK_N * D * 2)
-                    if shape.PAGE > 0:
-                        load_pages(cache.v_desc, entries, hk, key, ring.v_ready.index(stage), v_boxes, stage, shape)
-                    else:
-                        load_block(cache.v_desc, [b, hk, token, 0], ring.v_ready.index(stage), ring.v_smem.index(stage))
-                    stage += 1
-                    if stage == shape.STAGES:
-                        stage = 0
-                        phase ^= 1
+                        stage, phase = fetch(
+                            ring, skip, cache, tile_ptr, tiles, crossing, b, hk, start, sizes.kv_len, ring.k_smem,
+                            ring.v_smem, stage, phase, shape,
+                        )  # fmt: skip
+                else:
+                    start, _, _ = batch_row(sizes, b)
+                    entry = gl.load(tile_ptr + (tiles - 1) // parts, mask=tiles > 0, other=0)
+                    for j in range(tiles):
+                        key = entry * shape.TILE_K + ((tiles - 1 - j) % parts) * BLOCK_N
+                        entry = gl.load(tile_ptr + gl.maximum(tiles - 2 - j, 0) // parts)
+                        if shape.PAGE > 0:  # early: their latency passes while the stage empties
+                            entries = entries_of(cache.table, key, sizes.kv_len, shape)
+                        mbarrier.wait(ring.k_empty.index(stage), phase)
+                        if j < crossing:
+                            ring.positions.index(stage).store(key + number)
+                            barrier()
+                        mbarrier.expect(ring.k_ready.index(stage), BLOCK_N * D * 2)
+                        if shape.PAGE > 0:
+                            load_pages(cache.k_desc, entries, hk, key, ring.k_ready.index(stage), k_boxes, stage, shape)
+                        else:
+                            token = key + start  # the first of [BLOCK_N, D], of k as of v
+                            load_block(
+                                cache.k_desc, [b, hk, token, 0], ring.k_ready.index(stage), ring.k_smem.index(stage)
+                            )
+                        mbarrier.wait(ring.v_empty.index(stage), phase)
+                        mbarrier.expect(ring.v_ready.index(stage), BLOCK_N * D * 2)
+                        if shape.PAGE > 0:
+                            load_pages(cache.v_desc, entries, hk, key, ring.v_ready.index(stage), v_boxes, stage, shape)
+                        else:
+                            load_block(
+                                cache.v_desc, [b, hk, token, 0], ring.v_ready.index(stage), ring.v_smem.index(stage)
+                            )
+                        stage += 1
+                        if stage == shape.STAGES:
+                            stage = 0
+                            phase ^= 1
             if mask.stripes.indices is not None:
                 start, _, _ = batch_row(sizes, b)  # again, rather than held through the tiles
                 k_base = cache.k + b.to(gl.int64) * cache.stride_kb + hk.to(gl.int64) * cache.stride_kh

@@ -116,8 +116,11 @@ def schedule(queries, work, sizes, mask, shape):
     turn = 0
     slot = 0
     phase = 1
-    item = gl.atomic_add(work.counter, 1, sem="relaxed")
-    while item < sizes.items:
+    drawn = gl.atomic_add(work.counter, 1, sem="relaxed")
+    while drawn < sizes.items:
+        item = drawn
+        if work.order is not None:
+            item = gl.load(work.order + drawn)
         bh, block, length, first, tile, low = item_rows(item, sizes, shape)
         last = gl.minimum(gl.minimum(low + shape.BLOCK_M, first + sizes.q_len), length) - 1
         live = (low + shape.BLOCK_M > 0) & (low + shape.BLOCK_M > first) & (last >= low)
@@ -169,7 +172,7 @@ def schedule(queries, work, sizes, mask, shape):
         if slot == SLOTS:
             slot = 0
             phase ^= 1
-        item = gl.atomic_add(work.counter, 1, sem="relaxed")
+        drawn = gl.atomic_add(work.counter, 1, sem="relaxed")
     mbarrier.wait(work.empty.index(slot), phase)
     put(work, slot, ITEM, sizes.items)
     barrier()

@@ -17,10 +17,23 @@ from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, logits, stored_ro
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.held import KeptKeys
 
 KEYS = 2048
 """Keys of a program, in whole tiles."""
-RUNTIME = ("q_offset", "kv_len", "count", "kv_heads", "kv_group", "blocks", "columns", "each", "sixteens", "window")
+RUNTIME = (
+    "q_offset",
+    "kv_len",
+    "count",
+    "kv_heads",
+    "kv_group",
+    "blocks",
+    "columns",
+    "each",
+    "lines",
+    "sixteens",
+    "window",
+)
 UNALIGNED = ("table_ptr",)
 BIG = tl.constexpr(1 << 30)
 
@@ -41,9 +54,9 @@ def _lse(m, l):  # noqa: E741
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
 def row_tiles_kernel(
-    q_ptr, k_ptr, table_ptr, rows_ptr, real_ptr, starts_ptr, keys_ptr, every_ptr, kept_ptr,
+    q_ptr, k_ptr, table_ptr, rows_ptr, real_ptr, starts_ptr, keys_ptr, line_ptr, every_ptr, kept_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
-    scale, softcap, q_offset, kv_len, count, kv_heads, kv_group, blocks, columns, each, sixteens, window,
+    scale, softcap, q_offset, kv_len, count, kv_heads, kv_group, blocks, columns, each, lines, sixteens, window,
     TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -51,8 +64,8 @@ def row_tiles_kernel(
 
     Online softmax (Milakov and Gimelshein, 2018) begun anew in each key tile. One program: BLOCK_R pairs of a sampled
     row and a query head of one KV head, so that heads share the keys, and `each` key tiles. keys_ptr: bytes
-    ``[B, Hq, n, 16 * sixteens]`` by position on the row's grid, to the end of the last step of the last tile, or None;
-    then kept_ptr is not looked at.
+    ``[B, Hq, lines, 16 * sixteens]`` by position on the row's grid, to the end of the last step of the last tile, or
+    None; then kept_ptr is not looked at. line_ptr: int64 ``[B, n]``, the line of each row, or None: each has its own.
     """
     z = tl.program_id(0)
     part = z % blocks
@@ -76,6 +89,10 @@ def row_tiles_kernel(
     top = tl.max(tl.where(real, position, -1), 0)
     low = tl.min(tl.where(real, position, BIG), 0)
     row = (b * kv_heads * kv_group + head).to(tl.int64) * count + sample  # [BLOCK_R]
+    of_keys = row
+    if line_ptr is not None:
+        line_of = tl.load(line_ptr + place, mask=inside, other=0)  # [BLOCK_R]
+        of_keys = (b * kv_heads * kv_group + head).to(tl.int64) * lines + line_of
     key = tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * each
     for tile in tl.range(first, tl.minimum(first + each, columns)):
@@ -100,7 +117,7 @@ def row_tiles_kernel(
             m, l = _add(m, l, s)  # noqa: E741
             if keys_ptr is not None:
                 # Rows of whole 16 bytes and a mask that is the same for all keys: few wide loads, not one a byte.
-                kept_line = keys_ptr + row * sixteens * 16
+                kept_line = keys_ptr + of_keys * sixteens * 16
                 held = tl.load(kept_line[:, None] + at[None, :], mask=inside[:, None], other=0) != 0
                 m_kept, l_kept = _add(m_kept, l_kept, tl.where(held, s, float("-inf")))
         tl.store(every_ptr + row * columns + tile, _lse(m, l), mask=inside)
@@ -109,12 +126,12 @@ def row_tiles_kernel(
 
 
 def tile_lse(
-    call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: Tensor | None
+    call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: KeptKeys | None
 ) -> tuple[Tensor, Tensor | None]:
     """float32 ``[B, Hq, n, C]``: LSE in each key tile over all keys, and over those that `keys` keeps, if there are any.
 
-    rows: int64 ``[B, n]``, real: bool ``[B, n]``, keys: bool ``[B, Hq, n, Nkv]``; or more columns, a multiple of 16, so
-    that it need not be copied. One launch, no host synchronisation.
+    rows: int64 ``[B, n]``, real: bool ``[B, n]``. A map of keys that ends with a step and is a multiple of 16 wide need
+    not be copied. One launch, no host synchronisation.
     """
     geometry, count = call.geometry, rows.shape[1]
     q, k = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call)
@@ -127,14 +144,18 @@ def tile_lse(
     every = torch.empty(geometry.batch, geometry.heads, count, columns, dtype=torch.float32, device=q.device)
     kept = None if keys is None else torch.empty_like(every)
     behind = -(-((columns - 1) * tile + cdiv(tile, block_n) * block_n) // 16) * 16
-    if keys is not None and (keys.shape[-1] < behind or keys.shape[-1] % 16):
-        keys = functional.pad(keys, (0, max(behind, -(-keys.shape[-1] // 16) * 16) - keys.shape[-1]))
-    sixteens = 0 if keys is None else keys.shape[-1] // 16
+    held = line = None
+    if keys is not None:
+        held, line = keys.map, keys.line
+        if held.shape[-1] < behind or held.shape[-1] % 16:
+            held = functional.pad(held, (0, max(behind, -(-held.shape[-1] // 16) * 16) - held.shape[-1]))
+        held, line = held.contiguous().view(torch.uint8), None if line is None else line.contiguous()
+    lines, sixteens = (0, 0) if held is None else (held.shape[2], held.shape[3] // 16)
     row_tiles_kernel[geometry.batch * call.kv_heads * blocks, cdiv(columns, each)](
         q, k.k, k.table, rows.contiguous(), real.contiguous().view(torch.uint8), geometry.starts,
-        None if keys is None else keys.contiguous().view(torch.uint8), every, every if kept is None else kept,
+        held, line, every, every if kept is None else kept,
         *strides(q), *k.strides, call.softmax_scale * LOG2E.value, call.softcap or 0.0,
-        geometry.q_offset, geometry.kv_len, count, call.kv_heads, call.group, blocks, columns, each, sixteens,
+        geometry.q_offset, geometry.kv_len, count, call.kv_heads, call.group, blocks, columns, each, lines, sixteens,
         call.window or 0,
         TILE=tile, BLOCK_R=block_r, BLOCK_N=block_n, D=width, BLOCK_D=block(width),
         WINDOW=call.window is not None, SOFTCAP=call.softcap is not None, PAGE=k.page, PRECISION="ieee",

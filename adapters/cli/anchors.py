@@ -1,0 +1,77 @@
+"""The command `anchors`: find the layers of a model that choose keys for the others, and write kascade's table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import render
+from .files import check_writable
+from .group import CommandError
+from .kept import wrote
+from .shared_options import Device, Dtype, Json, Model, Threads, Type
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(anchors)
+
+
+def anchors(
+    model: Model = None,
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of a sample.")] = 2048,
+    samples: Annotated[int, typer.Option(min=1, help="Samples; what they show is averaged.")] = 8,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Anchor layers; by default one in seven, as 5 of 32.")
+    ] = None,
+    tile: Annotated[int, typer.Option(min=16, help="Tokens of a query tile.")] = 128,
+    columns: Annotated[int, typer.Option(min=1, help="Keys before a tile that layers are compared by.")] = 128,
+    seed: Annotated[int, typer.Option(help="Chooses the samples.")] = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the table goes.")] = Path("anchors.json"),
+    device: Device = "auto",
+    dtype: Type = Dtype.AUTO,
+    threads: Threads = 1,
+    json: Json = False,
+) -> None:
+    """Choose the anchor layers of a model for kascade.
+
+    The model reads samples densely; the keys that a layer would keep are held against the attention of all later ones.
+    """
+    from sparseprefill.errors import ParameterError
+
+    from ..anchors.table import Settings, anchored
+    from ..demo.samples import key_value_prompts
+    from .progress import bars
+    from .setup import Place, model_of
+
+    check_writable("--output", output)
+    place = Place.of(device, dtype.value, threads)
+    with bars(1) as shown, place.threaded():
+        found, tokenizer, identity = model_of(model, tokens, place)
+        try:
+            prompts = key_value_prompts(tokenizer, tokens, samples, seed)
+            with shown.contender("layers") as progress:
+                one = anchored(found, identity, prompts, Settings(count=count, tile=tile, columns=columns), progress)
+        except (ValueError, ParameterError) as error:
+            raise CommandError(f"--tokens {tokens}: {error}") from error
+    table = one.table
+    try:
+        output.write_text(table.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--output {output}: {error.strerror}; pass a path that can be written") from error
+    wrote(output)
+    if json:
+        scores = {k: {"anchors": layers, "score": score} for k, (layers, score) in one.scores.items()}
+        maps = {"maps": {layer: table.maps[layer] for layer in sorted(table.maps)}}
+        facts = {"model": identity.name, **table.made, "anchors": table.anchors, **maps}
+        render.write_json({**facts, "scores": scores, "output": output})
+        return
+    rows = [
+        (str(k), " ".join(map(str, layers)), f"{score:.3f}", "chosen" if layers == table.anchors else "")
+        for k, (layers, score) in one.scores.items()
+    ]
+    title = f"{len(one.layers)} layers of {identity.name}, {samples} samples of {tokens:,} tokens"
+    render.figures(title, ("anchors", "layers", "score", ""), rows, words=("layers", ""))
+    render.line(f"table: {output}")

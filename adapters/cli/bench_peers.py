@@ -1,0 +1,97 @@
+"""`bench --peers`: our executor beside other people's kernels, and the tables of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..bench import facts, score_tables
+from ..bench.clock import Clock
+from ..bench.peers import OURS
+from ..bench.scoreboard import Score, Scoreboard
+from . import render
+from .bench_options import Files, Wanted
+from .group import CommandError
+from .kept import Stop, wrote
+from .progress import bars
+from .setup import Place
+
+HEADS = ("kernel", "mask", "density", "ms", "TFLOP/s", "eff.", "plan", "off")
+DROP = ("off", "plan", "TFLOP/s", "density")
+"""Columns that a narrow terminal leaves out, in this order."""
+NOTES = (
+    "ms: median, by the device's clock. TFLOP/s: of the pairs that the mask selects. eff.: density x the fastest dense "
+    "kernel's time / time, the share of its pairs a second. plan: ms until a kernel has made its lists of the mask's "
+    "maps, not part of ms. off: of the output of 128 rows from attention in float32, as a share of the norm."
+)
+ON_CPU = (
+    "These are times on a CPU, where FlexAttention runs uncompiled and computes every pair. They say nothing about the "
+    "kernels, which need a GPU."
+)
+FEATURES = (
+    "causal: by tile means that no pair inside a tile can be left out. fp8: computed in it; caches: keys and values "
+    "are read from it. waits: how often planning and one run waited for the device."
+)
+
+
+def peers(wanted: Wanted, place: Place, files: Files, clock: Clock, seed: int) -> bool:
+    """Measure every kernel that is here; whether ours failed on any mask."""
+    if files.plot is not None:
+        raise CommandError("--plot means nothing beside --peers; leave one of them out")
+    masks, shapes = wanted.scoreboard(place.device.type)
+    board = Scoreboard(clock, masks, seed)
+    scores: list[Score] = []
+    with bars(board.steps * len(shapes)) as shown, place.threaded(), Stop() as stop:
+        for shape in shapes:
+            turn: list[Any] = []
+
+            def step(name: str, length: int = shape.length, turn: list[Any] = turn) -> None:
+                _next(turn, shown.contender(f"{name}, {length:,} tokens"))
+
+            try:
+                scores += board.run(shape, step)
+            finally:
+                _next(turn)
+    stop.check(len(scores))
+    _write(scores, board, place, files, clock, seed)
+    stop.end(len({score.shape for score in scores}), len(shapes), "lengths")
+    return any(score.error or score.refused for score in scores if score.kernel == OURS)
+
+
+def _next(turn: list[Any], context: Any = None) -> None:
+    """Ends the bar of one kernel and begins another's."""
+    if turn:
+        turn.pop().__exit__(None, None, None)
+    if context is not None:
+        context.__enter__()("measuring", 0, 1)
+        turn.append(context)
+
+
+def _write(scores: Sequence[Score], board: Scoreboard, place: Place, files: Files, clock: Clock, seed: int) -> None:
+    device = place.device
+    if files.markdown is not None:
+        files.markdown.write_text(score_tables.markdown(scores, board.peers, device), encoding="utf-8")
+        wrote(files.markdown)
+    if files.json is not None:
+        found = facts.about(
+            device,
+            seed=seed,
+            rounds=clock.rounds,
+            scores=[score_tables.fact(score) for score in scores],
+            peers=score_tables.features(board.peers, scores, device),
+        )
+        if files.alone:
+            render.write_json(found)
+            return
+        files.json.write_text(render.to_json(found) + "\n", encoding="utf-8")
+        wrote(files.json)
+    for group in score_tables.by_length(scores):
+        rows = map(score_tables.cells, score_tables.shown(group))
+        render.figures(score_tables.title(group[0]), HEADS, rows, score_tables.remarks(group), drop=DROP)
+    render.line(NOTES + (f" {ON_CPU}" if device.type == "cpu" else ""), style="dim")
+    features = score_tables.feature_cells(board.peers, scores, device)
+    absent = score_tables.absent(board.peers, device)
+    render.figures("features on Hopper", score_tables.FEATURES, features, absent, FEATURES)
+    for path in (files.markdown, files.json):
+        if path is not None:
+            render.line(f"written: {path}")

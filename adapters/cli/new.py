@@ -1,0 +1,107 @@
+"""The command `new`: writes a plugin package that works, to be changed into one's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import render
+from .files import check_folder
+from .group import CommandError
+from .kept import wrote
+
+NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+"""Names of methods, as `Method` takes them, that make names of classes too."""
+PREFIX = "sparseprefill-"
+FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "package/__init__.py": "{package}/__init__.py",
+    "package/config.py": "{package}/config.py",
+    "package/stages.py": "{package}/stages.py",
+    "tests/test_contract.py": "tests/test_contract.py",
+}
+"""Templates, and where what is made of them goes."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(new)
+
+
+def new(
+    name: Annotated[str, typer.Argument(help="The method's name: lower-case words joined by hyphens.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The folder to make; by default sparseprefill-NAME here.")
+    ] = None,
+) -> None:
+    """Write a plugin package with a method of your own, and the test that holds it to the contract.
+
+    The method works as it is: it keeps the key columns that the last queries look at, and a local band. Change its
+    estimator in stages.py and its parameters in config.py.
+    """
+    _check_name(name)
+    folder = Path(f"{PREFIX}{name}") if output is None else output
+    check_folder("--output", folder)
+    if os.path.lexists(folder):
+        raise CommandError(f"{folder} exists; pass another name, or another folder with --output")
+    _check_free(name)
+    try:
+        _write(folder, name)
+    except OSError as error:
+        raise CommandError(f"{folder}: {error.strerror}; pass a folder that can be made with --output") from error
+    wrote(folder)
+    render.line(f"written: {folder}")
+    for command in (f'pip install -e "{folder}[test]"', f"sparseprefill show {name}", f"pytest {folder}"):
+        typer.echo(f"next: {command}")  # in one piece, however narrow the terminal
+
+
+def package_of(name: str) -> str:
+    """The name that Python imports."""
+    return f"{PREFIX}{name}".replace("-", "_")
+
+
+def _check_name(name: str) -> None:
+    if NAME.fullmatch(name) and not name.startswith(PREFIX):
+        return
+    near = "-".join(re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()))
+    near = near.removeprefix(PREFIX)
+    example = near if NAME.fullmatch(near) else "my-method"
+    raise CommandError(
+        f"{name!r} is no name for a method: pass lower-case words joined by hyphens, the first beginning with a "
+        f"letter, without {PREFIX!r}, such as {example}"
+    )
+
+
+def _check_free(name: str) -> None:
+    """CommandError where a method of this name is installed: two of one name stop each other from loading."""
+    from sparseprefill.registry import default_registry
+
+    for record in default_registry().plugins():
+        if name in (record.name, *record.methods):
+            raise CommandError(f"a method {name!r} is installed already, from {record.source}; pass another name")
+
+
+def _write(folder: Path, name: str) -> None:
+    """The package, whole or not at all."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("sparseprefill.adapters.cli", "templates/plugin")
+    made = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
+    words = {"name": name, "package": package_of(name), "title": "".join(map(str.capitalize, name.split("-")))}
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
+    try:
+        root = beside / folder.name
+        for template, target in FILES.items():
+            path = root / target.format(**words)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(made.get_template(f"{template}.jinja").render(words), encoding="utf-8")
+        root.rename(folder)
+    finally:
+        shutil.rmtree(beside)

@@ -1,0 +1,8 @@
+"""What hosts do unless told otherwise. Nothing is imported here: options of the command line show these numbers."""
+
+from __future__ import annotations
+
+MIN_QUERY = 16
+"""Query rows from which a forward is prefill; fewer are decoding, a draft's check among them."""
+TAIL = 128
+"""Last rows of a prompt that get every key: a question there steers the answer, and block methods pool it away."""

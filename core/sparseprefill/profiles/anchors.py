@@ -1,0 +1,158 @@
+"""AnchorTable: which layers of a model choose keys, and whose choice the others take; as a checked JSON file."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from sparseprefill import json_text
+from sparseprefill.errors import ParameterError, printed
+from sparseprefill.profiles.identity import ModelIdentity
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+SCHEMA = "sparseprefill.anchors"
+VERSION = 1
+_FIELDS = ("schema", "version", "model", "anchors", "maps", "made")
+
+
+@frozen(kw_only=True)
+class AnchorTable:
+    """Anchor layers, ascending, and for the layers between them which KV head of the anchor each of theirs follows.
+
+    maps: by layer; a layer without an entry follows head by head. model: whose layers they are; None for a table
+    written by hand. made: how the table was made, for people.
+
+    Raises ParameterError, naming the field, for what does not fit together.
+    """
+
+    anchors: tuple[int, ...]
+    maps: Mapping[int, tuple[int, ...]] = field(factory=dict, hash=False)
+    model: ModelIdentity | None = None
+    made: Mapping[str, Any] = field(factory=dict, hash=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.anchors:
+            raise ParameterError("anchors is empty: pass the indices of one layer or more")
+        if list(self.anchors) != sorted(set(self.anchors)) or self.anchors[0] < 0:
+            raise ParameterError(f"anchors is {printed(list(self.anchors))}: pass ascending indices of layers, from 0")
+        for layer, heads in self.maps.items():
+            at = f"maps[{layer}]"
+            if layer in self.anchors or layer < self.anchors[0]:
+                raise ParameterError(f"{at} is of a layer that follows no anchor: leave it out")
+            if not heads or min(heads) < 0:
+                raise ParameterError(
+                    f"{at} is {printed(list(heads))}: pass a KV head of the anchor for each of its own"
+                )
+        if self.model is not None:
+            self._check_sizes(self.model)
+
+    def _check_sizes(self, model: ModelIdentity) -> None:
+        beyond = [layer for layer in (*self.anchors, *self.maps) if layer >= model.layers]
+        if beyond:
+            name = "anchors" if beyond[0] in self.anchors else "maps"
+            raise ParameterError(f"{name}: layer {beyond[0]} is unknown to a model of {model.layers} layers: drop it")
+        for layer, heads in self.maps.items():
+            if len(heads) != model.kv_heads or max(heads) >= model.kv_heads:
+                words = f"pass {model.kv_heads} numbers from 0 to {model.kv_heads - 1}, one for each KV head"
+                raise ParameterError(f"maps[{layer}] is {printed(list(heads))}: {words}")
+
+    def anchor_of(self, layer: int) -> int:
+        """The layer whose keys it takes: itself for anchors, and for layers before the first one."""
+        before = bisect_right(self.anchors, layer)
+        return self.anchors[before - 1] if before else layer
+
+    def followed(self, layer: int) -> bool:
+        """Whether the next layer takes the keys of this one, which is an anchor."""
+        last = self.model is not None and layer + 1 >= self.model.layers
+        return layer in self.anchors and layer + 1 not in self.anchors and not last
+
+    def heads(self, layer: int, first: int, count: int) -> tuple[int, ...]:
+        """For `count` KV heads of a layer from `first` on: the KV head of the anchor that each follows."""
+        known = self.maps.get(layer, ())
+        return tuple(known[head] if head < len(known) else head for head in range(first, first + count))
+
+    def objection(self, call: AttentionCall) -> str | None:
+        """Why the table does not fit a call, or None."""
+        return None if self.model is None else self.model.objection(call)
+
+    def check_model(self, model: ModelIdentity) -> None:
+        """ParameterError, naming the field, where the table was made for another model."""
+        found = None if self.model is None else self.model.differs(model)
+        if found:
+            raise ParameterError(
+                f"the table of anchors was made for another model: {found}; make one with sparseprefill anchors"
+            )
+
+    def to_json(self) -> str:
+        """The text of a file that `load` reads."""
+        facts = {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "model": None if self.model is None else self.model.to_dict(),
+            "anchors": self.anchors,
+            "maps": {str(layer): heads for layer, heads in sorted(self.maps.items())},
+            "made": dict(self.made),
+        }
+        lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in facts.items()]
+        return "{\n  " + ",\n  ".join(lines) + "\n}\n"
+
+
+def load(path: str | Path) -> AnchorTable:
+    """From a JSON file; ParameterError names the file and the field that does not fit."""
+    try:
+        text = json_text.read(path)
+    except ParameterError as error:
+        raise ParameterError(f"anchors is {printed(str(path))}: {error}; pass the JSON file of a table") from error
+    try:
+        with json_text.bounded():
+            return parse(json_text.parsed(text))
+    except ParameterError as error:
+        raise ParameterError(f"{path}: {error}") from error
+
+
+def parse(facts: object) -> AnchorTable:
+    """From the content of such a file, or from the indices of the anchor layers, whose followers go head by head."""
+    if isinstance(facts, AnchorTable):
+        return facts
+    if isinstance(facts, list | tuple):
+        return AnchorTable(anchors=_numbers("anchors", facts))
+    if not isinstance(facts, Mapping):
+        raise ParameterError(f"anchors is {printed(facts)}: pass a path, a table, or the indices of the anchor layers")
+    for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
+        if facts.get(name) != wanted or isinstance(facts.get(name), bool):
+            raise ParameterError(f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}")
+    unknown = sorted(str(name) for name in facts if name not in _FIELDS)
+    if unknown:
+        raise ParameterError(f"{unknown[0]} is no field of a table of anchors")
+    maps, made = facts.get("maps", {}), facts.get("made", {})
+    for name, value in (("maps", maps), ("made", made)):
+        if not isinstance(value, Mapping):
+            raise ParameterError(f"{name} is {printed(value)}: pass an object")
+    return AnchorTable(
+        anchors=_numbers("anchors", facts.get("anchors")),
+        maps={_layer(key): _numbers(f"maps[{key}]", heads) for key, heads in maps.items()},
+        model=None if facts.get("model") is None else ModelIdentity.of(facts["model"]),
+        made=made,
+    )
+
+
+def _layer(key: object) -> int:
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10:
+        return int(key)
+    raise ParameterError(f"maps has the key {printed(key)}: pass the index of a layer")
+
+
+def _numbers(name: str, value: object) -> tuple[int, ...]:
+    good = isinstance(value, list | tuple) and all(
+        isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 31 for one in value
+    )
+    if not good:
+        raise ParameterError(f"{name} is {printed(value)}: pass a list of indices, integers from 0")
+    return tuple(value)  # type: ignore[arg-type]

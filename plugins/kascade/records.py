@@ -1,0 +1,117 @@
+"""What a request remembers of an anchor layer: the keys that it chose, by part of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.statistics.kept import kept
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+Place = tuple[int, ...]
+"""Batch rows, query rows and keys of a call, and where its queries begin: the next chunk or part by rows has others."""
+
+
+@frozen(eq=False)
+class Chosen:
+    """What the estimator did in a layer; in `Plan.notes` under the key of its stage.
+
+    layer: whose keys the plan has, the call's own or its anchor's; None for all keys. lists: the layer's choice, lists
+    ``[B, Hkv, G]``, where later layers take it; else None. note: why a layer that follows an anchor chose for itself,
+    or why some heads of it follow others than the table says; empty else.
+    """
+
+    layer: int | None
+    lists: IndexLists | None = None
+    note: str = ""
+
+
+@frozen(eq=False)
+class Selection:
+    """The lists of neighbouring KV heads of a layer, ``[B, H, G]``; first: index of the first head in the layer."""
+
+    first: int
+    lists: IndexLists
+
+    @property
+    def behind(self) -> int:
+        """Index of the head behind the last."""
+        return self.first + self.lists.shape[1]
+
+    def joined(self, more: Selection) -> Selection:
+        """With the heads behind, which another part of the layer has chosen; those alone where they do not follow."""
+        if more.first != self.behind:
+            return more
+        one, other = self.lists, more.lists
+        lists = IndexLists(
+            torch.cat([one.counts, other.counts], 1),
+            torch.cat([one.offsets, other.offsets + one.indices.numel()], 1),
+            torch.cat([one.indices, other.indices]),
+        )
+        return evolve(self, lists=lists)
+
+    def of_heads(self, wanted: tuple[int, ...], own: int) -> tuple[IndexLists, tuple[int, ...]]:
+        """The lists of KV heads, by their index in the layer, and which of these are not here.
+
+        In their place stands the list of the head with the taker's own index, `own` being that of the first taker.
+        """
+        missing = tuple(head for head in wanted if not self.first <= head < self.behind)
+        taken = tuple(own + i if head in missing else head for i, head in enumerate(wanted))
+        return self._taken(tuple(head - self.first for head in taken)), missing
+
+    def _taken(self, heads: tuple[int, ...]) -> IndexLists:
+        if heads == tuple(range(self.lists.shape[1])):
+            return self.lists
+        index = _index(heads, self.lists.counts.device)
+        counts, offsets = self.lists.counts[:, index], self.lists.offsets[:, index]
+        return IndexLists(counts, offsets, self.lists.indices)
+
+    def holds(self, first: int, count: int) -> bool:
+        """Whether the heads with these indices are here."""
+        return self.first <= first and first + count <= self.behind
+
+
+@frozen(eq=False)
+class Kept:
+    """The choice of the last anchor layer, by part of the call. at: the layer that was observed last."""
+
+    layer: int
+    at: int
+    found: Mapping[Place, Selection]
+
+    def selection(self, call: AttentionCall, anchor: int) -> Selection | None:
+        """What the anchor chose for this part of the call, in this very pass through the layers; None if nothing."""
+        if self.layer != anchor or not self.layer < call.layer or call.layer < self.at:
+            return None
+        found = self.found.get(place_of(call))
+        return found if found is not None and found.holds(call.first_head // call.group, call.kv_heads) else None
+
+
+def renewed(call: AttentionCall, old: Kept | None, chosen: Chosen) -> Kept | None:
+    """`old`, or None, after a layer. An anchor's parts come one after the other; what was there before them goes."""
+    if chosen.lists is None:
+        return None if old is None else evolve(old, at=call.layer)
+    mine = Selection(call.first_head // call.group, chosen.lists)
+    place = place_of(call)
+    if old is None or (old.layer, old.at) != (call.layer, call.layer):
+        return Kept(call.layer, call.layer, {place: mine})
+    before = old.found.get(place)
+    return evolve(old, found={**old.found, place: mine if before is None else before.joined(mine)})
+
+
+def place_of(call: AttentionCall) -> Place:
+    """Of a call; its heads apart."""
+    g = call.geometry
+    return g.batch, g.q_len, g.kv_len, g.q_offset
+
+
+@kept
+def _index(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -1,0 +1,166 @@
+"""Ctrl-C: what was measured is shown, what was written is named, and the exit code is 130."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sparseprefill.adapters.bench.measure import Bench
+from sparseprefill.adapters.bench.scoreboard import Scoreboard
+from sparseprefill.adapters.bench.ttft import Prefill
+from sparseprefill.adapters.calibration import measure
+from sparseprefill.adapters.calibration.fit import ModelReadings
+from sparseprefill.adapters.cli import kept
+from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.evaluation import runs
+from typer.testing import CliRunner, Result
+
+from helpers.terminal import Terminal
+from sparseprefill.profiles.profile import Profile
+
+from .test_cli import refused
+
+pytestmark = pytest.mark.usefixtures("_one_tokenizer")
+BENCH = ("bench", "--length", "64", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--rounds", "1")
+DEMO = ("demo", "--tokens", "1024", "--questions", "1", "--device", "cpu", "--threads", "1")
+TUNE = (
+    "tune",
+    "--method",
+    "streaming",
+    "--device",
+    "cpu",
+    "--texts",
+    "1",
+    "--questions",
+    "1",
+    "--try",
+    "window=64,128",
+)
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def after(count: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which is interrupted when it is called once more than so often."""
+    calls: list[object] = []
+
+    def stopping(*arguments: Any, **options: Any) -> Any:
+        if len(calls) == count:
+            raise KeyboardInterrupt
+        calls.append(arguments)
+        return real(*arguments, **options)
+
+    return stopping
+
+
+def words(result: Result) -> str:
+    return " ".join(result.stderr.split())
+
+
+def test_bench_shows_the_rows_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "measure", after(2, Bench.measure))
+    masks = [word for mask in ("full", "diagonal", "tiles:0.5") for word in ("--executor", mask)]
+    result = run(*BENCH, *masks, "--json", "rows.json")
+    assert result.exit_code == 130, result.output
+    assert "diagonal" in result.stdout
+    assert "tiles 0.5" not in result.stdout
+    assert [row["what"] for row in json.loads(Path("rows.json").read_text())["rows"]] == ["full", "diagonal"]
+    assert "stopped after 2 of 3 rows; written: rows.json" in words(result)
+
+
+def test_bench_of_models_shows_the_lengths_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Prefill, "run", after(1, Prefill.run))
+    small = ("--ttft", "--layers", "1", "--length", "128", "--method", "streaming")
+    result = run(*BENCH, *small, "--json", "-")
+    assert result.exit_code == 130, result.output
+    assert {64} == {one["tokens"] for one in json.loads(result.stdout)["ttft"]}
+    assert "stopped after 1 of 2 lengths; nothing was written" in words(result)
+
+
+def test_bench_of_peers_shows_the_lengths_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scoreboard, "run", after(1, Scoreboard.run))
+    result = run(*BENCH, "--peers", "--executor", "full", "--length", "128", "--markdown", "peers.md")
+    assert result.exit_code == 130, result.output
+    assert Path("peers.md").is_file()
+    assert "stopped after 1 of 2 lengths; written: peers.md" in words(result)
+
+
+def test_demo_shows_the_readings_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*arguments: Any) -> Any:
+        found = real(*arguments)
+        yield next(found)
+        yield next(found)
+        raise KeyboardInterrupt
+
+    real = runs.outcomes
+    monkeypatch.setattr(runs, "outcomes", stopped)
+    result = run(*DEMO, "--method", "streaming", "--method", "bfla", "--json")
+    assert result.exit_code == 130, result.output
+    facts = json.loads(result.stdout)
+    assert facts["stopped"] is True
+    assert [one["method"] for one in facts["methods"]] == ["stock", "streaming"]
+    assert Path("sparseprefill-demo.png").is_file()
+    assert "stopped after 2 of 3 readings; written: sparseprefill-demo.png" in words(result)
+
+
+def test_tune_writes_the_best_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = ("--tokens", "512", "--tokens", "1024")
+    monkeypatch.setattr(ModelReadings, "run", after(1, ModelReadings.run))
+    result = run(*TUNE, *lengths, "-o", "mine.json")
+    assert result.exit_code == 130, result.output
+    assert "stopped after 1 of 2 lengths; written: mine.json" in words(result)
+    assert len(Profile.load(Path("mine.json")).ranges) == 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "command"),
+    [
+        (Bench, "measure", (*BENCH, "--executor", "full")),
+        (runs, "outcomes", DEMO),
+        (ModelReadings, "run", (*TUNE, "--tokens", "512")),
+        (measure, "calibrate", ("calibrate", "--method", "streaming", "--device", "cpu")),
+    ],
+    ids=["bench", "demo", "tune", "calibrate"],
+)
+def test_before_there_is_anything_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(owner, name, after(0, getattr(owner, name)))
+    refused(run(*command), "stopped: nothing was written", status=130)
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_what_a_run_wrote_before_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Ctrl-C comes when a command no longer waits for it."""
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        kept.wrote(Path("here.json"))
+        kept.wrote(Path("here.json"))
+        kept.wrote(Path("there.png"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparseprefill.adapters.cli.render.write_json", interrupted)
+    for _ in range(2):  # and another run begins anew
+        refused(run("methods", "--json"), "stopped: written: here.json, there.png", status=130)
+
+
+def test_a_real_interrupt() -> None:
+    """From the terminal, with a bar on it."""
+    longer = ("--seconds", "3", "--rounds", "1000000", "--executor", "full", "--executor", "diagonal")
+    terminal = Terminal(["-m", "sparseprefill", *BENCH, *longer], 100)
+    terminal.wait_for(" 1/2 ")
+    terminal.interrupt()
+    code, text = terminal.end()
+    assert code == 130, text
+    assert "stopped after 1 of 2 rows; nothing was written" in text
+    assert "Traceback" not in text

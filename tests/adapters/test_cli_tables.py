@@ -1,0 +1,135 @@
+"""Tables and bars on terminals of every width: columns leave, digits stay; in a file everything stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sparseprefill.adapters.cli.columns import Column, fitted, width
+
+from helpers.terminal import Terminal
+
+HEADS = ("method", "setting", "answers", "KL", "worst", "same", "recall", "density", "prefill", "speed-up")
+ROWS = (
+    ("dense (stock)", "", "37 / 37", "", "", "", "100.0%", "100.0%", "7.01 s", "1.00"),
+    ("anchor-attention", "theta=12.0, step=16", "36 / 37", "0.0012", "0.0183", "99.8%", "88.7%", "14.5%", "3 s", "1.7"),
+    ("streaming", "window=131072, sink=1024", "1 / 37", "0.4312", "12.01", "9.8%", "8.7%", "1.5%", "103.9 s", "12.79"),
+)  # fmt: skip
+DROP = ("worst", "same", "recall", "prefill", "KL", "density")
+TABLE = f"""
+from sparseprefill.adapters.cli.render import figures
+figures("what was measured", {HEADS!r}, {ROWS!r}, ["a remark"], "what columns mean", words=("setting",), drop={DROP!r})
+"""
+BARS = """
+import time
+from sparseprefill.adapters.cli.progress import bars
+with bars(3) as shown:
+    for _ in range(3):
+        with shown.contender("sample-attention, 131,072 tokens") as progress:
+            for done in range(8):
+                progress("prefill of the prompt", 1000 + done, 1200)
+                time.sleep(0.1)
+print("done")
+"""
+
+
+def columns(*least: int) -> list[Column]:
+    return [Column(i, f"c{i}", cells, cells) for i, cells in enumerate(least)]
+
+
+def test_what_fits_stays_as_it_is() -> None:
+    kept = fitted(columns(5, 6, 7), width([5, 6, 7]))
+    assert [(one.index, cells) for one, cells in kept] == [(0, 5), (1, 6), (2, 7)]
+
+
+def test_columns_leave_in_the_order_that_is_given_then_from_the_right() -> None:
+    made = columns(5, 6, 7, 8)
+    order = [
+        [one.index for one, _ in fitted(made, room, drop=("c1", "c0", "gone"))]
+        for room in range(width([5, 6, 7, 8]), 0, -1)
+    ]
+    distinct = [one for index, one in enumerate(order) if index == 0 or one != order[index - 1]]
+    assert distinct == [[0, 1, 2, 3], [0, 2, 3], [0, 2], [0]]
+
+
+def test_words_share_what_is_left_over() -> None:
+    one = Column.of(0, "name", ["streaming"], figures=True, measure=len)
+    two = Column.of(1, "setting", ["theta=12.0, step=16, block=128"], figures=False, measure=len)
+    three = Column.of(2, "why", ["few words"], figures=False, measure=len)
+    assert (one.least, two.least, three.least) == (9, 16, 9)
+    assert [cells for _, cells in fitted([one, two, three], width([9, 16, 9]))] == [9, 16, 9]
+    assert [cells for _, cells in fitted([one, two, three], width([9, 20, 9]))] == [9, 20, 9]
+    assert [cells for _, cells in fitted([one, two, three], 200)] == [9, 30, 9]
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), min_size=1, max_size=8), st.integers(1, 200))
+def test_nothing_is_wider_than_the_room_or_narrower_than_it_can_be(sizes: list[tuple[int, int]], room: int) -> None:
+    made = [Column(i, str(i), least, least + more) for i, (least, more) in enumerate(sizes)]
+    kept = fitted(made, room)
+    assert made[0] == kept[0][0]
+    assert all(one.least <= cells <= one.most for one, cells in kept)
+    assert len(kept) == 1 or width([cells for _, cells in kept]) <= room
+    if len(kept) < len(made):  # one more would not have fitted
+        assert width([one.least for one in made[: len(kept) + 1]]) > room
+
+
+def cells(text: str) -> list[list[str]]:
+    """The cells of a table's rows, by the heads' line."""
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.strip().startswith("method"))
+    return [re.split(r" {2,}", line.strip()) for line in lines[at:] if line.strip()]
+
+
+@pytest.mark.parametrize("room", [40, 60, 80, 120])
+def test_a_terminal_drops_columns_and_never_digits(room: int) -> None:
+    code, text = Terminal(["-c", TABLE], room).end()
+    assert code == 0, text
+    assert all(len(line.rstrip()) <= room for line in text.splitlines())
+    heads = cells(text)[0]
+    missing = [head for head in HEADS if head not in heads]
+    leaving = [*DROP, *(head for head in reversed(HEADS) if head not in DROP)]
+    assert missing == sorted(leaving[: len(missing)], key=HEADS.index)
+    assert missing or room == 120
+    if missing:
+        assert f"No room for {', '.join(missing)}: a wider terminal shows them" in " ".join(text.split())
+    for row in ROWS:
+        for head, cell in zip(HEADS, row, strict=True):
+            if head in heads:
+                assert all(re.search(rf"(?<!\S){re.escape(word)}(?!\S)", text) for word in cell.split())
+    assert "speed-up" in heads or room == 40
+    assert "a remark" in text
+
+
+def test_a_file_has_every_column() -> None:
+    done = subprocess.run([sys.executable, "-c", TABLE], capture_output=True, text=True, check=True)
+    assert list(HEADS) == cells(done.stdout)[0]
+    assert "No room" not in done.stdout
+    assert "theta=12.0," in done.stdout
+
+
+@pytest.mark.parametrize("room", [40, 60, 80, 120])
+def test_a_terminal_has_a_bar_with_the_time_left(room: int) -> None:
+    code, text = Terminal(["-c", BARS], room).end()
+    assert code == 0, text
+    shown = [line for line in text.replace("\r", "\n").splitlines() if "left:" in line]
+    assert shown
+    assert all(len(line) <= room for line in shown)
+    begun = [line for line in shown if not line.startswith("loading")]
+    assert all(re.search(r"left: (\d:\d\d:\d\d|-:--:--)$", line) for line in begun), begun
+    assert any(re.search(r"left: \d:\d\d:\d\d$", line) for line in shown if line.startswith("methods"))
+    assert (room >= 60) == any(re.search(r"\s100\d/1200 ", line) for line in shown)
+    assert (room >= 80) == any("━" in line for line in shown)
+    assert "done" in text
+
+
+def test_a_file_has_no_bar() -> None:
+    """Not even where colours are forced, as on build servers."""
+    done = subprocess.run([sys.executable, "-c", BARS], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+    forced = {"FORCE_COLOR": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", BARS], env=forced, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("done\n", "")

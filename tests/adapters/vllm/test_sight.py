@@ -1,0 +1,268 @@
+"""What an operator sees: chunks counted once, the line in the log, the dashboard. No engine."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import re
+import threading
+from importlib.resources import files
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sparseprefill.adapters.session.session import Session
+from sparseprefill.adapters.vllm import runtime as module
+from sparseprefill.adapters.vllm.plan import plan
+from sparseprefill.adapters.vllm.requests import Row
+from sparseprefill.adapters.vllm.runtime import DEAF, UNSEEN, Runtime
+from sparseprefill.adapters.vllm.served import Served
+from sparseprefill.adapters.vllm.summary import Summary, every, interval_of_host
+from sparseprefill.adapters.vllm.tally import METRICS, OWNER, PREFIX, Tally
+
+import sparseprefill as sp
+
+from .test_plan import FIELDS, RunnerV1, RunnerV2, common, runtime, stock
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_line_says_what_was_done_since_the_last() -> None:
+    clock = Clock()
+    summary = Summary(clock)
+    assert summary.line() is None
+    for reason in (None, None, "fewer than 128 tokens", "fewer than 128 tokens", "too small"):
+        summary.add(1000, reason)
+    for density in (0.1, 0.3):
+        summary.densities(density)
+    clock.now += 10
+    assert summary.line() == (
+        "prefill chunks of the last 10 s: 2 sparse, 3 dense (2x fewer than 128 tokens), mean density 0.200, "
+        "500.0 tokens/s of prefill"
+    )
+    assert summary.line() is None, "told"
+    clock.now += 30
+    summary.add(600, None)
+    text = "prefill chunks of the last 30 s: 1 sparse, 0 dense, mean density 0.200 (measured before), 20.0 tokens/s"
+    assert f"{text} of prefill" == summary.line()
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, 10), ("2.5", 2.5), ("0", 10), ("-3", 10), ("often", 10)])
+def test_it_comes_as_often_as_the_hosts(given: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LOG_STATS_INTERVAL", raising=False)
+    if given is not None:
+        monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", given)
+    assert seconds == interval_of_host()
+
+
+class Owner:
+    """Counts how often it is asked."""
+
+    def __init__(self, enough: threading.Event) -> None:
+        self.calls, self.enough = 0, enough
+
+    def tell(self) -> None:
+        self.calls += 1
+        if self.calls >= 3:
+            self.enough.set()
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    enough = threading.Event()
+    owner = Owner(enough)
+    thread = every(0.01, owner, owner.tell)
+    assert enough.wait(30)
+    assert thread.daemon
+    del owner
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("table", "head", "level", "begins"), [
+    ({}, 0, logging.INFO, True),
+    ({"log_interval": 3}, 0, logging.INFO, True),
+    ({"log_interval": 0}, 0, logging.INFO, False),
+    ({}, 4, logging.INFO, False),
+    ({}, 0, logging.WARNING, False),
+])  # fmt: skip
+def test_when_the_line_is_logged(
+    table: dict[str, Any],
+    head: int,
+    level: int,
+    begins: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(module, "every", lambda seconds, owner, tell: seen.append(seconds))
+    monkeypatch.delenv("VLLM_LOG_STATS_INTERVAL", raising=False)
+    mine = runtime(**table)
+    mine.model = SimpleNamespace(first_head=head)  # type: ignore[assignment]
+    with caplog.at_level(level, logger="sparseprefill"):
+        mine.start()
+    assert ([table.get("log_interval", 10)] if begins else []) == seen
+
+
+@pytest.mark.parametrize(("child", "folder", "said"), [(True, None, True), (True, "/x", False), (False, None, False)])
+def test_metrics_that_a_server_cannot_show_are_said_to_be_so(
+    child: bool,
+    folder: str | None,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    if folder is not None:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", folder)
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: object() if child else None)
+    with caplog.at_level(logging.INFO, logger="sparseprefill"):
+        runtime(log_interval=0).start()
+    assert said == (UNSEEN in caplog.text)
+
+
+class Told(Tally):
+    """Keeps what chunks were settled as."""
+
+    def settle(self, tokens: int, reason: str | None) -> None:
+        SETTLED.append((tokens, reason))
+
+
+SETTLED: list[tuple[int, str | None]] = []
+
+
+@pytest.fixture
+def mine() -> Runtime:
+    """A runtime with a profile, whose chunks the tests see."""
+    SETTLED.clear()
+    plain = runtime(profiles={"all": {"method": "dense"}})
+    other = Served(Session(sp.build("dense"), min_query=8), Told())
+    return Runtime(plain.options, plain.session, plain.model, Told(), {"all": other})
+
+
+def test_a_chunk_is_counted_once_when_its_step_is_over(mine: Runtime) -> None:
+    batch = common([20, 20, 3], [20, 20, 3], [True, True, True])
+    parts = plan(mine, batch, stock)
+    plan(mine, batch, stock)  # another group of layers
+    assert parts is not None
+    first, second = (part.chunk for part in parts[:2])
+    assert first is not None
+    assert second is not None
+    first.reasons["a layer that cannot"] += 1
+    first.sparse = True
+    second.reasons.update({"one layer": 1, "two layers": 2})
+    assert [(3, "fewer than 8 tokens")] == SETTLED
+    plan(mine, common([1], [21], [False]), stock)
+    assert [(20, None), (20, "two layers")] == SETTLED[1:]
+    plan(mine, common([20], [20], [True]), stock)
+    mine.tell()
+    assert 3 == len(SETTLED), "it may be under way"
+    mine.tell()
+    assert (20, "no layer can run sparse") == SETTLED[3]
+    mine.tell()
+    assert 4 == len(SETTLED)
+
+
+def asking(profile: object) -> Any:
+    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"sparseprefill": profile}), num_prompt_tokens=52)
+
+
+def served(mine: Runtime, batch: Any) -> list[Any]:
+    """What runs each part of a batch: a session, or None where the host does."""
+    parts = plan(mine, batch, stock)
+    return [] if parts is None else [None if part.served is None else part.served.session for part in parts]
+
+
+def test_runner_v1_tells_what_requests_ask_for(mine: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+    host = RunnerV1(mine, "a", "b", "c", "d")
+    host.requests = {"a": asking("all"), "b": asking("off"), "c": asking("fast"), "d": SimpleNamespace()}
+    with caplog.at_level(logging.WARNING):
+        for start in (0, 20):
+            batch = common([20] * 4, [start + 20] * 4, [True] * 4)
+            assert [mine.profiles["all"].session, None, mine.session] == served(mine, batch)
+    text = "sparseprefill is 'fast', which is no profile of this engine. Known: all, off"
+    assert [f"sparseprefill: a request runs dense: {text}"] == [one.message for one in caplog.records]
+    assert 2 == mine.report().notes["the request asks for it (sparseprefill: off)"]
+
+
+def test_runner_v2_tells_it_with_the_first_chunk(mine: Runtime) -> None:
+    class Stepping(RunnerV2):
+        """Plans as vLLM does: below the call that has what the scheduler says."""
+
+        def execute_model(self, scheduler_output: Any = None, batch: Any = None) -> Any:
+            return super().execute_model() if batch is None else served(mine, batch)
+
+    host = Stepping(mine, "a", "b")
+    new = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id="a", **vars(asking("all")))])
+    nothing = SimpleNamespace(scheduled_new_reqs=[])
+    both = [mine.profiles["all"].session, mine.session]
+    assert both == host.execute_model(new, host.batch([20, 20], [20, 20], [True, True], "a", "b"))
+    assert both == host.execute_model(nothing, host.batch([20, 20], [40, 40], [True, True], "a", "b"))
+    again = host.batch([20], [20], [True], "a")
+    assert both[:1] == host.execute_model(nothing, again), "begun anew by the runner alone"
+    other = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id="a", sampling_params=None)])
+    assert both[1:] == host.execute_model(other, again), "another of the name, that asks for nothing"
+
+
+def test_requests_that_nobody_names_cannot_ask(mine: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+    host = RunnerV2(mine, "a")
+    with caplog.at_level(logging.WARNING):
+        mine.remembers_by(FIELDS)
+        assert not caplog.records
+        mine.remembers_by(FIELDS - {"req_idx"})
+    assert DEAF in caplog.text
+    assert [mine.session] == served(mine, common([20], [20], [True]))
+    del host
+    assert {} == mine.asked([None])
+    assert {"a": None} == mine.asked(["a"])
+    assert mine.main is mine.serving(Row(0, 20, asked=3))
+
+
+def dashboard() -> dict[str, Any]:
+    text = files("sparseprefill.adapters.vllm").joinpath("dashboard.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def exposed() -> dict[str, set[str]]:
+    """Labels of every series of ours that Prometheus keeps."""
+    found: dict[str, set[str]] = {}
+    for name, (kind, _, labels, _) in METRICS.items():
+        behind = ("_total",) if kind == "Counter" else ("_bucket", "_sum", "_count")
+        for suffix in behind:
+            found[PREFIX + name + suffix] = {*OWNER, *labels, *(["le"] if suffix == "_bucket" else [])}
+    return found
+
+
+def test_the_dashboard_names_series_that_there_are() -> None:
+    page, known = dashboard(), exposed()
+    asked = [target["expr"] for panel in page["panels"] for target in panel["targets"]]
+    asked += [one["query"] for one in page["templating"]["list"] if one["type"] == "query"]
+    named = set()
+    for query in asked:
+        uses = re.findall(r"(sparseprefill:\w+)(?:\{([^}]*)\})?", query)
+        assert uses, query
+        for series, chosen in uses:
+            named.add(series)
+            assert set(re.findall(r"(\w+)=", chosen)) <= known[series], query
+        grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")}
+        assert all(grouped <= known[series] for series, _ in uses), query
+    metrics = {re.sub(r"_(total|bucket|sum|count)$", "", one).removeprefix(PREFIX) for one in named}
+    assert set(METRICS) == metrics, "each is shown"
+
+
+def test_panels_have_places_of_their_own() -> None:
+    panels = dashboard()["panels"]
+    assert len(panels) == len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels})
+    taken = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(taken) == len(set(taken))

@@ -1,0 +1,85 @@
+"""The site: every page has its place in the navigation, and every public name in the pages made from docstrings.
+
+`tox -e docs` builds it, and fails for a link that leads nowhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+import yaml
+
+import sparseprefill as sp
+from docs.pages import ROOT
+from sparseprefill import testing
+
+DOCS = ROOT / "docs"
+SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+BESIDE = {"overview.md", "contributing.md", "changelog.md", "security.md"}
+"""Pages that docs/tools/pages.py makes of the files beside docs/."""
+
+
+def paths(nav: Any) -> Iterator[str]:
+    """The paths of a navigation, titles left out."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for one in nav.values() if isinstance(nav, dict) else nav:
+            yield from paths(one)
+
+
+def generated() -> list[str]:
+    """What the pages under docs/api/ ask for, by dotted name."""
+    return [
+        name
+        for page in sorted((DOCS / "api").glob("*.md"))
+        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), flags=re.M)
+    ]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | BESIDE
+    assert Counter(there) == Counter(paths(SITE["nav"]))
+
+
+def test_files_beside_docs_are_there() -> None:
+    text = (DOCS / "tools" / "pages.py").read_text(encoding="utf-8")
+    sources = dict(re.findall(r'"(\S+)": "(\S+\.(?:md|txt))"', text))
+    assert set(sources.values()) == BESIDE | {"license.txt"}
+    assert [name for name in sources if not (ROOT / name).is_file()] == []
+
+
+def test_every_public_name_is_generated_once() -> None:
+    public = [f"sparseprefill.{name}" for name in sp.__all__]
+    public += [f"sparseprefill.testing.{name}" for name in testing.__all__]
+    asked = Counter(generated())
+    assert {name: asked[name] for name in public} == dict.fromkeys(public, 1)
+
+
+ATTRS = sorted(name for name in sp.__all__ if isinstance(getattr(sp, name), type) and attrs.has(getattr(sp, name)))
+
+
+@pytest.fixture(scope="module")
+def griffe_core() -> Any:
+    """Core as the site reads it."""
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(str(DOCS / "tools" / "docstrings.py"))
+    return griffe.load("sparseprefill", search_paths=[ROOT / "core"], extensions=extensions, allow_inspection=False)
+
+
+@pytest.mark.parametrize("name", ATTRS)
+def test_signatures_of_the_site_are_those_of_attrs(name: str, griffe_core: Any) -> None:
+    kind = getattr(sp, name)
+    module = kind.__module__.removeprefix("sparseprefill.")
+    made = [one for one in griffe_core[f"{module}.{name}.__init__"].parameters if one.name != "self"]
+    wanted = inspect.signature(kind).parameters.values()
+    assert [one.name for one in wanted] == [one.name for one in made]
+    assert [one.kind.description for one in wanted] == [one.kind.value for one in made]
+    needed = [one.name for one in wanted if one.default is inspect.Parameter.empty]
+    assert needed == [one.name for one in made if one.default is None or one.kind.value.startswith("variadic")]
