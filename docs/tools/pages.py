@@ -31,6 +31,7 @@ BESIDE = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "LICENSE": "license.txt",
+    "CITATION.cff": "citation.cff.txt",
 }
 """Files beside docs/, and what they are on the site."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
