@@ -89,7 +89,7 @@ def bench(
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
     threads: Threads = 1,
-    plot: Annotated[Path | None, typer.Option(help="Where a picture goes: time by length, recall by density.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where a picture goes: speed-up and recall.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Where the tables go as Markdown.")] = None,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Where the figures go as JSON; - prints nothing else.")

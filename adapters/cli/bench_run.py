@@ -41,7 +41,7 @@ def layers(wanted: Wanted, registry: Registry, place: Place, files: Files, clock
                 rows.append(bench.measure(case))
     stop.check(len(rows))
     if files.plot is not None:
-        bench_plot.draw(rows, files.plot)
+        bench_plot.draw(rows, files.plot, facts.machine(place.device)["name"])
         wrote(files.plot)
     if files.markdown is not None:
         files.markdown.write_text(facts.markdown(rows), encoding="utf-8")

@@ -51,7 +51,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 def test_files_beside_docs_are_there() -> None:
     text = (DOCS / "tools" / "pages.py").read_text(encoding="utf-8")
     sources = dict(re.findall(r'"(\S+)": "(\S+\.(?:md|txt))"', text))
-    assert set(sources.values()) == BESIDE | {"license.txt"}
+    assert set(sources.values()) == BESIDE | {"license.txt", "citation.cff.txt"}
     assert [name for name in sources if not (ROOT / name).is_file()] == []
 
 
