@@ -6,18 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import frozen
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.refiners.skip import SkipSoftmax
+from sparseprefill.route import Route
 
 from ..evaluation.outcome import Outcome
 from .files import check_writable
 
 CELLS = 128
-COLUMNS = 4
+COLUMNS = (4, 5, 3)
+"""Panels side by side: the first of these that leaves the fewest places empty."""
+ALIKE = 0.95
+"""From this share of common pairs on two panels look the same, and the second says so."""
 # One hue from white to near black, so that it reads in grey and with any colour vision.
 SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#a6c8e4", "#3f7fb8", "#10365f"])
 FUTURE, INK = "#ececec", "#333333"
@@ -33,18 +40,19 @@ def draw(outcomes: Sequence[Outcome], layer: int, head: int, path: Path) -> None
     """Write the picture: a panel per contender that came through, queries downwards and keys to the right."""
     shown = [_of_outcome(outcome, layer, head) for outcome in outcomes if not outcome.error]
     if shown:
-        where = f"layer {layer}, head {head}, {shown[0].tokens:,} tokens (grey: the future)"
+        where = f"layer {layer}, head {head}, {shown[0].tokens:,} tokens"
         _figure(shown, ("What each prefill computes:", where)).savefig(path, format="png")
 
 
 @frozen(eq=False)
 class Panel:
-    """One mask: its title, what is said below, the tokens of the prompt; mask None is dense."""
+    """One mask: its title, what is said above and below it, the tokens of the prompt; mask None is dense."""
 
     title: str
     figures: str
     tokens: int
     mask: SparseMask | None
+    note: str = ""
 
 
 def sheet(panels: Sequence[Panel], title: str) -> Figure:
@@ -53,36 +61,65 @@ def sheet(panels: Sequence[Panel], title: str) -> Figure:
 
 
 def _of_outcome(outcome: Outcome, layer: int, head: int) -> Panel:
-    density = 1.0 if outcome.mask is None else outcome.mask.density
-    recall = next((one.recalls[head] for one in outcome.layers if one.index == layer), 1.0)
-    figures = f"density {density:.1%}, recall {recall:.1%}"
-    return Panel(outcome.contender.label, figures, outcome.tokens, outcome.mask)
+    own = next((one for one in outcome.layers if one.index == layer), None)
+    density, note = 1.0 if outcome.mask is None else outcome.mask.density, ""
+    if own is not None and outcome.mask is not None and _skims(outcome.contender.pipeline):
+        skipped = 1 - own.density / density if density else 0.0
+        note = f"of the mask, {skipped:.0%} of the layer's pairs\nare skipped while it runs"
+    figures = f"density {density:.1%}, recall {1.0 if own is None else own.recalls[head]:.1%}"
+    return Panel(outcome.contender.label, figures, outcome.tokens, outcome.mask, note)
+
+
+def _skims(pipeline: Pipeline | Route | None) -> bool:
+    """Whether the executor may leave out tiles that the mask has."""
+    known = () if pipeline is None else Route.of(pipeline).known
+    return any(isinstance(stage, SkipSoftmax) for one in known for stage in one.refiners)
 
 
 def _figure(shown: Sequence[Panel], title: Sequence[str]) -> Figure:
-    rows = -(-len(shown) // COLUMNS)
-    columns = -(-len(shown) // rows)
-    figure = Figure(figsize=(2.75 * columns + 0.9, 3.05 * rows + 0.5), dpi=160, layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis in axes[len(shown) :]:
-        axis.set_axis_off()
-    images = []
-    for index, (axis, panel) in enumerate(zip(axes, shown, strict=False)):
-        images.append(_draw(axis, panel))
-        axis.set_ylabel("query" if index % columns == 0 else "", fontsize=9, color=INK)
+    columns = len(shown) if len(shown) < min(COLUMNS) else min(COLUMNS, key=lambda n: -len(shown) % n)
+    columns = min(columns, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(2.75 * columns, 3.05 * rows + 0.9), dpi=160, layout="constrained")
+    grid = figure.add_gridspec(rows, 2 * columns)
+    shares = [_shares(panel.mask, min(CELLS, panel.tokens)) for panel in shown]
+    axes = []
+    for index, panel in enumerate(shown):
+        row, column = divmod(index, columns)
+        last = len(shown) - columns * row  # panels from this row on: fewer than a row of them stand in the middle
+        start = 2 * column + max(0, columns - last)
+        axis = figure.add_subplot(grid[row, start : start + 2])
+        image = _draw(axis, panel, shares[index], panel.note or _twin(shares, shown, index))
+        axis.set_ylabel("query" if column == 0 else "", fontsize=9, color=INK)
+        axes.append(axis)
     figure.suptitle(("\n" if columns == 1 else " ").join(title), color=INK, fontsize=11)
-    bar = figure.colorbar(images[0], ax=axes, ticks=TICKS, shrink=0.8 if rows == 1 else 0.5, aspect=22, pad=0.012)
-    bar.ax.set_yticklabels([f"{tick:.0%}" for tick in TICKS])
-    bar.set_label("pairs computed in a cell", color=INK, fontsize=8)
+    bar = figure.colorbar(
+        image, ax=axes, ticks=TICKS, location="bottom", shrink=min(1.0, 2 / columns), aspect=34, pad=0.02
+    )
+    bar.ax.set_xticklabels([f"{tick:.0%}" for tick in TICKS])
+    side = -(-shown[0].tokens // min(CELLS, shown[0].tokens))
+    words = ("share of a cell's pairs that is computed;", f"a cell is {side} x {side} tokens;", "grey: the future")
+    bar.set_label(("\n" if columns < 3 else " ").join(words), color=INK, fontsize=8)
     bar.ax.tick_params(labelsize=7, colors=INK, length=2)
     bar.outline.set_edgecolor(FUTURE)
     return figure
 
 
-def _draw(axis: Any, panel: Panel) -> Any:
+def _twin(shares: Sequence[Any], shown: Sequence[Panel], index: int) -> str:
+    """What a panel says that looks like an earlier one; empty otherwise."""
+    for other in range(index):
+        if shown[other].tokens != shown[index].tokens:
+            continue
+        both, either = (np.nansum(pick(shares[index], shares[other])) for pick in (np.minimum, np.maximum))
+        if both >= ALIKE * either:
+            return f"as {shown[other].title} in this head:\n{both / either:.0%} of the pairs in common"
+    return ""
+
+
+def _draw(axis: Any, panel: Panel, shares: Any, note: str) -> Any:
     tokens = panel.tokens
     image = axis.imshow(
-        _shares(panel.mask, min(CELLS, tokens)),
+        shares,
         cmap=SHADES,
         norm=PowerNorm(0.5, 0.0, 1.0),
         extent=(0, tokens, tokens, 0),
@@ -96,7 +133,7 @@ def _draw(axis: Any, panel: Panel) -> Any:
     labels = [f"{tick // 1024}K" if tick % 1024 == 0 and tick else str(tick) for tick in ticks]
     axis.set_xticks(ticks, labels)
     axis.set_yticks(ticks, labels)
-    axis.set_xlabel("key", fontsize=9, color=INK, labelpad=1)
+    axis.set_xlabel(f"key\n{note}" if note else "key", fontsize=8 if note else 9, color=INK, labelpad=1)
     axis.tick_params(labelsize=7, colors=INK, length=2)
     for side in axis.spines.values():
         side.set_visible(False)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from sparseprefill.profiles.clusters import NOISE, ClusterTable
@@ -30,6 +31,14 @@ def draw(similar: Tensor, heads: list[tuple[int, int]], table: ClusterTable, pat
         axis.plot(*frame, color=EDGE, linewidth=1.5, clip_on=False)
         axis.text(at + size, at, f" {label}", color=EDGE, fontsize=8, va="top", ha="left")
         at += size
+    if table.noise:  # told apart: paler, and framed in grey
+        end = len(order) - 0.5
+        for corner, width, height in (((at, -0.5), end - at, end + 0.5), ((-0.5, at), at + 0.5, end - at)):
+            axis.add_patch(Rectangle(corner, width, height, facecolor="white", alpha=0.55, linewidth=0))
+        axis.plot(
+            [at, end, end, at, at], [at, at, end, end, at], color=GREY, linewidth=1.5, linestyle="--", clip_on=False
+        )
+        axis.text(end, at, " noise", color=INK, fontsize=8, va="top", ha="left")
     if len(heads) <= NAMED:
         names = ["{}.{}".format(*heads[i]) for i in order]
         axis.set_xticks(range(len(order)), names, rotation=90)
@@ -40,7 +49,9 @@ def draw(similar: Tensor, heads: list[tuple[int, int]], table: ClusterTable, pat
         axis.set_xticks([])
         axis.set_yticks([])
     axis.tick_params(labelsize=6, length=0)
-    axis.set_xlabel("layer.head, by cluster; grey names: noise", fontsize=8, color=INK)
+    axis.set_xlabel(
+        "layer.head, by cluster; pale, with grey names: noise, heads that share with nobody", fontsize=8, color=INK
+    )
     title = (
         f"Similarity of {len(heads)} heads. Clusters: {len(table.clusters)}, heads that are noise: {len(table.noise)}"
     )

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from sparseprefill.softmax import SoftmaxState
     from sparseprefill.stages import Corrector, HeadScope, MaskRefiner, Observer, PatternEstimator, SparseExecutor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AttachError",
     "AttentionCall",
