@@ -8,8 +8,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from docs.pages import ROOT
 from PIL import Image
+
+from docs.pages import ROOT
 
 
 @pytest.fixture(scope="module")
