@@ -15,7 +15,7 @@ def part(share: float) -> settings:
 
 
 def few_calls(dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, ...]:
-    """Of the standard calls a row alone, and one for each of: a prefix, an offset, padding, a window, sinks."""
+    """Of the standard calls a row alone, and one for each of: a prefix, an offset, padding, a window, sinks, KV heads."""
     calls = standard_calls(dtype=dtype)
     return (
         next(call for call in calls if 1 == call.q.shape[2] < call.kv_len),
@@ -24,4 +24,5 @@ def few_calls(dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, ...]:
         next(call for call in calls if call.starts is not None),
         next(call for call in calls if call.window is not None),
         next(call for call in calls if call.sinks is not None),
+        next(call for call in calls if call.k.shape[1] > 1 and call.window is None),
     )

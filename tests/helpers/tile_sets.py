@@ -98,7 +98,8 @@ class Worth:
     def _row(self, scores: torch.Tensor, rows: int | None) -> torch.Tensor:
         b, h, position = self.at
         index = 0 if rows is None else position // rows - int(self.geometry.first_tile(rows)[b])
-        return scores[b, h, min(index, scores.shape[2] - 1)]
+        # A group may begin before the first query tile that has scores.
+        return scores[b, h, max(0, min(index, scores.shape[2] - 1))]
 
 
 def lowest(x: torch.Tensor) -> float:
