@@ -15,7 +15,7 @@ from .shared_options import Configs, Device, Dtype, Floor, Json, Methods, Settin
 if TYPE_CHECKING:
     from ..evaluation.outcome import Outcome
 
-LAYER, HEAD = 1, 0
+LAYER, HEAD = 4, 0
 """Whose mask the picture shows unless told otherwise."""
 
 

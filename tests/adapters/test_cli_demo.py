@@ -73,7 +73,7 @@ def test_json(small: tuple[dict[str, Any], Path]) -> None:
     }
     assert (facts["tokens"], facts["questions"], facts["device"], facts["dtype"]) == (1024, 4, "cpu", "float32")
     assert facts["tail"] == 128
-    assert facts["picture"] == {"path": str(path), "layer": 1, "head": 0}
+    assert facts["picture"] == {"path": str(path), "layer": 4, "head": 0}
     names = [outcome["method"] for outcome in facts["outcomes"]]
     assert names == ["stock", *(name for name in default_registry().methods() if name != "dense")]
     assert names == [method["method"] for method in facts["methods"]]

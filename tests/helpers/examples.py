@@ -15,7 +15,7 @@ def part(share: float) -> settings:
 
 
 def few_calls(dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, ...]:
-    """Of the standard calls a row alone, and one for each of: a prefix, an offset, padding, a window, sinks, KV heads."""
+    """Of the standard calls a row alone, and one each for: a prefix, an offset, padding, a window, sinks, KV heads."""
     calls = standard_calls(dtype=dtype)
     return (
         next(call for call in calls if 1 == call.q.shape[2] < call.kv_len),

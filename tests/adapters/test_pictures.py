@@ -1,0 +1,114 @@
+"""Pictures: no place stays empty, panels that look alike say so, and no line goes through two points."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from sparseprefill.adapters.bench.case import Case, Shape
+from sparseprefill.adapters.bench.measure import Row
+from sparseprefill.adapters.cli import bench_plot, picture
+from sparseprefill.adapters.cli.picture import Panel
+from sparseprefill.adapters.clustering import picture as similarity
+from sparseprefill.adapters.evaluation.contender import Contender
+from sparseprefill.adapters.evaluation.outcome import Layer, Outcome
+
+import sparseprefill as sp
+from sparseprefill.profiles.clusters import ClusterTable
+
+CALL = sp.AttentionCall(*(torch.randn(1, 1, 512, 8) for _ in range(3)))
+
+
+def local(window: int) -> sp.SparseMask:
+    return sp.build("streaming", sink=32, window=window, block=32).plan(CALL, sp.Memory()).mask
+
+
+def panel(name: str, mask: sp.SparseMask | None) -> Panel:
+    return Panel(name, "density", 512, mask)
+
+
+@pytest.mark.parametrize(("count", "columns"), [(1, 1), (2, 2), (4, 4), (5, 5), (7, 4), (10, 5), (12, 4)])
+def test_every_place_is_taken(count: int, columns: int) -> None:
+    figure = picture.sheet([panel(f"m{i}", local(64 * (i + 1))) for i in range(count)], "masks")
+    figure.draw_without_rendering()
+    *panels, bar = figure.axes
+    assert len(panels) == count
+    lefts = [round(axis.get_position().x0, 2) for axis in panels]
+    assert len(set(lefts[:columns])) == columns
+    last = panels[columns * ((count - 1) // columns) :]
+    middle = (last[0].get_position().x0 + last[-1].get_position().x1) / 2
+    assert middle == pytest.approx((panels[0].get_position().x0 + panels[columns - 1].get_position().x1) / 2, abs=0.02)
+    assert bar.get_position().y1 < min(axis.get_position().y0 for axis in panels), "the scale stands below"
+    assert "share of a cell's pairs" in bar.get_xlabel()
+
+
+def test_panels_that_look_alike_say_so() -> None:
+    figure = picture.sheet([panel("a", local(64)), panel("b", local(256)), panel("c", local(64))], "masks")
+    first, second, third = (axis.get_xlabel() for axis in figure.axes[:3])
+    assert first == second == "key"
+    assert third == "key\nas a in this head:\n100% of the pairs in common"
+
+
+def test_a_method_that_skips_while_it_runs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.append(self))
+    pipeline = sp.build("skip-softmax")
+    found = Outcome(
+        Contender("skip-softmax", pipeline),
+        tokens=512,
+        layers=(Layer(0, 0.25, (0.9,)),),
+        mask=sp.SparseMask.full(CALL),
+    )
+    picture.draw([found], 0, 0, tmp_path / "masks.png")
+    assert "75% of the layer's pairs\nare skipped while it runs" in drawn[0].axes[0].get_xlabel()
+    assert "recall 90.0%" in drawn[0].axes[0].get_title()
+
+
+def rows(*lengths: int) -> list[Row]:
+    def row(name: str, length: int, seconds: float, recall: float | None) -> Row:
+        case = Case(table="methods", name=name, shape=Shape(length=length))
+        return Row(case=case, seconds=seconds, dense=1.0, baseline="cuDNN", density=0.5, recall=recall)
+
+    return [row(name, n, s, r) for n in lengths for name, s, r in (("tiles 0.5", 0.5, None), ("bfla", 0.25, 0.9))]
+
+
+@pytest.mark.parametrize(("lengths", "lines"), [((1024,), False), ((1024, 2048), False), ((1024, 2048, 4096), True)])
+def test_bars_of_speed_up_and_lines_from_three_lengths_on(
+    lengths: tuple[int, ...], lines: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.append(self))
+    assert bench_plot.draw(rows(*lengths), tmp_path / "bench.png", "an H200")
+    (figure,) = drawn
+    times, kept = figure.axes
+    assert "an H200; dense: cuDNN" in str(figure.get_suptitle())
+    assert len(times.patches) == (0 if lines else 2 * len(lengths))
+    joined = [line for line in (*times.lines, *kept.lines) if line.get_linestyle() == "-"]
+    assert len(joined) == (2 if lines else 0)
+    assert all(len(line.get_xdata()) >= 3 for line in joined)
+    if not lines:
+        assert {round(bar.get_width(), 6) for bar in times.patches} == {2.0, 4.0}
+
+
+def test_nothing_measured_draws_nothing(tmp_path: Path) -> None:
+    failed = [Row(case=row.case, error="out of memory") for row in rows(1024)]
+    assert not bench_plot.draw(failed, tmp_path / "bench.png", "an H200")
+    assert not (tmp_path / "bench.png").exists()
+
+
+def test_noise_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.append(self))
+    heads = [(0, 0), (0, 1), (0, 2), (0, 3)]
+    noisy, clean = (
+        ClusterTable(clusters=clusters, noise=noise)
+        for clusters, noise in ((((heads[0], heads[2]),), (heads[1], heads[3])), ((tuple(heads),), ()))
+    )
+    for table in (noisy, clean):
+        similarity.draw(torch.eye(4), heads, table, tmp_path / "clusters.png")
+    texts = [[text.get_text().strip() for text in figure.axes[0].texts] for figure in drawn]
+    assert texts == [["0", "noise"], ["0"]]
+    assert [len(figure.axes[0].patches) for figure in drawn] == [2, 0]
