@@ -77,4 +77,4 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--tokens", "512", "--tasks", "1", "--tails", "16", "--method", "streaming"])
     printed = capsys.readouterr().out
     assert "| streaming | 16 | " in printed
-    assert "Tokens behind the text: short " in printed
+    assert "Tokens after the text: short " in printed

@@ -233,7 +233,7 @@ def test_cudnn_gets_what_it_wants(extra: Exception | None, monkeypatch: pytest.M
     told = (True, "") if extra is None else (False, "RuntimeError: no")
     for mask in ("full", "tiles 0.2"):
         assert told == (scores[mask].counts, scores[mask].error)
-    assert "blocks alone" in scores["diagonal + stripes 0.2"].refused
+    assert "only takes blocks" in scores["diagonal + stripes 0.2"].refused
 
 
 def test_cudnn_in_fp8_gets_lists_of_equal_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_cudnn_in_fp8_gets_lists_of_equal_length(monkeypatch: pytest.MonkeyPatch
     assert (full.error, full.counts, full.pairs) == ("", True, 4 * 4 * 2 * 128 * 128)
     assert tiles.counts
     assert tiles.pairs % (4 * 4 * 128 * 128) == 0
-    assert "blocks alone" in stripes.refused
+    assert "only takes blocks" in stripes.refused
     changes: list[tuple[dict[str, Any], str]] = [({"head_dim": 64}, "pass 128"), ({"length": 300}, "multiple")]
     for change, words in [*changes, ({"dtype": "float32"}, "bfloat16")]:
         (score,) = measured(other, masks=[FULL], shape=evolve(shape, **change))
