@@ -26,14 +26,14 @@ def as_table(table: BreakEven, shape: HeadShape, methods: Sequence[str]) -> None
     heads = ("method", "worth it", *(f"{point.keys:,}" for point in whole))
     rows = [("dense, ms", "", *_milliseconds(whole))]
     rows += [(name, _from(table, shape, name), *_speed_ups(shape, name, whole)) for name in methods]
-    title = f"{shape} on {table.device}: speed-up (dense time / time)"
+    title = f"{shape} on {table.device}: speed-up over dense"
     render.figures(title, heads, rows, words=heads[:2], drop=_shortest(heads[2:]))
     for queries in sorted({point.queries for point in shape.points if not point.whole}):
         points = [point for point in shape.points if point.queries == queries and not point.whole]
         heads = ("method", *(f"{point.keys:,}" for point in points))
         rows = [("dense, ms", *_milliseconds(points))]
         rows += [(name, *_speed_ups(shape, name, points)) for name in methods]
-        render.figures(f"the last {queries:,} rows of a prompt, by its length", heads, rows, drop=_shortest(heads[1:]))
+        render.figures(f"the last {queries:,} rows of a prompt", heads, rows, drop=_shortest(heads[1:]))
     doubtful = [name for name in methods if too_dense(shape, name)]
     if doubtful:
         render.line(DOUBT.format(methods=", ".join(doubtful)), style="dim")
@@ -76,4 +76,5 @@ def _speed_ups(shape: HeadShape, method: str, points: Sequence[Point]) -> list[s
 
 
 def _milliseconds(points: Sequence[Point]) -> list[str]:
-    return [f"{point.dense * 1e3:.3g}" for point in points]
+    times = [point.dense * 1e3 for point in points]
+    return [f"{time:.3g}" if time < 1000 else f"{time:,.0f}" for time in times]
