@@ -101,7 +101,7 @@ def test_a_method_that_fails_ends_with_1() -> None:
     [
         (("--table", "method"), "did you mean 'methods'"),
         (("--table", "executor", "--gate"), "--gate cannot be combined with --table"),
-        (("--table", "executor", "--method", "bfla"), "no case of --table executor"),
+        (("--table", "executor", "--method", "bfla"), "--table executor has no case of it"),
         (("--executor", "tile:1"), "tiles:SHARE"),
         (("--heads", "5"), "heads is 5"),
         (("--method", "blfa"), "did you mean 'bfla'"),

@@ -63,7 +63,7 @@ def test_the_table_tells_times_where_there_are_some() -> None:
         (["--model", "nowhere"], "nowhere: no checkpoint"),
         (["--method", "nothing"], "nothing: no such method"),
         (["--tokens", "64"], "--tokens 64"),
-        (["--tails", "-1"], "tails from 0 on"),
+        (["--tails", "-1"], "tails of 0 or more"),
         (["--tasks", "0"], "at least 1 task"),
     ],
 )
