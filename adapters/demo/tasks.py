@@ -144,7 +144,7 @@ def score(task: Task, answers: Sequence[str]) -> tuple[int, int]:
         generated text, before the first full stop.
     """
     if len(answers) != len(task.questions):
-        raise ValueError(f"{len(task.questions)} questions, but {len(answers)} answers")
+        raise ValueError(f"answers holds {len(answers)}: pass one for each question, {len(task.questions)} in all")
     right = 0
     for question, text in zip(task.questions, answers, strict=True):
         found = re.findall(r"\d+", re.split(r"[.\n]", text, maxsplit=1)[0])
