@@ -101,7 +101,7 @@ def test_a_profile_names_its_method_and_what_it_leaves_dense_is_told(folder: Pat
     text = " ".join(result.stdout.split())
     assert "niah_single_1 1,024: its.profile.json never ran sparse; its score is that of dense attention:" in text
     assert "niah_single_1 2,048: its.profile.json never" not in text
-    assert "niah_single_1 1,024, niah_single_1 2,048: dense (stock) scores 0: there is nothing that a method" in text
+    assert "niah_single_1 1,024, niah_single_1 2,048: dense (stock) scores 0, so a method has nothing" in text
     rows = [line.split() for line in result.stdout.splitlines() if line.strip().startswith("its.profile")]
     assert rows[0][-5] == "dense"
     assert rows[1][-5].endswith("%")

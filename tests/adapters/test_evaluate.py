@@ -184,7 +184,7 @@ def test_a_dense_run_is_not_taken_for_a_sparse_one(random_model: Any, embedded_t
     assert long is not None
     assert (0, 2) == (short.sparse_calls, short.dense_calls)
     assert short.density is None
-    assert "never ran sparse, its score is that of dense attention" in short.doubt
+    assert "never ran sparse; its score is that of dense attention" in short.doubt
     assert "2x" in short.doubt
     assert ("", 2) == (long.doubt, long.sparse_calls)
 

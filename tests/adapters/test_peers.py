@@ -91,7 +91,7 @@ def test_an_output_that_is_off_has_no_time() -> None:
     *_, score = measured(named("SDPA"), fake(1.05), masks=[parse_mask("tiles:0.3")])
     assert score.off == pytest.approx(0.05, rel=1e-3)
     assert (score.seconds, score.efficiency, score.flops) == (0.0, 0.0, 0.0)
-    assert "is 0.05 off" in score.error
+    assert "is off by 0.05" in score.error
     assert score_tables.cells(score)[3] == "off"
     fact = score_tables.fact(score)
     assert fact["error"] == score.error
