@@ -121,7 +121,7 @@ def _able(pieces: Sequence[_Piece], scale: float) -> list[Baseline]:
             truth = _sdpa(pieces[:1], scale, ANY)[0] if kernel == FLASH4 else out
         apart = float((out.float() - truth.float()).norm() / truth.float().norm().clamp(min=1e-30))
         if not apart <= APART:
-            logger.warning("%s is left out as a yardstick: its output is %.3f off", kernel, apart)
+            logger.warning("%s does not count as dense attention: its output is off by %.3f", kernel, apart)
             continue
         found.append(_made(kernel, pieces, scale))
     return found

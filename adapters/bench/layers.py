@@ -67,7 +67,7 @@ class Layers:
             for name, what in _MORE.items():
                 if getattr(call, name) is not None:
                     raise ParameterError(
-                        f"layer {call.layer} has {what}: dense kernels are timed at plain causal attention alone"
+                        f"layer {call.layer} has {what}: dense kernels are only timed with plain causal attention"
                     )
         return cls(calls, tuple(baseline(call, [call.kv_len]) for call in calls))
 

@@ -164,7 +164,7 @@ def _flash4(call: AttentionCall, mask: Mask) -> Work:
 def _flash_sparse(call: AttentionCall, mask: Mask) -> Work:
     ours, parts = mask
     if parts != FULL:
-        raise UnsupportedCallError(["flash-sparse-attn leaves out what a threshold says, and takes no mask"])
+        raise UnsupportedCallError(["flash-sparse-attn skips by a threshold, and takes no mask"])
     q, k, v = _by_token(call)
     attend = import_module("flash_sparse_attn").flash_dense_attn_func
     return Work(
@@ -226,7 +226,7 @@ def _bsa() -> Any:
 
 def _no_stripes(mask: SparseMask) -> None:
     if mask.stripes is not None:
-        raise UnsupportedCallError(["cuDNN's block-sparse attention takes blocks alone"])
+        raise UnsupportedCallError(["cuDNN's block-sparse attention only takes blocks"])
 
 
 def _cudnn(call: AttentionCall, mask: Mask) -> Work:

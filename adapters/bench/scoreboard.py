@@ -148,7 +148,7 @@ class Scoreboard:
                 off = judge.off(work)
                 score = evolve(score, pairs=work.pairs, off=off)
                 if not off <= peer.within:
-                    return evolve(score, error=f"its output is {off:.3g} off"), None
+                    return evolve(score, error=f"its output is off by {off:.3g}"), None
                 plan = None if work.plan is None else self.clock.median(work.plan)
                 return evolve(score, seconds=self.clock.median(work.run), plan=plan, syncs=_syncs(work)), work
         except (MaskError, UnsupportedCallError) as error:

@@ -141,10 +141,10 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "executor": Table((32768, 131072), (1024,), _executor, "random masks through the executor alone"),
         "methods": Table((32768, 131072), (1024,), _methods, "methods at their defaults"),
         "curves": Table((131072,), (1024,), _curves, "recall against time over a method's parameters"),
-        "shapes": Table((65536,), (512,), _shapes, "other head dimensions, types, groups and batches"),
+        "shapes": Table((65536,), (512,), _shapes, "other head dimensions, dtypes, groups and batches"),
         "short": Table((1024, 2048, 4096, 8192), (256, 512), _short, "short prompts, without and with the gate"),
         "long": Table((1048576,), (2048,), _long, "a million tokens"),
-        "chunks": Table((131072,), (1024,), _chunks, "new tokens behind cached ones"),
+        "chunks": Table((131072,), (1024,), _chunks, "new tokens after cached ones"),
         "captured": Table((32768,), (1024,), _captured, "q, k, v of the embedded model"),
     }
 )

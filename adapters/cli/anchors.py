@@ -22,14 +22,16 @@ def register(app: typer.Typer) -> None:
 def anchors(
     model: Model = None,
     tokens: Annotated[int, typer.Option(min=256, help="Tokens of a sample.")] = 2048,
-    samples: Annotated[int, typer.Option(min=1, help="Samples; what they show is averaged.")] = 8,
+    samples: Annotated[int, typer.Option(min=1, help="Samples to average over.")] = 8,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Anchor layers; by default one in seven, as 5 of 32.")
+        int | None, typer.Option(min=1, help="Anchor layers; by default one in seven, such as 5 of 32.")
     ] = None,
     tile: Annotated[int, typer.Option(min=16, help="Tokens of a query tile.")] = 128,
-    columns: Annotated[int, typer.Option(min=1, help="Keys before a tile that layers are compared by.")] = 128,
+    columns: Annotated[int, typer.Option(min=1, help="Keys before a tile by which layers are compared.")] = 128,
     seed: Annotated[int, typer.Option(help="Chooses the samples.")] = 0,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the table goes.")] = Path("anchors.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the table to this file.")] = Path(
+        "anchors.json"
+    ),
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
     threads: Threads = 1,
@@ -37,7 +39,8 @@ def anchors(
 ) -> None:
     """Choose the anchor layers of a model for kascade.
 
-    The model reads samples densely; the keys that a layer would keep are held against the attention of all later ones.
+    The model reads samples with dense attention. The keys that each layer would keep are compared with the attention of
+    all later layers.
     """
     from sparseprefill.errors import ParameterError
 

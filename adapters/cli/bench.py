@@ -60,45 +60,47 @@ def bench(
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=32, help="Head dimension.")] = 128,
-    batch: Annotated[int, typer.Option(min=1, max=64, help="Rows, of unequal lengths.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=64, help="Batch rows, of unequal lengths.")] = 1,
     new: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Tokens that are new behind cached ones, the last of --length; repeat for several."),
+        typer.Option(min=1, help="New tokens after cached ones: the last of --length; repeat for several."),
     ] = None,
-    page: Annotated[int, typer.Option(min=0, help="Tokens of a page of keys and values; 0: tensors.")] = 0,
-    inputs: Annotated[Input | None, typer.Option("--input", help="Inputs of the methods; by default heads.")] = None,
+    page: Annotated[int, typer.Option(min=0, help="Tokens in a page of the KV cache; 0 for plain tensors.")] = 0,
+    inputs: Annotated[Input | None, typer.Option("--input", help="Inputs for the methods; by default heads.")] = None,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Measure the executor beside other packages' kernels on the same masks.")
+        bool, typer.Option("--peers", help="Compare the executor with other packages' kernels on the same masks.")
     ] = False,
     gate: Annotated[bool, typer.Option("--gate", help="Let the break-even gate choose dense attention.")] = False,
-    ttft: Annotated[bool, typer.Option("--ttft", help="Time a whole model's prefill in place of one layer.")] = False,
+    ttft: Annotated[bool, typer.Option("--ttft", help="Time a whole model's prefill instead of one layer.")] = False,
     layers: Annotated[
         int | None,
-        typer.Option(min=1, help="Layers of that model, 32; without --ttft, those that a figure is the mean of."),
+        typer.Option(min=1, help="With --ttft, layers of the model, by default 32; else layers to average over."),
     ] = None,
     structure: Annotated[
-        Structure, typer.Option(help="What its attention runs on: made-up heads, or the model's own random q and k.")
+        Structure,
+        typer.Option(help="With --ttft, run attention on made-up heads, or on the model's own random q and k."),
     ] = Structure.HEADS,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Runs of each, fewer where they take long; the median counts.")
+        int, typer.Option(min=1, help="Timed runs of each case, fewer if they take long; the median counts.")
     ] = 10,
     seconds: Annotated[
-        float, typer.Option(min=0.01, help="Seconds that one piece of work, or dense beside it, may take in all.")
+        float, typer.Option(min=0.01, help="Time limit for all runs of a case, or of dense attention beside it.")
     ] = 2.0,
     seed: Annotated[int, typer.Option(help="Chooses inputs and masks.")] = 0,
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
     threads: Threads = 1,
-    plot: Annotated[Path | None, typer.Option(help="Where a picture goes: speed-up and recall.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Where the tables go as Markdown.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture to this file: speed-up and recall.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file as Markdown.")] = None,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Where the figures go as JSON; - prints nothing else.")
+        Path | None,
+        typer.Option("--json", metavar="PATH", help="Write the figures to this file as JSON; - prints only them."),
     ] = None,
 ) -> None:
-    """Measure attention's time next to dense attention, as a ratio in the same run.
+    """Measure how long attention takes, and its speed-up over dense attention in the same run.
 
-    Without --table, --method or --executor: every method at its defaults. The tables of docs/benchmarks.md come from
-    --table all.
+    Without --table, --method or --executor, every method runs at its defaults. --table all makes the tables of
+    docs/benchmarks.md.
     """
     from sparseprefill.registry import default_registry
 
@@ -125,7 +127,7 @@ def bench(
         sizes={"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name, "batch": batch},
     )
     if ttft and peers:
-        raise CommandError("--peers means nothing beside --ttft; leave one of them out")
+        raise CommandError("--peers cannot be combined with --ttft; leave one of them out")
     if peers:
         failed = bench_peers.peers(wanted, place, files, Clock(place.device, rounds, seconds), seed)
     elif ttft:

@@ -57,7 +57,7 @@ class Wanted:
         given = {"--table": self.tables, "--executor": self.masks, "--input": self.input, **self._chunked}
         for option, value in given.items():
             if value:
-                raise CommandError(f"{option} means nothing beside --ttft; leave one of them out")
+                raise CommandError(f"{option} cannot be combined with --ttft; leave one of them out")
         if self.sizes["batch"] != 1:
             raise CommandError(f"--batch {self.sizes['batch']}: --ttft times one prompt; pass 1")
         cases = self._methods(registry, [self._shape(16)])
@@ -68,7 +68,7 @@ class Wanted:
         given = {"--table": self.tables, "--method": self.methods, "--set": self.settings, "--config": self.configs}
         for option, value in {**given, "--input": self.input, "--gate": self.gate, **self._chunked}.items():
             if value:
-                raise CommandError(f"{option} means nothing beside --peers; leave one of them out")
+                raise CommandError(f"{option} cannot be combined with --peers; leave one of them out")
         if self.sizes["batch"] != 1:
             raise CommandError(f"--batch {self.sizes['batch']}: --peers measures one prompt; pass 1")
         try:
@@ -82,7 +82,7 @@ class Wanted:
         given = {"--set": self.settings, "--config": self.configs, "--executor": self.masks, "--input": self.input}
         for option, value in {**given, "--gate": self.gate, "--layers": self.layers, **self._chunked}.items():
             if value:
-                raise CommandError(f"{option} means nothing beside --table, whose cases are set; leave one of them out")
+                raise CommandError(f"{option} cannot be combined with --table, which has its own cases; leave one out")
         names = list(tables.TABLES) if ALL in self.tables else list(dict.fromkeys(self.tables))
         for name in names:
             if name not in tables.TABLES:
@@ -94,7 +94,7 @@ class Wanted:
         wanted = [registry.get(name).name for name in self.methods]
         kept = [case for case in made if not wanted or case.name in wanted]
         if not kept:
-            raise CommandError(f"--method {', '.join(wanted)}: no case of --table {', '.join(names)} is of it")
+            raise CommandError(f"--method {', '.join(wanted)}: --table {', '.join(names)} has no case of it")
         return kept
 
     def _chosen(self, registry: Registry, device: str) -> list[Case]:

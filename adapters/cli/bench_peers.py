@@ -20,24 +20,25 @@ HEADS = ("kernel", "mask", "density", "ms", "TFLOP/s", "eff.", "plan", "off")
 DROP = ("off", "plan", "TFLOP/s", "density")
 """Columns that a narrow terminal leaves out, in this order."""
 NOTES = (
-    "ms: median, by the device's clock. TFLOP/s: of the pairs that the mask selects. eff.: density x the fastest dense "
-    "kernel's time / time, the share of its pairs a second. plan: ms until a kernel has made its lists of the mask's "
-    "maps, not part of ms. off: of the output of 128 rows from attention in float32, as a share of the norm."
+    "ms: median time, by the device's clock. TFLOP/s: counts the pairs that the mask selects. eff.: density x the "
+    "fastest dense kernel's time / time, that is pairs per second as a share of that kernel's. plan: ms that a kernel "
+    "needs to make its lists from the mask's maps, not part of ms. off: difference of 128 output rows from attention "
+    "in float32, as a share of the norm."
 )
 ON_CPU = (
     "These are times on a CPU, where FlexAttention runs uncompiled and computes every pair. They say nothing about the "
     "kernels, which need a GPU."
 )
 FEATURES = (
-    "causal: by tile means that no pair inside a tile can be left out. fp8: computed in it; caches: keys and values "
-    "are read from it. waits: how often planning and one run waited for the device."
+    "causal, by tile: the kernel cannot leave out pairs inside a tile. fp8: the kernel computes in fp8; caches: it "
+    "only reads keys and values in fp8. waits: how often planning and one run waited for the device."
 )
 
 
 def peers(wanted: Wanted, place: Place, files: Files, clock: Clock, seed: int) -> bool:
     """Measure every kernel that is here; whether ours failed on any mask."""
     if files.plot is not None:
-        raise CommandError("--plot means nothing beside --peers; leave one of them out")
+        raise CommandError("--plot cannot be combined with --peers; leave one of them out")
     masks, shapes = wanted.scoreboard(place.device.type)
     board = Scoreboard(clock, masks, seed)
     scores: list[Score] = []

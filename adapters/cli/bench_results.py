@@ -13,28 +13,29 @@ from ..bench.model import ModelShape
 from ..bench.ttft import Timed
 from . import render
 
-COLUMNS = ("what", "ms", "mask", "density", "speed-up", "eff.", "recall", "least")
-DROP = ("mask", "eff.", "recall", "least", "density")
+COLUMNS = ("what", "ms", "mask", "density", "speed-up", "eff.", "recall", "lowest")
+DROP = ("mask", "eff.", "recall", "lowest", "density")
 """Columns that a narrow terminal leaves out, in this order."""
 NOTES = (
-    "ms: median of the whole call, by the device's clock; mask: of it, until the mask is there. density: pairs "
-    "computed / causal pairs. speed-up: dense attention's time, beside the row, over this one. eff.: density x "
-    "speed-up. recall: attention mass kept, exact, mean over heads and {rows} sampled rows; least: the same for the "
-    "head that keeps least."
+    "ms: median time of the whole call, by the device's clock; mask: the part of it until the mask is there. density: "
+    "pairs computed / causal pairs. speed-up: dense attention's time, measured beside the row, / this time. eff.: "
+    "density x speed-up. recall: share of the attention mass kept, exact, mean over heads and {rows} sampled rows; "
+    "lowest: lowest head recall."
 )
 ON_CPU = (
     "These are times on a CPU, where PyTorch's own fused attention runs over gathered keys. They say nothing about the "
     "kernels, which need a GPU."
 )
-TTFT = ("method", "seconds", "stock / seconds", "density")
+TTFT = ("method", "seconds", "speed-up", "density")
 TTFT_NOTES = {
     "heads": (
-        "Random weights attend to nothing in particular: each layer's attention runs on q and k of made-up heads in "
-        "place of its own. density: mean over layers, of pairs computed / causal pairs."
+        "Random weights attend to nothing in particular, so each layer's attention runs on q and k of made-up heads "
+        "instead of its own. speed-up: the stock model's time / this time. density: pairs computed / causal pairs, "
+        "mean over layers."
     ),
     "model": (
-        "Random weights attend to nothing in particular, so that these are the costs where a method finds no "
-        "structure. density: mean over layers, of pairs computed / causal pairs."
+        "Random weights attend to nothing in particular, so these are the costs if a method finds no structure. "
+        "speed-up: the stock model's time / this time. density: pairs computed / causal pairs, mean over layers."
     ),
 }
 

@@ -67,7 +67,7 @@ def models(
     """Measure a whole model's prefill; whether any contender failed."""
     for option, path in (("--plot", files.plot), ("--markdown", files.markdown)):
         if path is not None:
-            raise CommandError(f"{option} means nothing beside --ttft; leave one of them out")
+            raise CommandError(f"{option} cannot be combined with --ttft; leave one of them out")
     contenders = [(name, gated(one, None)) for name, one in wanted.pipelines(registry)]
     if not (wanted.methods or wanted.configs):
         contenders.append((f"random tiles {FIXED:g}", ttft.tiles(FIXED)))

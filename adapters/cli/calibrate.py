@@ -56,21 +56,24 @@ def calibrate(
     dtype: Type = Dtype.AUTO,
     length: Annotated[
         list[int] | None,
-        typer.Option(min=16, help="Length in tokens; repeat for several. By default 1K to 64K on GPUs."),
+        typer.Option(min=16, help="Length in tokens; repeat for several. By default 1K to 64K, on a CPU 512 to 4K."),
     ] = None,
     chunk: Annotated[
-        int | None, typer.Option(min=0, help="Rows of a prompt's chunk, timed too; 0 for none. 2048 on a GPU.")
+        int | None,
+        typer.Option(
+            min=0, help="Rows of a prompt's last chunk, timed too; 0 for none. By default 2048, on a CPU 1024."
+        ),
     ] = None,
-    repeats: Annotated[int | None, typer.Option(min=2, help="Runs of each; the fastest counts.")] = None,
-    output: Annotated[Path, typer.Option("--output", "--out", "-o", help="Where the table goes.")] = Path(
+    repeats: Annotated[int | None, typer.Option(min=2, help="Timed runs of each; the fastest counts.")] = None,
+    output: Annotated[Path, typer.Option("--output", "--out", "-o", help="Write the table to this file.")] = Path(
         "breakeven.json"
     ),
     append: Annotated[bool, typer.Option("--append", help="Keep the other shapes that the file holds.")] = False,
     device: Device = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU: as many as the calls will have.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; use as many as your calls will have.")] = 1,
     json: Json = False,
 ) -> None:
-    """Measure from which length each method is faster than dense attention on this machine.
+    """Measure from which length on each method is faster than dense attention on this machine.
 
     Times dense attention, the sparse executor and the methods by length, and writes the table by which `attach` and
     `build` decide whether a call is worth running sparse.

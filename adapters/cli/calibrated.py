@@ -1,4 +1,4 @@
-"""What `calibrate` reports: tables of ratios to dense attention, and the same as JSON."""
+"""What `calibrate` reports: tables of speed-ups over dense attention, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from sparseprefill.breakeven.table import BreakEven
 from . import render
 
 DOUBT = (
-    "{methods}: too dense on these inputs to win at any length, so counted with half of the pairs: the model decides, "
-    "not the length. Calibrate with --set, if your parameters are others."
+    "{methods}: too dense on these inputs to be faster at any length, so counted with half of the pairs: density "
+    "depends on your model, not on the length. If you use other parameters, calibrate with --set."
 )
 
 
 def as_table(table: BreakEven, shape: HeadShape, methods: Sequence[str]) -> None:
-    """Print whole prompts, then chunks: predicted time over dense attention's at the sizes measured."""
+    """Print whole prompts, then chunks: the predicted speed-up over dense attention at the sizes measured."""
     whole = [point for point in shape.points if point.whole]
     heads = ("method", "worth it", *(f"{point.keys:,}" for point in whole))
     rows = [("dense, ms", "", *_milliseconds(whole))]
-    rows += [(name, _from(table, shape, name), *_ratios(shape, name, whole)) for name in methods]
-    title = f"{shape} on {table.device}: time / dense time"
+    rows += [(name, _from(table, shape, name), *_speed_ups(shape, name, whole)) for name in methods]
+    title = f"{shape} on {table.device}: speed-up over dense"
     render.figures(title, heads, rows, words=heads[:2], drop=_shortest(heads[2:]))
     for queries in sorted({point.queries for point in shape.points if not point.whole}):
         points = [point for point in shape.points if point.queries == queries and not point.whole]
         heads = ("method", *(f"{point.keys:,}" for point in points))
         rows = [("dense, ms", *_milliseconds(points))]
-        rows += [(name, *_ratios(shape, name, points)) for name in methods]
-        render.figures(f"the last {queries:,} rows of so many keys", heads, rows, drop=_shortest(heads[1:]))
+        rows += [(name, *_speed_ups(shape, name, points)) for name in methods]
+        render.figures(f"the last {queries:,} rows of a prompt", heads, rows, drop=_shortest(heads[1:]))
     doubtful = [name for name in methods if too_dense(shape, name)]
     if doubtful:
         render.line(DOUBT.format(methods=", ".join(doubtful)), style="dim")
@@ -66,9 +66,9 @@ def _from(table: BreakEven, shape: HeadShape, method: str) -> str:
     return f"not up to {longest:,}" if least is None else f"from {least:,}"
 
 
-def _ratios(shape: HeadShape, method: str, points: Sequence[Point]) -> list[str]:
+def _speed_ups(shape: HeadShape, method: str, points: Sequence[Point]) -> list[str]:
     known = {
-        (line.queries or keys, keys): ratio
+        (line.queries or keys, keys): 1 / ratio
         for line in lines(shape, method)
         for keys, ratio in zip(line.keys, line.ratios, strict=True)
     }
@@ -76,4 +76,5 @@ def _ratios(shape: HeadShape, method: str, points: Sequence[Point]) -> list[str]
 
 
 def _milliseconds(points: Sequence[Point]) -> list[str]:
-    return [f"{point.dense * 1e3:.3g}" for point in points]
+    times = [point.dense * 1e3 for point in points]
+    return [f"{time:.3g}" if time < 1000 else f"{time:,.0f}" for time in times]

@@ -62,11 +62,11 @@ def show(name: Annotated[str, typer.Argument(help="A method's name.")], json: Js
         ],
         drop=("type", "bounds"),
     )
-    render.line(f"Every method also takes {FLOOR}, such as {FLOOR}=0.95: the attention mass that each head keeps.")
+    render.line(f"Every method also takes {FLOOR}, such as {FLOOR}=0.95: the recall that each head has to reach.")
 
 
 def plugins(json: Json = False) -> None:
-    """List every plugin found: its distribution, version and methods, and the error that stopped it."""
+    """List every plugin found: its distribution, version and methods, and the error if it failed to load."""
     from sparseprefill.registry import default_registry
 
     found = default_registry().plugins()
@@ -89,5 +89,5 @@ def _grain(grain: int | None) -> str:
     if grain is None:
         return "none: the result may depend on how a prompt is cut into chunks"
     if grain == 1:
-        return "1 token: a prompt may be cut into chunks anywhere"
-    return f"{grain} tokens: a prompt may be cut into chunks at multiples of it"
+        return "1 token: you can cut a prompt into chunks anywhere"
+    return f"{grain} tokens: you can cut a prompt into chunks at its multiples"

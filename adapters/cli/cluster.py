@@ -28,13 +28,15 @@ def cluster(
     tokens: Annotated[int, typer.Option(min=256, help="Tokens of a sample.")] = 4096,
     samples: Annotated[int, typer.Option(min=1, help="Samples; their compressed maps are averaged.")] = 4,
     block: Annotated[int, typer.Option(min=16, help="Tokens of a block of the maps.")] = 128,
-    threshold: Annotated[float, typer.Option(min=0.0, help="Distance up to which heads are one cluster.")] = 10.0,
-    min_size: Annotated[int, typer.Option(min=1, help="Heads of a cluster; smaller ones are noise.")] = 5,
+    threshold: Annotated[float, typer.Option(min=0.0, help="Largest distance of heads in one cluster.")] = 10.0,
+    min_size: Annotated[int, typer.Option(min=1, help="Minimum heads in a cluster; smaller ones are noise.")] = 5,
     latent: Annotated[int, typer.Option(min=1, help="Numbers that a map is compressed to.")] = 64,
-    epochs: Annotated[int, typer.Option(min=1, help="Most epochs of the autoencoder's training.")] = 1000,
+    epochs: Annotated[int, typer.Option(min=1, help="Maximum epochs of training for the autoencoder.")] = 1000,
     seed: Annotated[int, typer.Option(help="Chooses the samples, and how the training begins.")] = 0,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the table goes.")] = Path("clusters.json"),
-    picture: Annotated[Path, typer.Option(help="Where the picture of the similarities goes.")] = Path("clusters.png"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the table to this file.")] = Path(
+        "clusters.json"
+    ),
+    picture: Annotated[Path, typer.Option(help="Write the picture to this file.")] = Path("clusters.png"),
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
     threads: Threads = 1,
@@ -42,7 +44,8 @@ def cluster(
 ) -> None:
     """Cluster the attention heads of a model for share-prefill.
 
-    The model reads samples densely; the block maps of its heads are compressed by an autoencoder and clustered.
+    The model reads samples with dense attention. An autoencoder compresses the block maps of its heads, and heads with
+    similar maps are clustered.
     """
     if find_spec("scipy") is None:
         raise CommandError('cluster needs scipy: pip install "sparseprefill[cluster]"')

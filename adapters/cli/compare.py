@@ -56,21 +56,21 @@ def compare(
     config: Configs = None,
     profile: Profiles = None,
     tokens: Annotated[
-        int | None, typer.Option(min=128, help="The most tokens of a prompt; of a built-in one, just so many.")
+        int | None, typer.Option(min=128, help="Maximum tokens of a prompt; built-in prompts have exactly as many.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Built-in prompts, or the first so many of a file.")] = 4,
+    count: Annotated[int, typer.Option(min=1, help="Number of prompts: built-in ones, or the first of a file.")] = 4,
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     held_back: Annotated[
-        int, typer.Option(min=2, help="Tokens held back from each prompt's end, to be predicted.")
+        int, typer.Option(min=2, help="Tokens held back from each prompt's end, for the model to predict.")
     ] = 32,
-    greedy: Annotated[int, typer.Option(min=1, help="Tokens of dense's own continuation.")] = 64,
-    rows: Annotated[int, typer.Option(min=1, help="Query rows that recall is sampled on.")] = 64,
+    greedy: Annotated[int, typer.Option(min=1, help="Tokens of dense attention's own continuation.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Query rows on which recall is sampled.")] = 64,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Prefills that are timed, of which the median counts; 1 on a CPU, else 3.")
+        int | None, typer.Option(min=1, help="Timed prefills; the median counts. By default 1 on a CPU, else 3.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with the table and pictures there.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Write a picture of one head's masks there.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the table and pictures to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write a picture of one head's masks to this file.")] = None,
     layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = 0,
     head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = 0,
     device: Device = "auto",
@@ -79,9 +79,9 @@ def compare(
     threads: Threads = 2,
     json: Json = False,
 ) -> None:
-    """See what every method does to a model: to its next tokens, its attention and its speed, against dense prefill.
+    """Compare every method with a model's own dense prefill: next tokens, attention and speed.
 
-    Needs no tasks and no labels. Ctrl-C stops, and shows what was measured so far.
+    You need no tasks and no labels. Ctrl-C stops and shows what was measured so far.
     """
     from sparseprefill.registry import default_registry
 

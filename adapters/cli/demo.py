@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(min=256, help="Tokens of the text and a question.")] = 16384,
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of the text, with a question and its answer.")] = 16384,
     method: Methods = None,
     settings: Settings = None,
     hybrids: Annotated[bool, typer.Option("--hybrids", help="Also run hybrids of several methods.")] = False,
@@ -34,20 +34,20 @@ def demo(
     recall_floor: Floor = None,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the text, the needles and their places.")] = TABLES,
-    picture: Annotated[Path, typer.Option(help="Where the picture of the masks goes.")] = Path(
+    picture: Annotated[Path, typer.Option(help="Write the picture of the masks to this file.")] = Path(
         "sparseprefill-demo.png"
     ),
     layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = LAYER,
     head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = HEAD,
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
-    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; 1 is better where others use it.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; use 1 if other work runs there.")] = 2,
     json: Json = False,
 ) -> None:
     """Compare dense and sparse prefill on the embedded model.
 
     The model reads a long text with facts hidden in it, once with its own attention and once with each method, and
-    then answers questions about it. Ctrl-C stops, and shows what was measured so far.
+    then answers questions about it. Ctrl-C stops and shows what was measured so far.
     """
     from sparseprefill.registry import default_registry
 

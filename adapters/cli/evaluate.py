@@ -33,7 +33,9 @@ def evaluate(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="[METHOD.]PARAMETER=VALUE", help="Change a parameter; with one method, without its name."
+            "--set",
+            metavar="[METHOD.]PARAMETER=VALUE",
+            help="Change a parameter; with one method you can leave out its name.",
         ),
     ] = None,
     config: Configs = None,
@@ -41,18 +43,20 @@ def evaluate(
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Tasks of the harness; else RULER's that need no network.")
+        str | None, typer.Option(metavar="A,B", help="Tasks of the harness; by default RULER's that need no network.")
     ] = None,
-    lengths: Annotated[str, typer.Option(metavar="N,M", help="Tokens of RULER's items, answer included.")] = "4096",
+    lengths: Annotated[
+        str, typer.Option(metavar="N,M", help="Lengths of RULER's items in tokens, answer included.")
+    ] = "4096",
     limit: Annotated[
-        int | None, typer.Option(min=1, help="The first so many items of each task and length; RULER has 500.")
+        int | None, typer.Option(min=1, help="Only the first items of each task and length, so many; RULER has 500.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Items that are read at a time.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Items to read at a time.")] = 1,
     stock: Annotated[bool, typer.Option(help="Also run the model with its own attention, first.")] = True,
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="Put prompts through the tokenizer's chat template.")
     ] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON there as well.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON to this file.")] = None,
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Type = Dtype.AUTO,
@@ -61,7 +65,7 @@ def evaluate(
 ) -> None:
     """Score a model on public tasks, with its own attention and with methods, by lm-evaluation-harness.
 
-    Every method gets the same items. Ctrl-C stops, and shows what is finished.
+    Every method gets the same items. Ctrl-C stops and shows what is finished.
     """
     from sparseprefill.registry import default_registry
 
@@ -163,7 +167,7 @@ def _contenders(
     if len(names) == 1:
         settings = [text if "." in text.partition("=")[0] else f"{names[0]}.{text}" for text in settings]
     elif settings and not names:
-        raise CommandError(f"--set {settings[0]}: it changes a parameter of a --method, and there is none")
+        raise CommandError(f"--set {settings[0]}: it changes a parameter of a method; pass --method too")
     made = contenders(registry, names, settings, _suited(model), tail, floor) if names else []
     return made + configured(configs, False, tail) + profiled(profiles, tail)
 

@@ -15,9 +15,9 @@ from . import render
 DROP = ("tokens", "items", "time", "stderr", "won", "density", "lost")
 """Columns that a narrow terminal leaves out, in this order."""
 NOTES = (
-    "score: of the harness, all items; its standard error beside it. lost, won: items that score less and more than "
-    "with the stock model. density: pairs computed / causal pairs of the prefills. items: that were asked; tokens: of "
-    "a prompt, mean. time: of all items, decoding included."
+    "score: the harness's, over all items; stderr: its standard error. lost, won: items that score lower and higher "
+    "than with the stock model. density: pairs computed / causal pairs of the prefills. items: how many were asked; "
+    "tokens: mean length of a prompt. time: for all items, decoding included."
 )
 
 
@@ -59,7 +59,7 @@ def remarks(found: Sequence[Run]) -> list[str]:
             and run.scores
             and all(one.value == 0 and one.higher_is_better for one in run.scores)
         ):
-            made.setdefault(f"{label} scores 0: there is nothing that a method could lose", []).append(run.title)
+            made.setdefault(f"{label} scores 0, so a method has nothing to lose", []).append(run.title)
         if run.service is not None and run.service.doubt:
             made.setdefault(f"{label} {run.service.doubt}", []).append(run.title)
         for text, count in () if run.service is None else run.service.notes.items():

@@ -46,24 +46,28 @@ def fit(
     prompts: Prompts = None,
     agreement: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Least share of rows with dense's token; 0.99 by default."),
+        typer.Option(min=0.0, max=1.0, help="Lowest share of rows with dense's token; by default 0.99."),
     ] = None,
-    kl: Annotated[float | None, typer.Option(min=0.0, help="Most KL(dense || sparse) a row, in nats.")] = None,
-    recall: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Least attention mass kept.")] = None,
+    kl: Annotated[float | None, typer.Option(min=0.0, help="Highest mean KL(dense || sparse), in nats.")] = None,
+    recall: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Lowest recall: share of the attention mass kept.")
+    ] = None,
     method: Methods = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Fix a parameter.")
     ] = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(min=LEAST, help="Length of prompt to fit at; repeat for several.")
+        list[int] | None, typer.Option(min=LEAST, help="Prompt length to fit at; repeat for several.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Prompts of each length, at most.")] = 4,
+    count: Annotated[int, typer.Option(min=1, help="Maximum number of prompts of each length.")] = 4,
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
-    by: Annotated[Cost, typer.Option(help="What to save; by default seconds on a GPU, density on a CPU.")] = Cost.AUTO,
-    seed: Annotated[int, typer.Option(help="Orders the settings, should the time not suffice for all.")] = 0,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile goes.")] = Path(
+    by: Annotated[
+        Cost, typer.Option(help="What to minimise; by default seconds on a GPU, density on a CPU.")
+    ] = Cost.AUTO,
+    seed: Annotated[int, typer.Option(help="Orders the settings, in case there is no time for all.")] = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the profile to this file.")] = Path(
         "model.profile.json"
     ),
     device: Device = "auto",
@@ -72,10 +76,10 @@ def fit(
     threads: Threads = 2,
     json: Annotated[bool, typer.Option("--json", help="Print every trial as JSON and nothing else.")] = False,
 ) -> None:
-    """Find which method serves a model best, and write it as a profile for `attach`, `build` and vLLM.
+    """Find the best method and setting for a model, and write it as a profile for `attach`, `build` and vLLM.
 
-    Searches all methods and their settings by what they do to the model's next tokens, each length apart, and keeps the
-    cheapest that stays within the target. Ctrl-C stops, and writes the best found so far.
+    For each length, searches all methods and their settings, and keeps the cheapest one whose effect on the model's
+    next tokens stays within the target. Ctrl-C stops and writes the best found so far.
     """
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.registry import default_registry
@@ -172,7 +176,7 @@ def _report(
     for name, reason in made.tuned["left_out"].items():
         render.line(f"{name} is left out: {reason}")
     for name, reason in made.tuned.get("not_timed", {}).items():
-        render.line(f"{name} has no break-even in the profile at {reason}")
+        render.line(f"the profile has no break-even for {name} at {reason}")
     render.line(f'profile: {output}; use it with attach(model, profile="{output}")')
 
 
@@ -223,7 +227,7 @@ def _grouped(found: list[Prompt], count: int, most: int | None, greedy: int) -> 
         groups.setdefault(len(one.ids).bit_length(), []).append(one)
     long = {size: own for size, own in groups.items() if max(len(one.ids) for one in own) >= LEAST}
     if not long:
-        raise CommandError(f"no prompt has {LEAST} tokens or more: nothing is to be gained on such short ones")
+        raise CommandError(f"no prompt has {LEAST} tokens or more, and shorter ones have nothing to gain")
     return {int(median(len(one.ids) for one in own)): own[:count] for _, own in sorted(long.items())}
 
 

@@ -17,9 +17,9 @@ from .describe import DEFAULTS, told
 from .group import CommandError
 from .kept import wrote
 
-FRONTIER = "The frontier: what was tried of which nothing was both cheaper and nearer to dense."
-FAR = "What came nearest of each method, and how many times over the target it is."
-ON_CPU = "Settings are chosen by density, which does not differ from run to run as times on a CPU do; see --by."
+FRONTIER = "The frontier: settings that no other beats in both cost and closeness to dense."
+FAR = "The closest setting of each other method; over: its loss / what the target allows."
+ON_CPU = "Settings are chosen by density, because times on a CPU differ from run to run; see --by."
 
 
 def write(path: Path, profile: Profile) -> None:
@@ -47,13 +47,13 @@ def chosen(searches: Sequence[Search], title: str, *, on_cpu: bool) -> None:
     for one in searches:
         if one.chosen is None:
             near = one.nearest
-            miss = "" if near is None else f"; nearest was {near.candidate.name} ({_setting(near)}), {_times(near)}"
+            miss = "" if near is None else f"; the nearest was {near.candidate.name} ({_setting(near)}), {_times(near)}"
             render.line(f"{one.tokens:,} tokens: {one.reason}; calls of this length run dense{miss}")
         elif len(one.chosen.outcomes) < one.prompts:
             count = len(one.chosen.outcomes)
             render.line(f"{one.tokens:,} tokens: stopped early, chosen on {count} of {one.prompts} prompts")
         if one.untried:
-            render.line(f"{one.tokens:,} tokens: the time did not suffice for {one.untried} more settings")
+            render.line(f"{one.tokens:,} tokens: there was no time for {one.untried} more settings")
     if on_cpu:
         render.line(ON_CPU, style="dim")
 
@@ -122,7 +122,7 @@ def _setting(trial: Trial) -> str:
 
 
 def _times(trial: Trial) -> str:
-    return f"{trial.shortfall:.1f} times over the target"
+    return f"at {trial.shortfall:.1f} times what the target allows"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:

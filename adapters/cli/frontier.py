@@ -38,42 +38,44 @@ def frontier(
     config: Configs = None,
     tried: Annotated[
         list[str] | None,
-        typer.Option("--try", metavar="METHOD.PARAMETER=V1,V2", help="Values to try, over the method's own."),
+        typer.Option("--try", metavar="METHOD.PARAMETER=V1,V2", help="Values to try instead of the method's own."),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Fix a parameter.")
     ] = None,
     most: Annotated[
-        int, typer.Option(min=0, help="Settings of a method besides its defaults, at most; 0 for its whole space.")
+        int,
+        typer.Option(min=0, help="Settings per method besides its defaults, at most; 0 for the whole search space."),
     ] = 5,
     chosen_by: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="Beside its defaults each method's best setting of this file, --json of another seed's run."
+            "--from", help="Run the defaults and each method's best setting in this file, --json of another seed's run."
         ),
     ] = None,
-    tokens: Annotated[list[int] | None, typer.Option(min=256, help="Length; repeat for several.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=256, help="Length of the texts; repeat for several.")] = None,
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 1,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the texts, the needles and their places.")] = TABLES,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of the attention that are timed; the median counts.")] = 5,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds that timing one piece of work may take.")] = 1.0,
-    markdown: Annotated[Path | None, typer.Option(help="Where the tables go as Markdown.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where a picture goes: KL and answers by speed-up.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of the attention; the median counts.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Time limit for all runs of one measurement.")] = 1.0,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file as Markdown.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture to this file: KL and answers by speed-up.")] = None,
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
     threads: Threads = 2,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Where the figures go as JSON; - prints nothing else.")
+        Path | None,
+        typer.Option("--json", metavar="PATH", help="Write the figures to this file as JSON; - prints only them."),
     ] = None,
 ) -> None:
     """Show what settings of the methods cost and keep on a model: answers, fidelity, recall, and time.
 
-    Each method runs at its defaults and at settings spread over its search space. The time is that of the attention of
-    all layers, on the model's own queries and keys, next to dense attention in the same run, and that of a prefill.
-    Ctrl-C stops, and shows what was measured so far.
+    Each method runs at its defaults and at settings spread over its search space. Two things are timed: the attention
+    of all layers on the model's own queries and keys, beside dense attention in the same run, and the whole prefill.
+    Ctrl-C stops and shows what was measured so far.
     """
     from sparseprefill.registry import default_registry
 
@@ -129,7 +131,7 @@ def frontier(
         render.note(f"{name} is left out: {reason}")
     for one in methods:
         if best is not None and one.search and one.name not in best:
-            render.note(f"{one.name} runs at its defaults alone: {chosen_by} has no setting of it that came through")
+            render.note(f"{one.name} runs only at its defaults: {chosen_by} has no setting of it that worked")
     render.broken(registry)
     if stopped:
         render.note(f"stopped after {len(found)} of {len(lengths) * len(candidates)} settings")
@@ -163,7 +165,7 @@ def _candidates(
         if name not in values:
             raise CommandError(f"--try {text}: {name!r} is not among the methods of this run: {', '.join(values)}")
         if (name, parameter) in taken:
-            raise CommandError(f"--set {name}.{parameter}: --try names it, too; leave one of them out")
+            raise CommandError(f"--set {name}.{parameter}: --try names it too; leave one of them out")
         values[name][parameter] = [value_of(part) for part in text.partition("=")[2].split(",")]
     made = []
     for one in methods:

@@ -21,19 +21,20 @@ if TYPE_CHECKING:
     from .setup import Place
 
 COLUMNS = (
-    *("method", "setting", "answers", "KL", "worst", "recall", "least", "density"),
-    *("mask", "attention", "speed-up", "prefill", ""),
+    *("method", "setting", "answers", "KL", "worst", "recall", "lowest", "density"),
+    *("mask", "attention", "speed-up", "prefill speed-up", ""),
 )
 WORDS = ("method", "setting")
-DROP = ("worst", "mask", "prefill", "attention", "recall", "least", "density", "KL", "answers")
+DROP = ("worst", "mask", "prefill speed-up", "attention", "recall", "lowest", "density", "KL", "answers")
 """Columns that a narrow terminal leaves out, in this order."""
 BEST = "*"
 NOTES = (
-    "answers: values right / asked. KL, worst: KL(dense || sparse) of the next token in nats, mean and largest. "
-    "recall: attention mass kept; least: of the head that keeps least. density: pairs computed / causal pairs. "
-    "attention: of all layers, in ms, on the model's own queries and keys; mask: of it, until the masks are there; "
-    "speed-up: dense attention's time, beside the row, over it. prefill: stock's time for the whole prefill over this "
-    "one's. *: no other row has as many answers, as small a KL and as short a time, and is better in one of them."
+    "answers: right values / values asked. KL, worst: KL(dense || sparse) of the next token in nats, mean and largest. "
+    "recall: share of the attention mass kept; lowest: lowest head recall. density: pairs computed / causal pairs. "
+    "attention: ms for all layers, on the model's own queries and keys; mask: the part of it until the masks are "
+    "there; speed-up: dense attention's time, measured beside the row, / this time. prefill speed-up: the same for the "
+    "whole prefill, over the stock model. *: no other row has as many answers, as small a KL and as short a time, and "
+    "is better in one of them."
 )
 NO_KL = 1e-7
 """Where the picture puts a KL of 0, in nats."""

@@ -1,4 +1,4 @@
-"""The command `new`: writes a plugin package that works, to be changed into one's own."""
+"""The command `new`: writes a plugin package that works, for you to change."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def register(app: typer.Typer) -> None:
 def new(
     name: Annotated[str, typer.Argument(help="The method's name: lower-case words joined by hyphens.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The folder to make; by default sparseprefill-NAME here.")
+        Path | None, typer.Option("--output", "-o", help="Folder to make; by default sparseprefill-NAME here.")
     ] = None,
 ) -> None:
-    """Write a plugin package with a method of your own, and the test that holds it to the contract.
+    """Write a plugin package with your own method, and a test that checks it against the contract.
 
     The method works as it is: it keeps the key columns that the last queries look at, and a local band. Change its
     estimator in stages.py and its parameters in config.py.
@@ -74,7 +74,7 @@ def _check_name(name: str) -> None:
     near = near.removeprefix(PREFIX)
     example = near if NAME.fullmatch(near) else "my-method"
     raise CommandError(
-        f"{name!r} is no name for a method: pass lower-case words joined by hyphens, the first beginning with a "
+        f"{name!r} is not a name for a method: pass lower-case words joined by hyphens, the first beginning with a "
         f"letter, without {PREFIX!r}, such as {example}"
     )
 

@@ -80,7 +80,7 @@ def _frontier(rows: Sequence[Summary]) -> str:
     axis.invert_yaxis()
     axis.axvline(1.0, color="#cccccc", linewidth=1, zorder=0)
     axis.set_xlabel("speed-up of the prefill (stock = 1)", color=INK)
-    axis.set_ylabel("KL(dense || sparse), nats; better is higher", color=INK)
+    axis.set_ylabel("KL(dense || sparse), nats; higher is better", color=INK)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     return _embedded(figure)
@@ -112,7 +112,7 @@ def _grid(layers: Sequence[Layer], name: str) -> Any:
 
 
 def _masks(outcome: Outcome) -> str:
-    """Masks of the heads that keep least, one a layer; empty where none is at hand."""
+    """Masks of the heads with the lowest recall, one a layer; empty where none is at hand."""
     kept = [(layer, *layer.lowest) for layer in outcome.layers if layer.lowest is not None]
     kept.sort(key=lambda one: min(one[0].recalls[one[1]], one[0].last[one[1]] if one[0].last else 1.0))
     panels = [
@@ -125,7 +125,7 @@ def _masks(outcome: Outcome) -> str:
         )
         for layer, head, mask in kept[:WORST]
     ]
-    return _embedded(sheet(panels, "heads that keep least (grey: the future)"), "png") if panels else ""
+    return _embedded(sheet(panels, "heads with the lowest recall (grey: the future)"), "png") if panels else ""
 
 
 def _embedded(figure: Figure, kind: str = "svg") -> str:

@@ -16,18 +16,20 @@ from . import render
 
 NOTES = (
     "KL, worst, same: KL(dense || sparse) of the next token in nats, mean and largest, and the share of rows where "
-    "both choose the same token; over the prompt's last {last} rows, the {tail} tokens that follow and dense's own "
-    "{greedy} greedy ones. parts: greedy tokens until sparse would have chosen another (median). recall: attention "
-    "mass kept, mean over layers, heads and {rows} rows; least: of the head that keeps least, over these or the last "
-    "rows. density: pairs computed / causal pairs. prefill: one forward pass, less what is measured in it; speed-up: "
-    "over the stock model in this run."
+    "both choose the same token; over the prompt's last {last} rows, the {tail} tokens that follow and {greedy} tokens "
+    "of dense attention's own continuation. parts: greedy tokens until sparse would have chosen another (median). "
+    "recall: share of the attention mass kept, mean over layers, heads and {rows} rows; lowest: lowest head recall, "
+    "over these or the last rows. density: pairs computed / causal pairs. prefill: time of one forward pass, without "
+    "the measuring; speed-up: the stock model's time in this run / this time."
 )
-DROP = ("parts", "worst", "extra", "same", "recall", "prefill", "density", "KL", "least")
+DROP = ("parts", "worst", "extra", "same", "recall", "prefill", "density", "KL", "lowest")
 """Columns that a narrow terminal leaves out, in this order."""
-ANSWERS = "answers: values right / asked, greedy, each question read by the same method, decoded with dense attention."
+ANSWERS = (
+    "answers: right values / values asked; the same method reads each question, and dense attention decodes greedily."
+)
 ON_CPU = (
-    "On a CPU PyTorch's own fused attention runs over the keys that a method selects: what a GPU would gain is another "
-    "figure."
+    "On a CPU, PyTorch's own fused attention runs over the keys that a method selects. On a GPU the speed-up is "
+    "different."
 )
 
 
@@ -66,7 +68,7 @@ def speed_up(one: Summary, stock: Summary) -> float | None:
 def columns(rows: Sequence[Summary]) -> tuple[list[str], list[tuple[str, ...]]]:
     """Heads of the table's columns, and a line for each contender that read a prompt. The first is the stock model."""
     asked, extra = any(one.answers[1] for one in rows), any(one.extra_bytes is not None for one in rows)
-    heads = ["method", *(["answers"] if asked else []), "KL", "worst", "same", "parts", "recall", "least"]
+    heads = ["method", *(["answers"] if asked else []), "KL", "worst", "same", "parts", "recall", "lowest"]
     heads += ["density", "prefill", "speed-up", *(["extra"] if extra else [])]
     return heads, [_row(one, rows[0], asked, extra) for one in rows if one.prompts]
 

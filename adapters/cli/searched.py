@@ -91,7 +91,7 @@ def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CommandError(f"--from {path}: {error!r}: pass what `sparseprefill frontier --json FILE` wrote") from error
     if set(seeds) & set(range(seed, seed + texts)):
-        raise CommandError(f"--from {path}: its settings were found on the same texts: pass another --seed than {seed}")
+        raise CommandError(f"--from {path}: its settings were found on the same texts: pass a --seed other than {seed}")
     return made
 
 
@@ -138,7 +138,7 @@ def _clusters(
 ) -> tuple[dict[str, Any] | None, str]:
     """Clusters of the model's heads as a file has them; None, and why, where there are none."""
     if find_spec("scipy") is None:
-        return None, 'it needs a table of clusters, and that scipy: pip install "sparseprefill[cluster]"'
+        return None, 'it needs a table of clusters, and making one needs scipy: pip install "sparseprefill[cluster]"'
     from sparseprefill.profiles.cluster_file import dump
 
     from ..clustering.table import Settings, clustered

@@ -21,11 +21,12 @@ class Dtype(StrEnum):
 
 
 Model = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Folder or name of a transformers model; else the embedded one.")
+    str | None,
+    typer.Option(metavar="PATH", help="Folder or name of a transformers model; by default the embedded one."),
 ]
 Prompts = Annotated[
     Path | None,
-    typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder of these; else built-in texts."),
+    typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder; by default built-in texts."),
 ]
 Methods = Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")]
 Settings = Annotated[
@@ -33,7 +34,7 @@ Settings = Annotated[
 ]
 Configs = Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")]
 Profiles = Annotated[
-    list[Path] | None, typer.Option(help="Also what this file of `sparseprefill fit` or `tune` holds.")
+    list[Path] | None, typer.Option(help="Also run the profile in this file of `sparseprefill fit` or `tune`.")
 ]
 Tail = Annotated[
     int, typer.Option(min=0, max=MOST_ROWS, help="Last rows of a prompt that get every key with every method.")
@@ -41,11 +42,13 @@ Tail = Annotated[
 Floor = Annotated[
     float | None,
     typer.Option(
-        "--recall-floor", min=0.0, max=1.0, help="Every method keeps so much of sampled rows' attention, such as 0.95."
+        "--recall-floor", min=0.0, max=1.0, help="Recall that every method has to reach on sampled rows, such as 0.95."
     ),
 ]
-Device = Annotated[str, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")]
-DeviceMap = Annotated[str | None, typer.Option(help="Spread the model over devices, such as auto (needs accelerate).")]
+Device = Annotated[str, typer.Option(help="Device, such as cpu or cuda:0; by default a GPU if there is one.")]
+DeviceMap = Annotated[
+    str | None, typer.Option(help="How to spread the model over devices, such as auto (needs accelerate).")
+]
 Type = Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads on a CPU.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]

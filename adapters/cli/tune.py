@@ -51,13 +51,16 @@ def tune(
     model: Model = None,
     tokens: Annotated[list[int] | None, typer.Option(min=256, help="Length to tune at; repeat for several.")] = None,
     tried: Annotated[
-        list[str] | None, typer.Option("--try", metavar="PARAMETER=V1,V2", help="Values to search, over the method's.")
+        list[str] | None,
+        typer.Option("--try", metavar="PARAMETER=V1,V2", help="Values to search instead of the method's own."),
     ] = None,
     fixed: Annotated[
         list[str] | None, typer.Option("--set", metavar="PARAMETER=VALUE", help="Fix a parameter for every setting.")
     ] = None,
-    loss: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of dense's accuracy that may be lost.")] = 0.01,
-    by: Annotated[Cost, typer.Option(help="What to save; by default seconds on a GPU, density on a CPU.")] = Cost.AUTO,
+    loss: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of dense's accuracy that you can lose.")] = 0.01,
+    by: Annotated[
+        Cost, typer.Option(help="What to minimise; by default seconds on a GPU, density on a CPU.")
+    ] = Cost.AUTO,
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 2,
@@ -65,7 +68,7 @@ def tune(
     seed: Annotated[int, typer.Option(help="Chooses the texts; `demo` uses others by default.")] = 1000,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where the profile goes; by default METHOD.profile.json."),
+        typer.Option("--output", "-o", help="Write the profile to this file; by default METHOD.profile.json."),
     ] = None,
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
@@ -74,8 +77,8 @@ def tune(
 ) -> None:
     """Find the cheapest parameters of a method that lose no more than a stated accuracy.
 
-    Every combination of the method's search space answers the tasks of each length; the cheapest one whose accuracy
-    stays within the loss goes into a profile, which `build` and `attach` load. Ctrl-C stops, and writes the best found
+    Every combination of the method's search space answers the tasks of each length. The cheapest one whose accuracy
+    stays within the loss goes into a profile, which `build` and `attach` load. Ctrl-C stops and writes the best found
     so far.
     """
     from sparseprefill.profiles.profile import Profile
@@ -142,7 +145,7 @@ def _settings(
     given = {name: value_of(text) for name, text in map(_pair("--set"), fixed)}
     both = sorted(set(values) & set(given))
     if both:
-        raise CommandError(f"--set {both[0]}: --try names it, too")
+        raise CommandError(f"--set {both[0]}: --try names it too; leave one of them out")
     # What suits the embedded model suits it here, too, apart from what is searched.
     suited = PARAMETERS.get(method.name, {}) if model is None else {}
     free = {*method.search, *values} - set(given)

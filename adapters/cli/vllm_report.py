@@ -23,11 +23,11 @@ def register(app: typer.Typer) -> None:
 
 
 def vllm_report(
-    url: Annotated[str, typer.Argument(help="Where the server answers, such as http://127.0.0.1:8000.")],
+    url: Annotated[str, typer.Argument(help="Address of the server, such as http://127.0.0.1:8000.")],
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for its answer.")] = 30.0,
     json: Json = False,
 ) -> None:
-    """Print the report of a running vLLM server: what each layer did, how dense, and why not sparse."""
+    """Print the report of a running vLLM server: what each layer did, its density, and why calls ran dense."""
     workers = reports(url, timeout)
     if json:
         render.write_json(workers)
@@ -50,7 +50,7 @@ def reports(url: str, timeout: float) -> list[Mapping[str, Any]]:
 
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise CommandError(f"{url!r} is no address of a server: pass one such as {EXAMPLE}")
+        raise CommandError(f"{url!r} is not the address of a server: pass one such as {EXAMPLE}")
     body = reading.dumps({"method": METHOD, "timeout": timeout}).encode()
     request = urllib.request.Request(url.rstrip("/") + PATH, body, {"Content-Type": "application/json"})
     try:
@@ -83,5 +83,5 @@ def _refused(status: int) -> str:
     if status in (404, 405):
         return f"has no {PATH}: start the server with {NEEDED} in its environment"
     if status in (401, 403):
-        return f"refuses to answer ({status}): ask it from where no key is needed"
+        return f"refuses to answer ({status}): ask from a place where no key is needed"
     return f"answers with {status}: start the server with --worker-extension-cls {EXTENSION}; its log says more"

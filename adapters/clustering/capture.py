@@ -64,5 +64,5 @@ def block_maps(
         seen = [layer.layer for layer in handle.report().layers]
     lost = sorted(set(seen) - set(maps))
     if lost or not maps:
-        raise UnsupportedCallError([f"layers {lost}: no block map; sliding windows run apart from any method"])
+        raise UnsupportedCallError([f"layers {lost}: no block map; layers with a sliding window run without a method"])
     return {layer: torch.stack(found) for layer, found in sorted(maps.items())}

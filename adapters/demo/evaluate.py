@@ -26,13 +26,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Evaluate the embedded model.")
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of a checkpoint of `train`")
     parser.add_argument("--tasks", type=int, default=64, help="tasks of each family and length")
-    parser.add_argument("--ruler", type=int, default=0, help="of each of RULER's tasks; then long questions are asked")
+    parser.add_argument(
+        "--ruler", type=int, default=0, help="tasks of each kind of RULER's; if any, also ask long questions"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of the prompts")
     parser.add_argument("--seed", type=int, default=TABLES)
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after about this long")
     options = parser.parse_args(arguments)
     if not (options.model / "config.json").is_file():
-        parser.error(f"--model {options.model}: no checkpoint is there")
+        parser.error(f"--model {options.model}: no checkpoint in this folder")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lines = text_lines()

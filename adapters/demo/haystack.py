@@ -45,7 +45,7 @@ class Haystack:
         """
         room = length - sum(self.tokens(line) + 1 for _, line in needles)
         if room < 0:
-            raise ValueError(f"the needles and the question need {-room} tokens more")
+            raise ValueError(f"the needles and the question need {-room} more tokens")
         filler, counts = self._fill(rng.randrange(len(self.lines)), room)
         ends = list(accumulate(counts, initial=0))
         places = [(bisect_left(ends, depth * ends[-1]), line) for depth, line in needles]

@@ -244,4 +244,4 @@ def _count(tokenizer: Callable[..., Any], text: str) -> int:
 
 def _check(left: int) -> None:
     if left < 0:
-        raise ValueError(f"the prompt without filler needs {-left} tokens more")
+        raise ValueError(f"the prompt without filler needs {-left} more tokens")

@@ -130,19 +130,19 @@ def table(found: Sequence[Row], each: int) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run it from the command line."""
     parser = argparse.ArgumentParser(description="Answers by method, dense last rows, and how the question is asked.")
-    parser.add_argument("--model", type=Path, help="folder of a checkpoint of `train`; else the embedded model")
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint of `train`; by default the embedded model")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the longest prompt with its answer")
-    parser.add_argument("--tasks", type=int, default=8, help="prompts of each family and way")
-    parser.add_argument("--tails", type=int, nargs="+", default=TAILS, help="numbers of dense last rows")
-    parser.add_argument("--method", nargs="+", help="methods; else all that are registered")
+    parser.add_argument("--tasks", type=int, default=8, help="prompts of each family and way of asking")
+    parser.add_argument("--tails", type=int, nargs="+", default=TAILS, help="numbers of dense last rows to try")
+    parser.add_argument("--method", nargs="+", help="methods; by default all that are registered")
     parser.add_argument("--seed", type=int, default=TABLES)
     parser.add_argument("--time", action="store_true", help="also time the attention of all layers, beside dense")
     options = parser.parse_args(arguments)
     if options.model is not None and not (options.model / "config.json").is_file():
-        parser.error(f"--model {options.model}: no checkpoint is there")
+        parser.error(f"--model {options.model}: no checkpoint in this folder")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     if options.tasks < 1 or min(options.tails) < 0:
-        parser.error(f"--tasks {options.tasks} --tails {options.tails}: pass at least 1 task, and tails from 0 on")
+        parser.error(f"--tasks {options.tasks} --tails {options.tails}: pass at least 1 task, and tails of 0 or more")
     registry = default_registry()
     known = [name for name in registry.methods() if name != "dense"]
     unknown = [name for name in options.method or () if name not in known]
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
         logger.info("%s, tail %d: %s, density %.4f", row.method, row.tail, dict(row.right), row.density)
     beside = {way: [one.beside for one in asked if one.way == way] for way in WAYS}
     spans = ", ".join(f"{way} {min(found)} to {max(found)}" for way, found in beside.items())
-    sys.stdout.write(f"{table(found, options.tasks * len(ASKED))}\n\nTokens behind the text: {spans}.\n")
+    sys.stdout.write(f"{table(found, options.tasks * len(ASKED))}\n\nTokens after the text: {spans}.\n")
 
 
 def _right(model: Any, asked: Sequence[Asked]) -> dict[Way, int]:

@@ -144,7 +144,7 @@ def score(task: Task, answers: Sequence[str]) -> tuple[int, int]:
         generated text, before the first full stop.
     """
     if len(answers) != len(task.questions):
-        raise ValueError(f"{len(task.questions)} answers wanted, {len(answers)} given")
+        raise ValueError(f"answers holds {len(answers)}: pass one for each question, {len(task.questions)} in all")
     right = 0
     for question, text in zip(task.questions, answers, strict=True):
         found = re.findall(r"\d+", re.split(r"[.\n]", text, maxsplit=1)[0])
@@ -169,7 +169,7 @@ def _check(family: Family, questions: int, asked: int, distractors: int, depth: 
 def _keys(rng: random.Random, count: int) -> list[Key]:
     total = len(ADJECTIVES) * len(NOUNS)
     if count > total:
-        raise ValueError(f"there are only {total} keys, {count} wanted")
+        raise ValueError(f"there are only {total} keys, but {count} are needed")
     picked = rng.sample(range(total), count)
     return [(ADJECTIVES[i // len(NOUNS)], NOUNS[i % len(NOUNS)]) for i in picked]
 

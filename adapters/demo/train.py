@@ -101,9 +101,9 @@ def _run(options: argparse.Namespace, given: Sequence[str], began: float) -> Non
     write_card(folder, facts, [])
     write_record(folder, record)
     done = (facts["seconds"], facts["steps"], _since(began))
-    logger.info("trained for %.0f s, %d steps, %.0f s of this run gone", *done)
+    logger.info("trained for %.0f s, %d steps; this run has taken %.0f s", *done)
     if not finished:
-        logger.info("the training is not done: go on with --resume")
+        logger.info("the training is not finished: continue with --resume")
         return
     cells: list[Cell] = []
     try:
@@ -126,15 +126,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder of the checkpoint")
     parser.add_argument("--size", choices=[name for name in SIZES if name != "smoke"], default="embedded")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=_positive, default=580, help="of this run, from start to end")
-    parser.add_argument("--total-seconds", type=_positive, help="of training, over all runs; by default what fits")
-    parser.add_argument("--steps", type=_whole, help="steps over all runs, instead of seconds: repeats exactly")
+    parser.add_argument("--seconds", type=_positive, default=580, help="time limit of this run, from start to end")
+    parser.add_argument("--total-seconds", type=_positive, help="training time over all runs; by default what fits")
+    parser.add_argument("--steps", type=_whole, help="steps over all runs, instead of a time; repeats exactly")
     parser.add_argument("--reserve", type=float, help="seconds kept for the evaluation")
-    parser.add_argument("--resume", action="store_true", help=f"go on from {STATE} in the folder")
+    parser.add_argument("--resume", action="store_true", help=f"continue from {STATE} in the folder")
     parser.add_argument("--rate", type=_positive, help="highest learning rate")
-    parser.add_argument("--attention", choices=("cudnn", "flash"), default="cudnn", help="tried first on a GPU")
-    parser.add_argument("--compile", action="store_true", help="compile the layers: half a minute for faster steps")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument(
+        "--attention", choices=("cudnn", "flash"), default="cudnn", help="dense attention to try first on a GPU"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the layers: takes half a minute, steps are faster"
+    )
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     parser.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help="print results of runs side by side")
     return parser
 
@@ -197,7 +201,7 @@ def _budget(options: argparse.Namespace, size: Size, used: float, began: float) 
     last = began + options.seconds - reserve
     total = options.total_seconds or used + max(0.0, last - ready)
     if total <= used and not options.steps:
-        raise ValueError(f"--total-seconds {total:.0f}: {used:.0f} s of training are done already")
+        raise ValueError(f"--total-seconds {total:.0f}: {used:.0f} s of training are already done")
     fits = options.steps is not None or ready + total - used <= last + 1
     return Budget(total, last if fits else began + options.seconds - _MARGIN, options.steps)
 

@@ -265,7 +265,7 @@ class Suite:
         for items in made:
             if length is not None and not all(items.task.eval_docs["outputs"]):
                 raise ParameterError(
-                    f"{items.name} finds no room for its text in {length:,} tokens of this tokenizer: pass a longer "
+                    f"{items.name} does not fit its text into {length:,} tokens of this tokenizer: pass a longer "
                     f"length, or leave the task out"
                 )
         return made

@@ -86,7 +86,7 @@ def _of_line(line: str, where: str, tokenizer: Any) -> list[int]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ParameterError(f"prompts: {where} is no JSON: {error}") from error
+        raise ParameterError(f"prompts: {where} is not JSON: {error}") from error
     given = sorted({"prompt", "messages"} & set(entry)) if isinstance(entry, dict) else []
     if len(given) != 1:
         raise ParameterError(f"prompts: {where} is {line[:60]!r}: pass an object with either 'prompt' or 'messages'")
@@ -95,7 +95,7 @@ def _of_line(line: str, where: str, tokenizer: Any) -> list[int]:
             raise ParameterError(f"prompts: {where}: prompt is {entry['prompt']!r}: pass a text")
         return _ids(tokenizer, entry["prompt"], start=True)
     if not getattr(tokenizer, "chat_template", None):
-        raise ParameterError(f"prompts: {where} has messages, but the tokenizer no chat template: pass 'prompt'")
+        raise ParameterError(f"prompts: {where} has messages, but the tokenizer has no chat template: pass 'prompt'")
     try:
         text = tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of others, and raise what they like

@@ -54,7 +54,7 @@ class Reader:
         cache = getattr(out, "past_key_values", None)
         if cache is None:
             name = type(self.model).__name__
-            raise AttachError(f"{name} returns no cache: only models that decode from past_key_values are compared")
+            raise AttachError(f"{name} returns no cache: pass a model that decodes from past_key_values")
         return out.logits[0, -keep:], cache
 
     def follow(self, cache: Any, ids: Tensor) -> Tensor:

@@ -83,8 +83,8 @@ class Service:
         why = "; ".join(f"{reason} ({count}x)" for reason, count in self.reasons.items())
         if not self.sparse_calls:
             if not why:
-                why = "exact sliding windows alone" if self.window_calls else f"no prompt of {self.min_query} tokens"
-            return f"never ran sparse, its score is that of dense attention: {why}"
+                why = "only exact sliding windows" if self.window_calls else f"no prompt has {self.min_query} tokens"
+            return f"never ran sparse; its score is that of dense attention: {why}"
         calls = self.sparse_calls + self.window_calls + self.dense_calls
         return f"dense in {self.dense_calls:,} of {calls:,} layer calls: {why}" if self.dense_calls else ""
 

@@ -83,7 +83,7 @@ def test_exam_counts_right_answers(embedded_tokenizer: Any) -> None:
 
 
 def test_exam_refuses(embedded_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="tokens more"):
+    with pytest.raises(ValueError, match="more tokens"):
         make_exam(embedded_tokenizer, 256, 0, 2)
     for questions in (0, MOST + 1):
         with pytest.raises(ValueError, match=f"pass 1 to {MOST}"):

@@ -99,9 +99,9 @@ def test_a_profile_names_its_method_and_what_it_leaves_dense_is_told(folder: Pat
     assert (one["service"]["sparse_calls"], one["service"]["dense_calls"]) == (0, 2)
     result = run(*SMALL, *profile, "--lengths", "1024,2048")
     text = " ".join(result.stdout.split())
-    assert "niah_single_1 1,024: its.profile.json never ran sparse, its score is that of dense attention:" in text
+    assert "niah_single_1 1,024: its.profile.json never ran sparse; its score is that of dense attention:" in text
     assert "niah_single_1 2,048: its.profile.json never" not in text
-    assert "niah_single_1 1,024, niah_single_1 2,048: dense (stock) scores 0: there is nothing that a method" in text
+    assert "niah_single_1 1,024, niah_single_1 2,048: dense (stock) scores 0, so a method has nothing" in text
     rows = [line.split() for line in result.stdout.splitlines() if line.strip().startswith("its.profile")]
     assert rows[0][-5] == "dense"
     assert rows[1][-5].endswith("%")
@@ -137,7 +137,7 @@ def test_ctrl_c_keeps_what_is_finished(folder: Path, monkeypatch: pytest.MonkeyP
         ),
         (("--method", "anchor"), "no method is named 'anchor'; did you mean 'anchor-attention'?"),
         (("--method", "streaming", "--set", "windov=3"), "streaming has no parameter 'windov'; did you mean 'window'?"),
-        (("--config", "c.toml", "--set", "window=3"), "--set window=3: it changes a parameter of a --method"),
+        (("--config", "c.toml", "--set", "window=3"), "--set window=3: it changes a parameter of a method"),
         (("--method", "streaming", "--lengths", "4k"), "--lengths 4k: write tokens, such as --lengths 4096,8192"),
         (("--method", "streaming", "--lengths", "50000"), "lengths holds 50000: the model reads at most 40960 tokens"),
         (("--method", "streaming", "--output", "no/x.json"), "--output no/x.json: there is no folder"),

@@ -92,7 +92,7 @@ def test_the_table_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the embedded model: 1 prompt of 256 tokens, cpu (1 thread), float32" in " ".join(result.stdout.split())
     head = next(line for line in result.stdout.splitlines() if line.strip().startswith("method"))
     assert head.split() == [
-        "method", "KL", "worst", "same", "parts", "recall", "least", "density", "prefill", "speed-up",
+        "method", "KL", "worst", "same", "parts", "recall", "lowest", "density", "prefill", "speed-up",
     ]  # fmt: skip
     row = next(line for line in result.stdout.splitlines() if line.strip().startswith("streaming"))
     assert re.fullmatch(r" streaming( +[\d.]+){2} +[\d.]+% +\d+( +[\d.]+%){3} +[\d.]+ s +[\d.]+ *", row)
@@ -136,7 +136,7 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (("--model", "nowhere"), "--model nowhere"),
         (("--prompts", "gone.txt"), "there is no file or folder gone.txt"),
-        (("--prompts", "bad.jsonl"), "bad.jsonl:1 is no JSON"),
+        (("--prompts", "bad.jsonl"), "bad.jsonl:1 is not JSON"),
         (("--prompts", "long.txt"), "the model reads at most 40960: pass --tokens 40896 or less"),
         (("--tokens", "50000"), "pass --tokens 40896 or less"),
         (("--layer", "9"), "--layer 9: the model has 6; pass 0 to 5"),

@@ -63,7 +63,7 @@ def test_the_table_tells_times_where_there_are_some() -> None:
         (["--model", "nowhere"], "nowhere: no checkpoint"),
         (["--method", "nothing"], "nothing: no such method"),
         (["--tokens", "64"], "--tokens 64"),
-        (["--tails", "-1"], "tails from 0 on"),
+        (["--tails", "-1"], "tails of 0 or more"),
         (["--tasks", "0"], "at least 1 task"),
     ],
 )
@@ -77,4 +77,4 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--tokens", "512", "--tasks", "1", "--tails", "16", "--method", "streaming"])
     printed = capsys.readouterr().out
     assert "| streaming | 16 | " in printed
-    assert "Tokens behind the text: short " in printed
+    assert "Tokens after the text: short " in printed

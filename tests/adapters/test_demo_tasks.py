@@ -140,7 +140,7 @@ def test_score_counts_values_in_their_place(tokenizer: Any) -> None:
     assert score(task, [f"{one}\n{two}"]) == (1, 3)
     assert score(task, [f"{one}0, {two}, {three}."]) == (2, 3)
     assert score(task, [""]) == (0, 3)
-    with pytest.raises(ValueError, match="1 answers wanted"):
+    with pytest.raises(ValueError, match="answers holds 0"):
         score(task, [])
 
 
@@ -157,7 +157,7 @@ def test_bad_arguments_are_refused(tokenizer: Any) -> None:
         make_task(tokenizer, "multikey", 1024, 0, depth=1.5)
     with pytest.raises(ValueError, match="keys"):
         make_task(tokenizer, "multikey", 1024, 0, distractors=5000)
-    with pytest.raises(ValueError, match="tokens more"):
+    with pytest.raises(ValueError, match="more tokens"):
         make_task(tokenizer, "multikey", 128, 0)
 
 

@@ -404,7 +404,7 @@ def test_records_are_compared(tmp_path: Path) -> None:
     ]
     assert found[-2:] == [
         "Largest spread of a task's mean: 2.0 points.",
-        "1 results that not every run has are left out.",
+        "1 results that some runs lack are left out.",
     ]
     with pytest.raises(ValueError, match="no results"):
         compare([one, record(tmp_path / "c", 2, {})])

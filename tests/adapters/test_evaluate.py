@@ -184,7 +184,7 @@ def test_a_dense_run_is_not_taken_for_a_sparse_one(random_model: Any, embedded_t
     assert long is not None
     assert (0, 2) == (short.sparse_calls, short.dense_calls)
     assert short.density is None
-    assert "never ran sparse, its score is that of dense attention" in short.doubt
+    assert "never ran sparse; its score is that of dense attention" in short.doubt
     assert "2x" in short.doubt
     assert ("", 2) == (long.doubt, long.sparse_calls)
 
@@ -240,7 +240,7 @@ def test_nothing_is_printed(random_model: Any, embedded_tokenizer: Any, capfd: p
         ({"limit": 0}, "limit is 0: pass an integer >= 1"),
         ({"batch_size": True}, "batch_size is True"),
         ({"chat_template": True}, "the tokenizer has no chat template"),
-        ({"tasks": ["ruler_cwe"], "lengths": [4096]}, "ruler_cwe finds no room for its text in 4,096 tokens"),
+        ({"tasks": ["ruler_cwe"], "lengths": [4096]}, "ruler_cwe does not fit its text into 4,096 tokens"),
     ],
 )
 def test_refused(random_model: Any, embedded_tokenizer: Any, arguments: dict[str, Any], words: str) -> None:

@@ -332,7 +332,7 @@ def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
     tokenizer = load_tokenizer()
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "where is it"}]}))
-    with pytest.raises(sp.ParameterError, match=r"chat\.jsonl:1 has messages, but the tokenizer no chat template"):
+    with pytest.raises(sp.ParameterError, match=r"chat\.jsonl:1 has messages, but the tokenizer has no chat template"):
         load(path, tokenizer)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %} [assistant]"
     expected = tokenizer("[user] where is it [assistant]", add_special_tokens=False)["input_ids"]
@@ -348,8 +348,8 @@ def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
         ("a.txt", b"", "holds no text"),
         ("a.txt", b"\xff\xfe\xfa", "cannot be read as UTF-8"),
         ("a.jsonl", b"", "holds no line"),
-        ("a.jsonl", b"{", "a.jsonl:1 is no JSON"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is no JSON"),
+        ("a.jsonl", b"{", "a.jsonl:1 is not JSON"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n[1]', "a.jsonl:2 is '\\[1\\]': pass an object with either"),
         ("a.jsonl", b'{"prompt": "x", "messages": []}', "pass an object with either"),
         ("a.jsonl", b'{"text": "x"}', "pass an object with either"),

@@ -269,7 +269,7 @@ def test_nothing_within_reach_gives_a_profile_that_runs_dense(folder: Path) -> N
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
     # With every key computed, the sparse way through a CPU is dense attention to the bit: nothing is gained by it.
-    reason = "the settings that reach it cost no less than dense; calls of this length run dense; nearest was"
+    reason = "the settings that reach it cost no less than dense; calls of this length run dense; the nearest was"
     assert f"300 tokens: KL of at most 0: {reason}" in said
     assert Profile.load("none.json").ranges[0].method is None
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -186,7 +186,7 @@ def test_settings_from_a_run_on_other_texts(tmp_path: Path) -> None:
     expected = {"block": 64, "stride": 8, "threshold": 0.25}
     assert expected == facts["points"][-1]["parameters"]
     assert str(file) == facts["from"]
-    refused(run(*SMALL, *few, "--seed", "1001"), "--from", "the same texts", "another --seed than 1001")
+    refused(run(*SMALL, *few, "--seed", "1001"), "--from", "the same texts", "a --seed other than 1001")
     for text in ("{", "[]", '{"seed": 1, "texts": 1, "points": []}', '{"seed": 1}'):
         file.write_text(text)
         refused(run(*SMALL, *few), "--from", "pass what `sparseprefill frontier --json FILE` wrote")
@@ -270,7 +270,7 @@ def test_ctrl_c_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
         (("--method", "bfla", "--try", "bfla.grup=8"), ("no parameter 'grup'",)),
         ((*TRIED, "--set", "streaming.window=16"), ("--set streaming.window", "--try")),
         (("--method", "bfla", "--tokens", "99999"), ("--tokens 99999", "reads at most")),
-        (("--method", "bfla", "--tokens", "256"), ("--tokens 256", "tokens more")),
+        (("--method", "bfla", "--tokens", "256"), ("--tokens 256", "more tokens")),
         (("--method", "bfla", "--plot", "a.txt"), ("--plot a.txt", ".png")),
     ],
 )

@@ -91,7 +91,7 @@ def test_an_output_that_is_off_has_no_time() -> None:
     *_, score = measured(named("SDPA"), fake(1.05), masks=[parse_mask("tiles:0.3")])
     assert score.off == pytest.approx(0.05, rel=1e-3)
     assert (score.seconds, score.efficiency, score.flops) == (0.0, 0.0, 0.0)
-    assert "is 0.05 off" in score.error
+    assert "is off by 0.05" in score.error
     assert score_tables.cells(score)[3] == "off"
     fact = score_tables.fact(score)
     assert fact["error"] == score.error
@@ -233,7 +233,7 @@ def test_cudnn_gets_what_it_wants(extra: Exception | None, monkeypatch: pytest.M
     told = (True, "") if extra is None else (False, "RuntimeError: no")
     for mask in ("full", "tiles 0.2"):
         assert told == (scores[mask].counts, scores[mask].error)
-    assert "blocks alone" in scores["diagonal + stripes 0.2"].refused
+    assert "only takes blocks" in scores["diagonal + stripes 0.2"].refused
 
 
 def test_cudnn_in_fp8_gets_lists_of_equal_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_cudnn_in_fp8_gets_lists_of_equal_length(monkeypatch: pytest.MonkeyPatch
     assert (full.error, full.counts, full.pairs) == ("", True, 4 * 4 * 2 * 128 * 128)
     assert tiles.counts
     assert tiles.pairs % (4 * 4 * 128 * 128) == 0
-    assert "blocks alone" in stripes.refused
+    assert "only takes blocks" in stripes.refused
     changes: list[tuple[dict[str, Any], str]] = [({"head_dim": 64}, "pass 128"), ({"length": 300}, "multiple")]
     for change, words in [*changes, ({"dtype": "float32"}, "bfloat16")]:
         (score,) = measured(other, masks=[FULL], shape=evolve(shape, **change))

@@ -249,7 +249,7 @@ def test_the_table_names_what_runs_dense() -> None:
         (("--method", "anchor-attention", "--output", "no/such.json"), ("--output no/such.json", "no folder")),
         (("--method", "anchor-attention", "--model", "/no/such/folder"), ("--model /no/such/folder",)),
         (("--method", "anchor-attention", "--tokens", "99999"), ("--tokens 99999", "reads at most")),
-        (("--method", "anchor-attention", "--tokens", "256", "--questions", "9"), ("--questions 9", "tokens more")),
+        (("--method", "anchor-attention", "--tokens", "256", "--questions", "9"), ("--questions 9", "more tokens")),
     ],
 )
 def test_the_command_refuses(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

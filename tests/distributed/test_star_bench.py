@@ -28,7 +28,7 @@ def test_rows_that_fail_in_step_cost_no_others(tmp_path: Path) -> None:
     assert "rank 1: MemoryError: no room for this row" in found["refused by one"]["failed"]
     assert "rank 0: MemoryError: no room in this row" in found["stumbles everywhere"]["failed"]
     assert found["last"]["against"] == "first"
-    assert found["last"]["speed_ratio"] > 0
+    assert found["last"]["speed_up"] > 0
 
 
 def test_a_row_that_fails_on_one_rank_ends_all_and_leaves_the_rows_before(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_every_kind_of_row_is_measured(tmp_path: Path) -> None:
     found = rows(path)
     assert set(outcomes[0].value) < set(found)
     assert all(row.get("ms", 0) > 0 for row in found.values()), found
-    assert "time_ratio" in found["star decode, 50 steps"]
+    assert "speed_up" in found["star decode, 50 steps"]
 
 
 @pytest.mark.parametrize(("block", "ratio"), [(262144, 4 / 3), (32768, 64 / 6)])

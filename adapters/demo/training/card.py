@@ -131,7 +131,7 @@ def compare(folders: Sequence[Path]) -> str:
     left_out = sum(len(result) - len(shared) for result in results)
     lines += ["", f"Largest spread of a task's mean: {worst:.1f} points."]
     if left_out:
-        lines.append(f"{left_out} results that not every run has are left out.")
+        lines.append(f"{left_out} results that some runs lack are left out.")
     return "\n".join(lines)
 
 

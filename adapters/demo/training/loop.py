@@ -259,7 +259,7 @@ class Trainer:
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
         if state["settings"] != asdict(self._settings):
             changed = [name for name, value in asdict(self._settings).items() if state["settings"].get(name) != value]
-            raise ValueError(f"{folder / STATE} is of a run with other settings: {', '.join(changed)}")
+            raise ValueError(f"{folder / STATE} comes from a run with other settings: {', '.join(changed)}")
         self._masters.load(state["masters"])
         schedule = state["schedule"]
         changes = [Change(**change) for change in schedule["changes"]]

@@ -79,15 +79,13 @@ class Table:
         rounds: int = 5,
         base: str = "",
         against: str = "",
-        slower: bool = False,
         note: Callable[[], str] = str,
     ) -> None:
         """Measure what `make` returns: the median of so many rounds after one to warm up, the slowest rank's.
 
         seconds: what a round may take; a row that would not end within the budget is left out. rounds: 0 takes the
-        first run. base: what the row is called by those that are `against` it, of several the fastest; slower: show how
-        many times as long as that it takes, not how many times as fast it is. note: asked on every rank when the row is
-        measured; the last rank's is shown.
+        first run. base: what the row is called by those that are `against` it, of several the fastest; they show their
+        speed-up over it. note: asked on every rank when the row is measured; the last rank's is shown.
         """
         if not re.search(self.wanted, what):
             return
@@ -111,9 +109,8 @@ class Table:
         facts: dict[str, Any] = {"ms": round(ms, 3), "gib": round(memory, 2), "note": noted}
         shown, other = "", self.best.get((tokens, against))
         if other is not None:
-            ratio = ms / other if slower else other / ms
-            shown = f"{ratio:.2f} x the {'time' if slower else 'speed'} of {against}"
-            facts |= {"against": against, "time_ratio" if slower else "speed_ratio": round(ratio, 3)}
+            shown = f"speed-up {other / ms:.2f} over {against}"
+            facts |= {"against": against, "speed_up": round(other / ms, 3)}
         self.note(tokens=tokens, row=what, **facts)
         self.line(f"| {tokens:>8} | {what} | {ms:.2f} | {shown} | {memory:.1f} | {noted} |")
 
@@ -122,7 +119,7 @@ class Table:
         self.line(f"| {tokens:>8} | {what} | {reason} | | | |")
 
     def _cut(self) -> None:
-        sys.stderr.write(f"rank {self.ranks.rank}: a row took longer than thought: the time is up\n")
+        sys.stderr.write(f"rank {self.ranks.rank}: a row took longer than estimated, and the time is up\n")
         sys.stderr.flush()
         os._exit(EXIT)
 
