@@ -39,8 +39,8 @@ class ValueWeights:
 
     Mean and deviation are those of the keys before the query tile, per KV head, so no later token has a say in what
     earlier ones read, and cuts of a prompt change nothing; keys of the query tile itself, and the first `pool` keys of
-    a prompt, have no bonus. A value that is not finite has none either. A prompt's later chunks find the norms of earlier
-    ones in the request's `Memory`, and read their own values alone.
+    a prompt, have no bonus. A value that is not finite has none either. A chunk finds the norms of earlier ones in the
+    request's `Memory`, and reads its own values alone.
 
     pool: tokens; divides the key tiles of whoever asks for scores of tiles, else they raise ParameterError.
 

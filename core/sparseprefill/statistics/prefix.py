@@ -55,15 +55,17 @@ class PrefixTiles:
     order, such as two with one index. Of a prompt's first chunk it keeps something only if the call says that the
     prompt goes on. Nothing is ever written to in place, so what was handed out stays as it is.
 
-    most: bytes that all of it may take; what does not fit is made again for each call. 0 keeps nothing. Copies, by
+    most: bytes that all of it may take; what does not fit is made again for each call. 0 keeps nothing. steady: whether
+    keys and values never change; a host whose cache rounds old ones anew says False, and nothing is kept. Copies, by
     pickle too, begin empty.
     """
 
     most: int = KEPT_BYTES
+    steady: bool = True
     _layers: dict[Hashable, dict[Hashable, _Entry]] = field(factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PrefixTiles, (self.most,)
+        return PrefixTiles, (self.most, self.steady)
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +82,7 @@ class PrefixTiles:
         rule: what it is, such as a name and the tokens of a tile. tile: those tokens. make: returns contiguous
         ``[B, Hkv, C, *]``, bit by bit the same whatever it is given.
         """
-        if self.most <= 0 or not _known(call):
+        if self.most <= 0 or not self.steady or not _known(call):
             return make(None, 0)
         layer, mine = self._layers.setdefault((rule, call.layer), {}), _identity(call)
         offset, end = call.geometry.q_offset, call.geometry.q_offset + call.geometry.q_len
