@@ -107,7 +107,8 @@ def moved(source: AttentionCall, made: AttentionCall) -> AttentionCall:
     assert fresh is not None
     source.pages.k.copy_(fresh.k)
     source.pages.v.copy_(fresh.v)
-    return evolve(source, **dict.fromkeys(("k", "v"), evolve(source.pages)))
+    pages = evolve(source.pages)
+    return evolve(source, k=pages, v=pages)
 
 
 @settings(max_examples=100 if CUDA else 20, deadline=None)

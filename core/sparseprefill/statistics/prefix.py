@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -33,13 +33,12 @@ class _Entry:
     last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
     broken: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.found is None else self.found.nbytes
-
     def is_of(self, q: Tensor, k: Tensor) -> bool:
         """Whether the call that came last had these tensors."""
         return self.last is not None and self.last[0]() is q and self.last[1]() is k
+
+
+NOTHING = _Entry(None, 0, 0)
 
 
 @define(eq=False)
@@ -63,6 +62,7 @@ class PrefixTiles:
     most: int = KEPT_BYTES
     steady: bool = True
     _layers: dict[Hashable, dict[Hashable, _Entry]] = field(factory=dict, init=False, repr=False)
+    _held: int = field(default=0, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PrefixTiles, (self.most, self.steady)
@@ -70,11 +70,12 @@ class PrefixTiles:
     @property
     def nbytes(self) -> int:
         """Bytes that are held."""
-        return sum(entry.nbytes for layer in self._layers.values() for entry in layer.values())
+        return self._held
 
     def clear(self) -> None:
         """Forget everything."""
         self._layers.clear()
+        self._held = 0
 
     def get(self, call: AttentionCall, rule: Hashable, tile: int, make: Make) -> Tensor:
         """A statistic of the call's key tiles by `make`, which is given what is kept of it.
@@ -88,20 +89,29 @@ class PrefixTiles:
         offset, end = call.geometry.q_offset, call.geometry.q_offset + call.geometry.q_len
         pages = call.pages
         q, k = call.q, call.k if pages is None else pages.k
-        entry = layer.get(mine) or _Entry(None, 0, 0)
+        entry = layer.get(mine, NOTHING)
         in_order = offset >= entry.end or entry.is_of(q, k)
         if entry.broken or not in_order:
+            self._drop(layer, mine)
             layer[mine] = _Entry(None, 0, end, broken=True)
             return make(None, 0)
         tiles = min(entry.tiles, offset // tile)  # of the call that came last, once more, what was before it
         made = make(entry.found if tiles else None, tiles)
-        for other in [key for key in layer if key != mine and _overlap(key, mine)]:
-            del layer[other]
-        entry = evolve(entry, end=end, last=(weakref.ref(q), weakref.ref(k)))
-        if (offset or _goes_on(call, end)) and self.nbytes - entry.nbytes + made.nbytes <= self.most:
-            entry = evolve(entry, found=made.detach(), tiles=end // tile)
-        layer[mine] = entry
+        if len(layer) > (entry is not NOTHING):
+            for other in [key for key in layer if key != mine and _overlap(key, mine)]:
+                self._drop(layer, other)
+        found, last = entry.found, (weakref.ref(q), weakref.ref(k))
+        held = self._held - (0 if found is None else found.nbytes) + made.nbytes
+        if (offset or _goes_on(call, end)) and held <= self.most:
+            self._held = held
+            layer[mine] = _Entry(made.detach(), end // tile, end, last)
+        else:
+            layer[mine] = _Entry(found, entry.tiles, end, last)
         return made
+
+    def _drop(self, layer: dict[Hashable, _Entry], key: Hashable) -> None:
+        entry = layer.pop(key, NOTHING)
+        self._held -= 0 if entry.found is None else entry.found.nbytes
 
 
 def _known(call: AttentionCall) -> bool:
