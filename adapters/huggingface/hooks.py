@@ -12,7 +12,7 @@ from attrs import define
 from ..session.session import Prefill
 from . import reasons
 from .eager import eagerly
-from .state import Attachment, Forward, Progress, Requests, owner_of, past_length
+from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
 
 log = logging.getLogger(__name__)
 NOWHERE = Progress(Prefill(), 0, 0)  # of a forward that does not go through the session
@@ -105,6 +105,7 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     batch, rows = (0, 0) if shape is None else shape
     past = past_length(cache)
     progress, goes_on = requests.advance(cache, past, rows, batch)
+    progress.prefill.memory.prefix.steady = is_steady(cache)
     if goes_on and ((grain := attached.session.route.method_grain) is None or past % grain):
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
         attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")

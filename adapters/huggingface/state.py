@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from attrs import define, field, frozen
 from transformers import PreTrainedModel
+from transformers.cache_utils import QuantizedLayer
 
 from ..session.session import Fallback, Prefill, Session
 from .original import Original
@@ -245,3 +246,12 @@ def past_length(cache: Any) -> int:
         return int(cache.get_seq_length())
     except (AttributeError, ValueError, TypeError):
         return 0
+
+
+def is_steady(cache: Any) -> bool:
+    """Whether the cache gives keys and values back as it got them: transformers' own do, unless they quantize."""
+    layers = getattr(cache, "layers", None)
+    if not isinstance(layers, list):
+        return False
+    ours = (type(layer).__module__ == QuantizedLayer.__module__ for layer in layers)
+    return all(ours) and not any(isinstance(layer, QuantizedLayer) for layer in layers)

@@ -43,7 +43,8 @@ class Requests:
 
     A prefill is over, and its memory freed, once its request decodes, begins anew, or is gone. Steps that go by without
     it do not end it: other batches run in between, drafts of a speculator have metadata of their own, and a chunk may
-    have to wait for its turn.
+    have to wait for its turn. But statistics of its keys are dropped then, and made again from the pages: a request
+    that was preempted may find others of the same tokens in the prefix cache, and go on where it stood.
     """
 
     finished: int = 0
@@ -64,6 +65,8 @@ class Requests:
         for name, entry in list(self._entries.items()):
             if decoding.get(name, -1) >= entry.end or not alive(name):
                 self._end(name)
+            elif name not in rows_of:
+                entry.prefill.memory.prefix.clear()
         alone = {name for name, count in rows_of.items() if count == 1 and name not in decoding}
         return [self._next(row, row.name if row.name in alone else None) for row in rows]
 

@@ -7,6 +7,8 @@ from typing import Any, TypeVar, cast
 
 from attrs import define, field
 
+from sparseprefill.statistics.prefix import PrefixTiles
+
 T = TypeVar("T")
 
 
@@ -16,9 +18,13 @@ class Memory:
 
     Keys are chosen by the method, usually ``(method name, layer)``; values are the method's own frozen objects.
     Sessions never share a Memory between requests or threads.
+
+    prefix: statistics of the request's keys by tile, which any stage may ask for: they are what they would be if made
+    afresh, and only spare the work. They have no part in `len` and ``in``.
     """
 
     _slots: dict[Hashable, Any] = field(factory=dict, init=False, repr=False)
+    prefix: PrefixTiles = field(factory=PrefixTiles, init=False, repr=False)
 
     def get(self, key: Hashable, default: T) -> T:
         """The value under `key`, or `default`."""
@@ -35,7 +41,7 @@ class Memory:
         return cast(T, self._slots[key])
 
     def copy(self) -> Memory:
-        """Another store of the same values; what is written to one is not in the other."""
+        """Another store of the same values; what is written to one is not in the other. Its `prefix` begins empty."""
         other = Memory()
         other._slots.update(self._slots)
         return other
@@ -43,6 +49,12 @@ class Memory:
     def clear(self) -> None:
         """Forget everything: the request ended."""
         self._slots.clear()
+        self.prefix.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept in `prefix`; what observers keep is not counted."""
+        return self.prefix.nbytes
 
     def __len__(self) -> int:
         return len(self._slots)

@@ -34,6 +34,7 @@ from sparseprefill.stages import (
     missing,
     widest_scope,
 )
+from sparseprefill.statistics.prefix import KEPT_BYTES
 from sparseprefill.validate import MOST_ROWS
 
 KEPT = 256
@@ -92,6 +93,11 @@ def _limit(_: object, attribute: Attribute[Any], value: object) -> None:
         raise ParameterError(f"Pipeline.{attribute.name} is {shown}: pass a positive number of bytes, 'auto' or None")
 
 
+def _bytes(_: object, attribute: Attribute[Any], value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ParameterError(f"Pipeline.{attribute.name} is {printed(value)}: pass a number of bytes, 0 for none")
+
+
 def _text(_: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, str):
         raise ParameterError(f"Pipeline.{attribute.name} is {printed(value)}: pass a text")
@@ -124,6 +130,8 @@ class Pipeline:
     workspace: bytes that a call may hold beyond q, k, v and the result; a longer call is cut into parts, by heads where
     `head_scope` allows it and by rows where there is a `grain`, one after the other. "auto": 3 GiB on CUDA devices,
     no limit elsewhere. None: no limit. A call that cannot be cut runs whole, whatever it needs.
+    kept_bytes: what statistics of a request's keys may take in its `Memory` from one chunk to the next
+    (`Memory.prefix`); 0 keeps none, and changes no result.
     executing: the executor behind its guard, for hosts that run dense attention or windows through it.
     """
 
@@ -134,6 +142,7 @@ class Pipeline:
     name: str = field(default="pipeline", validator=_text)
     corrector: Corrector | None = field(default=None, kw_only=True, validator=_maybe(_implements(Corrector)))
     workspace: Limit = field(default="auto", kw_only=True, validator=_limit)
+    kept_bytes: int = field(default=KEPT_BYTES, kw_only=True, validator=_bytes)
     _planning: tuple[Stage, ...] = field(default=Factory(_ask_planning, takes_self=True), init=False, repr=False)
     executing: ExecutorStage = field(default=Factory(_ask_executor, takes_self=True), init=False, repr=False)
     _correcting: tuple[Stage, ...] = field(default=Factory(_ask_corrector, takes_self=True), init=False, repr=False)
@@ -304,6 +313,7 @@ class Pipeline:
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:
         """What `run` would execute: the estimate, refined. For stages that hold a pipeline; errors as of `run`."""
         estimator, *refiners = self._planning
+        memory.prefix.most = self.kept_bytes
         plan = estimator.estimate(call, memory)
         for refiner in refiners:
             plan = refiner.refine(call, plan, memory)

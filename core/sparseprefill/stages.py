@@ -118,7 +118,7 @@ class Corrector(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """Sees a layer's result; the only writer of memory."""
+    """Sees a layer's result; the only writer of memory, but for its `prefix`."""
 
     __slots__ = ()
 

@@ -53,7 +53,7 @@ class FlexEstimator:
         most = None if config.max_budget is None else -(-config.max_budget // block)
         rows, real = last_rows(call, block)
         mass = sampled_mass(call, rows, real, block)
-        keys = key_tile_mean(call, block)
+        keys = key_tile_mean(call, block, memory)
         far = distance(call, keys, rows, real, mass.columns, block)
         aware = far < config.tau
         slashes = top_mass(mass.slashes, config.gamma, least, most)

@@ -18,13 +18,18 @@ from .heads import of_heads
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.memory import Memory
 
 KEYS = 8192
 """Keys, or query rows, whose sums are in memory at once."""
 
 
-def last_scores(call: AttentionCall, rows: Tensor, real: Tensor, seen: Tensor, block: int) -> Tensor:
+def last_scores(
+    call: AttentionCall, rows: Tensor, real: Tensor, seen: Tensor, block: int, memory: Memory | None = None
+) -> Tensor:
     """``[B, H, C]`` of the sampled rows (index ``[B, n]``, where `real`); seen: bool ``[B, C]``, blocks in reach.
+
+    memory: see `key_tile_mean`.
 
     In a block that every row sees the mean logit is the product of the means; pairs are formed for the others alone.
     """
@@ -34,7 +39,7 @@ def last_scores(call: AttentionCall, rows: Tensor, real: Tensor, seen: Tensor, b
     q = torch.gather(call.q, 2, rows[:, None, :, None].expand(-1, heads, -1, width)).to(dtype)
     q = torch.where(real[:, None, :, None], q, 0).unflatten(1, (-1, call.group))
     pooled = q.sum(3) / real.sum(1).clamp(min=1)[:, None, None, None]
-    mean = (pooled @ key_tile_mean(call, block).to(dtype).transpose(-1, -2)).flatten(1, 2)
+    mean = (pooled @ key_tile_mean(call, block, memory).to(dtype).transpose(-1, -2)).flatten(1, 2)
     query = torch.gather(geometry.query_positions(), 1, rows)
     first = torch.where(real, query, geometry.kv_len).amin(1, keepdim=True)
     tiles = torch.div(first, block, rounding_mode="floor")
@@ -52,11 +57,14 @@ def last_scores(call: AttentionCall, rows: Tensor, real: Tensor, seen: Tensor, b
     return _softmax(call, mean, seen[:, None])
 
 
-def map_scores(call: AttentionCall, head: Tensor, block: int) -> Tensor:
-    """``[B, S, R, C]`` of the query heads `head` ``[B, S]``; 0 in rows of blocks without a real query."""
+def map_scores(call: AttentionCall, head: Tensor, block: int, memory: Memory | None = None) -> Tensor:
+    """``[B, S, R, C]`` of the query heads `head` ``[B, S]``; 0 in rows of blocks without a real query.
+
+    memory: see `key_tile_mean`.
+    """
     geometry, dtype = call.geometry, _dtype(call)
     kv_head = torch.div(head, call.group, rounding_mode="floor")
-    q, keys = of_heads(call.q, head), of_heads(key_tile_mean(call, block), kv_head).to(dtype)
+    q, keys = of_heads(call.q, head), of_heads(key_tile_mean(call, block, memory), kv_head).to(dtype)
     mean = tile_mean(q, geometry, block).to(dtype) @ keys.transpose(-1, -2)
     step = max(1, KEYS // block)
     tiles = geometry.tiles(block)

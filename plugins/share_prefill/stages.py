@@ -155,7 +155,7 @@ class Share(ShareConfig):
         priority = SampledPriority(mass, real, self.block)
         if alone:
             return Plan(self._slashes(call, mass, None, heads, None), priority=priority)
-        choice = self._choice(call, mass, rows, real, heads, pivots)
+        choice = self._choice(call, mass, rows, real, heads, pivots, memory)
         priority = evolve(priority, by_column=choice.either)
         if self.fallback is None:
             plan = Plan(self._slashes(call, mass, choice, heads, pivots), priority=priority)
@@ -192,7 +192,7 @@ class Share(ShareConfig):
 
     def _choice(
         self, call: AttentionCall, mass: SampledMass, rows: Tensor, real: Tensor, heads: LayerHeads,
-        pivots: Pivots | None,
+        pivots: Pivots | None, memory: Memory,
     ) -> Choice:  # fmt: skip
         geometry = call.geometry
         sums, seen = self.block_score == "mass", None
@@ -200,7 +200,7 @@ class Share(ShareConfig):
             blocks = scores.block_sums(mass, self.block)
         else:
             seen = scores.seen_blocks(geometry, rows, real, self.block)
-            blocks = mean_qk.last_scores(call, rows, real, seen, self.block)
+            blocks = mean_qk.last_scores(call, rows, real, seen, self.block, memory)
         if kernels.serve(blocks) and blocks.dtype == torch.float32:
             from . import launch
 
@@ -236,16 +236,16 @@ class PivotObserver:
         if not isinstance(evidence, Evidence):
             return
         evidence = evidence.after(plan)
-        cover = self._cover(self._maps(call, plan, result, evidence))
+        cover = self._cover(self._maps(call, plan, result, evidence, memory))
         key, count = self.share.key, self.share.table.count
         old = earlier(call, memory, key)
         memory.put(key, renewed(call, old, count, evidence.heads, evidence.choice, cover))
 
-    def _maps(self, call: AttentionCall, plan: Plan, result: Result, evidence: Evidence) -> Tensor:
+    def _maps(self, call: AttentionCall, plan: Plan, result: Result, evidence: Evidence, memory: Memory) -> Tensor:
         """``[B, S, R, C]``: block scores of the heads that run dense, by open cluster."""
         heads, dense, block = evidence.heads, evidence.choice.dense, self.share.block
         if self.share.block_score == "mean_qk":
-            return mean_qk.map_scores(call, heads.dense(dense)[0], block)
+            return mean_qk.map_scores(call, heads.dense(dense)[0], block, memory)
         if result.probe is None:
             raise StageError("the executor gave no probe, from which share-prefill makes its pivots")
         if kernels.serve(result.probe):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import attrs
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach
-from sparseprefill.adapters.huggingface.state import Requests
+from sparseprefill.adapters.huggingface.state import Requests, is_steady
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, QuantoQuantizedLayer
 
 import sparseprefill as sp
 
@@ -51,6 +53,60 @@ def test_memory_goes_on_over_chunks_and_ends_with_the_prefill() -> None:
         model(hf_models.prompt(40))
         assert diary.seen[8:] == [(0, 0, 1), (1, 0, 2)]
     assert handle.report().notes == {}
+
+
+class Counted:
+    """An observer that writes down what is kept of the keys, and which memory it is in."""
+
+    grain = 1
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.memories: list[weakref.ref[sp.Memory]] = []
+
+    def observe(self, call: sp.AttentionCall, plan: sp.Plan, result: sp.Result, memory: sp.Memory) -> None:
+        self.seen.append((call.layer, memory.nbytes))
+        self.memories.append(weakref.ref(memory))
+
+
+def weighted(counted: Counted, **more: Any) -> sp.Pipeline:
+    """A method that weighs its scores by norms of values, which go on from chunk to chunk."""
+    plain = sp.build("bfla", block=16, group=4, tile=16, local_tiles=1, stride=None)
+    assert isinstance(plain, sp.Pipeline)
+    refiners = (sp.ValueWeights(2.0, pool=8), sp.RelativeThreshold(0.5, sink=0, local=0))
+    return attrs.evolve(plain, refiners=refiners, observers=(counted,), **more)
+
+
+@torch.no_grad()
+def test_what_is_kept_of_values_goes_on_over_chunks_and_changes_nothing() -> None:
+    model, counted = hf_models.build("llama"), Counted()
+    options: Any = {
+        **{"max_new_tokens": 3, "do_sample": False, "prefill_chunk_size": 32},
+        **{"return_dict_in_generate": True, "output_logits": True},
+    }
+    with attach(model, weighted(Counted(), kept_bytes=0), tail=0, gate=None):
+        expected = model.generate(hf_models.prompt(96), **options)
+    with attach(model, weighted(counted), tail=0, gate=None) as handle:
+        found = model.generate(hf_models.prompt(96), **options)
+    assert torch.equal(torch.stack(expected.logits), torch.stack(found.logits))
+    assert all((layer.density or 1.0) < 1 for layer in handle.report().layers)
+    heads = model.config.num_key_value_heads * 4
+    # Nothing of the first chunk, since nobody says that the prompt goes on; then a number for eight keys of each head.
+    kept = [(0, 0), (1, 0), (0, 8 * heads), (1, 16 * heads), (0, 20 * heads), (1, 24 * heads)]
+    assert kept == counted.seen
+    gc.collect()
+    assert not [one for one in counted.memories if one() is not None], "all is freed when the request decodes"
+
+
+@torch.no_grad()
+def test_of_a_cache_that_changes_its_keys_nothing_is_kept() -> None:
+    cache = DynamicCache(config=hf_models.build("llama").config)
+    assert is_steady(cache)
+    assert not is_steady(None)
+    cache.layers.append(object.__new__(QuantoQuantizedLayer))
+    assert not is_steady(cache)
+    cache.layers[-1] = type("Mine", (DynamicLayer,), {"__module__": "elsewhere"})()
+    assert not is_steady(cache)
 
 
 @torch.no_grad()

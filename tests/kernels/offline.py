@@ -1,6 +1,6 @@
 """Compile kernels for Hopper without a GPU, through their own launchers: ``python offline.py``.
 
-Those of attention, and that of sampled rows by key tile.
+Those of attention, that of sampled rows by key tile, and those of statistics that chunks extend.
 
 Prints a JSON object: variant -> names of the kernels that were compiled for it; what fails ends it with the error.
 Run it without TRITON_INTERPRET, which is read when a kernel module is imported.
@@ -28,6 +28,8 @@ from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.hopper import launch as hopper
 from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.settings import settings
+from sparseprefill.kernels.statistics.key_means import key_means
+from sparseprefill.kernels.statistics.value_norms import value_norms
 from sparseprefill.mask.held import KeptKeys
 from sparseprefill.refiners.stretches import Stretches
 
@@ -158,6 +160,30 @@ FLOOR = {
 }
 
 
+@frozen(eq=False)
+class Prefix:
+    """A statistic of key tiles, of which two are known. tile: their tokens, rows of what is kept."""
+
+    of: Variant
+    make: Callable[..., torch.Tensor]
+    tile: int
+    columns: tuple[int, ...]
+
+    def run(self) -> None:
+        """Afresh and extended, which is one kernel."""
+        call = self.of.call()
+        self.make(call, self.tile)
+        self.make(call, self.tile, torch.zeros(1, 1, *self.columns), 2)
+
+
+PREFIX = {
+    "means": Prefix(Variant("tiles", width=128), key_means, 128, (2, 128)),
+    "means: pages": Prefix(Variant("tiles", width=80, page=16), key_means, 100, (2, 80)),
+    "norms": Prefix(Variant("tiles", width=128), value_norms, 8, (20,)),
+    "norms: pages": Prefix(Variant("tiles", width=80, page=16), value_norms, 12, (20,)),
+}
+
+
 class Target:
     """The part of a driver that compilation asks."""
 
@@ -214,6 +240,7 @@ def main() -> None:
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
     groups: list[tuple[Any, Mapping[str, Any], str]] = [
         (None, PORTABLE, ""), (hopper, HOPPER, "hopper"), (None, ROWS, "row_tiles"), (None, FLOOR, "_kernel"),
+        (None, PREFIX, "_kernel"),
     ]  # fmt: skip
     for module, variants, only in groups:
         replace(JITFunction, run=compiling(compiled, only))

@@ -33,4 +33,6 @@ def test_every_variant_compiles_for_hopper(tmp_path: Path) -> None:
     expected |= {name: ["row_tiles_kernel"] for name in rows}
     floor = ["choose_kernel", "spread_kernel", "settle_kernel", "finish_kernel"]
     expected |= dict.fromkeys(("floor: tiles", "floor: stripes", "floor: all, uneven"), floor)
+    expected |= dict.fromkeys(("means", "means: pages"), ["key_means_kernel"] * 2)
+    expected |= dict.fromkeys(("norms", "norms: pages"), ["value_norms_kernel"] * 2)
     assert expected == found

@@ -67,6 +67,14 @@ class Keys:
             return cls(pages.k, pages.table, pages.page)
         return cls(call.k if call.k.stride(-1) == 1 else call.k.contiguous())
 
+    @classmethod
+    def of_values(cls, call: AttentionCall) -> Keys:
+        """The call's values instead of its keys, for kernels that look at these alone."""
+        pages = call.pages
+        if pages is not None and not pages.converted and "v" not in pages.gathered:
+            return cls(pages.v, pages.table, pages.page)
+        return cls(call.v if call.v.stride(-1) == 1 else call.v.contiguous())
+
     @property
     def strides(self) -> tuple[int, int, int]:
         """Of k: batch (or page), head and row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
+from sparseprefill import kernels
 from sparseprefill.errors import ParameterError
 from sparseprefill.mask.priority import ENTRIES, Priority
 from sparseprefill.parts.workspace import default_workspace
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan
+    from sparseprefill.statistics.prefix import PrefixTiles
 
 TINY = 1e-6
 """Added to norms before the logarithm, and to standard deviations."""
@@ -36,7 +39,8 @@ class ValueWeights:
 
     Mean and deviation are those of the keys before the query tile, per KV head, so no later token has a say in what
     earlier ones read, and cuts of a prompt change nothing; keys of the query tile itself, and the first `pool` keys of
-    a prompt, have no bonus. A value that is not finite has none either. Values in pages are copied.
+    a prompt, have no bonus. A value that is not finite has none either. A chunk finds the norms of earlier ones in the
+    request's `Memory`, and reads its own values alone.
 
     pool: tokens; divides the key tiles of whoever asks for scores of tiles, else they raise ParameterError.
 
@@ -62,16 +66,17 @@ class ValueWeights:
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Weights the plan's priority."""
         inner = scores_of(plan, self, "leave it out")
-        return evolve(plan, priority=WeightedPriority(inner, self.beta, self.pool))
+        return evolve(plan, priority=WeightedPriority(inner, self.beta, self.pool, memory.prefix))
 
 
 @frozen(eq=False)
 class WeightedPriority(Priority):
-    """Another priority times the weights of `ValueWeights`."""
+    """Another priority times the weights of `ValueWeights`. prefix: where norms are kept from chunk to chunk, if so."""
 
     inner: Priority
     beta: float
     pool: int
+    prefix: PrefixTiles | None = None
     _made: list[_Norms] = field(factory=list, init=False, repr=False)
 
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
@@ -101,7 +106,7 @@ class WeightedPriority(Priority):
 
     def _norms(self, call: AttentionCall) -> _Norms:
         if not self._made:
-            self._made.append(_Norms.of(call, self.pool))
+            self._made.append(_Norms.of(call, self.pool, self.prefix))
         return self._made[0]
 
 
@@ -121,15 +126,10 @@ class _Norms:
     squares: Tensor
 
     @classmethod
-    def of(cls, call: AttentionCall, pool: int) -> _Norms:
-        """From a call's values."""
-        exact = call.v.dtype == torch.float64
-        norms = torch.linalg.vector_norm(call.v.detach(), dim=-1, dtype=torch.float64 if exact else torch.float32)
-        starts = call.geometry.starts
-        if starts is not None:
-            index = torch.arange(call.kv_len, device=norms.device) + starts[:, None]
-            norms = torch.gather(norms, 2, index.clamp(max=call.kv_len - 1)[:, None].expand_as(norms))
-        largest = functional.pad(norms, (0, -call.kv_len % pool)).unflatten(-1, (-1, pool)).amax(-1)
+    def of(cls, call: AttentionCall, pool: int, prefix: PrefixTiles | None = None) -> _Norms:
+        """From a call's values, and what is kept of earlier ones."""
+        make = partial(largest_norms, call, pool)
+        largest = make(None, 0) if prefix is None else prefix.get(call, ("largest value norm", pool), pool, make)
         logs = (largest + TINY).log()
         finite = logs.isfinite()
         logs = torch.where(finite, logs, 0.0)
@@ -153,3 +153,27 @@ class _Norms:
         bonus = (self.logs[:, :, None] - mean.to(self.logs.dtype)[..., None]).clamp_(min=0).mul_(factor[..., None])
         known = torch.arange(self.logs.shape[-1], device=before.device) < before[..., None]
         return bonus.masked_fill_(~(known[:, None] & self.finite[:, :, None]), 0.0)
+
+
+def largest_norms(call: AttentionCall, pool: int, kept: Tensor | None = None, pools: int = 0) -> Tensor:
+    """``[B, Hkv, S]``: the largest norm of every `pool` values on each row's grid; infinite or NaN where one is so.
+
+    kept: the same of an earlier call of the request, whose first `pools` entries are taken as they are.
+    """
+    geometry = call.geometry
+    if kernels.serve(call.q) and call.q.dtype != torch.float64:
+        from sparseprefill.kernels.statistics.value_norms import value_norms
+
+        return value_norms(call, pool, kept, pools)
+    if pools and call.pages is not None:  # of which no others are copied
+        v = call.values_at(torch.arange(pools * pool, geometry.kv_len, device=geometry.device)[None])
+    else:
+        v = call.v.detach()[:, :, pools * pool :]
+    known = [] if kept is None else [kept[:, :, :pools]]
+    exact = v.dtype == torch.float64
+    norms = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float64 if exact else torch.float32)
+    if geometry.starts is not None:
+        index = torch.arange(geometry.kv_len, device=norms.device) + geometry.starts[:, None]
+        norms = torch.gather(norms, 2, index.clamp(max=geometry.kv_len - 1)[:, None].expand_as(norms))
+    largest = functional.pad(norms, (0, -norms.shape[2] % pool)).unflatten(-1, (-1, pool)).amax(-1)
+    return torch.cat([*known, largest], 2) if known else largest

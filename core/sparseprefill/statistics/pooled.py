@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from sparseprefill import kernels
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.memory import Memory
 
 
 def tile_mean(x: Tensor, geometry: Geometry, tile: int) -> Tensor:
@@ -41,15 +43,19 @@ def _whole(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Tens
     return torch.cat(means, 2) if front or back else middle
 
 
-def key_tile_mean(call: AttentionCall, tile: int) -> Tensor:
+def key_tile_mean(call: AttentionCall, tile: int, memory: Memory | None = None) -> Tensor:
     """Mean of the call's keys over the real keys of each key tile: ``[B, Hkv, C, D]``, float32 or better.
 
     Keys after the call's last query count for nothing, as no query may see them; a tile without a key gives 0.
+    memory: the request's, which keeps the means for its next chunk; not to be written to then. Plain PyTorch, whose
+    sums need not have the same bits in another shape, makes all of them in each call.
     """
     if kernels.serve(call.q) and call.q.dtype != torch.float64:
         from sparseprefill.kernels.statistics.key_means import key_means
 
-        return key_means(call, tile)
+        if memory is None:
+            return key_means(call, tile)
+        return memory.prefix.get(call, ("mean key", tile), tile, partial(key_means, call, tile))
     geometry, k = call.geometry, call.k
     end = geometry.q_offset + geometry.q_len
     keys = evolve(geometry, q_len=end, q_offset=0)

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sparseprefill.adapters.demo.settings import CLUSTERS
+from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.vllm import plugin, register
 from sparseprefill.adapters.vllm.admission import install
 from sparseprefill.adapters.vllm.chunks import SCHEDULER, check_chunk, check_grain, chunk_end
@@ -29,6 +30,7 @@ from sparseprefill.adapters.vllm.split import gaps, narrow, runs
 from sparseprefill.adapters.vllm.tensor_parallel import LocalRegistry
 
 import sparseprefill as sp
+from sparseprefill.pages import Pages
 from sparseprefill.profiles.cluster_file import load
 from sparseprefill.profiles.profile import LengthRange
 from sparseprefill.route import Route
@@ -112,6 +114,9 @@ def test_a_wrong_method_is_named() -> None:
         options(method="streeming").build()
 
 
+TABLE = torch.tensor([2, 0, 1], dtype=torch.int32)
+
+
 def everyone(_: str) -> bool:
     return True
 
@@ -126,6 +131,39 @@ def test_a_chunk_goes_on_where_the_last_one_ended() -> None:
     assert first is not other, "it ended at 100; a request that was preempted is computed again"
     assert 0 == len(first.memory), "and its memory was freed"
     assert other is not requests.step([Row(0, 100, "a")], {}, everyone)[0]
+
+
+def test_statistics_of_keys_are_made_again_behind_a_step_without_the_request() -> None:
+    """It may have been preempted, and stand where it stood with other keys of the same tokens."""
+    requests, pages = Requests(), torch.randn(4, 16, 2, 8)
+    pages[3] = torch.nan
+    read: list[int] = []
+
+    def means(first: int, end: int, prefill: Prefill) -> torch.Tensor:
+        call = sp.AttentionCall.of_pages(torch.randn(1, 2, end - first, 8), Pages(pages, pages, TABLE, end))
+
+        def make(kept: torch.Tensor | None, tiles: int) -> torch.Tensor:
+            read.append(end - 16 * tiles)
+            new = call.k[:, :, 16 * tiles :].unflatten(2, (-1, 16)).mean(3)
+            return new if kept is None else torch.cat([kept[:, :, :tiles], new], 2)
+
+        return prefill.memory.prefix.get(call, "mean", 16, make)
+
+    (first,) = requests.step([Row(0, 16, "a", 64)], {}, everyone)
+    means(0, 16, first)
+    (hit,) = requests.step([Row(16, 32, "a", 64)], {}, everyone)
+    means(16, 32, hit)
+    (other,) = requests.step([Row(0, 64, "b", 64)], {}, everyone)
+    assert (0, 0) == (hit.memory.nbytes, other.memory.nbytes)
+    pages += 1.0  # as of pages that were given to others, and found again
+    (again,) = requests.step([Row(32, 48, "a", 64)], {}, everyone)
+    assert again is hit
+    found = means(32, 48, again)
+    assert torch.equal(pages[TABLE[:3].long()].mean(1)[None].transpose(1, 2), found)
+    assert [16, 32, 48] == read
+    assert 0 < again.memory.nbytes
+    requests.step([], {"a": 64}, everyone)
+    assert 0 == again.memory.nbytes, "it decodes"
 
 
 def test_a_prefill_ends_with_its_request() -> None:
