@@ -55,7 +55,7 @@ def command(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     done = subprocess.run(
         [sys.executable, "-m", "sparseprefill.adapters.vllm.bench", *arguments, *ENGINE, *written],
         cwd=folder,
-        env=engine.environment(),
+        env=engine.environment(VLLM_CPU_KVCACHE_SPACE="1"),
         capture_output=True,
         text=True,
         timeout=engine.PATIENCE,

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ Answers = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 MIXED = [models.prompt(length, seed=length) for length in (900, 500, 260, 20)]
 SHARED = [models.prompt(length, seed=length, shared=300) for length in (700, 500, 420)]
 EIGHT = [models.prompt(length, seed=length) for length in (500, 130, 310, 7, 129, 128, 260, 64)]
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 # name: (prompts by round, options of the engine)
 CASES: dict[str, tuple[list[list[list[int]]], dict[str, Any]]] = {
@@ -34,6 +32,10 @@ CASES: dict[str, tuple[list[list[list[int]]], dict[str, Any]]] = {
 }
 
 
+FAMILIES = {"qwen3": 0, "gemma3": 2}
+"""How many of their layers have a sliding window."""
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Each case by the stock backend and by ours, all in one process."""
@@ -44,8 +46,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         outgrown = "num_gpu_blocks_override" in options  # the cache, while the requests decode
         job = {"model": model, "rounds": rounds, "options": options, "tokens": 45 if outgrown else 8}
         jobs += [job, {**job, "sparse": {"method": "dense", "min_query": 32}}]
+    for family in FAMILIES:
+        other = str(models.save(family, folder / family))
+        job = {"model": other, "rounds": [MIXED], "options": {"max_num_batched_tokens": 512}}
+        jobs += [job, {**job, "sparse": {"method": "dense"}}]
     found = engine.run(jobs, folder)
-    return dict(zip(CASES, zip(found[::2], found[1::2], strict=True), strict=True))
+    return dict(zip((*CASES, *FAMILIES), zip(found[::2], found[1::2], strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -75,26 +81,12 @@ def test_no_request_is_remembered_when_it_is_over(answers: Answers) -> None:
         assert {0} == set(ours["state"]["requests"])
 
 
-def test_drafts_of_speculative_decoding_stay_dense(tmp_path: Path) -> None:
-    model = str(models.save("llama", tmp_path / "llama"))
-    job = {"model": model, "rounds": [MIXED], "options": {"speculative_config": DRAFTS, "max_num_batched_tokens": 512}}
-    # A process each: behind an engine that drafts by n-grams, vLLM 0.32 cannot start another one.
-    (stock,) = engine.run([job], tmp_path)
-    (ours,) = engine.run([{**job, "sparse": {"method": "dense", "min_query": 2}}], tmp_path)
-    assert engine.tokens(stock) == engine.tokens(ours)
-    assert 0 < ours["metrics"]["vllm:spec_decode_num_drafts"]
-    chunks = sum(-(-len(prompt) // 512) for prompt in MIXED)
-    assert all(chunks <= layer["sparse_calls"] <= chunks + 2 for layer in ours["report"]["layers"])
-
-
-@pytest.mark.parametrize(("family", "dense"), [("qwen3", 0), ("gemma3", 2)])
-def test_other_families(family: str, dense: int, tmp_path: Path) -> None:
-    model = str(models.save(family, tmp_path / family))
-    job = {"model": model, "rounds": [MIXED], "options": {"max_num_batched_tokens": 512}}
-    stock, ours = engine.run([job, {**job, "sparse": {"method": "dense"}}], tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(answers: Answers, family: str) -> None:
+    stock, ours = answers[family]
     assert engine.tokens(stock) == engine.tokens(ours)
     layers = ours["report"]["layers"]
     stayed = [layer for layer in layers if layer["mode"] == "dense"]
-    assert dense == len(stayed)
+    assert FAMILIES[family] == len(stayed)
     assert all({"the layer has a sliding window": layer["dense_calls"]} == layer["reasons"] for layer in stayed)
     assert all(layer["mode"] == "sparse" for layer in layers if layer not in stayed)
