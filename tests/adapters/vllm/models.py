@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention"] * 2,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
         },
     ),
     "deepseek": (  # multi-head latent attention
@@ -102,6 +103,7 @@ def save_llava(folder: Path) -> Path:
     """A random LLaVA: a CLIP encoder of two layers before a Llama, and the processor of its images."""
     import torch
     import transformers
+    from safetensors.torch import load_file, save_file
 
     vision = transformers.CLIPVisionConfig(
         hidden_size=64,
@@ -119,6 +121,10 @@ def save_llava(folder: Path) -> Path:
     )
     torch.manual_seed(0)
     transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+    # As in checkpoints that were published; vLLM knows no other names.
+    saved = folder / "model.safetensors"
+    tensors = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", k): v for k, v in load_file(saved).items()}
+    save_file(tensors, saved, {"format": "pt"})
     size = {"height": IMAGE, "width": IMAGE}
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": IMAGE}, crop_size=size)
     transformers.LlavaProcessor(

@@ -42,7 +42,8 @@ def jobs(folder: Path) -> dict[str, list[dict[str, Any]]]:
         "plain": (plain, {}),
         "lora": (
             {**plain, "lora": str(models.save_lora(folder / "lora")), "adapted": [[True, False, True]]},
-            {"enable_lora": True, "max_lora_rank": 8},
+            # On a CPU vLLM 0.32 gives rows without an adapter the last place among these: it has to be empty.
+            {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2},
         ),
         # The cache is too small for all, so that those that can wait are put off and computed again.
         "priority": (
@@ -55,13 +56,14 @@ def jobs(folder: Path) -> dict[str, list[dict[str, Any]]]:
             {"scheduling_policy": "priority", "num_gpu_blocks_override": 17, "max_model_len": 256, "block_size": 32},
         ),
         "several answers": (
-            {**plain, "sampling": {"n": 2, "seed": 1}, "logprobs": 2, "prompt_logprobs": 0},
+            {**plain, "sampling": {"n": 2, "temperature": 1.0}, "logprobs": 2, "prompt_logprobs": 0},
             {"enable_prefix_caching": True},
         ),
         "draft model": (plain, {"speculative_config": drafts}),
-        "hybrid": ({**plain, "model": str(models.save("qwen3.5", folder / "qwen"))}, {"max_num_batched_tokens": 512}),
+        # vLLM has these layers in bfloat16 alone on a CPU.
+        "hybrid": ({**plain, "model": str(models.save("qwen3.5", folder / "qwen"))}, {"dtype": "bfloat16"}),
         "multimodal": (
-            {**plain, "model": str(models.save_llava(folder / "llava")), "rounds": [[*PICTURES, MIXED[1]]]},
+            {**plain, "model": str(models.save_llava(folder / "llava")), "rounds": [[MIXED[1], *PICTURES]]},
             {"skip_tokenizer_init": False},
         ),
         "n-grams": ({**plain, "rounds": [REPEATED]}, {"speculative_config": words}),
@@ -172,8 +174,8 @@ def test_layers_of_linear_attention_are_left_alone(answers: Answers) -> None:
 
 def test_an_image_is_seen_and_its_encoder_left_alone(answers: Answers) -> None:
     for kind in ("stock", "full", "sparse"):
-        one, other, _ = said(answers["multimodal"][kind])
+        _, one, other = said(answers["multimodal"][kind])
         assert one != other, "the same words with another image"
     report = answers["multimodal"]["sparse"]["report"]
     assert [0, 1, 2] == [layer["layer"] for layer in report["layers"]]
-    assert max(layer["key_length"] for layer in report["layers"]) >= 130 + (models.IMAGE // models.PATCH) ** 2
+    assert {130 + (models.IMAGE // models.PATCH) ** 2} == {layer["key_length"] for layer in report["layers"]}
