@@ -61,7 +61,10 @@ def jobs(folder: Path) -> dict[str, list[dict[str, Any]]]:
         ),
         "draft model": (plain, {"speculative_config": drafts}),
         # vLLM has these layers in bfloat16 alone on a CPU.
-        "hybrid": ({**plain, "model": str(models.save("qwen3.5", folder / "qwen"))}, {"dtype": "bfloat16"}),
+        "hybrid": (
+            {**plain, "model": str(models.save("qwen3.5", folder / "qwen")), "prompt_logprobs": 0},
+            {"dtype": "bfloat16"},
+        ),
         "multimodal": (
             {**plain, "model": str(models.save_llava(folder / "llava")), "rounds": [[MIXED[1], *PICTURES]]},
             {"skip_tokenizer_init": False},
@@ -102,17 +105,24 @@ def said(answer: dict[str, Any]) -> list[list[list[int]]]:
     return [one["all"] for one in answer["rounds"][0]]
 
 
+def moved(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The most by which a log probability of a prompt's token differs; 0 where none was asked for."""
+    pairs = zip(one["rounds"][0], other["rounds"][0], strict=True)
+    return max((abs(a - b) for x, y in pairs for a, b in zip(x["prompt"], y["prompt"], strict=True)), default=0.0)
+
+
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_mask_of_every_key_gives_the_hosts_tokens(answers: Answers, feature: str) -> None:
     stock, full = answers[feature]["stock"], answers[feature]["full"]
     assert said(stock) == said(full)
+    assert moved(stock, full) < 0.2, "in bfloat16; 0.001 is asked for below"
     assert all(layer["sparse_calls"] > 0 == layer["dense_calls"] for layer in full["report"]["layers"])
 
 
 @pytest.mark.parametrize("feature", [name for name in FEATURES if name != "n-grams"])
 def test_a_sparse_method_runs_sparse(answers: Answers, feature: str) -> None:
     stock, sparse = answers[feature]["stock"], answers[feature]["sparse"]
-    assert said(stock) != said(sparse)
+    assert said(stock) != said(sparse) or moved(stock, sparse) > 0.2, "few layers of a hybrid model attend to keys"
     report = sparse["report"]
     assert all(layer["sparse_calls"] > 0 == layer["dense_calls"] for layer in report["layers"])
     assert 0 < report["density"] < 1
@@ -145,7 +155,7 @@ def test_several_answers_and_their_log_probabilities(answers: Answers) -> None:
         assert one["all"][0] != one["all"][1]
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
         assert len(one["prompt"]) in [length - 1 for length in LENGTHS]
-        assert one["prompt"] == pytest.approx(other["prompt"], abs=1e-3)
+    assert moved(stock, full) < 1e-3
 
 
 def test_a_draft_model_stays_dense_and_is_noted(answers: Answers) -> None:
