@@ -139,9 +139,12 @@ def replaced(llm: Any, sampling: Any, first: list[int], then: list[int]) -> dict
 
 
 def answer(output: Any) -> dict[str, Any]:
-    """Tokens, and the log probability of each where asked."""
-    chosen = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs or [], strict=False)]
-    return {"tokens": list(output.token_ids), "logprobs": chosen}
+    """Tokens, and where asked the log probability of each, and by how much the first choice beats the second."""
+    steps = output.logprobs or []
+    chosen = [step[token].logprob for token, step in zip(output.token_ids, steps, strict=False)]
+    best = [sorted((one.logprob for one in step.values()), reverse=True) for step in steps]
+    margins = [step[0] - step[1] for step in best if len(step) > 1]
+    return {"tokens": list(output.token_ids), "logprobs": chosen, "margins": margins}
 
 
 def said(output: Any) -> list[list[int]]:
@@ -258,11 +261,11 @@ def main() -> None:
     with open(asked, encoding="utf-8") as file:
         jobs = json.load(file)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if "torchvision" in sys.argv[3:]:
-        stand_in_for_torchvision()
-    spare()
     if "cuda" in sys.argv[3:]:
         pretend_cuda()
+    if "torchvision" in sys.argv[3:]:
+        stand_in_for_torchvision()
+    spare()  # imports vLLM, which is told of a device before that
     sp.default_registry().register(diary, "diary")
     answers = [tried(job) for job in jobs]
     with open(answered, "w", encoding="utf-8") as file:

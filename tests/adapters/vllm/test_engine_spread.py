@@ -93,10 +93,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     grams = asked.pop("n-grams")
     flat = [job for three in asked.values() for job in three]
     plain = {**grams[0], "options": {"max_num_batched_tokens": STEP, "max_model_len": 512}}
-    *found, bare, full = engine.run([*flat, plain, grams[1]], folder, "torchvision")
+    seeded = [{**one, "sampling": {"temperature": 1.0, "seed": 1}} for one in asked["plain"][:2]]
+    *found, own, ours, bare, full = engine.run([*flat, *seeded, plain, grams[1]], folder, "torchvision")
     kinds = ("stock", "full", "sparse")
     answers = {name: dict(zip(kinds, found[3 * n : 3 * n + 3], strict=True)) for n, name in enumerate(asked)}
-    return {**answers, "n-grams": {"stock": bare, "full": full}}
+    return {**answers, "seeds": {"stock": own, "full": ours}, "n-grams": {"stock": bare, "full": full}}
 
 
 def said(answer: dict[str, Any]) -> list[list[list[int]]]:
@@ -156,6 +157,14 @@ def test_several_answers_and_their_log_probabilities(answers: Answers) -> None:
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
         assert len(one["prompt"]) in [length - 1 for length in LENGTHS]
     assert moved(stock, full) < 1e-3
+
+
+def test_seeds_of_requests(answers: Answers) -> None:
+    stock, full = answers["seeds"]["stock"], answers["seeds"]["full"]
+    if "error" in stock:
+        assert stock["error"] == full["error"]
+        pytest.skip(f"vLLM's own attention: {stock['error']}")
+    assert said(stock) == said(full)
 
 
 def test_a_draft_model_stays_dense_and_is_noted(answers: Answers) -> None:
