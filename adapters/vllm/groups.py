@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from sparseprefill.errors import AttachError
@@ -18,8 +21,10 @@ from sparseprefill.errors import AttachError
 from .failures import reason as failed
 from .layer import Layer, index_of, unsupported
 from .names import Names
-from .runtime import Runtime
+from .runtime import KEYLESS, Runtime
 from .warm import Sizes, warm_engine
+
+log = logging.getLogger(__name__)
 
 
 def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
@@ -35,12 +40,22 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
         modules = get_layers_from_vllm_config(config, Attention).items()
         ours = [(name, one) for name, one in modules if getattr(one.impl, "runtime", None) is runtime]
         runtime.expect([(index_of(name), _reason(runtime, builder, name, one)) for name, one in ours])
+        for kind, count in Counter(map(_keyless, get_layers_from_vllm_config(config, MambaBase).values())).items():
+            runtime.leave(KEYLESS.format(kind=kind), count)
+            log.info("sparseprefill: %d %s", count, KEYLESS.format(kind=kind))
         runtime.remembers_by({one.name for one in fields(CommonAttentionMetadata)})
     chosen = runtime.options.layers
-    mine = get_layers_from_vllm_config(config, Attention, builder.layer_names)
-    able = [(name, module) for name, module in mine.items() if _reason(runtime, builder, name, module) is None]
+    found = get_layers_from_vllm_config(config, Attention, builder.layer_names).items()
+    mine = [(name, one) for name, one in found if getattr(one.impl, "runtime", None) is runtime]  # no draft model's
+    able = [(name, module) for name, module in mine if _reason(runtime, builder, name, module) is None]
     layers = [(Layer.of(name, module.impl), module) for name, module in able]
     return [(one, module) for one, module in layers if chosen is None or one.index in chosen]
+
+
+def _keyless(layer: Any) -> str:
+    """The kind of a layer that keeps a state in place of keys, as vLLM calls it, such as gdn_attention."""
+    kind = layer.mamba_type
+    return str(getattr(kind, "name", kind)).lower()
 
 
 def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | None:

@@ -111,6 +111,17 @@ class Names:
         return runner is not None and name in runner.requests
 
 
+def drafting() -> bool:
+    """Whether this is called while a speculator loads its draft model, whose layers are not those of the served one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if hasattr(owner, "propose") and hasattr(owner, "load_model"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _scheduled(runner: Any) -> Any:
     """What the scheduler gave the runner for the step in which this is called; None where it stands nowhere."""
     frame: FrameType | None = sys._getframe(1)

@@ -21,7 +21,7 @@ from .chunks import check_chunk, check_grain
 from .failures import reason
 from .logs import show
 from .model import Model, identity
-from .names import Names
+from .names import Names, drafting
 from .options import OFF, TABLE, Options, Source, parse
 from .requests import Requests, Row
 from .served import Served
@@ -32,6 +32,8 @@ from .tensor_parallel import LocalRegistry
 NAME = "CUSTOM"
 NAMELESS = "chunks behind others whose request vLLM does not name: what the method remembers does not reach them"
 ENDLESS = "chunks of prompts whose length vLLM does not tell: the dense tail is every chunk's"
+DRAFTS = "layers of a draft model: what is drafted runs dense"
+KEYLESS = "layers of type {kind}: they have no keys to choose among"
 FORGETS = "what the method remembers of a prompt does not reach from one chunk to the next"
 DEAF = "requests cannot ask for a profile, or for dense attention"
 ASKED_DENSE = f"the request asks for it ({TABLE}: {OFF})"
@@ -174,6 +176,12 @@ class Runtime:
             one.session.expect(i for i, _ in layers)
         self._announce(len(asked), Counter(why for _, why in dense))
 
+    def leave(self, what: str, count: int = 1) -> None:
+        """Note in the reports that so many layers are no concern of the methods: they run as without them."""
+        for _ in range(count):
+            for one in self.every:
+                one.session.note(what)
+
     def remembers_by(self, fields: set[str]) -> None:
         """Say so in the log if requests will have no names, and the method needs them. fields: of vLLM's metadata."""
         why = self.names.objection(fields)
@@ -231,6 +239,16 @@ def runtime_of(config: Any, attention: str) -> Runtime | None:
         made.start()
         weakref.finalize(owner, _runtimes.pop, id(owner), None)
     return _runtimes[id(owner)]
+
+
+def layer_runtime(config: Any, attention: str) -> Runtime | None:
+    """The same for a layer: None for one of a draft model, whose rows are vLLM's alone; the report notes it."""
+    if not drafting():
+        return runtime_of(config, attention)
+    runtime = existing(config)
+    if runtime is not None:
+        runtime.leave(DRAFTS)
+    return None
 
 
 def existing(config: Any) -> Runtime | None:

@@ -18,7 +18,7 @@ from .attend import run
 from .groups import announce, warm_up
 from .layer import Layer
 from .plan import plan
-from .runtime import runtime_of
+from .runtime import layer_runtime, runtime_of
 from .split import Part
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class SparseImpl(Host):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.runtime = runtime_of(get_current_vllm_config(), self.host_name)
+        self.runtime = layer_runtime(get_current_vllm_config(), self.host_name)
         self.facts: Layer | None = None
         self.stock = super().forward
 

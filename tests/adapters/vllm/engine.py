@@ -19,7 +19,6 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else a C++ compiler is needed wherever log probabilities are asked for
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     # One thread: several would spin while they wait, and take the cores from everything else.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",

@@ -8,6 +8,7 @@ Not a test module. vLLM keeps global state, warns a lot and starts threads; a pr
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -56,13 +57,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     def asking(profile: Any = None) -> SamplingParams:
         return SamplingParams(
-            temperature=0,
             max_tokens=job.get("tokens", 8),
             ignore_eos=True,
             detokenize=False,
             logprobs=job.get("logprobs"),
             prompt_logprobs=job.get("prompt_logprobs"),
             extra_args=None if profile is None else {"sparseprefill": profile},
+            **job.get("sampling", {"temperature": 0}),
         )
 
     sampling = asking()
@@ -75,8 +76,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     for nth, prompts in enumerate(job["rounds"]):
         profiles = job["asked"][nth] if "asked" in job else [None] * len(prompts)
         each = [asking(profile) for profile in profiles]
-        done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], each, use_tqdm=False)
-        rounds.append([{**answer(one.outputs[0]), "prompt": of_prompt(one)} for one in done])
+        done = llm.generate([asked_for(one) for one in prompts], each, use_tqdm=False, **beside(job, nth))
+        rounds.append([{**answer(one.outputs[0]), "prompt": of_prompt(one), "all": said(one)} for one in done])
     if "replaced" in job:
         diary.SEEN.clear()
         rounds.append([replaced(llm, sampling, *job["replaced"])])
@@ -88,6 +89,29 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     cleanup_dist_env_and_memory()
     found = {"rounds": rounds, "report": report, "metrics": metrics, "state": state, "warmed": warmed}
     return {**found, "refusals": refusals}
+
+
+def asked_for(prompt: Any) -> dict[str, Any]:
+    """A prompt as vLLM takes it: token ids, or with the noise of a seed as its image."""
+    if isinstance(prompt, list):
+        return {"prompt_token_ids": prompt}
+    import numpy
+    from PIL import Image
+
+    noise = numpy.random.default_rng(prompt["image"]).integers(0, 256, (48, 48, 3), dtype=numpy.uint8)
+    return {"prompt_token_ids": prompt["ids"], "multi_modal_data": {"image": Image.fromarray(noise)}}
+
+
+def beside(job: dict[str, Any], nth: int) -> dict[str, Any]:
+    """What a round of prompts is asked with: an adapter for some of them, and their priorities."""
+    found: dict[str, Any] = {}
+    if "lora" in job:
+        from vllm.lora.request import LoRARequest
+
+        found["lora_request"] = [LoRARequest("adapter", 1, job["lora"]) if on else None for on in job["adapted"][nth]]
+    if "priorities" in job:
+        found["priority"] = job["priorities"][nth]
+    return found
 
 
 def refusal(llm: Any, sampling: Any) -> str:
@@ -115,9 +139,17 @@ def replaced(llm: Any, sampling: Any, first: list[int], then: list[int]) -> dict
 
 
 def answer(output: Any) -> dict[str, Any]:
-    """Tokens, and the log probability of each where asked."""
-    chosen = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs or [], strict=False)]
-    return {"tokens": list(output.token_ids), "logprobs": chosen}
+    """Tokens, and where asked the log probability of each, and by how much the first choice beats the second."""
+    steps = output.logprobs or []
+    chosen = [step[token].logprob for token, step in zip(output.token_ids, steps, strict=False)]
+    best = [sorted((one.logprob for one in step.values()), reverse=True) for step in steps]
+    margins = [step[0] - step[1] for step in best if len(step) > 1]
+    return {"tokens": list(output.token_ids), "logprobs": chosen, "margins": margins}
+
+
+def said(output: Any) -> list[list[int]]:
+    """Tokens of all that a prompt was answered, where several answers were asked for."""
+    return [list(one.token_ids) for one in output.outputs]
 
 
 def of_prompt(output: Any) -> list[float]:
@@ -183,6 +215,47 @@ def pretend_cuda() -> None:
     assert watch_requests() is None
 
 
+def spare() -> None:
+    """Leave out what vLLM does for each engine and need not do here; by half of an engine's time.
+
+    It looks at a model's class in a process of its own, to keep CUDA out of this one. It walks over all modules to put
+    C++ in the place of Triton's kernels, which stays. And it collects garbage among all that was ever imported.
+    """
+    from vllm.entrypoints.llm import LLM  # noqa: F401 - imports what is to be frozen
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if hasattr(registry, "_run_in_subprocess"):
+        registry._run_in_subprocess = lambda look: look()
+    replace_kernels: Any = getattr(current_platform, "register_triton_kernel_overrides", None)
+    if replace_kernels is not None:
+        type(current_platform).register_triton_kernel_overrides = staticmethod(functools.cache(replace_kernels))
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+def stand_in_for_torchvision() -> None:
+    """Let modules of vLLM and transformers import that name it. Its wheel needs CUDA; nothing here calls it."""
+    import types
+    from importlib.machinery import ModuleSpec
+
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():  # remembered: image processors stay with PIL
+        return
+
+    class Absent(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+    for name in ("torchvision", *(f"torchvision.{part}" for part in ("transforms", "transforms.v2", "io"))):
+        module = sys.modules[name] = Absent(name)
+        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []  # type: ignore[attr-defined]
+
+
 def main() -> None:
     asked, answered = sys.argv[1:3]
     with open(asked, encoding="utf-8") as file:
@@ -190,6 +263,9 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if "cuda" in sys.argv[3:]:
         pretend_cuda()
+    if "torchvision" in sys.argv[3:]:
+        stand_in_for_torchvision()
+    spare()  # imports vLLM, which is told of a device before that
     sp.default_registry().register(diary, "diary")
     answers = [tried(job) for job in jobs]
     with open(answered, "w", encoding="utf-8") as file:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 VOCABULARY, WINDOW = 256, 64
+IMAGE, PATCH, PICTURE = 48, 8, 2
+"""Pixels of an image's side, and of a patch's; the token that stands for an image."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -34,6 +37,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bert": ("Bert", {}),
+    "qwen3.5": (  # linear attention in two of four layers
+        "Qwen3_5Text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
     "deepseek": (  # multi-head latent attention
         "DeepseekV2",
         {
@@ -57,15 +71,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def save(family: str, folder: Path, **changes: Any) -> Path:
     """A random model of a family in Hugging Face's format, with a tokenizer; returns the folder."""
-    import tokenizers
     import torch
     import transformers
 
     prefix, differs = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **differs, **changes})
-    owner = {"Gemma3Text": "Gemma3ForCausalLM", "Bert": "BertModel"}.get(prefix, f"{prefix}ForCausalLM")
+    owners = {"Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM", "Bert": "BertModel"}
+    owner = owners.get(prefix, f"{prefix}ForCausalLM")
     torch.manual_seed(0)
     getattr(transformers, owner)(config).save_pretrained(folder)
+    tokenize(folder)
+    return folder
+
+
+def tokenize(folder: Path) -> Any:
+    """A tokenizer of single words, saved in the folder of a model."""
+    import tokenizers
+    import transformers
+
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -73,6 +96,67 @@ def save(family: str, folder: Path, **changes: Any) -> Path:
         tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", unk_token="w2", pad_token="w1"
     )
     fast.save_pretrained(folder)
+    return fast
+
+
+def save_llava(folder: Path) -> Path:
+    """A random LLaVA: a CLIP encoder of two layers before a Llama, and the processor of its images."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=IMAGE,
+        patch_size=PATCH,
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision.to_dict(),
+        text_config=transformers.LlamaConfig(**SIZES).to_dict(),
+        image_token_index=PICTURE,
+        image_seq_length=(IMAGE // PATCH) ** 2,
+    )
+    torch.manual_seed(0)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+    # As in checkpoints that were published; vLLM knows no other names.
+    saved = folder / "model.safetensors"
+    tensors = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", k): v for k, v in load_file(saved).items()}
+    save_file(tensors, saved, {"format": "pt"})
+    size = {"height": IMAGE, "width": IMAGE}
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": IMAGE}, crop_size=size)
+    transformers.LlavaProcessor(
+        images,
+        tokenize(folder),
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        image_token=f"w{PICTURE}",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return folder
+
+
+def save_lora(folder: Path, layers: int = 3) -> Path:
+    """A random adapter of a Llama's query and value projections, in the format of PEFT, large enough to be seen."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, rank, outs = SIZES["hidden_size"], 8, {"q_proj": SIZES["num_attention_heads"], "v_proj": 2}
+    torch.manual_seed(1)
+    tensors = {}
+    for layer in range(layers):
+        for name, heads in outs.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora"
+            tensors[f"{at}_A.weight"] = torch.randn(rank, hidden) * 0.3
+            tensors[f"{at}_B.weight"] = torch.randn(heads * SIZES["head_dim"], rank) * 0.3
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(outs), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": ""}))
     return folder
 
 

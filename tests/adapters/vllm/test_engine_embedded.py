@@ -10,7 +10,7 @@ from sparseprefill.adapters.demo.exam import make_exam, take
 from sparseprefill.adapters.demo.model import CHECKPOINT, load_tokenizer
 from sparseprefill.adapters.demo.settings import CLUSTERS
 
-from . import engine
+from . import engine, models
 
 pytestmark = [engine.NEEDED, pytest.mark.slow]
 # Made by: sparseprefill tune --method sample-attention --tokens 2048 --texts 1 --questions 2
@@ -19,7 +19,7 @@ PROFILE = Path(__file__).with_name("embedded.profile.json")
 TOKENS, SEED, QUESTIONS = 2048, 7, 2
 
 
-def test_needles_are_found_at_a_tuned_profile(tmp_path: Path) -> None:
+def test_needles_are_found_at_a_tuned_profile_that_no_other_model_gets(tmp_path: Path) -> None:
     tokenizer = load_tokenizer()
     exam = make_exam(tokenizer, TOKENS, SEED, QUESTIONS)
     asked = [(one.text, one.answer) for task in exam.tasks for one in task.questions]
@@ -38,7 +38,10 @@ def test_needles_are_found_at_a_tuned_profile(tmp_path: Path) -> None:
     }
     profile = {"method": "sample-attention", "profile": str(PROFILE)}
     shares = {"method": "share-prefill", "parameters": {"clusters": str(CLUSTERS), "delta": 1.01}}
-    answers = engine.run([job, {**job, "sparse": profile}, {**job, "sparse": shares}], tmp_path)
+    llama = {"model": str(models.save("llama", tmp_path / "llama")), "rounds": [[[5, 6, 7]]], "sparse": profile}
+    jobs = [job, {**job, "sparse": profile}, {**job, "sparse": shares}, llama]
+    *answers, other = engine.run(jobs, tmp_path)
+    assert "the profile of sample-attention was made for another model" in other["error"]
 
     def right(answer: dict[str, Any]) -> int:
         said = {text: tokenizer.decode(ids) for (text, _), ids in zip(asked, engine.tokens(answer, 1), strict=True)}
@@ -51,12 +54,3 @@ def test_needles_are_found_at_a_tuned_profile(tmp_path: Path) -> None:
         assert all(layer["sparse_calls"] == 1 for layer in answer["report"]["layers"])
         assert answer["report"]["density"] < most
         assert len(answer["report"]["fallbacks"]) == 0
-
-
-def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
-    from . import models
-
-    job = {"model": str(models.save("llama", tmp_path / "llama")), "rounds": [[[5, 6, 7]]]}
-    sparse = {"method": "sample-attention", "profile": str(PROFILE)}
-    (answer,) = engine.run([{**job, "sparse": sparse}], tmp_path)
-    assert "the profile of sample-attention was made for another model" in answer["error"]

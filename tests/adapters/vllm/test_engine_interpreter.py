@@ -8,7 +8,6 @@ The interpreter computes bfloat16 wrongly and has no fp8: float32 and float16 al
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,15 +31,80 @@ def _version() -> None:
             pytest.skip(f"the recipe is for vLLM {TESTED}x")
 
 
-@pytest.mark.parametrize(("runner", "layout"), [("1", "LBNHC"), ("0", "LBHNC")])
-def test_the_cuda_backend_agrees_with_the_cpu_backend(runner: str, layout: str, tmp_path: Path) -> None:
-    model = str(models.save("llama", tmp_path / "llama"))
+FULL = {"method": "diary", "min_query": 32, "warm_up": True, "tail": 0}
+ASKED = models.prompt(200, seed=260)
+CACHED, GIVEN_UP = models.prompt(160, seed=1), models.prompt(300, seed=2)
+RUNNERS = {"V2": ("1", "LBNHC"), "V1": ("0", "LBHNC")}
+
+
+def jobs(model: str) -> dict[str, dict[str, Any]]:
+    """By name, for the CUDA backend."""
+    plain: dict[str, Any] = {"model": model, "rounds": [PROMPTS], "options": SMALL, "tokens": 3}
+    return {
+        "full": {**plain, "sparse": FULL},
+        "streaming": {**plain, "sparse": STREAMING},
+        "replaced": {
+            "model": model,
+            "rounds": [[CACHED]],
+            "replaced": [GIVEN_UP, CACHED[:128] + models.prompt(80, seed=3)],
+            "options": {**SMALL, "enable_prefix_caching": True, "async_scheduling": False},
+            "tokens": 2,
+            "sparse": {"method": "diary", "min_query": 32},
+        },
+        "drafts": {
+            "model": model,
+            "rounds": [[models.prompt(300, seed=1)]],
+            "options": {
+                **SMALL,
+                "speculative_config": {"method": "draft_model", "model": model, "num_speculative_tokens": 2},
+            },
+            "tokens": 4,
+            "sparse": {"method": "diary", "min_query": 32},
+        },
+        "asked": {
+            "model": model,
+            "rounds": [[ASKED, ASKED, ASKED]],
+            "asked": [["off", None, "all"]],
+            "options": {**SMALL, "enable_prefix_caching": True},
+            "tokens": 1,
+            "logprobs": 1,
+            "sparse": {**STREAMING, "profiles": {"all": {"method": "dense", "gate": False}}},
+        },
+    }
+
+
+Answers = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(models.save("llama", tmp_path_factory.mktemp("model") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def of_the_cpu(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the CPU backend answers: vLLM's own attention, and a sparse method."""
     job: dict[str, Any] = {"model": model, "rounds": [PROMPTS], "options": SMALL, "tokens": 3}
-    stock, streaming = engine.run([job, {**job, "sparse": STREAMING}], tmp_path)
-    diary = {"method": "diary", "min_query": 32, "warm_up": True, "tail": 0}
-    masks = [{**job, "sparse": diary}, {**job, "sparse": STREAMING}]
+    stock, streaming = engine.run([job, {**job, "sparse": STREAMING}], tmp_path_factory.mktemp("cpu"))
+    return stock, streaming
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def answers(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What the CUDA backend answers with a model runner, all in one process."""
+    runner, layout = RUNNERS[request.param]
+    asked = jobs(model)
+    if request.param == "V1":  # the CPU backend's, whose tests have these with it
+        del asked["drafts"], asked["asked"]
     switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": runner, "VLLM_KV_CACHE_LAYOUT": layout}
-    full, sparse = engine.run(masks, tmp_path, "cuda", **switches)
+    found = engine.run(list(asked.values()), tmp_path_factory.mktemp(request.param), "cuda", **switches)
+    return dict(zip(asked, found, strict=True))
+
+
+def test_the_cuda_backend_agrees_with_the_cpu_backend(
+    answers: Answers, of_the_cpu: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    (stock, streaming), full, sparse = of_the_cpu, answers["full"], answers["streaming"]
     assert engine.tokens(stock) == engine.tokens(full)
     assert engine.tokens(streaming) == engine.tokens(sparse)
     assert engine.tokens(stock) != engine.tokens(sparse)
@@ -52,21 +116,9 @@ def test_the_cuda_backend_agrees_with_the_cpu_backend(runner: str, layout: str, 
     assert 2 == len(memories), "one memory for each request, whichever runner tells them apart"
 
 
-@pytest.mark.parametrize("runner", ["1", "0"])
-def test_a_request_that_gets_anothers_slot_begins_anew(runner: str, tmp_path: Path) -> None:
+def test_a_request_that_gets_anothers_slot_begins_anew(answers: Answers) -> None:
     """The first is given up after 128 tokens; the second finds 128 of its own in the cache, and the first's slot."""
-    model = str(models.save("llama", tmp_path / "llama"))
-    cached, given_up = models.prompt(160, seed=1), models.prompt(300, seed=2)
-    job: dict[str, Any] = {
-        "model": model,
-        "rounds": [[cached]],
-        "replaced": [given_up, cached[:128] + models.prompt(80, seed=3)],
-        "options": {**SMALL, "enable_prefix_caching": True, "async_scheduling": False},
-        "tokens": 2,
-        "sparse": {"method": "diary", "min_query": 32},
-    }
-    switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": runner}
-    (answer,) = engine.run([job], tmp_path, "cuda", **switches)
+    answer = answers["replaced"]
     assert "error" not in answer, answer["error"]
     diary = answer["state"]["diary"]
     owners = {offset: number for number, _, _, offset, _ in diary}
@@ -75,39 +127,21 @@ def test_a_request_that_gets_anothers_slot_begins_anew(runner: str, tmp_path: Pa
     assert [0] == answer["state"]["requests"]
 
 
-def test_drafts_in_between_cost_no_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", ["V2"], indirect=True)
+def test_drafts_in_between_cost_no_memory(answers: Answers) -> None:
     """A draft model has metadata of its own, between one chunk of a prompt and the next."""
-    model = str(models.save("llama", tmp_path / "llama"))
-    speculative = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
-    job: dict[str, Any] = {
-        "model": model,
-        "rounds": [[models.prompt(300, seed=1)]],
-        "options": {**SMALL, "speculative_config": speculative},
-        "tokens": 4,
-        "sparse": {"method": "diary", "min_query": 32},
-    }
-    switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    (answer,) = engine.run([job], tmp_path, "cuda", **switches)
+    answer = answers["drafts"]
     assert "error" not in answer, answer["error"]
     seen = [(number, offset) for number, _, layer, offset, _ in answer["state"]["diary"] if layer == 0]
     assert 3 == len({offset for _, offset in seen})
     assert 1 == len({number for number, _ in seen})
+    assert {"layers of a draft model: what is drafted runs dense": 3} == answer["report"]["notes"]
 
 
-def test_runner_v2_tells_what_requests_ask_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", ["V2"], indirect=True)
+def test_runner_v2_tells_what_requests_ask_for(answers: Answers) -> None:
     """With the first chunk alone, of the two that the prompt has."""
-    model, prompt = str(models.save("llama", tmp_path / "llama")), models.prompt(200, seed=260)
-    job: dict[str, Any] = {
-        "model": model,
-        "rounds": [[prompt, prompt, prompt]],
-        "asked": [["off", None, "all"]],
-        "options": {**SMALL, "enable_prefix_caching": True},
-        "tokens": 1,
-        "logprobs": 1,
-        "sparse": {**STREAMING, "profiles": {"all": {"method": "dense", "gate": False}}},
-    }
-    switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    (answer,) = engine.run([job], tmp_path, "cuda", **switches)
+    answer = answers["asked"]
     assert "error" not in answer, answer["error"]
     (off,), (default,), (full,) = (one["logprobs"] for one in answer["rounds"][0])
     assert off == pytest.approx(full, abs=1e-4)

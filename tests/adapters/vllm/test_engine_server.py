@@ -74,6 +74,7 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--max-model-len", "2048", "--enforce-eager", "--attention-backend", "CUSTOM"),
+        *("--kv-cache-memory-bytes", str(64 << 20)),
         *("--additional-config", json.dumps({"sparseprefill": SPARSE})),
         *("--worker-extension-cls", "sparseprefill.adapters.vllm.worker.ReportExtension"),
     ]

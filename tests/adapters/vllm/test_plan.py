@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,19 @@ import torch
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm import runtime as module
 from sparseprefill.adapters.vllm.model import Model
-from sparseprefill.adapters.vllm.names import Names
+from sparseprefill.adapters.vllm.names import Names, drafting
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.plan import plan
-from sparseprefill.adapters.vllm.runtime import ENDLESS, FORGETS, NAMELESS, Runtime, runtime_of
+from sparseprefill.adapters.vllm.runtime import (
+    DRAFTS,
+    ENDLESS,
+    FORGETS,
+    NAMELESS,
+    Runtime,
+    _runtimes,
+    layer_runtime,
+    runtime_of,
+)
 from sparseprefill.adapters.vllm.split import Part
 from sparseprefill.adapters.vllm.tally import NUMBER, Tally
 from sparseprefill.adapters.vllm.worker import NOBODY, ReportExtension
@@ -439,3 +449,31 @@ def test_a_worker_reports_where_no_layer_came_to_us() -> None:
 
 def test_labels_hold_no_lengths() -> None:
     assert "no setting at N keys, int8 and gamma N" == NUMBER.sub("N", "no setting at 3012 keys, int8 and gamma 0.95")
+
+
+class Speculator:
+    """Loads a draft model, as vLLM's do."""
+
+    def propose(self) -> None:
+        """Drafts."""
+
+    def load_model(self, make: Callable[[], Any]) -> Any:
+        return make()
+
+
+def test_layers_of_a_draft_model_are_known_by_who_loads_them() -> None:
+    assert drafting() is False
+    assert Speculator().load_model(drafting) is True
+
+
+def test_a_layer_of_a_draft_model_has_no_runtime_and_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = runtime()
+    backend = SimpleNamespace(name="CUSTOM")
+    config = SimpleNamespace(
+        compilation_config=object(), attention_config=SimpleNamespace(backend=backend, backend_per_kind={})
+    )
+    monkeypatch.setitem(_runtimes, id(config.compilation_config), mine)
+    assert mine is layer_runtime(config, "STOCK")
+    for _ in range(2):
+        assert Speculator().load_model(lambda: layer_runtime(config, "STOCK")) is None
+    assert {DRAFTS: 2} == mine.report().notes
