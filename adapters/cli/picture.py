@@ -83,18 +83,18 @@ def _figure(shown: Sequence[Panel], title: Sequence[str]) -> Figure:
     figure = Figure(figsize=(2.75 * columns, 3.05 * rows + 0.9), dpi=160, layout="constrained")
     grid = figure.add_gridspec(rows, 2 * columns)
     shares = [_shares(panel.mask, min(CELLS, panel.tokens)) for panel in shown]
-    axes = []
+    axes, images = [], []
     for index, panel in enumerate(shown):
         row, column = divmod(index, columns)
         last = len(shown) - columns * row  # panels from this row on: fewer than a row of them stand in the middle
         start = 2 * column + max(0, columns - last)
         axis = figure.add_subplot(grid[row, start : start + 2])
-        image = _draw(axis, panel, shares[index], panel.note or _twin(shares, shown, index))
+        images.append(_draw(axis, panel, shares[index], panel.note or _twin(shares, shown, index)))
         axis.set_ylabel("query" if column == 0 else "", fontsize=9, color=INK)
         axes.append(axis)
     figure.suptitle(("\n" if columns == 1 else " ").join(title), color=INK, fontsize=11)
     bar = figure.colorbar(
-        image, ax=axes, ticks=TICKS, location="bottom", shrink=min(1.0, 2 / columns), aspect=34, pad=0.02
+        images[0], ax=axes, ticks=TICKS, location="bottom", shrink=min(1.0, 2 / columns), aspect=34, pad=0.02
     )
     bar.ax.set_xticklabels([f"{tick:.0%}" for tick in TICKS])
     side = -(-shown[0].tokens // min(CELLS, shown[0].tokens))

@@ -240,7 +240,7 @@ def stand_in_for_torchvision() -> None:
     import types
     from importlib.machinery import ModuleSpec
 
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     if is_torchvision_available():  # remembered: image processors stay with PIL
         return
@@ -253,7 +253,7 @@ def stand_in_for_torchvision() -> None:
 
     for name in ("torchvision", *(f"torchvision.{part}" for part in ("transforms", "transforms.v2", "io"))):
         module = sys.modules[name] = Absent(name)
-        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []  # type: ignore[attr-defined]
+        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def test_needles_are_found_at_a_tuned_profile_that_no_other_model_gets(tmp_path:
     profile = {"method": "sample-attention", "profile": str(PROFILE)}
     shares = {"method": "share-prefill", "parameters": {"clusters": str(CLUSTERS), "delta": 1.01}}
     llama = {"model": str(models.save("llama", tmp_path / "llama")), "rounds": [[[5, 6, 7]]], "sparse": profile}
-    jobs = [job, {**job, "sparse": profile}, {**job, "sparse": shares}, llama]
+    jobs: list[dict[str, Any]] = [job, {**job, "sparse": profile}, {**job, "sparse": shares}, llama]
     *answers, other = engine.run(jobs, tmp_path)
     assert "the profile of sample-attention was made for another model" in other["error"]
 
