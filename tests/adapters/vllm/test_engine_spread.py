@@ -96,8 +96,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     seeded = [{**one, "sampling": {"temperature": 1.0, "seed": 1}} for one in asked["plain"][:2]]
     *found, own, ours, bare, every_key = engine.run([*flat, *seeded, plain, full], folder, "torchvision")
     (fewer,) = engine.run([sparse], folder)
-    kinds: tuple[str, ...] = ("stock", "full", "sparse")
-    answers = {name: dict(zip(kinds, found[3 * n : 3 * n + 3], strict=True)) for n, name in enumerate(asked)}
+    kinds = ["stock", "full", "sparse"]
+    answers: Answers = {name: dict(zip(kinds, found[3 * n : 3 * n + 3], strict=True)) for n, name in enumerate(asked)}
     return {
         **answers,
         "seeds": {"stock": own, "full": ours},
