@@ -97,7 +97,7 @@ def test_the_environment_narrows_what_loads(monkeypatch: pytest.MonkeyPatch, cap
         registry = load(Point("one", plugin("alpha")), Point("two", plugin("alpha")))
     assert [record.name for record in registry.plugins()] == ["one"]
     assert "not installed: missing" in caplog.text
-    with pytest.raises(UnknownMethodError, match="left out by SPARSEPREFILL_PLUGINS: two"):
+    with pytest.raises(UnknownMethodError, match="excluded by SPARSEPREFILL_PLUGINS: two"):
         registry.get("beta")
 
 
