@@ -128,10 +128,10 @@ def _pipeline(
     if not isinstance(method, Pipeline | Route):
         raise ParameterError(f"method is {printed(method)}: pass the name of a method, or a Pipeline")
     if profile is not None:
-        raise ParameterError("a Pipeline is built already: a profile goes with the name of a method")
+        raise ParameterError("a Pipeline is already built: pass a profile with the name of a method")
     if parameters:
         given = ", ".join(sorted(parameters))
-        raise ParameterError(f"a Pipeline is built already: parameters ({given}) go with the name of a method")
+        raise ParameterError(f"a Pipeline is already built: pass parameters ({given}) with the name of a method")
     return method
 
 

@@ -163,7 +163,7 @@ def _compare(
     name = type(model).__name__
     if not any(layer.sparse_calls or layer.window_calls for layer in findings.report.layers):
         why = "; ".join(findings.report.fallbacks) or "none of them calls the attention function"
-        raise AttachError(f"{name} has no attention layer that can be bound: {why}")
+        raise AttachError(f"{name} has no attention layer to attach to: {why}")
     limit = TOLERANCE.get(stock.dtype, TOLERANCE[torch.bfloat16])
     error = _apart(ours, stock)
     if error <= limit:
@@ -176,8 +176,8 @@ def _compare(
             "this dry run)"
         )
     raise AttachError(
-        f"{name} computes something else through the attention interface: with a full mask its logits differ by "
-        f"{error:.2g} (relative norm; {limit:g} is allowed). Its layers use more than queries, keys and a mask."
+        f"{name} does not compute plain attention through the attention interface: with a full mask its logits differ "
+        f"by {error:.2g} (relative norm; {limit:g} is allowed). Its layers use more than queries, keys and a mask."
     )
 
 

@@ -21,7 +21,7 @@ BY_NAME = re.compile(r"_attn_implementation\s*(?:(?:not\s+)?in\s*[(\[{]|[=!]=\s*
 def find_decoder(model: object) -> PreTrainedModel:
     """The text decoder whose forward is the prefill. AttachError says why a model cannot be attached."""
     if not isinstance(model, torch.nn.Module):
-        raise AttachError(f"{type(model).__name__} is no torch module: pass a transformers model")
+        raise AttachError(f"{type(model).__name__} is not a torch module: pass a transformers model")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise AttachError(f"{type(model).__name__} is an encoder-decoder: only decoders prefill causally")
     decoder = next((c for c in _candidates(model) if isinstance(c, PreTrainedModel)), None)
@@ -43,7 +43,9 @@ def check(decoder: PreTrainedModel, prefix: str) -> None:
     """Raise AttachError where the decoder cannot run another attention function."""
     name, current = type(decoder).__name__, str(decoder.config._attn_implementation)
     if current.startswith(prefix):
-        raise AttachError(f"{name} is attached already, or shares its config object with a model that is: detach first")
+        raise AttachError(
+            f"{name} is already attached, or shares its config object with a model that is: detach that first"
+        )
     if not decoder._can_set_attn_implementation():
         raise AttachError(f"{name} does not use transformers' AttentionInterface: its attention cannot be replaced")
     branching = sorted({owner.__name__ for owner in map(type, decoder.modules()) if _branches(owner)})

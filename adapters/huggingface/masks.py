@@ -104,7 +104,9 @@ class Order:
             made = self._make(allow_is_causal_skip=False) if made is None else made
             if not isinstance(made, Tensor):
                 name = getattr(reader, "__name__", reader)
-                raise AttachError(f"{name} reads a mask that this attention implementation has no tensor for")
+                raise AttachError(
+                    f"{name} reads the mask as a tensor, which this attention implementation does not make"
+                )
             self._full, self._version = made, made._version
         return self._full
 

@@ -16,7 +16,7 @@ OUTSIDE = (
 NOT_CAUSAL = "the layer is not causal"
 GRADIENT = "gradients are recorded: wrap inference in torch.no_grad() or torch.inference_mode()"
 TRAINING = "the model is in training mode: call model.eval()"
-WEIGHTS = "attention weights are asked for"
+WEIGHTS = "attention weights are requested"
 SEQUENCES = (tuple, list)  # a union of both would be made anew at every look
 # Tensors that a layer may be given and that change nothing about who attends to whom.
 HARMLESS = frozenset(
@@ -90,7 +90,7 @@ def of_mask(compact: Compact, query: Tensor) -> str | None:
     if compact.holes:
         return "the attention mask has holes: padding must be a prefix or a suffix of each row"
     if compact.used < query.shape[2]:
-        return f"{query.shape[2]} queries stand behind {compact.used} keys"
+        return f"{query.shape[2]} queries come after {compact.used} keys"
     return None
 
 

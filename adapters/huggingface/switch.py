@@ -122,7 +122,7 @@ def claim(decoder: PreTrainedModel) -> None:
     A config that names our function though nobody switched it is a copy, or its model is gone: it gets its own back.
     """
     name = type(decoder).__name__
-    refusal = f"{name} is attached already, or shares its config object with a model that is: detach first"
+    refusal = f"{name} is already attached, or shares its config object with a model that is: detach that first"
     with LOCK:
         mine = Switch.of(decoder)
         if any(user.active for user in mine.users):

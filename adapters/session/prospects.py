@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 20
 """Tokens up to which calls are tried where nothing bounds them."""
-SLIDING = "a sliding window, of which every key is computed and the method is not asked"
-NOT_CHOSEN = "not among the layers asked for"
+SLIDING = "a sliding window: all of its keys are computed, without the method"
+NOT_CHOSEN = "not among the chosen layers"
 
 
 @frozen
@@ -90,7 +90,7 @@ def prospects(
         return Prospects(doubts=(said,)) if measured or sliding & set(asked) else Prospects(never=said)
     doubts: list[str] = []
     if bounds.trained is not None and bounds.trained < bounds.min_query:
-        doubts.append(f"min_query is {bounds.min_query}, and the model was made for {bounds.trained} tokens at most")
+        doubts.append(f"min_query is {bounds.min_query}, but the model was trained for at most {bounds.trained} tokens")
     small = _too_small(route, opened, lengths, bounds)
     return Prospects(doubts=(*doubts, *([small] if small else [])))
 
@@ -157,7 +157,7 @@ def _listed(reasons: Mapping[int, str]) -> str:
     for layer, reason in reasons.items():
         found.setdefault(reason, []).append(layer)
     if len(found) == 1:
-        return f"every layer asked for stays without it: {next(iter(found))}"
+        return f"every chosen layer stays dense: {next(iter(found))}"
     return "; ".join(f"{'layer' if len(of) == 1 else 'layers'} {_ranges(of)}: {why}" for why, of in found.items())
 
 

@@ -30,8 +30,8 @@ from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
 WHOLE = (
-    "calls below break-even, or that the profile leaves dense, were computed with every key by the pipeline's "
-    "executor, not by the host"
+    "calls below break-even, and calls that the profile leaves dense, ran with every key in the pipeline's executor, "
+    "not in the host"
 )
 _serials = itertools.count()
 log = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ class Session:
 
     def _account(self, record: LayerRecord, result: Result) -> None:
         if result.plan.skip_below is not None and result.skipped is None:
-            self._notes["the executor does not skip tiles by their logits; it computed all that the mask holds"] += 1
+            self._notes["the executor cannot skip tiles by their logits; it computed the whole mask"] += 1
         if SHORT in result.plan.notes:
             self._notes[str(result.plan.notes[SHORT])] += 1
         uncounted = Uncounted.of(result)

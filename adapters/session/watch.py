@@ -30,7 +30,7 @@ MOST_EVERY = (1 << 31) - 1
 WAITING = 4096
 """Calls whose figures may be on their way at once; of more the oldest, which is there for long, is waited for."""
 LOST = "recall could not be measured: memory ran out"
-NONFINITE = "recall could not be measured: it is not a number, as where queries or keys are none"
+NONFINITE = "recall could not be measured: it is NaN, as with queries or keys that are NaN"
 log = logging.getLogger(__name__)
 
 
@@ -63,8 +63,7 @@ def check_every(name: str, value: object) -> int:
     """ParameterError, with the option's name, for what is no number of prefills."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_EVERY:
         raise ParameterError(
-            f"{name} is {printed(value)}: pass of how many prefills one is measured, an integer from 0 (none) to "
-            f"{MOST_EVERY}"
+            f"{name} is {printed(value)}: pass N to measure one of N prefills, an integer from 0 (none) to {MOST_EVERY}"
         )
     return value
 

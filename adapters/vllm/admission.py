@@ -29,7 +29,7 @@ def install(processor: Any, refusal: type[Exception]) -> str | None:
     """
     taking = getattr(processor, METHOD, None)
     if taking is None or "params" not in inspect.signature(taking).parameters:
-        return f"this vLLM takes requests by other means than {processor.__name__}.{METHOD}"
+        return f"this vLLM does not take requests through {processor.__name__}.{METHOD}"
     if not hasattr(taking, "sparseprefill"):
         setattr(processor, METHOD, _around(taking, refusal))
     return None

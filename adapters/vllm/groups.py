@@ -68,7 +68,7 @@ def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | Non
         return layer.reason
     if least > step:
         bound = "max_num_batched_tokens" if runtime.options.chunk is None else "chunk"
-        return f"min_query is {least}, and no chunk has more than {step} tokens ({bound})"
+        return f"min_query is {least}, but no chunk has more than {step} tokens ({bound})"
     sizes = {"keys": longest, "first_head": runtime.model.first_head}
     try:
         return unsupported(runtime.session.route, layer, module.impl, model.dtype, builder.device, **sizes)

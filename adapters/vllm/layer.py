@@ -51,7 +51,7 @@ def _reason(name: str, impl: Any) -> str | None:
     if getattr(impl, "chunk_lookback", -1) != -1:
         return "the layer attends in chunks"
     if "per_token_head" in cache or cache.startswith(("int", "nvfp4", "turboquant")):
-        return f"the KV cache is {cache}: only bf16, fp16, fp32 and fp8 with a scale a tensor are read"
+        return f"the KV cache is {cache}: only bf16, fp16, fp32 and fp8 with one scale per tensor are read"
     if index_of(name) < 0:
         return f"the layer's name {name!r} has no index"
     return None

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
 from .runtime import runtime_of
 
-LATENT = "multi-head latent attention (MLA) has backends of its own"
+LATENT = "multi-head latent attention (MLA) has its own backends"
 
 
 class WatchedCPUMLA(CPUMLABackend):

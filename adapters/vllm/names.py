@@ -25,9 +25,9 @@ SLOTS = "req_idx"
 """The field of vLLM's metadata that holds each row's slot, with runner V2."""
 SWITCH = "sparseprefill"
 """The extra argument (``vllm_xargs``) by which a request asks for a profile."""
-UNKNOWN = "this vLLM's model runner is not known"
-SLOTLESS = "this vLLM's model runner V2 does not tell which request a row is (VLLM_USE_V2_MODEL_RUNNER=0 does)"
-HALVES = "model runner V1 cuts batches in two, and does not tell which request a row is"
+UNKNOWN = "this vLLM's model runner is unknown"
+SLOTLESS = "this vLLM's model runner V2 does not say which request a row belongs to (VLLM_USE_V2_MODEL_RUNNER=0 does)"
+HALVES = "model runner V1 cuts batches in two, and does not say which request a row belongs to"
 
 
 @frozen(eq=False)

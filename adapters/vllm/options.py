@@ -95,7 +95,7 @@ class Options:
         known = (OFF, *self.profiles)
         if isinstance(asked, str) and asked in known:
             return None
-        return f"{TABLE} is {printed(asked)}, which is no profile of this engine{nearest(str(asked), known)}"
+        return f"{TABLE} is {printed(asked)}, which is not a profile of this engine{nearest(str(asked), known)}"
 
 
 def parse(additional: object) -> Options:
@@ -151,13 +151,13 @@ def _profiles(value: object) -> Mapping[str, Source]:
     found: dict[str, Source] = {}
     for name, table in value.items():
         if not isinstance(name, str) or not name or name == OFF:
-            raise ParameterError(f"{here} has the name {name!r}: use another text, which requests will give")
+            raise ParameterError(f"{here} has the name {name!r}: use another name, which requests will pass")
         at = f"{here}.{name}"
         if not isinstance(table, Mapping):
             raise ParameterError(f"{at} is {table!r}: give a table of keys and values")
         for key in table:
             if key in OWN and key != "config":
-                raise ParameterError(f"{at}.{key} goes for all requests: give it as {TABLE}.{key}")
+                raise ParameterError(f"{at}.{key} applies to all requests: give it as {TABLE}.{key}")
             if key not in ("config", *KEYS):
                 raise ParameterError(f"{at}.{key} is unknown{nearest(str(key), ('config', *KEYS))}")
         found[name] = _source(table, at)

@@ -82,7 +82,7 @@ def _reason(common: Any, i: int) -> str | None:
     if (getattr(common, "mm_req_doc_ranges", None) or {}).get(i):
         return "parts of the prompt attend in both directions (multimodal prefix)"
     if getattr(common, "rswa_prefix_lens", None) is not None:
-        return "the model attends in a sliding window behind a prefix (R-SWA)"
+        return "the model attends in a sliding window after a prefix (R-SWA)"
     if getattr(common, "dcp_local_seq_lens", None) is not None:
         return "the context is spread over devices (context parallelism)"
     return None

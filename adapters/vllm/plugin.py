@@ -58,7 +58,7 @@ def _register() -> None:
             register_backend(AttentionBackendEnum[name], path)
     why = watch_requests()
     if why:
-        _warn(f"requests cannot ask for a profile, or for dense attention: {why}")
+        _warn(f"requests cannot ask for a profile or for dense attention: {why}")
 
 
 def _missing() -> str | None:
@@ -69,7 +69,7 @@ def _missing() -> str | None:
     try:
         importlib.import_module(module)
     except Exception as error:
-        return f"its interfaces are others: {type(error).__name__}: {error}"
+        return f"its interfaces are different: {type(error).__name__}: {error}"
     return None
 
 
@@ -101,7 +101,7 @@ def untested(version: str) -> str | None:
     if found is None or _parts(found) <= NEWEST:
         return None
     tried = f"{_text(OLDEST)} to {_text(NEWEST)}"
-    return f"vLLM {version} is newer than what was tried ({tried}): going on, see docs/vllm.md"
+    return f"vLLM {version} is newer than the versions tried ({tried}); it is used all the same, see docs/vllm.md"
 
 
 def _parts(found: re.Match[str]) -> tuple[int, int]:

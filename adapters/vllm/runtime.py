@@ -30,16 +30,16 @@ from .tally import Chunk, Owner, Tally
 from .tensor_parallel import LocalRegistry
 
 NAME = "CUSTOM"
-NAMELESS = "chunks behind others whose request vLLM does not name: what the method remembers does not reach them"
-ENDLESS = "chunks of prompts whose length vLLM does not tell: the dense tail is every chunk's"
+NAMELESS = "later chunks of a prompt whose request vLLM does not name: what the method remembers does not reach them"
+ENDLESS = "chunks of prompts whose length vLLM does not give: each chunk gets a dense tail"
 DRAFTS = "layers of a draft model: what is drafted runs dense"
-KEYLESS = "layers of type {kind}: they have no keys to choose among"
-FORGETS = "what the method remembers of a prompt does not reach from one chunk to the next"
-DEAF = "requests cannot ask for a profile, or for dense attention"
+KEYLESS = "layers of type {kind}: they have no keys to choose from"
+FORGETS = "what the method remembers does not last from one chunk of a prompt to the next"
+DEAF = "requests cannot ask for a profile or for dense attention"
 ASKED_DENSE = f"the request asks for it ({TABLE}: {OFF})"
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 UNSEEN = (
-    "/metrics of a server does not show what this process counts: set PROMETHEUS_MULTIPROC_DIR to an empty folder "
+    "the server's /metrics does not show what this process counts: set PROMETHEUS_MULTIPROC_DIR to an empty folder "
     "before it starts"
 )
 log = logging.getLogger(__name__)

@@ -44,7 +44,9 @@ class FixedChunks(Host):
         if chunk is None:
             raise ParameterError(f"{TABLE}.chunk is missing: {SCHEDULER} needs the tokens of a chunk")
         if not hasattr(super(), HOOK) or getattr(self, "num_prefill_lookahead", 0) > 1:
-            raise AttachError(f"{TABLE}.chunk is {chunk}: this vLLM's scheduler, or its speculator, sets other bounds")
+            raise AttachError(
+                f"{TABLE}.chunk is {chunk}: this vLLM's scheduler, or its speculator, sets other chunk bounds"
+            )
         self._chunk: int = chunk
         speculative = self.vllm_config.speculative_config
         drafts = int(getattr(speculative, "max_num_new_slots_for_drafting", 0) or 0)

@@ -33,17 +33,17 @@ RECALLS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99, 0.999, 
 DENSITIES = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
 """The same of density."""
 METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {
-    "prefill_chunks": ("Counter", "Chunks of prompts; sparse where a layer ran sparse.", ("mode",), ()),
+    "prefill_chunks": ("Counter", "Chunks of prompts; sparse if any layer ran sparse.", ("mode",), ()),
     "prefill_tokens": ("Counter", "Tokens of these chunks.", ("mode",), ()),
-    "prefill_calls": ("Counter", "Calls of layers for a chunk, by how they ran.", ("layers", "mode"), ()),
-    "fallbacks": ("Counter", "Calls of layers that ran dense, by reason.", ("layers", "reason"), ()),
+    "prefill_calls": ("Counter", "Calls, one per layer and chunk, by how they ran.", ("layers", "mode"), ()),
+    "fallbacks": ("Counter", "Calls that ran dense, by reason.", ("layers", "reason"), ()),
     "pairs": ("Counter", "Query-key pairs, computed and causal, with `measure`.", ("layers", "kind"), ()),
-    "density": ("Histogram", "Computed of causal pairs, in measured calls of layers.", ("layers",), DENSITIES),
+    "density": ("Histogram", "Share of the causal pairs computed, in measured calls.", ("layers",), DENSITIES),
     "recall": (
-        *("Histogram", "Attention mass that a head keeps of sampled query rows, in measured calls of layers."),
+        *("Histogram", "Share of the attention mass that a head keeps, over sampled query rows, in measured calls."),
         *(("layers",), RECALLS),
     ),
-    "low_recall_calls": ("Counter", "Measured calls of layers below strict_recall.", ("layers",), ()),
+    "low_recall_calls": ("Counter", "Measured calls with recall below strict_recall.", ("layers",), ()),
 }
 """By name: kind, what it says, its labels beside those of the owner, and a histogram's upper bounds."""
 PREFIX = "sparseprefill:"

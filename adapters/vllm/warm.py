@@ -125,7 +125,7 @@ def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Si
     except Exception as error:  # the engine starts all the same, and a request that fails says why
         if ends_engine(error):
             raise
-        log.warning("sparseprefill: the run that compiles kernels failed: %s", reason(error))
+        log.warning("sparseprefill: compiling the kernels at start failed: %s", reason(error))
         log.debug("warm", exc_info=error)
     else:
         log.info("sparseprefill: kernels are ready, in %.1f s", time.perf_counter() - begin)

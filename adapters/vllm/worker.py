@@ -9,7 +9,7 @@ from attrs import asdict
 from ..session.report import Report
 from .runtime import NAME, existing, selected
 
-NOBODY = f"{NAME} is selected, but no attention layer of this model came to it: nothing can run sparse"
+NOBODY = f"{NAME} is selected, but this model has no attention layer that uses it: nothing can run sparse"
 
 
 class ReportExtension:

@@ -193,7 +193,7 @@ def _check_rows(call: AttentionCall) -> None:
             remedy = f"keys must cover the {q_len} query rows (bottom-right causal), or give q_offset"
             raise InvalidCallError("k", f"of length {kv_len}", remedy)
     elif not _is_int(call.q_offset) or not 0 <= call.q_offset <= kv_len - q_len:
-        remedy = f"the {q_len} query rows must stand among the {kv_len} keys: 0 to {kv_len - q_len}"
+        remedy = f"the {q_len} query rows must lie among the {kv_len} keys: 0 to {kv_len - q_len}"
         raise InvalidCallError("q_offset", printed(call.q_offset), remedy)
     prompt = call.prompt_lengths
     if _is_int(prompt) and not 0 <= cast(int, prompt) < LONGEST:
@@ -209,7 +209,7 @@ def _check_rows(call: AttentionCall) -> None:
         if rows.device != call.q.device:
             raise InvalidCallError(name, f"on {rows.device}", f"move it to q's device {call.q.device}")
         if rows.device.type == "cpu" and bool((rows < 0).any()):  # of other devices no value is read
-            raise InvalidCallError(name, str(rows.tolist()), "pass no number below 0")
+            raise InvalidCallError(name, str(rows.tolist()), "pass numbers from 0")
 
 
 def _check_numbers(call: AttentionCall) -> None:

@@ -101,7 +101,7 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEsti
         )
     if any(isinstance(one, SkipSoftmax) for route in Route.of(made).known for one in route.refiners):
         raise ParameterError(
-            f"inner: {made.name} skips tiles while its plan is executed, and only its mask is taken here; put "
+            f"inner: {made.name} skips tiles while its plan is executed, but only its mask is used here; put "
             "SkipSoftmax on the method that takes inner"
         )
     if Route.of(made).corrects:
@@ -131,9 +131,9 @@ class _Reader:
     def pipeline(self, given: Any, at: str, above: tuple[object, ...] = ()) -> Pipeline | Route:
         """above: the tables that this one is part of."""
         if any(given is one for one in above):
-            raise ParameterError(f"{at} is a table that it is part of: a union cannot hold itself")
+            raise ParameterError(f"{at} contains itself: a union cannot be part of itself")
         if len(above) >= DEEPEST:
-            raise ParameterError(f"{at} is nested too deeply: unite at most {DEEPEST} tables one in the other")
+            raise ParameterError(f"{at} is nested too deeply: use at most {DEEPEST} levels of union")
         table = _table(given, at)
         _known(table, KEYS, at)
         alone = "method" in table or "profile" in table  # a profile holds its method
@@ -186,7 +186,7 @@ class _Reader:
 
     def _profiled(self, table: Mapping[str, Any], at: str, parameters: Mapping[str, Any]) -> Route:
         if parameters:
-            raise ParameterError(f"{_join(at, 'parameters')} go over those of one method: give its name as method")
+            raise ParameterError(f"{_join(at, 'parameters')} belong to one method: give its name as method")
         path = self.folder / _text(table["profile"], _join(at, "profile"))
         try:
             return self.registry.build(profile=path)
@@ -206,12 +206,12 @@ class _Reader:
     def _union(self, table: Mapping[str, Any], at: str, above: tuple[object, ...]) -> Pipeline:
         for key in ("parameters", "profile"):
             if key in table:
-                raise ParameterError(f"{_join(at, key)} means nothing beside union: each of its tables has its own")
+                raise ParameterError(f"{_join(at, key)} has no meaning next to union: each of its tables has its own")
         for i, one in _items(table, "union", at):
             for key in ("gate", "corrector"):
                 if isinstance(one, Mapping) and key in one:
                     raise ParameterError(
-                        f"{_join(at, f'union[{i}].{key}')} means nothing there: put {key} beside union"
+                        f"{_join(at, f'union[{i}].{key}')} has no meaning there: put {key} next to union"
                     )
         parts = [self.pipeline(one, _join(at, f"union[{i}]"), above) for i, one in _items(table, "union", at)]
         if not parts:

@@ -18,9 +18,9 @@ def read(path: str | Path) -> str:
     except OSError as error:
         raise ParameterError(error.strerror or "cannot be read") from error
     except UnicodeDecodeError as error:
-        raise ParameterError("is no text file: pass one in UTF-8") from error
+        raise ParameterError("is not a text file: pass one in UTF-8") from error
     except ValueError as error:  # a path with a null byte, or with half of a character
-        raise ParameterError(f"is no path ({error}): pass the path of a file") from error
+        raise ParameterError(f"is not a path ({error}): pass the path of a file") from error
 
 
 @contextmanager
@@ -40,4 +40,4 @@ def parsed(text: str, loads: Callable[[str], Any] = json.loads, kind: str = "JSO
     except ParameterError:
         raise
     except ValueError as error:
-        raise ParameterError(f"is no {kind} ({error}): pass a {kind} file") from error
+        raise ParameterError(f"is not {kind} ({error}): pass a {kind} file") from error

@@ -27,7 +27,7 @@ def _check_config(_: object, __: object, value: Any) -> None:
             f"Method.config is {printed(value)}: pass an attrs class (frozen, kw_only) of the parameters"
         )
     if FLOOR in (one.alias for one in fields(value)):
-        raise ParameterError(f"Method.config has the field {FLOOR}, which every method has as its floor: rename it")
+        raise ParameterError(f"Method.config has the field {FLOOR}, the name of every method's recall floor: rename it")
 
 
 def _check_name(_: object, __: object, value: Any) -> None:

@@ -138,7 +138,7 @@ def _check_cache(pages: Pages) -> None:
         remedy = f"pages, slots, heads, type and device must be k's: {tuple(k.shape)}, {k.dtype}, {k.device}"
         raise InvalidCallError("pages.v", f"of shape {tuple(v.shape)}, {v.dtype}, on {v.device}", remedy)
     if pages.dtype in FP8:
-        raise InvalidCallError("pages.dtype", str(pages.dtype), "give the type to compute in, that of q")
+        raise InvalidCallError("pages.dtype", str(pages.dtype), "give the dtype to compute in, which is that of q")
     for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
         if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != k.device):
             shown = f"of shape {tuple(scale.shape)}, {scale.dtype}, on {scale.device}"

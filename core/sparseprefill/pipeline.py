@@ -58,7 +58,7 @@ def _several(name: str, given: Any) -> tuple[Any, ...]:
 def _implements(interface: type) -> Callable[[Any, Attribute[Any], object], None]:
     def check(_: object, attribute: Attribute[Any], value: object) -> None:
         if isinstance(value, type):
-            raise ParameterError(f"Pipeline.{attribute.name} is the class {value.__name__}: pass an object of it")
+            raise ParameterError(f"Pipeline.{attribute.name} is the class {value.__name__}: pass an instance of it")
         lacking = missing(value, interface)
         if lacking:
             shown = f"{type(value).__name__} has no {', '.join(f'{name}()' for name in lacking)}"
@@ -100,7 +100,7 @@ def _bytes(_: object, attribute: Attribute[Any], value: object) -> None:
 
 def _text(_: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, str):
-        raise ParameterError(f"Pipeline.{attribute.name} is {printed(value)}: pass a text")
+        raise ParameterError(f"Pipeline.{attribute.name} is {printed(value)}: pass a string")
 
 
 def _ask_planning(pipeline: Pipeline) -> tuple[Stage, ...]:

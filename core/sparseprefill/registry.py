@@ -130,7 +130,7 @@ class Registry:
                 continue
             if known.name == record.name and self._manager.get_plugin(taken) is plugin:
                 return known
-            what = "come from one module" if known.name != record.name else "go by one name"
+            what = "come from the same module" if known.name != record.name else "have the same name"
             raise MethodCollisionError(f"{known.source} and {record.source} {what}: {REMEDY}")
         return None
 
@@ -144,11 +144,11 @@ class Registry:
         for method in offered:
             if not isinstance(method, Method):
                 raise PluginLoadError(
-                    f"plugin {name!r} offers {printed(method)}: sparseprefill_methods() returns Methods"
+                    f"plugin {name!r} offers {printed(method)}: sparseprefill_methods() must return Methods"
                 )
         names = [method.name for method in offered]
         if len(set(names)) < len(names):
-            raise PluginLoadError(f"plugin {name!r} offers one name twice: {', '.join(sorted(names))}")
+            raise PluginLoadError(f"plugin {name!r} offers the same name twice: {', '.join(sorted(names))}")
         return offered
 
     def _check_free(self, offered: Iterable[Method], record: PluginRecord) -> None:
@@ -193,7 +193,7 @@ class Registry:
                 raise PluginLoadError(f"method {name!r}: {record.source} failed to load: {shown}") from record.error
         more = f" (failed to load: {'; '.join(record.source for record in broken)})" if broken else ""
         if self._left_out:
-            more += f" (left out by {ONLY}: {', '.join(sorted(self._left_out))})"
+            more += f" (excluded by {ONLY}: {', '.join(sorted(self._left_out))})"
         raise UnknownMethodError(f"no method is named {name!r}{nearest(str(name), self._methods)}{more}")
 
     @overload

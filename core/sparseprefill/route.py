@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
 
 WORTH = Verdict(True)
-UNSAID = "the gate found the call not worth it, and gave no reason"
+UNSAID = "the gate keeps this call dense and gave no reason"
 
 
 def _is_verdict(value: Any) -> bool:
@@ -69,12 +69,12 @@ class Choice:
 
 def _text(_: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, str):
-        raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a text")
+        raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a string")
 
 
 def _pipelines(route: Route, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, tuple) or not value or not all(one is None or isinstance(one, Pipeline) for one in value):
-        raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a tuple of Pipelines, one at least")
+        raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a tuple of at least one Pipeline")
 
 
 def _kind(wanted: type) -> Callable[[Any, Attribute[Any], object], None]:
@@ -133,7 +133,7 @@ class Route:
             raise ParameterError(f"the profile is for {shown}, not for {printed(method)}")
         if parameters and len(known) > 1:
             raise ParameterError(
-                f"parameters ({', '.join(sorted(parameters))}) go with one method, the profile is for {len(known)}"
+                f"parameters ({', '.join(sorted(parameters))}) belong to one method, but the profile has {len(known)}"
             )
         made: list[Pipeline | None] = []
         for i, one in enumerate(profile.ranges):
@@ -173,7 +173,7 @@ class Route:
         if one.method is None:
             return f"the profile has no setting of {self.profile.name} that is accurate enough at {call.kv_len} keys"
         if call.layer in one.dense_layers:
-            return f"the profile keeps layer {call.layer} dense, for which {one.method} is not accurate enough"
+            return f"the profile keeps layer {call.layer} dense: {one.method} is not accurate enough there"
         return ""
 
     def _judge(self, call: AttentionCall) -> Verdict:

@@ -295,7 +295,7 @@ class Stage(Guard):
         made = self._computed("correct", call, self.ask("correct", RESULT, call, plan, result, memory))
         for name in ("lse", "plan"):
             if getattr(made, name) is not getattr(result, name):
-                words = "it must be the one that was given, for it says what the mask kept"
+                words = "it must be the one that was given, which says what the mask kept"
                 raise StageError(f"{self.place}.correct() returned a Result of another {name}: {words}")
         return evolve(made, corrected=self.name)
 

@@ -25,7 +25,7 @@ def sparseprefill_methods() -> list[Method]:
     return [
         Method(
             name="bfla",
-            summary="blocks that carry the mass of pooled scores, and tiles rescued around them",
+            summary="blocks with most of the mass of pooled scores, and tiles rescued around them",
             paper="BFLA: Block-Filtered Long-Context Attention Mechanism (Wu et al., 2026)",
             config=BflaConfig,
             build=_build,

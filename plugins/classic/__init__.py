@@ -53,7 +53,7 @@ def sparseprefill_methods() -> list[Method]:
         ),
         Method(
             name="vertical-slash",
-            summary="columns and diagonals that carry most mass of the last queries",
+            summary="columns and diagonals with most of the last queries' attention mass",
             paper="MInference (Jiang et al., 2024); SharePrefill, Algorithm 5",
             config=VerticalSlashConfig,
             build=_vertical_slash,

@@ -25,7 +25,7 @@ def sparseprefill_methods() -> list[Method]:
     return [
         Method(
             name="kascade",
-            summary="the columns of most attention, chosen in few anchor layers and taken by the layers behind them",
+            summary="columns with most attention, chosen in a few anchor layers and reused by the layers after them",
             paper="Kascade: A Practical Sparse Attention Method for Long-Context LLM Inference (arXiv 2512.16391)",
             config=KascadeConfig,
             build=_build,

@@ -120,11 +120,12 @@ class Kascade(KascadeConfig):
         kept = self.kept(memory)
         selection = None if kept is None else kept.selection(call, anchor)
         if selection is None:
-            return None, f"layer {anchor}, its anchor, chose nothing in this pass"
+            return None, f"layer {anchor}, its anchor, has chosen nothing in this pass"
         first = call.first_head // call.group
         lists, missing = selection.of_heads(self.anchors.heads(call.layer, first, call.kv_heads), first)
         words = (
-            f"KV heads {sorted(set(missing))} of layer {anchor} are not on this device: their followers go head by head"
+            f"KV heads {sorted(set(missing))} of layer {anchor} are not on this device: heads that follow them use the "
+            "local head with their own number"
         )
         return lists, words if missing else ""
 

@@ -25,7 +25,7 @@ def sparseprefill_methods() -> list[Method]:
     return [
         Method(
             name="sample-attention",
-            summary="blocks of columns and diagonals that carry most mass of rows sampled along the prompt",
+            summary="blocks of columns and diagonals with most of the mass of rows sampled along the prompt",
             paper="SampleAttention: Near-Lossless Acceleration of Long Context LLM Inference with Adaptive Structured "
             "Sparse Attention (Zhu et al., 2024)",
             config=SampleConfig,

@@ -69,9 +69,11 @@ def _table(share: Share) -> Clusters:
 def _fallback(share: Share) -> Pipeline | Route | None:
     if share.inner is None:
         return None
-    made = inner_method(share.inner, "it would see heads here that ran another pattern")
+    made = inner_method(share.inner, "some of the heads it would see here ran another pattern")
     if any(isinstance(one.estimator, Share) for one in Route.of(made).known):
-        raise ParameterError("inner is a Share itself, whose pivots nobody would keep; pass the method that it shares")
+        raise ParameterError(
+            "inner is a Share itself, and nothing would keep its pivots; pass the method that it shares"
+        )
     return made
 
 
@@ -128,7 +130,7 @@ class Share(ShareConfig):
             return (MISSING,)
         reasons = []
         if call.window is not None and self.block_score == "mean_qk":
-            reasons.append("block_score='mean_qk' knows no sliding window; use 'mass'")
+            reasons.append("block_score='mean_qk' does not support a sliding window; use 'mass'")
         objection = None if self.table.table is None else self.table.table.objection(call)
         if objection is not None:
             reasons.append(f"the cluster table is for another model: {objection}")

@@ -25,7 +25,7 @@ def sparseprefill_methods() -> list[Method]:
     return [
         Method(
             name="skip-softmax",
-            summary="every key tile is looked at; those whose logits cannot matter are skipped while attention runs",
+            summary="looks at every key tile, and skips those whose logits cannot matter while attention runs",
             paper="BLASST (arXiv 2512.12087)",
             config=SkipSoftmaxConfig,
             build=_build,

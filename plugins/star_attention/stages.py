@@ -74,7 +74,7 @@ class StarEstimator:
         if self.inner is None:
             return None
         if call.window is not None:
-            return f"a sliding window ({call.window} keys) means nothing to an inner method"
+            return f"a sliding window ({call.window} keys) is not supported with an inner method"
         reasons = self.inner.unsupported(call)
         return f"inner {self.inner.name}: {'; '.join(reasons)}" if reasons else None
 

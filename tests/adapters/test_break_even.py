@@ -128,7 +128,7 @@ def test_auto_without_a_table_keeps_short_prompts_dense_and_says_so(
     report = handle.report()
     (reason,) = report.fallbacks
     assert "no break-even table for cpu: dense by the built-in rule (sparse from " in reason
-    assert "sparseprefill calibrate measures a table, gate=None runs every call sparse" in reason
+    assert "measure a table with sparseprefill calibrate, or pass gate=None to run every call sparse" in reason
     assert "the built-in rule (sparse from" in report.gate
     (record,) = caplog.records  # nothing of so small a model can ever run sparse
     assert "up to 512 tokens every call stays dense: no break-even table for cpu" in record.getMessage()
@@ -150,7 +150,7 @@ def test_a_table_that_does_not_know_the_device_is_noted(model: Any) -> None:
     with attach(model, "streaming", tail=0, gate=other, **STREAMING) as handle:
         logits(model)
     (note,) = handle.report().notes
-    assert "says nothing of cpu" in note
+    assert "has nothing for cpu" in note
     assert not handle.report().fallbacks
 
 

@@ -90,7 +90,7 @@ def test_short_prompts_and_chosen_layers(model: Any) -> None:
         logits(model)
     first, second = handle.report().layers
     assert (first.mode, second.mode) == ("dense", "sparse")
-    assert first.reasons == {"not among the layers asked for": 1}
+    assert first.reasons == {"not among the chosen layers": 1}
     with attach(model, "streaming", tail=0, min_query=91, **STREAMING) as handle:
         logits(model)
     assert handle.report().layers[0].calls == 0
@@ -209,7 +209,7 @@ def test_masks_that_no_call_can_express_run_dense(model: Any) -> None:
         ({"attention_mask": holes}, "has holes"),
         ({"attention_mask": square[None, None]}, "custom"),
         ({"position_ids": packed, "use_cache": False}, "custom"),
-        ({"output_attentions": True}, "weights are asked for"),
+        ({"output_attentions": True}, "weights are requested"),
     ]
     for inputs, reason in cases:
         wanted = model(ids, **inputs).logits
@@ -268,7 +268,7 @@ def test_wrong_methods(model: Any) -> None:
         attach(model, "anchor-atention")
     with pytest.raises(sp.ParameterError, match="theta"):
         attach(model, "anchor-attention", tail=0, thetta=1.0)
-    with pytest.raises(sp.ParameterError, match=r"parameters \(block\) go with the name"):
+    with pytest.raises(sp.ParameterError, match=r"pass parameters \(block\) with the name"):
         attach(model, sp.build("dense"), block=16)
     with pytest.raises(sp.ParameterError, match="pass the name of a method, or a Pipeline"):
         attach(model, 5)  # type: ignore[arg-type]

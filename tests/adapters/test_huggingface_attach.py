@@ -76,12 +76,12 @@ def llama_with(attention: type[nn.Module]) -> nn.Module:
 REFUSED: list[tuple[Any, str]] = [
     (t5, "encoder-decoder"),
     (bloom, "does not use transformers' AttentionInterface"),
-    (bert, "no attention layer that can be bound: the layer is not causal"),
-    (mamba, "no attention layer that can be bound: none of them calls"),
+    (bert, "no attention layer to attach to: the layer is not causal"),
+    (mamba, "no attention layer to attach to: none of them calls"),
     (lambda: llama_with(NamedAttention), r"branches on the name of its attention implementation \(in NamedAttention\)"),
-    (lambda: llama_with(BiasedAttention), "computes something else"),
+    (lambda: llama_with(BiasedAttention), "does not compute plain attention"),
     (lambda: nn.Linear(3, 3), "holds no transformers decoder"),
-    (lambda: "llama", "no torch module"),
+    (lambda: "llama", "not a torch module"),
 ]
 
 

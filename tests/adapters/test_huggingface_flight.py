@@ -348,5 +348,7 @@ def test_a_mask_that_has_no_tensor_says_so() -> None:
     asked = {"batch_size": 1, "q_length": 4, "kv_length": 4, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
     mask = masks.LazyMask.of(masks.Order.of(masks.Pattern(), lambda **_: None, asked))
     assert masks.stock(mask) is None
-    with pytest.raises(sp.AttachError, match="add reads a mask that this attention implementation has no tensor for"):
+    with pytest.raises(
+        sp.AttachError, match="add reads the mask as a tensor, which this attention implementation does not make"
+    ):
         _ = mask + 1

@@ -27,7 +27,7 @@ HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8}
 LIKE = make(1, heads=4, kv_heads=2)
 LAYERS = {0: LIKE, 1: evolve(LIKE, layer=1)}
 FULL = sp.Route.of(sp.build("streaming", **STREAMING))
-NONE = "share-prefill can never run on LlamaForCausalLM: every layer asked for stays without it: Share: no table"
+NONE = "share-prefill can never run on LlamaForCausalLM: every chosen layer stays dense: Share: no table"
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_model_of_sliding_windows_alone_is_warned_about(verify: bool, caplog: 
     with attach(model, "streaming", gate=None, verify=verify, **STREAMING) as handle:
         logits(model)
     (record,) = caplog.records
-    assert f"streaming may never run on MistralForCausalLM: every layer asked for stays without it: {SLIDING}" in (
+    assert f"streaming may never run on MistralForCausalLM: every chosen layer stays dense: {SLIDING}" in (
         record.getMessage()
     )
     assert [record.getMessage()] == list(handle.report().notes)
@@ -94,7 +94,7 @@ def test_min_query_beyond_what_the_model_was_made_for(
     """Rotary embeddings go on beyond: a warning."""
     attach(model, "streaming", gate=None, verify=verify, min_query=513, **STREAMING).detach()
     (record,) = caplog.records
-    assert "min_query is 513, and the model was made for 512 tokens at most" in record.getMessage()
+    assert "min_query is 513, but the model was trained for at most 512 tokens" in record.getMessage()
     caplog.clear()
     attach(model, "streaming", gate=None, verify=verify, min_query=512, **STREAMING).detach()
     assert [] == caplog.records
@@ -125,7 +125,7 @@ def test_layers_of_the_host_and_layers_without_any() -> None:
     assert "the model has no attention layer" == never({})
     assert "layers 0 to 2: pooling; layer 3: MLA" == never({0: "pooling", 1: "pooling", 2: "pooling", 3: "MLA"})
     assert "" == never({0: "pooling", 1: LIKE})
-    assert "every layer asked for stays without it: pooling" == never({0: "pooling", 1: LIKE}, chosen=frozenset({0}))
+    assert "every chosen layer stays dense: pooling" == never({0: "pooling", 1: LIKE}, chosen=frozenset({0}))
 
 
 @frozen
@@ -187,7 +187,7 @@ def test_trying_needs_no_memory_and_no_values() -> None:
     """A million tokens, on a device without values."""
     like = sp.AttentionCall(*(torch.empty(1, heads, 1, 8, device="meta") for heads in (4, 2, 2)))
     found = prospects(sp.Route.of(sp.Pipeline(Estimate(objection="never"))), {0: like}, Bounds(min_query=16))
-    assert "every layer asked for stays without it: Estimate: never" == found.never
+    assert "every chosen layer stays dense: Estimate: never" == found.never
 
 
 def test_bounds_are_given_by_name() -> None:

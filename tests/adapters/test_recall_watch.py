@@ -266,7 +266,7 @@ def test_what_keeps_everything_is_not_below(name: str, caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"recall_every": -1}, "recall_every is -1: pass of how many prefills one is measured, an integer from 0"),
+        ({"recall_every": -1}, "recall_every is -1: pass N to measure one of N prefills, an integer from 0"),
         ({"recall_every": True}, "recall_every is True: pass"),
         ({"recall_every": 0.5}, "recall_every is 0.5: pass"),
         ({"strict_recall": 1.5}, "strict_recall is 1.5: pass a number from 0 to 1, or None"),

@@ -162,7 +162,7 @@ def test_attach_refuses_a_profile_of_another_model_or_method(tiny: tuple[Any, Pa
         attach(build("llama", intermediate_size=64), "streaming", profile=path)
     with pytest.raises(sp.ParameterError, match="not for 'dense'"):
         attach(model, "dense", profile=path)
-    with pytest.raises(sp.ParameterError, match="a profile goes with the name"):
+    with pytest.raises(sp.ParameterError, match="pass a profile with the name"):
         attach(model, sp.build("dense"), profile=path)
 
 

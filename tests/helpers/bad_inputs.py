@@ -431,8 +431,8 @@ def outcome(bad: Bad) -> Outcome:
 
 REMEDIES = (
     *("pass", "use ", "give", "must ", "move ", "Known: ", "put ", "unite ", "needs it", "leave it out", "reads '"),
-    *("calibrate anew", "keys are names", "there is no", "there are ", "is made for", "sparseprefill "),
-    *("is missing", "reads 1", "or None", "no field", "drop it"),
+    *("calibrate again", "keys are names", "there is no", "there are ", "is made for", "sparseprefill "),
+    *("is missing", "reads 1", "or None", "not a field", "remove it"),
 )
 """Words with which messages say what would do."""
 

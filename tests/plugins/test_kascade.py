@@ -169,14 +169,14 @@ def test_a_layer_without_its_anchor_chooses_for_itself_and_says_so() -> None:
     pipeline, memory = build((0,), {1: (1, 0)}, p), sp.Memory()
     alone = pipeline.run(sp.AttentionCall(*layers[1], layer=1), memory)
     assert chosen_of(alone).layer == 1
-    assert chosen_of(alone).note == "layer 0, its anchor, chose nothing in this pass"
+    assert chosen_of(alone).note == "layer 0, its anchor, has chosen nothing in this pass"
     assert torch.equal(oracle.kascade(layers[1:], (0,), p)[0].mask, alone.mask.to_dense())
     assert len(memory) == 0  # and nobody takes it from there
     run(layers, pipeline, memory)
     again = pipeline.run(sp.AttentionCall(*layers[1], layer=1), memory)  # the pass is over: layer 2 came already
-    assert "chose nothing" in chosen_of(again).note
+    assert "has chosen nothing" in chosen_of(again).note
     other = pipeline.run(sp.AttentionCall(*(x[:, :, :80] for x in layers[2]), layer=2), memory)
-    assert "chose nothing" in chosen_of(other).note  # another call
+    assert "has chosen nothing" in chosen_of(other).note  # another call
 
 
 def test_heads_of_an_anchor_on_another_device_are_followed_by_number() -> None:
@@ -303,12 +303,12 @@ GOOD: dict[str, Any] = {"schema": "sparseprefill.anchors", "version": 1, "anchor
         ({"anchors": 3}, "anchors is 3: pass a path"),
         ({"anchors": "nowhere.json"}, "anchors is 'nowhere.json': No such file"),
         ({"anchors": {**GOOD, "version": 2}}, "version is 2"),
-        ({"anchors": {**GOOD, "more": 2}}, "more is no field"),
+        ({"anchors": {**GOOD, "more": 2}}, "more is not a field"),
         ({"anchors": {**GOOD, "maps": [1]}}, "maps is"),
         ({"anchors": {**GOOD, "maps": {"x": [1]}}}, "the key 'x'"),
         ({"anchors": {**GOOD, "maps": {"0": [1]}}}, r"maps\[0\] is of a layer that follows no anchor"),
         ({"anchors": {**GOOD, "maps": {"1": []}}}, r"maps\[1\] is \[\]"),
-        ({"anchors": {**GOOD, "model": IDENTITY.to_dict(), "anchors": [0, 9]}}, "layer 9 is unknown"),
+        ({"anchors": {**GOOD, "model": IDENTITY.to_dict(), "anchors": [0, 9]}}, "layer 9 does not exist"),
         ({"anchors": {**GOOD, "model": IDENTITY.to_dict(), "maps": {"1": [0, 2]}}}, r"maps\[1\] is \[0, 2\]"),
     ],
     ids=str,

@@ -59,15 +59,15 @@ MODEL = json.loads(dump(TABLE))["model"]
         (changed(model={**MODEL, "layers": 0}), "model.layers is 0"),
         (changed(model={"name": "x"}), "model is {'name': 'x'}"),
         (changed(model={**MODEL, "name": 3}), "model.name is 3"),
-        (changed(clusters=[[[0, 0], [1, 7]]]), r"clusters\[0\]: layer 1, head 7 is unknown"),
-        (changed(clusters=[[[0, 0]]]), "layer 1, head 0 is in no cluster"),
+        (changed(clusters=[[[0, 0], [1, 7]]]), r"clusters\[0\]: layer 1, head 7 does not exist"),
+        (changed(clusters=[[[0, 0]]]), "layer 1, head 0 is neither in a cluster"),
         (changed(noise=[[0, 0], [0, 1], [1, 1]]), r"noise: layer 0, head 0 is in clusters\[0\] already"),
         (changed(clusters=[[[0, 0], [1, float("nan")]]]), r"clusters\[0\]\[1\] is \[1, nan\]"),
         (changed(clusters=[[[0, 0], [1, 0]], []]), r"clusters\[1\] is empty"),
         (changed(clusters=None), "clusters is None"),
         (changed(noise=3), "noise is 3"),
         (changed(made=3), "made is 3"),
-        (changed(more=3), "more is no field"),
+        (changed(more=3), "more is not a field"),
         ({(0, 0): float("nan")}, r"clusters\[\(0, 0\)\] is nan"),
         ({(0, "a"): 1}, r"\(0, 'a'\)"),
         (7, "clusters is int"),
@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         sp.build("share-prefill", clusters=tmp_path / "nowhere.json")
     path = tmp_path / "half.json"
     path.write_text("{")
-    with pytest.raises(sp.ParameterError, match=r"half.json: is no JSON"):
+    with pytest.raises(sp.ParameterError, match=r"half.json: is not JSON"):
         sp.build("share-prefill", clusters=str(path))
     path.write_text(json.dumps(changed(version=9)))
     with pytest.raises(sp.ParameterError, match=r"half.json: version is 9"):

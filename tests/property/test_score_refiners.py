@@ -337,7 +337,7 @@ def test_large_values_decide_between_equal_scores() -> None:
 )
 def test_a_plan_without_scores_is_an_error(refiner: sp.MaskRefiner, remedy: str) -> None:
     pipeline = evolve(sp.build("dense"), refiners=(refiner,))
-    with pytest.raises(sp.ParameterError, match=f"{type(refiner).__name__} goes by scores, .* is None: .*{remedy}"):
+    with pytest.raises(sp.ParameterError, match=f"{type(refiner).__name__} needs scores, .* is None: .*{remedy}"):
         pipeline.run(make(64))
 
 
@@ -350,7 +350,7 @@ def test_a_pool_that_does_not_divide_the_tiles_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "words"),
     [
-        (sp.PositionDecay, {"tiles": 3, "share": 0.5}, "pass tiles, or share, or neither"),
+        (sp.PositionDecay, {"tiles": 3, "share": 0.5}, "pass tiles or share, or neither"),
         (sp.PositionDecay, {"tiles": 0}, "tiles is 0"),
         (sp.PositionDecay, {"share": 1.5}, "share is 1.5"),
         (sp.PositionDecay, {"decay": -0.1}, "decay is -0.1"),

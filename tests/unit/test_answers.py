@@ -312,5 +312,5 @@ def test_unions_within_unions_to_the_last(depth: int, good: bool) -> None:
     if good:
         assert isinstance(sp.from_config(table), sp.Pipeline)
         return
-    with pytest.raises(ParameterError, match="nested too deeply: unite at most 32 tables"):
+    with pytest.raises(ParameterError, match="nested too deeply: use at most 32 levels"):
         sp.from_config(table)

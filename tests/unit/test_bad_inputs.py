@@ -31,7 +31,7 @@ def test_every_bad_input_gives_an_error_of_ours_with_field_and_remedy(tmp_path: 
         ("others", lambda: dict[str, int]()["x"]),
         ("vague", lambda: _raise(sp.ParameterError("no"))),
         ("vague", lambda: _raise(sp.ParameterError("field is 3"))),
-        ("ours", lambda: _raise(sp.ParameterError("field is 3: pass a text"))),
+        ("ours", lambda: _raise(sp.ParameterError("field is 3: pass a string"))),
     ],
 )
 def test_the_judgement_tells_them_apart(kind: str, run: Callable[[], object]) -> None:

@@ -160,7 +160,7 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
         ),
         (
             {"method": "dense", "refiners": [{"name": "budget-floor"}]},
-            r"refiners\[0\]: BudgetFloor\(.*pass tiles, or share",
+            r"refiners\[0\]: BudgetFloor\(.*pass either tiles or share",
         ),
         ({"method": "dense", "corrector": "proxi"}, "corrector is 'proxi'; did you mean 'proxy'"),
         ({"method": "dense", "corrector": {"tile": 4}}, "corrector.name is missing"),
@@ -169,14 +169,14 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
         ({"method": "dense", "corrector": False}, "corrector is False: give a table"),
         (
             {"union": [{"method": "dense", "corrector": "delta"}]},
-            r"union\[0\].corrector means nothing there: put corrector beside union",
+            r"union\[0\].corrector has no meaning there: put corrector next to union",
         ),
         (
             {"method": "star-attention", "parameters": {"inner": {"method": "dense", "corrector": "delta"}}},
             ".*dense has a corrector, which would not run",
         ),
         ({"union": []}, "union is empty"),
-        ({"union": [{"method": "dense"}], "parameters": {}}, "parameters means nothing beside union"),
+        ({"union": [{"method": "dense"}], "parameters": {}}, "parameters has no meaning next to union"),
         (
             {"union": [{"method": "dense"}, {"method": "dense", "parameters": {"block": -1}}]},
             r"union\[1\].parameters.block is -1",
@@ -212,8 +212,8 @@ DEEP = "[" * 100000
     [
         ("a.json", DEEP, "is nested too deeply"),
         ("a.toml", f"method = {DEEP}", "is nested too deeply"),
-        ("a.json", f'{{"method": {"1" * 5000}}}', "is no JSON"),
-        ("a.toml", f"method = {'1' * 5000}", "is no TOML"),
+        ("a.json", f'{{"method": {"1" * 5000}}}', "is not JSON"),
+        ("a.toml", f"method = {'1' * 5000}", "is not TOML"),
     ],
 )
 def test_files_that_python_cannot_hold(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -224,16 +224,16 @@ def test_files_that_python_cannot_hold(tmp_path: Path, name: str, text: str, mes
 
 @pytest.mark.parametrize("key", ["profile", "gate"])
 def test_null_bytes_in_paths(key: str) -> None:
-    with pytest.raises(ParameterError, match=r"is no path \(embedded null byte\)"):
+    with pytest.raises(ParameterError, match=r"is not a path \(embedded null byte\)"):
         sp.from_config({"method": "streaming", key: "a\0b.json"})
-    with pytest.raises(ParameterError, match=r"cannot be read: is no path \(embedded null byte\)"):
+    with pytest.raises(ParameterError, match=r"cannot be read: is not a path \(embedded null byte\)"):
         sp.from_config("a\0b.json")
 
 
 def test_a_union_that_holds_itself() -> None:
     table: dict[str, Any] = {"union": [STREAMING]}
     table["union"].append({"union": [table]})
-    with pytest.raises(ParameterError, match=r"union\[1\]\.union\[0\] is a table that it is part of"):
+    with pytest.raises(ParameterError, match=r"union\[1\]\.union\[0\] contains itself"):
         sp.from_config(table)
     assert pipeline_of({"union": [STREAMING, STREAMING]})  # beside itself a table may stand
 
@@ -242,7 +242,7 @@ def test_unions_without_end() -> None:
     table: dict[str, Any] = STREAMING
     for _ in range(5000):
         table = {"union": [table]}
-    with pytest.raises(ParameterError, match="is nested too deeply: unite at most 32"):
+    with pytest.raises(ParameterError, match="is nested too deeply: use at most 32"):
         sp.from_config(table)
 
 

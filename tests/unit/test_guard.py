@@ -244,7 +244,7 @@ def test_a_slot_without_a_value_is_no_missing_attribute() -> None:
 
 
 def test_a_class_is_no_stage() -> None:
-    with pytest.raises(sp.ParameterError, match=r"Pipeline\.estimator is the class Good: pass an object of it"):
+    with pytest.raises(sp.ParameterError, match=r"Pipeline\.estimator is the class Good: pass an instance of it"):
         sp.Pipeline(Good)  # type: ignore[arg-type]
 
 

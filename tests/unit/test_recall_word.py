@@ -96,7 +96,7 @@ def test_every_method_has_it_as_a_parameter() -> None:
     class Config:
         recall: float = 0.5
 
-    with pytest.raises(ParameterError, match=r"^Method\.config has the field recall, which every method has"):
+    with pytest.raises(ParameterError, match=r"^Method\.config has the field recall, the name of every method"):
         sp.Method(name="mine", summary="", config=Config, build=method.build)
 
 

@@ -78,7 +78,7 @@ def test_two_plugins_of_one_name_collide_and_name_both_sides() -> None:
 def test_one_module_under_two_names_collides() -> None:
     module = plugin("alpha")
     registry = load(Point("one", module))
-    with pytest.raises(MethodCollisionError, match=r"'one' .* 'two' .* one module"):
+    with pytest.raises(MethodCollisionError, match=r"'one' .* 'two' .* the same module"):
         registry.register(module, "two")
     assert list(registry.methods()) == ["alpha"]
 
@@ -97,7 +97,7 @@ def test_the_environment_narrows_what_loads(monkeypatch: pytest.MonkeyPatch, cap
         registry = load(Point("one", plugin("alpha")), Point("two", plugin("alpha")))
     assert [record.name for record in registry.plugins()] == ["one"]
     assert "not installed: missing" in caplog.text
-    with pytest.raises(UnknownMethodError, match="left out by SPARSEPREFILL_PLUGINS: two"):
+    with pytest.raises(UnknownMethodError, match="excluded by SPARSEPREFILL_PLUGINS: two"):
         registry.get("beta")
 
 

@@ -74,7 +74,7 @@ BROKEN: dict[str, tuple[ModuleType, str]] = {
     "returns one method bare": (plugin(answer=method("alpha")), "Methods"),
     "returns a dict": (plugin(answer={"alpha": method("alpha")}), "offers 'alpha'"),
     "raises": (plugin(answer=ZeroDivisionError("division by zero")), "ZeroDivisionError: division by zero"),
-    "one name twice": (plugin("alpha", "alpha"), "one name twice"),
+    "one name twice": (plugin("alpha", "alpha"), "the same name twice"),
 }
 BROKEN["surplus argument"][0].sparseprefill_methods = hookimpl(lambda extra: [])  # type: ignore[attr-defined]
 

@@ -203,7 +203,8 @@ def test_nothing_is_worth_it_on_a_device_of_which_nothing_is_known() -> None:
     verdict = gate.judge(of_sizes(1 << 20, 1 << 20, "meta"), "streaming")
     assert not verdict.worth
     assert (
-        "no break-even table for meta: dense by the built-in rule (nothing is known of such devices" in verdict.reason
+        "no break-even table for meta: dense by the built-in rule (nothing is known about such devices"
+        in verdict.reason
     )
 
 
@@ -302,7 +303,7 @@ def test_a_configuration_names_its_gate(path: Path) -> None:
         ({"method": "streaming", "gate": 3}, 'gate is 3: give "auto", the path'),
         ({"method": "streaming", "gate": ""}, "gate is ''"),
         ({"method": "streaming", "gate": "nowhere.json"}, "gate: break-even table 'nowhere.json'"),
-        ({"union": [{"method": "streaming", "gate": "auto"}]}, r"union\[0\].gate means nothing there"),
+        ({"union": [{"method": "streaming", "gate": "auto"}]}, r"union\[0\].gate has no meaning there"),
     ],
 )
 def test_a_wrong_gate_of_a_configuration_is_named(given: dict[str, Any], message: str) -> None:

@@ -11,9 +11,9 @@ from .sheet import ON_CPU, Form
 
 NOTES = (
     "step: tokens that the engine computes at a time. s: seconds from the request to its first token, the median of "
-    "{rounds}. ratio: {stock}'s time over this one. attn s: dense attention alone, of all layers and the whole prompt "
-    "in one piece, by {kernels}, measured in the same run; it is part of no row's time. density: pairs computed / "
-    "causal pairs. GiB: most memory of PyTorch beyond what was held before the request."
+    "{rounds}. speed-up: time of {stock} / time of this row. attn s: dense attention alone, of all layers and the "
+    "whole prompt in one piece, by {kernels}, measured in the same run; it is not part of any row's time. density: "
+    "pairs computed / causal pairs. GiB: peak memory of PyTorch beyond what was held before the request."
 )
 HEADS = " Every backend's attention runs on q and k of made-up heads in place of the random model's own."
 OWN = " Attention runs on the random model's own q and k, which have no structure for a method to find."
@@ -30,7 +30,7 @@ def form(bench: FirstToken) -> Form:
 
     return Form(
         title=f"first token: {shape.layers} layers of width {shape.hidden}, {shape.dtype}, random weights",
-        heads=("backend", "tokens", "step", "s", "ratio", "attn s", "density", "GiB"),
+        heads=("backend", "tokens", "step", "s", "speed-up", "attn s", "density", "GiB"),
         cells=_cells,
         fact=lambda row: {**asdict(row), "speedup": row.speedup, "error": row.error or None},
         remarks=_remarks,

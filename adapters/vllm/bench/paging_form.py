@@ -13,9 +13,9 @@ from .sheet import ON_CPU, Form
 
 NOTES = (
     "flat, paged: milliseconds of the same work on contiguous tensors, and through the block table: the executor with "
-    "a mask, or the estimate of a method. ratio: paged over flat. diff.: largest difference of the two outputs, or "
-    "tiles and columns that one estimate chose and the other did not. copy: milliseconds of copying K and V, for an "
-    "estimate K, out of their pages."
+    "a mask, or the estimate of a method. paged / flat: below 1 the block table is faster. diff.: largest difference "
+    "of the two outputs, or tiles and columns that one estimate chose and the other did not. copy: milliseconds of "
+    "copying K and V (for an estimate only K) out of their pages."
 )
 
 
@@ -23,7 +23,7 @@ def form(shape: Shape, device: torch.device) -> Form:
     """For the rows of a command."""
     return Form(
         title=f"one layer through a block table: {shape.length:,} tokens, {shape}",
-        heads=("work", "page", "cache", "layout", "flat", "paged", "ratio", "diff.", "copy"),
+        heads=("work", "page", "cache", "layout", "flat", "paged", "paged / flat", "diff.", "copy"),
         cells=_cells,
         fact=_fact,
         remarks=_remarks,

@@ -27,7 +27,7 @@ def device_of(facts: object) -> DeviceKind:
     facts = table("device", facts, ("type", "capability", "name"))
     for name in ("type", "name"):
         if not isinstance(facts[name], str):
-            raise ParameterError(f"device.{name} is {printed(facts[name])}: pass a text")
+            raise ParameterError(f"device.{name} is {printed(facts[name])}: pass a string")
     capability = facts["capability"]
     if capability is None:
         return DeviceKind(type=facts["type"], name=facts["name"])
@@ -65,7 +65,7 @@ def table(at: str, value: object, names: Sequence[str] | None = None) -> Mapping
         raise ParameterError(f"{at} is {printed(value)}: pass an object")
     for name in value if names is not None else ():
         if names is not None and name not in names:
-            raise ParameterError(f"{at}.{name} is no field of a break-even table: there are {', '.join(names)}")
+            raise ParameterError(f"{at}.{name} is not a field of a break-even table; its fields are {', '.join(names)}")
     for name in names or ():
         if name not in value:
             raise ParameterError(f"{at}.{name} is missing")
@@ -75,7 +75,7 @@ def table(at: str, value: object, names: Sequence[str] | None = None) -> Mapping
 def listed(at: str, value: object) -> list[Any]:
     """A list that is not empty."""
     if not isinstance(value, list) or not value:
-        raise ParameterError(f"{at} is {printed(value)}: pass a list with one entry or more")
+        raise ParameterError(f"{at} is {printed(value)}: pass a list with at least one entry")
     return value
 
 
@@ -98,7 +98,7 @@ def _point(at: str, facts: object) -> Point:
         if not _whole(facts[name], 1):
             raise ParameterError(f"{at}.{name} is {printed(facts[name])}: pass a positive integer up to 2^40")
     if facts["queries"] > facts["keys"]:
-        raise ParameterError(f"{at}.queries is {facts['queries']}: there are no more queries than keys")
+        raise ParameterError(f"{at}.queries is {facts['queries']}: there cannot be more queries than keys")
     methods = table(f"{at}.methods", facts["methods"])
     return Point(
         queries=facts["queries"],
@@ -117,7 +117,9 @@ def _executor(at: str, value: object) -> tuple[tuple[float, float], ...]:
         facts = table(f"{at}[{i}]", one, ("density", "seconds"))
         density = _density(f"{at}[{i}].density", facts["density"])
         if made and density <= made[-1][0]:
-            raise ParameterError(f"{at}[{i}].density is {density}: densities ascend, and {made[-1][0]} comes before")
+            raise ParameterError(
+                f"{at}[{i}].density is {density}: densities must ascend, and {made[-1][0]} comes before"
+            )
         made.append((density, _seconds(f"{at}[{i}].seconds", facts["seconds"])))
     return tuple(made)
 

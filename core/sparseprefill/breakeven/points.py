@@ -85,9 +85,9 @@ class HeadShape:
         for before, one in pairwise(self.points):
             if (before.queries, before.keys) >= (one.queries, one.keys):
                 was, given = f"{before.queries} x {before.keys}", f"{one.queries} x {one.keys}"
-                raise ParameterError(f"points has {given} behind {was}: sizes ascend by queries, then keys")
+                raise ParameterError(f"points has {given} after {was}: sizes must ascend by queries, then keys")
         if not any(point.whole for point in self.points):
-            raise ParameterError("points has no size with as many queries as keys: a table needs whole prompts")
+            raise ParameterError("points has no size with as many queries as keys: add whole prompts")
 
     def __str__(self) -> str:
         return f"{self.heads} / {self.kv_heads} heads, d {self.head_dim}, {self.dtype}"

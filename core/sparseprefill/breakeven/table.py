@@ -116,7 +116,7 @@ class BreakEven:
         for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
             if facts.get(name) != wanted or isinstance(facts.get(name), bool):
                 raise ParameterError(
-                    f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}; calibrate anew"
+                    f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}; calibrate again"
                 )
         table("the file", facts, _FIELDS)
         return cls(
@@ -141,7 +141,7 @@ class BreakEven:
         q = call.q
         here = device_kind(q.device)
         if (here.type, here.capability) != (self.device.type, self.device.capability):
-            return Verdict(True, None, f"{UNKNOWN}the {self} says nothing of {here}")
+            return Verdict(True, None, f"{UNKNOWN}the {self} has nothing for {here}")
         dtype = str(q.dtype).removeprefix("torch.")
         keys = call.kv_len if call.q_offset is None else call.q_offset + q.shape[2]
         sizes = Sizes(

@@ -15,7 +15,7 @@ from sparseprefill.breakeven.table import Verdict
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-HOW = "sparseprefill calibrate measures a table, gate=None runs every call sparse"
+HOW = "measure a table with sparseprefill calibrate, or pass gate=None to run every call sparse"
 
 
 @frozen(kw_only=True)
@@ -41,10 +41,8 @@ class Unmeasured:
 
     def __str__(self) -> str:
         if self.work is None:
-            return "the built-in rule (nothing is known of such devices, so every call is dense)"
-        return (
-            f"the built-in rule (sparse from {self.keys:,} keys and {self.work / 1e9:,.0f} billion multiplications on)"
-        )
+            return "the built-in rule (nothing is known about such devices, so every call is dense)"
+        return f"the built-in rule (sparse from {self.keys:,} keys and {self.work / 1e9:,.0f} billion multiplications)"
 
 
 def _work(queries: int, keys: int, heads: int, width: int) -> float:

@@ -100,7 +100,7 @@ class CpuExecutor:
         if reason := self.unsupported(call):
             raise UnsupportedCallError([f"CpuExecutor: {reason}"])
         if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
-            return "gradients are recorded, and here keys are gathered into memory that is used again"
+            return "gradients are recorded, but the keys gathered here are overwritten by later calls"
         return _odd_numbers(call)
 
 

@@ -36,7 +36,7 @@ class TritonExecutor:
         if q.dtype == torch.float64:
             return "float64 is not supported; use float16, bfloat16 or float32, or ReferenceExecutor"
         if q.dtype == torch.bfloat16 and q.device.type != "cuda":
-            return "Triton's interpreter computes bfloat16 wrongly; use float16 or float32 there"
+            return "Triton's interpreter gets bfloat16 wrong; use float16 or float32 there"
         if q.shape[-1] not in HEAD_DIMS or width != q.shape[-1]:
             return f"head dimensions {q.shape[-1]} (q, k) and {width} (v); both must be one of {HEAD_DIMS}"
         return None

@@ -89,16 +89,16 @@ def to_fa4(selection: Selection, block: tuple[int, int] | None) -> Fa4Lists:
     size = tile if block is None else block
     if selection.stripes is not None:
         raise MaskError(
-            "the mask has stripes, and FlashAttention-4's lists hold blocks: pass one of tiles, or to_flex()"
+            "the mask has stripes, and FlashAttention-4's lists hold blocks: pass a mask of tiles, or use to_flex()"
         )
     if g.starts is not None:
         why = "the call has starts: FlashAttention-4's blocks begin at index 0 of the tensors"
-        raise MaskError(f"{why}; pass rows without left padding, or to_flex()")
+        raise MaskError(f"{why}; pass rows without left padding, or use to_flex()")
     if tile[0] % size[0] or tile[1] % size[1]:
         raise MaskError(f"block is {size}: pass sizes that divide the mask's tiles, {tile}, or none for the tiles")
     if g.q_offset % size[0]:
-        why = f"q_offset is {g.q_offset}, so that query 0 stands inside a tile of {size[0]}"
-        raise MaskError(f"{why}: cut the prompt at a multiple, pass a block that divides it, or to_flex()")
+        why = f"q_offset is {g.q_offset}, so query 0 lies inside a tile of {size[0]}"
+        raise MaskError(f"{why}: cut the prompt at a multiple, pass a block that divides it, or use to_flex()")
     # Rows of right padding do not make a block partial: causality hides what is behind a row's end from real queries.
     return Fa4Lists(*_lists(selection, size, None, whole_rows=False), size)
 

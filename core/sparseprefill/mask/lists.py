@@ -170,4 +170,4 @@ def _check_ranges(first: object, last: object, width: object) -> None:
     if isinstance(first, Tensor) and isinstance(last, Tensor) and first.shape != last.shape:
         raise MaskError(f"last has shape {tuple(last.shape)}: pass first's, {tuple(first.shape)}")
     if not isinstance(width, int) or isinstance(width, bool) or width < 0:
-        raise MaskError(f"width is {printed(width)}: pass the most entries that a list may have, an integer >= 0")
+        raise MaskError(f"width is {printed(width)}: pass the number of entries of the longest list, an integer >= 0")

@@ -69,8 +69,8 @@ class Recorder:
         """Everything computed, as one mask of the call; MaskError where the parts' masks were not kept."""
         if self.masks is None:
             raise MaskError(
-                f"the call ran in {self.count} parts, whose masks were not kept ({KEPT >> 20} MiB at most): density "
-                "is known; for the mask run it in one, attrs.evolve(pipeline, workspace=None)"
+                f"the call ran in {self.count} parts, and their masks were not kept (more than {KEPT >> 20} MiB): "
+                "density is there; for the mask, run it in one part with attrs.evolve(pipeline, workspace=None)"
             )
         columns = zip(*([(part, mask) for mask in masks] for part, masks in self.masks), strict=True)
         return reduce(or_, [_joined(self.geometry, pieces) for pieces in columns])

@@ -39,7 +39,7 @@ class AnchorTable:
 
     def __attrs_post_init__(self) -> None:
         if not self.anchors:
-            raise ParameterError("anchors is empty: pass the indices of one layer or more")
+            raise ParameterError("anchors is empty: pass the index of at least one layer")
         if list(self.anchors) != sorted(set(self.anchors)) or self.anchors[0] < 0:
             raise ParameterError(f"anchors is {printed(list(self.anchors))}: pass ascending indices of layers, from 0")
         for layer, heads in self.maps.items():
@@ -57,7 +57,9 @@ class AnchorTable:
         beyond = [layer for layer in (*self.anchors, *self.maps) if layer >= model.layers]
         if beyond:
             name = "anchors" if beyond[0] in self.anchors else "maps"
-            raise ParameterError(f"{name}: layer {beyond[0]} is unknown to a model of {model.layers} layers: drop it")
+            raise ParameterError(
+                f"{name}: layer {beyond[0]} does not exist in a model of {model.layers} layers: remove it"
+            )
         for layer, heads in self.maps.items():
             if len(heads) != model.kv_heads or max(heads) >= model.kv_heads:
                 words = f"pass {model.kv_heads} numbers from 0 to {model.kv_heads - 1}, one for each KV head"
@@ -130,7 +132,7 @@ def parse(facts: object) -> AnchorTable:
             raise ParameterError(f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}")
     unknown = sorted(str(name) for name in facts if name not in _FIELDS)
     if unknown:
-        raise ParameterError(f"{unknown[0]} is no field of a table of anchors")
+        raise ParameterError(f"{unknown[0]} is not a field of a table of anchors")
     maps, made = facts.get("maps", {}), facts.get("made", {})
     for name, value in (("maps", maps), ("made", made)):
         if not isinstance(value, Mapping):

@@ -60,7 +60,7 @@ def parse(facts: object) -> ClusterTable:
             raise ParameterError(f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}")
     unknown = sorted(set(facts) - {"schema", "version", "model", "clusters", "noise", "made"})
     if unknown:
-        raise ParameterError(f"{unknown[0]} is no field of a cluster table")
+        raise ParameterError(f"{unknown[0]} is not a field of a cluster table")
     made = facts.get("made", {})
     if not isinstance(made, Mapping):
         raise ParameterError(f"made is {printed(made)}: pass an object")

@@ -49,11 +49,12 @@ class ClusterTable:
         if unknown:
             head = min(unknown)
             raise ParameterError(
-                f"{seen[head]}: {_words(head)} is unknown to a model of {layers} layers with {count} heads: drop it"
+                f"{seen[head]}: {_words(head)} does not exist in a model of {layers} layers with {count} heads: "
+                "remove it"
             )
         if len(seen) < layers * count:  # the first that lacks is among the first so many and one
             lacking = next(head for i in range(len(seen) + 1) if (head := divmod(i, count)) not in seen)
-            raise ParameterError(f"clusters: {_words(lacking)} is in no cluster, and not in noise: put it into one")
+            raise ParameterError(f"clusters: {_words(lacking)} is neither in a cluster nor in noise: add it to one")
 
     @cached_property
     def labels(self) -> Mapping[Spot, int]:

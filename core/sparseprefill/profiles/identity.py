@@ -65,7 +65,7 @@ class ModelIdentity:
         for name, value in facts.items():
             if name in ("name", "architecture", "digest"):
                 if not isinstance(value, str):
-                    raise ParameterError(f"model.{name} is {printed(value)}: pass a text")
+                    raise ParameterError(f"model.{name} is {printed(value)}: pass a string")
             elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MOST:
                 raise ParameterError(f"model.{name} is {printed(value)}: pass a positive integer below 2^31")
         return cls(**facts)

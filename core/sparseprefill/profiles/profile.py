@@ -63,7 +63,7 @@ class Profile:
         if not self.methods:
             raise ParameterError("methods is empty: pass the names of the methods that were searched")
         if not self.ranges:
-            raise ParameterError("ranges is empty: pass one range or more")
+            raise ParameterError("ranges is empty: pass at least one range")
         below = -1
         for i, one in enumerate(self.ranges):
             if i == 0 and one.least != 0:
@@ -179,7 +179,7 @@ def _check_range(at: str, one: LengthRange, profile: Profile) -> None:
     if (one.method is None) != (one.parameters is None):
         raise ParameterError(
             f"{at}.method is {printed(one.method)} and {at}.parameters is {printed(one.parameters)}: "
-            "pass both, or None for both where calls run dense"
+            "pass both, or None for both to run calls dense"
         )
     if one.method is not None and one.method not in profile.methods:
         known = ", ".join(profile.methods)
@@ -234,7 +234,7 @@ def _object(at: str, value: object) -> Mapping[str, Any]:
 def _exactly(at: str, facts: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in facts:
         if name not in names:
-            raise ParameterError(f"{at}{name} is no field of a profile")
+            raise ParameterError(f"{at}{name} is not a field of a profile")
     for name in names:
         if name not in facts:
             raise ParameterError(f"{at}{name} is missing")

@@ -36,7 +36,7 @@ class _Budget:
     def __attrs_post_init__(self) -> None:
         if (self.tiles is None) == (self.share is None):
             given = f"tiles={printed(self.tiles)}, share={printed(self.share)}"
-            raise ParameterError(f"{type(self).__name__}({given}): pass tiles, or share, and not both")
+            raise ParameterError(f"{type(self).__name__}({given}): pass either tiles or share")
 
     def _exact(self, seen: Tensor) -> Tensor:
         """The budget per query tile before rounding, of those that can see `seen` key tiles."""

@@ -64,7 +64,7 @@ class PositionDecay:
     def __attrs_post_init__(self) -> None:
         if self.tiles is not None and self.share is not None:
             given = f"tiles={printed(self.tiles)}, share={printed(self.share)}"
-            raise ParameterError(f"PositionDecay({given}): pass tiles, or share, or neither, for Stem's own")
+            raise ParameterError(f"PositionDecay({given}): pass tiles or share, or neither for Stem's own budget")
 
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles, and lists of the stripes that budgets have room for."""

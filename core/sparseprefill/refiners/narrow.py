@@ -75,6 +75,6 @@ class Choice:
 def scores_of(plan: Plan, refiner: object, instead: str) -> Priority:
     """The scores of a plan; ParameterError, with what would do `instead`, where its estimator left none."""
     if plan.priority is None:
-        remedy = f"put it behind an estimator that leaves some (every method but dense does), or {instead}"
-        raise ParameterError(f"{type(refiner).__name__} goes by scores, and the plan's priority is None: {remedy}")
+        remedy = f"put it after an estimator that provides scores (every method except dense), or {instead}"
+        raise ParameterError(f"{type(refiner).__name__} needs scores, but the plan's priority is None: {remedy}")
     return plan.priority

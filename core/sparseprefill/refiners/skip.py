@@ -70,7 +70,7 @@ class SkipSoftmax:
             threshold = self.below / length.to(torch.float64).clamp(min=1)
             return evolve(plan, skip_below=torch.where(threshold < 1, threshold, 0.0).to(torch.float32))
         if self.below >= length:
-            why = f"below is {self.below:g}, and the prompt is no longer: nothing is skipped"
+            why = f"below is {self.below:g} and the prompt is not longer, so nothing is skipped"
             return evolve(plan, notes={**plan.notes, SHORT: f"SkipSoftmax: {why}"})
         options: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
         return evolve(plan, skip_below=torch.full((call.q.shape[0],), self.below / length, **options))

@@ -78,7 +78,7 @@ def named(names: Sequence[str] | None, heads: int) -> list[Character]:
     """The character of each query head: `names` in turn, by default those of `LAYER`."""
     names = LAYER if names is None else names
     if isinstance(names, str) or not names:
-        raise ParameterError(f"characters is {names!r}: pass a list of one name or more")
+        raise ParameterError(f"characters is {names!r}: pass a list of at least one name")
     for name in names:
         if name not in CHARACTERS:
             raise ParameterError(f"characters names {name!r}{nearest(str(name), CHARACTERS)}")

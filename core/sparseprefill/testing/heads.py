@@ -56,7 +56,7 @@ def head_tensors(
         raise ParameterError(f"heads is {heads}: pass a multiple of the {kv_heads} kv_heads")
     first = kv_len - q_len if q_offset is None else q_offset
     if not 0 <= first <= kv_len - q_len:
-        raise ParameterError(f"q_offset is {first}: the {q_len} rows must stand among the {kv_len} keys")
+        raise ParameterError(f"q_offset is {first}: the {q_len} rows must lie among the {kv_len} keys")
     rotary, source = Rotary.of(head_dim, kv_len, theta), torch.Generator().manual_seed(seed)
     shown, ratio = named(characters, heads), heads // kv_heads
     noise = Noise.of(source, max(head_dim, value_dim), device)

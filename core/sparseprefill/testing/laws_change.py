@@ -139,7 +139,7 @@ def chunk_invariant(trial: Trial) -> None:
     if grain is None:
         raise NotApplicableError("the pipeline declares no grain: its estimate looks at the call as a whole")
     if call.starts is not None or call.lengths is not None:
-        raise NotApplicableError("rows of a padded batch stand on grids of their own")
+        raise NotApplicableError("rows of a padded batch have their own grids")
     offset, end = trial.offset, trial.offset + call.q.shape[2]
     inside = [cut for cut in range(grain, end, grain) if cut > offset]
     if not inside:

@@ -22,7 +22,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"runner": "pooling", "skip_tokenizer_init": False, "max_model_len": 512},
         "the layer is of type encoder_only, not a causal decoder's",
     ),
-    "deepseek": ({}, {"dtype": "bfloat16"}, "multi-head latent attention (MLA) has backends of its own"),
+    "deepseek": ({}, {"dtype": "bfloat16"}, "multi-head latent attention (MLA) has its own backends"),
 }
 
 

@@ -97,7 +97,9 @@ def test_a_completion_with_the_plugin_on(server: Server) -> None:
     answer = json.loads(server.text("/v1/completions", body))
     assert 4 == answer["usage"]["completion_tokens"]
     said = refused(server, {**body, "vllm_xargs": {"sparseprefill": "quick"}})
-    assert "sparseprefill is 'quick', which is no profile of this engine. Known: all, off" in said["error"]["message"]
+    assert (
+        "sparseprefill is 'quick', which is not a profile of this engine. Known: all, off" in said["error"]["message"]
+    )
     for name in ("off", "all"):
         answer = json.loads(server.text("/v1/completions", {**body, "vllm_xargs": {"sparseprefill": name}}))
         assert 4 == answer["usage"]["completion_tokens"]

@@ -113,7 +113,7 @@ def test_a_request_asks_for_dense_attention_or_a_profile(answers: dict[str, Any]
 def test_a_profile_that_is_not_there_is_refused(answers: dict[str, Any]) -> None:
     assert "error" not in answers["asked"]
     fast, of, three = answers["asked"]["refusals"]
-    assert "VLLMValidationError: sparseprefill is 'fast', which is no profile of this engine" in fast
+    assert "VLLMValidationError: sparseprefill is 'fast', which is not a profile of this engine" in fast
     assert "did you mean 'off'? Known: all, off" in of
     assert "sparseprefill is 3" in three
 

@@ -99,7 +99,7 @@ def test_the_last_rows_of_each_prompt_get_every_key(answers: dict[str, Any]) -> 
     bare = answers["streaming"]["report"]["density"]
     assert bare < whole["report"]["density"] < 0.9
     assert 128 == whole["report"]["tail"]
-    assert not any("does not tell" in note for note in chunks["report"]["notes"]), "the runner told where prompts end"
+    assert not any("does not give" in note for note in chunks["report"]["notes"]), "the runner told where prompts end"
 
 
 def test_chunks_of_a_request_share_its_memory_alone(answers: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def test_a_preempted_request_begins_anew(answers: dict[str, Any]) -> None:
 def test_layers_may_be_chosen(answers: dict[str, Any]) -> None:
     modes = [layer["mode"] for layer in answers["some layers"]["report"]["layers"]]
     assert ["dense", "sparse", "dense"] == modes
-    assert {"not among the layers asked for": 4} == answers["some layers"]["report"]["fallbacks"]
+    assert {"not among the chosen layers": 4} == answers["some layers"]["report"]["fallbacks"]
 
 
 @pytest.mark.parametrize("name", ["hybrid", "shares"])
@@ -161,7 +161,7 @@ def test_a_broken_stage_ends_no_engine(answers: dict[str, Any]) -> None:
 
 def test_chunks_that_never_come_are_said_at_start(answers: dict[str, Any]) -> None:
     (note,) = answers["long chunks"]["report"]["notes"]
-    assert "nothing can run sparse: min_query is 4096, and no chunk has more than 2048 tokens" in note
+    assert "nothing can run sparse: min_query is 4096, but no chunk has more than 2048 tokens" in note
     assert f"sparseprefill: LlamaForCausalLM: {note}" in answers["log"]
 
 
@@ -178,7 +178,7 @@ def test_each_engine_of_a_process_reports_its_own(answers: dict[str, Any]) -> No
         ("no method", "neither method nor union"),
         ("wrong parameter", "sparseprefill.parameters.sinc is unknown; did you mean 'sink'"),
         ("strict", "strict: these layers would stay dense"),
-        ("strict about chunks", "min_query is 4096, and no chunk has more than 2048 tokens"),
+        ("strict about chunks", "min_query is 4096, but no chunk has more than 2048 tokens"),
     ],
 )
 def test_wrong_options_stop_the_start(answers: dict[str, Any], name: str, words: str) -> None:

@@ -194,7 +194,7 @@ def test_layers_of_linear_attention_are_left_alone(answers: Answers) -> None:
     for kind in ("full", "sparse"):
         report = answers["hybrid"][kind]["report"]
         assert [1, 3] == [layer["layer"] for layer in report["layers"]]
-        assert {"layers of type gdn_attn: they have no keys to choose among": 2} == report["notes"]
+        assert {"layers of type gdn_attn: they have no keys to choose from": 2} == report["notes"]
 
 
 def test_an_image_is_seen_and_its_encoder_left_alone(answers: Answers) -> None:

@@ -190,7 +190,7 @@ def test_runner_v1_tells_what_requests_ask_for(mine: Runtime, caplog: pytest.Log
         for start in (0, 20):
             batch = common([20] * 4, [start + 20] * 4, [True] * 4)
             assert [mine.profiles["all"].session, None, mine.session] == served(mine, batch)
-    text = "sparseprefill is 'fast', which is no profile of this engine. Known: all, off"
+    text = "sparseprefill is 'fast', which is not a profile of this engine. Known: all, off"
     assert [f"sparseprefill: a request runs dense: {text}"] == [one.message for one in caplog.records]
     assert 2 == mine.report().notes["the request asks for it (sparseprefill: off)"]
 

@@ -173,7 +173,7 @@ def test_what_the_table_does_not_know_runs_sparse_and_says_why() -> None:
     other = table(CHUNKED, kind="cuda", capability=(9, 0))
     verdict = other.judge(call(64), "streaming")
     assert (True, None) == (verdict.worth, verdict.ratio)
-    assert "the break-even table of test (cuda 9.0) says nothing of cpu" in verdict.reason
+    assert "the break-even table of test (cuda 9.0) has nothing for cpu" in verdict.reason
     x = torch.zeros(1, 4, 64, 8, dtype=torch.float64)
     verdict = table(CHUNKED).judge(sp.AttentionCall(x, x, x), "streaming")
     assert verdict.worth
@@ -200,20 +200,20 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
 
 FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("schema",), "sparseprefill.profile", "schema is 'sparseprefill.profile': this library reads"),
-    (("version",), 2, "version is 2: this library reads 1; calibrate anew"),
+    (("version",), 2, "version is 2: this library reads 1; calibrate again"),
     (("version",), True, "version is True"),
-    (("more",), 1, "the file.more is no field"),
+    (("more",), 1, "the file.more is not a field"),
     (("device", "type"), 3, "device.type is 3"),
     (("device", "capability"), [9], r"device.capability is \[9\]: pass two integers"),
     (("versions",), [], r"versions is \[\]: pass an object"),
-    (("shapes",), [], r"shapes is \[\]: pass a list with one"),
+    (("shapes",), [], r"shapes is \[\]: pass a list with at least one"),
     (("shapes", 0, "heads"), 3, r"shapes\[0\].heads is 3: pass a multiple of the 2 kv_heads"),
     (("shapes", 0, "kv_heads"), 0, r"shapes\[0\].kv_heads is 0"),
     (("shapes", 0, "head_dim"), 8.0, r"shapes\[0\].head_dim is 8.0"),
     (("shapes", 0, "dtype"), "int8", r"shapes\[0\].dtype is 'int8': pass one of float16"),
     (("shapes", 0, "points"), {}, r"shapes\[0\].points is {}"),
-    (("shapes", 0, "points", 1, "queries"), 4096, r"shapes\[0\].points\[1\].queries is 4096: there are no more"),
-    (("shapes", 0, "points", 1, "keys"), 512, r"shapes\[0\].points has 128 x 512 behind 128 x 512: sizes ascend"),
+    (("shapes", 0, "points", 1, "queries"), 4096, r"shapes\[0\].points\[1\].queries is 4096: there cannot be more"),
+    (("shapes", 0, "points", 1, "keys"), 512, r"shapes\[0\].points has 128 x 512 after 128 x 512: sizes must ascend"),
     (("shapes", 0, "points", 2, "dense"), 0, r"points\[2\].dense is 0: pass seconds"),
     (("shapes", 0, "points", 2, "dense"), float("nan"), r"points\[2\].dense is nan: pass seconds"),
     (("shapes", 0, "points", 2, "dense"), 10**400, r"points\[2\].dense is 1000.*: pass seconds"),
@@ -224,12 +224,16 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("shapes", 0, "points", 2, "methods", "streaming", "density"), 10**400, r"streaming.density is 1000.*: pass a"),
     (("shapes", 0, "points", 2, "dense"), True, r"points\[2\].dense is True"),
     (("shapes", 0, "points", 2, "executor"), None, r"points\[2\].executor is None: pass a list"),
-    (("shapes", 0, "points", 2, "executor", 1, "density"), 0.05, r"executor\[1\].density is 0.05: densities ascend"),
+    (
+        ("shapes", 0, "points", 2, "executor", 1, "density"),
+        0.05,
+        r"executor\[1\].density is 0.05: densities must ascend",
+    ),
     (("shapes", 0, "points", 2, "executor", 0, "seconds"), "1", r"executor\[0\].seconds is '1'"),
     (("shapes", 0, "points", 2, "methods"), [], r"points\[2\].methods is \[\]: pass an object"),
     (("shapes", 0, "points", 2, "methods", "streaming", "density"), 1.5, r"methods.streaming.density is 1.5: pass a"),
     (("shapes", 0, "points", 2, "methods", "streaming", "estimate"), float("inf"), r"streaming.estimate is inf"),
-    (("shapes", 0, "points", 2, "note"), "x", r"shapes\[0\].points\[2\].note is no field"),
+    (("shapes", 0, "points", 2, "note"), "x", r"shapes\[0\].points\[2\].note is not a field"),
 ]
 
 
@@ -255,18 +259,18 @@ def test_a_missing_field_is_named(name: str) -> None:
 
 
 def test_a_table_without_whole_prompts_is_refused() -> None:
-    with pytest.raises(sp.ParameterError, match="a table needs whole prompts"):
+    with pytest.raises(sp.ParameterError, match="add whole prompts"):
         shape_of(point(128, 512))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "is no JSON"),
+        (b"{", "is not JSON"),
         (b"[]", r"the file is \[\]"),
-        (b"\xff\xfe", "is no text file"),
+        (b"\xff\xfe", "is not a text file"),
         (b"[" * 100000, "is nested too deeply"),
-        (b"1" * 5000, "is no JSON"),
+        (b"1" * 5000, "is not JSON"),
     ],
 )
 def test_a_file_that_is_no_table(content: bytes, message: str, tmp_path: Path) -> None:
@@ -276,7 +280,7 @@ def test_a_file_that_is_no_table(content: bytes, message: str, tmp_path: Path) -
         BreakEven.load(path)
     with pytest.raises(sp.ParameterError, match=r"No such file.*sparseprefill calibrate"):
         BreakEven.load(tmp_path / "none.json")
-    with pytest.raises(sp.ParameterError, match=r"is no path \(embedded null byte\)"):
+    with pytest.raises(sp.ParameterError, match=r"is not a path \(embedded null byte\)"):
         BreakEven.load("a\0b")
 
 

@@ -314,13 +314,13 @@ def test_a_table_of_another_device_says_nothing(kind: str, capability: tuple[int
     made = table(shape_of(point(100, 100, streaming=9.0)), kind=kind, capability=capability)
     verdict = judged(made)
     assert (True, None) == (verdict.worth, verdict.ratio)
-    assert f"not gated: the {made} says nothing of cpu" == verdict.reason
+    assert f"not gated: the {made} has nothing for cpu" == verdict.reason
 
 
 def test_points_ascend_by_queries_then_keys() -> None:
     shape_of(point(8, 8), point(8, 9), point(9, 9))
     for wrong in ((point(8, 9), point(8, 8)), (point(9, 9), point(8, 8)), (point(8, 8), point(8, 8))):
-        with pytest.raises(sp.ParameterError, match=r"points has .* behind .*: sizes ascend"):
+        with pytest.raises(sp.ParameterError, match=r"points has .* after .*: sizes must ascend"):
             shape_of(*wrong)
     assert (True, False) == (point(8, 8).whole, point(7, 8).whole)
 
@@ -356,11 +356,11 @@ def test_whole_numbers_within_bounds() -> None:
         (("device", "capability"), [9, -1], "pass two integers"),
         (("device", "capability"), [9, 0, 0], "pass two integers"),
         (("device", "capability"), 9, "pass two integers"),
-        (("device", "name"), None, "device.name is None: pass a text"),
+        (("device", "name"), None, "device.name is None: pass a string"),
         (("shapes", 0, "heads"), 0, r"shapes\[0\].heads is 0"),
         (("shapes", 0, "points", 0, "queries"), 0, r"points\[0\].queries is 0"),
-        (("shapes", 0, "points", 0, "executor", 2, "density"), 0.5, "densities ascend, and 0.5 comes before"),
-        (("shapes", 0, "points"), [], "pass a list with one entry or more"),
+        (("shapes", 0, "points", 0, "executor", 2, "density"), 0.5, "densities must ascend, and 0.5 comes before"),
+        (("shapes", 0, "points"), [], "pass a list with at least one entry"),
     ],
 )
 def test_more_that_a_file_cannot_hold(at: tuple[Any, ...], value: object, words: str) -> None:

@@ -172,7 +172,7 @@ def test_an_offset_that_a_smaller_block_divides_is_carried() -> None:
     assert call.geometry.q_offset == 64
     mask = made(call, "tiles")
     assert torch.equal(mask.to_dense(), paired(mask.to_fa4(64), call))
-    with pytest.raises(MaskError, match="q_offset is 64, so that query 0 stands inside a tile of 128"):
+    with pytest.raises(MaskError, match="q_offset is 64, so query 0 lies inside a tile of 128"):
         mask.to_fa4()
 
 

@@ -182,7 +182,7 @@ def test_a_result_in_parts_has_pairs_and_a_plan_of_all_masks() -> None:
 def test_large_masks_are_dropped_and_the_density_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "KEPT", 100)
     result = evolve(needing(), workspace=1).run(CALL)
-    with pytest.raises(sp.MaskError, match=r"12 parts, whose masks were not kept.*workspace=None"):
+    with pytest.raises(sp.MaskError, match=r"12 parts, and their masks were not kept.*workspace=None"):
         _ = result.mask
     assert 1.0 == result.density
 

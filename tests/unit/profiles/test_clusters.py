@@ -27,18 +27,20 @@ def facts(**model: Any) -> dict[str, Any]:
 
 
 def test_a_model_of_billions_of_heads_is_refused_at_once() -> None:
-    with pytest.raises(ParameterError, match="clusters: layer 0, head 2 is in no cluster, and not in noise"):
+    with pytest.raises(ParameterError, match="clusters: layer 0, head 2 is neither in a cluster nor in noise"):
         parse(facts(layers=HUGE, heads=HUGE))
-    with pytest.raises(ParameterError, match="clusters: layer 1, head 1 is in no cluster"):
+    with pytest.raises(ParameterError, match="clusters: layer 1, head 1 is neither in a cluster"):
         parse(facts(layers=HUGE))
 
 
 def test_the_first_head_at_fault_is_named() -> None:
     spots = ((0, 0), (0, 1), (1, 0), (1, 1))
     assert 4 == len(ClusterTable(clusters=(spots,), model=MODEL).labels)
-    with pytest.raises(ParameterError, match=r"noise: layer 1, head 2 is unknown to a model of 2 layers with 2 heads"):
+    with pytest.raises(
+        ParameterError, match=r"noise: layer 1, head 2 does not exist in a model of 2 layers with 2 heads"
+    ):
         ClusterTable(clusters=(spots,), noise=((2, 0), (1, 2)), model=MODEL)
-    with pytest.raises(ParameterError, match=r"clusters: layer 1, head 0 is in no cluster"):
+    with pytest.raises(ParameterError, match=r"clusters: layer 1, head 0 is neither in a cluster"):
         ClusterTable(clusters=(spots[:2], spots[3:]), model=evolve(MODEL, layers=3))
 
 
@@ -60,11 +62,11 @@ def test_an_empty_table_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read", [load, Profile.load])
 def test_files_that_python_cannot_hold(tmp_path: Path, read: Any) -> None:
     path = tmp_path / "a.json"
-    for text, message in (("[" * 100000, "is nested too deeply"), ("1" * 5000, r"is no JSON \(Exceeds the limit")):
+    for text, message in (("[" * 100000, "is nested too deeply"), ("1" * 5000, r"is not JSON \(Exceeds the limit")):
         path.write_text(text)
         with pytest.raises(ParameterError, match=f"a.json: {message}"):
             read(path)
-    with pytest.raises(ParameterError, match=r"is no path \(embedded null byte\)"):
+    with pytest.raises(ParameterError, match=r"is not a path \(embedded null byte\)"):
         read("a\0b")
 
 

@@ -98,7 +98,7 @@ def test_a_profile_of_several_methods_needs_no_name_and_chooses_by_length(tmp_pa
 def test_a_layer_that_the_profile_keeps_dense_runs_dense_at_its_lengths_alone() -> None:
     route = sp.build(profile=several())
     assert not route.run(make(20, layer=1)).dense
-    assert "the profile keeps layer 1 dense, for which vertical-slash is not" in route.run(make(60, layer=1)).dense
+    assert "the profile keeps layer 1 dense: vertical-slash is not" in route.run(make(60, layer=1)).dense
     assert not route.run(make(60, layer=0)).dense
 
 
@@ -129,9 +129,9 @@ def test_the_profiles_own_break_even_table_goes_before_others(monkeypatch: pytes
 def test_a_profile_of_several_methods_is_for_none_alone() -> None:
     with pytest.raises(sp.ParameterError, match="for streaming, vertical-slash: leave the method out, not for 'stream"):
         sp.build("streaming", profile=several())
-    with pytest.raises(sp.ParameterError, match=r"parameters \(sink\) go with one method"):
+    with pytest.raises(sp.ParameterError, match=r"parameters \(sink\) belong to one method"):
         sp.build(profile=several(), sink=3)
-    with pytest.raises(sp.ParameterError, match="parameters go over those of one method"):
+    with pytest.raises(sp.ParameterError, match="parameters belong to one method"):
         sp.from_config({"profile": "x.json", "parameters": {"sink": 3}})
     with pytest.raises(sp.ParameterError, match="both profile and union"):
         sp.from_config({"profile": "x.json", "union": []})
@@ -169,7 +169,7 @@ def test_a_file_of_the_first_version_is_read_as_ever() -> None:
     assert found.methods == ("streaming",)
     assert [one.method for one in found.ranges] == ["streaming", None]
     assert sp.build("streaming", profile=found).run(make(50)).dense
-    with pytest.raises(sp.ParameterError, match=r"ranges\[0\]\.dense_layers is no field"):
+    with pytest.raises(sp.ParameterError, match=r"ranges\[0\]\.dense_layers is not a field"):
         Profile.of({**first, "ranges": [{**rows[0], "dense_layers": []}]})
 
 
@@ -250,8 +250,8 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("ranges", 0, "parameters"), [1], r"ranges\[0\].parameters is \[1\]"),
     (("ranges", 0, "parameters", "sink"), float("nan"), r"ranges\[0\].parameters.sink is nan: pass a finite"),
     (("ranges", 0, "measured", "seconds"), float("inf"), r"ranges\[0\].measured.seconds is inf"),
-    (("ranges", 0, "note"), 1, r"ranges\[0\].note is no field"),
-    (("notes",), 1, "notes is no field"),
+    (("ranges", 0, "note"), 1, r"ranges\[0\].note is not a field"),
+    (("notes",), 1, "notes is not a field"),
 ]
 
 
@@ -277,7 +277,7 @@ def test_a_missing_field_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"{", "is no JSON"), (b"[]", r"the file is \[\]"), (b"\xff\xfe", "is no text file")]
+    ("content", "message"), [(b"{", "is not JSON"), (b"[]", r"the file is \[\]"), (b"\xff\xfe", "is not a text file")]
 )
 def test_a_file_that_is_no_profile(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"

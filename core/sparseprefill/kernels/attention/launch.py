@@ -104,7 +104,7 @@ def variant(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> Ha
 @cache
 def _declined(reason: str) -> None:
     """Said once for each reason; `info`, since small tiles or a softcap are no fault of anybody."""
-    text = "the portable kernel serves calls with %s, which the Hopper kernel does not"
+    text = "the portable kernel serves calls with %s: the Hopper kernel does not support them"
     logging.getLogger(__name__).info(text, reason)
 
 

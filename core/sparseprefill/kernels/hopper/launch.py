@@ -50,7 +50,7 @@ def objection(call: AttentionCall, mask: SparseMask) -> str | None:
     if not (_aligned(call.k) and _aligned(call.v)):
         return "rows that are not aligned to 16 bytes"
     if mask.stripes is not None and not (_specialised(call.k) and _specialised(call.v)):
-        return "stripes of keys or values whose strides are no multiples of 16 elements"
+        return "stripes of keys or values whose strides are not multiples of 16 elements"
     return None
 
 
@@ -69,7 +69,7 @@ def features(call: AttentionCall, mask: SparseMask) -> str | None:
 def _pages_objection(call: AttentionCall, pages: Pages) -> str | None:
     """Why the kernel cannot read these pages, or None; the call's other features are the matter of `features`."""
     if pages.converted:
-        return f"pages of {pages.k.dtype}, to be read as {pages.dtype}"
+        return f"pages of {pages.k.dtype} that are read as {pages.dtype}"
     if pages.page < LEAST_PAGE or pages.page & (pages.page - 1):
         return f"pages of {pages.page} tokens"
     if call.starts is not None:
