@@ -308,7 +308,7 @@ GOOD: dict[str, Any] = {"schema": "sparseprefill.anchors", "version": 1, "anchor
         ({"anchors": {**GOOD, "maps": {"x": [1]}}}, "the key 'x'"),
         ({"anchors": {**GOOD, "maps": {"0": [1]}}}, r"maps\[0\] is of a layer that follows no anchor"),
         ({"anchors": {**GOOD, "maps": {"1": []}}}, r"maps\[1\] is \[\]"),
-        ({"anchors": {**GOOD, "model": IDENTITY.to_dict(), "anchors": [0, 9]}}, "layer 9 is unknown"),
+        ({"anchors": {**GOOD, "model": IDENTITY.to_dict(), "anchors": [0, 9]}}, "layer 9 does not exist"),
         ({"anchors": {**GOOD, "model": IDENTITY.to_dict(), "maps": {"1": [0, 2]}}}, r"maps\[1\] is \[0, 2\]"),
     ],
     ids=str,

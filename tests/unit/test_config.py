@@ -160,7 +160,7 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
         ),
         (
             {"method": "dense", "refiners": [{"name": "budget-floor"}]},
-            r"refiners\[0\]: BudgetFloor\(.*pass tiles, or share",
+            r"refiners\[0\]: BudgetFloor\(.*pass either tiles or share",
         ),
         ({"method": "dense", "corrector": "proxi"}, "corrector is 'proxi'; did you mean 'proxy'"),
         ({"method": "dense", "corrector": {"tile": 4}}, "corrector.name is missing"),

@@ -78,7 +78,7 @@ def test_two_plugins_of_one_name_collide_and_name_both_sides() -> None:
 def test_one_module_under_two_names_collides() -> None:
     module = plugin("alpha")
     registry = load(Point("one", module))
-    with pytest.raises(MethodCollisionError, match=r"'one' .* 'two' .* one module"):
+    with pytest.raises(MethodCollisionError, match=r"'one' .* 'two' .* the same module"):
         registry.register(module, "two")
     assert list(registry.methods()) == ["alpha"]
 

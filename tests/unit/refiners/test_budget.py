@@ -185,8 +185,8 @@ def test_some_heads_and_groups_at_a_time_are_the_whole(
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        ({}, "pass tiles, or share, and not both"),
-        ({"tiles": 1, "share": 0.5}, "pass tiles, or share, and not both"),
+        ({}, "pass either tiles or share"),
+        ({"tiles": 1, "share": 0.5}, "pass either tiles or share"),
         ({"tiles": 0}, "tiles is 0"),
         ({"share": 1.5}, "share is 1.5"),
     ],
