@@ -83,7 +83,9 @@ def test_layers_that_leave_none(model: Any) -> None:
     with pytest.raises(sp.ParameterError, match="layers is empty: pass the layers to run sparse"):
         attach(model, "streaming", layers=[])
     session = Session(FULL, layers=[5])
-    with pytest.raises(sp.AttachError, match="streaming can never run on host: no layer is left: not among the layers"):
+    with pytest.raises(
+        sp.AttachError, match="streaming can never run on host: no layer is left: not among the chosen layers"
+    ):
         session.start("host", LAYERS)
 
 
