@@ -194,9 +194,8 @@ def test_the_key_at_fault_is_named(table: Any, message: str) -> None:
 
 
 def test_every_refiner_of_the_core_has_its_name() -> None:
-    kinds = {
-        value for value in vars(sp).values() if isinstance(value, type) and callable(getattr(value, "refine", None))
-    }
+    public = [getattr(sp, name) for name in sp.__all__]  # not vars(sp): names are loaded when they are first used
+    kinds = {value for value in public if isinstance(value, type) and callable(getattr(value, "refine", None))}
     assert kinds - {sp.MaskRefiner} == set(REFINERS.values())
     for name, kind in REFINERS.items():
         assert kind.__module__.startswith(refiners.__name__)
