@@ -27,7 +27,7 @@ class LayerRecall:
     low_calls: int = 0
 
     def __str__(self) -> str:
-        return f"recall {self.mean:.3f} (least {self.least:.3f}, head {self.head})"
+        return f"recall {self.mean:.3f} (lowest {self.least:.3f}, head {self.head})"
 
 
 @frozen(kw_only=True)
@@ -161,7 +161,7 @@ class Report:
             return []
         least, layer, head = found
         of = f"{self.measured_prefills} of {self.prefills} prefills"
-        lines = [f"recall in {of}: {mean:.3f}, least {least:.3f} (layer {layer}, head {head})"]
+        lines = [f"recall in {of}: {mean:.3f}, lowest {least:.3f} (layer {layer}, head {head})"]
         if self.strict_recall is not None:
             known = [one.recall for one in self.layers if one.recall is not None]
             low, calls = sum(one.low_calls for one in known), sum(one.calls for one in known)
