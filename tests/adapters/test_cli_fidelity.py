@@ -136,7 +136,7 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (("--model", "nowhere"), "--model nowhere"),
         (("--prompts", "gone.txt"), "there is no file or folder gone.txt"),
-        (("--prompts", "bad.jsonl"), "bad.jsonl:1 is no JSON"),
+        (("--prompts", "bad.jsonl"), "bad.jsonl:1 is not JSON"),
         (("--prompts", "long.txt"), "the model reads at most 40960: pass --tokens 40896 or less"),
         (("--tokens", "50000"), "pass --tokens 40896 or less"),
         (("--layer", "9"), "--layer 9: the model has 6; pass 0 to 5"),

@@ -348,13 +348,13 @@ def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
         ("a.txt", b"", "holds no text"),
         ("a.txt", b"\xff\xfe\xfa", "cannot be read as UTF-8"),
         ("a.jsonl", b"", "holds no line"),
-        ("a.jsonl", b"{", "a.jsonl:1 is no JSON"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is no JSON"),
+        ("a.jsonl", b"{", "a.jsonl:1 is not JSON"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n[1]', "a.jsonl:2 is '\\[1\\]': pass an object with either"),
         ("a.jsonl", b'{"prompt": "x", "messages": []}', "pass an object with either"),
         ("a.jsonl", b'{"text": "x"}', "pass an object with either"),
-        ("a.jsonl", b'{"prompt": 3}', "prompt is 3: pass a text"),
-        ("a.jsonl", b'{"prompt": ""}', "prompt is '': pass a text"),
+        ("a.jsonl", b'{"prompt": 3}', "prompt is 3: pass a string"),
+        ("a.jsonl", b'{"prompt": ""}', "prompt is '': pass a string"),
     ],
 )
 def test_bad_prompt_files(tmp_path: Path, name: str, content: bytes, words: str) -> None:

@@ -155,10 +155,10 @@ def test_attach_reports_what_sp_recall_says(batch: int, floor: Any, tail: int) -
     assert (3, 2, 4) == (report.prefills, report.measured_prefills, len(seen.calls))
     seen.check(report)
     assert report.recall is not None
-    assert f"recall in 2 of 3 prefills: {report.recall:.3f}, least" in str(report)
+    assert f"recall in 2 of 3 prefills: {report.recall:.3f}, lowest" in str(report)
     found = report.layers[0].recall
     assert found is not None
-    assert f"  recall {found.mean:.3f} (least {found.least:.3f}, head {found.head})" in str(report.layers[0])
+    assert f"  recall {found.mean:.3f} (lowest {found.least:.3f}, head {found.head})" in str(report.layers[0])
     assert "recall below" not in str(report)
 
 
@@ -391,7 +391,7 @@ def test_figures_over_layers() -> None:
     )
     assert report.recall == pytest.approx(0.8)
     assert (0.5, 2, 1) == report.least_recall
-    assert "recall in 3 of 205 prefills: 0.800, least 0.500 (layer 2, head 1)" in str(report).split("\n")
+    assert "recall in 3 of 205 prefills: 0.800, lowest 0.500 (layer 2, head 1)" in str(report).split("\n")
     assert "recall below 0.85: 5 of 8 calls" in str(attrs.evolve(report, strict_recall=0.85)).split("\n")
     nothing = attrs.evolve(report, layers=layers[1:2], strict_recall=0.5)
     assert (None, None) == (nothing.recall, nothing.least_recall)
