@@ -92,7 +92,7 @@ def _of_line(line: str, where: str, tokenizer: Any) -> list[int]:
         raise ParameterError(f"prompts: {where} is {line[:60]!r}: pass an object with either 'prompt' or 'messages'")
     if given == ["prompt"]:
         if not isinstance(entry["prompt"], str) or not entry["prompt"]:
-            raise ParameterError(f"prompts: {where}: prompt is {entry['prompt']!r}: pass a text")
+            raise ParameterError(f"prompts: {where}: prompt is {entry['prompt']!r}: pass a string")
         return _ids(tokenizer, entry["prompt"], start=True)
     if not getattr(tokenizer, "chat_template", None):
         raise ParameterError(f"prompts: {where} has messages, but the tokenizer has no chat template: pass 'prompt'")
