@@ -30,7 +30,12 @@ def test_stored_keys_and_values_are_read(dtype: torch.dtype, size: int, block: i
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     heads, pages, length = 2, 7, 3 * block - 5
-    isa = _get_attn_isa(dtype, block, size, kind)
+    try:
+        isa = _get_attn_isa(dtype, block, size, kind)
+    except NotImplementedError as refusal:
+        if kind not in packing.FP8:
+            raise
+        pytest.skip(f"vLLM itself refuses this cache on this processor: {refusal}")
     # Small integers: exact in every format of a cache.
     k, v = torch.randint(-4, 5, (2, length, heads, size)).to(dtype)
     table = torch.randperm(pages)[:3].to(torch.int32)
