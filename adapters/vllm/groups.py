@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from sparseprefill.errors import AttachError
@@ -40,7 +39,7 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
         modules = get_layers_from_vllm_config(config, Attention).items()
         ours = [(name, one) for name, one in modules if getattr(one.impl, "runtime", None) is runtime]
         runtime.expect([(index_of(name), _reason(runtime, builder, name, one)) for name, one in ours])
-        for kind, count in Counter(map(_keyless, get_layers_from_vllm_config(config, MambaBase).values())).items():
+        for kind, count in _keyless(config).items():
             runtime.leave(KEYLESS.format(kind=kind), count)
             log.info("sparseprefill: %d %s", count, KEYLESS.format(kind=kind))
         runtime.remembers_by({one.name for one in fields(CommonAttentionMetadata)})
@@ -52,10 +51,14 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
     return [(one, module) for one, module in layers if chosen is None or one.index in chosen]
 
 
-def _keyless(layer: Any) -> str:
-    """The kind of a layer that keeps a state in place of keys, as vLLM calls it, such as gdn_attention."""
-    kind = layer.mamba_type
-    return str(getattr(kind, "name", kind)).lower()
+def _keyless(config: Any) -> Counter[str]:
+    """How many layers keep a state in place of keys, by kind as vLLM calls it, such as gdn_attention."""
+    try:
+        from vllm.model_executor.layers.mamba.abstract import MambaBase
+    except ImportError:  # a vLLM that keeps its base class elsewhere: such layers are not counted, and stay vLLM's own
+        return Counter()
+    kinds = [one.mamba_type for one in get_layers_from_vllm_config(config, MambaBase).values()]
+    return Counter(str(getattr(kind, "name", kind)).lower() for kind in kinds)
 
 
 def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | None:
