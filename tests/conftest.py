@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=SLOW)
-settings.register_profile("ci", max_examples=40, deadline=None, derandomize=True, suppress_health_check=SLOW)
+settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True, suppress_health_check=SLOW)
 settings.register_profile("thorough", max_examples=200, deadline=None, suppress_health_check=SLOW)
 settings.register_profile("gpu", max_examples=50, deadline=None, suppress_health_check=SLOW)
 # For mutation testing: the same examples every time, and a failure is enough, however large.
