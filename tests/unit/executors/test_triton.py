@@ -39,7 +39,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = evolve(narrow, v=narrow.v[..., :32])
     for call, words in (
         (wide(torch.float64), "float64 is not supported"),
-        (wide(torch.bfloat16), "interpreter computes bfloat16 wrongly"),
+        (wide(torch.bfloat16), "interpreter gets bfloat16 wrong"),
         (wide(head_dim=72), "head dimensions 72 (q, k) and 72 (v); both must be one of"),
         (narrow, "head dimensions 64 (q, k) and 32 (v)"),
     ):

@@ -187,7 +187,7 @@ RANGE = torch.zeros(1, 3, 1, dtype=torch.int64)
         (RANGE, [0], 3, "last is list: pass an int64 tensor"),
         (RANGE[0], RANGE, 3, r"first has shape \(3, 1\): pass \[B, R, P\]"),
         (RANGE, RANGE[:, :2], 3, r"last has shape \(1, 2, 1\): pass first's"),
-        (RANGE, RANGE, 2.5, r"width is 2\.5: pass the most entries"),
+        (RANGE, RANGE, 2.5, r"width is 2\.5: pass the number of entries"),
     ],
 )
 def test_bad_ranges(first: Any, last: Any, width: Any, message: str) -> None:
