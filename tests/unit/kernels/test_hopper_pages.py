@@ -85,6 +85,49 @@ def test_what_it_would_serve_as_tensors_is_copied_for_it(monkeypatch: pytest.Mon
     assert {"k", "v"} == pages_of(given).gathered
 
 
+LONG = launch.LONG
+
+
+def long(rows: int, keys: int) -> AttentionCall:
+    fields: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": rows, "kv_len": keys, "head_dim": 64}
+    return AttentionCall(*tensors("random", dtype=torch.float16, **fields))
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "page", "tiles", "copied"),
+    [
+        (LONG // 8, LONG, 16, True, True),
+        (LONG // 8, LONG, 64, True, True),
+        (LONG // 8 - 1, LONG, 16, True, False),
+        (LONG // 8, LONG - 1, 16, True, False),
+        (LONG // 8, LONG, 128, True, False),
+        (LONG // 8, LONG, 16, False, False),
+    ],
+    ids=["few rows", "larger pages", "fewer rows", "short", "pages of a step", "stripes alone"],
+)
+def test_small_pages_of_long_prompts_are_copied_for_it(
+    rows: int, keys: int, page: int, tiles: bool, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
+    given = paged(long(rows, keys), page)
+    nothing = torch.zeros(1, dtype=torch.bool)
+    made = SparseMask.from_tiles(given, nothing, 128), SparseMask.from_stripes(given, nothing, 64, diagonal=False)
+    mask = made[0] if tiles else made[1]
+    choice = attention.choose(given, mask)
+    assert choice.hopper is launch
+    assert (choice.call.pages is None) is copied
+    assert (pages_of(given).gathered == {"k", "v"}) is copied
+    assert untouched(given) is not copied
+
+
+def test_more_than_a_gigabyte_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = paged(long(LONG // 8, LONG), 16)
+    mask = SparseMask.full(given, 128)
+    assert launch.better_copied(given, mask)
+    monkeypatch.setattr(launch, "COPY", 2 * 2 * LONG * 64 - 1)
+    assert not launch.better_copied(given, mask)
+
+
 @pytest.mark.parametrize("more", [{"window": 50}, {"softcap": 3.0}])
 def test_what_it_would_not_serve_anyway_is_read_in_place(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "hopper_of", lambda _: launch)

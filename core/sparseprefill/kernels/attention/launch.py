@@ -58,7 +58,7 @@ def interpreted() -> bool:
 def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> Choice:
     """The kernel for the call, and what it reads. skips: whether it shall leave out steps (`Plan.skip_below`).
 
-    Pages that the Hopper kernel does not read are copied for it: that costs less than what it wins. `Pages.gathered`
+    Pages that the Hopper kernel does not read, or reads more slowly than a copy, are copied for it. `Pages.gathered`
     tells of it.
     """
     hopper = hopper_of(call)
@@ -67,7 +67,8 @@ def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> Cho
     if (failed := _failure(variant(call, mask, skips=skips))) is not None:
         return Choice(call, reason=failed)
     reason = hopper.objection(call, mask)
-    if reason is not None and call.pages is not None and hopper.features(call, mask) is None:
+    copyable = call.pages is not None and hopper.features(call, mask) is None
+    if copyable and (reason is not None or hopper.better_copied(call, mask)):
         call = evolve(call, k=call.k, v=call.v)
         reason = hopper.objection(call, mask)
     if reason is None:

@@ -34,6 +34,9 @@ DEFER = True
 """Whether values of tiles wait for the votes, where steps may be left out. They are as many bytes as the keys."""
 LEAST_PAGE = 16
 """Tokens of the smallest page: 8 rows make one period of shared memory's swizzle."""
+LONG, READS, COPY = 1 << 15, 8, 1 << 30
+"""Of pages smaller than a step: keys, keys for each query row, and bytes of K and V, from which, up to which and up to
+which a copy costs less than its loads in many pieces (docs/performance.md)."""
 FEW_BLOCKS = 128
 """Query blocks of a head up to which their order is looked at (see `_order`)."""
 SCRATCH = 16
@@ -82,6 +85,16 @@ def _pages_objection(call: AttentionCall, pages: Pages) -> str | None:
     if any(x.data_ptr() % 16 for x in (pages.k, pages.v)) or any(step * size % 16 for step in steps[:3]):
         return "rows of pages that are not aligned to 16 bytes"
     return None
+
+
+def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
+    """Whether a copy of K and V serves the call sooner than their pages: tiles of long prompts, whose keys are read
+    often, in pages that take several loads a step. Rows of stripes are gathered one by one from wherever they stand."""
+    pages, width = call.pages, call.q.shape[3]
+    if pages is None or pages.page >= min(mask.tile_k, BLOCK_N[width]) or not mask.has_tiles:
+        return False
+    held = 2 * call.kv_heads * call.kv_len * width * call.q.element_size()
+    return call.kv_len >= LONG and call.q.shape[2] * READS >= call.kv_len and held <= COPY
 
 
 def launch(
