@@ -1,0 +1,62 @@
+"""Heads spread over two GPUs: the engine's tokens are those of one GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from . import engine, models
+
+pytestmark = [
+    engine.NEEDED,
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+LENGTHS = (1700, 517, 1203, 40)
+COMMON = {
+    "attention_backend": "TRITON_ATTN",
+    "compilation_config": {"custom_ops": ["none"]},
+    "max_num_batched_tokens": 1024,
+    "kv_cache_memory_bytes": 256 << 20,
+    "block_size": 16,
+}
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+FULL = {"method": "dense", "min_query": 32}
+BFLA = {"method": "bfla", "min_query": 32, "tail": 32}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("parallel")
+    model = models.save("llama", folder / "model", hidden_size=256, head_dim=64)
+    rounds = [[models.prompt(length, seed=length) for length in LENGTHS]]
+    jobs = {
+        "stock": {"options": COMMON},
+        "full": {"options": COMMON, "sparse": FULL},
+        "full on two": {"options": {**COMMON, **TWO}, "sparse": FULL},
+        "bfla": {"options": COMMON, "sparse": BFLA},
+        "bfla on two": {"options": {**COMMON, **TWO}, "sparse": BFLA},
+    }
+    given = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    asked = [{"model": str(model), "rounds": rounds, **job} for job in jobs.values()]
+    return dict(zip(jobs, engine.run(asked, folder, **given, VLLM_WORKER_MULTIPROC_METHOD="spawn"), strict=True))
+
+
+@pytest.mark.parametrize("name", ["full", "full on two"])
+def test_the_full_mask_gives_the_tokens_of_one_gpu_without_us(answers: dict[str, Any], name: str) -> None:
+    assert engine.tokens(answers["stock"]) == engine.tokens(answers[name])
+
+
+def test_a_method_chooses_alike_on_two(answers: dict[str, Any]) -> None:
+    assert engine.tokens(answers["bfla"]) == engine.tokens(answers["bfla on two"])
+
+
+@pytest.mark.parametrize("name", ["full on two", "bfla on two"])
+def test_each_layer_ran_sparse(answers: dict[str, Any], name: str) -> None:
+    layers = answers[name]["report"]["layers"]
+    assert [one["layer"] for one in layers] == [0, 1, 2]
+    assert all(one["sparse_calls"] for one in layers)
