@@ -22,6 +22,8 @@ MASKS = (
 )
 CHUNKS, CHUNK_MASKS = (2048, 8192), ("full", "tiles:0.1", "diagonal+stripes:0.1")
 """New tokens behind cached ones."""
+BEHIND = "chunks"
+"""The table of these, which may be given other numbers of them, and pages."""
 SHAPE_MASKS = ("full", "tiles:0.1", "stripes:0.05")
 PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"kascade": {"anchors": [0, 2, 8, 13, 14]}, "share-prefill": {"clusters": "single"}}
@@ -107,7 +109,8 @@ def _long(registry: Registry, shape: Shape) -> Iterable[Case]:
 
 
 def _chunks(registry: Registry, shape: Shape) -> Iterable[Case]:
-    shapes = [evolve(shape, new=new) for new in dict.fromkeys(min(new, shape.length // 2) for new in CHUNKS)]
+    news = [shape.new] if shape.new is not None else dict.fromkeys(min(new, shape.length // 2) for new in CHUNKS)
+    shapes = [evolve(shape, new=new) for new in news]
     return [
         case
         for one in shapes
@@ -144,7 +147,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "shapes": Table((65536,), (512,), _shapes, "other head dimensions, dtypes, groups and batches"),
         "short": Table((1024, 2048, 4096, 8192), (256, 512), _short, "short prompts, without and with the gate"),
         "long": Table((1048576,), (2048,), _long, "a million tokens"),
-        "chunks": Table((131072,), (1024,), _chunks, "new tokens after cached ones"),
+        BEHIND: Table((131072,), (1024,), _chunks, "new tokens after cached ones"),
         "captured": Table((32768,), (1024,), _captured, "q, k, v of the embedded model"),
     }
 )

@@ -80,17 +80,18 @@ class Wanted:
 
     def _of_tables(self, registry: Registry, device: str) -> list[Case]:
         given = {"--set": self.settings, "--config": self.configs, "--executor": self.masks, "--input": self.input}
-        for option, value in {**given, "--gate": self.gate, "--layers": self.layers, **self._chunked}.items():
+        names = list(tables.TABLES) if ALL in self.tables else list(dict.fromkeys(self.tables))
+        own = {} if names == [tables.BEHIND] else self._chunked
+        for option, value in {**given, "--gate": self.gate, "--layers": self.layers, **own}.items():
             if value:
                 raise CommandError(f"{option} cannot be combined with --table, which has its own cases; leave one out")
-        names = list(tables.TABLES) if ALL in self.tables else list(dict.fromkeys(self.tables))
         for name in names:
             if name not in tables.TABLES:
                 raise CommandError(f"--table {name}: there is no such table{nearest(name, [*tables.TABLES, ALL])}")
         made = []
         for name in names:
-            lengths = self.lengths or tables.lengths(name, device)
-            made += tables.cases(name, registry, [self._shape(length) for length in lengths])
+            sizes = product(self.lengths or tables.lengths(name, device), dict.fromkeys(self.news) or [None])
+            made += tables.cases(name, registry, [self._shape(*one) for one in sizes])
         wanted = [registry.get(name).name for name in self.methods]
         kept = [case for case in made if not wanted or case.name in wanted]
         if not kept:

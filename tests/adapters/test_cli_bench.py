@@ -90,6 +90,22 @@ def test_kernels_of_others(tmp_path: Path) -> None:
     assert absent["FlashAttention-4"] == "needs a CUDA device"
 
 
+def test_new_tokens_behind_cached_ones_as_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "chunks.json"
+    sizes = ("--length", "300", "--new", "40", "--new", "70", "--page", "16", "--heads", "4", "--kv-heads", "2")
+    little = ("--head-dim", "32", "--rounds", "1", "--seconds", "0.01", "--device", "cpu", "--method", "streaming")
+    result = invoke("--table", "chunks", *sizes, *little, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "40 of them new, pages of 16" in text
+    assert "70 of them new, pages of 16" in text
+    rows = json.loads(path.read_text())["rows"]
+    assert [(one["table"], one["what"]) for one in rows] == [("chunks", "streaming")] * 2
+    refused = invoke("--table", "chunks", "--table", "long", "--new", "40", "--device", "cpu")
+    assert refused.exit_code == 1
+    assert "--new cannot be combined with --table" in refused.output
+
+
 def test_a_method_that_fails_ends_with_1() -> None:
     result = invoke(*TINY, "--method", "streaming", "--input", "captured")
     assert result.exit_code == 1
