@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.skipping import check_against_oracle, plan_of
-from kernels.device import BOUNDS, CUDA, DEVICE
+from kernels.device import CUDA, DEVICE
 from sparseprefill import AttentionCall, Carry, Plan, ReferenceExecutor, SparseMask
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.testing import attention, calls, masks, tensors
@@ -21,6 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TRITON, REFERENCE = TritonExecutor(), ReferenceExecutor()
 FEW = settings(max_examples=40 if CUDA else 8)
 DTYPE = torch.float32
+SHARP = 1e-4
+"""Logits reach 100 here, where one step of float32 is 8e-6 and a sum of products is several of them away."""
 BELOW = st.sampled_from([2.0, 10.0, 25.0])
 some_calls = calls(
     max_batch=2, max_heads=2, head_dims=(64,), max_len=150 if CUDA else 70, dtypes=(DTYPE,), device=DEVICE
@@ -33,7 +35,7 @@ def test_equals_the_oracle(data: st.DataObject, call: AttentionCall, below: floa
     call = evolve(call, q=call.q * 3)
     mask = data.draw(masks(call, tiles=(16, 32)))
     result = TRITON.execute(call, plan_of(call, mask, below))
-    check_against_oracle(call, result, below, bound=2 * BOUNDS[DTYPE] if CUDA else None)
+    check_against_oracle(call, result, below, bound=SHARP if CUDA else None)
 
 
 def long_call(length: int = 320, sharp: float = 3.0, seed: int = 0) -> AttentionCall:
