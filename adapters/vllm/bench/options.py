@@ -35,6 +35,12 @@ Json = Annotated[
     typer.Option("--json", metavar="FILE", help="Where the figures go as JSON, row by row; - prints nothing else."),
 ]
 Vocabulary = Annotated[int, typer.Option("--vocab", min=16, help="Tokens of the vocabulary.")]
+Rate = Annotated[
+    float, typer.Option(min=0.0, help="Requests a second, at random times (Poisson); 0 lets all come at once.")
+]
+Requests = Annotated[int, typer.Option(min=1, help="How many come.")]
+Answer = Annotated[int, typer.Option(min=1, help="Tokens to decode for each request.")]
+Budget = Annotated[int, typer.Option(min=16, help="Tokens of a step of the engine.")]
 Hidden = Annotated[int, typer.Option(min=32, help="Width of the model.", hidden=True)]
 Inner = Annotated[int, typer.Option(min=1, help="Width within its MLP.", hidden=True)]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.", hidden=True)]
