@@ -20,5 +20,7 @@ def tokens() -> tuple[float, float]:
 def _total(name: str, label: str, value: str) -> float:
     from prometheus_client import REGISTRY
 
-    samples = [one for metric in REGISTRY.collect() for one in metric.samples if one.name == f"sparseprefill:{name}_total"]
+    samples = [
+        one for metric in REGISTRY.collect() for one in metric.samples if one.name == f"sparseprefill:{name}_total"
+    ]
     return sum(float(one.value) for one in samples if one.labels[label] == value)

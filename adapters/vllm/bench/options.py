@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,14 +59,19 @@ def more(text: str) -> dict[str, Any]:
     return found
 
 
-def contenders(methods: Sequence[str], settings: Sequence[str], gate: bool) -> list[Contender]:
+def contenders(
+    methods: Sequence[str],
+    settings: Sequence[str],
+    gate: bool,
+    usual: Mapping[str, Mapping[str, Any]] = PARAMETERS,
+) -> list[Contender]:
     """The methods as tables of ``additional_config``, each built once to be checked.
 
     settings: texts ``method.parameter=value``. gate: let the adapter's default gate choose vLLM's own attention.
-    CommandError, or the registry's errors, for what does not fit.
+    usual: parameters of each method that the settings change. CommandError, or the registry's errors, for what does not fit.
     """
     registry = default_registry()
-    changes = {registry.get(name).name: dict(PARAMETERS.get(name, {})) for name in methods}
+    changes = {registry.get(name).name: dict(usual.get(name, {})) for name in methods}
     for text in settings:
         method, parameter, value = setting(text)
         if method not in changes:

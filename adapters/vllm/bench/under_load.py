@@ -9,8 +9,6 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from sparseprefill.errors import SparsePrefillError
-
 from ...cli.group import CommandError
 from ...progress import Progress
 from .counters import pairs, tokens
@@ -125,11 +123,10 @@ class UnderLoad:
         self, contender: Contender, shapes: Sequence[Shape], cached: bool, baseline: bool, progress: Progress
     ) -> Iterator[Loaded]:
         progress("starting", 0, len(shapes))
-        self.structure.heads and self.structure.tensors()
         switches = {"enable_prefix_caching": cached, "enable_chunked_prefill": True}
         with self.setup.engine(contender.sparse, **self._sizes(shapes), **switches) as engine:
-            if contender.sparse is not None and engine.runtime is None:
-                raise SparsePrefillError("vLLM did not take the adapter's backend: nothing but its own attention ran")
+            if contender.sparse is not None:
+                engine.check_backend()
             engine.apply(self.structure.fit)
             for done, shape in enumerate(shapes):
                 progress(shape.text, done, len(shapes))
@@ -154,7 +151,7 @@ class UnderLoad:
         if self.warm:
             desk.serve([Life(ids) for ids in self._prompts(shape, self.warm, 1)])
         lives = self.lives(shape)
-        before, calls = tokens() if contender.sparse else (0.0, 0.0), _fallbacks(engine)
+        before, calls = tokens() if contender.sparse else (0.0, 0.0), fallbacks(engine)
         seconds = desk.serve(lives)
         return Loaded(
             backend=contender.name,
@@ -165,8 +162,8 @@ class UnderLoad:
             cached=sum(life.cached for life in lives),
             generated=sum(len(life.tokens) for life in lives),
             times=Times.of(lives, seconds),
-            sparse=_sparse(engine, before),
-            fallbacks=dict(_fallbacks(engine) - calls),
+            sparse=sparse_share(engine, before),
+            fallbacks=dict(fallbacks(engine) - calls),
             density=self._density(engine, desk, shape),
         )
 
@@ -193,12 +190,13 @@ class UnderLoad:
         return computed / causal if causal else None
 
 
-def _fallbacks(engine: Engine) -> Counter[str]:
+def fallbacks(engine: Engine) -> Counter[str]:
+    """Why calls ran dense so far, with counts."""
     return Counter(engine.report().get("fallbacks", {}))
 
 
-def _sparse(engine: Engine, before: tuple[float, float]) -> float | None:
-    """Share of the prompt tokens since `before`; None where none were counted."""
+def sparse_share(engine: Engine, before: tuple[float, float]) -> float | None:
+    """Share of prompt tokens in chunks that ran sparse since `before`, which `tokens` gave; None where there are none."""
     runtime = engine.runtime
     if runtime is None:
         return None
