@@ -12,8 +12,9 @@ from .sheet import ON_CPU, Form
 
 NOTES = (
     "ms, p99: of one step of the engine, with its scheduling and sampling; median and 99th percentile of all rounds. "
-    "steps: how many were timed, in {rounds} rounds in which the engines took turns. ratio: median of a round over that "
-    "of {stock} in the same round, the median of the rounds; low and high are the extremes. Below 1 the step is faster."
+    "steps: how many were timed, in {rounds} rounds in which the engines took turns. ratio: median of a round over "
+    "that of {stock} in the same round, the median of the rounds; low and high are the extremes. Below 1 the step is "
+    "faster."
 )
 MIXED = (
     " with prefill: the steps from the coming of one prompt of {prefill} tokens to its first token, of {budget} tokens "

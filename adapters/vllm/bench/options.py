@@ -68,7 +68,8 @@ def contenders(
     """The methods as tables of ``additional_config``, each built once to be checked.
 
     settings: texts ``method.parameter=value``. gate: let the adapter's default gate choose vLLM's own attention.
-    usual: parameters of each method that the settings change. CommandError, or the registry's errors, for what does not fit.
+    usual: parameters of each method that the settings change. CommandError, or the registry's errors, for what does
+    not fit.
     """
     registry = default_registry()
     changes = {registry.get(name).name: dict(usual.get(name, {})) for name in methods}

@@ -196,7 +196,7 @@ def fallbacks(engine: Engine) -> Counter[str]:
 
 
 def sparse_share(engine: Engine, before: tuple[float, float]) -> float | None:
-    """Share of prompt tokens in chunks that ran sparse since `before`, which `tokens` gave; None where there are none."""
+    """Share of prompt tokens in chunks that ran sparse since `before` (see `tokens`); None where none were counted."""
     runtime = engine.runtime
     if runtime is None:
         return None

@@ -12,9 +12,9 @@ from .under_load import Loaded, UnderLoad
 
 NOTES = (
     "{requests} requests {rate}, {answer} tokens decoded each, steps of at most {budget} tokens. first p50, p99: "
-    "milliseconds from a request's coming to its first token. token p50: milliseconds of each token behind the first. x "
-    "first, x p99, x token, x tokens/s: how many times better than the row dense, which is our own kernel with every "
-    "key, in the same engine; {stock} is part of no ratio. tokens/s: prompt tokens that were computed (those in the "
+    "milliseconds from a request's coming to its first token. token p50: milliseconds of each token behind the first. "
+    "x first, x p99, x token, x tokens/s: how many times better than the row dense, which is our own kernel with every "
+    "key; {stock} is part of no ratio. tokens/s: prompt tokens that were computed (those in the "
     "prefix cache are not) by the seconds from the first request to the last token, req/s likewise. method: share of "
     "these tokens in chunks that ran the method. density: pairs computed / causal pairs of one request of each length, "
     "alone. dense calls: those that fell back while the clock ran, of all layers."
