@@ -8,12 +8,19 @@ from __future__ import annotations
 
 def pairs() -> tuple[float, float]:
     """Query-key pairs so far, computed and causal, of calls that were measured."""
+    return _total("pairs", "kind", "computed"), _total("pairs", "kind", "causal")
+
+
+def tokens() -> tuple[float, float]:
+    """Prompt tokens computed so far: in chunks that a layer ran sparse, and in all."""
+    sparse, dense = (_total("prefill_tokens", "mode", mode) for mode in ("sparse", "dense"))
+    return sparse, sparse + dense
+
+
+def _total(name: str, label: str, value: str) -> float:
     from prometheus_client import REGISTRY
 
     samples = [
-        one for metric in REGISTRY.collect() for one in metric.samples if one.name == "sparseprefill:pairs_total"
+        one for metric in REGISTRY.collect() for one in metric.samples if one.name == f"sparseprefill:{name}_total"
     ]
-    computed, causal = (
-        sum(float(one.value) for one in samples if one.labels["kind"] == kind) for kind in ("computed", "causal")
-    )
-    return computed, causal
+    return sum(float(one.value) for one in samples if one.labels[label] == value)

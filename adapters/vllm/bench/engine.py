@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
+from sparseprefill.errors import SparsePrefillError
+
 from ...bench.model import ModelShape
 from ...cli.group import CommandError
 from ..plugin import objection, register
@@ -40,12 +42,14 @@ class Setup:
     """What all engines of a command have in common.
 
     shape: of the model. stock: name of vLLM's own backend. more: options for ``LLM`` that replace those made here.
+    folder: of a trained model in Hugging Face's format, None for random weights.
     """
 
     shape: ModelShape
     stock: str
     seed: int = 0
     more: Mapping[str, Any] = field(factory=dict)
+    folder: Path | None = None
 
     @contextmanager
     def engine(self, sparse: Mapping[str, Any] | None, *, longest: int, kept: int, **options: Any) -> Iterator[Engine]:
@@ -67,8 +71,11 @@ class Setup:
         if sparse is not None:
             given |= {"attention_backend": NAME, "additional_config": {"sparseprefill": {"recall_every": 0, **sparse}}}
             given["worker_extension_cls"] = "sparseprefill.adapters.vllm.worker.ReportExtension"
-        with tempfile.TemporaryDirectory() as folder:
-            engine = Engine.start(weights.save(self.shape, longest, Path(folder)), {**given, **options, **self.more})
+        if self.folder is not None:
+            given["load_format"] = "auto"
+        with tempfile.TemporaryDirectory() as made:
+            model = self.folder or weights.save(self.shape, longest, Path(made))
+            engine = Engine.start(model, {**given, **options, **self.more})
             try:
                 yield engine
             finally:
@@ -94,7 +101,7 @@ class Engine:
         from .loader import FORMAT
 
         register()  # where the package is only on the path, vLLM does not find its entry point
-        return cls(LLM(model=str(model), load_format=FORMAT, **options))
+        return cls(LLM(model=str(model), **{"load_format": FORMAT, **options}))
 
     def ask(self, prompts: Sequence[Sequence[int]], tokens: int, logprobs: int | None = None) -> list[Any]:
         """vLLM's answers of so many tokens, decoded greedily, in the order of the prompts."""
@@ -118,6 +125,11 @@ class Engine:
     def runtime(self) -> Runtime | None:
         """The adapter's state, None of vLLM's own attention."""
         return existing(self.llm.llm_engine.vllm_config)
+
+    def check_backend(self) -> None:
+        """SparsePrefillError where vLLM did not take the adapter's backend."""
+        if self.runtime is None:
+            raise SparsePrefillError("vLLM did not take the adapter's backend: nothing but its own attention ran")
 
     def apply(self, act: Callable[[torch.nn.Module], None]) -> None:
         """Do something to the model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +35,12 @@ Json = Annotated[
     typer.Option("--json", metavar="FILE", help="Where the figures go as JSON, row by row; - prints nothing else."),
 ]
 Vocabulary = Annotated[int, typer.Option("--vocab", min=16, help="Tokens of the vocabulary.")]
+Rate = Annotated[
+    float, typer.Option(min=0.0, help="Requests a second, at random times (Poisson); 0 lets all come at once.")
+]
+Requests = Annotated[int, typer.Option(min=1, help="How many come.")]
+Answer = Annotated[int, typer.Option(min=1, help="Tokens to decode for each request.")]
+Budget = Annotated[int, typer.Option(min=16, help="Tokens of a step of the engine.")]
 Hidden = Annotated[int, typer.Option(min=32, help="Width of the model.", hidden=True)]
 Inner = Annotated[int, typer.Option(min=1, help="Width within its MLP.", hidden=True)]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.", hidden=True)]
@@ -53,14 +59,20 @@ def more(text: str) -> dict[str, Any]:
     return found
 
 
-def contenders(methods: Sequence[str], settings: Sequence[str], gate: bool) -> list[Contender]:
+def contenders(
+    methods: Sequence[str],
+    settings: Sequence[str],
+    gate: bool,
+    usual: Mapping[str, Mapping[str, Any]] = PARAMETERS,
+) -> list[Contender]:
     """The methods as tables of ``additional_config``, each built once to be checked.
 
     settings: texts ``method.parameter=value``. gate: let the adapter's default gate choose vLLM's own attention.
-    CommandError, or the registry's errors, for what does not fit.
+    usual: parameters of each method that the settings change. CommandError, or the registry's errors, for what does
+    not fit.
     """
     registry = default_registry()
-    changes = {registry.get(name).name: dict(PARAMETERS.get(name, {})) for name in methods}
+    changes = {registry.get(name).name: dict(usual.get(name, {})) for name in methods}
     for text in settings:
         method, parameter, value = setting(text)
         if method not in changes:

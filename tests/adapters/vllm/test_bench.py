@@ -48,12 +48,12 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def command(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, the JSON and the Markdown of a command in a process of its own."""
+def command(folder: Path, *arguments: str, sizes: Sequence[str] = ENGINE) -> tuple[int, dict[str, Any], str]:
+    """Exit status, the JSON and the Markdown of a command in a process of its own. sizes: of its engine."""
     figures, table = folder / "figures.json", folder / "table.md"
     written = ("--json", str(figures), "--markdown", str(table))
     done = subprocess.run(
-        [sys.executable, "-m", "sparseprefill.adapters.vllm.bench", *arguments, *ENGINE, *written],
+        [sys.executable, "-m", "sparseprefill.adapters.vllm.bench", *arguments, *sizes, *written],
         cwd=folder,
         env=engine.environment(VLLM_CPU_KVCACHE_SPACE="1"),
         capture_output=True,
@@ -238,7 +238,7 @@ def test_a_mask_that_is_none() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-@pytest.mark.parametrize("name", ["equal", "ttft"])
+@pytest.mark.parametrize("name", ["equal", "ttft", "load", "decode", "answers"])
 def test_without_vllm(name: str) -> None:
     result = invoke(name)
     assert 1 == result.exit_code

@@ -1,0 +1,62 @@
+"""How answers under load are shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import asdict
+
+from .answering import Answered, Answering
+from .sheet import ON_CPU, Form
+
+NOTES = (
+    "{requests} requests {rate}, steps of at most {budget} tokens. right: values of the answers that are right, of "
+    "those asked. stock: the same of {stock}. same: requests with the very tokens of {stock}. first p50, p99: "
+    "milliseconds from a request's coming to its first token. method: share of the prompts' tokens in chunks that ran "
+    "the method. dense calls: those that fell back, of all layers."
+)
+
+
+def form(bench: Answering, model: str, device: torch.device) -> Form:
+    """For the rows of a command."""
+    notes = NOTES.format(
+        requests=len(bench.tasks),
+        rate=f"at {bench.rate:g} a second (Poisson)" if bench.rate else "at once",
+        budget=bench.budget,
+        stock=bench.setup.stock,
+    )
+    return Form(
+        title=f"needle questions under load: {model}, {bench.setup.shape.dtype}",
+        heads=("backend", "right", "stock", "same", "first p50", "first p99", "method", "dense calls"),
+        cells=_cells,
+        fact=lambda row: {**asdict(row), "error": row.error or None},
+        remarks=_remarks,
+        notes=lambda rows: notes + (ON_CPU if device.type == "cpu" else ""),
+    )
+
+
+def _cells(row: Answered) -> tuple[str, ...]:
+    if row.error or row.times is None:
+        return (row.backend, "failed", *[""] * 6)
+    return (
+        row.backend,
+        f"{row.right} of {row.asked}",
+        _or_empty(row.stock, "{}"),
+        _or_empty(row.same, "{}"),
+        f"{row.times.first_p50 * 1e3:.1f}",
+        f"{row.times.first_p99 * 1e3:.1f}",
+        _or_empty(row.sparse, "{:.3f}"),
+        str(sum(row.fallbacks.values())),
+    )
+
+
+def _remarks(row: Answered) -> list[str]:
+    if row.error:
+        return [f"{row.backend} failed: {row.error}"]
+    common = sorted(row.fallbacks.items(), key=lambda one: -one[1])
+    return [f"{row.backend}: {count} calls ran dense: {reason}" for reason, count in common]
+
+
+def _or_empty(value: Any, pattern: str) -> str:
+    return "" if value is None else pattern.format(value)

@@ -1,0 +1,90 @@
+"""How times under load are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import asdict
+
+from .sheet import ON_CPU, Form
+from .under_load import Loaded, UnderLoad
+
+NOTES = (
+    "{requests} requests {rate}, {answer} tokens decoded each, steps of at most {budget} tokens. first p50, p99: "
+    "milliseconds from a request's coming to its first token. token p50: milliseconds of each token behind the first. "
+    "x first, x p99, x token, x tokens/s: how many times better than the row dense, which is our own kernel with every "
+    "key; {stock} is part of no ratio. tokens/s: prompt tokens that were computed (those in the "
+    "prefix cache are not) by the seconds from the first request to the last token, req/s likewise. method: share of "
+    "these tokens in chunks that ran the method. density: pairs computed / causal pairs of one request of each length, "
+    "alone. dense calls: those that fell back while the clock ran, of all layers."
+)
+HEADS = " Attention runs on q and k of made-up heads, chosen by each token's position."
+OWN = " Attention runs on the random model's own q and k, which have no structure for a method to find."
+TIMES = ("first p50", "first p99", "token p50", "x first", "x p99", "x token", "tokens/s", "req/s", "x tokens/s")
+
+
+def form(bench: UnderLoad) -> Form:
+    """For the rows of a command."""
+    shape = bench.setup.shape
+
+    def notes(rows: Sequence[Loaded]) -> str:
+        text = NOTES.format(
+            requests=bench.requests,
+            rate=f"at {bench.rate:g} a second (Poisson)" if bench.rate else "at once",
+            answer=bench.answer,
+            budget=bench.budget,
+            stock=bench.setup.stock,
+        )
+        heads = HEADS if bench.structure.heads else OWN
+        return text + heads + (ON_CPU if bench.structure.device.type == "cpu" else "")
+
+    return Form(
+        title=f"under load: {shape.layers} layers of width {shape.hidden}, {shape.dtype}, random weights",
+        heads=("backend", "shape", *TIMES, "method", "density", "dense calls"),
+        cells=_cells,
+        fact=_fact,
+        remarks=_remarks,
+        notes=notes,
+    )
+
+
+def _cells(row: Loaded) -> tuple[str, ...]:
+    if row.error or row.times is None:
+        return (row.backend, "failed", *[""] * (len(TIMES) + 3))
+    times, over = row.times, row.speedups
+    return (
+        row.backend,
+        row.shape,
+        f"{times.first_p50 * 1e3:.1f}",
+        f"{times.first_p99 * 1e3:.1f}",
+        _or_empty(times.token_p50, "{:.2f}", 1e3),
+        *(_or_empty(over[name], "{:.2f}") for name in ("first", "first_p99", "token")),
+        f"{row.computed / times.seconds:.0f}",
+        f"{row.requests / times.seconds:.2f}",
+        _or_empty(over["throughput"], "{:.2f}"),
+        _or_empty(row.sparse, "{:.3f}"),
+        _or_empty(row.density, "{:.4f}"),
+        str(sum(row.fallbacks.values())),
+    )
+
+
+def _fact(row: Loaded) -> dict[str, Any]:
+    """Seconds and counts, and what follows from them."""
+    found = {name: value for name, value in asdict(row, recurse=False).items() if name not in ("times", "dense")}
+    found |= {"times": None if row.times is None else asdict(row.times), "computed": row.computed}
+    if row.times is not None:
+        seconds = row.times.seconds
+        found |= {"tokens_per_second": row.computed / seconds, "requests_per_second": row.requests / seconds}
+    return {**found, "over_dense": row.speedups, "error": row.error or None}
+
+
+def _remarks(row: Loaded) -> list[str]:
+    if row.error:
+        return [f"{row.backend} failed: {row.error}"]
+    common = sorted(row.fallbacks.items(), key=lambda one: -one[1])
+    return [f"{row.backend}, {row.shape}: {count} calls ran dense: {reason}" for reason, count in common]
+
+
+def _or_empty(value: float | None, pattern: str, times: float = 1.0) -> str:
+    return "" if value is None else pattern.format(value * times)
