@@ -32,9 +32,11 @@ def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCal
     model = load_model(shape.torch_dtype, device)
     config = model.config
     if shape.length > config.max_position_embeddings:
-        raise ParameterError(f"length is {shape.length}: captured inputs have at most {config.max_position_embeddings}")
+        raise ParameterError(
+            f"length is {shape.length}: pass at most {config.max_position_embeddings} for captured inputs"
+        )
     if shape.head_dim < config.head_dim:
-        raise ParameterError(f"head_dim is {shape.head_dim}: captured inputs need {config.head_dim} or more")
+        raise ParameterError(f"head_dim is {shape.head_dim}: pass {config.head_dim} or more for captured inputs")
     if shape.batch != 1:
         raise ParameterError(f"batch is {shape.batch}: captured inputs are one prompt; pass 1")
     ids = torch.tensor(key_value_prompts(load_tokenizer(), shape.length, 1, seed), device=device)
@@ -42,7 +44,9 @@ def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCal
     first = calls[0]
     group, ratio = shape.heads // shape.kv_heads, first.group
     if group % ratio:
-        raise ParameterError(f"heads is {shape.heads}: captured inputs need a multiple of {ratio} for each KV head")
+        raise ParameterError(
+            f"heads is {shape.heads}: pass a multiple of {ratio} for each KV head with captured inputs"
+        )
     # The last layers first, whose heads differ most from plain locality.
     found = [(call, head) for call in reversed(calls) for head in range(call.kv_heads)]
     taken = [found[i % len(found)] for i in range(shape.kv_heads)]

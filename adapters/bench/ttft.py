@@ -8,6 +8,7 @@ and k the figures say what a method costs where it finds nothing.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from .masks import random_mask
 from .model import ModelShape
 
 STRUCTURES = ("heads", "model")
+logger = logging.getLogger(__name__)
 
 
 @frozen(eq=False)
@@ -138,8 +140,8 @@ class Prefill:
                     return kernel, self._median(model, ids)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError:
-                continue
+            except RuntimeError as error:
+                logger.info("%s does not run this model: %s", kernel, str(error).split("\n")[0])
         return ANY, self._median(model, ids)
 
     def _attached(

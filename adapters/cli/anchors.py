@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from . import render
-from .files import check_writable
+from .files import check_writable, write
 from .group import CommandError
-from .kept import wrote
 from .shared_options import Device, Dtype, Json, Model, Threads, Type
 
 
@@ -60,11 +59,7 @@ def anchors(
         except (ValueError, ParameterError) as error:
             raise CommandError(f"--tokens {tokens}: {error}") from error
     table = one.table
-    try:
-        output.write_text(table.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--output {output}: {error.strerror}; pass a path that can be written") from error
-    wrote(output)
+    write("--output", output, table.to_json())
     if json:
         scores = {k: {"anchors": layers, "score": score} for k, (layers, score) in one.scores.items()}
         maps = {"maps": {layer: table.maps[layer] for layer in sorted(table.maps)}}

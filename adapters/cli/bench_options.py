@@ -95,7 +95,9 @@ class Wanted:
         wanted = [registry.get(name).name for name in self.methods]
         kept = [case for case in made if not wanted or case.name in wanted]
         if not kept:
-            raise CommandError(f"--method {', '.join(wanted)}: --table {', '.join(names)} has no case of it")
+            raise CommandError(
+                f"--method {', '.join(wanted)}: --table {', '.join(names)} has no case of it; leave one of them out"
+            )
         return kept
 
     def _chosen(self, registry: Registry, device: str) -> list[Case]:

@@ -11,8 +11,9 @@ from ..bench.peers import OURS
 from ..bench.scoreboard import Score, Scoreboard
 from . import render
 from .bench_options import Files, Wanted
+from .files import write
 from .group import CommandError
-from .kept import Stop, wrote
+from .kept import Stop
 from .progress import bars
 from .setup import Place
 
@@ -71,8 +72,7 @@ def _next(turn: list[Any], context: Any = None) -> None:
 def _write(scores: Sequence[Score], board: Scoreboard, place: Place, files: Files, clock: Clock, seed: int) -> None:
     device = place.device
     if files.markdown is not None:
-        files.markdown.write_text(score_tables.markdown(scores, board.peers, device), encoding="utf-8")
-        wrote(files.markdown)
+        write("--markdown", files.markdown, score_tables.markdown(scores, board.peers, device))
     if files.json is not None:
         found = facts.about(
             device,
@@ -84,8 +84,7 @@ def _write(scores: Sequence[Score], board: Scoreboard, place: Place, files: File
         if files.alone:
             render.write_json(found)
             return
-        files.json.write_text(render.to_json(found) + "\n", encoding="utf-8")
-        wrote(files.json)
+        write("--json", files.json, render.to_json(found) + "\n")
     for group in score_tables.by_length(scores):
         rows = map(score_tables.cells, score_tables.shown(group))
         render.figures(score_tables.title(group[0]), HEADS, rows, score_tables.remarks(group), drop=DROP)

@@ -15,6 +15,7 @@ from ..bench.model import ModelShape
 from ..progress import Progress
 from . import bench_plot, bench_results, render
 from .bench_options import Files, Wanted
+from .files import write
 from .group import CommandError
 from .kept import Stop, wrote
 from .progress import bars
@@ -44,8 +45,7 @@ def layers(wanted: Wanted, registry: Registry, place: Place, files: Files, clock
         bench_plot.draw(rows, files.plot, facts.machine(place.device)["name"])
         wrote(files.plot)
     if files.markdown is not None:
-        files.markdown.write_text(facts.markdown(rows), encoding="utf-8")
-        wrote(files.markdown)
+        write("--markdown", files.markdown, facts.markdown(rows))
     _json(files, rows, (), place, clock.rounds, seed)
     if not files.alone:
         bench_results.as_tables(rows, place.device.type == "cpu")
@@ -117,8 +117,7 @@ def _json(files: Files, rows: Sequence[Row], timed: Sequence[ttft.Timed], place:
     if files.alone:
         render.write_json(found)
     else:
-        files.json.write_text(render.to_json(found) + "\n", encoding="utf-8")
-        wrote(files.json)
+        write("--json", files.json, render.to_json(found) + "\n")
 
 
 def _written(files: Files) -> None:

@@ -15,9 +15,8 @@ from attrs import evolve
 from sparseprefill import __version__
 
 from . import render
-from .files import check_writable
+from .files import check_writable, write
 from .group import CommandError
-from .kept import wrote
 from .options import value_of
 from .shared_options import Device, Dtype, Json, Methods, Settings, Type
 
@@ -106,11 +105,7 @@ def calibrate(
     if place.device.type == "cpu":
         how["threads"] = threads
     made = _table(found.shape, place.device, how, before)
-    try:
-        output.write_text(made.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--output {output}: {error.strerror}; pass a path that can be written") from error
-    wrote(output)
+    write("--output", output, made.to_json())
     if json:
         render.write_json(calibrated.as_json(made, found.shape, list(pipelines), found.failed, output))
         return

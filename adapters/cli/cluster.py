@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import render
-from .files import check_writable
+from .files import check_writable, write
 from .group import CommandError
-from .kept import wrote
 from .shared_options import Device, Dtype, Json, Model, Threads, Type
 
 if TYPE_CHECKING:
@@ -72,11 +71,7 @@ def cluster(
             one = clustered(found, identity, prompts, settings, progress)
         draw(one.similar, one.heads, one.table, picture)
     table = one.table
-    try:
-        output.write_text(dump(table), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--output {output}: {error.strerror}; pass a path that can be written") from error
-    wrote(output)
+    write("--output", output, dump(table))
     within, across = _means(one.similar, one.labels)
     if json:
         groups = {"clusters": table.clusters, "noise": table.noise}

@@ -14,6 +14,7 @@ from ..session.defaults import TAIL
 from . import render
 from .files import check_writable
 from .group import CommandError
+from .kept import Stop, wrote
 from .options import DENSE, configured, contenders, profiled, setting
 from .searched import TABLES
 from .shared_options import (
@@ -108,15 +109,11 @@ def compare(
         loaded, tokenizer = language_model(model, place, device_map)
         check_layers(loaded.config, layer, head)
         chosen = _prompts(prompts, loaded, tokenizer, tokens, count, greedy)
-        stopped = False
-        with bars(len(chosen) * (len(compared) + 1)) as shown:
-            try:
-                for outcome in outcomes(loaded, chosen, compared, sizes, shown, (layer, head)):
-                    found.append(outcome)
-            except KeyboardInterrupt:
-                stopped = True
-    if not found:
-        raise typer.Abort
+        readings = len(chosen) * (len(compared) + 1)
+        with bars(readings) as shown, Stop() as stop:
+            for outcome in outcomes(loaded, chosen, compared, sizes, shown, (layer, head)):
+                found.append(outcome)
+    stop.check(len(found))
     name = model or "the embedded model"
     title = f"{name}: {_described(chosen)}, {place}"
     facts: dict[str, Any] = {
@@ -128,10 +125,11 @@ def compare(
         "tail": tail,
         "recall_floor": recall_floor,
         "left_out": left_out,
-        "stopped": stopped,
+        "stopped": stop.heard,
     }
     if picture is not None:
         pictures.draw([one for one in found if one.prompt == chosen[0].name], layer, head, picture)
+        wrote(picture)
     if html is not None:
         page.write(html, found, title, shlex.join(["sparseprefill", *sys.argv[1:]]), sizes)
     if json:
@@ -144,9 +142,7 @@ def compare(
     for name, reason in left_out.items():
         render.note(f"{name} is left out: {reason}")
     render.broken(registry)
-    if stopped:
-        render.note(f"stopped after {len(found)} of {len(chosen) * (len(compared) + 1)} readings")
-        raise typer.Exit(130)
+    stop.end(len(found), readings, "readings")
     if any(outcome.error for outcome in found):
         raise typer.Exit(1)
 

@@ -10,9 +10,9 @@ import typer
 
 from ..session.defaults import TAIL
 from . import render
-from .files import check_writable
+from .files import check_writable, write
 from .group import CommandError
-from .kept import wrote
+from .kept import Stop
 from .shared_options import Configs, Device, DeviceMap, Dtype, Floor, Json, Model, Profiles, Tail, Threads, Type
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ def evaluate(
     except ImportError as error:
         raise CommandError(str(error)) from error
     found: list[Run] = []
-    stopped, total = False, 0
     with place.threaded():
         loaded, tokenizer = language_model(model, place, device_map)
         harness.check(loaded, compared)
@@ -95,13 +94,10 @@ def evaluate(
         with bars(len(names)) as shown, harness.loaded(loaded, tokenizer, names, sizes, limit, shown) as suite:
             total = len(suite) * (len(compared) + stock)
             shown.expect(total)
-            try:
+            with Stop() as stop:
                 for run in harness.runs(loaded, tokenizer, suite, compared, stock=stock, listener=shown, **options):
                     found.append(run)
-            except KeyboardInterrupt:
-                stopped = True
-    if not found:
-        raise typer.Abort
+    stop.check(len(found))
     facts: dict[str, Any] = {
         "model": model or "embedded",
         "tasks": names,
@@ -112,15 +108,11 @@ def evaluate(
         "threads": threads,
         "tail": tail,
         "recall_floor": recall_floor,
-        "stopped": stopped,
+        "stopped": stop.heard,
     }
     whole = evaluated.as_json(found, facts)
     if output is not None:
-        try:
-            output.write_text(render.to_json(whole) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"--output {output}: {error.strerror}; pass a path that can be written") from error
-        wrote(output)
+        write("--output", output, render.to_json(whole) + "\n")
     if json:
         render.write_json(whole)
     else:
@@ -128,9 +120,7 @@ def evaluate(
         if output is not None:
             render.line(f"written: {output}")
     render.broken(registry)
-    if stopped:
-        render.note(f"stopped after {len(found)} of {total} runs")
-        raise typer.Exit(130)
+    stop.end(len(found), total, "runs")
     if any(run.error for run in found):
         raise typer.Exit(1)
 

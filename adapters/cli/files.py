@@ -1,4 +1,4 @@
-"""Files that a command is to write: what stands in the way is said before the work starts."""
+"""Files that a command writes: what stands in the way is said before the work starts, or when it comes up."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from .group import CommandError
+from .kept import wrote
 
 
 def check_writable(option: str, path: Path, *endings: str) -> None:
@@ -23,7 +24,7 @@ def check_writable(option: str, path: Path, *endings: str) -> None:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise CommandError(f"{option} {path}: {error.strerror}; pass a path that can be written") from error
+        raise unwritable(option, path, error) from error
     if not there:
         path.unlink()
 
@@ -33,3 +34,17 @@ def check_folder(option: str, path: Path) -> None:
     folder = path.absolute().parent
     if not os.path.isdir(folder):
         raise CommandError(f"{option} {path}: there is no folder {folder}; make it with mkdir -p, or name another")
+
+
+def unwritable(option: str, path: Path, error: OSError) -> CommandError:
+    """The error for a file of an option that could not be written."""
+    return CommandError(f"{option} {path}: {error.strerror}; pass a path that can be written")
+
+
+def write(option: str, path: Path, text: str) -> None:
+    """Write the file of an option, in UTF-8; CommandError where that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(option, path, error) from error
+    wrote(path)

@@ -227,7 +227,9 @@ def _grouped(found: list[Prompt], count: int, most: int | None, greedy: int) -> 
         groups.setdefault(len(one.ids).bit_length(), []).append(one)
     long = {size: own for size, own in groups.items() if max(len(one.ids) for one in own) >= LEAST}
     if not long:
-        raise CommandError(f"no prompt has {LEAST} tokens or more, and shorter ones have nothing to gain")
+        raise CommandError(
+            f"no prompt has {LEAST} tokens or more, and shorter ones have nothing to gain: pass longer ones"
+        )
     return {int(median(len(one.ids) for one in own)): own[:count] for _, own in sorted(long.items())}
 
 

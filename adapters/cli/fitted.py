@@ -14,7 +14,7 @@ from ..calibration.search import Search, Trial
 from ..evaluation.outcome import Outcome
 from . import render
 from .describe import DEFAULTS, told
-from .group import CommandError
+from .files import unwritable
 from .kept import wrote
 
 FRONTIER = "The frontier: settings that no other beats in both cost and closeness to dense."
@@ -29,7 +29,7 @@ def write(path: Path, profile: Profile) -> None:
         beside.write_text(profile.to_json(), encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:
-        raise CommandError(f"--output {path}: {error.strerror}; pass a path that can be written") from error
+        raise unwritable("--output", path, error) from error
     wrote(path)
 
 

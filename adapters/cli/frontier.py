@@ -12,6 +12,7 @@ from ..demo.seeds import TABLES, TUNING
 from ..session.defaults import TAIL
 from . import render
 from .group import CommandError
+from .kept import Stop
 from .searched import SAMPLED, best_settings, chosen, fixed_parameters, with_tables
 from .shared_options import Configs, Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
 
@@ -99,7 +100,6 @@ def frontier(
     clock = Clock(place.device, rounds, seconds)
     sizes = Sizes(greedy=GREEDY, repeats=1 if place.device.type == "cpu" else 3)
     found: list[Point] = []
-    stopped = False
     with place.threaded(), bars(1) as shown:
         loaded, tokenizer, identity = model_of(model, max(lengths), place)
         readings = exams_of(loaded, tokenizer, identity, lengths, texts, questions, seed, tail, sizes)
@@ -115,27 +115,22 @@ def frontier(
             **{"rounds": rounds, "dtype": place.dtype_name, "threads": threads, "left_out": left_out},
         }
         shown.expect(len(lengths) * len(candidates))
-        try:
+        with Stop() as stop:
             for length in lengths:
                 reader = Reader.of(length, readings.pop(length), clock)
                 for candidate in candidates:
                     with shown.contender(f"{candidate.name}, {length:,} tokens"):
                         found.append(reader.read(candidate))
                     frontier_results.keep(found, {**facts, "stopped": True}, place, files)
-        except KeyboardInterrupt:
-            stopped = True
-    if not found:
-        raise typer.Abort
-    frontier_results.report(found, {**facts, "stopped": stopped}, place, files)
+    stop.check(len(found))
+    frontier_results.report(found, {**facts, "stopped": stop.heard}, place, files)
     for name, reason in left_out.items():
         render.note(f"{name} is left out: {reason}")
     for one in methods:
         if best is not None and one.search and one.name not in best:
             render.note(f"{one.name} runs only at its defaults: {chosen_by} has no setting of it that worked")
     render.broken(registry)
-    if stopped:
-        render.note(f"stopped after {len(found)} of {len(lengths) * len(candidates)} settings")
-        raise typer.Exit(130)
+    stop.end(len(found), len(lengths) * len(candidates), "settings")
     if any(one.error for one in found):
         raise typer.Exit(1)
 

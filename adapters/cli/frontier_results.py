@@ -15,6 +15,7 @@ from . import render
 from .bench_options import Files
 from .bench_plot import MARKS, dress
 from .describe import told
+from .files import write
 from .kept import wrote
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ def report(points: Sequence[Point], about: Mapping[str, Any], place: Place, file
     groups = [[one for one in points if one.tokens == tokens] for tokens in dict.fromkeys(one.tokens for one in points)]
     if files.plot is not None:
         draw(groups[-1], files.plot)
+        wrote(files.plot)
     if files.markdown is not None:
-        files.markdown.write_text("\n".join(map(markdown, groups)), encoding="utf-8")
+        write("--markdown", files.markdown, "\n".join(map(markdown, groups)))
     if files.alone:
         render.write_json(_facts(points, about, place))
         return
@@ -62,8 +64,7 @@ def report(points: Sequence[Point], about: Mapping[str, Any], place: Place, file
 def keep(points: Sequence[Point], about: Mapping[str, Any], place: Place, files: Files) -> None:
     """Write the figures to the JSON file, should one be wanted: what a long run has is there if it is killed."""
     if files.json is not None and not files.alone:
-        files.json.write_text(render.to_json(_facts(points, about, place)) + "\n", encoding="utf-8")
-        wrote(files.json)
+        write("--json", files.json, render.to_json(_facts(points, about, place)) + "\n")
 
 
 def _facts(points: Sequence[Point], about: Mapping[str, Any], place: Place) -> dict[str, Any]:

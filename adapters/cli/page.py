@@ -20,6 +20,7 @@ from sparseprefill import __version__
 
 from ..evaluation.outcome import Layer, Outcome, Summary
 from ..evaluation.reading import Sizes
+from .files import write as write_file
 from .picture import INK, SHADES, Panel, sheet
 from .results import NOTES, columns, failures, speed_up, summaries
 
@@ -43,7 +44,7 @@ def write(path: Path, found: Sequence[Outcome], title: str, command: str, sizes:
         frontier=_frontier(rows),
         methods=[_method(label, [one for one in found if one.contender.label == label]) for label in _labels(found)],
     )
-    path.write_text(text, encoding="utf-8")
+    write_file("--html", path, text)
 
 
 def _labels(found: Sequence[Outcome]) -> list[str]:

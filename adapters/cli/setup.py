@@ -191,5 +191,5 @@ def _load_other(place: Place, path: str, device_map: str | None = None) -> tuple
 def _check(config: Any, tokens: int, layer: int = 0, head: int = 0) -> None:
     most = positions(config)
     if most is not None and tokens > most:
-        raise CommandError(f"--tokens {tokens}: the model reads at most {most}")
+        raise CommandError(f"--tokens {tokens}: the model reads at most {most}; pass that or less")
     check_layers(config, layer, head)

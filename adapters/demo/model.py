@@ -43,7 +43,7 @@ def load_tokenizer(folder: Path | None = None) -> Any:
 
 def _checkpoint() -> Path:
     if not (CHECKPOINT / "config.json").is_file():
-        raise FileNotFoundError(f"the embedded model is not at {CHECKPOINT}")
+        raise FileNotFoundError(f"the embedded model is not at {CHECKPOINT}: install sparseprefill again")
     return CHECKPOINT
 
 

@@ -157,11 +157,11 @@ def _check(family: Family, questions: int, asked: int, distractors: int, depth: 
         raise ValueError(f"{questions} questions do not fit the family {family!r}")
     most = 9 if family in ("multivalue", "multiquery") else 1
     if not 1 <= asked <= most:
-        raise ValueError(f"a question of the family {family!r} asks 1 to {most} values")
+        raise ValueError(f"a question of the family {family!r} asks 1 to {most} values, not {asked}")
     if distractors < 0:
-        raise ValueError("distractors must not be negative")
+        raise ValueError(f"distractors is {distractors}: pass 0 or more")
     if depth is not None and not 0 <= depth <= 1:
-        raise ValueError("depth must lie between 0 and 1")
+        raise ValueError(f"depth is {depth}: pass a number from 0 to 1")
     if wording == "long" and family not in ("single", "multikey"):
         raise ValueError(f"the family {family!r} has no long questions")
 

@@ -289,7 +289,7 @@ class _Asker:
                 lm = host.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
             except AssertionError as error:
                 raise ParameterError(
-                    f"tokenizer is a {type(tokenizer).__name__}: the harness takes those of transformers"
+                    f"tokenizer is a {type(tokenizer).__name__}: pass one of transformers, which the harness takes"
                 ) from error
         return cls(lm, limit, chat_template)
 

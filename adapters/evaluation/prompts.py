@@ -36,7 +36,7 @@ def load(path: str | Path, tokenizer: Any, tokens: int | None = None) -> list[Pr
     if path.is_dir():
         files = sorted(one for one in path.iterdir() if one.suffix.lower() in SUFFIXES)
         if not files:
-            raise ParameterError(f"prompts: {path} holds no file that ends in {', '.join(SUFFIXES)}")
+            raise ParameterError(f"prompts: {path} holds no file that ends in {', '.join(SUFFIXES)}: add one")
     elif path.is_file():
         files = [path]
     else:
@@ -58,7 +58,7 @@ def made(texts: Sequence[str], tokenizer: Any, tokens: int, count: int) -> list[
             if len(ids) >= tokens:
                 break
         if len(ids) < tokens:
-            raise ParameterError(f"tokens is {tokens}: the built-in text has {len(ids)}")
+            raise ParameterError(f"tokens is {tokens}: the built-in text has {len(ids)}; pass that or less")
         found.append(Prompt(f"built-in {index + 1}", tuple(ids[:tokens])))
     return found
 
@@ -67,16 +67,16 @@ def _of_file(path: Path, tokenizer: Any, tokens: int | None) -> Iterator[Prompt]
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(f"prompts: {path} cannot be read as UTF-8 text: {error}") from error
+        raise ParameterError(f"prompts: {path} cannot be read as UTF-8 text: {error}; pass another file") from error
     if path.suffix.lower() != ".jsonl":
         if not text.strip():
-            raise ParameterError(f"prompts: {path} holds no text")
+            raise ParameterError(f"prompts: {path} holds no text: pass a file with a prompt")
         ids = _ids(tokenizer, text, start=True)[:tokens]
         yield Prompt(path.name, tuple(ids))
         return
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if not lines:
-        raise ParameterError(f"prompts: {path} holds no line")
+        raise ParameterError(f"prompts: {path} holds no line: pass a file with a prompt in each")
     for number, line in lines:
         where = f"{path.name}:{number}"
         yield Prompt(where, tuple(_middle_out(_of_line(line, where, tokenizer), tokens)))
@@ -86,7 +86,7 @@ def _of_line(line: str, where: str, tokenizer: Any) -> list[int]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ParameterError(f"prompts: {where} is not JSON: {error}") from error
+        raise ParameterError(f"prompts: {where} is not JSON: {error}; write one object a line") from error
     given = sorted({"prompt", "messages"} & set(entry)) if isinstance(entry, dict) else []
     if len(given) != 1:
         raise ParameterError(f"prompts: {where} is {line[:60]!r}: pass an object with either 'prompt' or 'messages'")
@@ -99,7 +99,9 @@ def _of_line(line: str, where: str, tokenizer: Any) -> list[int]:
     try:
         text = tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of others, and raise what they like
-        raise ParameterError(f"prompts: {where}: the chat template refuses the messages: {error}") from error
+        raise ParameterError(
+            f"prompts: {where}: the chat template refuses the messages: {error}; pass 'prompt'"
+        ) from error
     return _ids(tokenizer, text, start=False)
 
 

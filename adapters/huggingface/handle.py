@@ -59,7 +59,7 @@ class Handle:
             if state.active:
                 return
             if decoder is None:
-                raise AttachError("the model is gone")
+                raise AttachError("the model is gone: nothing holds it any more; load it again and attach that")
             claim(decoder)
             switch = Switch.of(decoder)
             state.original = Original(str(named_before(decoder.config._attn_implementation)))

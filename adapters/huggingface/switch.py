@@ -91,7 +91,7 @@ class Switch:
         """Switch the decoder to `name`. Raises AttachError if it does not take it."""
         decoder = self._decoder()
         if decoder is None:
-            raise AttachError("the model is gone")
+            raise AttachError("the model is gone: nothing holds it any more; load it again and attach that")
         known = {id(config): before for config, before in self._before}
         found = implementations(decoder)
         self._before = [(c, known.get(id(c), named_before(value)) if is_ours(value) else value) for c, value in found]

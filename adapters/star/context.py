@@ -100,7 +100,7 @@ class Context:
     def _asked(self, questions: Rows) -> list[list[int]]:
         asked = rows_of("questions", questions)
         if len(asked) != len(self.tokens):
-            raise ParameterError(f"questions: {len(asked)} rows for {len(self.tokens)} contexts")
+            raise ParameterError(f"questions: {len(asked)} rows for {len(self.tokens)} contexts; pass one for each")
         return asked
 
     def _next(self, asked: Sequence[list[int]]) -> tuple[Tensor, Tensor, int]:

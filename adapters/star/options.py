@@ -30,11 +30,13 @@ def check_options(options: Mapping[str, Any], default: Any) -> None:
     if mine:
         raise ParameterError(f"{', '.join(mine)}: a context gives these itself; pass the tokens of the questions")
     if options.get("return_dict_in_generate"):
-        raise ParameterError("return_dict_in_generate: generate() of a context returns token ids alone")
+        raise ParameterError("return_dict_in_generate: generate() of a context returns token ids alone; leave it out")
     for name in (*ONE, *NONE):
         value = options.get(name, getattr(given, name, None))
         if value not in ((None, 1) if name in ONE else (None,)):
-            raise ParameterError(f"{name} is {value!r}: it crops or copies the cache, which is spread over the ranks")
+            raise ParameterError(
+                f"{name} is {value!r}: it crops or copies the cache, which is spread over the ranks; leave it out"
+            )
 
 
 def stops(options: Mapping[str, Any], default: Any) -> frozenset[int]:

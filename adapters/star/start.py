@@ -50,7 +50,7 @@ def started(device: str, dtype: str, timeout: float, tensor_parallel: int = 1) -
     if kind not in ("cpu", "cuda"):
         raise ParameterError(f"device is {device!r}: pass cpu, cuda or auto; torchrun's LOCAL_RANK picks the GPU")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ParameterError("device is 'cuda': PyTorch sees no GPU")
+        raise ParameterError("device is 'cuda': PyTorch sees no GPU; pass cpu or auto")
     here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
     where: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
     connect(here, timeout, **where)

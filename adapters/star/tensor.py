@@ -32,7 +32,7 @@ def shard(model: Any, mesh: Any) -> None:
     prefix = model.base_model_prefix
     plan = {f"{prefix}.{name}": style for name, style in (config.base_model_tp_plan or {}).items()}
     if not plan:
-        raise AttachError(f"{type(model).__name__} has no tensor-parallel plan in transformers")
+        raise AttachError(f"{type(model).__name__} has no tensor-parallel plan in transformers: pass tensor_parallel=1")
     tied = getattr(config, "tie_word_embeddings", False)
     if not tied:
         plan.update(getattr(model, "_tp_plan", None) or {})

@@ -1,14 +1,16 @@
-"""Text of JSON and TOML files as plain data, whatever they hold: every failure is a ParameterError."""
+"""JSON and TOML files as plain data, whatever they hold: every failure is a ParameterError."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
+
+Made = TypeVar("Made")
 
 
 def read(path: str | Path) -> str:
@@ -41,3 +43,33 @@ def parsed(text: str, loads: Callable[[str], Any] = json.loads, kind: str = "JSO
         raise
     except ValueError as error:
         raise ParameterError(f"is not {kind} ({error}): pass a {kind} file") from error
+
+
+def load(path: str | Path, name: str, remedy: str, make: Callable[[object], Made]) -> Made:
+    """What `make` makes of a JSON file's content; ParameterError names the file and the field that does not fit.
+
+    name, remedy: what the file is, and what to pass instead of one that cannot be read.
+    """
+    try:
+        text = read(path)
+    except ParameterError as error:
+        raise ParameterError(f"{name} is {printed(str(path))}: {error}; {remedy}") from error
+    try:
+        with bounded():
+            return make(parsed(text))
+    except ParameterError as error:
+        raise ParameterError(f"{path}: {error}") from error
+
+
+def check_version(facts: Mapping[str, Any], schema: str, version: int, remedy: str = "") -> None:
+    """ParameterError, with the remedy, where an object is of another schema or version."""
+    for name, wanted in (("schema", schema), ("version", version)):
+        if facts.get(name) != wanted or isinstance(facts.get(name), bool):
+            said = f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}"
+            raise ParameterError(f"{said}; {remedy}" if remedy else said)
+
+
+def by_lines(facts: Mapping[str, Any]) -> str:
+    """The text of an object, a line for each of its fields."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in facts.items()]
+    return "{\n  " + ",\n  ".join(lines) + "\n}\n"

@@ -119,8 +119,34 @@ def _ask_observers(pipeline: Pipeline) -> tuple[Stage, ...]:
     return tuple(Stage.of(stage, pipeline.name) for stage in pipeline.observers)
 
 
+class Runner:
+    """What runs calls takes tensors as well, like a function."""
+
+    __slots__ = ()
+
+    def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
+        """One layer's attention."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        /,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        q_offset: int | None = None,
+        layer: int = 0,
+        memory: Memory | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attention output ``[B, Hq, Nq, Dv]``; `options` are AttentionCall's other fields."""
+        given = {"scale": scale, "q_offset": q_offset, "layer": layer, **options}
+        return self.run(AttentionCall.of(q, k, v, given), memory).out
+
+
 @frozen(eq=False)
-class Pipeline:
+class Pipeline(Runner):
     """A method ready to run. Immutable and without a request's state, so one serves all threads and requests.
 
     Compose with ``attrs.evolve(pipeline, refiners=(*pipeline.refiners, mine))`` or from stages of any plugin.
@@ -318,22 +344,6 @@ class Pipeline:
         for refiner in refiners:
             plan = refiner.refine(call, plan, memory)
         return plan
-
-    def __call__(
-        self,
-        /,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None = None,
-        q_offset: int | None = None,
-        layer: int = 0,
-        memory: Memory | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Attention output ``[B, Hq, Nq, Dv]``; `options` are AttentionCall's other fields."""
-        given = {"scale": scale, "q_offset": q_offset, "layer": layer, **options}
-        return self.run(AttentionCall.of(q, k, v, given), memory).out
 
 
 def _memory(given: Memory | None) -> Memory:

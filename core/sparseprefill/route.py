@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from attrs import Attribute, Factory, evolve, field, frozen
-from torch import Tensor
 
 from sparseprefill.breakeven.gate import AUTO, AutoGate, Gate, GateChoice, gate_of
 from sparseprefill.breakeven.table import Verdict
@@ -16,7 +15,7 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.pipeline import Pipeline
+from sparseprefill.pipeline import Pipeline, Runner
 from sparseprefill.plan import Plan, Result
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.recall import Recall, floor_of
@@ -90,7 +89,7 @@ def _guarded(route: Route) -> Guard | None:
 
 
 @frozen(eq=False)
-class Route:
+class Route(Runner):
     """Pipelines, of which each call meets one: `choose`. Runs like a Pipeline.
 
     name: of the method, under which the gate judges; with a profile of several methods each call is judged under its
@@ -129,11 +128,12 @@ class Route:
         """
         known = profile.methods
         if method is not None and known != (method,):
-            shown = printed(known[0]) if len(known) == 1 else f"{', '.join(known)}: leave the method out"
-            raise ParameterError(f"the profile is for {shown}, not for {printed(method)}")
+            shown = printed(known[0]) if len(known) == 1 else ", ".join(known)
+            raise ParameterError(f"the profile is for {shown}, not for {printed(method)}: leave the method out")
         if parameters and len(known) > 1:
             raise ParameterError(
-                f"parameters ({', '.join(sorted(parameters))}) belong to one method, but the profile has {len(known)}"
+                f"parameters ({', '.join(sorted(parameters))}) belong to one method, but the profile has {len(known)}: "
+                "leave them out"
             )
         made: list[Pipeline | None] = []
         for i, one in enumerate(profile.ranges):
@@ -329,22 +329,6 @@ class Route:
         if choice.dense:
             raise UnsupportedCallError([choice.dense])
         return choice.pipeline
-
-    def __call__(
-        self,
-        /,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None = None,
-        q_offset: int | None = None,
-        layer: int = 0,
-        memory: Memory | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Attention output ``[B, Hq, Nq, Dv]``; `options` are AttentionCall's other fields."""
-        given = {"scale": scale, "q_offset": q_offset, "layer": layer, **options}
-        return self.run(AttentionCall.of(q, k, v, given), memory).out
 
 
 @frozen

@@ -1,4 +1,4 @@
-"""The embedded model's tokenizer, loaded once a session: with each new one the filler text would be measured anew."""
+"""The embedded model, and its tokenizer once a session: with each new one the filler text would be measured anew."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ def embedded_tokenizer() -> Any:
     from sparseprefill.adapters.demo.model import load_tokenizer
 
     return load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Any:
+    """The embedded model in float32."""
+    import torch
+    from sparseprefill.adapters.demo.model import load_model
+
+    return load_model(torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -24,13 +24,10 @@ from typer.testing import CliRunner, Result
 import sparseprefill as sp
 from sparseprefill.profiles import anchors
 
+from .test_cli import refused
+
 pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 SMALL = ("--tokens", "512", "--samples", "1", "--tile", "32", "--columns", "32", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Any:
-    return load_model(torch.float32)
 
 
 def run(*arguments: str) -> Result:
@@ -142,10 +139,7 @@ def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (("--tokens", "256", "--samples", "1", "--device", "cpu"), "pass longer ones than 256"),
         (("--model", str(tmp_path / "nothing"), "--device", "cpu"), "--model"),
     ):
-        result = run(*arguments)
-        assert result.exit_code == 1
-        assert result.stderr.startswith("error: ")
-        assert words in " ".join(result.stderr.split())
+        refused(run(*arguments), words)
 
 
 def test_the_shipped_table_fits_the_embedded_model(embedded: Any, embedded_tokenizer: Any) -> None:

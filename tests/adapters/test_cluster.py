@@ -22,13 +22,10 @@ from typer.testing import CliRunner, Result
 import sparseprefill as sp
 from sparseprefill.profiles import cluster_file
 
+from .test_cli import refused
+
 pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 SMALL = ("--tokens", "512", "--block", "32", "--samples", "1", "--epochs", "20", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Any:
-    return load_model(torch.float32)
 
 
 def run(*arguments: str) -> Result:
@@ -120,10 +117,7 @@ def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (("--tokens", "50000", "--device", "cpu"), "reads at most"),
         (("--model", str(tmp_path / "nothing"), "--device", "cpu"), "--model"),
     ):
-        result = run(*arguments)
-        assert result.exit_code == 1
-        assert result.stderr.startswith("error: ")
-        assert words in result.stderr
+        refused(run(*arguments), words)
 
 
 def test_the_shipped_table_fits_the_embedded_model(embedded: Any, embedded_tokenizer: Any) -> None:

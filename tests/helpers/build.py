@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sparseprefill.call import AttentionCall
+from sparseprefill.mask.mask import SparseMask
 from sparseprefill.testing import tensors
 
 
@@ -33,3 +34,16 @@ def make(
 def int32(*values: int) -> torch.Tensor:
     """Starts or lengths of batch rows."""
     return torch.tensor(values, dtype=torch.int32)
+
+
+def random_mask(call: AttentionCall, kind: str, tile: tuple[int, int], group: int, seed: int) -> SparseMask:
+    """A mask without its diagonal. kind: "tiles", "stripes" or "both"."""
+    g, source = call.geometry, torch.Generator().manual_seed(seed)
+    shape = (g.batch, g.heads)
+    chosen = torch.rand(*shape, g.tile_rows(tile[0]), g.tile_columns(tile[1]), generator=source) < 0.4
+    columns = torch.rand(*shape, g.tile_rows(tile[0] * group), g.kv_len, generator=source) < 0.2
+    tiles = SparseMask.from_tiles(call, chosen, tile, diagonal=False)
+    stripes = SparseMask.from_stripes(call, columns, group, tile, diagonal=False)
+    if kind == "both":
+        return SparseMask(g, *tile, tiles.tiles, group, stripes.stripes)
+    return tiles if kind == "tiles" else stripes

@@ -1,8 +1,9 @@
-"""Break-even tables with made-up figures."""
+"""Break-even tables with made-up figures, and files of tables that are wrong in one place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point
@@ -38,3 +39,12 @@ def table(*shapes: HeadShape, kind: str = "cpu", capability: tuple[int, int] | N
 def from_length(least: int, method: str = "streaming", **changes: Any) -> BreakEven:
     """A table by which the method pays from about `least` tokens on."""
     return table(whole({least // 2: 4.0, least: 0.9, 4 * least: 0.2}, method, **changes))
+
+
+def altered(text: str, at: Sequence[Any], value: Any) -> Any:
+    """The content of a JSON text with another value at one place."""
+    facts = inner = json.loads(text)
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = value
+    return facts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,55 +31,64 @@ WIDTH = 1e-6
 """Of a target: rounding of float32 sums decides nothing beyond it."""
 
 
-def placed(
-    lengths: tuple[int, int], fields: dict[str, Any], tile: int, rows: int, span: int | None
-) -> tuple[Geometry, Stretches]:
-    geometry = call_of(lengths[0], sum(lengths), torch.float32, (2, 1), **fields).geometry
-    return geometry, Stretches.deal(geometry, tile, rows, span)
-
-
 def there(at: Stretches) -> Stretches:
     names = ("rows", "real", "position", "own", "first", "of", "inhabited")
     return evolve(at, **{name: getattr(at, name).to(DEVICE) for name in names})
 
 
-PLACES: dict[str, Any] = {
-    "lengths": st.tuples(st.sampled_from([1, 16, 127, 128, 129, 251]), st.sampled_from([0, 1, 77, 300])),
-    "fields": st.sampled_from(FIELDS),
-    "grid": st.sampled_from(GRIDS),
-    "rows": st.sampled_from([64, 1, 5]),
-    "span": st.sampled_from([None, 96]),
-    "neighbours": st.booleans(),
-    "seed": st.integers(0, 1000),
-}
+@frozen
+class Spot:
+    """A call, where its rows are sampled, and what the draws begin with."""
+
+    lengths: tuple[int, int]
+    fields: dict[str, Any]
+    grid: tuple[int, int]
+    rows: int
+    span: int | None
+    neighbours: bool
+    seed: int
+
+    def placed(self) -> tuple[Geometry, Stretches, torch.Generator]:
+        geometry = call_of(self.lengths[0], sum(self.lengths), torch.float32, (2, 1), **self.fields).geometry
+        at = Stretches.deal(geometry, self.grid[0], self.rows, self.span)
+        return geometry, at, torch.Generator().manual_seed(self.seed)
+
+    @property
+    def speaks_for(self) -> Any:
+        return "neighbours" if self.neighbours else "stretch"
+
+
+SPOTS = st.builds(
+    Spot,
+    lengths=st.tuples(st.sampled_from([1, 16, 127, 128, 129, 251]), st.sampled_from([0, 1, 77, 300])),
+    fields=st.sampled_from(FIELDS),
+    grid=st.sampled_from(GRIDS),
+    rows=st.sampled_from([64, 1, 5]),
+    span=st.sampled_from([None, 96]),
+    neighbours=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+LATE = Spot((251, 300), FIELDS[-1], (24, 16), rows=5, span=96, neighbours=True, seed=1)
 
 
 @settings(max_examples=150 if CUDA else 25)
-@given(**PLACES)
-@example(lengths=(251, 300), fields=FIELDS[-1], grid=(24, 16), rows=5, span=96, neighbours=True, seed=1)
-@example(lengths=(251, 0), fields=FIELDS[3], grid=(16, 24), rows=64, span=None, neighbours=True, seed=2)
-def test_what_query_tiles_hear(
-    lengths: tuple[int, int],
-    fields: dict[str, Any],
-    grid: tuple[int, int],
-    rows: int,
-    span: int | None,
-    neighbours: bool,
-    seed: int,
-) -> None:
-    geometry, at = placed(lengths, fields, grid[0], rows, span)
-    source, columns = torch.Generator().manual_seed(seed), geometry.tile_columns(grid[1])
+@given(spot=SPOTS)
+@example(spot=LATE)
+@example(spot=Spot((251, 0), FIELDS[3], (16, 24), rows=64, span=None, neighbours=True, seed=2))
+def test_what_query_tiles_hear(spot: Spot) -> None:
+    (geometry, at, source), grid = spot.placed(), spot.grid
+    columns = geometry.tile_columns(grid[1])
     chosen, have = (
         torch.rand(geometry.batch, 2, n, columns, generator=source) < share
         for n, share in ((at.rows.shape[1], 0.2), (geometry.tile_rows(grid[0]), 0.3))
     )
     reach = _reach(geometry, grid)
     seen = reach & at.inhabited[:, None, :, None]
-    floor = RecallFloor(speaks_for="neighbours" if neighbours else "stretch")
+    floor = RecallFloor(speaks_for=spot.speaks_for)
     added = floor._spread(chosen, at, grid) & seen & ~have
     counts = torch.stack([x.sum(-1) for x in (have & seen, seen & ~have, added)], -1)
     held = launch.Held(have.to(DEVICE), reach.to(DEVICE))
-    found, counted = launch.spread(chosen.to(DEVICE), there(at), held, grid, neighbours=neighbours)
+    found, counted = launch.spread(chosen.to(DEVICE), there(at), held, grid, neighbours=spot.neighbours)
     assert torch.equal(added, found.cpu())
     assert torch.equal(counts, counted.cpu().long())
 
@@ -102,41 +111,28 @@ def masses(
 
 @settings(max_examples=150 if CUDA else 25)
 @given(
-    **PLACES,
+    spot=SPOTS,
     target=st.sampled_from([0.95, 0.5, 0.0, 1.0]),
     dense_from=st.sampled_from([0.5, 0.0, 1.0, 0.3]),
     kind=st.sampled_from(["plain", "ties", "stripes", "ties, stripes", "stripes, nan"]),
 )
-@example(
-    lengths=(251, 300), fields=FIELDS[-1], grid=(24, 16), rows=5, span=96, neighbours=True, seed=1, target=0.95,
-    dense_from=0.5, kind="stripes",
-)  # fmt: skip
-def test_what_a_floor_adds(
-    lengths: tuple[int, int],
-    fields: dict[str, Any],
-    grid: tuple[int, int],
-    rows: int,
-    span: int | None,
-    neighbours: bool,
-    seed: int,
-    target: float,
-    dense_from: float,
-    kind: str,
-) -> None:
-    geometry, at = placed(lengths, fields, grid[0], rows, span)
-    source = torch.Generator().manual_seed(seed)
+@example(spot=LATE, target=0.95, dense_from=0.5, kind="stripes")
+def test_what_a_floor_adds(spot: Spot, target: float, dense_from: float, kind: str) -> None:
+    (geometry, at, source), grid = spot.placed(), spot.grid
     by_tile = masses(geometry, at, grid, source, kind)
     have = torch.rand(geometry.batch, 2, geometry.tile_rows(grid[0]), by_tile[0].shape[3], generator=source) < 0.2
-    reach, speaks_for = _reach(geometry, grid), "neighbours" if neighbours else "stretch"
+    reach = _reach(geometry, grid)
 
     def plain(share: float) -> Any:
-        floor = RecallFloor(target=min(max(share, 0.0), 1.0), dense_from=dense_from, speaks_for=speaks_for)
+        floor = RecallFloor(target=min(max(share, 0.0), 1.0), dense_from=dense_from, speaks_for=spot.speaks_for)
         return floor._raised(mass_of(*by_tile), at, grid, have, reach, ())
 
     every, kept = by_tile
     moved = (every.to(DEVICE), None if kept is None else kept.to(DEVICE))
     held = launch.Held(have.to(DEVICE), reach.to(DEVICE))
-    raised = launch.raised(moved, there(at), held, grid, target=target, dense_from=dense_from, neighbours=neighbours)
+    raised = launch.raised(
+        moved, there(at), held, grid, target=target, dense_from=dense_from, neighbours=spot.neighbours
+    )
     found = launch.Raised(*(x.cpu() for x in raised))
     less, same, more = (plain(target + width) for width in (-WIDTH, 0.0, WIDTH if target < 1 else 0.0))
     assert bool((less.added <= found.added).all())

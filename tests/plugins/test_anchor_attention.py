@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sparseprefill.plugins.anchor_attention.regions import Regions
 
 import sparseprefill as sp
+from helpers.layers import fields_of
 from oracles.anchor_attention import Answer, Parameters, anchor_attention
 
 THETAS = st.sampled_from([math.inf, -math.inf, 0.0]) | st.floats(-6, 6)
@@ -42,11 +43,7 @@ def run(p: Parameters, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **opti
         init_tokens=p.init_tokens,
         use_anchor=p.use_anchor,
     )
-    rows: dict[str, Any] = {
-        name: torch.tensor(options[name], dtype=torch.int32) for name in ("starts", "lengths") if name in options
-    }
-    arguments: dict[str, Any] = {**options, **rows}
-    call = sp.AttentionCall(q, k, v, **arguments)
+    call = sp.AttentionCall(q, k, v, **fields_of(options))
     return pipeline.run(call), anchor_attention(q, k, v, p, **options)
 
 

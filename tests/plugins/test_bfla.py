@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sparseprefill.plugins.bfla.scores import block_scores
 
 import sparseprefill as sp
+from helpers.layers import fields_of
 from oracles.bfla import Parameters, bfla
 from sparseprefill.mask.geometry import reachable_map
 
@@ -64,11 +65,7 @@ def build(p: Parameters) -> sp.Pipeline:
 
 def compare(p: Parameters, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> sp.Result:
     """The plugin's result, once it equals the oracle's."""
-    rows: dict[str, Any] = {
-        name: torch.tensor(options[name], dtype=torch.int32) for name in ("starts", "lengths") if name in options
-    }
-    arguments: dict[str, Any] = {**options, **rows}
-    result = build(p).run(sp.AttentionCall(q, k, v, **arguments))
+    result = build(p).run(sp.AttentionCall(q, k, v, **fields_of(options)))
     out, mask = bfla(q, k, v, p, **options)
     assert torch.equal(mask, result.mask.to_dense())
     torch.testing.assert_close(out, result.out, rtol=1e-12, atol=1e-12)

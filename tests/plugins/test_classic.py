@@ -10,26 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from helpers.layers import fields_of
+from helpers.oracle_calls import call, padded
 from oracles import classic
 
 HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2)])
-
-
-def call(seed: int, heads: tuple[int, int], q_len: int, kv_len: int, batch: int = 1, **options: Any) -> dict[str, Any]:
-    """float64 q, k, v and the options, as the oracle takes them."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = {"q": (heads[0], q_len, 8), "k": (heads[1], kv_len, 8), "v": (heads[1], kv_len, 6)}
-    made = {
-        name: torch.randn(batch, *size, generator=generator, dtype=torch.float64) * 1.5 for name, size in sizes.items()
-    }
-    return made | options
-
-
-def padded(seed: int, kv_len: int, share: float, starts: list[float], ends: list[float]) -> dict[str, Any]:
-    """A batch of two rows, padded left and right."""
-    first = [int(start * kv_len) for start in starts]
-    lengths = [round(end * (kv_len - begin)) for begin, end in zip(first, ends, strict=True)]
-    return call(seed, (2, 1), max(1, round(share * kv_len)), kv_len, 2, starts=first, lengths=lengths)
 
 
 CALLS = st.one_of(
@@ -48,11 +33,7 @@ CALLS = st.one_of(
 
 
 def compare(pipeline: sp.Pipeline, made: dict[str, Any], truth: tuple[torch.Tensor, torch.Tensor]) -> None:
-    rows: dict[str, Any] = {
-        name: torch.tensor(made[name], dtype=torch.int32) for name in ("starts", "lengths") if name in made
-    }
-    arguments: dict[str, Any] = {**made, **rows}
-    result = pipeline.run(sp.AttentionCall(**arguments))
+    result = pipeline.run(sp.AttentionCall(**fields_of(made)))
     assert torch.equal(truth[1], result.mask.to_dense())
     torch.testing.assert_close(truth[0], result.out, rtol=1e-12, atol=1e-12)
 

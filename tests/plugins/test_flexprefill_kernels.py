@@ -11,29 +11,15 @@ from hypothesis import strategies as st
 from sparseprefill.plugins.flexprefill import launch
 from sparseprefill.plugins.flexprefill.pattern import distance
 from sparseprefill.plugins.flexprefill.pooled import products, scores
-from torch import Tensor
 
 import sparseprefill as sp
 from kernels.device import CUDA, DEVICE
+from kernels.test_sampled import FIELDS
 from sparseprefill import AttentionCall
 from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.statistics.pooled import key_tile_mean, tile_mean
 from sparseprefill.statistics.sampled import last_rows, sampled_mass
 from sparseprefill.statistics.slashes import slash_tiles
-
-
-def rows_of(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-FIELDS: list[dict[str, Any]] = [
-    {},
-    {"softcap": 3.0},
-    {"window": 50},
-    {"starts": rows_of(0, 40)},
-    {"lengths": rows_of(90, 7)},
-    {"starts": rows_of(3, 0), "lengths": rows_of(60, 100), "window": 31},
-]
 
 
 def call_of(lengths: tuple[int, int], heads: tuple[int, int], fields: dict[str, Any]) -> AttentionCall:

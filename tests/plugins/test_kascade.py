@@ -16,7 +16,7 @@ from sparseprefill.plugins.kascade.stages import Kascade
 from torch import Tensor
 
 import sparseprefill as sp
-from helpers.layers import Layers, fields_of, places
+from helpers.layers import Layers, calls, run
 from oracles import kascade as oracle
 from sparseprefill.profiles.anchors import AnchorTable, load
 from sparseprefill.profiles.identity import ModelIdentity
@@ -45,13 +45,7 @@ def tensors(seed: int, heads: tuple[int, int], q_len: int, kv_len: int, batch: i
     return made
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[Layers, dict[str, Any]]:
-    heads = draw(st.sampled_from([(2, 2), (4, 2), (6, 2)]))
-    batch, q_len, kv_len, options = draw(places(110, 70))
-    return tensors(draw(st.integers(0, 9999)), heads, q_len, kv_len, batch), options
-
-
+CALLS = calls([(2, 2), (4, 2), (6, 2)], 110, 70, tensors)
 PARAMETERS = st.builds(
     oracle.Parameters,
     topk=st.sampled_from([0.0, 1.0]) | st.floats(0.02, 0.95),
@@ -68,18 +62,12 @@ def build(anchors: tuple[int, ...], maps: dict[int, tuple[int, ...]], p: oracle.
     return made
 
 
-def run(layers: Layers, pipeline: sp.Pipeline, memory: sp.Memory | None = None, **options: Any) -> list[sp.Result]:
-    """All layers with one memory."""
-    fields, memory = fields_of(options), sp.Memory() if memory is None else memory
-    return [pipeline.run(sp.AttentionCall(*qkv, layer=i, **fields), memory) for i, qkv in enumerate(layers)]
-
-
 def chosen_of(result: sp.Result) -> Chosen:
     return next(note for note in result.plan.notes.values() if isinstance(note, Chosen))
 
 
 @settings(deadline=None)
-@given(made=calls(), p=PARAMETERS, table=st.sampled_from(TABLES))
+@given(made=CALLS, p=PARAMETERS, table=st.sampled_from(TABLES))
 def test_equals_the_oracle(made: tuple[Layers, dict[str, Any]], p: oracle.Parameters, table: Any) -> None:
     layers, options = made
     expected = oracle.kascade(layers, table[0], p, table[1], **options)

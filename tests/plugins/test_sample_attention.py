@@ -14,6 +14,8 @@ from sparseprefill.plugins.sample_attention.cra import cra
 from sparseprefill.plugins.sample_attention.samples import Samples
 
 import sparseprefill as sp
+from helpers.layers import fields_of
+from helpers.oracle_calls import call, padded
 from oracles.sample_attention import sample_attention
 
 HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2)])
@@ -29,23 +31,6 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-def call(seed: int, heads: tuple[int, int], q_len: int, kv_len: int, batch: int = 1, **options: Any) -> dict[str, Any]:
-    """float64 q, k, v and the options, as the oracle takes them."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = {"q": (heads[0], q_len, 8), "k": (heads[1], kv_len, 8), "v": (heads[1], kv_len, 6)}
-    made = {
-        name: torch.randn(batch, *size, generator=generator, dtype=torch.float64) * 1.5 for name, size in sizes.items()
-    }
-    return made | options
-
-
-def padded(seed: int, kv_len: int, share: float, starts: list[float], ends: list[float]) -> dict[str, Any]:
-    """A batch of two rows, padded left and right."""
-    first = [int(start * kv_len) for start in starts]
-    lengths = [round(end * (kv_len - begin)) for begin, end in zip(first, ends, strict=True)]
-    return call(seed, (2, 1), max(1, round(share * kv_len)), kv_len, 2, starts=first, lengths=lengths)
-
-
 SHARES = st.lists(st.floats(0, 0.99), min_size=2, max_size=2)
 CALLS = st.one_of(
     st.builds(call, st.integers(0, 999), HEADS, length := st.integers(1, 300), length).filter(
@@ -59,12 +44,8 @@ CALLS = st.one_of(
 
 
 def attend(made: dict[str, Any], **parameters: Any) -> sp.Result:
-    rows: dict[str, Any] = {
-        name: torch.tensor(made[name], dtype=torch.int32) for name in ("starts", "lengths") if name in made
-    }
-    arguments: dict[str, Any] = {**made, **rows}
     pipeline: sp.Pipeline = sp.build("sample-attention", **parameters)
-    return pipeline.run(sp.AttentionCall(**arguments))
+    return pipeline.run(sp.AttentionCall(**fields_of(made)))
 
 
 @settings(max_examples=30, deadline=None)

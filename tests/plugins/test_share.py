@@ -14,7 +14,7 @@ from sparseprefill.plugins.share_prefill.stages import Share
 from torch import Tensor
 
 import sparseprefill as sp
-from helpers.layers import Layers, fields_of, places
+from helpers.layers import Layers, calls, run
 from helpers.stubs import Estimate, Observe
 from oracles import share as oracle
 from oracles.share_prefill import Parameters
@@ -66,17 +66,7 @@ def alike(seed: int, heads: tuple[int, int], q_len: int, kv_len: int, batch: int
     return made
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[Layers, dict[str, Any]]:
-    heads = draw(st.sampled_from([(2, 1), (4, 2), (4, 4)]))
-    batch, q_len, kv_len, options = draw(places(130, 80))
-    return alike(draw(st.integers(0, 9999)), heads, q_len, kv_len, batch), options
-
-
-def run(layers: Layers, pipeline: Any, **options: Any) -> list[sp.Result]:
-    """All layers with one memory."""
-    fields, memory = fields_of(options), sp.Memory()
-    return [pipeline.run(sp.AttentionCall(*qkv, layer=i, **fields), memory) for i, qkv in enumerate(layers)]
+CALLS = calls([(2, 1), (4, 2), (4, 4)], 130, 80, alike)
 
 
 def masks(results: list[sp.Result]) -> list[Tensor]:
@@ -108,7 +98,7 @@ PARAMETERS = st.builds(
 
 @pytest.mark.parametrize("name", INNER)
 @settings(max_examples=12, deadline=None)
-@given(made=calls(), p=PARAMETERS, table=st.sampled_from(TABLES))
+@given(made=CALLS, p=PARAMETERS, table=st.sampled_from(TABLES))
 def test_equals_the_oracle(name: str, made: tuple[Layers, dict[str, Any]], p: Parameters, table: Any) -> None:
     layers, options = made
     inner = masks(run(layers, sp.from_config(INNER[name]), **options))
@@ -131,7 +121,7 @@ def test_the_oracle_meets_every_pattern() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(made=calls(), p=PARAMETERS, table=st.sampled_from(TABLES))
+@given(made=CALLS, p=PARAMETERS, table=st.sampled_from(TABLES))
 def test_share_prefill_is_share_over_vertical_slash(
     made: tuple[Layers, dict[str, Any]], p: Parameters, table: Any
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparseprefill as sp
-from helpers.layers import Layers, fields_of, places
+from helpers.layers import Layers, calls, fields_of, run
 from oracles import share_prefill as oracle
 from sparseprefill.statistics.divergence import js_distance
 from sparseprefill.statistics.select import top_mass
@@ -48,17 +48,7 @@ def tensors(seed: int, heads: tuple[int, int], q_len: int, kv_len: int, batch: i
     return made
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[Layers, dict[str, Any]]:
-    heads = draw(st.sampled_from([(1, 1), (2, 1), (4, 2)]))
-    batch, q_len, kv_len, options = draw(places(150, 90))
-    return tensors(draw(st.integers(0, 9999)), heads, q_len, kv_len, batch), options
-
-
-def run(layers: Layers, pipeline: sp.Pipeline, **options: Any) -> list[sp.Result]:
-    """All layers with one memory."""
-    fields, memory = fields_of(options), sp.Memory()
-    return [pipeline.run(sp.AttentionCall(*qkv, layer=i, **fields), memory) for i, qkv in enumerate(layers)]
+CALLS = calls([(1, 1), (2, 1), (4, 2)], 150, 90, tensors)
 
 
 def build(table: Any, p: oracle.Parameters) -> sp.Pipeline:
@@ -78,7 +68,7 @@ PARAMETERS = st.builds(
 
 
 @settings(max_examples=50, deadline=None)
-@given(made=calls(), p=PARAMETERS, table=st.sampled_from(TABLES))
+@given(made=CALLS, p=PARAMETERS, table=st.sampled_from(TABLES))
 def test_equals_the_oracle(made: tuple[Layers, dict[str, Any]], p: oracle.Parameters, table: Any) -> None:
     layers, options = made
     expected = oracle.share_prefill(layers, table, p, **options)

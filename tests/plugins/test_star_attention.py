@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparseprefill as sp
+from helpers.layers import fields_of
+from helpers.oracle_calls import call
 from oracles import star_attention
 from sparseprefill.errors import ParameterError, UnsupportedCallError
 
@@ -21,16 +23,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "vertical-slash": {"gamma": 0.5, "block": 8},
     "anchor-attention": {"theta": 0.5, "step": 2, "block": 8, "init_tokens": 8},
 }
-
-
-def call(seed: int, heads: tuple[int, int], q_len: int, kv_len: int, batch: int = 1, **options: Any) -> dict[str, Any]:
-    """float64 q, k, v and the options, as the oracle takes them."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = {"q": (heads[0], q_len, 8), "k": (heads[1], kv_len, 8), "v": (heads[1], kv_len, 6)}
-    made = {
-        name: torch.randn(batch, *size, generator=generator, dtype=torch.float64) * 1.5 for name, size in sizes.items()
-    }
-    return made | options
 
 
 @st.composite
@@ -61,11 +53,7 @@ PARAMETERS = st.fixed_dictionaries(
 
 
 def attention_call(made: dict[str, Any]) -> sp.AttentionCall:
-    rows: dict[str, Any] = {
-        name: torch.tensor(made[name], dtype=torch.int32) for name in ("starts", "lengths") if name in made
-    }
-    arguments: dict[str, Any] = {**made, **rows}
-    return sp.AttentionCall(**arguments)
+    return sp.AttentionCall(**fields_of(made))
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.build import int32, make
+from helpers.build import int32, make, random_mask
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError
 from sparseprefill.mask.mask import SparseMask
@@ -42,22 +42,10 @@ def test_difference_and_its_subtrahend_unite_to_the_union(call: AttentionCall, d
 CALL = make(60, 70, batch=2, starts=int32(0, 13))
 
 
-def random(kind: str, tile: tuple[int, int], group: int, seed: int) -> SparseMask:
-    g, source = CALL.geometry, torch.Generator().manual_seed(seed)
-    shape = (g.batch, g.heads)
-    chosen = torch.rand(*shape, g.tile_rows(tile[0]), g.tile_columns(tile[1]), generator=source) < 0.4
-    columns = torch.rand(*shape, g.tile_rows(tile[0] * group), g.kv_len, generator=source) < 0.2
-    tiles = SparseMask.from_tiles(CALL, chosen, tile, diagonal=False)
-    stripes = SparseMask.from_stripes(CALL, columns, group, tile, diagonal=False)
-    if kind == "both":
-        return SparseMask(g, *tile, tiles.tiles, group, stripes.stripes)
-    return tiles if kind == "tiles" else stripes
-
-
 @pytest.mark.parametrize(("one", "other"), product(KINDS, KINDS))
 @pytest.mark.parametrize("grid", [((8, 8), 2), ((8, 16), 3), ((16, 4), 1), ((12, 5), 2), ((24, 8), 1)])
 def test_each_kind_from_each(one: str, other: str, grid: tuple[tuple[int, int], int]) -> None:
-    a, b = random(one, (8, 8), 2, seed=1), random(other, *grid, seed=2)
+    a, b = random_mask(CALL, one, (8, 8), 2, seed=1), random_mask(CALL, other, *grid, seed=2)
     for left, right in ((a, b), (b, a)):
         expected = left.to_dense() & ~right.to_dense()
         found = left - right
@@ -67,7 +55,7 @@ def test_each_kind_from_each(one: str, other: str, grid: tuple[tuple[int, int], 
 
 
 def test_tiles_alone_stay_tiles() -> None:
-    left = random("tiles", (8, 8), 1, seed=1) - random("tiles", (16, 4), 1, seed=2)
+    left = random_mask(CALL, "tiles", (8, 8), 1, seed=1) - random_mask(CALL, "tiles", (16, 4), 1, seed=2)
     assert left.stripes is None
     assert left.tile_q == 8
     assert left.tile_k == 4
@@ -75,6 +63,6 @@ def test_tiles_alone_stay_tiles() -> None:
 
 def test_masks_of_different_calls_are_refused() -> None:
     with pytest.raises(MaskError, match="cannot subtract masks of different calls"):
-        _ = random("tiles", (8, 8), 1, seed=1) - SparseMask.full(make(40), 8)
+        _ = random_mask(CALL, "tiles", (8, 8), 1, seed=1) - SparseMask.full(make(40), 8)
     with pytest.raises(TypeError):
-        _ = random("tiles", (8, 8), 1, seed=1) - 1  # type: ignore[operator]
+        _ = random_mask(CALL, "tiles", (8, 8), 1, seed=1) - 1  # type: ignore[operator]

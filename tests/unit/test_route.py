@@ -302,7 +302,7 @@ def test_a_configuration_names_its_gate(path: Path) -> None:
     [
         ({"method": "streaming", "gate": 3}, 'gate is 3: give "auto", the path'),
         ({"method": "streaming", "gate": ""}, "gate is ''"),
-        ({"method": "streaming", "gate": "nowhere.json"}, "gate: break-even table 'nowhere.json'"),
+        ({"method": "streaming", "gate": "nowhere.json"}, "gate: break-even table is 'nowhere.json'"),
         ({"union": [{"method": "streaming", "gate": "auto"}]}, r"union\[0\].gate has no meaning there"),
     ],
 )

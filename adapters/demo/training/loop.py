@@ -335,7 +335,8 @@ def _copy(to: list[Tensor], source: list[Tensor]) -> None:
 
 
 def _grad(weight: Tensor) -> Tensor:
-    assert weight.grad is not None
+    if weight.grad is None:
+        raise RuntimeError("a weight has no gradient: call backward() before the step")
     return weight.grad
 
 

@@ -98,7 +98,8 @@ def _point(at: str, facts: object) -> Point:
         if not _whole(facts[name], 1):
             raise ParameterError(f"{at}.{name} is {printed(facts[name])}: pass a positive integer up to 2^40")
     if facts["queries"] > facts["keys"]:
-        raise ParameterError(f"{at}.queries is {facts['queries']}: there cannot be more queries than keys")
+        remedy = "there cannot be more queries than keys; pass at most the keys"
+        raise ParameterError(f"{at}.queries is {facts['queries']}: {remedy}")
     methods = table(f"{at}.methods", facts["methods"])
     return Point(
         queries=facts["queries"],

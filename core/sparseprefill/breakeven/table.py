@@ -14,7 +14,6 @@ from sparseprefill import json_text
 from sparseprefill.breakeven.file import device_facts, device_of, listed, shape_facts, shape_of, table
 from sparseprefill.breakeven.points import DeviceKind, HeadShape
 from sparseprefill.breakeven.rule import GAIN, Line, Sizes, from_length, lines, nearest, ratio_of
-from sparseprefill.errors import ParameterError, printed
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -98,26 +97,13 @@ class BreakEven:
     @classmethod
     def load(cls, source: str | Path) -> BreakEven:
         """From a JSON file; ParameterError names the file, the field that does not fit, and what would do."""
-        try:
-            text = json_text.read(source)
-        except ParameterError as error:
-            remedy = "pass a file of sparseprefill calibrate"
-            raise ParameterError(f"break-even table {printed(str(source))}: {error}; {remedy}") from error
-        try:
-            with json_text.bounded():
-                return cls.of(json_text.parsed(text))
-        except ParameterError as error:
-            raise ParameterError(f"{source}: {error}") from error
+        return json_text.load(source, "break-even table", "pass a file of sparseprefill calibrate", cls.of)
 
     @classmethod
     def of(cls, facts: object) -> BreakEven:
         """From the content of such a file."""
         facts = table("the file", facts)
-        for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
-            if facts.get(name) != wanted or isinstance(facts.get(name), bool):
-                raise ParameterError(
-                    f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}; calibrate again"
-                )
+        json_text.check_version(facts, SCHEMA, VERSION, "calibrate again")
         table("the file", facts, _FIELDS)
         return cls(
             device=device_of(facts["device"]),

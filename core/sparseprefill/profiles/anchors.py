@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,11 +85,8 @@ class AnchorTable:
 
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError, naming the field, where the table was made for another model."""
-        found = None if self.model is None else self.model.differs(model)
-        if found:
-            raise ParameterError(
-                f"the table of anchors was made for another model: {found}; make one with sparseprefill anchors"
-            )
+        if self.model is not None:
+            self.model.check_same(model, "the table of anchors", "make one with sparseprefill anchors")
 
     def to_json(self) -> str:
         """The text of a file that `load` reads."""
@@ -102,21 +98,12 @@ class AnchorTable:
             "maps": {str(layer): heads for layer, heads in sorted(self.maps.items())},
             "made": dict(self.made),
         }
-        lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in facts.items()]
-        return "{\n  " + ",\n  ".join(lines) + "\n}\n"
+        return json_text.by_lines(facts)
 
 
 def load(path: str | Path) -> AnchorTable:
     """From a JSON file; ParameterError names the file and the field that does not fit."""
-    try:
-        text = json_text.read(path)
-    except ParameterError as error:
-        raise ParameterError(f"anchors is {printed(str(path))}: {error}; pass the JSON file of a table") from error
-    try:
-        with json_text.bounded():
-            return parse(json_text.parsed(text))
-    except ParameterError as error:
-        raise ParameterError(f"{path}: {error}") from error
+    return json_text.load(path, "anchors", "pass the JSON file of a table", parse)
 
 
 def parse(facts: object) -> AnchorTable:
@@ -127,9 +114,7 @@ def parse(facts: object) -> AnchorTable:
         return AnchorTable(anchors=_numbers("anchors", facts))
     if not isinstance(facts, Mapping):
         raise ParameterError(f"anchors is {printed(facts)}: pass a path, a table, or the indices of the anchor layers")
-    for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
-        if facts.get(name) != wanted or isinstance(facts.get(name), bool):
-            raise ParameterError(f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}")
+    json_text.check_version(facts, SCHEMA, VERSION, "make one with sparseprefill anchors")
     unknown = sorted(str(name) for name in facts if name not in _FIELDS)
     if unknown:
         raise ParameterError(f"{unknown[0]} is not a field of a table of anchors")

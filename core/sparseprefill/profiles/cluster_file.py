@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,12 @@ def dump(table: ClusterTable) -> str:
         "noise": table.noise,
         "made": dict(table.made),
     }
-    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in facts.items()]
-    return "{\n  " + ",\n  ".join(lines) + "\n}\n"
+    return json_text.by_lines(facts)
 
 
 def load(path: str | Path) -> ClusterTable:
     """From a JSON file; ParameterError names the file and the field that does not fit."""
-    try:
-        text = json_text.read(path)
-    except ParameterError as error:
-        raise ParameterError(
-            f"clusters is {printed(str(path))}: {error}; pass the JSON file of a cluster table"
-        ) from error
-    try:
-        with json_text.bounded():
-            return parse(json_text.parsed(text))
-    except ParameterError as error:
-        raise ParameterError(f"{path}: {error}") from error
+    return json_text.load(path, "clusters", "pass the JSON file of a cluster table", parse)
 
 
 def parse(facts: object) -> ClusterTable:
@@ -55,9 +43,7 @@ def parse(facts: object) -> ClusterTable:
         raise ParameterError("clusters is an empty table: pass {(layer, head): cluster}, or what a cluster file holds")
     if "schema" not in facts and all(isinstance(key, tuple) for key in facts):
         return _by_hand(facts)
-    for name, wanted in (("schema", SCHEMA), ("version", VERSION)):
-        if facts.get(name) != wanted or isinstance(facts.get(name), bool):
-            raise ParameterError(f"{name} is {printed(facts.get(name))}: this library reads {printed(wanted)}")
+    json_text.check_version(facts, SCHEMA, VERSION, "make one with sparseprefill cluster")
     unknown = sorted(set(facts) - {"schema", "version", "model", "clusters", "noise", "made"})
     if unknown:
         raise ParameterError(f"{unknown[0]} is not a field of a cluster table")

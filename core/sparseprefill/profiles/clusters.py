@@ -40,7 +40,7 @@ class ClusterTable:
                 raise ParameterError(f"{name} is empty: leave it out")
             for head in heads:
                 if head in seen:
-                    raise ParameterError(f"{name}: {_words(head)} is in {seen[head]} already")
+                    raise ParameterError(f"{name}: {_words(head)} is in {seen[head]} already: leave it out of one")
                 seen[head] = name
         if self.model is None:
             return
@@ -71,11 +71,8 @@ class ClusterTable:
 
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError, naming the field, where the table was made for another model."""
-        found = None if self.model is None else self.model.differs(model)
-        if found:
-            raise ParameterError(
-                f"the cluster table was made for another model: {found}; make one with sparseprefill cluster"
-            )
+        if self.model is not None:
+            self.model.check_same(model, "the cluster table", "make one with sparseprefill cluster")
 
 
 def _words(head: Iterable[int]) -> str:

@@ -42,6 +42,12 @@ class ModelIdentity:
                 )
         return None
 
+    def check_same(self, other: ModelIdentity, what: str, remedy: str) -> None:
+        """ParameterError, naming the field, where `what` was made for this model and is to serve another."""
+        found = self.differs(other)
+        if found:
+            raise ParameterError(f"{what} was made for another model: {found}; {remedy}")
+
     def objection(self, call: AttentionCall) -> str | None:
         """Which size the call does not have, or None."""
         found = {"heads": call.q.shape[1], "kv_heads": call.kv_heads, "head_dim": call.q.shape[3]}

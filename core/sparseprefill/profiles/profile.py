@@ -18,6 +18,7 @@ from sparseprefill.validate import WIDEST
 
 SCHEMA = "sparseprefill.profile"
 VERSION = 2
+REMEDY = "pass a file of sparseprefill fit or tune"
 _RANGE = ("from", "tokens", "method", "parameters", "dense_layers", "measured")
 _FIELDS = ("schema", "version", "methods", "model", "break_even", "versions", "tuned", "ranges")
 _FIRST = ("schema", "version", "method", "model", "versions", "tuned", "ranges")
@@ -84,9 +85,7 @@ class Profile:
 
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError, naming the field, where the profile was made for another model."""
-        found = self.model.differs(model)
-        if found:
-            raise ParameterError(f"the profile of {self.name} was made for another model: {found}; tune this one")
+        self.model.check_same(model, f"the profile of {self.name}", "tune this one")
 
     def to_json(self) -> str:
         """The text of a file that `load` reads."""
@@ -120,17 +119,7 @@ class Profile:
             return source
         if not isinstance(source, str | Path):
             raise ParameterError(f"profile is {printed(source)}: pass the path of a profile")
-        try:
-            text = json_text.read(source)
-        except ParameterError as error:
-            raise ParameterError(
-                f"profile is {printed(str(source))}: {error}; pass a file of sparseprefill fit or tune"
-            ) from error
-        try:
-            with json_text.bounded():
-                return cls.of(json_text.parsed(text))
-        except ParameterError as error:
-            raise ParameterError(f"{source}: {error}") from error
+        return json_text.load(source, "profile", REMEDY, cls.of)
 
     @classmethod
     def of(cls, facts: object) -> Profile:
@@ -138,9 +127,11 @@ class Profile:
         facts = _object("the file", facts)
         version = facts.get("version")
         if facts.get("schema") != SCHEMA:
-            raise ParameterError(f"schema is {printed(facts.get('schema'))}: this library reads {printed(SCHEMA)}")
+            raise ParameterError(
+                f"schema is {printed(facts.get('schema'))}: this library reads {printed(SCHEMA)}; {REMEDY}"
+            )
         if isinstance(version, bool) or version not in (1, VERSION):
-            raise ParameterError(f"version is {printed(version)}: this library reads 1 to {VERSION}")
+            raise ParameterError(f"version is {printed(version)}: this library reads 1 to {VERSION}; {REMEDY}")
         _finite("", facts)
         _exactly("", facts, _FIRST if version == 1 else _FIELDS)
         if version == 1:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
-from helpers.tables import SHAPE, from_length, point, shape_of, table, whole
+from helpers.tables import SHAPE, altered, from_length, point, shape_of, table, whole
 from sparseprefill.breakeven.points import HeadShape
 from sparseprefill.breakeven.rule import GAIN, Sizes
 from sparseprefill.breakeven.table import BELOW, BreakEven
@@ -239,13 +239,8 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
 
 @pytest.mark.parametrize(("at", "value", "message"), FAULTS, ids=[message[:40] for _, _, message in FAULTS])
 def test_a_wrong_file_is_refused_by_field(at: tuple[Any, ...], value: Any, message: str, tmp_path: Path) -> None:
-    facts: Any = json.loads(table(CHUNKED).to_json())
-    inner = facts
-    for key in at[:-1]:
-        inner = inner[key]
-    inner[at[-1]] = value
     path = tmp_path / "wrong.json"
-    path.write_text(json.dumps(facts), encoding="utf-8")
+    path.write_text(json.dumps(altered(table(CHUNKED).to_json(), at, value)), encoding="utf-8")
     with pytest.raises(sp.ParameterError, match=f"wrong.json: .*{message}"):
         BreakEven.load(path)
 

@@ -14,7 +14,7 @@ from attrs import evolve
 
 import sparseprefill as sp
 from helpers.build import make
-from helpers.tables import SHAPE, point, shape_of, table, whole
+from helpers.tables import SHAPE, altered, point, shape_of, table, whole
 from sparseprefill.breakeven import rule
 from sparseprefill.breakeven import table as tables
 from sparseprefill.breakeven.file import MOST, _density, _seconds, _whole
@@ -364,11 +364,7 @@ def test_whole_numbers_within_bounds() -> None:
     ],
 )
 def test_more_that_a_file_cannot_hold(at: tuple[Any, ...], value: object, words: str) -> None:
-    facts: Any = json.loads(table(shape_of(point(8, 8, streaming=0.5))).to_json())
-    inner = facts
-    for key in at[:-1]:
-        inner = inner[key]
-    inner[at[-1]] = value
+    facts = altered(table(shape_of(point(8, 8, streaming=0.5))).to_json(), at, value)
     with pytest.raises(sp.ParameterError, match=words):
         BreakEven.of(facts)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import sparseprefill as sp
 from helpers.build import make
-from helpers.tables import from_length
+from helpers.tables import altered, from_length
 from sparseprefill.memory import Memory
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange, Profile
@@ -257,13 +257,8 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
 
 @pytest.mark.parametrize(("at", "value", "message"), FAULTS)
 def test_a_wrong_file_is_refused_by_field(at: tuple[Any, ...], value: Any, message: str, tmp_path: Path) -> None:
-    facts: Any = json.loads(profile(SHORT, LONG).to_json())
-    inner = facts
-    for key in at[:-1]:
-        inner = inner[key]
-    inner[at[-1]] = value
     path = tmp_path / "wrong.json"
-    path.write_text(json.dumps(facts), encoding="utf-8")
+    path.write_text(json.dumps(altered(profile(SHORT, LONG).to_json(), at, value)), encoding="utf-8")
     with pytest.raises(sp.ParameterError, match=f"wrong.json: {message}"):
         sp.build("streaming", profile=path)
 
