@@ -336,6 +336,11 @@ class Stage(Guard):
 class ExecutorStage(Stage):
     """The same of an executor; it is one itself, and can stand in its place."""
 
+    @property
+    def together(self) -> bool:
+        """Whether it may compute several calls in one launch."""
+        return "execute_many" in self.questions
+
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """See SparseExecutor; the result has the call's sizes."""
         return self._computed("execute", call, self.ask("execute", RESULT, call, plan))
@@ -352,7 +357,7 @@ class ExecutorStage(Stage):
 
     def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
         """See above. One by one where it has no such method, and where there is one call."""
-        if "execute_many" not in self.questions or len(calls) < 2:
+        if not self.together or len(calls) < 2:
             return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
         made = self.ask("execute_many", RESULTS, calls, plans)
         if len(made) != len(calls):
