@@ -1,4 +1,4 @@
-"""``python -m sparseprefill.adapters.vllm.bench equal|ttft|pages``."""
+"""``python -m sparseprefill.adapters.vllm.bench equal|ttft|pages|requests``."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def jobs(model: str) -> dict[str, dict[str, Any]]:
 
 
 def in_steps(wide: str) -> dict[str, dict[str, Any]]:
-    """Prompts of one step, and one by one, by a method that runs in Triton's kernels. wide: a model with heads of 64."""
+    """Prompts of one step, and one by one, in Triton's kernels. wide: a model whose heads these can run."""
     sparse = {"method": "triton", "min_query": 32, "tail": 0}
     options = {**SMALL, "max_num_batched_tokens": 256}
     each: dict[str, Any] = {"model": wide, "options": options, "tokens": 3, "sparse": sparse}
@@ -107,7 +107,8 @@ def answers(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest
     runner, layout = RUNNERS[request.param]
     asked = jobs(model)
     if request.param == "V2":
-        asked |= in_steps(str(models.save("llama", tmp_path_factory.mktemp("wide") / "llama", head_dim=64, num_hidden_layers=2)))
+        wide = tmp_path_factory.mktemp("wide") / "llama"
+        asked |= in_steps(str(models.save("llama", wide, head_dim=64, num_hidden_layers=2)))
     if request.param == "V1":  # the CPU backend's, whose tests have these with it
         del asked["drafts"], asked["asked"]
     switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": runner, "VLLM_KV_CACHE_LAYOUT": layout}

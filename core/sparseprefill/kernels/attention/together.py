@@ -140,4 +140,3 @@ def _on_device(table: tuple[tuple[int, ...], ...], device: torch.device) -> Tens
     """int64 ``[requests, FIELDS]``; a copy that nobody waits for."""
     made = torch.tensor(table, dtype=torch.int64)
     return made.view(len(table), FIELDS.value).to(device, non_blocking=True)
-
