@@ -94,7 +94,7 @@ def _call(impl: Any, part: Part, rows: Tensor, read: Read) -> AttentionCall | No
 
 
 def _outcomes(impl: Any, waiting: Sequence[tuple[Part, AttentionCall]]) -> Iterator[tuple[Part, Tensor | None]]:
-    """``[1, Hq, tokens, D]`` of each part, or None where the host shall compute it: what one method serves, together."""
+    """``[1, Hq, tokens, D]`` of each part, or None for the host to compute it; what one method serves runs together."""
     runtime: Runtime = impl.runtime
     by_method: dict[Served, list[tuple[Part, AttentionCall, Prefill]]] = {}
     for part, call in waiting:

@@ -272,8 +272,8 @@ class Pipeline:
     def begin(self, call: AttentionCall, memory: Memory | None = None) -> Planned | Result:
         """The first step of `run`: the call with its plan, for `execute` together with others, and then `finish`.
 
-        Of different requests, and at most `SHARE` at a time: what they hold is within the workspace then. A call that may
-        hold more than its share, runs in parts or is corrected runs at once: this is its result. Errors as of `run`.
+        Of different requests, and at most `SHARE` at a time: what they hold is within the workspace then. The result
+        itself, of a call that may hold more than its share, runs in parts, or is corrected. Errors as of `run`.
         """
         memory = self._accepted(call, memory)
         with torch.cuda.device_of(call.q):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
+from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
@@ -126,16 +127,25 @@ class Several:
         """Rows side by side in one tensor, keys and values in the pages of one cache, as vLLM has them."""
         shape, device, keys = self.shape, self.clock.device, case.new + case.cached
         q = torch.empty(case.requests * case.new, shape.heads, shape.head_dim, dtype=shape.torch_dtype, device=device)
-        caches, tables = [], []
+        caches: list[Tensor] = []
+        tables: list[Tensor] = []
         for i, rows in enumerate(q.split(case.new)):
-            sizes = {"batch": 1, "heads": shape.heads, "kv_heads": shape.kv_heads, "q_len": keys, "kv_len": keys}
-            more: dict[str, Any] = {"head_dim": shape.head_dim, "strength": STRENGTH, "seed": self.seed + i}
             mine, k, v = tensors(
-                "heads" if case.method else "random", device=device, dtype=shape.torch_dtype, **sizes, **more
+                "heads" if case.method else "random",
+                batch=1,
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                q_len=keys,
+                kv_len=keys,
+                head_dim=shape.head_dim,
+                strength=STRENGTH,
+                seed=self.seed + i,
+                device=device,
+                dtype=shape.torch_dtype,
             )
             rows.copy_(mine[0, :, -case.new :].transpose(0, 1))
             cache, table = filled(k[0], v[0], case.page, "LBNHC", None, self.seed + i)
-            tables.append(table + sum(len(one) for one in caches))
+            tables.append(table + sum(one.shape[0] for one in caches))
             caches.append(cache.transpose(1, 2))
         cache = torch.cat(caches).transpose(1, 2)
         return [

@@ -13,8 +13,8 @@ from .sheet import ON_CPU, Form
 
 NOTES = (
     "estimate: milliseconds of making the masks of all requests, one by one; none for made-up masks. together, apart: "
-    "milliseconds of computing them, in as few launches as possible and one by one. together / apart: below 1 one launch "
-    "is faster. launches: of the forward kernel, together. diff.: largest difference of the outputs."
+    "milliseconds of computing them, in as few launches as possible and one by one. together / apart: below 1 sharing "
+    "launches is faster. launches: of the forward kernel, together. diff.: largest difference of the outputs."
 )
 
 
