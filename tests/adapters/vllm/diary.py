@@ -52,9 +52,10 @@ class Broken:
 
 def _count_launches() -> None:
     """Write down the launches of this process; once is enough."""
-    from sparseprefill.kernels.attention import launch as launcher
+    from sparseprefill.kernels.attention import launch as module
 
-    launch: Any = launcher._launch
+    launcher: Any = module
+    launch = launcher._launch
     if launch.__name__ == "counted":
         return
 
