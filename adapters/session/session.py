@@ -6,7 +6,9 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 from attrs import define, field, frozen
 from torch import Tensor
@@ -16,8 +18,8 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallError, printed, told
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
-from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Plan, Result
+from sparseprefill.pipeline import SHARE, Pipeline
+from sparseprefill.plan import Plan, Planned, Result
 from sparseprefill.refiners.skip import SHORT
 from sparseprefill.route import Route, gated
 
@@ -27,12 +29,14 @@ from .prospects import NOT_CHOSEN, Bounds, prospects
 from .report import Report
 from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
 
+T = TypeVar("T")
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
 WHOLE = (
     "calls below break-even, and calls that the profile leaves dense, ran with every key in the pipeline's executor, "
     "not in the host"
 )
+APART = "requests of one step were computed one by one, since together they failed: {error}"
 _serials = itertools.count()
 log = logging.getLogger(__name__)
 
@@ -58,6 +62,19 @@ class Prefill:
     memory: Memory = field(factory=Memory)
     serial: int = field(factory=lambda: next(_serials))
     watched: bool | None = field(default=None, init=False)
+
+
+Outcome = Result | Fallback | Exception
+"""What becomes of one call of several; an exception is what `Session.run` would have raised."""
+
+
+@frozen(eq=False)
+class _Begun:
+    """A call that waits for others of its step."""
+
+    planned: Planned
+    prefill: Prefill
+    pipeline: Pipeline
 
 
 class Session:
@@ -119,30 +136,69 @@ class Session:
         A call with a sliding window runs all keys of its window through the executor, never through the method.
         Raises UnsupportedCallError if `strict`, and whatever a stage raises: a broken stage is no fallback.
         """
-        if self.layers is not None and call.layer not in self.layers:
-            return self._dense(call.layer, NOT_CHOSEN, sizes(call))
-        if call.window is not None:
-            return self._sliding(call)
+        chosen = self._choose(call)
+        if not isinstance(chosen, Pipeline):
+            return chosen
         try:
-            choice = self.route.choose(call)
-            if choice.dense:
-                self._record_dense(call.layer, choice.dense, sizes(call))
-                return Fallback(choice.dense, chosen=True, small=not choice.of_layer)
-            if choice.note:
-                self.note(choice.note)
-            result = choice.pipeline.run(call, prefill.memory)
+            result = chosen.run(call, prefill.memory)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
-        with self._lock:
-            record = self._record(call.layer)
-            record.count("sparse", sizes(call))
-            record.begin(prefill.serial)
-            self._account(record, result)
-            self._count(result, choice.pipeline.executor)
-        self._look(call, result, prefill)
-        if self._observe is not None:
-            self._observe(call, result)
-        return result
+        return self._sparse(call, prefill, chosen, result)
+
+    def run_many(self, calls: Sequence[tuple[AttentionCall, Prefill]]) -> list[Outcome]:
+        """As `run` of each call, of different requests, with one launch for several where the executor can.
+
+        In the place of a call that fails is what `run` would have raised: the others have their results all the same.
+        """
+        found: list[Outcome] = []
+        for first in range(0, len(calls), SHARE):
+            found += self._run_some(calls[first : first + SHARE])
+        return found
+
+    def _run_some(self, calls: Sequence[tuple[AttentionCall, Prefill]]) -> list[Outcome]:
+        begun = [_tried(partial(self._begin, *one)) for one in calls]
+        waiting: dict[Pipeline, list[_Begun]] = {}
+        for one in begun:
+            if isinstance(one, _Begun):
+                waiting.setdefault(one.pipeline, []).append(one)
+        ended: dict[_Begun, Outcome] = {}
+        for pipeline, group in waiting.items():
+            made = self._execute(pipeline, [one.planned for one in group])
+            ended |= {one: _tried(partial(self._end, one, found)) for one, found in zip(group, made, strict=True)}
+        return [ended[one] if isinstance(one, _Begun) else one for one in begun]
+
+    def _begin(self, call: AttentionCall, prefill: Prefill) -> _Begun | Result | Fallback:
+        """A call's plan; or its result, where it cannot wait for others, or why the host shall compute it."""
+        chosen = self._choose(call)
+        if not isinstance(chosen, Pipeline):
+            return chosen
+        try:
+            begun = chosen.begin(call, prefill.memory)
+        except UnsupportedCallError as error:
+            return self.decline(call.layer, str(error), sizes(call))
+        if isinstance(begun, Result):
+            return self._sparse(call, prefill, chosen, begun)
+        return _Begun(begun, prefill, chosen)
+
+    def _execute(self, pipeline: Pipeline, planned: Sequence[Planned]) -> list[Result | Exception]:
+        """Together; where that fails one by one, so that an error stays with its request, and a note says so."""
+        found = _tried(partial(pipeline.execute, planned))
+        if not isinstance(found, Exception):
+            return [*found]
+        if len(planned) == 1:
+            return [found]
+        self.note(APART.format(error=type(found).__name__))
+        log.debug("%s", APART.format(error=found), exc_info=found)
+        return [one for some in planned for one in self._execute(pipeline, [some])]
+
+    def _end(self, begun: _Begun, found: Result | Exception) -> Result | Fallback:
+        call = begun.planned.call
+        if isinstance(found, UnsupportedCallError):
+            return self.decline(call.layer, str(found), sizes(call))
+        if isinstance(found, Exception):
+            raise found
+        result = begun.pipeline.finish(begun.planned, found)
+        return self._sparse(call, begun.prefill, begun.pipeline, result)
 
     @property
     def measures_recall(self) -> bool:
@@ -270,6 +326,36 @@ class Session:
                 strict_recall=None if watch is None else watch.strict,
             )
 
+    def _choose(self, call: AttentionCall) -> Pipeline | Result | Fallback:
+        """The pipeline for the call; or what the call comes to without one."""
+        if self.layers is not None and call.layer not in self.layers:
+            return self._dense(call.layer, NOT_CHOSEN, sizes(call))
+        if call.window is not None:
+            return self._sliding(call)
+        try:
+            choice = self.route.choose(call)
+        except UnsupportedCallError as error:
+            return self.decline(call.layer, str(error), sizes(call))
+        if choice.dense:
+            self._record_dense(call.layer, choice.dense, sizes(call))
+            return Fallback(choice.dense, chosen=True, small=not choice.of_layer)
+        if choice.note:
+            self.note(choice.note)
+        return choice.pipeline
+
+    def _sparse(self, call: AttentionCall, prefill: Prefill, pipeline: Pipeline, result: Result) -> Result:
+        """Record a call that ran sparse."""
+        with self._lock:
+            record = self._record(call.layer)
+            record.count("sparse", sizes(call))
+            record.begin(prefill.serial)
+            self._account(record, result)
+            self._count(result, pipeline.executor)
+        self._look(call, result, prefill)
+        if self._observe is not None:
+            self._observe(call, result)
+        return result
+
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
         executor = self.route.executing(call)
         reason = executor.objection(call)
@@ -323,6 +409,14 @@ class Session:
         if found is None:
             found = self._records[layer] = LayerRecord(layer, self._room)
         return found
+
+
+def _tried(run: Callable[[], T]) -> T | Exception:
+    """What a function gives, or raises."""
+    try:
+        return run()
+    except Exception as error:
+        return error
 
 
 def _indices(layers: Iterable[int]) -> frozenset[int]:

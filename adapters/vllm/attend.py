@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import StageError
 from sparseprefill.pages import Pages
 
-from ..session.session import Fallback
+from ..session.session import Fallback, Outcome, Prefill
 from .failures import ends_engine, reason
 from .layer import Layer
 from .runtime import Runtime
@@ -29,6 +29,7 @@ def run(impl: Any, module: Any, query: Tensor, cache: Tensor, metadata: Any, out
 
     impl: the layer's AttentionImpl, with a `runtime`, a `facts` to fill, its `stock` forward, and whether that is
     `slow`: then calls too small for the method run dense by the library's kernels. module: the layer.
+    Requests that run sparse share a launch where their calls allow it; each is counted and may fail by itself.
     No reason to stay dense is an error, nor is what a stage, a gate or a plugin raises; only a lost device is.
     """
     parts = getattr(metadata, "parts", None)
@@ -40,20 +41,35 @@ def run(impl: Any, module: Any, query: Tensor, cache: Tensor, metadata: Any, out
         for part in parts:
             _decline(impl.runtime, impl.facts, part, impl.facts.reason)
         return False
-    for part in parts:
+    waiting: list[tuple[Part, AttentionCall]] = []
+
+    def settle() -> None:
+        for part, found in _outcomes(impl, waiting):
+            fill(part, found)
+        waiting.clear()
+
+    def fill(part: Part, found: Tensor | None) -> None:
         rows, out = query[part.begin : part.end], output[part.begin : part.end]
-        found = None if part.row is None else _sparse(impl, part, rows, read)
         if found is None:
             impl.stock(module, rows, None, None, cache, part.metadata(), out)  # K and V are in the cache already
         else:
             out.copy_(found[0].transpose(0, 1))
+
+    for part in parts:
+        call = None if part.row is None else _call(impl, part, query[part.begin : part.end], read)
+        if call is None:
+            fill(part, None)
+            continue
+        waiting.append((part, call))
+        if call.pages is None:  # copies of keys and values are not kept for long
+            settle()
+    settle()
     return True
 
 
-def _sparse(impl: Any, part: Part, rows: Tensor, read: Read) -> Tensor | None:
-    """``[1, Hq, tokens, D]``, or None where the host shall compute the part."""
+def _call(impl: Any, part: Part, rows: Tensor, read: Read) -> AttentionCall | None:
+    """What the session is asked for a part, or None where the host shall compute it."""
     runtime: Runtime = impl.runtime
-    served = part.served or runtime.main
     layer: Layer = impl.facts
     if part.prefill is None or part.reason is not None:
         _decline(runtime, layer, part, part.reason or "the request is unknown")
@@ -61,7 +77,7 @@ def _sparse(impl: Any, part: Part, rows: Tensor, read: Read) -> Tensor | None:
     try:
         found = read(part)
         k, v = (found, found) if isinstance(found, Pages) else found
-        call = AttentionCall(
+        return AttentionCall(
             rows.transpose(0, 1)[None],
             k,
             v,
@@ -72,22 +88,48 @@ def _sparse(impl: Any, part: Part, rows: Tensor, read: Read) -> Tensor | None:
             first_head=runtime.model.first_head,
             prompt_lengths=None if part.row is None else part.row.prompt,
         )
-        outcome = served.session.run(call, part.prefill)
-        if isinstance(outcome, Fallback):
-            _count(served, layer, part, outcome.reason)
-            return served.session.whole(call) if outcome.chosen and impl.slow else None
-        if outcome.out.shape != call.q.shape:
-            raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {tuple(call.q.shape)}")
     except Exception as error:
-        # Other requests share this process: a broken stage, gate or plugin must not end them.
-        if ends_engine(error):
-            raise
-        log.debug("layer %d", layer.index, exc_info=error)
-        _decline(runtime, layer, part, reason(error))
+        _fail(runtime, layer, part, error)
         return None
+
+
+def _outcomes(impl: Any, waiting: Sequence[tuple[Part, AttentionCall]]) -> Iterator[tuple[Part, Tensor | None]]:
+    """``[1, Hq, tokens, D]`` of each part, or None for the host to compute it; what one method serves runs together."""
+    runtime: Runtime = impl.runtime
+    by_method: dict[Served, list[tuple[Part, AttentionCall, Prefill]]] = {}
+    for part, call in waiting:
+        if part.prefill is not None:
+            by_method.setdefault(part.served or runtime.main, []).append((part, call, part.prefill))
+    for served, some in by_method.items():
+        outcomes = served.session.run_many([(call, prefill) for _, call, prefill in some])
+        for (part, call, _), outcome in zip(some, outcomes, strict=True):
+            try:
+                found = _output(impl, served, part, call, outcome)
+            except Exception as error:
+                _fail(runtime, impl.facts, part, error)
+                found = None
+            yield part, found
+
+
+def _output(impl: Any, served: Served, part: Part, call: AttentionCall, outcome: Outcome) -> Tensor | None:
+    if isinstance(outcome, Exception):
+        raise outcome
+    if isinstance(outcome, Fallback):
+        _count(served, impl.facts, part, outcome.reason)
+        return served.session.whole(call) if outcome.chosen and impl.slow else None
+    if outcome.out.shape != call.q.shape:
+        raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {tuple(call.q.shape)}")
     if part.chunk is not None:
         part.chunk.sparse = True
     return outcome.out
+
+
+def _fail(runtime: Runtime, layer: Layer, part: Part, error: Exception) -> None:
+    """Other requests share this process: a broken stage, gate or plugin must not end them."""
+    if ends_engine(error):
+        raise error
+    log.debug("layer %d", layer.index, exc_info=error)
+    _decline(runtime, layer, part, reason(error))
 
 
 def _decline(runtime: Runtime, layer: Layer, part: Part, reason: str) -> None:

@@ -27,6 +27,8 @@ from .runtime import Runtime
 
 LAYERS = 2
 """Layers that take part: what a method finds in one, it may use in the next."""
+TOGETHER = 2
+"""Requests that share the made-up steps of several."""
 FILLED = 4
 """Pages of the made-up cache, which stand for all of a request's."""
 Where = Callable[[Tensor, Tensor, int], Pages]
@@ -81,7 +83,10 @@ def warm(
     *,
     recall: bool = False,
 ) -> None:
-    """Run a method on made-up requests in a few of the layers, as a prefill does. recall: whose recall is measured."""
+    """Run a method on made-up requests in a few of the layers, as a prefill does, alone and several in a step.
+
+    recall: whose recall is measured.
+    """
     for rows, keys, prompt in sizes.calls(pipeline.tail):
         memory = Memory()
         for layer in layers[:LAYERS]:
@@ -89,6 +94,12 @@ def warm(
             result = pipeline.run(call, memory)
             if recall:
                 watched_recall(call, result)
+        if pipeline.executing.together:
+            half = max(1, rows // TOGETHER)
+            shorter = (half, keys - rows + half, prompt - rows + half)
+            memories = [Memory() for _ in range(TOGETHER)]
+            for layer in layers[:LAYERS]:
+                pipeline.run_many(_step(layer, sizes, pages, *shorter, first_head), memories)
     if sizes.small:
         call = _call(layers[0], sizes, pages, sizes.small, sizes.small, first_head)
         pipeline.executor.execute(call, Plan(SparseMask.full(call)))
@@ -97,11 +108,27 @@ def warm(
 def _call(
     layer: Layer, sizes: Sizes, pages: Where, rows: int, keys: int, first_head: int, prompt: int | None = None
 ) -> AttentionCall:
-    table = torch.arange(-(-keys // sizes.page), device=sizes.device, dtype=torch.int32) % FILLED
     q = torch.randn(1, sizes.query_heads, rows, sizes.head_dim, device=sizes.device, dtype=sizes.dtype)
+    return _made(layer, sizes, pages, q, sizes.cache(), keys, first_head, prompt)
+
+
+def _step(
+    layer: Layer, sizes: Sizes, pages: Where, rows: int, keys: int, prompt: int, first_head: int
+) -> list[AttentionCall]:
+    """Calls of requests in one cache, whose rows follow each other as a step has them."""
+    shape = (TOGETHER * rows, sizes.query_heads, sizes.head_dim)
+    q, cache = torch.randn(shape, device=sizes.device, dtype=sizes.dtype), sizes.cache()
+    parts = [part.transpose(0, 1)[None] for part in q.split(rows)]
+    return [_made(layer, sizes, pages, part, cache, keys, first_head, prompt) for part in parts]
+
+
+def _made(
+    layer: Layer, sizes: Sizes, pages: Where, q: Tensor, cache: Tensor, keys: int, first_head: int, prompt: int | None
+) -> AttentionCall:
+    table = torch.arange(-(-keys // sizes.page), device=sizes.device, dtype=torch.int32) % FILLED
     facts = {"scale": layer.scale, "layer": layer.index, "softcap": layer.softcap, "sinks": layer.sinks}
     given = {"first_head": first_head, "prompt_lengths": prompt, **facts}
-    return AttentionCall.of_pages(q, pages(sizes.cache(), table, keys), **given)
+    return AttentionCall.of_pages(q, pages(cache, table, keys), **given)
 
 
 def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Sizes) -> None:

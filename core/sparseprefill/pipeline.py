@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.parts.record import Recorder
 from sparseprefill.parts.split import Limit, Part, limit_of, parts
-from sparseprefill.plan import Kernel, Parts, Plan, Result, Skipped
+from sparseprefill.plan import Kernel, Parts, Plan, Planned, Result, Skipped
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.refiners.recall import Recall, RecallFloor, floor_of
 from sparseprefill.refiners.rows import DenseRows
@@ -39,6 +39,8 @@ from sparseprefill.validate import MOST_ROWS
 
 KEPT = 256
 """Sizes of calls whose parts a pipeline remembers."""
+SHARE = 8
+"""Most calls that wait for each other, and into how many shares the workspace is divided for them."""
 
 
 def _refiners(given: Iterable[MaskRefiner]) -> tuple[MaskRefiner, ...]:
@@ -173,7 +175,7 @@ class Pipeline(Runner):
     executing: ExecutorStage = field(default=Factory(_ask_executor, takes_self=True), init=False, repr=False)
     _correcting: tuple[Stage, ...] = field(default=Factory(_ask_corrector, takes_self=True), init=False, repr=False)
     _observing: tuple[Stage, ...] = field(default=Factory(_ask_observers, takes_self=True), init=False, repr=False)
-    _cuts: dict[Hashable, tuple[Part, ...]] = field(factory=dict, init=False, repr=False)
+    _cuts: dict[Hashable, tuple[tuple[Part, ...], int]] = field(factory=dict, init=False, repr=False)
 
     @property
     def _asked(self) -> tuple[Stage, ...]:
@@ -272,23 +274,71 @@ class Pipeline(Runner):
         Raises UnsupportedCallError where a stage objects to the call (there is no silent fallback), StageError where
         a stage raises or returns nonsense, MaskError where a mask does not fit the call, ParameterError for no call.
         """
+        memory = self._accepted(call, memory)
+        with torch.cuda.device_of(call.q):  # kernels start on the current device, which need not be the tensors'
+            cut, _ = self._cut(call)
+            return self._run_parts(call, memory, cut) if len(cut) > 1 else self._run_whole(call, memory)
+
+    def run_many(self, calls: Sequence[AttentionCall], memories: Sequence[Memory | None] | None = None) -> list[Result]:
+        """As `run` of each call, with one launch for several where the executor can: see `begin`. Errors as of `run`.
+
+        memories: of each call's request; None for calls on their own, of different requests.
+        """
+        given = [None] * len(calls) if memories is None else memories
+        if len(given) != len(calls):
+            raise ParameterError(f"memories has {len(given)} entries: pass one for each of {len(calls)} calls, or None")
+        found: list[Result] = []
+        for first in range(0, len(calls), SHARE):
+            pairs = zip(calls[first : first + SHARE], given[first : first + SHARE], strict=True)
+            begun = [self.begin(call, memory) for call, memory in pairs]
+            made = iter(self.execute([one for one in begun if isinstance(one, Planned)]))
+            found += [self.finish(one, next(made)) if isinstance(one, Planned) else one for one in begun]
+        return found
+
+    def begin(self, call: AttentionCall, memory: Memory | None = None) -> Planned | Result:
+        """The first step of `run`: the call with its plan, for `execute` together with others, and then `finish`.
+
+        Of different requests, and at most `SHARE` at a time: what they hold is within the workspace then. The result
+        itself, of a call that may hold more than its share, runs in parts, or is corrected. Errors as of `run`.
+        """
+        memory = self._accepted(call, memory)
+        with torch.cuda.device_of(call.q):
+            cut, bound = self._cut(call)
+            if len(cut) > 1:
+                return self._run_parts(call, memory, cut)
+            limit = limit_of(self.workspace, call.q.device)
+            if self._correcting or (limit is not None and bound > limit // SHARE):
+                return self._run_whole(call, memory)
+            return Planned(call, self.plan(call, memory), memory)
+
+    def execute(self, planned: Sequence[Planned]) -> list[Result]:
+        """The second step: what the executor computes for calls that `begin` planned; errors as of `run`."""
+        if not planned:
+            return []
+        with torch.cuda.device_of(planned[0].call.q):
+            return self.executing.execute_many([one.call for one in planned], [one.plan for one in planned])
+
+    def finish(self, planned: Planned, computed: Result) -> Result:
+        """The last step: the call's result, seen by the observers; errors as of `run`."""
+        with torch.cuda.device_of(planned.call.q):
+            self.observe(planned.call, planned.plan, computed, planned.memory)
+        return computed
+
+    def _accepted(self, call: AttentionCall, memory: Memory | None) -> Memory:
         check_call(call)
         reasons = self.unsupported(call)
         if reasons:
             raise UnsupportedCallError(reasons)
-        memory = _memory(memory)
-        limited = self.workspace is not None and (call.q.is_cuda or self.workspace != "auto")
-        with torch.cuda.device_of(call.q):  # kernels start on the current device, which need not be the tensors'
-            cut = self._cut(call) if limited else ()
-            if len(cut) > 1:
-                return self._run_parts(call, memory, cut)
-            plan = self.plan(call, memory)
-            result = self._correct(call, plan, self.executing.execute(call, plan), memory)
-            self.observe(call, plan, result, memory)
-        return result
+        return _memory(memory)
 
-    def _cut(self, call: AttentionCall) -> tuple[Part, ...]:
-        """The parts of a call, by sizes alone; remembered, since the layers of a model ask with the same ones."""
+    def _cut(self, call: AttentionCall) -> tuple[tuple[Part, ...], int]:
+        """The parts of a call, none where there is no limit, and its bound.
+
+        By sizes alone; remembered, since the layers of a model ask with the same ones.
+        """
+        limit = limit_of(self.workspace, call.q.device)
+        if limit is None:
+            return (), 0
         sizes = (call.q.shape, call.kv_heads, call.kv_len, call.value_dim, call.geometry.q_offset, call.window)
         padded = (call.starts is None, call.lengths is None, call.pages is None)
         key = (sizes, padded, call.q.dtype, call.q.device, call.softcap is None, call.sinks is None)
@@ -296,8 +346,14 @@ class Pipeline(Runner):
         if found is None:
             if len(self._cuts) >= KEPT:
                 self._cuts.clear()
-            found = self._cuts[key] = parts(self, call, limit_of(self.workspace, call.q.device))
+            found = self._cuts[key] = parts(self, call, limit), self.bound(call)
         return found
+
+    def _run_whole(self, call: AttentionCall, memory: Memory) -> Result:
+        plan = self.plan(call, memory)
+        result = self._correct(call, plan, self.executing.execute(call, plan), memory)
+        self.observe(call, plan, result, memory)
+        return result
 
     def _run_parts(self, call: AttentionCall, memory: Memory, cut: tuple[Part, ...]) -> Result:
         """Part after part into one output; nothing of a part stays but what `Recorder` keeps."""

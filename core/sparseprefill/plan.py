@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from attrs import evolve, field, frozen
@@ -17,6 +17,10 @@ from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
 from sparseprefill.softmax import SoftmaxState
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.memory import Memory
 
 
 class _Empty(Mapping[str, Any]):
@@ -146,6 +150,15 @@ class Plan:
         if self.carry is not None:
             extra = extra - self.carry.region
         return evolve(self, mask=self.mask | extra)
+
+
+@frozen(eq=False)
+class Planned:
+    """A call that waits, with its plan, to be executed together with others: see `Pipeline.begin`."""
+
+    call: AttentionCall
+    plan: Plan
+    memory: Memory
 
 
 @frozen

@@ -26,6 +26,9 @@ itself, in attributes that a pipeline looks up once, when it is built (`Stage`);
 ``execute_into(call, plan, out, lse) -> Result``
     of an executor: as `execute`, into tensors of the caller, which may be views of larger ones: out ``[B, Hq, Nq, Dv]``
     in the call's dtype, lse ``[B, Hq, Nq]`` float32 (float64 for float64 calls). Without it the result is copied.
+``execute_many(calls, plans) -> list[Result]``
+    of an executor: as `execute` of each call with its plan, in their order, for those that can compute several in one
+    launch. Without it they run one by one.
 
 Whatever a stage is asked, it is asked through a `Guard`: what it raises, and an answer that is none, becomes a
 StageError that names the method, the stage and the question.
@@ -35,7 +38,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
@@ -177,12 +180,16 @@ BYTES = Answer(lambda value: _whole(value, 0), "a number of bytes, an int from 0
 REASONS = Answer(_reasons, "a reason (str), a tuple of reasons, or None")
 CALLABLE = Answer(lambda value: value is None or callable(value), "a function, or None")
 NOTHING, PLAN, RESULT, STATE = (Answer.of(kind) for kind in (type(None), Plan, Result, SoftmaxState))
+RESULTS = Answer(
+    lambda value: isinstance(value, list | tuple) and all(isinstance(one, Result) for one in value),
+    "a list of Results, one for each call",
+)
 TAIL = Answer(lambda value: value is None or _whole(value, 0), "a number of query rows, an int from 0 to 2^63 - 1")
 ALL_ROWS = WIDEST - 1
 """The `tail` of a stage that keeps every key for every row."""
 ATTRIBUTES = (("grain", GRAIN), ("head_scope", SCOPE), ("tail", TAIL))
 """What a stage may say of itself, and what that must be."""
-QUESTIONS = ("unsupported", "workspace", "check_model", "execute_into")
+QUESTIONS = ("unsupported", "workspace", "check_model", "execute_into", "execute_many")
 """Methods that a stage may leave out."""
 
 
@@ -329,6 +336,11 @@ class Stage(Guard):
 class ExecutorStage(Stage):
     """The same of an executor; it is one itself, and can stand in its place."""
 
+    @property
+    def together(self) -> bool:
+        """Whether it may compute several calls in one launch."""
+        return "execute_many" in self.questions
+
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """See SparseExecutor; the result has the call's sizes."""
         return self._computed("execute", call, self.ask("execute", RESULT, call, plan))
@@ -342,6 +354,16 @@ class ExecutorStage(Stage):
             words = "it must hold the tensors that the caller gave, filled"
             raise StageError(f"{self.place}.execute_into() returned a Result of other tensors: {words}")
         return result
+
+    def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
+        """See above. One by one where it has no such method, and where there is one call."""
+        if not self.together or len(calls) < 2:
+            return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
+        made = self.ask("execute_many", RESULTS, calls, plans)
+        if len(made) != len(calls):
+            words = f"it must return one for each of {len(calls)} calls"
+            raise StageError(f"{self.place}.execute_many() returned {len(made)} Results: {words}")
+        return [self._computed("execute_many", call, one) for call, one in zip(calls, made, strict=True)]
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """See SparseExecutor."""

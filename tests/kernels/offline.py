@@ -45,7 +45,7 @@ class Variant:
 
     kind: of mask, tiles, stripes or both. carry: resume a state. state: leave one. probe: mass of tiles. page: tokens
     of a page, or 0. padded: left and right padding, and sinks. more: fields of the call. tile: of the mask; small ones
-    compile faster. skip: leave out steps by their logits.
+    compile faster. skip: leave out steps by their logits. requests: that share the launch.
     """
 
     kind: str
@@ -59,6 +59,7 @@ class Variant:
     more: dict[str, Any] = field(factory=dict)
     tile: int | tuple[int, int] = 32
     skip: bool = False
+    requests: int = 1
 
     def call(self) -> AttentionCall:
         """Two query heads of one KV head."""
@@ -81,8 +82,18 @@ class Variant:
         stripes = SparseMask.from_stripes(call, keep, 2, self.tile, diagonal=False)
         return {"tiles": tiles, "stripes": stripes, "both": tiles | stripes}[self.kind]
 
+    def together(self) -> None:
+        """Requests with the same pages, whose rows follow each other in one tensor."""
+        one = self.call()
+        q = torch.zeros(self.requests * LENGTH, 2, self.width, dtype=self.dtype)
+        calls = [evolve(one, q=rows.transpose(0, 1)[None]) for rows in q.split(LENGTH)]
+        TritonExecutor().execute_many(calls, [Plan(self.mask(call)) for call in calls])
+
     def run(self) -> None:
         """Through the executor, as any call."""
+        if self.requests > 1:
+            self.together()
+            return
         call = self.call()
         shape = (1, 2, LENGTH)
         state = SoftmaxState.empty(shape, self.width, torch.float32, call.q.device)
@@ -101,12 +112,14 @@ PORTABLE = {
     "window, softcap": Variant("both", more={"window": 100, "softcap": 30.0}),
     "float32": Variant("tiles", dtype=torch.float32),
     "skip": Variant("both", width=128, skip=True),
+    "requests": Variant("both", page=16, requests=2),
 }
 HOPPER = {
     "hopper: 64, both": Variant("both", padded=True, tile=(128, 64)),
     "hopper: 128, tiles resumed": Variant("tiles", width=128, carry=True, tile=128),
     "hopper: 256, stripes": Variant("stripes", width=256, dtype=torch.float16, state=True, tile=128),
     "hopper: pages": Variant("both", width=128, page=16, tile=(128, 64)),
+    "hopper: requests": Variant("both", width=128, page=16, tile=(128, 64), requests=2),
     "hopper: skip": Variant("both", width=128, tile=128, skip=True),
     "hopper: skip, resumed, pages": Variant("tiles", page=16, carry=True, tile=(128, 64), skip=True),
 }

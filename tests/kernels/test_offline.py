@@ -23,9 +23,10 @@ def test_every_variant_compiles_for_hopper(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    portable = ("tiles", "stripes", "both, padded", "resumed state", "pages", "window, softcap", "float32", "skip")
+    portable = ("tiles", "stripes", "both, padded", "resumed state", "pages", "window, softcap", "float32", "skip",
+                "requests")  # fmt: skip
     fast = ("hopper: 64, both", "hopper: 128, tiles resumed", "hopper: 256, stripes", "hopper: pages",
-            "hopper: skip", "hopper: skip, resumed, pages")  # fmt: skip
+            "hopper: requests", "hopper: skip", "hopper: skip, resumed, pages")  # fmt: skip
     # Forward and repair are one kernel, compiled twice.
     expected = {name: [PORTABLE, PORTABLE] for name in portable} | {name: [HOPPER] for name in fast}
     expected["both, padded"].append(MASS)

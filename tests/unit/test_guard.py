@@ -73,6 +73,9 @@ class Good:
     def execute_into(self, call: Any, plan: Any, out: Any, lse: Any) -> Any:
         return sp.ReferenceExecutor().execute_into(call, plan, out, lse)
 
+    def execute_many(self, calls: Any, plans: Any) -> Any:
+        return [sp.ReferenceExecutor().execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
+
     def accumulate(self, call: Any, plan: Any) -> Any:
         return sp.ReferenceExecutor().accumulate(call, plan)
 
@@ -94,6 +97,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "refine": ("refiner",),
     "execute": ("executor",),
     "execute_into": ("executor",),
+    "execute_many": ("executor",),
     "accumulate": ("executor",),
     "observe": ("observer",),
     "judge": ("gate",),
@@ -163,6 +167,7 @@ def ask(role: str, question: str, stage: Any) -> None:
         made.worth(CALL)
         return
     made.run(CALL)
+    made.run_many([CALL, CALL])
     made.bound(CALL)
     made.check_model(MODEL)
     made.executing.accumulate(CALL, Plan(SparseMask.full(CALL, 4)))
@@ -226,7 +231,7 @@ def test_errors_of_the_library_pass(question: str) -> None:
     assert mine is caught.value
 
 
-@pytest.mark.parametrize("question", ["unsupported", "workspace", "check_model", "execute_into"])
+@pytest.mark.parametrize("question", ["unsupported", "workspace", "check_model", "execute_into", "execute_many"])
 def test_a_question_that_is_no_function(question: str) -> None:
     stage = type("Odd", (Good,), {question: 3})()
     with pytest.raises(sp.StageError, match=rf"my-method: Odd\.{question} is 3: it must be a function, or None"):
@@ -282,6 +287,13 @@ def test_an_executor_that_leaves_the_callers_tensors_alone() -> None:
     into = torch.empty_like(CALL.q), torch.empty(1, 2, 20)
     with pytest.raises(sp.StageError, match=r"execute_into\(\) returned a Result of other tensors"):
         ExecutorStage.of(stage, NAME).execute_into(CALL, Plan(SparseMask.full(CALL, 4)), *into)
+
+
+def test_an_executor_that_leaves_out_a_call() -> None:
+    made = build("executor", odd("execute_many", [sp.ReferenceExecutor().execute(CALL, Plan(SparseMask.full(CALL)))]))
+    assert isinstance(made, sp.Pipeline)
+    with pytest.raises(sp.StageError, match=r"Odd\.execute_many\(\) returned 1 Results: it must return one"):
+        made.run_many([CALL, CALL])
 
 
 @pytest.mark.parametrize("make_mask", [lambda: None, lambda: 1 // 0], ids=["none", "raises"])

@@ -1,4 +1,4 @@
-"""``python -m sparseprefill.adapters.vllm.bench equal|ttft|load|decode|answers|pages``."""
+"""``python -m sparseprefill.adapters.vllm.bench equal|ttft|load|decode|answers|pages|requests``."""
 
 from __future__ import annotations
 

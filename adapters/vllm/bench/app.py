@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from ...cli.group import Group
-from . import answers, decode, equal, load, pages, ttft
+from . import answers, decode, equal, load, pages, requests, ttft
 
 app = typer.Typer(
     cls=Group,
@@ -15,5 +15,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (equal, ttft, load, decode, answers, pages):
+for module in (equal, ttft, load, decode, answers, pages, requests):
     module.register(app)

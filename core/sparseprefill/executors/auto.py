@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from sparseprefill.call import check_call
 from sparseprefill.executors.cpu import CpuExecutor
-from sparseprefill.executors.reference import REFERENCE
+from sparseprefill.executors.reference import REFERENCE, ReferenceExecutor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseprefill.call import AttentionCall
-    from sparseprefill.executors.reference import ReferenceExecutor
     from sparseprefill.executors.triton import TritonExecutor
     from sparseprefill.plan import Plan, Result
     from sparseprefill.softmax import SoftmaxState
@@ -53,6 +53,13 @@ class AutoExecutor:
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
         """As `execute`, into tensors of the caller."""
         return self.choose(call).execute_into(call, plan, out, lse)
+
+    def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
+        """As `execute` of each; together where all are Triton's, see `TritonExecutor.execute_many`."""
+        first = self.choose(calls[0]) if calls and all(call.q.is_cuda for call in calls) else None
+        if first is None or isinstance(first, CpuExecutor | ReferenceExecutor):
+            return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
+        return first.execute_many(calls, plans)
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """See SparseExecutor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from sparseprefill.call import check_call
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.attention import together
 from sparseprefill.kernels.settings import HEAD_DIMS
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import Plan, Result, check_plan
@@ -63,6 +65,33 @@ class TritonExecutor:
         if out.stride(-1) == 1 and lse.stride(-1) == 1:
             return self._execute(call, plan, (out, lse))
         return self._execute(call, plan, None).into(out, lse)
+
+    def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
+        """As `execute` of each, in the same order; calls that `together.key` finds alike share a launch.
+
+        So do requests of one step whose keys and values stand in one cache, where their plans are masks alone, of the
+        same tiles: no carry, probe or thresholds. Every other call is launched by itself.
+        """
+        alike: dict[object, list[int]] = {}
+        for i, (call, plan) in enumerate(zip(calls, plans, strict=True)):
+            self._checked(call, plan)
+            found = together.key(call, plan)
+            alone = found is None or not attention.stays(call, plan.mask)
+            alike.setdefault(i if alone else found, []).append(i)
+        made: dict[int, Result] = {}
+        for group in alike.values():
+            if len(group) == 1:
+                made[group[0]] = self.execute(calls[group[0]], plans[group[0]])
+            else:
+                group.sort(key=lambda i: calls[i].kv_len, reverse=True)  # long work first, so that all end together
+                made.update(zip(group, self._together([(calls[i], plans[i]) for i in group]), strict=True))
+        return [made[i] for i in range(len(calls))]
+
+    def _together(self, pairs: Sequence[tuple[AttentionCall, Plan]]) -> list[Result]:
+        calls = [call for call, _ in pairs]
+        with torch.cuda.device_of(calls[0].q):
+            made, kernel = attention.sparse_attention_together(calls, [plan.mask for _, plan in pairs])
+        return [Result(*one, plan, kernels=(kernel,)) for one, (_, plan) in zip(made, pairs, strict=True)]
 
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call, plan)

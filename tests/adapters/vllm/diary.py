@@ -1,8 +1,9 @@
-"""A method that keeps every key and writes down whose memory each call got; and one that is broken."""
+"""Methods for tests: one writes down whose memory each call got, one is broken, one runs in Triton's kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 
@@ -10,6 +11,8 @@ import sparseprefill as sp
 
 SEEN: list[tuple[int, int, int, int, int]] = []
 """(number of the memory, calls it has seen, layer, offset, query rows) of every call."""
+LAUNCHES: list[int] = []
+"""Requests of each launch of the attention kernel by the method `triton`."""
 ASKED = 16
 """Query rows of the call by which the adapter asks at start."""
 _numbers: dict[int, int] = {}
@@ -47,6 +50,23 @@ class Broken:
         raise NotImplementedError
 
 
+def _count_launches() -> None:
+    """Write down the launches of this process; once is enough."""
+    from sparseprefill.kernels.attention import launch as module
+
+    launcher: Any = module
+    launch = launcher._launch
+    if launch.__name__ == "counted":
+        return
+
+    def counted(*given: Any) -> Any:
+        requests = given[7] if len(given) > 7 else None
+        LAUNCHES.append(1 if requests is None else len(requests.masks))
+        return launch(*given)
+
+    launcher._launch = counted
+
+
 @sp.hookimpl
 def sparseprefill_methods() -> Iterable[sp.Method]:
     def build(config: Nothing) -> sp.Pipeline:
@@ -55,7 +75,15 @@ def sparseprefill_methods() -> Iterable[sp.Method]:
     def broken(config: Nothing) -> sp.Pipeline:
         return sp.Pipeline(Broken(), name="broken")
 
+    def triton(config: Nothing) -> sp.Pipeline:
+        from sparseprefill.executors.triton import TritonExecutor
+
+        _count_launches()
+        streaming = sp.build("streaming", sink=32, window=64, block=16)
+        return attrs.evolve(streaming, executor=TritonExecutor(), name="triton")
+
     return [
+        sp.Method(name="triton", summary="for tests", config=Nothing, build=triton),
         sp.Method(name="diary", summary="for tests", config=Nothing, build=build),
         sp.Method(name="broken", summary="for tests", config=Nothing, build=broken),
     ]

@@ -231,6 +231,24 @@ def test_estimates_over_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(0 < row["density"] <= 1 and row["method"] for row in rows)
 
 
+def test_requests_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sizes = ("--requests", "2", "--requests", "3", "--new", "40", "--cached", "0", "--cached", "70")
+    heads = ("--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--seconds", "0.01", "--rounds", "2")
+    works = ("--mask", "tiles:0.5", "--method", "streaming", "--set", "streaming.block=16")
+    result = invoke("requests", *sizes, *heads, *works, "--json", str(tmp_path / "a.json"))
+    assert 0 == result.exit_code, result.output
+    assert "say nothing about a GPU" in " ".join(result.stdout.split())
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert 8 == len({(row["work"], row["requests"], row["cached"]) for row in rows})
+    for row in rows:
+        assert row["error"] is None
+        assert 0.0 == row["difference"]
+        assert row["requests"] == row["launches"], "a CPU computes them one by one"
+        assert min(row["together"], row["apart"]) > 0
+        assert row["method"] == (row["estimate"] > 0)
+
+
 def test_a_mask_that_is_none() -> None:
     result = invoke("pages", *SMALL, "--mask", "tile:1")
     assert 1 == result.exit_code

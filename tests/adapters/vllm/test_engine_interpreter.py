@@ -34,6 +34,7 @@ def _version() -> None:
 FULL = {"method": "diary", "min_query": 32, "warm_up": True, "tail": 0}
 ASKED = models.prompt(200, seed=260)
 CACHED, GIVEN_UP = models.prompt(160, seed=1), models.prompt(300, seed=2)
+STEP = [models.prompt(length, seed=length) for length in (70, 41, 20, 53)]
 RUNNERS = {"V2": ("1", "LBNHC"), "V1": ("0", "LBHNC")}
 
 
@@ -73,6 +74,17 @@ def jobs(model: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def in_steps(wide: str) -> dict[str, dict[str, Any]]:
+    """Prompts of one step, and one by one, in Triton's kernels. wide: a model whose heads these can run."""
+    sparse = {"method": "triton", "min_query": 32, "tail": 0}
+    options = {**SMALL, "max_num_batched_tokens": 256}
+    each: dict[str, Any] = {"model": wide, "options": options, "tokens": 3, "sparse": sparse}
+    return {
+        "together": {**each, "rounds": [STEP]},
+        "apart": {**each, "rounds": [[one] for one in STEP]},
+    }
+
+
 Answers = dict[str, dict[str, Any]]
 
 
@@ -94,6 +106,9 @@ def answers(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest
     """What the CUDA backend answers with a model runner, all in one process."""
     runner, layout = RUNNERS[request.param]
     asked = jobs(model)
+    if request.param == "V2":
+        wide = tmp_path_factory.mktemp("wide") / "llama"
+        asked |= in_steps(str(models.save("llama", wide, head_dim=64, num_hidden_layers=2)))
     if request.param == "V1":  # the CPU backend's, whose tests have these with it
         del asked["drafts"], asked["asked"]
     switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": runner, "VLLM_KV_CACHE_LAYOUT": layout}
@@ -110,7 +125,8 @@ def test_the_cuda_backend_agrees_with_the_cpu_backend(
     assert engine.tokens(stock) != engine.tokens(sparse)
     assert all(layer["sparse_calls"] > 2 for layer in sparse["report"]["layers"])
     assert streaming["report"]["density"] == pytest.approx(sparse["report"]["density"], abs=0.2)
-    assert [[0, 0, 128], [1, 0, 128], [0, 384, 128], [1, 384, 128]] == full["warmed"], "layer, offset, rows"
+    calls = [[layer, offset, rows] for offset in (0, 384) for rows in (128, 64, 64) for layer in (0, 1)]
+    assert sorted(calls) == sorted(full["warmed"]), "layer, offset, rows: alone, and two in a step"
     assert not sparse["warmed"], "vLLM compiles nothing ahead where it runs eagerly"
     memories = {number for number, *_ in full["state"]["diary"]}
     assert 2 == len(memories), "one memory for each request, whichever runner tells them apart"
@@ -149,3 +165,15 @@ def test_runner_v2_tells_what_requests_ask_for(answers: Answers) -> None:
     for report in (answer["report"], answer["report"]["profiles"]["all"]):
         assert all(layer["sparse_calls"] > 1 for layer in report["layers"]), "both chunks"
     assert any("(sparseprefill: off)" in note for note in answer["report"]["notes"])
+
+
+@pytest.mark.parametrize("answers", ["V2"], indirect=True)
+def test_prompts_of_one_step_share_a_launch(answers: Answers) -> None:
+    """Three of four are long enough to run sparse, in each of two layers; the tokens are those of one by one."""
+    together, apart = answers["together"], answers["apart"]
+    assert [tokens for turn in range(4) for tokens in engine.tokens(apart, turn)] == engine.tokens(together)
+    assert [3, 3] == together["state"]["launches"]
+    assert [1] * 6 == apart["state"]["launches"]
+    for answer in (together, apart):
+        assert [3, 3] == [layer["sparse_calls"] for layer in answer["report"]["layers"]]
+        assert not answer["report"]["notes"]

@@ -55,26 +55,42 @@ def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
 def test_a_prompt_and_a_chunk_behind_it_run_in_two_layers_of_one_request() -> None:
     kept = Kept()
     warm(kept.pipeline.with_tail(16), LAYERS, SIZES, pages, first_head=4)
-    made = [(call.layer, call.q.shape[2], call.kv_len, call.first_head) for call in kept.calls]
-    chunks = [(48, 48), (48, 48), (48, 70)]
-    assert [(layer, rows, keys, 4) for rows, keys in chunks for layer in (3, 5)] == made
-    prompts = [call.prompt_lengths for call in kept.calls[::2]]
+    alone = [i for i, call in enumerate(kept.calls) if call.q.shape[2] == 48]
+    made = [(kept.calls[i].layer, kept.calls[i].kv_len, kept.calls[i].first_head) for i in alone]
+    assert [(layer, keys, 4) for keys in (48, 48, 70) for layer in (3, 5)] == made
+    prompts = [kept.calls[i].prompt_lengths for i in alone[::2]]
     assert [48, 96, 70] == prompts, "the prompt's end, what others follow, and the end of the longest"
-    assert kept.memories[0] is kept.memories[1]
-    assert kept.memories[1] is not kept.memories[2]
+    memories = [kept.memories[i] for i in alone]
+    assert memories[0] is memories[1]
+    assert memories[1] is not memories[2]
     assert {0.2} == {call.scale for call in kept.calls}
+
+
+def test_so_do_two_requests_of_one_step() -> None:
+    kept = Kept()
+    warm(kept.pipeline.with_tail(16), LAYERS, SIZES, pages, first_head=4)
+    both = [(call, memory) for call, memory in zip(kept.calls, kept.memories, strict=True) if call.q.shape[2] == 24]
+    sizes = [(call.layer, call.kv_len, call.prompt_lengths, call.first_head) for call, _ in both]
+    chunks = [(24, 24), (24, 72), (46, 46)]
+    assert [(layer, *chunk, 4) for chunk in chunks for layer in (3, 5) for _ in range(2)] == sizes
+    assert both[0][1] is both[2][1] is not both[1][1] is both[3][1]
+    for (one, _), (other, _) in zip(both[::2], both[1::2], strict=True):
+        assert one.q.untyped_storage().data_ptr() == other.q.untyped_storage().data_ptr()
+        assert one.pages is not None
+        assert other.pages is not None
+        assert one.pages.k.data_ptr() == other.pages.k.data_ptr()
 
 
 def test_without_a_dense_tail_a_chunk_is_as_a_prompt() -> None:
     kept = Kept()
     warm(kept.pipeline, LAYERS, SIZES, pages)
-    assert [48, 70] == [call.prompt_lengths for call in kept.calls[::2]]
+    assert [48, 48, 70, 70] == [call.prompt_lengths for call in kept.calls if call.q.shape[2] == 48]
 
 
 def test_requests_of_one_chunk_need_no_second() -> None:
     kept = Kept()
     warm(kept.pipeline, LAYERS[:1], evolve(SIZES, longest=48), pages)
-    assert [48] == [call.kv_len for call in kept.calls]
+    assert [48, 24, 24] == [call.kv_len for call in kept.calls], "alone, and two in a step"
 
 
 def test_calls_too_small_for_the_method_run_as_they_will() -> None:
@@ -132,7 +148,7 @@ def test_once_for_each_kind_of_layer(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         for sizes in (SIZES, SIZES, evolve(SIZES, page=32)):
             warm_engine(runtime, layers, sizes)
-    assert 12 == len(kept.calls)
+    assert 36 == len(kept.calls), "two kinds, three calls, two layers; and two requests of each"
     assert 2 == caplog.text.count("kernels are ready")
     assert not runtime.session.report("", "").layers, "nobody asked for these calls"
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from triton.errors import TritonError
 
+from kernels.requests import mask_of, step_of
 from sparseprefill import AttentionCall, Plan, ReferenceExecutor, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.attention.together import Together
 from sparseprefill.plan import Kernel
 from sparseprefill.testing import tensors
 
@@ -224,3 +226,65 @@ def test_other_calls_draw_their_blocks_head_by_head(monkeypatch: pytest.MonkeyPa
     assert launch._order(behind, some, 6) is None
     monkeypatch.setattr(launch, "_multiprocessors", lambda _: 132)
     assert launch._order(behind, some, 5) is None  # all run at once
+
+
+@pytest.mark.parametrize("cached", [0, 2000])
+def test_blocks_of_several_requests_are_those_that_there_are(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest lists first behind cached keys, else request by request; each block once, and no others."""
+    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)
+    calls = step_of([(600, 600 + cached), (130, 130 + cached), (257, 300 + cached)], heads=4)
+    masks = [mask_of(one, "tiles", (128, 128), seed=seed) for seed, one in enumerate(calls)]
+    requests = Together.of(calls, masks)
+    own = requests.blocks(launch.BLOCK_M)
+    blocks = max(own)
+    order = launch._order_together(requests, blocks).tolist()
+    length = {}
+    for i, mask in enumerate(masks):
+        assert mask.tiles is not None
+        for h in range(4):
+            for block in range(own[i]):
+                item = (i * 4 + h) * blocks + blocks - 1 - block  # as `work.query_block` reads it
+                length[item] = int(mask.tiles.counts[0, h, block])
+    assert sorted(order) == sorted(length)
+    if cached:
+        assert [length[item] for item in order] == sorted(length.values(), reverse=True)
+    else:
+        assert [item // (4 * blocks) for item in order] == [i for i in range(3) for _ in range(4 * own[i])]
+
+
+def test_the_hopper_kernel_is_told_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    works, seen = Works(), []
+
+    def note(*given: object) -> torch.Tensor:
+        seen.append(given[-1])
+        return torch.zeros(2 * 2 * 2, dtype=torch.int8)
+
+    monkeypatch.setattr(works, "launch", note, raising=False)
+    monkeypatch.setattr(attention, "FAILED", {})
+    monkeypatch.setattr(attention, "hopper_of", lambda _: works)
+    calls = step_of([(200, 200), (100, 150)], heads=2)
+    results = TritonExecutor().execute_many(calls, [Plan(SparseMask.full(one)) for one in calls])
+    assert [isinstance(one, Together) for one in seen] == [True]
+    assert {kernel.name for one in results for kernel in one.kernels} == {"hopper"}
+
+
+def test_what_fails_for_several_requests_says_nothing_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Broken(RuntimeError("PassManager::run failed"))
+    monkeypatch.setattr(attention, "FAILED", {})
+    monkeypatch.setattr(attention, "hopper_of", lambda _: broken)
+    calls = step_of([(60, 60), (40, 90)], heads=2)
+    plans = [Plan(SparseMask.full(one)) for one in calls]
+    results = TritonExecutor().execute_many(calls, plans)
+    assert {kernel.name for one in results for kernel in one.kernels} == {"portable"}
+    assert all("several requests" in kernel.reason for one in results for kernel in one.kernels)
+    assert attention.choose(calls[0], plans[0].mask).hopper is broken
+    for one, plan, result in zip(calls, plans, results, strict=True):
+        assert output_error(result.out, ReferenceExecutor().execute(one, plan).out) <= 2e-3
+
+
+def test_pages_that_are_copied_for_it_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
+    small, good = (step_of([(200, 200), (100, 150)], heads=2, page=page) for page in (8, 16))
+    assert not attention.stays(small[0], SparseMask.full(small[0]))
+    assert attention.stays(good[0], SparseMask.full(good[0]))
+    assert attention.stays(small[0], SparseMask.full(small[0], 32)), "the portable kernel reads them as they are"

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from sparseprefill.kernels.attention.arguments import Cache, Lists, Logits, Mask, Outputs, Queries, Shape, Sizes, State
 from sparseprefill.kernels.attention.block import attend
+from sparseprefill.kernels.attention.requests import attend_request
 
 RUNTIME = (
     "stride_lb", "stride_lh", "q_offset", "q_len", "kv_len", "tile_rows", "group_rows", "columns", "window", "heads",
@@ -23,7 +24,7 @@ def sparse_attention_fwd_kernel(
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
     stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, bitmap_ptr,
     carry_m_ptr, carry_l_ptr, carry_acc_ptr,
-    out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr, below_ptr, skipped_ptr,
+    out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr, below_ptr, skipped_ptr, requests_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
     scale, softcap, window, q_offset, q_len, kv_len, tile_rows, group_rows, columns, heads, kv_group, total,
@@ -38,7 +39,8 @@ def sparse_attention_fwd_kernel(
 
     Forward: a program per query block and head. REPAIR: programs walk the flags of the `total` query blocks and do
     those again that met a NaN, mostly none, with care for NaN and infinities of V in keys that a row may not see.
-    With `below_ptr` steps whose logits cannot matter are left out, and counted: see `skip`.
+    With `below_ptr` steps whose logits cannot matter are left out, and counted: see `skip`. With `requests_ptr` a batch
+    row is a request with sizes, lists and pages of its own: see `requests`.
     """
     queries = Queries(q_ptr, stride_qb, stride_qh, stride_qn)
     keys = Cache(k_ptr, k_desc, table_ptr, k_scale_ptr, stride_kb, stride_kh, stride_kn)
@@ -62,14 +64,26 @@ def sparse_attention_fwd_kernel(
                 for j in range(FLAGS):
                     if tl.max(tl.where(tl.arange(0, FLAGS) == j, flags, 0), 0) > 0:
                         block, bh = (first + j) % blocks, (first + j) // blocks
-                        attend(
-                            block, bh, queries, keys, values, mask, carry, outputs, sizes, logits,
-                            Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), True, PRECISION,
-                        )  # fmt: skip
+                        if requests_ptr is not None:
+                            attend_request(
+                                block, bh, requests_ptr, queries, keys, values, mask, carry, outputs, sizes, logits,
+                                Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), True, PRECISION,
+                            )  # fmt: skip
+                        else:
+                            attend(
+                                block, bh, queries, keys, values, mask, carry, outputs, sizes, logits,
+                                Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), True, PRECISION,
+                            )  # fmt: skip
     else:
         # Long rows first: with causal masks they do most work.
         block, bh = blocks - 1 - tl.program_id(0), tl.program_id(1)
-        attend(
-            block, bh, queries, keys, values, mask, carry, outputs, sizes, logits,
-            Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), False, PRECISION,
-        )  # fmt: skip
+        if requests_ptr is not None:
+            attend_request(
+                block, bh, requests_ptr, queries, keys, values, mask, carry, outputs, sizes, logits,
+                Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), False, PRECISION,
+            )  # fmt: skip
+        else:
+            attend(
+                block, bh, queries, keys, values, mask, carry, outputs, sizes, logits,
+                Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), False, PRECISION,
+            )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sparseprefill.kernels.attention.arguments import State
 from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel
 from sparseprefill.kernels.attention.tile_mass import tile_mass_fwd_kernel
+from sparseprefill.kernels.attention.together import Together, bitmap_of, lists_of
 from sparseprefill.kernels.settings import FUSED, Settings, power_of_two, settings
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
@@ -24,7 +25,6 @@ from sparseprefill.plan import Kernel, Skipped
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.lists import IndexLists
     from sparseprefill.mask.mask import SparseMask
     from sparseprefill.softmax import SoftmaxState
 
@@ -55,8 +55,9 @@ def interpreted() -> bool:
     return not isinstance(sparse_attention_fwd_kernel, triton.runtime.jit.JITFunction)
 
 
-def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> Choice:
+def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False, together: bool = False) -> Choice:
     """The kernel for the call, and what it reads. skips: whether it shall leave out steps (`Plan.skip_below`).
+    together: whether the launch is one of several requests.
 
     Pages that the Hopper kernel does not read, or reads more slowly than a copy, are copied for it. `Pages.gathered`
     tells of it.
@@ -64,17 +65,29 @@ def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> Cho
     hopper = hopper_of(call)
     if hopper is None:
         return Choice(call, reason=_failure("at all"))
-    if (failed := _failure(variant(call, mask, skips=skips))) is not None:
+    if (failed := _failure(variant(call, mask, skips=skips, together=together))) is not None:
         return Choice(call, reason=failed)
     reason = hopper.objection(call, mask)
-    copyable = call.pages is not None and hopper.features(call, mask) is None
-    if copyable and (reason is not None or hopper.better_copied(call, mask)):
+    if _copied(hopper, call, mask, reason):
         call = evolve(call, k=call.k, v=call.v)
         reason = hopper.objection(call, mask)
     if reason is None:
         return Choice(call, hopper)
     _declined(reason)
     return Choice(call, reason=reason)
+
+
+def stays(call: AttentionCall, mask: SparseMask) -> bool:
+    """Whether the kernel that serves the call reads its pages where they stand."""
+    hopper = hopper_of(call)
+    return hopper is None or not _copied(hopper, call, mask, hopper.objection(call, mask))
+
+
+def _copied(hopper: Any, call: AttentionCall, mask: SparseMask, reason: str | None) -> bool:
+    """Whether the Hopper kernel serves a copy of the pages. reason: what it has against the pages themselves."""
+    if call.pages is None or hopper.features(call, mask) is not None:
+        return False
+    return reason is not None or bool(hopper.better_copied(call, mask))
 
 
 def hopper_of(call: AttentionCall) -> Any:
@@ -94,12 +107,13 @@ def _hopper() -> Any:
     return launch
 
 
-def variant(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> Hashable:
+def variant(call: AttentionCall, mask: SparseMask, *, skips: bool = False, together: bool = False) -> Hashable:
     """What the Hopper kernel is compiled for, but for its carry and state: one that fails says nothing of the others."""
     lists = (mask.has_tiles, mask.stripes is not None, mask.disjoint)
     optional = tuple(x is not None for x in (call.starts, call.lengths, call.sinks))
     page = 0 if call.pages is None else call.pages.page
-    return call.q.dtype, call.q.shape[-1], mask.tile_q, mask.tile_k, mask.group, lists, optional, page, skips
+    made = call.q.dtype, call.q.shape[-1], mask.tile_q, mask.tile_k, mask.group, lists, optional, page, skips
+    return (*made, "several requests") if together else made
 
 
 @cache
@@ -156,6 +170,18 @@ def sparse_attention_fwd(
     return *into, *_launch(call, mask, carry, *into, None, below)
 
 
+def sparse_attention_together(
+    calls: Sequence[AttentionCall], masks: Sequence[SparseMask]
+) -> tuple[list[tuple[Tensor, Tensor]], Kernel]:
+    """Out and LSE of several requests, as `sparse_attention_fwd` of each, from one launch; and which kernel it was.
+
+    calls, masks: those with one `together.key`, of calls whose pages the kernel reads (`stays`).
+    """
+    requests = Together.of(calls, masks)
+    kernel, _ = _launch(calls[0], masks[0], None, requests.out, requests.lse, None, None, requests)
+    return requests.results(), kernel
+
+
 def sparse_attention_state(
     call: AttentionCall, mask: SparseMask, carry: SoftmaxState | None = None, below: Tensor | None = None
 ) -> State:
@@ -176,21 +202,25 @@ def _launch(
     lse: Tensor | None,
     state: State | None,
     below: Tensor | None,
+    requests: Together | None = None,
 ) -> tuple[Kernel, Skipped | None]:
     """Fill out and lse, or the state; which kernel did, and what it left out where there are thresholds for that.
+    requests: instead of the call's own rows; call and mask are then the first's, and say what holds for all.
 
     Two launches: the second repeats, with care for NaN and infinities of V in keys that a row may not see, only those
     query blocks in which the first met a NaN. Those vote once more, as blocks of the portable kernel.
     """
-    geometry, (batch, heads) = call.geometry, call.q.shape[:2]
-    chosen, choice = _settings(call, mask), choose(call, mask, skips=below is not None)
-    call, tiles, stripes = choice.call, mask.tiles, mask.stripes
+    geometry, (batch, heads), together = call.geometry, call.q.shape[:2], requests is not None
+    chosen, choice = _settings(call, mask), choose(call, mask, skips=below is not None, together=together)
+    call = choice.call
     source, width = Source.of(call), call.value_dim
-    rows = geometry.tile_rows(mask.tile_q)
+    if requests is None:
+        q, rows, table = call.q, geometry.tile_rows(mask.tile_q), None
+        lists, bitmap = (*lists_of(mask.tiles), *lists_of(mask.stripes)), bitmap_of(mask)
+    else:
+        q, rows, table, batch = requests.q, requests.tile_rows, requests.table, len(requests.masks)
+        lists, bitmap = requests.lists[0], requests.bitmaps[0]
     blocks = rows * (mask.tile_q // chosen.block_m)
-    overlap = tiles is not None and stripes is not None and not mask.disjoint
-    bitmap = mask.tile_map().contiguous().view(torch.uint8) if overlap else None
-    lists = (*_lists(tiles), *_lists(stripes))
     out_strides = (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
     below = None if below is None else below.contiguous()
     # For each query block, and in the Hopper kernel for each half of one, which votes by itself.
@@ -198,19 +228,22 @@ def _launch(
     voting = (chosen.block_m, chosen.block_m, chosen.block_n)
     nonfinite, served = None, Kernel("portable", choice.reason or "")
     if choice.hopper is not None:
-        which = variant(call, mask, skips=below is not None)
-        nonfinite = _flags_of(choice.hopper, which, call, mask, lists, bitmap, carry, out, lse, state, below, counted)
+        which = variant(call, mask, skips=below is not None, together=together)
+        given = (call, mask, lists, bitmap, carry, out, lse, state, below, counted, requests)
+        nonfinite = _flags_of(choice.hopper, which, *given)
         if nonfinite is not None and below is not None:
             voting = choice.hopper.voting(mask, width)
         served = Kernel("hopper") if nonfinite is not None else Kernel("portable", _failure(which) or "")
     forward = nonfinite is None
     if nonfinite is None:
-        nonfinite = torch.empty(batch * heads * blocks, dtype=torch.int8, device=call.q.device)
+        # Requests with fewer blocks than the longest leave flags unwritten.
+        made = torch.empty if requests is None else torch.zeros
+        nonfinite = made(batch * heads * blocks, dtype=torch.int8, device=q.device)
     arguments = (
-        call.q, source.k, source.v, *_descriptors(source, chosen, width), *source.extra,
+        q, source.k, source.v, *_descriptors(source, chosen, width), *source.extra,
         geometry.starts, geometry.lengths, call.sinks,
-        *lists, bitmap, *_state(carry), out, lse, *_state(state), nonfinite, below, counted,
-        *strides(call.q), *source.strides(source.k), *source.strides(source.v), *out_strides,
+        *lists, bitmap, *_state(carry), out, lse, *_state(state), nonfinite, below, counted, table,
+        *strides(q), *source.strides(source.k), *source.strides(source.v), *out_strides,
         call.softmax_scale * LOG2E.value, call.softcap, call.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k), heads, call.group,
         nonfinite.numel(),
@@ -241,7 +274,7 @@ def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Ten
     source = Source.of(call)
     tile_mass_fwd_kernel[(rows, batch * heads)](
         call.q, source.k, source.table, source.k_scale, lse.contiguous(), probe.contiguous(), mass,
-        geometry.starts, geometry.lengths, *_lists(tiles), *strides(call.q), *source.strides(source.k),
+        geometry.starts, geometry.lengths, *lists_of(tiles), *strides(call.q), *source.strides(source.k),
         call.softmax_scale * LOG2E.value, call.softcap, call.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, columns, heads, call.group,
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, **_blocks(chosen, call.q.shape[-1], source.page),
@@ -270,12 +303,6 @@ def _blocks(chosen: Settings, width: int, page: int) -> dict[str, Any]:
 
 def _state(state: SoftmaxState | State | None) -> tuple[Tensor | None, ...]:
     return (None, None, None) if state is None else tuple(x.contiguous() for x in (state.m, state.l, state.acc))
-
-
-def _lists(lists: IndexLists | None) -> tuple[Tensor | None, ...]:
-    if lists is None:
-        return None, None, None
-    return lists.counts.contiguous(), lists.offsets.contiguous(), lists.indices
 
 
 def _tma(source: Source, chosen: Settings) -> bool:

@@ -89,7 +89,8 @@ class Skip(NamedTuple):
 class Work(NamedTuple):
     """Items on their way: fields as `work` numbers them. counter: items drawn so far by all programs together.
 
-    order: int32, the items in the order in which they are drawn; None for that of their numbers.
+    order: int32, the items in the order in which they are drawn; None for that of their numbers. draws: how many that
+    are, None for all.
     """
 
     smem: Any  # [SLOTS * FIELDS, 1]
@@ -97,12 +98,15 @@ class Work(NamedTuple):
     empty: Any
     counter: Any
     order: Any
+    draws: Any
 
 
 class Sizes(NamedTuple):
     """Lengths of the call, and where its batch rows begin and end (see `work.batch_row`).
 
-    starts, lengths: ``[B]`` or None. blocks: of one head; items: of all. kv_group: query heads a KV head.
+    starts, lengths: ``[B]`` or None. blocks: of one head; items: of all. kv_group: query heads a KV head. requests: where
+    batch rows are requests, the table of what is their own (`attention.requests`), else None; blocks are then those of
+    the longest.
     """
 
     starts: Any
@@ -114,12 +118,14 @@ class Sizes(NamedTuple):
     items: Any
     heads: Any
     kv_group: Any
+    requests: Any
 
 
 class Cache(NamedTuple):
     """K and V, ``[B, Hkv, Nkv, D]``: descriptors for tiles, pointers for stripes.
 
-    With pages, table names those of the request, and stride_kb counts rows, not elements, from one page to the next.
+    With pages, table names those of the request, of several the first, and stride_kb counts rows, not elements, from one
+    page to the next.
     """
 
     k_desc: Any

@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from sparseprefill.kernels.attention.requests import OUT_BEGIN
+from sparseprefill.kernels.hopper.requests import behind, rows_of
 from sparseprefill.kernels.hopper.skim import bound_of, skim
 from sparseprefill.kernels.hopper.softmax import hide, pin, softmax
 from sparseprefill.kernels.hopper.store import store_rows
@@ -57,14 +59,15 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
         going = item < sizes.items
         if going:
             bh, block, length, first, _, low = item_rows(item, sizes, shape)
+            q_len = rows_of(sizes, bh // sizes.heads)
             row = low - first + NUMBER * half  # of the call's queries
             index = row + gl.arange(0, half, layout=s_rows)
             position = index + first
-            inside = (index >= 0) & (index < sizes.q_len)
+            inside = (index >= 0) & (index < q_len)
             o_index = row + gl.arange(0, half, layout=o_rows)
-            o_inside = (o_index >= 0) & (o_index < sizes.q_len)
+            o_inside = (o_index >= 0) & (o_index < q_len)
             dims = gl.arange(0, width, layout=gl.SliceLayout(0, o_layout))
-            head_row = bh.to(gl.int64) * sizes.q_len
+            head_row = bh.to(gl.int64) * q_len
             if carry.m is not None:
                 m = gl.load(carry.m + head_row + index, mask=inside, other=float("-inf")) * LOG2E  # [half]
                 l = gl.load(carry.l + head_row + index, mask=inside, other=0.0)  # noqa: E741 - [half]
@@ -84,7 +87,7 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
                 if steps > 0:
                     mbarrier.wait(queries.ready, turn & 1)
                     turn += 1
-                    rows = gl.minimum(gl.minimum(row + half, sizes.q_len), length - first)
+                    rows = gl.minimum(gl.minimum(row + half, q_len), length - first)
                     rows = gl.maximum(rows - gl.maximum(gl.maximum(row, 0), -first), 0)  # that are real
                     bound = bound_of(skip.below, bh // sizes.heads)
                     other = o
@@ -190,7 +193,11 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
                 lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(gl.where(l == 0.0, 1.0, l))) * LN2)
                 b = (bh // sizes.heads).to(gl.int64)
                 h = (bh % sizes.heads).to(gl.int64)
-                gl.store(outputs.lse + b * outputs.stride_lb + h * outputs.stride_lh + index, lse, mask=inside)
+                lse_ptr = outputs.lse + b * outputs.stride_lb + h * outputs.stride_lh
+                if sizes.requests is not None:
+                    begin = behind(sizes, bh // sizes.heads, OUT_BEGIN)
+                    lse_ptr += begin
+                gl.store(lse_ptr + index, lse, mask=inside)
                 total = l
                 if outputs.sinks is not None:
                     floor = gl.where(m == float("-inf"), 0.0, m)
@@ -198,7 +205,9 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
                 inverse = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), o_rows)
                 out = gl.where(o_real[:, None], o * inverse[:, None], 0.0).to(outputs.out.dtype.element_ty)
                 base_ptr = outputs.out + b * outputs.stride_ob + h * outputs.stride_oh
-                store_rows(base_ptr, outputs.stride_on, row, sizes.q_len, out, half, width)
+                if sizes.requests is not None:
+                    base_ptr += begin * outputs.stride_on
+                store_rows(base_ptr, outputs.stride_on, row, q_len, out, half, width)
                 if wide:
                     out = gl.where(o_real[:, None], o_high * inverse[:, None], 0.0).to(outputs.out.dtype.element_ty)
-                    store_rows(base_ptr + width, outputs.stride_on, row, sizes.q_len, out, half, width)
+                    store_rows(base_ptr + width, outputs.stride_on, row, q_len, out, half, width)

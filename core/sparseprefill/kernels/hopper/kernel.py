@@ -14,7 +14,7 @@ from sparseprefill.kernels.hopper.work import FIELDS, SLOTS, schedule
 
 RUNTIME = (
     "stride_lb", "stride_lh", "q_offset", "q_len", "kv_len", "blocks", "tile_rows", "group_rows", "columns", "items",
-    "heads", "kv_group",
+    "heads", "kv_group", "draws",
 )  # fmt: skip
 """Sizes that change from call to call and must not cause a compilation. They stay flat: this list does not reach into a
 tuple."""
@@ -26,10 +26,10 @@ def hopper_attention_fwd_kernel(
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
     stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, bitmap_ptr,
     carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr, next_ptr, order_ptr,
-    below_ptr, skipped_ptr,
+    below_ptr, skipped_ptr, requests_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale,
-    q_offset, q_len, kv_len, blocks, tile_rows, group_rows, columns, items, heads, kv_group,
+    q_offset, q_len, kv_len, blocks, tile_rows, group_rows, columns, items, heads, kv_group, draws,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
     DEFER: gl.constexpr,
@@ -43,7 +43,8 @@ def hopper_attention_fwd_kernel(
     of tiles and stripes, pages, and the scheduler are ours. How the roles talk is told in `arguments`.
 
     What a call lacks is None. REGISTERS: per thread of consumer, producer, scheduler. DEFER: where steps may be left out
-    (`below_ptr`), values of tiles are fetched when a consumer has said that it wants them.
+    (`below_ptr`), values of tiles are fetched when a consumer has said that it wants them. With `requests_ptr` batch rows
+    are requests, each with sizes, lists and pages of its own: see `requests`.
     """
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -85,8 +86,8 @@ def hopper_attention_fwd_kernel(
     shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, STAGES, PAGE)
     queries = Queries(q_desc, q_smem, q_ready, q_empty)
     ring = Ring(k_smem, v_smem, positions, k_ready, k_empty, v_ready, v_empty, cache_rows)
-    work = Work(work_smem, work_ready, work_empty, next_ptr, order_ptr)
-    sizes = Sizes(starts_ptr, lengths_ptr, q_offset, q_len, kv_len, blocks, items, heads, kv_group)
+    work = Work(work_smem, work_ready, work_empty, next_ptr, order_ptr, draws)
+    sizes = Sizes(starts_ptr, lengths_ptr, q_offset, q_len, kv_len, blocks, items, heads, kv_group, requests_ptr)
     tiles = Lists(tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr)
     stripes = Lists(stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr)
     mask = Mask(tiles, stripes, bitmap_ptr, tile_rows, group_rows, columns)

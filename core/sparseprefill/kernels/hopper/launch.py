@@ -15,9 +15,11 @@ from sparseprefill.kernels.hopper.paging import PANEL
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
+from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.kernels.attention.together import Together
     from sparseprefill.mask.mask import SparseMask
     from sparseprefill.pages import Pages
     from sparseprefill.softmax import SoftmaxState
@@ -108,17 +110,21 @@ def launch(
     state: SoftmaxState | None,
     below: Tensor | None = None,
     skipped: Tensor | None = None,
+    requests: Together | None = None,
 ) -> Tensor:
     """Run the kernel; int8 flags ``[B * Hq * blocks]`` of the query blocks whose sums are nonfinite.
 
     lists: counts, offsets and indices of tiles, then of stripes; None, all three, where the mask has none. bitmap: uint8
     tile map where stripes and tiles of the mask may overlap. out and lse, or state: what to fill; the others are None.
     below: float32 ``[B]``, thresholds of steps to leave out. skipped: int32, two numbers for each query block of each
-    head, the pairs that its two halves left out.
+    head, the pairs that its two halves left out. requests: in place of the call's rows; call, mask, lists and bitmap are
+    then the first's.
     """
     geometry, (batch, heads, _, width), source = call.geometry, call.q.shape, Source.of(call)
     block_n = min(mask.tile_k, BLOCK_N[width])
-    tile_rows = geometry.tile_rows(mask.tile_q)
+    q, tile_rows, table = call.q, geometry.tile_rows(mask.tile_q), None
+    if requests is not None:
+        q, tile_rows, table, batch = requests.q, requests.tile_rows, requests.table, len(requests.masks)
     blocks = tile_rows * (mask.tile_q // BLOCK_M)
     items = batch * heads * blocks
     scratch = torch.zeros(SCRATCH + items, dtype=torch.int8, device=call.q.device)
@@ -131,13 +137,15 @@ def launch(
     none = (None, None, None)
     resumed = none if carry is None else (carry.m.contiguous(), carry.l.contiguous(), carry.acc.contiguous())
     filled = none if state is None else (state.m, state.l, state.acc)
-    hopper_attention_fwd_kernel[(min(items, _multiprocessors(call.q.device)),)](
-        _descriptor(call.q, BLOCK_M // 2), *descriptors, source.k, source.v, source.table,
+    order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
+    draws = None if requests is None or order is None else order.numel()
+    hopper_attention_fwd_kernel[(min(draws or items, _multiprocessors(q.device)),)](
+        _descriptor(q, BLOCK_M // 2), *descriptors, source.k, source.v, source.table,
         geometry.starts, geometry.lengths, call.sinks, *lists, bitmap,
-        *resumed, out, lse, *filled, nonfinite, counter, _order(call, mask, blocks), below, skipped,
+        *resumed, out, lse, *filled, nonfinite, counter, order, below, skipped, table,
         *kv_strides, *_out_strides(out, lse), call.softmax_scale * LOG2E.value,
         geometry.q_offset, geometry.q_len, geometry.kv_len, blocks, tile_rows, geometry.tile_rows(mask.group_rows),
-        geometry.tile_columns(mask.tile_k), items, heads, call.group,
+        geometry.tile_columns(mask.tile_k), items, heads, call.group, draws,
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, BLOCK_M=BLOCK_M, BLOCK_N=block_n, D=width,
         STAGES=STAGES[width], PAGE=source.page, REGISTERS=REGISTERS,
         DEFER=DEFER and below is not None, num_warps=4, **FUSED,
@@ -157,18 +165,50 @@ def _order(call: AttentionCall, mask: SparseMask, blocks: int) -> Tensor | None:
     Few rows behind many cached keys leave each multiprocessor few blocks, some many times as long as others: one that
     is drawn last keeps all waiting. Of whole prompts, a head's own blocks are enough to fill the gaps.
     """
-    geometry = call.geometry
-    few = blocks * geometry.batch * geometry.heads <= _multiprocessors(call.q.device)
+    few = blocks * call.geometry.batch * call.geometry.heads <= _multiprocessors(call.q.device)
+    return None if few or not _uneven(mask, blocks) else _longest_first(_keys(mask))
+
+
+def _order_together(requests: Together, blocks: int) -> Tensor:
+    """int32 ``[items]``: the query blocks that requests have, of `blocks` for each head, as `_order` has them.
+
+    Where heads may follow each other, so do the requests, in their order.
+    """
+    masks, device = requests.masks, requests.q.device
+    own, heads = requests.blocks(BLOCK_M), requests.q.shape[1]
+    items = _items(own, blocks, heads, device)
+    if items.numel() <= _multiprocessors(device) or not any(map(_uneven, masks, own)):
+        return items
+    return items[_longest_first(torch.cat([_keys(mask) for mask in masks]))]
+
+
+@kept
+def _items(own: tuple[int, ...], blocks: int, heads: int, device: torch.device) -> Tensor:
+    """int32: numbers of the items that there are, request by request. own: query blocks of a head of each."""
+    head = torch.arange(heads, dtype=torch.int32, device=device)[:, None] * blocks
+    # Of a head's items the last block comes first (`work.query_block`).
+    last = [torch.arange(blocks - count, blocks, dtype=torch.int32, device=device) for count in own]
+    return torch.cat([(i * heads * blocks + head + some).flatten() for i, some in enumerate(last)])
+
+
+def _uneven(mask: SparseMask, blocks: int) -> bool:
+    """Whether a mask's query blocks differ in length so that their order matters. blocks: of one head."""
     alike = mask.stripes is None and (mask.tiles is None or mask.tiles.same_heads)
-    if few or alike or blocks > FEW_BLOCKS or geometry.kv_len < 2 * geometry.q_len:
-        return None
+    return not alike and blocks <= FEW_BLOCKS and mask.geometry.kv_len >= 2 * mask.geometry.q_len
+
+
+def _keys(mask: SparseMask) -> Tensor:
+    """``[items]``: keys in the lists of each query block, as items are numbered: a head's from the last block on."""
     tiles, stripes = mask.tiles, mask.regrouped(1).stripes
     counts = [one.counts * size for one, size in ((tiles, mask.tile_k), (stripes, 1)) if one is not None]
     keys = sum(counts[1:], counts[0])
     if mask.tile_q > BLOCK_M:
         keys = keys.repeat_interleave(mask.tile_q // BLOCK_M, dim=2)
-    # A head's items are numbered from its last block to its first (`work.query_block`).
-    return torch.argsort(keys.flip(2).flatten(), descending=True, stable=True).to(torch.int32)
+    return keys.flip(2).flatten()
+
+
+def _longest_first(keys: Tensor) -> Tensor:
+    return torch.argsort(keys, descending=True, stable=True).to(torch.int32)
 
 
 @cache

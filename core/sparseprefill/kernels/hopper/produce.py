@@ -7,8 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sparseprefill.kernels.attention.requests import TABLE
 from sparseprefill.kernels.hopper.gluon import barrier, load_block, load_rows
 from sparseprefill.kernels.hopper.paging import boxes, entries_of, load_pages, row_in_cache
+from sparseprefill.kernels.hopper.requests import batch_row, behind, head_of, keys_of, mask_of
 from sparseprefill.kernels.hopper.skim import fetch
 from sparseprefill.kernels.hopper.work import (
     CROSSING,
@@ -19,7 +21,6 @@ from sparseprefill.kernels.hopper.work import (
     TILE_LIST,
     TILES,
     UNMASKED,
-    batch_row,
     get,
     get_wide,
     query_block,
@@ -94,6 +95,9 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
             bh = item // sizes.blocks
             b = bh // sizes.heads
             hk = (bh % sizes.heads) // sizes.kv_group
+            table = cache.table
+            if sizes.requests is not None:
+                table += behind(sizes, b, TABLE)
             if mask.tiles.indices is not None:
                 if skip.below is not None:
                     start, _, _ = batch_row(sizes, b)
@@ -109,12 +113,13 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                         )  # fmt: skip
                 else:
                     start, _, _ = batch_row(sizes, b)
+                    kv_len = keys_of(sizes, b)
                     entry = gl.load(tile_ptr + (tiles - 1) // parts, mask=tiles > 0, other=0)
                     for j in range(tiles):
                         key = entry * shape.TILE_K + ((tiles - 1 - j) % parts) * BLOCK_N
                         entry = gl.load(tile_ptr + gl.maximum(tiles - 2 - j, 0) // parts)
                         if shape.PAGE > 0:  # early: their latency passes while the stage empties
-                            entries = entries_of(cache.table, key, sizes.kv_len, shape)
+                            entries = entries_of(table, key, kv_len, shape)
                         mbarrier.wait(ring.k_empty.index(stage), phase)
                         if j < crossing:
                             ring.positions.index(stage).store(key + number)
@@ -141,6 +146,11 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                             phase ^= 1
             if mask.stripes.indices is not None:
                 start, _, _ = batch_row(sizes, b)  # again, rather than held through the tiles
+                if mask.bitmap is not None:
+                    mine = mask_of(mask, sizes, b)
+                    head = head_of(sizes, bh)
+                if sizes.requests is not None:
+                    b = b * 0  # the cache is one
                 k_base = cache.k + b.to(gl.int64) * cache.stride_kb + hk.to(gl.int64) * cache.stride_kh
                 v_base = cache.v + b.to(gl.int64) * cache.stride_vb + hk.to(gl.int64) * cache.stride_vh
                 if sizes.starts is not None:
@@ -149,15 +159,15 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                 chunks = gl.cdiv(seen, BLOCK_N)
                 at = gl.load(stripe_ptr + gl.minimum(number, seen - 1), mask=number * 0 < seen, other=0)  # [BLOCK_N]
                 if shape.PAGE > 0:
-                    there = row_in_cache(cache.table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
+                    there = row_in_cache(table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
                 before = 0
                 for j in range(chunks):
                     if j >= unmasked:
                         keep = j * BLOCK_N + number < seen
                         if mask.bitmap is not None:
                             tile = query_block(item, sizes) // (shape.TILE_Q // shape.BLOCK_M)
-                            row = bh.to(gl.int64) * mask.tile_rows + tile
-                            keep = keep & (gl.load(mask.bitmap + row * mask.columns + at // shape.TILE_K) == 0)
+                            row = head.to(gl.int64) * mine.tile_rows + tile
+                            keep = keep & (gl.load(mine.bitmap + row * mine.columns + at // shape.TILE_K) == 0)
                         at = gl.where(keep, at, at | HIDDEN)
                     mbarrier.wait(ring.k_empty.index(stage), phase)
                     ring.positions.index(stage).store(at)
@@ -171,7 +181,7 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                     if j > 0:
                         hand_over(ring.k_ready.index(before), 2)
                     if shape.PAGE > 0:
-                        there = row_in_cache(cache.table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
+                        there = row_in_cache(table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
                     mbarrier.wait(ring.v_empty.index(stage), phase)
                     gather(ring.v_smem.index(stage), numbers, v_base, cache.stride_vn, dims, by_row, shape)
                     if j > 0:

@@ -6,7 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparseprefill.kernels.attention.requests import Q_BEGIN, STRIPE_LISTS, TILE_LISTS
 from sparseprefill.kernels.hopper.gluon import barrier, load_block
+from sparseprefill.kernels.hopper.requests import batch_row, behind, head_of, mask_of, rows_of
 
 # Fields of a work item in shared memory: 32-bit words.
 ITEM = gl.constexpr(0)  # its number; `sizes.items` where none is left
@@ -24,18 +26,6 @@ SLOTS = gl.constexpr(2)
 def floor_div(x, y: gl.constexpr):
     """Floor division that holds for negative x."""
     return gl.where(x >= 0, x // y, -((y - 1 - x) // y))
-
-
-@gluon.jit
-def batch_row(sizes, b):
-    """Of row `b` of the batch: its first key, its length, and the position of the call's first query."""
-    start = 0
-    if sizes.starts is not None:
-        start = gl.load(sizes.starts + b)
-    length = sizes.kv_len - start
-    if sizes.lengths is not None:
-        length = gl.load(sizes.lengths + b)
-    return start, length, sizes.q_offset - start
 
 
 @gluon.jit
@@ -117,19 +107,27 @@ def schedule(queries, work, sizes, mask, shape):
     slot = 0
     phase = 1
     drawn = gl.atomic_add(work.counter, 1, sem="relaxed")
-    while drawn < sizes.items:
+    draws = sizes.items
+    if work.draws is not None:
+        draws = work.draws
+    while drawn < draws:
         item = drawn
         if work.order is not None:
             item = gl.load(work.order + drawn)
         bh, block, length, first, tile, low = item_rows(item, sizes, shape)
-        last = gl.minimum(gl.minimum(low + shape.BLOCK_M, first + sizes.q_len), length) - 1
+        of = bh // sizes.heads
+        mine = mask_of(mask, sizes, of)
+        head = head_of(sizes, bh)
+        last = gl.minimum(gl.minimum(low + shape.BLOCK_M, first + rows_of(sizes, of)), length) - 1
         live = (low + shape.BLOCK_M > 0) & (low + shape.BLOCK_M > first) & (last >= low)
         tiles = 0
         crossing = 0
         if mask.tiles.indices is not None:
-            row = bh.to(gl.int64) * mask.tile_rows + block // per_tile
-            count = gl.where(live, gl.load(mask.tiles.counts + row), 0)
-            tile_list = gl.load(mask.tiles.offsets + row)
+            row = head.to(gl.int64) * mine.tile_rows + block // per_tile
+            count = gl.where(live, gl.load(mine.tiles.counts + row), 0)
+            tile_list = gl.load(mine.tiles.offsets + row)
+            if sizes.requests is not None:
+                tile_list += behind(sizes, of, TILE_LISTS + 2)
             list_ptr = mask.tiles.indices + tile_list
             tiles = count * parts
             # Lists ascend: how many of the last steps hold a key beyond row `low`, so that they need a mask.
@@ -142,9 +140,11 @@ def schedule(queries, work, sizes, mask, shape):
         seen = 0
         unmasked = 0
         if mask.stripes.indices is not None:
-            row = bh.to(gl.int64) * mask.group_rows + floor_div(tile, shape.GROUP) - floor_div(first, per_list)
-            stripe_list = gl.load(mask.stripes.offsets + row, mask=live, other=0)
-            count = gl.load(mask.stripes.counts + row, mask=live, other=0)
+            row = head.to(gl.int64) * mine.group_rows + floor_div(tile, shape.GROUP) - floor_div(first, per_list)
+            stripe_list = gl.load(mine.stripes.offsets + row, mask=live, other=0)
+            count = gl.load(mine.stripes.counts + row, mask=live, other=0)
+            if sizes.requests is not None:
+                stripe_list += behind(sizes, of, STRIPE_LISTS + 2)
             list_ptr = mask.stripes.indices + stripe_list
             seen = count_up_to(list_ptr, count, last)
             if mask.bitmap is None:
@@ -165,6 +165,9 @@ def schedule(queries, work, sizes, mask, shape):
             mbarrier.wait(queries.empty, (turn & 1) ^ 1)
             mbarrier.expect(queries.ready, shape.BLOCK_M * shape.D * 2)
             b, h, index = bh // sizes.heads, bh % sizes.heads, low - first
+            if sizes.requests is not None:
+                b = b * 0  # all rows lie in one
+                index += behind(sizes, of, Q_BEGIN).to(gl.int32)
             load_block(queries.desc, [b, h, index, 0], queries.ready, queries.smem.index(0))  # [half, D]
             load_block(queries.desc, [b, h, index + half, 0], queries.ready, queries.smem.index(1))  # [half, D]
             turn += 1

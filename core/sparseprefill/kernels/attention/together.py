@@ -1,0 +1,142 @@
+"""Which calls can share a launch, and what the kernels read of each."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from sparseprefill.kernels.attention.requests import FIELDS
+from sparseprefill.kernels.source import Source
+from sparseprefill.statistics.kept import kept
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.lists import IndexLists
+    from sparseprefill.mask.mask import SparseMask
+    from sparseprefill.plan import Plan
+
+Lists = tuple[Tensor | None, ...]
+"""Counts, offsets and indices of tiles, then of stripes; None, all three, where there are none."""
+
+
+@frozen(eq=False)
+class Together:
+    """Requests of one launch.
+
+    masks: of each. lists, bitmaps: of each mask. q: ``[1, Hq, N, D]``, from the first row of all to the last.
+    out, lse: of all rows, ``[1, Hq, n, D]`` and ``[1, Hq, n]``, and `begins`, where each request's lie. tile_rows: query
+    tiles of the longest. table: of `requests`, on the device.
+    """
+
+    masks: tuple[SparseMask, ...]
+    lists: tuple[Lists, ...]
+    bitmaps: tuple[Tensor | None, ...]
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    begins: tuple[int, ...]
+    tile_rows: int
+    table: Tensor
+
+    @classmethod
+    def of(cls, calls: Sequence[AttentionCall], masks: Sequence[SparseMask]) -> Together:
+        """Of calls and masks with one `key`. Nothing is read from a device; one small copy goes to it at most."""
+        lists = tuple((*lists_of(mask.tiles), *lists_of(mask.stripes)) for mask in masks)
+        bitmaps = tuple(map(bitmap_of, masks))
+        lengths = [call.q.shape[2] for call in calls]
+        begins = tuple(sum(lengths[:i]) for i in range(len(lengths)))
+        q, rows = _span([call.q for call in calls])
+        heads, width = q.shape[1], calls[0].value_dim
+        # Heads beside tokens, as hosts keep them: each request's rows lie together.
+        out = torch.empty(sum(lengths), heads, width, dtype=q.dtype, device=q.device).transpose(0, 1)[None]
+        lse = torch.empty(1, heads, sum(lengths), dtype=torch.float32, device=q.device)
+        pages = [Source.of(call).table for call in calls]
+        tensors = [(one, *of, bits) for one, of, bits in zip(pages, lists, bitmaps, strict=True)]
+        sizes = [_sizes(call, mask) for call, mask in zip(calls, masks, strict=True)]
+        table = tuple(
+            (row, begin, *numbers, *_behind(mine, tensors[0]))
+            for row, begin, numbers, mine in zip(rows, begins, sizes, tensors, strict=True)
+        )
+        tiles, made = max(mask.geometry.tile_rows(mask.tile_q) for mask in masks), _on_device(table, q.device)
+        return cls(tuple(masks), lists, bitmaps, q, out, lse, begins, tiles, made)
+
+    def results(self) -> list[tuple[Tensor, Tensor]]:
+        """out ``[1, Hq, Nq, D]`` and LSE ``[1, Hq, Nq]`` of each request, views."""
+        ends = (*self.begins[1:], self.lse.shape[2])
+        rows = [slice(begin, end) for begin, end in zip(self.begins, ends, strict=True)]
+        return [(self.out[:, :, one], self.lse[:, :, one]) for one in rows]
+
+    def blocks(self, block_m: int) -> tuple[int, ...]:
+        """Query blocks of one head of each request."""
+        return tuple(mask.geometry.tile_rows(mask.tile_q) * (mask.tile_q // block_m) for mask in self.masks)
+
+
+def key(call: AttentionCall, plan: Plan) -> Hashable | None:
+    """What is alike of calls that can share a launch; None of one that has to run alone.
+
+    K and V lie in the pages of one cache as they are, and the rows of q in one tensor.
+    """
+    pages = call.pages
+    if pages is None or pages.converted or call.starts is not None or call.lengths is not None:
+        return None
+    if plan.carry is not None or plan.probe is not None or plan.skip_below is not None:
+        return None
+    mask, q = plan.mask, call.q
+    if q.stride(3) != 1 or q.stride(2) < 1:
+        return None
+    rows = q.untyped_storage().data_ptr(), q.storage_offset() % q.stride(2)
+    cache = tuple((x.data_ptr(), x.shape, x.stride()) for x in (pages.k, pages.v))
+    sinks = None if call.sinks is None else (call.sinks.data_ptr(), call.sinks.dtype, call.sinks.stride())
+    of_mask = (mask.tile_q, mask.tile_k, mask.group, mask.has_tiles, mask.stripes is not None, overlap(mask))
+    logits = (call.softmax_scale, call.softcap, call.window, sinks)
+    return rows, q.shape[1], q.shape[3], q.stride()[1:3], q.dtype, cache, logits, of_mask
+
+
+def overlap(mask: SparseMask) -> bool:
+    """Whether a stripe may lie in a tile."""
+    return mask.has_tiles and mask.stripes is not None and not mask.disjoint
+
+
+def bitmap_of(mask: SparseMask) -> Tensor | None:
+    """uint8 ``[B, Hq, R, C]``, the mask's tiles, where stripes may lie in them."""
+    return mask.tile_map().contiguous().view(torch.uint8) if overlap(mask) else None
+
+
+def lists_of(lists: IndexLists | None) -> Lists:
+    """What kernels read of lists."""
+    if lists is None:
+        return None, None, None
+    return lists.counts.contiguous(), lists.offsets.contiguous(), lists.indices
+
+
+def _span(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """All rows between the first and the last of tensors of one storage; where each begins among them."""
+    first = min(parts, key=Tensor.storage_offset)
+    step = first.stride(2)
+    rows = [(part.storage_offset() - first.storage_offset()) // step for part in parts]
+    count = max(row + part.shape[2] for row, part in zip(rows, parts, strict=True))
+    shape = (1, first.shape[1], count, first.shape[3])
+    return first.as_strided(shape, (0, first.stride(1), step, 1)), rows
+
+
+def _sizes(call: AttentionCall, mask: SparseMask) -> tuple[int, ...]:
+    g = mask.geometry
+    tiles = (g.tile_rows(mask.tile_q), g.tile_rows(mask.group_rows), g.tile_columns(mask.tile_k))
+    return (g.q_len, call.kv_len, g.q_offset, *tiles)
+
+
+def _behind(mine: Sequence[Tensor | None], first: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """By how many elements tensors begin behind the first request's; 0 where there are none."""
+    pairs = zip(mine, first, strict=True)
+    return tuple(0 if a is None or b is None else (a.data_ptr() - b.data_ptr()) // a.element_size() for a, b in pairs)
+
+
+@kept
+def _on_device(table: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """int64 ``[requests, FIELDS]``; a copy that nobody waits for."""
+    made = torch.tensor(table, dtype=torch.int64)
+    return made.view(len(table), FIELDS.value).to(device, non_blocking=True)

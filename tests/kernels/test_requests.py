@@ -1,0 +1,212 @@
+"""Several requests in one launch of the portable kernel: the very bits of one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.caches import LAYOUTS, untouched
+from kernels.device import DEVICE
+from kernels.requests import mask_of, step_of
+from sparseprefill import AttentionCall, Carry, Pages, Plan, ReferenceExecutor, SparseMask, output_error
+from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels.attention import launch as launcher
+
+# numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+TRITON, REFERENCE = TritonExecutor(), ReferenceExecutor()
+KINDS = ("full", "tiles", "stripes", "both")
+TILE = (32, 16)
+ROWS = (1, 2, 31, 61, 127, 128, 129)
+SIZES = [(33, 70), (1, 20), (65, 65), (20, 31)]
+
+
+@pytest.fixture(autouse=True)
+def _portable() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "hopper_of", lambda _: None)
+        yield
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests each launch has."""
+    found: list[int] = []
+    launch = launcher._launch
+
+    def counted(*given: Any) -> Any:
+        requests = given[7] if len(given) > 7 else None
+        found.append(1 if requests is None else len(requests.masks))
+        return launch(*given)
+
+    monkeypatch.setattr(launcher, "_launch", counted)
+    return found
+
+
+def plans_of(calls: Sequence[AttentionCall], kind: str, tile: tuple[int, int] = TILE, group: int = 2) -> list[Plan]:
+    return [Plan(mask_of(call, kind, tile, group, seed)) for seed, call in enumerate(calls)]
+
+
+def check(calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> None:
+    """The same bits, flags of kernels and sizes as one by one."""
+    together = TRITON.execute_many(calls, plans)
+    alone = [TRITON.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
+    for call, plan, one, other in zip(calls, plans, together, alone, strict=True):
+        assert one.out.shape == call.q.shape
+        assert one.out.dtype == call.q.dtype
+        assert torch.equal(one.out, other.out)
+        assert torch.equal(one.lse, other.lse)
+        assert one.kernels == other.kernels
+        assert one.plan is plan
+        assert one.skipped is None
+        assert one.probe is None
+        assert untouched(call)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> dict[str, Any]:
+    rows = draw(st.lists(st.sampled_from(ROWS), min_size=1, max_size=4))
+    cached = draw(st.lists(st.sampled_from((0, 1, 17, 64, 101)), min_size=len(rows), max_size=len(rows)))
+    ratio = draw(st.sampled_from((1, 2, 4)))
+    return {
+        "sizes": [(n, n + before) for n, before in zip(rows, cached, strict=True)],
+        "heads": max(ratio, 2),
+        "kv_heads": max(ratio, 2) // ratio,
+        "page": draw(st.sampled_from((16, 128))),
+        "layout": draw(st.sampled_from(sorted(LAYOUTS))),
+        "gap": draw(st.sampled_from((0, 3))),
+        "seed": draw(st.integers(0, 1 << 16)),
+        "device": DEVICE,
+    }
+
+
+@settings(max_examples=50 if DEVICE == "cuda" else 10)
+@given(step=steps(), kind=st.sampled_from(KINDS), tile=st.sampled_from([(32, 16), (64, 64), (128, 64)]))
+def test_any_step(step: dict[str, Any], kind: str, tile: tuple[int, int]) -> None:
+    calls = step_of(**step)
+    check(calls, plans_of(calls, kind, tile))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_launch_serves_all(launches: list[int], kind: str) -> None:
+    calls = step_of(SIZES, device=DEVICE)
+    plans = plans_of(calls, kind)
+    results = TRITON.execute_many(calls, plans)
+    assert launches == [4]
+    for call, plan, result in zip(calls, plans, results, strict=True):
+        expected = REFERENCE.execute(call, plan)
+        assert output_error(result.out, expected.out) <= 2e-3
+        assert torch.allclose(result.lse, expected.lse, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"window": 40}, {"softcap": 8.0, "scale": 0.3}, {"sinks": torch.tensor([-1.0, 0.0, 1.0, 3.0])}],
+    ids=["window", "softcap", "sinks"],
+)
+def test_what_holds_for_every_request(launches: list[int], fields: dict[str, Any]) -> None:
+    fields = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in fields.items()}
+    calls = step_of(SIZES[:3], device=DEVICE, **fields)
+    check(calls, plans_of(calls, "both"))
+    assert launches == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])], ids=str)
+def test_other_types(launches: list[int], dtype: torch.dtype) -> None:
+    calls = step_of(SIZES[:2], device=DEVICE, dtype=dtype, width=80)
+    check(calls, plans_of(calls, "both"))
+    assert launches[0] == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_and_infinity_reach_only_rows_that_see_them(launches: list[int], value: float) -> None:
+    """Blocks are repaired, and those of one request alone."""
+    calls = step_of([(20, 20), (40, 60), (10, 70)], heads=2, kv_heads=1, device=DEVICE, garbage=value)
+    pages = calls[1].pages
+    assert pages is not None
+    pages.v[int(pages.table[50 // pages.page]), 50 % pages.page] = value
+    plans = plans_of(calls, "both")
+    results = TRITON.execute_many(calls, plans)
+    for i, (plan, result) in enumerate(zip(plans, results, strict=True)):
+        seen = plan.mask.to_dense()[..., 50] if i == 1 else torch.zeros_like(result.lse, dtype=torch.bool)
+        assert torch.equal(~torch.isfinite(result.out).all(-1), seen)
+        alone = TRITON.execute(calls[i], plan)
+        assert torch.equal(alone.out.nan_to_num(7.0), result.out.nan_to_num(7.0))
+    assert launches == [3, 1, 1, 1]
+
+
+def _tensors(call: AttentionCall, plan: Plan) -> tuple[AttentionCall, Plan]:
+    return evolve(call, k=call.k, v=call.v), plan
+
+
+def _elsewhere(call: AttentionCall, plan: Plan) -> tuple[AttentionCall, Plan]:
+    return evolve(call, q=call.q.clone()), plan
+
+
+def _shorter(call: AttentionCall, plan: Plan) -> tuple[AttentionCall, Plan]:
+    call = evolve(call, lengths=torch.tensor([call.kv_len - 1], dtype=torch.int32, device=DEVICE))
+    return call, Plan(SparseMask.full(call, TILE))
+
+
+def _resumed(call: AttentionCall, plan: Plan) -> tuple[AttentionCall, Plan]:
+    nothing = SparseMask.empty(call, TILE)
+    return call, Plan(plan.mask, Carry(TRITON.accumulate(call, Plan(nothing)), nothing))
+
+
+def _copy_of_the_cache(call: AttentionCall, plan: Plan) -> tuple[AttentionCall, Plan]:
+    pages = call.pages
+    assert pages is not None
+    other = Pages(pages.k.clone(), pages.v.clone(), pages.table, pages.length)
+    return evolve(call, k=other, v=other), plan
+
+
+ALONE: dict[str, Any] = {
+    "keys as tensors": _tensors,
+    "rows elsewhere": _elsewhere,
+    "another cache": _copy_of_the_cache,
+    "padding": _shorter,
+    "a carry": _resumed,
+    "probes": lambda call, plan: (call, evolve(plan, probe=torch.ones(1, 2, dtype=torch.bool, device=DEVICE))),
+    "thresholds": lambda call, plan: (call, evolve(plan, skip_below=torch.full((1,), 0.01, device=DEVICE))),
+    "a scale": lambda call, plan: (evolve(call, scale=0.5), plan),
+    "tiles": lambda call, plan: (call, Plan(SparseMask.full(call, 64))),
+    "stripes": lambda call, plan: (call, Plan(mask_of(call, "both", TILE))),
+}
+
+
+@pytest.mark.parametrize("odd", ALONE)
+def test_what_differs_runs_alone(launches: list[int], odd: str) -> None:
+    calls = step_of(SIZES[1:], heads=2, kv_heads=1, device=DEVICE)
+    plans = plans_of(calls, "full")
+    calls[1], plans[1] = ALONE[odd](calls[1], plans[1])
+    launches.clear()
+    results = TRITON.execute_many(calls, plans)
+    assert sorted(launches) == [1, 2]
+    for call, plan, result in zip(calls, plans, results, strict=True):
+        again = TRITON.execute(call, plan)
+        assert torch.equal(again.out, result.out)
+        assert torch.equal(again.lse, result.lse)
+        assert (again.probe is None) == (result.probe is None)
+        assert (again.skipped is None) == (result.skipped is None)
+
+
+def test_two_groups_of_a_step_are_two_launches(launches: list[int]) -> None:
+    calls = step_of(SIZES, device=DEVICE)
+    plans = [Plan(mask_of(call, kind, TILE)) for call, kind in zip(calls, ("full", "both") * 2, strict=True)]
+    check(calls, plans)
+    assert sorted(launches[:-4]) == [2, 2]
+
+
+def test_one_call_and_none(launches: list[int]) -> None:
+    (call,) = step_of([(33, 50)], device=DEVICE)
+    plan = Plan(SparseMask.full(call, TILE))
+    check([call], [plan])
+    assert TRITON.execute_many([], []) == []
+    assert launches == [1, 1]
