@@ -83,6 +83,11 @@ class Broken:
     def objection(self, *_: object) -> None:
         """Takes every call."""
 
+    features = objection
+
+    def better_copied(self, *_: object) -> bool:
+        return False
+
     def launch(self, *_: object) -> torch.Tensor:
         self.tried += 1
         raise self.error
@@ -135,6 +140,9 @@ class Works:
 
     def features(self, call: AttentionCall, mask: SparseMask) -> str | None:
         return self.objection(call, mask)
+
+    def better_copied(self, *_: object) -> bool:
+        return False
 
     def launch(self, given: AttentionCall, mask: SparseMask, *_: object) -> torch.Tensor:
         blocks = mask.geometry.tile_rows(mask.tile_q) * (mask.tile_q // 64)
