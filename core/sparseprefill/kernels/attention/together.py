@@ -119,8 +119,7 @@ def _span(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     step = first.stride(2)
     rows = [(part.storage_offset() - first.storage_offset()) // step for part in parts]
     count = max(row + part.shape[2] for row, part in zip(rows, parts, strict=True))
-    shape = (1, first.shape[1], count, first.shape[3])
-    return first.as_strided(shape, (0, first.stride(1), step, 1)), rows
+    return first.as_strided((1, first.shape[1], count, first.shape[3]), first.stride()), rows
 
 
 def _sizes(call: AttentionCall, mask: SparseMask) -> tuple[int, ...]:
