@@ -7,10 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sparseprefill.kernels.attention.requests import TABLE
+from sparseprefill.kernels.attention.requests import BITMAP, COLUMNS, TABLE, TILE_ROWS
 from sparseprefill.kernels.hopper.gluon import barrier, load_block, load_rows
 from sparseprefill.kernels.hopper.paging import boxes, entries_of, load_pages, row_in_cache
-from sparseprefill.kernels.hopper.requests import batch_row, behind, head_of, keys_of, mask_of
+from sparseprefill.kernels.hopper.requests import batch_row, head_of, keys_of, own, own_size
 from sparseprefill.kernels.hopper.skim import fetch
 from sparseprefill.kernels.hopper.work import (
     CROSSING,
@@ -96,8 +96,8 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
             b = bh // sizes.heads
             hk = (bh % sizes.heads) // sizes.kv_group
             table = cache.table
-            if sizes.requests is not None:
-                table += behind(sizes, b, TABLE)
+            if shape.PAGE > 0:
+                table = own(table, sizes, b, TABLE)
             if mask.tiles.indices is not None:
                 if skip.below is not None:
                     start, _, _ = batch_row(sizes, b)
@@ -147,7 +147,9 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
             if mask.stripes.indices is not None:
                 start, _, _ = batch_row(sizes, b)  # again, rather than held through the tiles
                 if mask.bitmap is not None:
-                    mine = mask_of(mask, sizes, b)
+                    bitmap = own(mask.bitmap, sizes, b, BITMAP)
+                    tile_rows = own_size(mask.tile_rows, sizes, b, TILE_ROWS)
+                    columns = own_size(mask.columns, sizes, b, COLUMNS)
                     head = head_of(sizes, bh)
                 if sizes.requests is not None:
                     b = b * 0  # the cache is one
@@ -166,8 +168,8 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                         keep = j * BLOCK_N + number < seen
                         if mask.bitmap is not None:
                             tile = query_block(item, sizes) // (shape.TILE_Q // shape.BLOCK_M)
-                            row = head.to(gl.int64) * mine.tile_rows + tile
-                            keep = keep & (gl.load(mine.bitmap + row * mine.columns + at // shape.TILE_K) == 0)
+                            row = head.to(gl.int64) * tile_rows + tile
+                            keep = keep & (gl.load(bitmap + row * columns + at // shape.TILE_K) == 0)
                         at = gl.where(keep, at, at | HIDDEN)
                     mbarrier.wait(ring.k_empty.index(stage), phase)
                     ring.positions.index(stage).store(at)

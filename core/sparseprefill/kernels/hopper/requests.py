@@ -5,19 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparseprefill.kernels.attention.arguments import Lists, Mask
-from sparseprefill.kernels.attention.requests import (
-    BITMAP,
-    COLUMNS,
-    FIELDS,
-    GROUP_ROWS,
-    KV_LEN,
-    Q_LEN,
-    Q_OFFSET,
-    STRIPE_LISTS,
-    TILE_LISTS,
-    TILE_ROWS,
-)
+from sparseprefill.kernels.attention.requests import FIELDS, KV_LEN, Q_LEN, Q_OFFSET
 
 
 @gluon.jit
@@ -76,27 +64,16 @@ def head_of(sizes, bh):
 
 
 @gluon.jit
-def mask_of(mask, sizes, b):
-    """The mask of batch row `b`; indices of lists begin where the first request's do."""
-    if sizes.requests is None:
-        return mask
-    else:  # noqa: RET505 - what stands behind a branch that returns is compiled, too
-        tiles = mask.tiles
-        if mask.tiles.indices is not None:
-            tiles = Lists(
-                mask.tiles.counts + behind(sizes, b, TILE_LISTS),
-                mask.tiles.offsets + behind(sizes, b, TILE_LISTS + 1),
-                mask.tiles.indices,
-            )
-        stripes = mask.stripes
-        if mask.stripes.indices is not None:
-            stripes = Lists(
-                mask.stripes.counts + behind(sizes, b, STRIPE_LISTS),
-                mask.stripes.offsets + behind(sizes, b, STRIPE_LISTS + 1),
-                mask.stripes.indices,
-            )
-        bitmap = mask.bitmap
-        if mask.bitmap is not None:
-            bitmap = mask.bitmap + behind(sizes, b, BITMAP)
-        rows = number(sizes, b, TILE_ROWS), number(sizes, b, GROUP_ROWS)
-        return Mask(tiles, stripes, bitmap, rows[0], rows[1], number(sizes, b, COLUMNS))
+def own(pointer, sizes, b, field: gl.constexpr):
+    """A pointer, or an offset, of batch row `b`: each request's lies behind the first one's."""
+    if sizes.requests is not None:
+        pointer += behind(sizes, b, field)
+    return pointer
+
+
+@gluon.jit
+def own_size(size, sizes, b, field: gl.constexpr):
+    """A size of the mask of batch row `b`."""
+    if sizes.requests is not None:
+        size = number(sizes, b, field)
+    return size

@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparseprefill.kernels.attention.requests import Q_BEGIN, STRIPE_LISTS, TILE_LISTS
+from sparseprefill.kernels.attention.requests import GROUP_ROWS, Q_BEGIN, STRIPE_LISTS, TILE_LISTS, TILE_ROWS
 from sparseprefill.kernels.hopper.gluon import barrier, load_block
-from sparseprefill.kernels.hopper.requests import batch_row, behind, head_of, mask_of, rows_of
+from sparseprefill.kernels.hopper.requests import batch_row, behind, head_of, own, own_size, rows_of
 
 # Fields of a work item in shared memory: 32-bit words.
 ITEM = gl.constexpr(0)  # its number; `sizes.items` where none is left
@@ -116,18 +116,16 @@ def schedule(queries, work, sizes, mask, shape):
             item = gl.load(work.order + drawn)
         bh, block, length, first, tile, low = item_rows(item, sizes, shape)
         of = bh // sizes.heads
-        mine = mask_of(mask, sizes, of)
         head = head_of(sizes, bh)
         last = gl.minimum(gl.minimum(low + shape.BLOCK_M, first + rows_of(sizes, of)), length) - 1
         live = (low + shape.BLOCK_M > 0) & (low + shape.BLOCK_M > first) & (last >= low)
         tiles = 0
         crossing = 0
         if mask.tiles.indices is not None:
-            row = head.to(gl.int64) * mine.tile_rows + block // per_tile
-            count = gl.where(live, gl.load(mine.tiles.counts + row), 0)
-            tile_list = gl.load(mine.tiles.offsets + row)
-            if sizes.requests is not None:
-                tile_list += behind(sizes, of, TILE_LISTS + 2)
+            row = head.to(gl.int64) * own_size(mask.tile_rows, sizes, of, TILE_ROWS) + block // per_tile
+            count = gl.where(live, gl.load(own(mask.tiles.counts, sizes, of, TILE_LISTS) + row), 0)
+            tile_list = gl.load(own(mask.tiles.offsets, sizes, of, TILE_LISTS + 1) + row)
+            tile_list = own(tile_list, sizes, of, TILE_LISTS + 2)
             list_ptr = mask.tiles.indices + tile_list
             tiles = count * parts
             # Lists ascend: how many of the last steps hold a key beyond row `low`, so that they need a mask.
@@ -140,11 +138,11 @@ def schedule(queries, work, sizes, mask, shape):
         seen = 0
         unmasked = 0
         if mask.stripes.indices is not None:
-            row = head.to(gl.int64) * mine.group_rows + floor_div(tile, shape.GROUP) - floor_div(first, per_list)
-            stripe_list = gl.load(mine.stripes.offsets + row, mask=live, other=0)
-            count = gl.load(mine.stripes.counts + row, mask=live, other=0)
-            if sizes.requests is not None:
-                stripe_list += behind(sizes, of, STRIPE_LISTS + 2)
+            group_rows = own_size(mask.group_rows, sizes, of, GROUP_ROWS)
+            row = head.to(gl.int64) * group_rows + floor_div(tile, shape.GROUP) - floor_div(first, per_list)
+            stripe_list = gl.load(own(mask.stripes.offsets, sizes, of, STRIPE_LISTS + 1) + row, mask=live, other=0)
+            stripe_list = own(stripe_list, sizes, of, STRIPE_LISTS + 2)
+            count = gl.load(own(mask.stripes.counts, sizes, of, STRIPE_LISTS) + row, mask=live, other=0)
             list_ptr = mask.stripes.indices + stripe_list
             seen = count_up_to(list_ptr, count, last)
             if mask.bitmap is None:
