@@ -15,6 +15,8 @@ from sparseprefill import Plan
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as launcher
 
+hopper = pytest.importorskip("sparseprefill.kernels.hopper.launch")
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of capability 9.0")]
 TRITON = TritonExecutor()
 STEPS = (
@@ -23,6 +25,11 @@ STEPS = (
     [(300, 5000), (700, 3001), (64, 2048), (1000, 1000), (129, 4999)],
     [(17, 17)] * 8,
 )
+
+
+@pytest.fixture(autouse=True)
+def _in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "TOGETHER", True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -76,7 +76,7 @@ class TritonExecutor:
         for i, (call, plan) in enumerate(zip(calls, plans, strict=True)):
             self._checked(call, plan)
             found = together.key(call, plan)
-            alone = found is None or not attention.stays(call, plan.mask)
+            alone = found is None or not attention.shares(call, plan.mask)
             alike.setdefault(i if alone else found, []).append(i)
         made: dict[int, Result] = {}
         for group in alike.values():

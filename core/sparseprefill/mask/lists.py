@@ -51,6 +51,11 @@ class IndexLists:
         batch, heads, rows = self.counts.shape
         return batch, heads, rows
 
+    @property
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor]:
+        """counts, offsets and indices, as kernels read them."""
+        return self.counts.contiguous(), self.offsets.contiguous(), self.indices
+
     @classmethod
     def from_map(cls, keep: Tensor) -> IndexLists:
         """From a bool map ``[B, H, R, C]`` with any strides; one launch on a GPU."""

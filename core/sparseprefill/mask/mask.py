@@ -76,6 +76,22 @@ class SparseMask:
         """Whether there are tiles, without making lists of them."""
         return self._tiles is not None
 
+    @property
+    def overlapping(self) -> bool:
+        """Whether a stripe may lie in a tile."""
+        return self.has_tiles and self.stripes is not None and not self.disjoint
+
+    @property
+    def arrays(self) -> tuple[Tensor | None, ...]:
+        """As kernels read them: counts, offsets and indices of tiles, then of stripes; None, all three, without any."""
+        lists = self.tiles, self.stripes
+        return tuple(x for one in lists for x in ((None, None, None) if one is None else one.arrays))
+
+    @property
+    def bitmap(self) -> Tensor | None:
+        """uint8 ``[B, Hq, R, C]``, the tiles once more, where stripes may lie in them; else None."""
+        return self.tile_map().contiguous().view(torch.uint8) if self.overlapping else None
+
     def as_map(self) -> TileMap:
         """The tiles as a map with rules, to which more can be added before lists are made."""
         if isinstance(self._tiles, TileMap):

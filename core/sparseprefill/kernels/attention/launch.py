@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sparseprefill.kernels.attention.arguments import State
 from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel
 from sparseprefill.kernels.attention.tile_mass import tile_mass_fwd_kernel
-from sparseprefill.kernels.attention.together import Together, bitmap_of, lists_of
+from sparseprefill.kernels.attention.together import Together
 from sparseprefill.kernels.settings import FUSED, Settings, power_of_two, settings
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
@@ -77,10 +77,14 @@ def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False, togeth
     return Choice(call, reason=reason)
 
 
-def stays(call: AttentionCall, mask: SparseMask) -> bool:
-    """Whether the kernel that serves the call reads its pages where they stand."""
+def shares(call: AttentionCall, mask: SparseMask) -> bool:
+    """Whether the kernel that serves the call may serve other requests in the same launch: it reads pages where they
+    stand, and its variant for several requests is in use (`hopper.launch.TOGETHER`)."""
     hopper = hopper_of(call)
-    return hopper is None or not _copied(hopper, call, mask, hopper.objection(call, mask))
+    if hopper is None:
+        return True
+    reason = hopper.objection(call, mask)
+    return not _copied(hopper, call, mask, reason) and (reason is not None or bool(hopper.TOGETHER))
 
 
 def _copied(hopper: Any, call: AttentionCall, mask: SparseMask, reason: str | None) -> bool:
@@ -175,7 +179,7 @@ def sparse_attention_together(
 ) -> tuple[list[tuple[Tensor, Tensor]], Kernel]:
     """Out and LSE of several requests, as `sparse_attention_fwd` of each, from one launch; and which kernel it was.
 
-    calls, masks: those with one `together.key`, of calls whose pages the kernel reads (`stays`).
+    calls, masks: those with one `together.key`, of calls that may share a launch (`shares`).
     """
     requests = Together.of(calls, masks)
     kernel, _ = _launch(calls[0], masks[0], None, requests.out, requests.lse, None, None, requests)
@@ -216,7 +220,7 @@ def _launch(
     source, width = Source.of(call), call.value_dim
     if requests is None:
         q, rows, table = call.q, geometry.tile_rows(mask.tile_q), None
-        lists, bitmap = (*lists_of(mask.tiles), *lists_of(mask.stripes)), bitmap_of(mask)
+        lists, bitmap = mask.arrays, mask.bitmap
     else:
         q, rows, table, batch = requests.q, requests.tile_rows, requests.table, len(requests.masks)
         lists, bitmap = requests.lists[0], requests.bitmaps[0]
@@ -274,7 +278,7 @@ def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Ten
     source = Source.of(call)
     tile_mass_fwd_kernel[(rows, batch * heads)](
         call.q, source.k, source.table, source.k_scale, lse.contiguous(), probe.contiguous(), mass,
-        geometry.starts, geometry.lengths, *lists_of(tiles), *strides(call.q), *source.strides(source.k),
+        geometry.starts, geometry.lengths, *tiles.arrays, *strides(call.q), *source.strides(source.k),
         call.softmax_scale * LOG2E.value, call.softcap, call.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, columns, heads, call.group,
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, **_blocks(chosen, call.q.shape[-1], source.page),

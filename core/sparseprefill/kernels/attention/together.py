@@ -15,25 +15,21 @@ from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.lists import IndexLists
     from sparseprefill.mask.mask import SparseMask
     from sparseprefill.plan import Plan
-
-Lists = tuple[Tensor | None, ...]
-"""Counts, offsets and indices of tiles, then of stripes; None, all three, where there are none."""
 
 
 @frozen(eq=False)
 class Together:
     """Requests of one launch.
 
-    masks: of each. lists, bitmaps: of each mask. q: ``[1, Hq, N, D]``, from the first row of all to the last.
+    masks: of each. lists, bitmaps: `arrays` and `bitmap` of each mask. q: ``[1, Hq, N, D]``, from the first row of all to the last.
     out, lse: of all rows, ``[1, Hq, n, D]`` and ``[1, Hq, n]``, and `begins`, where each request's lie. tile_rows: query
     tiles of the longest. table: of `requests`, on the device.
     """
 
     masks: tuple[SparseMask, ...]
-    lists: tuple[Lists, ...]
+    lists: tuple[tuple[Tensor | None, ...], ...]
     bitmaps: tuple[Tensor | None, ...]
     q: Tensor
     out: Tensor
@@ -45,8 +41,8 @@ class Together:
     @classmethod
     def of(cls, calls: Sequence[AttentionCall], masks: Sequence[SparseMask]) -> Together:
         """Of calls and masks with one `key`. Nothing is read from a device; one small copy goes to it at most."""
-        lists = tuple((*lists_of(mask.tiles), *lists_of(mask.stripes)) for mask in masks)
-        bitmaps = tuple(map(bitmap_of, masks))
+        lists = tuple(mask.arrays for mask in masks)
+        bitmaps = tuple(mask.bitmap for mask in masks)
         lengths = [call.q.shape[2] for call in calls]
         begins = tuple(sum(lengths[:i]) for i in range(len(lengths)))
         q, rows = _span([call.q for call in calls])
@@ -91,26 +87,9 @@ def key(call: AttentionCall, plan: Plan) -> Hashable | None:
     rows = q.untyped_storage().data_ptr(), q.storage_offset() % q.stride(2)
     cache = tuple((x.data_ptr(), x.shape, x.stride()) for x in (pages.k, pages.v))
     sinks = None if call.sinks is None else (call.sinks.data_ptr(), call.sinks.dtype, call.sinks.stride())
-    of_mask = (mask.tile_q, mask.tile_k, mask.group, mask.has_tiles, mask.stripes is not None, overlap(mask))
+    of_mask = (mask.tile_q, mask.tile_k, mask.group, mask.has_tiles, mask.stripes is not None, mask.overlapping)
     logits = (call.softmax_scale, call.softcap, call.window, sinks)
     return rows, q.shape[1], q.shape[3], q.stride()[1:3], q.dtype, cache, logits, of_mask
-
-
-def overlap(mask: SparseMask) -> bool:
-    """Whether a stripe may lie in a tile."""
-    return mask.has_tiles and mask.stripes is not None and not mask.disjoint
-
-
-def bitmap_of(mask: SparseMask) -> Tensor | None:
-    """uint8 ``[B, Hq, R, C]``, the mask's tiles, where stripes may lie in them."""
-    return mask.tile_map().contiguous().view(torch.uint8) if overlap(mask) else None
-
-
-def lists_of(lists: IndexLists | None) -> Lists:
-    """What kernels read of lists."""
-    if lists is None:
-        return None, None, None
-    return lists.counts.contiguous(), lists.offsets.contiguous(), lists.indices
 
 
 def _span(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
