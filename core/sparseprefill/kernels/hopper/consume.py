@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from sparseprefill.kernels.attention.requests import OUT_BEGIN
 from sparseprefill.kernels.hopper.requests import behind, rows_of
+from sparseprefill.kernels.hopper.ring import advance, start_logits, values_of
 from sparseprefill.kernels.hopper.skim import bound_of, skim
 from sparseprefill.kernels.hopper.softmax import hide, pin, softmax
 from sparseprefill.kernels.hopper.store import store_rows
@@ -52,10 +53,7 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
         steps = tiles + gl.cdiv(get(work, slot, SEEN), BLOCK_N)
         masked = tiles + get(work, slot, UNMASKED)
         mbarrier.arrive(work.empty.index(slot), count=1)
-        slot += 1
-        if slot == SLOTS:
-            slot = 0
-            lap ^= 1
+        slot, lap = advance(slot, lap, SLOTS)
         going = item < sizes.items
         if going:
             bh, block, length, first, _, low = item_rows(item, sizes, shape)
@@ -107,8 +105,7 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
                     turn += 1
                     zero = gl.full([half, BLOCK_N], 0.0, gl.float32, s_layout)
                     mbarrier.wait(ring.k_ready.index(stage), phase)
-                    k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))  # [D, BLOCK_N]
-                    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [half, BLOCK_N]
+                    s = start_logits(q, ring, stage, zero, shape)  # [half, BLOCK_N]
                     s = warpgroup_mma_wait(0, deps=[s])
                     if (crossing > 0) | (masked == 0):
                         s = hide(s, ring.positions.index(stage), position, s_columns)
@@ -123,15 +120,11 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
                     for j in range(1, steps):
                         before = stage
                         phase_before = phase
-                        stage += 1
-                        if stage == shape.STAGES:
-                            stage = 0
-                            phase ^= 1
+                        stage, phase = advance(stage, phase, shape.STAGES)
                         mbarrier.wait(ring.k_ready.index(stage), phase)
-                        k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))  # [D, BLOCK_N]
-                        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [half, BLOCK_N]
+                        s = start_logits(q, ring, stage, zero, shape)  # [half, BLOCK_N]
                         mbarrier.wait(ring.v_ready.index(before), phase_before)
-                        v = ring.v_smem.index(before).reshape([BLOCK_N, D])  # [BLOCK_N, D]
+                        v = values_of(ring, before, shape)  # [BLOCK_N, D]
                         if wide:
                             o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
                             o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
@@ -158,7 +151,7 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
                         p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
                     mbarrier.arrive(queries.empty, count=1)
                     mbarrier.wait(ring.v_ready.index(stage), phase)
-                    v = ring.v_smem.index(stage).reshape([BLOCK_N, D])  # [BLOCK_N, D]
+                    v = values_of(ring, stage, shape)  # [BLOCK_N, D]
                     if wide:
                         o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
                         o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
@@ -167,10 +160,7 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
                         o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
                         o = warpgroup_mma_wait(0, deps=[o])
                     mbarrier.arrive(ring.v_empty.index(stage), count=1)
-                    stage += 1
-                    if stage == shape.STAGES:
-                        stage = 0
-                        phase ^= 1
+                    stage, phase = advance(stage, phase, shape.STAGES)
             real = inside & (position >= 0) & (position < length)
             o_real = o_inside & (o_index + first >= 0) & (o_index + first < length)
             # A NaN, or an infinity, shows in a row's sum: one flag for the block, whoever writes it.

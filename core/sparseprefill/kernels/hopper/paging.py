@@ -1,9 +1,10 @@
-"""Of the producer: keys and values that stand in the pages of a cache."""
+"""Of the producer: a step of keys or values, from a tensor or from the pages of a cache."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseprefill.kernels.hopper.gluon import load_block, reinterpret
 
@@ -20,7 +21,7 @@ def pages_of(BLOCK_N, PAGE):
 @gluon.jit
 def boxes(smem, shape):
     """The stages of K or V as what one load fills: a stage, or the rows of one page in one panel of columns."""
-    if shape.PAGE >= shape.BLOCK_N:
+    if shape.PAGE == 0 or shape.PAGE >= shape.BLOCK_N:
         return smem
     else:  # noqa: RET505 - what stands behind a branch that returns is compiled, too
         count: gl.constexpr = shape.STAGES * (shape.D // PANEL) * (shape.BLOCK_N // shape.PAGE)
@@ -50,6 +51,19 @@ def load_pages(desc, entries, head, key, ready, smem, stage, shape):
             for panel in gl.static_range(panels):
                 box = smem.index(stage * (panels * parts) + panel * parts + part)
                 load_block(desc, [entries[part], head, 0, panel * PANEL], ready, box)  # [PAGE, PANEL]
+
+
+@gluon.jit
+def load_step(desc, entries, b, head, key, start, ready, smem, stage, shape):
+    """Start copying a step's keys, or values, from their pages or their tensor into the `boxes` of a stage.
+
+    key: the first of the step. entries: of its pages. b, start: of the tensor, batch row and the row's first key.
+    """
+    mbarrier.expect(ready, shape.BLOCK_N * shape.D * 2)
+    if shape.PAGE > 0:
+        load_pages(desc, entries, head, key, ready, smem, stage, shape)
+    else:
+        load_block(desc, [b, head, key + start, 0], ready, smem.index(stage))  # [BLOCK_N, D]
 
 
 @gluon.jit

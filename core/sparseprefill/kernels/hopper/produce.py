@@ -8,9 +8,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparseprefill.kernels.attention.requests import BITMAP, COLUMNS, TABLE, TILE_ROWS
-from sparseprefill.kernels.hopper.gluon import barrier, load_block, load_rows
-from sparseprefill.kernels.hopper.paging import boxes, entries_of, load_pages, row_in_cache
+from sparseprefill.kernels.hopper.gluon import barrier, load_rows
+from sparseprefill.kernels.hopper.paging import boxes, entries_of, load_step, row_in_cache
 from sparseprefill.kernels.hopper.requests import batch_row, head_of, keys_of, own, own_size
+from sparseprefill.kernels.hopper.ring import advance
 from sparseprefill.kernels.hopper.skim import fetch
 from sparseprefill.kernels.hopper.work import (
     CROSSING,
@@ -58,9 +59,8 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
     next one's copies are under way. With pages, rows are gathered from where `ring.cache_rows` says. Where steps may be
     left out (`skip`), tiles come in another order, and their values perhaps on demand: `fetch`.
     """
-    if shape.PAGE > 0:
-        k_boxes = boxes(ring.k_smem, shape)
-        v_boxes = boxes(ring.v_smem, shape)
+    k_boxes = boxes(ring.k_smem, shape)
+    v_boxes = boxes(ring.v_smem, shape)
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     D: gl.constexpr = shape.D
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -86,10 +86,7 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
         if mask.stripes.indices is not None:
             stripe_ptr = mask.stripes.indices + get_wide(work, slot, STRIPE_LIST)
         mbarrier.arrive(work.empty.index(slot), count=1)
-        slot += 1
-        if slot == SLOTS:
-            slot = 0
-            turn ^= 1
+        slot, turn = advance(slot, turn, SLOTS)
         going = item < sizes.items
         if going:
             bh = item // sizes.blocks
@@ -101,16 +98,10 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
             if mask.tiles.indices is not None:
                 if skip.below is not None:
                     start, _, _ = batch_row(sizes, b)
-                    if shape.PAGE > 0:
-                        stage, phase = fetch(
-                            ring, skip, cache, tile_ptr, tiles, crossing, b, hk, start, sizes.kv_len, k_boxes, v_boxes,
-                            stage, phase, shape,
-                        )  # fmt: skip
-                    else:
-                        stage, phase = fetch(
-                            ring, skip, cache, tile_ptr, tiles, crossing, b, hk, start, sizes.kv_len, ring.k_smem,
-                            ring.v_smem, stage, phase, shape,
-                        )  # fmt: skip
+                    stage, phase = fetch(
+                        ring, skip, cache, tile_ptr, tiles, crossing, b, hk, start, sizes.kv_len, k_boxes, v_boxes,
+                        stage, phase, shape,
+                    )  # fmt: skip
                 else:
                     start, _, _ = batch_row(sizes, b)
                     kv_len = keys_of(sizes, b)
@@ -118,32 +109,19 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                     for j in range(tiles):
                         key = entry * shape.TILE_K + ((tiles - 1 - j) % parts) * BLOCK_N
                         entry = gl.load(tile_ptr + gl.maximum(tiles - 2 - j, 0) // parts)
+                        entries = ()
                         if shape.PAGE > 0:  # early: their latency passes while the stage empties
                             entries = entries_of(table, key, kv_len, shape)
                         mbarrier.wait(ring.k_empty.index(stage), phase)
                         if j < crossing:
                             ring.positions.index(stage).store(key + number)
                             barrier()
-                        mbarrier.expect(ring.k_ready.index(stage), BLOCK_N * D * 2)
-                        if shape.PAGE > 0:
-                            load_pages(cache.k_desc, entries, hk, key, ring.k_ready.index(stage), k_boxes, stage, shape)
-                        else:
-                            token = key + start  # the first of [BLOCK_N, D], of k as of v
-                            load_block(
-                                cache.k_desc, [b, hk, token, 0], ring.k_ready.index(stage), ring.k_smem.index(stage)
-                            )
+                        ready = ring.k_ready.index(stage)
+                        load_step(cache.k_desc, entries, b, hk, key, start, ready, k_boxes, stage, shape)
                         mbarrier.wait(ring.v_empty.index(stage), phase)
-                        mbarrier.expect(ring.v_ready.index(stage), BLOCK_N * D * 2)
-                        if shape.PAGE > 0:
-                            load_pages(cache.v_desc, entries, hk, key, ring.v_ready.index(stage), v_boxes, stage, shape)
-                        else:
-                            load_block(
-                                cache.v_desc, [b, hk, token, 0], ring.v_ready.index(stage), ring.v_smem.index(stage)
-                            )
-                        stage += 1
-                        if stage == shape.STAGES:
-                            stage = 0
-                            phase ^= 1
+                        ready = ring.v_ready.index(stage)
+                        load_step(cache.v_desc, entries, b, hk, key, start, ready, v_boxes, stage, shape)
+                        stage, phase = advance(stage, phase, shape.STAGES)
             if mask.stripes.indices is not None:
                 start, _, _ = batch_row(sizes, b)  # again, rather than held through the tiles
                 if mask.bitmap is not None:
@@ -191,10 +169,7 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                     elif shape.PAGE > 0:
                         barrier()  # nobody reads `ring.cache_rows` any more
                     before = stage
-                    stage += 1
-                    if stage == shape.STAGES:
-                        stage = 0
-                        phase ^= 1
+                    stage, phase = advance(stage, phase, shape.STAGES)
                 if chunks > 0:
                     hand_over(ring.k_ready.index(before), 1)
                     hand_over(ring.v_ready.index(before), 0)

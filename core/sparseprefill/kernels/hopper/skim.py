@@ -6,8 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from sparseprefill.kernels.hopper.gluon import barrier, load_block
-from sparseprefill.kernels.hopper.paging import entries_of, load_pages
+from sparseprefill.kernels.hopper.gluon import barrier
+from sparseprefill.kernels.hopper.paging import entries_of, load_step
+from sparseprefill.kernels.hopper.ring import advance, start_logits, values_of
 from sparseprefill.kernels.hopper.softmax import hide, pin
 
 
@@ -88,8 +89,7 @@ def skim(
         top = m
         while (wants == 0) & (j < steps):
             mbarrier.wait(ring.k_ready.index(stage), phase)
-            k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))  # [D, BLOCK_N]
-            s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [half, BLOCK_N]
+            s = start_logits(q, ring, stage, zero, shape)  # [half, BLOCK_N]
             if j > 0:  # the values of a step left out, or nothing, are there: their place is free
                 mbarrier.wait(ring.v_ready.index(before), phase_before)
                 mbarrier.arrive(ring.v_empty.index(before), count=1)
@@ -106,10 +106,7 @@ def skim(
             mbarrier.arrive(ring.k_empty.index(stage), count=1)
             before = stage
             phase_before = phase
-            stage += 1
-            if stage == shape.STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = advance(stage, phase, shape.STAGES)
             j += 1
         if wants > 0:
             p, alpha, l, m = weigh(s, top, m, l, scale)
@@ -120,10 +117,9 @@ def skim(
             p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
             while (wants > 0) & (j < steps):
                 mbarrier.wait(ring.k_ready.index(stage), phase)
-                k = ring.k_smem.index(stage).reshape([BLOCK_N, D]).permute((1, 0))  # [D, BLOCK_N]
-                ahead = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [half, BLOCK_N]
+                ahead = start_logits(q, ring, stage, zero, shape)  # [half, BLOCK_N]
                 mbarrier.wait(ring.v_ready.index(before), phase_before)
-                v = ring.v_smem.index(before).reshape([BLOCK_N, D])  # [BLOCK_N, D]
+                v = values_of(ring, before, shape)  # [BLOCK_N, D]
                 if wide:
                     sum_low = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
                     sum_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
@@ -163,14 +159,11 @@ def skim(
                 mbarrier.arrive(ring.v_empty.index(before), count=1)
                 before = stage
                 phase_before = phase
-                stage += 1
-                if stage == shape.STAGES:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = advance(stage, phase, shape.STAGES)
                 j += 1
             if wants > 0:
                 mbarrier.wait(ring.v_ready.index(before), phase_before)
-                v = ring.v_smem.index(before).reshape([BLOCK_N, D])  # [BLOCK_N, D]
+                v = values_of(ring, before, shape)  # [BLOCK_N, D]
                 if wide:
                     o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
                     o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
@@ -217,7 +210,6 @@ def fetch(
     been, and only if a consumer wants them; else their barrier is told that they are there, so that all keep in step.
     """
     BLOCK_N: gl.constexpr = shape.BLOCK_N
-    D: gl.constexpr = shape.D
     behind: gl.constexpr = shape.STAGES - 1 if skip.votes is not None else 0
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     number = gl.arange(0, BLOCK_N, layout=line)
@@ -229,24 +221,19 @@ def fetch(
             if j < tiles:
                 here = key
                 key = key_at(tile_ptr, j + 1, tiles, crossing, shape)
+                entries = ()
                 if shape.PAGE > 0:  # early: their latency passes while the stage empties
                     entries = entries_of(cache.table, here, kv_len, shape)
                 mbarrier.wait(ring.k_empty.index(stage), phase)
                 if j < crossing:
                     ring.positions.index(stage).store(here + number)
                     barrier()
-                mbarrier.expect(ring.k_ready.index(stage), BLOCK_N * D * 2)
-                if shape.PAGE > 0:
-                    load_pages(cache.k_desc, entries, head, here, ring.k_ready.index(stage), k_boxes, stage, shape)
-                else:
-                    token = here + start  # the first of [BLOCK_N, D]
-                    load_block(cache.k_desc, [b, head, token, 0], ring.k_ready.index(stage), ring.k_smem.index(stage))
-                stage += 1
-                if stage == shape.STAGES:
-                    stage = 0
-                    phase ^= 1
+                ready = ring.k_ready.index(stage)
+                load_step(cache.k_desc, entries, b, head, here, start, ready, k_boxes, stage, shape)
+                stage, phase = advance(stage, phase, shape.STAGES)
             if j >= behind:
                 there = key_at(tile_ptr, j - behind, tiles, crossing, shape)
+                v_entries = ()
                 if shape.PAGE > 0:
                     v_entries = entries_of(cache.table, there, kv_len, shape)
                 wanted = 1
@@ -259,20 +246,9 @@ def fetch(
                     barrier()  # all warps have read the votes before their slots can be filled again
                 mbarrier.wait(ring.v_empty.index(v_stage), v_phase)
                 if wanted > 0:
-                    mbarrier.expect(ring.v_ready.index(v_stage), BLOCK_N * D * 2)
-                    if shape.PAGE > 0:
-                        load_pages(
-                            cache.v_desc, v_entries, head, there, ring.v_ready.index(v_stage), v_boxes, v_stage, shape
-                        )
-                    else:
-                        v_token = there + start
-                        load_block(
-                            cache.v_desc, [b, head, v_token, 0], ring.v_ready.index(v_stage), ring.v_smem.index(v_stage)
-                        )
+                    ready = ring.v_ready.index(v_stage)
+                    load_step(cache.v_desc, v_entries, b, head, there, start, ready, v_boxes, v_stage, shape)
                 else:
                     mbarrier.arrive(ring.v_ready.index(v_stage), count=1)
-                v_stage += 1
-                if v_stage == shape.STAGES:
-                    v_stage = 0
-                    v_phase ^= 1
+                v_stage, v_phase = advance(v_stage, v_phase, shape.STAGES)
     return stage, phase

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sparseprefill.kernels.attention.requests import GROUP_ROWS, Q_BEGIN, STRIPE_LISTS, TILE_LISTS, TILE_ROWS
 from sparseprefill.kernels.hopper.gluon import barrier, load_block
 from sparseprefill.kernels.hopper.requests import batch_row, behind, head_of, own, own_size, rows_of
+from sparseprefill.kernels.hopper.ring import advance
 
 # Fields of a work item in shared memory: 32-bit words.
 ITEM = gl.constexpr(0)  # its number; `sizes.items` where none is left
@@ -169,10 +170,7 @@ def schedule(queries, work, sizes, mask, shape):
             load_block(queries.desc, [b, h, index, 0], queries.ready, queries.smem.index(0))  # [half, D]
             load_block(queries.desc, [b, h, index + half, 0], queries.ready, queries.smem.index(1))  # [half, D]
             turn += 1
-        slot += 1
-        if slot == SLOTS:
-            slot = 0
-            phase ^= 1
+        slot, phase = advance(slot, phase, SLOTS)
         drawn = gl.atomic_add(work.counter, 1, sem="relaxed")
     mbarrier.wait(work.empty.index(slot), phase)
     put(work, slot, ITEM, sizes.items)
