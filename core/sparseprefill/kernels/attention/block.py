@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sparseprefill.kernels.attention.arguments import Head, Rows, load_keys
-from sparseprefill.kernels.attention.skip import bound_of, skim_stripes, skim_tiles
+from sparseprefill.kernels.attention.skip import bound_of, skim_stripes, skim_tiles, stripe_list, stripe_step
 from sparseprefill.kernels.steps import (
     LN2,
     LOG2E,
@@ -165,11 +165,7 @@ def attend_stripes(
 ):  # fmt: skip
     """The state after the stripes of the query tile group's list, up to the last row; keys of tiles in `bitmap` are
     left out, since the tiles have them. Steps of keys below every row come first, without a causal mask."""
-    group = floor_div(rows.tile, S.GROUP) - floor_div(rows.first, S.TILE_Q * S.GROUP)
-    row_of_stripes = bh.to(tl.int64) * mask.group_rows + group
-    offset = tl.load(mask.stripes.offsets + row_of_stripes, mask=rows.live, other=0)
-    count = tl.load(mask.stripes.counts + row_of_stripes, mask=rows.live, other=0)
-    seen = count_up_to(mask.stripes.indices, offset, count, rows.last)
+    offset, seen = stripe_list(rows, mask, bh, S)
     unmasked = 0
     if logits.window is None:
         unmasked = count_up_to(mask.stripes.indices, offset, seen, rows.low) // S.BLOCK_N
@@ -189,14 +185,7 @@ def attend_stripes(
             v = load_keys(values, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
             acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)
     for j in tl.range(unmasked, tl.cdiv(seen, S.BLOCK_N), num_stages=1):
-        some = j * S.BLOCK_N + number < seen
-        at = tl.load(list_ptr + j * S.BLOCK_N + number, mask=some, other=0)  # [BLOCK_N]
-        if mask.bitmap is not None:
-            taken = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K, mask=some, other=1)  # [BLOCK_N]
-            some = some & (taken == 0)
-        keep = some[None, :] & (at[None, :] <= rows.position[:, None])  # [BLOCK_M, BLOCK_N]
-        if logits.window is not None:
-            keep = keep & (rows.position[:, None] - at[None, :] < logits.window)
+        at, some, keep = stripe_step(list_ptr, j, seen, rows, mask, row_of_lists, logits, S)
         k = load_keys(keys, at + rows.start, some, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
         v = load_keys(values, at + rows.start, some, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
         acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)

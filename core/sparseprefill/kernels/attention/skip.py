@@ -92,28 +92,45 @@ def skim_tiles(
 
 
 @triton.jit
-def skim_stripes(
-    acc, l, m, q, rows, keys, values, mask, bh, row_of_lists, logits, bound, S, CAREFUL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As `attend_stripes`: BLOCK_N columns of the list at a time vote as a tile does. The state, and the pairs left out."""
+def stripe_list(rows, mask, bh, S):
+    """Of the query tile group's stripes: where the list begins, and how many entries its last row sees."""
     group = floor_div(rows.tile, S.GROUP) - floor_div(rows.first, S.TILE_Q * S.GROUP)
     row_of_stripes = bh.to(tl.int64) * mask.group_rows + group
     offset = tl.load(mask.stripes.offsets + row_of_stripes, mask=rows.live, other=0)
     count = tl.load(mask.stripes.counts + row_of_stripes, mask=rows.live, other=0)
     seen = count_up_to(mask.stripes.indices, offset, count, rows.last)
-    list_ptr = mask.stripes.indices + offset
+    return offset, seen
+
+
+@triton.jit
+def stripe_step(list_ptr, j, seen, rows, mask, row_of_lists, logits, S):
+    """The j-th BLOCK_N stripes: keys and whether there are any ``[BLOCK_N]``, and pairs to keep ``[BLOCK_M, BLOCK_N]``.
+
+    Keys of tiles in `bitmap` are left out, since the tiles have them.
+    """
     number = tl.arange(0, S.BLOCK_N)
+    some = j * S.BLOCK_N + number < seen
+    at = tl.load(list_ptr + j * S.BLOCK_N + number, mask=some, other=0)  # [BLOCK_N]
+    if mask.bitmap is not None:
+        taken = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K, mask=some, other=1)  # [BLOCK_N]
+        some = some & (taken == 0)
+    keep = some[None, :] & (at[None, :] <= rows.position[:, None])  # [BLOCK_M, BLOCK_N]
+    if logits.window is not None:
+        keep = keep & (rows.position[:, None] - at[None, :] < logits.window)
+    return at, some, keep
+
+
+@triton.jit
+def skim_stripes(
+    acc, l, m, q, rows, keys, values, mask, bh, row_of_lists, logits, bound, S, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `attend_stripes`: BLOCK_N columns of the list at a time vote as a tile does. The state, and the pairs left out."""
+    offset, seen = stripe_list(rows, mask, bh, S)
+    list_ptr = mask.stripes.indices + offset
     skipped = 0
     for j in tl.range(0, tl.cdiv(seen, S.BLOCK_N), num_stages=1):
-        some = j * S.BLOCK_N + number < seen
-        at = tl.load(list_ptr + j * S.BLOCK_N + number, mask=some, other=0)  # [BLOCK_N]
-        if mask.bitmap is not None:
-            taken = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K, mask=some, other=1)  # [BLOCK_N]
-            some = some & (taken == 0)
-        keep = some[None, :] & (at[None, :] <= rows.position[:, None])  # [BLOCK_M, BLOCK_N]
-        if logits.window is not None:
-            keep = keep & (rows.position[:, None] - at[None, :] < logits.window)
+        at, some, keep = stripe_step(list_ptr, j, seen, rows, mask, row_of_lists, logits, S)
         k = load_keys(keys, at + rows.start, some, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
         s = logits_of(q, k, logits.scale, logits.softcap, logits.softcap is not None, PRECISION)  # [BLOCK_M, BLOCK_N]
         if wanted(tl.where(keep, s, float("-inf")), m, bound, rows.real):
