@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -120,6 +121,10 @@ class Engine:
             return {}
         found: dict[str, Any] = self.llm.collective_rpc("sparseprefill_report")[0]
         return found
+
+    def slower(self) -> Counter[str]:
+        """Calls so far that a slower kernel computed than this device has, by kernel and, in brackets, the reason."""
+        return Counter({name: count for name, count in self.report().get("kernels", {}).items() if "(" in name})
 
     @property
     def runtime(self) -> Runtime | None:

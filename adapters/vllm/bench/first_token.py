@@ -32,8 +32,8 @@ class Timed:
 
     seconds: median, of the whole request. stock: the same of vLLM's own attention, None if it was not run. attention:
     of dense attention alone over all layers, in one piece by the kernel named `kernel`. density: computed / causal
-    pairs of all calls. fallbacks: why calls ran dense in the timed runs, with counts. extra: most bytes of PyTorch held
-    at a time beyond those before it, on GPUs.
+    pairs of all calls. fallbacks: why calls ran dense in the timed runs, with counts; slower: which ran on a slower
+    kernel, and why. extra: most bytes of PyTorch held at a time beyond those before it, on GPUs.
     """
 
     backend: str
@@ -47,6 +47,7 @@ class Timed:
     kernel: str = ""
     density: float | None = None
     fallbacks: Mapping[str, int] = field(factory=dict)
+    slower: Mapping[str, int] = field(factory=dict)
     extra: int | None = None
     error: str = ""
 
@@ -114,7 +115,7 @@ class FirstToken:
         steps = self.structure.steps
         if steps != -(-tokens // chunk):
             raise SparsePrefillError(f"a prompt of {tokens} tokens ran in {steps} steps, not in steps of {chunk}")
-        before = Counter(engine.report().get("fallbacks", {}))
+        before, slower = Counter(engine.report().get("fallbacks", {})), engine.slower()
         held = self._memory()
         seconds = middle(partial(self._once, engine, ids), self.rounds)
         most = None if held is None else torch.cuda.max_memory_allocated(self.structure.device) - held
@@ -131,6 +132,7 @@ class FirstToken:
             kernel=kernel,
             density=None if contender.sparse is None else self._density(engine, ids),
             fallbacks=dict(after - before),
+            slower=dict(engine.slower() - slower),
             extra=most,
         )
 

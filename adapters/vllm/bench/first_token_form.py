@@ -61,4 +61,5 @@ def _remarks(row: Timed) -> list[str]:
     if row.error:
         return [f"{row.backend} failed: {row.error}"]
     where = f"{row.backend}, {row.tokens} tokens in steps of {row.chunk}"
-    return [f"{where}: {count} calls ran dense: {reason}" for reason, count in row.fallbacks.items()]
+    said = [f"{where}: {count} calls ran dense: {reason}" for reason, count in row.fallbacks.items()]
+    return said + [f"{where}: {count} calls on a slower kernel: {kernel}" for kernel, count in row.slower.items()]

@@ -53,7 +53,7 @@ class Loaded:
     prompts: tokens of all prompts, of which `cached` were in the prefix cache; generated: of all answers. times: see
     `Times`; dense: the same of our own kernel with every key, None for vLLM's own attention. sparse: share of computed
     prompt tokens in chunks that ran the method. density: computed / causal pairs of one request of each length, alone.
-    fallbacks: why calls ran dense while the clock ran, with counts.
+    fallbacks: why calls ran dense while the clock ran, with counts; slower: which ran on a slower kernel, and why.
     """
 
     backend: str
@@ -68,6 +68,7 @@ class Loaded:
     sparse: float | None = None
     density: float | None = None
     fallbacks: Mapping[str, int] = field(factory=dict)
+    slower: Mapping[str, int] = field(factory=dict)
     error: str = ""
 
     @property
@@ -152,6 +153,7 @@ class UnderLoad:
             desk.serve([Life(ids) for ids in self._prompts(shape, self.warm, 1)])
         lives = self.lives(shape)
         before, calls = tokens() if contender.sparse else (0.0, 0.0), fallbacks(engine)
+        slower = engine.slower()
         seconds = desk.serve(lives)
         return Loaded(
             backend=contender.name,
@@ -164,6 +166,7 @@ class UnderLoad:
             times=Times.of(lives, seconds),
             sparse=sparse_share(engine, before),
             fallbacks=dict(fallbacks(engine) - calls),
+            slower=dict(engine.slower() - slower),
             density=self._density(engine, desk, shape),
         )
 

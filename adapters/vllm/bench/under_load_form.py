@@ -83,7 +83,9 @@ def _remarks(row: Loaded) -> list[str]:
     if row.error:
         return [f"{row.backend} failed: {row.error}"]
     common = sorted(row.fallbacks.items(), key=lambda one: -one[1])
-    return [f"{row.backend}, {row.shape}: {count} calls ran dense: {reason}" for reason, count in common]
+    where = f"{row.backend}, {row.shape}"
+    said = [f"{where}: {count} calls ran dense: {reason}" for reason, count in common]
+    return said + [f"{where}: {count} calls on a slower kernel: {kernel}" for kernel, count in row.slower.items()]
 
 
 def _or_empty(value: float | None, pattern: str, times: float = 1.0) -> str:

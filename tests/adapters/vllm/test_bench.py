@@ -118,8 +118,9 @@ def test_times_are_told_with_their_ratio_and_kernel() -> None:
         "density": 0.1,
         "extra": 1 << 30,
     }
+    slower = {"portable (no Gluon)": 3}
     rows = [
-        Timed(backend="streaming", tokens=64, chunk=32, **times, fallbacks={"no memory": 2}),
+        Timed(backend="streaming", tokens=64, chunk=32, **times, fallbacks={"no memory": 2}, slower=slower),
         Timed(backend="bfla", error="RuntimeError: gone"),
     ]
     text = form.markdown(rows)
@@ -127,6 +128,7 @@ def test_times_are_told_with_their_ratio_and_kernel() -> None:
     assert "| bfla | failed |" in text
     assert "by cuDNN" in text
     assert "streaming, 64 tokens in steps of 32: 2 calls ran dense: no memory" in text
+    assert "streaming, 64 tokens in steps of 32: 3 calls on a slower kernel: portable (no Gluon)" in text
     assert (4.0, "RuntimeError: gone") == (form.fact(rows[0])["speedup"], form.fact(rows[1])["error"])
 
 

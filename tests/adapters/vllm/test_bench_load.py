@@ -220,8 +220,9 @@ def test_speedups_are_over_our_own_dense_kernel() -> None:
     structure = Positions(SHAPE, CPU, 300)
     form = load_form(UnderLoad(setup=SETUP, structure=structure, shapes=[Shape.parse("whole:64")], rate=2.0))
     more: dict[str, Any] = {"shape": "whole:64", "requests": 4, "prompts": 256, "cached": 56}
+    slower = {"portable (no Gluon)": 5}
     rows = [
-        Loaded(backend="bfla", times=times(0.5, 2.0), dense=times(1.0, 3.0), fallbacks={"x": 3, "y": 4}, **more),
+        Loaded(backend="bfla", times=times(0.5, 2.0), dense=times(1.0, 3.0), fallbacks={"x": 3, "y": 4}, slower=slower, **more),
         Loaded(backend="TRITON_ATTN", times=times(4.0, 8.0), **more),
         Loaded(backend="streaming", error="RuntimeError: gone"),
     ]
@@ -230,6 +231,7 @@ def test_speedups_are_over_our_own_dense_kernel() -> None:
     assert "| TRITON_ATTN | whole:64 | 4000.0 | 8000.0 |  |  |  |  | 25 | 0.50 |  |  |  | 0 |" in text
     assert "| streaming | failed |" in text
     assert text.index("4 calls ran dense: y") < text.index("3 calls ran dense: x"), "the commonest reason first"
+    assert "bfla, whole:64: 5 calls on a slower kernel: portable (no Gluon)" in text
     facts = [form.fact(row) for row in rows]
     assert {"first": 2.0, "first_p99": 2.0, "token": None, "throughput": 1.5} == facts[0]["over_dense"]
     assert (200, 100.0, 2.0) == tuple(
