@@ -222,7 +222,14 @@ def test_speedups_are_over_our_own_dense_kernel() -> None:
     more: dict[str, Any] = {"shape": "whole:64", "requests": 4, "prompts": 256, "cached": 56}
     slower = {"portable (no Gluon)": 5}
     rows = [
-        Loaded(backend="bfla", times=times(0.5, 2.0), dense=times(1.0, 3.0), fallbacks={"x": 3, "y": 4}, slower=slower, **more),
+        Loaded(
+            backend="bfla",
+            times=times(0.5, 2.0),
+            dense=times(1.0, 3.0),
+            fallbacks={"x": 3, "y": 4},
+            slower=slower,
+            **more,
+        ),
         Loaded(backend="TRITON_ATTN", times=times(4.0, 8.0), **more),
         Loaded(backend="streaming", error="RuntimeError: gone"),
     ]
