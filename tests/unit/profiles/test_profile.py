@@ -127,7 +127,7 @@ def test_the_profiles_own_break_even_table_goes_before_others(monkeypatch: pytes
 
 
 def test_a_profile_of_several_methods_is_for_none_alone() -> None:
-    with pytest.raises(sp.ParameterError, match="for streaming, vertical-slash: leave the method out, not for 'stream"):
+    with pytest.raises(sp.ParameterError, match="for streaming, vertical-slash, not for 'streaming': leave the"):
         sp.build("streaming", profile=several())
     with pytest.raises(sp.ParameterError, match=r"parameters \(sink\) belong to one method"):
         sp.build(profile=several(), sink=3)
