@@ -1,5 +1,8 @@
 """Requests that come over time at an engine in this process."""
 
+# vLLM is not there where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import random
