@@ -32,6 +32,7 @@ def load(
     shape: Annotated[
         list[str] | None,
         typer.Option(
+            "--shape",
             metavar="SHAPE",
             help="whole:TOKENS, prefix:SHARED+NEW (the shared part is cached before) or mix:TOKENS,TOKENS in turns; "
             f"repeat for several. By default {', '.join(SHAPES)}.",
