@@ -27,7 +27,7 @@ EMBEDDED = "embedded"
 @frozen(kw_only=True)
 class Answered:
     """All questions at one engine. right, asked: values of their answers; stock: `right` of vLLM's own attention.
-    same: questions with the very tokens of vLLM's own attention. sparse, fallbacks: see `Loaded`."""
+    same: questions with the very tokens of vLLM's own attention. sparse, fallbacks, slower: see `Loaded`."""
 
     backend: str
     parameters: Mapping[str, Any] = field(factory=dict)
@@ -40,6 +40,7 @@ class Answered:
     times: Times | None = None
     sparse: float | None = None
     fallbacks: Mapping[str, int] = field(factory=dict)
+    slower: Mapping[str, int] = field(factory=dict)
     error: str = ""
 
 
@@ -88,6 +89,7 @@ class Answering:
         times = islice(arrivals(self.rate, self.setup.seed), len(self.tasks))
         lives = [Life(self._ids(task.prompt()), at) for task, at in zip(self.tasks, times, strict=True)]
         before, calls = tokens() if contender.sparse else (0.0, 0.0), fallbacks(engine)
+        slower = engine.slower()
         seconds = desk.serve(lives)
         said = [life.tokens for life in lives]
         scores = [score(task, [self.tokenizer.decode(ids)]) for task, ids in zip(self.tasks, said, strict=True)]
@@ -101,6 +103,7 @@ class Answering:
             times=Times.of(lives, seconds),
             sparse=sparse_share(engine, before),
             fallbacks=dict(fallbacks(engine) - calls),
+            slower=dict(engine.slower() - slower),
         )
         if contender.sparse is None:
             self._stock = row.right, said

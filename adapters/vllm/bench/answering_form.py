@@ -8,7 +8,7 @@ import torch
 from attrs import asdict
 
 from .answering import Answered, Answering
-from .sheet import ON_CPU, Form
+from .sheet import ON_CPU, Form, remarks
 
 NOTES = (
     "{requests} requests {rate}, steps of at most {budget} tokens. right: values of the answers that are right, of "
@@ -31,7 +31,7 @@ def form(bench: Answering, model: str, device: torch.device) -> Form:
         heads=("backend", "right", "stock", "same", "first p50", "first p99", "method", "dense calls"),
         cells=_cells,
         fact=lambda row: {**asdict(row), "error": row.error or None},
-        remarks=_remarks,
+        remarks=lambda row: remarks(row.backend, row),
         notes=lambda rows: notes + (ON_CPU if device.type == "cpu" else ""),
     )
 
@@ -49,13 +49,6 @@ def _cells(row: Answered) -> tuple[str, ...]:
         _or_empty(row.sparse, "{:.3f}"),
         str(sum(row.fallbacks.values())),
     )
-
-
-def _remarks(row: Answered) -> list[str]:
-    if row.error:
-        return [f"{row.backend} failed: {row.error}"]
-    common = sorted(row.fallbacks.items(), key=lambda one: -one[1])
-    return [f"{row.backend}: {count} calls ran dense: {reason}" for reason, count in common]
 
 
 def _or_empty(value: Any, pattern: str) -> str:

@@ -14,6 +14,7 @@ from .engine import Setup, described, prompt
 from .first_token import Contender
 from .positions import Positions
 from .traffic import Desk, Life, percentile
+from .under_load import fallbacks
 
 DECODE, MIXED = "decode", "with prefill"
 WASTE = 128
@@ -25,7 +26,7 @@ class Steps:
     """Steps of one kind in one engine. rows: that decode in each. rounds: seconds of each step, round by round.
 
     stock: the same of vLLM's own attention in the same rounds; None for itself, and for steps with prefill, whose
-    attention is not the same work.
+    attention is not the same work. fallbacks, slower: see `Loaded`.
     """
 
     backend: str
@@ -34,6 +35,8 @@ class Steps:
     rows: int = 0
     rounds: Sequence[Sequence[float]] = ()
     stock: Sequence[Sequence[float]] | None = None
+    fallbacks: Mapping[str, int] = field(factory=dict)
+    slower: Mapping[str, int] = field(factory=dict)
     error: str = ""
 
     @property
@@ -121,6 +124,7 @@ class Decoding:
     ) -> Iterator[Steps]:
         for desk in desks:
             once(desk)
+        before = [(fallbacks(desk.engine), desk.engine.slower()) for desk in desks]
         rounds: list[list[list[float]]] = [[] for _ in desks]
         for number in range(self.rounds):
             progress(kind, number, self.rounds)
@@ -128,7 +132,7 @@ class Decoding:
             for desk, times in order if number % 2 == 0 else reversed(order):
                 times.append(once(desk))
         stock = next((times for one, times in zip(contenders, rounds, strict=True) if one.sparse is None), None)
-        for contender, times in zip(contenders, rounds, strict=True):
+        for contender, desk, times, (dense, slower) in zip(contenders, desks, rounds, before, strict=True):
             yield Steps(
                 backend=contender.name,
                 kind=kind,
@@ -136,6 +140,8 @@ class Decoding:
                 rows=self.rows if kind == DECODE else self.rows - 1,
                 rounds=times,
                 stock=None if contender.sparse is None or kind == MIXED else stock,
+                fallbacks=dict(fallbacks(desk.engine) - dense),
+                slower=dict(desk.engine.slower() - slower),
             )
 
     def _decode(self, desk: Desk) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import asdict
 
 from .decoding import DECODE, Decoding, Steps
-from .sheet import ON_CPU, Form
+from .sheet import ON_CPU, Form, remarks
 
 NOTES = (
     "ms, p99: of one step of the engine, with its scheduling and sampling; median and 99th percentile of all rounds. "
@@ -42,7 +42,7 @@ def form(bench: Decoding) -> Form:
         heads=("backend", "step", "rows", "steps", "ms", "p99", "all ms", "ratio", "low", "high"),
         cells=_cells,
         fact=_fact,
-        remarks=lambda row: [f"{row.backend} failed: {row.error}"] if row.error else [],
+        remarks=lambda row: remarks(f"{row.backend}, {row.kind}", row),
         notes=notes,
     )
 
@@ -57,7 +57,7 @@ def _cells(row: Steps) -> tuple[str, ...]:
 
 
 def _fact(row: Steps) -> dict[str, Any]:
-    names = ("backend", "kind", "parameters", "rows", "rounds")
+    names = ("backend", "kind", "parameters", "rows", "rounds", "fallbacks", "slower")
     found = {name: value for name, value in asdict(row).items() if name in names}
     if not row.error:
         found |= {"steps": row.count, "median": row.at(0.5), "p99": row.at(0.99), "whole": row.whole}

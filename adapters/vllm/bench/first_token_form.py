@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attrs import asdict
 
 from .first_token import FirstToken, Timed
-from .sheet import ON_CPU, Form
+from .sheet import ON_CPU, Form, remarks
 
 NOTES = (
     "step: tokens that the engine computes at a time. s: seconds from the request to its first token, the median of "
@@ -58,8 +58,4 @@ def _or_empty(value: float | None, pattern: str) -> str:
 
 
 def _remarks(row: Timed) -> list[str]:
-    if row.error:
-        return [f"{row.backend} failed: {row.error}"]
-    where = f"{row.backend}, {row.tokens} tokens in steps of {row.chunk}"
-    said = [f"{where}: {count} calls ran dense: {reason}" for reason, count in row.fallbacks.items()]
-    return said + [f"{where}: {count} calls on a slower kernel: {kernel}" for kernel, count in row.slower.items()]
+    return remarks(f"{row.backend}, {row.tokens} tokens in steps of {row.chunk}", row)

@@ -78,6 +78,18 @@ class Sheet:
         render.figures(form.title, form.heads, map(form.cells, rows), form.said(rows), form.notes(rows))
 
 
+def remarks(where: str, row: Any) -> list[str]:
+    """Of one row: its error; else why calls ran dense, the commonest reason first, and which ran on a slower kernel.
+
+    row: with the fields `backend`, `error`, `fallbacks` and `slower` of `Loaded`.
+    """
+    if row.error:
+        return [f"{row.backend} failed: {row.error}"]
+    common = sorted(row.fallbacks.items(), key=lambda one: -one[1])
+    said = [f"{where}: {count} calls ran dense: {reason}" for reason, count in common]
+    return said + [f"{where}: {count} calls on a slower kernel: {kernel}" for kernel, count in row.slower.items()]
+
+
 def write(path: Path, text: str) -> None:
     """Replace a file as a whole: whoever reads it finds the old text or the new one."""
     new = path.with_name(f"{path.name}.new")

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import asdict
 
-from .sheet import ON_CPU, Form
+from .sheet import ON_CPU, Form, remarks
 from .under_load import Loaded, UnderLoad
 
 NOTES = (
@@ -80,12 +80,7 @@ def _fact(row: Loaded) -> dict[str, Any]:
 
 
 def _remarks(row: Loaded) -> list[str]:
-    if row.error:
-        return [f"{row.backend} failed: {row.error}"]
-    common = sorted(row.fallbacks.items(), key=lambda one: -one[1])
-    where = f"{row.backend}, {row.shape}"
-    said = [f"{where}: {count} calls ran dense: {reason}" for reason, count in common]
-    return said + [f"{where}: {count} calls on a slower kernel: {kernel}" for kernel, count in row.slower.items()]
+    return remarks(f"{row.backend}, {row.shape}", row)
 
 
 def _or_empty(value: float | None, pattern: str, times: float = 1.0) -> str:

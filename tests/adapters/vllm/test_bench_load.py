@@ -252,20 +252,34 @@ def test_steps_are_compared_round_by_round() -> None:
     form = decoding_form(Decoding(setup=SETUP, structure=Positions(SHAPE, CPU, 300), prefill=64))
     stock = Steps(backend="TRITON_ATTN", kind=DECODE, rows=8, rounds=[[0.001, 0.002, 0.003], [0.004] * 3])
     ours = Steps(backend="bfla", kind=DECODE, rows=8, rounds=[[0.003] * 3, [0.004] * 3], stock=stock.rounds)
-    mixed = Steps(backend="bfla", kind=MIXED, rows=7, rounds=[[0.5, 0.25], [0.25, 0.25]])
+    slower = {"portable (no Gluon)": 5}
+    mixed = Steps(backend="bfla", kind=MIXED, rows=7, rounds=[[0.5, 0.25], [0.25, 0.25]], slower=slower)
     text = form.markdown([stock, ours, mixed, Steps(backend="engines", error="RuntimeError: gone")])
     assert "| TRITON_ATTN | decode | 8 | 6 | 3.500 | 4.000 |  |  |  |  |" in text
     assert "| bfla | decode | 8 | 6 | 3.500 | 4.000 |  | 1.250 | 1.000 | 1.500 |" in text
     assert "| bfla | with prefill | 7 | 4 | 250.000 |" in text
     assert "| engines | failed |" in text
+    assert "bfla, with prefill: 5 calls on a slower kernel: portable (no Gluon)" in text
     assert {"ratio": 1.25, "steps": 6}.items() <= form.fact(ours).items()
     assert form.fact(mixed)["ratio"] is None
 
 
 def test_answers_are_told_beside_stock() -> None:
     form = answering_form(answering.Answering(setup=SETUP, tokenizer=None, tasks=[]), "embedded", CPU)
-    row = Answered(backend="bfla", right=9, asked=10, stock=10, same=3, times=times(0.5, 2.0), fallbacks={"x": 2})
-    assert "| bfla | 9 of 10 | 10 | 3 | 500.0 | 1000.0 |  | 2 |" in form.markdown([row])
+    row = Answered(
+        backend="bfla",
+        right=9,
+        asked=10,
+        stock=10,
+        same=3,
+        times=times(0.5, 2.0),
+        fallbacks={"x": 2},
+        slower={"portable (no Gluon)": 5},
+    )
+    text = form.markdown([row])
+    assert "| bfla | 9 of 10 | 10 | 3 | 500.0 | 1000.0 |  | 2 |" in text
+    assert "- bfla: 2 calls ran dense: x" in text
+    assert "- bfla: 5 calls on a slower kernel: portable (no Gluon)" in text
 
 
 @engine.NEEDED
