@@ -249,7 +249,6 @@ def main() -> None:
     replace(TritonExecutor, unsupported=lambda *_: None)
     replace(attention, settings=lambda _, *sizes: settings((9, 0), *sizes))
     replace(by_tile, capability=lambda _: (9, 0))
-    replace(hopper, TOGETHER=True)
     found: dict[str, list[str]] = {}
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
     groups: list[tuple[Any, Mapping[str, Any], str]] = [

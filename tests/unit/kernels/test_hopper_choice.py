@@ -77,8 +77,6 @@ def test_a_variant_that_fails_leaves_the_others_alone(monkeypatch: pytest.Monkey
 class Broken:
     """A module whose kernel does not compile."""
 
-    TOGETHER = True
-
     def __init__(self, error: Exception) -> None:
         self.error, self.tried = error, 0
 
@@ -296,16 +294,7 @@ def test_what_fails_for_several_requests_says_nothing_of_one(monkeypatch: pytest
 
 def test_pages_that_are_copied_for_it_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
-    monkeypatch.setattr(launch, "TOGETHER", True)
     small, good = (step_of([(200, 200), (100, 150)], heads=2, page=page) for page in (8, 16))
     assert not attention.shares(small[0], SparseMask.full(small[0]))
     assert attention.shares(good[0], SparseMask.full(good[0]))
     assert attention.shares(small[0], SparseMask.full(small[0], 32)), "the portable kernel reads them as they are"
-
-
-def test_without_its_variant_only_the_portable_kernel_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
-    monkeypatch.setattr(launch, "TOGETHER", False)
-    call = step_of([(200, 200), (100, 150)], heads=2, page=16)[0]
-    assert not attention.shares(call, SparseMask.full(call))
-    assert attention.shares(call, SparseMask.full(call, 32))

@@ -79,12 +79,9 @@ def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False, togeth
 
 def shares(call: AttentionCall, mask: SparseMask) -> bool:
     """Whether the kernel that serves the call may serve other requests in the same launch: it reads pages where they
-    stand, and its variant for several requests is in use (`hopper.launch.TOGETHER`)."""
+    stand."""
     hopper = hopper_of(call)
-    if hopper is None:
-        return True
-    reason = hopper.objection(call, mask)
-    return not _copied(hopper, call, mask, reason) and (reason is not None or bool(hopper.TOGETHER))
+    return hopper is None or not _copied(hopper, call, mask, hopper.objection(call, mask))
 
 
 def _copied(hopper: Any, call: AttentionCall, mask: SparseMask, reason: str | None) -> bool:

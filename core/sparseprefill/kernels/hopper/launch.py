@@ -39,9 +39,6 @@ LEAST_PAGE = 16
 LONG, READS, COPY = 1 << 15, 8, 1 << 30
 """Of pages smaller than a step: keys, keys for each query row, and bytes of K and V, from which, up to which and up to
 which a copy costs less than its loads in many pieces (docs/performance.md)."""
-TOGETHER = False
-"""Whether requests share a launch of this kernel. Its variant for that compiles, but has not run on a GPU yet: until
-tests/kernels/test_hopper_requests.py has, each request is launched by itself."""
 FEW_BLOCKS = 128
 """Query blocks of a head up to which their order is looked at (see `_order`)."""
 SCRATCH = 16
