@@ -135,8 +135,6 @@ def test_what_it_declines_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: 
 class Works:
     """A module whose kernel takes every call, and here computes nothing."""
 
-    TOGETHER = True
-
     def objection(self, call: AttentionCall, mask: SparseMask) -> str | None:
         return "a softcap" if call.softcap is not None else None
 
