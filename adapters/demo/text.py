@@ -7,6 +7,7 @@ seed.
 """
 
 import ast
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from pathlib import Path
 
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
 _SHORTEST, _LONGEST = 16, 120
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 @lru_cache(maxsize=1)
@@ -36,10 +39,12 @@ def _topics() -> Iterator[str]:
 
 
 def _docstrings() -> Iterator[str]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts):
-            yield from _docstrings_of(path)
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(paths):
+        yield from _docstrings_of(path)
 
 
 def _docstrings_of(path: Path) -> Iterator[str]:
@@ -49,12 +54,14 @@ def _docstrings_of(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, kinds):
-            docstring = ast.get_docstring(node)
-            if docstring:
-                yield docstring
+    level: list[ast.AST] = [tree]
+    while level:  # in the order of `ast.walk`, which also looks into expressions: most of a tree, and no docstring
+        for node in level:
+            if isinstance(node, _DOCUMENTED):
+                docstring = ast.get_docstring(node)
+                if docstring:
+                    yield docstring
+        level = [child for node in level for child in ast.iter_child_nodes(node) if isinstance(child, _BLOCKS)]
 
 
 def _clean(text: str) -> Iterator[str]:

@@ -28,6 +28,7 @@ def run(*arguments: str) -> Result:
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # asking it for a model takes 20 seconds
 
 
 def test_without_a_table_of_the_model_a_method_is_left_out_by_name(folder: Path) -> None:

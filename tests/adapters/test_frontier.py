@@ -30,6 +30,8 @@ from .test_cli import refused
 
 STREAMING = sp.default_registry().get("streaming")
 SMALL = ("--tokens", "1024", "--questions", "1", "--device", "cpu", "--threads", "1", "--rounds", "1")
+SHORT = (*SMALL, "--seconds", "0.01")
+"""Where no time is compared with another."""
 TRIED = ("--method", "streaming", "--set", "streaming.sink=16", "--try", "streaming.window=16,512")
 QUICK = Clock(torch.device("cpu"), 1, 0.01)
 
@@ -168,7 +170,7 @@ def test_the_command_on_the_embedded_model(tmp_path: Path) -> None:
 
 def test_a_model_of_the_users_own_at_its_defaults(folder: Path) -> None:
     few = ("--tokens", "900", "--method", "streaming", "--method", "xattention", "--most", "1")
-    result = run("--model", str(folder), *SMALL[2:], *few, "--json", "-")
+    result = run("--model", str(folder), *SHORT[2:], *few, "--json", "-")
     assert result.exit_code == 0, result.output
     found = [(one["method"], one["parameters"]) for one in json.loads(result.stdout)["points"]]
     assert [("streaming", {}), ("xattention", {})] == found[:2]
@@ -180,16 +182,16 @@ def test_settings_from_a_run_on_other_texts(tmp_path: Path) -> None:
     points = [written(9, 0.0001, 0.5), written(9, 0.0002, 0.25)]
     file.write_text(json.dumps({"seed": 1000, "texts": 2, "points": points}))
     few = ("--method", "xattention", "--set", "xattention.stride=8", "--from", str(file), "--json", "-")
-    result = run(*SMALL, *few)
+    result = run(*SHORT, *few)
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     expected = {"block": 64, "stride": 8, "threshold": 0.25}
     assert expected == facts["points"][-1]["parameters"]
     assert str(file) == facts["from"]
-    refused(run(*SMALL, *few, "--seed", "1001"), "--from", "the same texts", "a --seed other than 1001")
+    refused(run(*SHORT, *few, "--seed", "1001"), "--from", "the same texts", "a --seed other than 1001")
     for text in ("{", "[]", '{"seed": 1, "texts": 1, "points": []}', '{"seed": 1}'):
         file.write_text(text)
-        refused(run(*SMALL, *few), "--from", "pass what `sparseprefill frontier --json FILE` wrote")
+        refused(run(*SHORT, *few), "--from", "pass what `sparseprefill frontier --json FILE` wrote")
 
 
 def test_configuration_files_beside_methods(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_configuration_files_beside_methods(tmp_path: Path) -> None:
         'name = "XAttention, by threshold"\nmethod = "xattention"\n[parameters]\nthreshold = 1.0\nblock = 64\n'
         '[[refiners]]\nname = "relative-threshold"\nshare = 0.1\n'
     )
-    result = run(*SMALL, "--method", "streaming", "--most", "1", "--config", str(file), "--json", "-")
+    result = run(*SHORT, "--method", "streaming", "--most", "1", "--config", str(file), "--json", "-")
     assert result.exit_code == 0, result.output
     *others, mine = json.loads(result.stdout)["points"]
     assert {"streaming"} == {one["method"] for one in others}
@@ -206,9 +208,9 @@ def test_configuration_files_beside_methods(tmp_path: Path) -> None:
     assert mine["error"] is None
     assert 0 < mine["density"] < 1
     file.write_text('method = "xattention"\ngate = "auto"\n')
-    refused(run(*SMALL, "--config", str(file)), "mine.toml has a profile or a gate", "leave them out")
+    refused(run(*SHORT, "--config", str(file)), "mine.toml has a profile or a gate", "leave them out")
     file.write_text('method = "xattenton"\n')
-    refused(run(*SMALL, "--config", str(file)), "mine.toml: method: no method is named 'xattenton'")
+    refused(run(*SHORT, "--config", str(file)), "mine.toml: method: no method is named 'xattenton'")
 
 
 def test_a_killed_run_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +223,7 @@ def test_a_killed_run_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(points.Reader, "read", killed)
     file = tmp_path / "a.json"
-    run(*SMALL, *TRIED, "--json", str(file))
+    run(*SHORT, *TRIED, "--json", str(file))
     facts = json.loads(file.read_text())
     assert facts["stopped"] is True
     assert [16] == [one["parameters"]["window"] for one in facts["points"]]
@@ -238,7 +240,7 @@ def test_a_method_that_fails_ends_with_1_and_the_others_are_shown(monkeypatch: p
         return read(self, candidate, index)
 
     monkeypatch.setattr(ModelReadings, "run", failing)
-    result = run(*SMALL, *TRIED)
+    result = run(*SHORT, *TRIED)
     assert 1 == result.exit_code
     text = " ".join(result.stdout.split())
     assert "streaming (sink=16, window=16) failed: no room" in text
@@ -254,7 +256,7 @@ def test_ctrl_c_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
         return read(self, candidate)
 
     monkeypatch.setattr(points.Reader, "read", stopping)
-    result = run(*SMALL, *TRIED, "--json", "-")
+    result = run(*SHORT, *TRIED, "--json", "-")
     assert 130 == result.exit_code
     facts = json.loads(result.stdout)
     assert facts["stopped"] is True

@@ -102,7 +102,7 @@ def test_frontier_tries_several_floors(folder: Path) -> None:
 def test_demo_and_tune_take_a_floor() -> None:
     densities = []
     for more in ((), ("--recall-floor", "0.99")):
-        small = ("--tokens", "2048", "--questions", "1", "--tail", "0", "--device", "cpu", "--threads", "1", "--json")
+        small = ("--tokens", "1024", "--questions", "1", "--tail", "0", "--device", "cpu", "--threads", "1", "--json")
         result = CliRunner().invoke(app, ["demo", "--method", "streaming", *small, *more])
         assert 0 == result.exit_code, result.output
         facts = json.loads(result.stdout)

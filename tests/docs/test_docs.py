@@ -17,6 +17,7 @@ from attrs import NOTHING, fields
 
 import sparseprefill as sp
 from docs.pages import ROOT, SKIP, anchors, blocks, headings, links, name, pages, section
+from helpers.harness_tasks import few_words
 from sparseprefill import errors, hookspecs, stages, testing
 from sparseprefill.breakeven.gate import TABLE
 
@@ -32,6 +33,7 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty directory to run in; plugins that a page registers are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(TABLE, raising=False)  # a reader has not set it
+    few_words(monkeypatch)  # the harness starts sooner
     before = set(sp.default_registry().plugins())
     with torch.random.fork_rng():
         yield

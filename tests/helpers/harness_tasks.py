@@ -58,8 +58,26 @@ def needles(count: int) -> list[tuple[str, str]]:
     return made
 
 
+def few_words(patch: pytest.MonkeyPatch) -> None:
+    """RULER's module sorts 10 million pairs of words when it is imported, for ten seconds; now a hundredth of them."""
+    import wonderwords
+
+    whole = wonderwords.RandomWord
+
+    def few() -> Any:
+        made: Any = whole()
+        made._categories = {name: list(words)[::10] for name, words in made._categories.items()}
+        return made
+
+    patch.setattr(wonderwords, "RandomWord", few)
+
+
 def cut_off(patch: pytest.MonkeyPatch) -> list[Any]:
-    """No name resolves and no address answers, and Hugging Face's libraries are told so; gives what was tried."""
+    """No name resolves and no address answers, and Hugging Face's libraries are told so; gives what was tried.
+
+    With few words to draw from.
+    """
+    few_words(patch)
     tried: list[Any] = []
 
     def refuse(*arguments: Any, **_: Any) -> Any:

@@ -1,6 +1,8 @@
-"""Compile kernels for Hopper without a GPU, through their own launchers: ``python offline.py``.
+"""Compile kernels for Hopper without a GPU, through their own launchers: ``python offline.py [every]``.
 
 Those of attention, that of sampled rows by key tile, and those of statistics that chunks extend.
+
+With ``every``, all variants; else `FEW` of attention, in which each of its branches is compiled, and all others.
 
 Prints a JSON object: variant -> names of the kernels that were compiled for it; what fails ends it with the error.
 Run it without TRITON_INTERPRET, which is read when a kernel module is imported.
@@ -123,6 +125,10 @@ HOPPER = {
     "hopper: skip": Variant("both", width=128, tile=128, skip=True),
     "hopper: skip, resumed, pages": Variant("tiles", page=16, carry=True, tile=(128, 64), skip=True),
 }
+FEW = (
+    "both, padded", "resumed state", "window, softcap", "skip", "requests", "hopper: 64, both", "hopper: 256, stripes",
+    "hopper: requests", "hopper: skip, resumed, pages",
+)  # fmt: skip
 
 
 @frozen(eq=False)
@@ -250,6 +256,7 @@ def main() -> None:
     replace(attention, settings=lambda _, *sizes: settings((9, 0), *sizes))
     replace(by_tile, capability=lambda _: (9, 0))
     found: dict[str, list[str]] = {}
+    chosen = {*PORTABLE, *HOPPER} if "every" in sys.argv[1:] else {*FEW}
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
     groups: list[tuple[Any, Mapping[str, Any], str]] = [
         (None, PORTABLE, ""), (hopper, HOPPER, "hopper"), (None, ROWS, "row_tiles"), (None, FLOOR, "_kernel"),
@@ -259,6 +266,8 @@ def main() -> None:
         replace(JITFunction, run=compiling(compiled, only))
         replace(attention, hopper_of=lambda _, module=module: module)
         for name, variant in variants.items():
+            if isinstance(variant, Variant) and name not in chosen:
+                continue
             variant.run()
             found[name] = list(compiled)
             compiled.clear()

@@ -195,6 +195,8 @@ def pretend_cuda() -> None:
     import torch
     import triton.backends
 
+    from helpers.interpreter import quicken
+
     class Driver:
         @staticmethod
         def is_active() -> bool:
@@ -205,6 +207,7 @@ def pretend_cuda() -> None:
     torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
     torch.cuda.synchronize = lambda *_: None
     mock.patch.object(warm, "kernels", types.SimpleNamespace(serve_device=lambda _: True)).start()
+    quicken()
     backends: Any = triton.backends.backends
     backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
     from sparseprefill.adapters.vllm.plugin import CUDA_BACKEND, watch_requests
