@@ -16,6 +16,8 @@ from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.cli import kept
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.evaluation import runs
+from sparseprefill.adapters.vllm.bench.app import app as vllm_bench
+from sparseprefill.adapters.vllm.bench.several import Several
 from typer.testing import CliRunner, Result
 
 from helpers.terminal import Terminal
@@ -164,3 +166,35 @@ def test_a_real_interrupt() -> None:
     assert code == 130, text
     assert "stopped after 1 of 2 rows; nothing was written" in text
     assert "Traceback" not in text
+
+
+def test_benches_of_vllm_keep_the_rows_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Several, "measure", after(1, Several.measure))
+    heads = ("--heads", "2", "--kv-heads", "1", "--head-dim", "32")
+    sizes = (
+        "--requests",
+        "2",
+        "--new",
+        "40",
+        "--cached",
+        "0",
+        "--mask",
+        "full",
+        "--mask",
+        "tiles:0.5",
+        "--rounds",
+        "1",
+    )
+    files = ("--json", "rows.json", "--markdown", "rows.md")
+    result = CliRunner().invoke(vllm_bench, ["requests", *sizes, *heads, *files])
+    assert result.exit_code == 130, result.output
+    assert "stopped after 1 of 2 rows; written: rows.json, rows.md" in words(result)
+    assert [row["work"] for row in json.loads(Path("rows.json").read_text())["rows"]] == ["full"]
+    assert "| full |" in Path("rows.md").read_text()
+
+
+def test_a_bench_of_vllm_that_has_no_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Several, "measure", after(0, Several.measure))
+    result = CliRunner().invoke(vllm_bench, ["requests", "--new", "40", "--markdown", "rows.md"])
+    assert result.exit_code == 130, result.output
+    assert "stopped: nothing was written" in words(result)

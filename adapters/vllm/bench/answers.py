@@ -8,6 +8,7 @@ import typer
 from attrs import asdict
 
 from ...cli.bench_options import Files
+from ...cli.kept import Stop
 from ...cli.progress import bars
 from ...demo.settings import PARAMETERS
 from . import options
@@ -54,11 +55,9 @@ def answers(
     asked |= {"gate": gate, "questions": families(tasks), "model": asdict(setup.shape), "engine": dict(setup.more)}
     device = options.device()
     sheet = Sheet(form(work, model, device), files, asked, device)
-    with bars(len(wanted)) as shown:
+    with bars(len(wanted)) as shown, Stop() as stop:
         for one in wanted:
             with shown.contender(one.name) as progress:
                 for row in work.run(one, progress):
                     sheet.add(row)
-    sheet.finish()
-    if any(row.error for row in sheet.rows):
-        raise typer.Exit(1)
+    sheet.end(stop, len(wanted))

@@ -10,6 +10,7 @@ from attrs import asdict
 from ...bench.model import ModelShape
 from ...cli.bench_options import Files
 from ...cli.group import CommandError
+from ...cli.kept import Stop
 from ...cli.progress import bars
 from . import options
 from .decoding import Decoding
@@ -88,9 +89,7 @@ def decode(
     asked = {"command": "decode", "stock": stock, "seed": seed, "length": length, "tokens": tokens, "budget": budget}
     asked |= {"prompt": work.prefill, "structure": structure.value, "model": asdict(shape), "engine": dict(setup.more)}
     sheet = Sheet(form(work), files, asked, options.device())
-    with bars(1) as shown, shown.contender("steps") as progress:
+    with bars(1) as shown, Stop() as stop, shown.contender("steps") as progress:
         for row in work.run(wanted, progress):
             sheet.add(row)
-    sheet.finish()
-    if any(row.error for row in sheet.rows):
-        raise typer.Exit(1)
+    sheet.end(stop, len(wanted) * (2 if prefill else 1))

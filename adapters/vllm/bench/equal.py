@@ -10,10 +10,11 @@ from attrs import asdict
 
 from ...bench.model import ModelShape
 from ...cli.bench_options import Files
+from ...cli.kept import Stop
 from ...cli.progress import bars
 from . import options
 from .engine import Setup, check
-from .equality import LENGTHS, Equality, form
+from .equality import LENGTHS, TURNS, Equality, form
 from .sheet import Sheet
 
 
@@ -79,11 +80,9 @@ def equal(
     sheet = Sheet(form(work, tie), files, asked, options.device())
     blocks: list[int | None] = [*block_size] if block_size else [None]
     cases = list(product(cache_dtype or ["auto"], blocks))
-    with bars(len(cases)) as shown:
+    with bars(len(cases)) as shown, Stop() as stop:
         for cache, block in cases:
             with shown.contender(f"cache {cache}, blocks {block or 'as they are'}") as progress:
                 for row in work.run(cache, block, progress):
                     sheet.add(row)
-    sheet.finish()
-    if not all(row.equal or row.tied(tie) for row in sheet.rows):
-        raise typer.Exit(1)
+    sheet.end(stop, len(cases) * len(work.lengths) * len(TURNS), lambda row: not (row.equal or row.tied(tie)))

@@ -9,6 +9,7 @@ from attrs import asdict
 
 from ...bench.model import ModelShape
 from ...cli.bench_options import Files
+from ...cli.kept import Stop
 from ...cli.progress import bars
 from . import options
 from .engine import Setup, check
@@ -99,11 +100,9 @@ def load(
     asked |= {"budget": budget, "warm": warm, "gate": gate, "structure": structure.value}
     asked |= {"model": asdict(model), "engine": dict(setup.more)}
     sheet = Sheet(form(work), files, asked, options.device())
-    with bars(len(wanted)) as shown:
+    with bars(len(wanted)) as shown, Stop() as stop:
         for one in wanted:
             with shown.contender(one.name) as progress:
                 for row in work.run(one, one.name == DENSE, progress):
                     sheet.add(row)
-    sheet.finish()
-    if any(row.error for row in sheet.rows):
-        raise typer.Exit(1)
+    sheet.end(stop, len(wanted) * len(shapes))

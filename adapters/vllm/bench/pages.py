@@ -11,6 +11,7 @@ from attrs import asdict
 from ...bench.case import Shape, parse_mask
 from ...bench.clock import Clock
 from ...cli.bench_options import Files
+from ...cli.kept import Stop
 from ...cli.progress import bars
 from ...cli.setup import Place
 from . import options
@@ -61,11 +62,9 @@ def pages(
         Case(**work, page=size, cache=cache, layout=layout)
         for work, size, cache, layout in product(works, page or PAGES, CACHES, LAYOUTS)
     ]
-    with bars(len(cases)) as shown, place.threaded():
+    with bars(len(cases)) as shown, place.threaded(), Stop() as stop:
         for case in cases:
             with shown.contender(f"{case.work}, pages of {case.page}, {case.cache}, {case.layout}") as progress:
                 progress("measuring", 0, 1)
                 sheet.add(work.measure(case))
-    sheet.finish()
-    if any(row.error for row in sheet.rows):
-        raise typer.Exit(1)
+    sheet.end(stop, len(cases))

@@ -11,6 +11,7 @@ from attrs import asdict
 from ...bench.case import Shape, parse_mask
 from ...bench.clock import Clock
 from ...cli.bench_options import Files
+from ...cli.kept import Stop
 from ...cli.progress import bars
 from ...cli.setup import Place
 from . import options
@@ -68,11 +69,9 @@ def requests(
         Case(**given, requests=many, new=tokens, cached=before, page=page)
         for given, tokens, before, many in product(works, news, behind, counts)
     ]
-    with bars(len(cases)) as shown, place.threaded():
+    with bars(len(cases)) as shown, place.threaded(), Stop() as stop:
         for case in cases:
             with shown.contender(f"{case.work}, {case.requests} x {case.new} behind {case.cached}") as progress:
                 progress("measuring", 0, 1)
                 sheet.add(work.measure(case))
-    sheet.finish()
-    if any(row.error for row in sheet.rows):
-        raise typer.Exit(1)
+    sheet.end(stop, len(cases))

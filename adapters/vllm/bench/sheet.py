@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from attrs import define, field, frozen
 
 from ...bench.facts import about, grid
 from ...cli import render
 from ...cli.bench_options import Files
+from ...cli.kept import Stop, wrote
 
 ON_CPU = " These are times of a CPU, which try the command out and say nothing about a GPU."
 
@@ -67,6 +70,14 @@ class Sheet:
         rows = [self.form.fact(row) for row in self.rows]
         return about(self.device, vllm=version(), **self.settings, rows=rows)
 
+    def end(self, stop: Stop, of: int, failed: Callable[[Any], Any] = attrgetter("error")) -> None:
+        """Show all rows and end the command: with 130 after Ctrl-C, with 1 if a row failed. of: rows of a whole run."""
+        stop.check(len(self.rows))
+        self.finish()
+        stop.end(len(self.rows), of, "rows")
+        if any(map(failed, self.rows)):
+            raise typer.Exit(1)
+
     def finish(self) -> None:
         """Show all rows."""
         if self.files.markdown is not None:
@@ -95,6 +106,7 @@ def write(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
+    wrote(path)
 
 
 def version() -> str | None:

@@ -10,6 +10,7 @@ from attrs import asdict
 
 from ...bench.model import ModelShape
 from ...cli.bench_options import Files
+from ...cli.kept import Stop
 from ...cli.progress import bars
 from . import options
 from .engine import Setup, check
@@ -86,11 +87,9 @@ def ttft(
     sheet = Sheet(
         form(work), files, {**asked, "gate": gate, "model": asdict(shape), "engine": dict(setup.more)}, options.device()
     )
-    with bars(len(wanted)) as shown:
+    with bars(len(wanted)) as shown, Stop() as stop:
         for one in wanted:
             with shown.contender(one.name) as progress:
                 for row in work.run(one, progress):
                     sheet.add(row)
-    sheet.finish()
-    if any(row.error for row in sheet.rows):
-        raise typer.Exit(1)
+    sheet.end(stop, len(wanted) * len(work.cases()))
