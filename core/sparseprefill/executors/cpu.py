@@ -40,6 +40,10 @@ ALIKE = 0.9
 """Query tiles are computed together if the shortest of their lists has this part of the longest one's entries."""
 
 
+JOINED = 9
+"""Tiles of a list, up to which `ALIKE` means as many: the diagonal tile is then computed with the others."""
+
+
 @frozen
 class CpuExecutor:
     """Query tiles with about as many keys are computed together: their keys are gathered, and PyTorch's fused attention
@@ -391,6 +395,10 @@ class _States:
         most: tiles of a query tile in one piece, which then comes in several; None for all of them.
         """
         held = most is not None or not self.row.fused
+        if most is None and self._window is None and self.row.mask.tile_q == self.row.mask.tile_k:
+            joined = self._short(tiles)
+            yield from self._joined(tiles & joined[..., None], held)
+            tiles = tiles & ~joined[..., None]
         yield from self._partial(tiles, held)
         columns, tile_k = tiles.shape[2], self.row.mask.tile_k
         full = tiles & self.full(self._distance())
@@ -406,6 +414,23 @@ class _States:
         for items, index, entry in _batches(counts, entries, self._bytes(tile_k, held)):
             seen = None if entry is None else entry.repeat_interleave(tile_k, 1)[:, None]
             yield _Piece(which[items], index, seen)
+
+    def _short(self, tiles: Tensor) -> Tensor:
+        """bool ``[Hq, R]``: query tiles that have their diagonal tile and a few others, of square tiles."""
+        distance = self._distance()
+        count = (tiles & (distance >= 0)).sum(-1)
+        return (tiles & (distance == 0)).any(-1) & (count > 1) & (count <= JOINED)
+
+    def _joined(self, tiles: Tensor, held: bool) -> Iterator[_Piece]:
+        """Query tiles with as many tiles each, their diagonal tiles first."""
+        columns, size = tiles.shape[2], self.row.mask.tile_k
+        tiles = (tiles & (self._distance() >= 0)).flip(-1)
+        head, _, behind = tiles.nonzero(as_tuple=True)
+        entries = self.kv_head(head) * columns + columns - 1 - behind
+        for items, index, _ in _batches(tiles.sum(-1).flatten(), entries, self._bytes(size, held)):
+            seen = torch.ones(size, index.shape[1] * size, dtype=torch.bool)
+            seen[:, :size].tril_()
+            yield _Piece(items, index, seen)
 
     def _partial(self, tiles: Tensor, held: bool) -> Iterator[_Piece]:
         """Tiles of which some rows see some keys only: those of one distance from the diagonal at a time."""
@@ -548,7 +573,7 @@ class _States:
             out, lse, most = _plain(_logits(q, k, self.row, seen), v)
             most = torch.maximum(most.view(items.numel(), -1), self.most.index_select(0, items))
             self.most.index_copy_(0, items, most)
-        if seen is not None and seen.shape[-2] > 1:
+        if seen is not None and seen.shape[-2] > 1 and not bool(seen.any(-1).all()):
             blind = ~seen.any(-1)
             out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
         out, lse = out.reshape(items.numel(), -1, out.shape[-1]), lse.reshape(items.numel(), -1)
@@ -844,4 +869,9 @@ def _merge(out: Tensor, lse: Tensor, other: Tensor, more: Tensor) -> tuple[Tenso
 
 def _padded(x: Tensor, before: int, after: int) -> Tensor:
     """Zero rows before and after those of ``[H, n, D]``; itself where there are none."""
-    return functional.pad(x, (0, 0, before, after)) if before or after else x
+    if not (before or after):
+        return x
+    padded = x.new_empty(x.shape[0], before + x.shape[1] + after, x.shape[2])
+    padded[:, before : before + x.shape[1]] = x
+    padded[:, :before] = padded[:, before + x.shape[1] :] = 0.0
+    return padded
