@@ -839,7 +839,11 @@ def _logits(q: Tensor, k: Tensor, row: _Row, seen: Tensor | None) -> Tensor:
     logits = torch.bmm(q * row.scale, k.transpose(1, 2))
     if row.softcap is not None:
         logits.div_(row.softcap).tanh_().mul_(row.softcap)
-    return logits if seen is None else logits.masked_fill_(~seen, -torch.inf)
+    if seen is None:
+        return logits
+    if seen.dim() == 2:  # one mask for all of them is added faster than filled in
+        return logits.add_(torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf))
+    return logits.masked_fill_(~seen, -torch.inf)
 
 
 def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
