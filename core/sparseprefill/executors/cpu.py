@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 KERNELS = (Kernel("cpu"),)
 GATHERED = 4 << 20
-"""Bytes of keys that are gathered at once, about; as many of values."""
-HELD = 4
-"""Logits that are held count so many times their bytes against `GATHERED`: all at once stay in a core's cache."""
+"""Bytes of keys that are gathered at once, about; as many of values, and at most as many of logits that are held."""
 MASS = 1024
 """Keys whose shares of a query tile's softmax are worked out at once, about."""
 RUN = 1 << 20
@@ -47,7 +45,9 @@ JOINED = 9
 @frozen
 class CpuExecutor:
     """Query tiles with about as many keys are computed together: their keys are gathered, and PyTorch's fused attention
-    runs over all of them at once. Tiles on the diagonal are one causal call. What belongs to one row is merged by LSE.
+    runs over all of them at once. Tiles on the diagonal are one causal call, but for short lists, which are computed
+    with theirs. Neighbouring query tiles that have every key in reach are a call of their own, without gathering, and
+    those with one list of stripes gather them once. What belongs to one row is merged by LSE.
 
     The fused kernel knows no softcap, no values of another size than the keys, and tells no row maximum, which
     `accumulate` owes: there, two batched products and a softmax do the same. float64 calls are computed in float64, all
@@ -71,7 +71,7 @@ class CpuExecutor:
         heads, rows = call.q.shape[0] * call.q.shape[1], call.q.numel() // call.q.shape[-1]
         size, width = max(4, call.q.element_size()), call.q.shape[-1] + call.value_dim
         keys = call.kv_len * width * size
-        held = (3 * rows + heads * call.kv_len) * (width + 2) * size + default_workspace(call, per_pair=64)
+        held = (4 * rows + heads * call.kv_len) * (width + 2) * size + default_workspace(call, per_pair=64)
         columns = call.geometry.tile_rows(TILE) * call.kv_len  # of one head, if stripes select every key
         held += 64 * (columns + min(COLUMNS, heads * columns))
         logits = 1 + 2 * TILE // call.q.shape[-1]  # of a tile's rows, beside each gathered key
@@ -131,7 +131,8 @@ def _largest(x: Tensor) -> float:
     """The largest absolute value; not finite where one number is not."""
     if x.numel() == 0:
         return 0.0
-    low, high = (float(one) for one in torch.aminmax(x))
+    stored = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))  # as it lies in memory: spares a copy
+    low, high = (float(one) for one in torch.aminmax(stored))
     return low if math.isnan(low) else max(abs(low), abs(high))
 
 
@@ -621,7 +622,7 @@ class _States:
 
     def _bytes(self, keys: int, held: bool, run: int = 1) -> int:
         """What so many keys of `run` query tiles count against `GATHERED`. held: whether their logits are held."""
-        rows = HELD * run * self.row.mask.tile_q if held else 0
+        rows = run * self.row.mask.tile_q if held else 0
         return keys * max(self.k.shape[-1], rows) * self.k.element_size()
 
 

@@ -213,13 +213,18 @@ def test_what_it_may_hold_grows_with_the_call_up_to_what_is_gathered() -> None:
 
 
 @pytest.mark.parametrize("how", ["execute", "accumulate"])
-@pytest.mark.parametrize("kind", ["tiles", "stripes"])
+@pytest.mark.parametrize("kind", ["tiles", "dense heads", "stripes", "shared stripes"])
 def test_what_it_holds_stays_below_what_it_says(kind: str, how: str) -> None:
     call = sp.AttentionCall(*(torch.randn(1, heads, 2048, 64) for heads in (4, 2, 2)))
     source = torch.Generator().manual_seed(0)
-    mask = sp.SparseMask.from_tiles(call, torch.rand(4, 16, 16, generator=source) < 0.5)
-    if kind == "stripes":
-        mask = sp.SparseMask.from_stripes(call, torch.rand(4, 1, 2048, generator=source) < 0.5, 16)
+    tiles = torch.rand(4, 16, 16, generator=source) < 0.5
+    tiles[:3] |= kind == "dense heads"
+    mask = sp.SparseMask.from_tiles(call, tiles)
+    if kind.endswith("stripes"):
+        shared = kind.startswith("shared")
+        columns = torch.rand(4, 1, 2048, generator=source) < 0.5
+        mask = sp.SparseMask.from_stripes(call, columns, 16, diagonal=not shared)
+        mask = evolve(mask, disjoint=shared)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         getattr(CPU, how)(call, Plan(mask))
     held = most = 0
