@@ -42,22 +42,21 @@ def select(call: AttentionCall, regions: Regions, pooled: Tensor, anchor: Tensor
     keep = torch.zeros(
         geometry.batch, geometry.heads, groups, geometry.kv_len, dtype=torch.bool, device=geometry.device
     )
-    position = torch.arange(geometry.kv_len, device=geometry.device)
     for b in range(geometry.batch):
         start = 0 if geometry.starts is None else int(geometry.starts[b])
+        turned = call.k[b].to(pooled.dtype).transpose(-1, -2).contiguous()  # few queries are multiplied faster so
         for g in range(groups):
             end = (int(first[b]) + g) * regions.group
             if not regions.init_tokens < end < geometry.q_offset - start + geometry.q_len:
                 continue
             rows = torch.nonzero(which[b] == g)[:, 0]
-            keys = call.k[b, :, start + regions.init_tokens : start + end].to(pooled.dtype)
-            if rows.numel() == 0 or keys.shape[1] == 0:
+            keys = turned[..., start + regions.init_tokens : start + end]
+            if rows.numel() == 0 or keys.shape[2] == 0:
                 continue
             q = pooled[b, :, rows].unflatten(0, (-1, group)).flatten(1, 2)
-            logits = (q @ keys.transpose(-1, -2) * call.softmax_scale).view(geometry.heads, rows.numel(), -1)
+            logits = (q @ keys).mul_(call.softmax_scale).view(geometry.heads, rows.numel(), -1)
             if call.softcap is not None:
                 logits = call.softcap * torch.tanh(logits / call.softcap)
-            near = ~(anchor[b, :, rows, None] - logits > theta)
-            columns = position[regions.init_tokens : regions.init_tokens + keys.shape[1]]
-            keep[b, :, g, columns] = near.any(1)
+            below = (anchor[b, :, rows, None] - logits).amin(1)  # of the block that comes nearest; NaN where one is
+            keep[b, :, g, regions.init_tokens : regions.init_tokens + keys.shape[2]] = ~(below > theta)
     return IndexLists.from_map(keep)

@@ -56,9 +56,20 @@ class Evidence:
         """The evidence for the plan that ran, without the dense heads from which a refiner took pairs."""
         if plan.mask is self.mask:
             return self
+        if self.choice.dense.device.type == "cpu":  # where looking costs nothing: only dense heads are counted
+            return evolve(self, choice=self.choice.of_whole(self._whole(plan)))
         pairs = torch.stack([mask.pairs() for mask in plan.computed()]).sum(0)
         allowed = plan.mask.geometry.visible_counts().sum(-1, keepdim=True)
         return evolve(self, choice=self.choice.of_whole(pairs == allowed))
+
+    def _whole(self, plan: Plan) -> Tensor:
+        """bool ``[B, H]``: dense heads of which the plan holds every pair."""
+        whole = torch.zeros_like(self.choice.dense)
+        masks, allowed = plan.computed(), plan.mask.geometry.visible_counts().sum(-1)
+        for batch, head in self.choice.dense.nonzero().tolist():
+            pairs = sum(int(mask.head(batch, head).pairs()) for mask in masks)
+            whole[batch, head] = pairs == int(allowed[batch])
+        return whole
 
 
 def _table(share: Share) -> Clusters:

@@ -25,17 +25,29 @@ if TYPE_CHECKING:
 
 KERNELS = (Kernel("cpu"),)
 GATHERED = 4 << 20
-"""Bytes of keys that are gathered at once, about; as many of values."""
+"""Bytes of keys that are gathered at once, about; as many of values, and at most as many of logits that are held."""
+MASS = 1024
+"""Keys whose shares of a query tile's softmax are worked out at once, about."""
+RUN = 1 << 20
+"""Pairs of a head's neighbouring query tiles with every key in reach, from which they are one dense call."""
+TOGETHER = 512
+"""Rows of neighbouring query tiles with one list of single keys that are computed together, at most."""
 COLUMNS = 1 << 20
 """Single keys that are collected before they are computed, about."""
 ALIKE = 0.9
 """Query tiles are computed together if the shortest of their lists has this part of the longest one's entries."""
 
 
+JOINED = 9
+"""Tiles of a list, up to which `ALIKE` means as many: the diagonal tile is then computed with the others."""
+
+
 @frozen
 class CpuExecutor:
     """Query tiles with about as many keys are computed together: their keys are gathered, and PyTorch's fused attention
-    runs over all of them at once. Tiles on the diagonal are one causal call. What belongs to one row is merged by LSE.
+    runs over all of them at once. Tiles on the diagonal are one causal call, but for short lists, which are computed
+    with theirs. Neighbouring query tiles that have every key in reach are a call of their own, without gathering, and
+    those with one list of stripes gather them once. What belongs to one row is merged by LSE.
 
     The fused kernel knows no softcap, no values of another size than the keys, and tells no row maximum, which
     `accumulate` owes: there, two batched products and a softmax do the same. float64 calls are computed in float64, all
@@ -59,7 +71,7 @@ class CpuExecutor:
         heads, rows = call.q.shape[0] * call.q.shape[1], call.q.numel() // call.q.shape[-1]
         size, width = max(4, call.q.element_size()), call.q.shape[-1] + call.value_dim
         keys = call.kv_len * width * size
-        held = (3 * rows + heads * call.kv_len) * (width + 2) * size + default_workspace(call, per_pair=64)
+        held = (4 * rows + heads * call.kv_len) * (width + 2) * size + default_workspace(call, per_pair=64)
         columns = call.geometry.tile_rows(TILE) * call.kv_len  # of one head, if stripes select every key
         held += 64 * (columns + min(COLUMNS, heads * columns))
         logits = 1 + 2 * TILE // call.q.shape[-1]  # of a tile's rows, beside each gathered key
@@ -119,14 +131,15 @@ def _largest(x: Tensor) -> float:
     """The largest absolute value; not finite where one number is not."""
     if x.numel() == 0:
         return 0.0
-    low, high = (float(one) for one in torch.aminmax(x))
+    stored = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))  # as it lies in memory: spares a copy
+    low, high = (float(one) for one in torch.aminmax(stored))
     return low if math.isnan(low) else max(abs(low), abs(high))
 
 
 def _state(call: AttentionCall, plan: Plan) -> SoftmaxState:
     out, lse, most = _attend(call, plan.mask, most=True)
     share = torch.where(lse == -torch.inf, 0.0, (lse - most).exp())
-    state = SoftmaxState(most, share, out * share[..., None])
+    state = SoftmaxState(most, share, out.mul_(share[..., None]))
     return state if plan.carry is None else plan.carry.state.merge(state)
 
 
@@ -249,29 +262,43 @@ class _Row:
         if self.fused and self._sees_all():
             return self._dense()
         states = _States.of(self)
-        states.add_tiles()
+        states.add_tiles(states.add_dense() if self.fused else self.tiles)
         if self.stripes is not None:
             states.add_stripes(self.stripes)
         return states.finish()
 
     def _sees_all(self) -> bool:
         """Whether the tiles hold every key in reach, of a call without a window."""
+        return bool(self.dense_tiles().all())
+
+    def dense_tiles(self) -> Tensor:
+        """bool ``[Hq, R]``: query tiles that have every key in reach; none of a call with a window."""
         if self.mask.geometry.window is not None:
-            return False
+            return torch.zeros(self.tiles.shape[:2], dtype=torch.bool)
         last = self.tile_starts() + self.mask.tile_q - 1
         reach = torch.arange(self.tiles.shape[2]) * self.mask.tile_k <= last[:, None]
-        return bool((self.tiles | ~reach).all())
+        return (self.tiles | ~reach).all(-1)
 
     def tile_starts(self) -> Tensor:
         """int64 [R]: position of the first row of each query tile."""
         return (self.start + torch.arange(self.tiles.shape[1])) * self.mask.tile_q
 
     def _dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, n = self.q[None], self.k[None], self.v[None], self.first
-        out, lse = _fused(q, k[:, :, n:], v[:, :, n:], self.scale, causal=True)
+        out, lse = self.dense(slice(0, self.q.shape[0]), 0, self.q.shape[1])
+        return out, lse, torch.full_like(lse, -torch.inf)
+
+    def dense(self, heads: slice, first: int, behind: int) -> tuple[Tensor, Tensor]:
+        """Output ``[h, n, D]`` and LSE ``[h, n]`` of rows `first` to `behind` over every key that they may see.
+
+        heads: one query head, or all.
+        """
+        of = slice(heads.start // self.share, -(-heads.stop // self.share))
+        q, k, v = self.q[None, heads, first:behind], self.k[None, of], self.v[None, of]
+        n, end = self.first + first, self.first + behind
+        out, lse = _fused(q, k[:, :, n:end], v[:, :, n:end], self.scale, causal=True)
         if n:
             out, lse = _merge(out, lse, *_fused(q, k[:, :, :n], v[:, :, :n], self.scale))
-        return out[0], lse[0], torch.full_like(lse[0], -torch.inf)
+        return out[0], lse[0]
 
 
 @frozen(eq=False)
@@ -314,9 +341,30 @@ class _States:
         )
         return out, lse, most
 
-    def add_tiles(self) -> None:
-        """All tiles."""
-        for piece in self._pieces(self.row.tiles):
+    def add_dense(self) -> Tensor:
+        """Neighbouring query tiles that have every key in reach, where they are enough work; the tiles that are left.
+
+        Nothing may have been attended to yet.
+        """
+        row, tile_q = self.row, self.row.mask.tile_q
+        heads, rows = row.tiles.shape[:2]
+        dense = row.dense_tiles()
+        edges = functional.pad(dense, (1, 1)).to(torch.int8).diff(dim=-1)
+        begins, ends = ((edges == sign).nonzero().tolist() for sign in (1, -1))
+        left, offset = row.tiles.clone() if begins else row.tiles, row.start * tile_q - row.first
+        out, lse = self.out.view(heads, rows * tile_q, -1), self.lse.view(heads, -1)
+        for (head, begin), (_, end) in zip(begins, ends, strict=True):
+            first, behind = max(begin * tile_q + offset, 0), min(end * tile_q + offset, row.q.shape[1])
+            if (behind - first) * (row.first + behind) < RUN:
+                continue
+            at = slice(first - offset, behind - offset)
+            out[head, at], lse[head, at] = (x[0] for x in row.dense(slice(head, head + 1), first, behind))
+            left[head, begin:end] = False
+        return left
+
+    def add_tiles(self, tiles: Tensor) -> None:
+        """Tiles, bool ``[Hq, R, C]``."""
+        for piece in self._pieces(tiles):
             k, v = (self.gather(name, piece.tiles, self.row.mask.tile_k) for name in ("k", "v"))
             self._add(piece.items, k, v, seen=piece.seen, causal=piece.causal)
 
@@ -333,7 +381,7 @@ class _States:
         base = functional.pad(lse, (before, after), value=torch.inf).reshape(heads * rows, tile_q)
         real = (base < torch.inf).sum(-1)
         found = torch.zeros(heads * rows, columns)
-        for piece in self._pieces(asked):
+        for piece in self._pieces(asked, max(1, MASS // tile_k)):
             k = self.gather("k", piece.tiles, tile_k)
             p = _logits(self.q.index_select(0, piece.items), k, row, piece.seen)
             p.sub_(base.index_select(0, piece.items)[..., None]).exp_()
@@ -342,18 +390,50 @@ class _States:
             found.view(-1).index_add_(0, at.flatten(), own.flatten().float())
         return found.view(asked.shape)
 
-    def _pieces(self, tiles: Tensor) -> Iterator[_Piece]:
-        """The work on some tiles, bool ``[Hq, R, C]``, cut so that the keys of a piece are gathered at once."""
-        yield from self._partial(tiles)
+    def _pieces(self, tiles: Tensor, most: int | None = None) -> Iterator[_Piece]:
+        """The work on some tiles, bool ``[Hq, R, C]``, cut so that the keys of a piece are gathered at once.
+
+        most: tiles of a query tile in one piece, which then comes in several; None for all of them.
+        """
+        held = most is not None or not self.row.fused
+        if most is None and self._window is None and self.row.mask.tile_q == self.row.mask.tile_k:
+            joined = self._short(tiles)
+            yield from self._joined(tiles & joined[..., None], held)
+            tiles = tiles & ~joined[..., None]
+        yield from self._partial(tiles, held)
         columns, tile_k = tiles.shape[2], self.row.mask.tile_k
         full = tiles & self.full(self._distance())
         head, _, column = full.nonzero(as_tuple=True)
         entries = self.kv_head(head) * columns + column
-        for items, index, entry in _batches(full.sum(-1).flatten(), entries, tile_k * self._key_bytes):
+        counts = full.sum(-1).flatten()
+        which = torch.arange(counts.numel())
+        if most is not None:
+            parts = (counts + most - 1) // most
+            which = which.repeat_interleave(parts)
+            done = (torch.arange(which.numel()) - (parts.cumsum(0) - parts)[which]) * most
+            counts = (counts[which] - done).clamp(max=most)
+        for items, index, entry in _batches(counts, entries, self._bytes(tile_k, held)):
             seen = None if entry is None else entry.repeat_interleave(tile_k, 1)[:, None]
+            yield _Piece(which[items], index, seen)
+
+    def _short(self, tiles: Tensor) -> Tensor:
+        """bool ``[Hq, R]``: query tiles that have their diagonal tile and a few others, of square tiles."""
+        distance = self._distance()
+        count = (tiles & (distance >= 0)).sum(-1)
+        return (tiles & (distance == 0)).any(-1) & (count > 1) & (count <= JOINED)
+
+    def _joined(self, tiles: Tensor, held: bool) -> Iterator[_Piece]:
+        """Query tiles with as many tiles each, their diagonal tiles first."""
+        columns, size = tiles.shape[2], self.row.mask.tile_k
+        tiles = (tiles & (self._distance() >= 0)).flip(-1)
+        head, _, behind = tiles.nonzero(as_tuple=True)
+        entries = self.kv_head(head) * columns + columns - 1 - behind
+        for items, index, _ in _batches(tiles.sum(-1).flatten(), entries, self._bytes(size, held)):
+            seen = torch.ones(size, index.shape[1] * size, dtype=torch.bool)
+            seen[:, :size].tril_()
             yield _Piece(items, index, seen)
 
-    def _partial(self, tiles: Tensor) -> Iterator[_Piece]:
+    def _partial(self, tiles: Tensor, held: bool) -> Iterator[_Piece]:
         """Tiles of which some rows see some keys only: those of one distance from the diagonal at a time."""
         tile_q, tile_k = self.row.mask.tile_q, self.row.mask.tile_k
         distance = self._distance()
@@ -364,25 +444,81 @@ class _States:
             causal = offset == 0 and tile_q == tile_k and self._window is None
             entries = self.kv_head(head) * tiles.shape[2] + column
             items = head * tiles.shape[1] + tile
-            for part in _cut(items.numel(), tile_k * self._key_bytes):
+            for part in _cut(items.numel(), self._bytes(tile_k, held)):
                 yield _Piece(items[part], entries[part, None], self.seen(apart), causal)
 
     def add_stripes(self, stripes: IndexLists) -> None:
         """Single columns, those apart that only some rows of a query tile may see."""
-        whole, partial = _Columns(self), _Columns(self)
+        columns: dict[int, _Columns] = {}
+        partial = _Columns(self, 1, exact=True)
         starts, tile_q = self.row.tile_starts(), self.row.mask.tile_q
         for head in range(self.row.tiles.shape[0]):
-            entry, position = self.columns_of(stripes, head)
-            apart = starts[:, None] - position  # of a tile's first row from a key
-            entry &= apart > -tile_q
-            full = apart >= 0
-            if self._window is not None:
-                entry &= apart < self._window
-                full &= apart + tile_q <= self._window
-            whole.take(head, position, entry & full)
-            partial.take(head, position, entry & ~full)
-        whole.flush()
-        partial.flush()
+            for run, tiles in self._runs(stripes, head):
+                which, position = self._listed(stripes, head, tiles)
+                apart = starts[tiles][which] - position  # of the first row from a key
+                near, full = apart > -tile_q * run, apart >= 0
+                if self._window is not None:
+                    near &= apart < self._window
+                    full &= apart + tile_q * run <= self._window
+                whole = columns.setdefault(run, _Columns(self, run))
+                whole.take(head, tiles, which, position, near & full)
+                some = near & ~full
+                if not bool(some.any()):
+                    continue
+                for i in range(run):  # tile by tile
+                    apart = starts[tiles + i][which] - position
+                    near, full = some & (apart > -tile_q), apart >= 0
+                    if self._window is not None:
+                        near &= apart < self._window
+                        full &= apart + tile_q <= self._window
+                    whole = columns.setdefault(1, _Columns(self, 1))
+                    whole.take(head, tiles + i, which, position, near & full)
+                    partial.take(head, tiles + i, which, position, near & ~full)
+        for collected in (*columns.values(), partial):
+            collected.flush()
+
+    def _runs(self, stripes: IndexLists, head: int) -> Iterator[tuple[int, Tensor]]:
+        """Every query tile with stripes: so many neighbours that have the same ones, and the first of each, ``[n]``.
+
+        Only where no tile holds a stripe: else neighbours differ in what is left of their list.
+        """
+        rows = self.row.tiles.shape[1]
+        counts, offsets = self._list_of(stripes, head, torch.arange(rows))
+        there = counts > 0
+        if not self.row.mask.disjoint:
+            yield 1, there.nonzero()[:, 0]
+            return
+        new = torch.ones(rows, dtype=torch.bool)
+        new[1:] = (counts.diff() != 0) | (offsets.diff() != 0)
+        begin = new.nonzero()[:, 0]
+        length = functional.pad(begin, (0, 1), value=rows).diff()
+        begin, length = begin[there[begin]], length[there[begin]]
+        run = 1 << (max(1, TOGETHER // self.row.mask.tile_q)).bit_length() - 1
+        while run:
+            number = length // run
+            which = torch.arange(begin.numel()).repeat_interleave(number)
+            at = torch.arange(which.numel()) - (number.cumsum(0) - number)[which]
+            if which.numel():
+                yield run, begin[which] + at * run
+            begin, length, run = begin + number * run, length - number * run, run // 2
+
+    def _list_of(self, stripes: IndexLists, head: int, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 ``[n]`` each, of query tiles of a head: how many stripes they have, and where their list begins."""
+        group = (self.row.start + tiles) // self.row.mask.group - self.row.group
+        return stripes.counts[0, head, group].to(torch.int64), stripes.offsets[0, head, group]
+
+    def _listed(self, stripes: IndexLists, head: int, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """Stripes of some query tiles of a head that no tile holds: which of the tiles, and the key's position."""
+        row = self.row
+        counts, offsets = self._list_of(stripes, head, tiles)
+        which = torch.arange(tiles.numel()).repeat_interleave(counts)
+        at = torch.arange(which.numel()) + (offsets - counts.cumsum(0) + counts)[which]
+        position = stripes.indices[at].to(torch.int64)
+        meant = (position >= 0) & (position < row.k.shape[1])
+        if not row.mask.disjoint:
+            column = torch.div(position, row.mask.tile_k, rounding_mode="floor").clamp(0, row.tiles.shape[2] - 1)
+            meant &= ~row.tiles[head, tiles[which], column]
+        return (which, position) if bool(meant.all()) else (which[meant], position[meant])
 
     def columns_of(self, stripes: IndexLists, head: int) -> tuple[Tensor, Tensor]:
         """Of one head, ``[R, w]``: which entries are keys that no tile holds, and their positions."""
@@ -397,41 +533,51 @@ class _States:
             entry &= ~torch.gather(tiles, 1, tile)
         return entry, position
 
-    def add_columns(self, counts: Tensor, items: Tensor, position: Tensor, kv_head: Tensor) -> None:
+    def add_columns(
+        self, counts: Tensor, items: Tensor, position: Tensor, kv_head: Tensor, *, run: int = 1, exact: bool = False
+    ) -> None:
         """Single keys of query tiles: `counts` of each of the `items`, then positions and KV heads of all of them.
 
-        Rows of a tile that come before a key, or after its window, do not see it.
+        run: neighbouring query tiles for which an item stands. exact: rows that come before a key, or after its window,
+        do not see it; else every row sees every key.
         """
-        columns, tile_q = self.row.tiles.shape[2] * self.row.mask.tile_k, self.row.mask.tile_q
-        starts = self.row.tile_starts()[items % self.row.tiles.shape[1]]
-        apart = starts.repeat_interleave(counts) - position
-        exact = bool((apart < 0).any()) or (self._window is not None and bool((apart + tile_q > self._window).any()))
+        columns = self.row.tiles.shape[2] * self.row.mask.tile_k
         index = kv_head * columns + position
-        for chosen, order, real in _batches(counts, torch.arange(index.numel()), self._key_bytes):
+        starts = self.row.tile_starts()[items % self.row.tiles.shape[1]]
+        size = self._bytes(1, not self.row.fused, run)
+        for chosen, order, real in _batches(counts, torch.arange(index.numel()), size):
             rows = index[order]
             k, v = self.gather("k", rows), self.gather("v", rows)
             seen = None if real is None else real[:, None]
             if exact:
-                seen = self.seen(apart[order][:, None] + torch.arange(tile_q)[:, None])
+                apart = starts[chosen, None] - position[order]
+                seen = self.seen(apart[:, None] + torch.arange(self.row.mask.tile_q * run)[:, None])
                 seen = seen if real is None else seen & real[:, None]
-            self._add(items[chosen], k, v, seen=seen)
+            self._add(items[chosen], k, v, seen=seen, run=run)
 
-    def _add(self, items: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None = None, causal: bool = False) -> None:
+    def _add(
+        self, items: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None = None, causal: bool = False, run: int = 1
+    ) -> None:
         """Attention of some query tiles ``[n]`` over keys of their own, ``[n, w, D]``, merged with what was before.
 
-        seen: bool that broadcasts to ``[n, Tq, w]``. causal: it says no more than that row i sees keys 0 to i.
+        seen: bool that broadcasts to ``[n, run * Tq, w]``. causal: it says no more than that row i sees keys 0 to i.
+        run: neighbouring query tiles that have the same keys, of which the items are the first.
         """
-        q = self.q.index_select(0, items)
+        if run > 1:
+            items = (items[:, None] + torch.arange(run)).flatten()
+        q = self.q.index_select(0, items).view(k.shape[0], -1, self.q.shape[-1])
         if self.row.fused:
             seen = None if causal else seen
             found = _fused(q[:, None], k[:, None], v[:, None], self.row.scale, bias=_bias(seen, q.dtype), causal=causal)
             out, lse = (x[:, 0] for x in found)
         else:
             out, lse, most = _plain(_logits(q, k, self.row, seen), v)
-            self.most.index_copy_(0, items, torch.maximum(most, self.most.index_select(0, items)))
-        if seen is not None and seen.shape[-2] > 1:
+            most = torch.maximum(most.view(items.numel(), -1), self.most.index_select(0, items))
+            self.most.index_copy_(0, items, most)
+        if seen is not None and seen.shape[-2] > 1 and not bool(seen.any(-1).all()):
             blind = ~seen.any(-1)
             out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
+        out, lse = out.reshape(items.numel(), -1, out.shape[-1]), lse.reshape(items.numel(), -1)
         before = self.lse.index_select(0, items)
         if bool((before > -torch.inf).any()):
             out, lse = _merge(out, lse, self.out.index_select(0, items), before)
@@ -474,9 +620,10 @@ class _States:
     def _window(self) -> int | None:
         return self.row.mask.geometry.window
 
-    @property
-    def _key_bytes(self) -> int:
-        return self.k.shape[-1] * self.k.element_size()
+    def _bytes(self, keys: int, held: bool, run: int = 1) -> int:
+        """What so many keys of `run` query tiles count against `GATHERED`. held: whether their logits are held."""
+        rows = run * self.row.mask.tile_q if held else 0
+        return keys * max(self.k.shape[-1], rows) * self.k.element_size()
 
 
 @frozen(eq=False)
@@ -600,10 +747,13 @@ class _Votes:
 
 
 class _Columns:
-    """Single keys of query tiles, collected over heads, so that tiles of several heads are computed together."""
+    """Single keys of query tiles, collected over heads, so that tiles of several heads are computed together.
 
-    def __init__(self, states: _States) -> None:
-        self._states = states
+    run, exact: see `_States.add_columns`.
+    """
+
+    def __init__(self, states: _States, run: int, *, exact: bool = False) -> None:
+        self._states, self._run, self._exact = states, run, exact
         self._clear()
 
     def _clear(self) -> None:
@@ -613,15 +763,15 @@ class _Columns:
         self._heads: list[Tensor] = []
         self._held = 0
 
-    def take(self, head: int, position: Tensor, entry: Tensor) -> None:
-        """Those of one head: positions ``[R, w]``, and which of them are meant."""
-        counts = entry.sum(-1)
-        found = position[entry]
-        self._counts.append(counts)
-        self._items.append(head * counts.numel() + torch.arange(counts.numel()))
-        self._positions.append(found)
-        self._heads.append(torch.full_like(found, head // self._states.row.share))
-        self._held += found.numel()
+    def take(self, head: int, tiles: Tensor, which: Tensor, position: Tensor, entry: Tensor) -> None:
+        """Those of one head: query tiles ``[n]``; of each key which of these, its position, and whether it counts."""
+        if not bool(entry.all()):
+            which, position = which[entry], position[entry]
+        self._counts.append(torch.bincount(which, minlength=tiles.numel()))
+        self._items.append(head * self._states.row.tiles.shape[1] + tiles)
+        self._positions.append(position)
+        self._heads.append(torch.full_like(position, head // self._states.row.share))
+        self._held += position.numel()
         if self._held > COLUMNS:
             self.flush()
 
@@ -629,7 +779,7 @@ class _Columns:
         """Compute what was collected."""
         if self._held:
             parts = (self._counts, self._items, self._positions, self._heads)
-            self._states.add_columns(*(torch.cat(part) for part in parts))
+            self._states.add_columns(*(torch.cat(part) for part in parts), run=self._run, exact=self._exact)
         self._clear()
 
 
@@ -690,7 +840,11 @@ def _logits(q: Tensor, k: Tensor, row: _Row, seen: Tensor | None) -> Tensor:
     logits = torch.bmm(q * row.scale, k.transpose(1, 2))
     if row.softcap is not None:
         logits.div_(row.softcap).tanh_().mul_(row.softcap)
-    return logits if seen is None else logits.masked_fill_(~seen, -torch.inf)
+    if seen is None:
+        return logits
+    if seen.dim() == 2:  # one mask for all of them is added faster than filled in
+        return logits.add_(torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf))
+    return logits.masked_fill_(~seen, -torch.inf)
 
 
 def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -720,4 +874,9 @@ def _merge(out: Tensor, lse: Tensor, other: Tensor, more: Tensor) -> tuple[Tenso
 
 def _padded(x: Tensor, before: int, after: int) -> Tensor:
     """Zero rows before and after those of ``[H, n, D]``; itself where there are none."""
-    return functional.pad(x, (0, 0, before, after)) if before or after else x
+    if not (before or after):
+        return x
+    padded = x.new_empty(x.shape[0], before + x.shape[1] + after, x.shape[2])
+    padded[:, before : before + x.shape[1]] = x
+    padded[:, :before] = padded[:, before + x.shape[1] :] = 0.0
+    return padded

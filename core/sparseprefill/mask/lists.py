@@ -17,9 +17,9 @@ class IndexLists:
     """One ascending list of distinct indices per (batch row, head, row of tiles or groups).
 
     counts: int32 ``[B, H, R]``. offsets: int64 ``[B, H, R]``, where each list begins in `indices`, int32 ``[L]``.
-    Rows may share storage (a full mask needs one `arange`); entries behind a count are never read. No constructor
-    reads a value on the host, so building lists does not synchronise with the device. same_heads: the maker's word
-    that all heads of a batch row have the same lists.
+    Rows may share storage (a full mask needs one `arange`); entries behind a count are never read. On a GPU with
+    Triton no constructor reads a value on the host, so building lists does not synchronise with the device.
+    same_heads: the maker's word that all heads of a batch row have the same lists.
     """
 
     counts: Tensor
@@ -58,19 +58,16 @@ class IndexLists:
 
     @classmethod
     def from_map(cls, keep: Tensor) -> IndexLists:
-        """From a bool map ``[B, H, R, C]`` with any strides; one launch on a GPU."""
+        """From a bool map ``[B, H, R, C]`` with any strides; one launch on a GPU, where lists have room for more."""
         if kernels.serve(keep):
             from sparseprefill.kernels.lists.launch import encode_map
 
             return cls(*encode_map(keep), same_heads=keep.stride(1) == 0)
-        batch, heads, rows, columns = keep.shape
-        order = torch.where(keep, keep.cumsum(-1) - 1, columns)
-        entries = torch.empty(batch, heads, rows, columns + 1, dtype=torch.int32, device=keep.device)
-        numbers = torch.arange(columns, dtype=torch.int32, device=keep.device)
-        entries.scatter_(-1, order, numbers.expand_as(keep))
-        offsets = torch.arange(batch * heads * rows, device=keep.device) * (columns + 1)
         counts = keep.sum(-1, dtype=torch.int32)
-        return cls(counts, offsets.view(batch, heads, rows), entries.view(-1))
+        indices = keep.flatten(0, 2).nonzero()[:, 1].to(torch.int32)
+        ends = counts.flatten().cumsum(0)
+        offsets = (ends - counts.flatten()).view(counts.shape)
+        return cls(counts, offsets, indices if indices.numel() else indices.new_zeros(1))
 
     @classmethod
     def from_ranges(cls, first: Tensor, last: Tensor, heads: int, width: int) -> IndexLists:

@@ -157,10 +157,19 @@ class Logits:
         self.q = q.reshape(q.shape[0], -1, call.group * rows.shape[1], width) * call.softmax_scale
         self.query = torch.gather(call.geometry.query_positions(), 1, rows)
         self.key = call.geometry.key_positions()
+        self._open = self._seen_by_all()
+
+    def _seen_by_all(self) -> int:
+        """So many first keys are seen by every sampled row, as far as the host can tell without waiting: 0 on a GPU."""
+        geometry = self.call.geometry
+        if self.query.device.type != "cpu" or geometry.starts is not None or geometry.window is not None:
+            return 0
+        return int(self.query.min()) + 1 if self.query.numel() and bool(self.real.all()) else 0
 
     def of(self, keys: slice) -> Tensor:
         """Fresh ``[B, Hq, n, keys]``, of keys by their index."""
-        return self._of(self.call.k[:, :, keys], self.key[:, keys])
+        found = self._all(self.call.k[:, :, keys])
+        return found if keys.stop <= self._open else self._hide(found, self.key[:, keys])
 
     def at(self, positions: slice) -> Tensor:
         """The same of keys by their position on each batch row's grid; a position without a key has -inf."""
@@ -173,20 +182,23 @@ class Logits:
         position = torch.arange(positions.start, positions.stop, device=call.q.device).expand(geometry.batch, -1)
         index = position if geometry.starts is None else position + geometry.starts[:, None]
         key = torch.where(index < geometry.kv_len, position, -1)
-        return self._of(call.keys_at(index.clamp(max=geometry.kv_len - 1)), key)
+        return self._hide(self._all(call.keys_at(index.clamp(max=geometry.kv_len - 1))), key)
 
-    def _of(self, keys: Tensor, position: Tensor) -> Tensor:
-        call, geometry = self.call, self.call.geometry
-        key = position[:, None]
+    def _hide(self, s: Tensor, position: Tensor) -> Tensor:
+        """-inf for keys at these positions where a row may not look."""
+        geometry, key = self.call.geometry, position[:, None]
         distance = self.query[:, :, None] - key
         hidden = (distance < 0) | (key < 0) | ~self.real[:, :, None]
         if geometry.window is not None:
             hidden |= distance >= geometry.window
+        return s.masked_fill_(hidden[:, None], -torch.inf)
+
+    def _all(self, keys: Tensor) -> Tensor:
+        call = self.call
         s = self.q @ keys.to(self.dtype).transpose(-1, -2)
         if call.softcap is not None:
             s = call.softcap * torch.tanh(s / call.softcap)
-        s = s.reshape(geometry.batch, geometry.heads, self.real.shape[1], -1)
-        return s.masked_fill_(hidden[:, None], -torch.inf)
+        return s.reshape(s.shape[0], call.geometry.heads, self.real.shape[1], -1)
 
 
 def _diagonals(mass: Tensor) -> Tensor:

@@ -96,6 +96,53 @@ def test_pieces_of_any_size_give_the_same(data: st.DataObject, held: int) -> Non
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-10, atol=1e-10)
 
 
+@given(data=st.data(), joined=st.sampled_from([0, 2, 9]))
+def test_short_lists_and_dense_rows_are_computed_at_once(data: st.DataObject, joined: int) -> None:
+    """Every way of putting tiles together, forced upon calls that are too small for it."""
+    call = data.draw(calls(max_len=70, max_heads=4, max_batch=2, head_dims=(8,), dtypes=(torch.float64,)))
+    mask = data.draw(masks(call))
+    if data.draw(st.booleans()):
+        mask = mask.with_dense_rows((data.draw(st.integers(0, 3)), data.draw(st.integers(0, 9))))
+    plan = Plan(mask, probe=torch.ones(call.q.shape[:2], dtype=torch.bool))
+    with patch.object(cpu, "RUN", 1), patch.object(cpu, "JOINED", joined), patch.object(cpu, "MASS", mask.tile_k):
+        equal(call, plan)
+
+
+def test_dense_rows_are_calls_of_their_own() -> None:
+    """One for each run of query tiles of a head that have every key in reach; their tiles are computed nowhere else."""
+    call = make(44, 60, heads=4, kv_heads=2)
+    keep = torch.zeros(1, 4, 6, 8, dtype=torch.bool)
+    keep[0, 1, 1:3] = keep[0, 2, 5] = keep[0, 3] = True
+    seen, run = [], cpu._Row.dense
+
+    def spy(row: Any, heads: slice, first: int, behind: int) -> Any:
+        seen.append((heads.start, first, behind))
+        return run(row, heads, first, behind)
+
+    with patch.object(cpu, "RUN", 1), patch.object(cpu._Row, "dense", spy):
+        equal(call, Plan(sp.SparseMask.from_tiles(call, keep, 8)))
+    assert [(1, 8, 24), (2, 40, 44), (3, 0, 44)] == seen
+    seen.clear()
+    with patch.object(cpu._Row, "dense", spy):
+        equal(call, Plan(sp.SparseMask.from_tiles(call, keep, 8)))
+    assert [] == seen  # too little work
+
+
+@pytest.mark.parametrize("together", [8, 16, 64])
+@pytest.mark.parametrize("options", [{}, {"window": 29}, {"softcap": 1.5}, {"starts": int32(0, 9)}])
+def test_query_tiles_that_share_their_stripes(together: int, options: dict[str, Any]) -> None:
+    """Neighbours with one list are computed together, but for keys that only some of their rows see."""
+    call = make(90, 101, batch=2, heads=4, kv_heads=2, **options)
+    source = torch.Generator().manual_seed(2)
+    columns = torch.rand(2, 4, call.geometry.tile_rows(5 * 8), 101, generator=source) < 0.3
+    columns[:, 1, 1] = False
+    mask = sp.SparseMask.from_stripes(call, columns, 5, 8, diagonal=False)
+    with patch.object(cpu, "TOGETHER", together):
+        equal(call, Plan(evolve(mask, disjoint=True)))
+        equal(call, Plan(evolve(mask, disjoint=True).regrouped(1)))
+        equal(call, Plan(mask))
+
+
 def test_values_of_another_size_than_the_keys() -> None:
     q, k, v = torch.randn(1, 4, 40, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 4)
     call = sp.AttentionCall(q, k, v)
@@ -166,13 +213,18 @@ def test_what_it_may_hold_grows_with_the_call_up_to_what_is_gathered() -> None:
 
 
 @pytest.mark.parametrize("how", ["execute", "accumulate"])
-@pytest.mark.parametrize("kind", ["tiles", "stripes"])
+@pytest.mark.parametrize("kind", ["tiles", "dense heads", "stripes", "shared stripes"])
 def test_what_it_holds_stays_below_what_it_says(kind: str, how: str) -> None:
     call = sp.AttentionCall(*(torch.randn(1, heads, 2048, 64) for heads in (4, 2, 2)))
     source = torch.Generator().manual_seed(0)
-    mask = sp.SparseMask.from_tiles(call, torch.rand(4, 16, 16, generator=source) < 0.5)
-    if kind == "stripes":
-        mask = sp.SparseMask.from_stripes(call, torch.rand(4, 1, 2048, generator=source) < 0.5, 16)
+    tiles = torch.rand(4, 16, 16, generator=source) < 0.5
+    tiles[:3] |= kind == "dense heads"
+    mask = sp.SparseMask.from_tiles(call, tiles)
+    if kind.endswith("stripes"):
+        shared = kind.startswith("shared")
+        columns = torch.rand(4, 1, 2048, generator=source) < 0.5
+        mask = sp.SparseMask.from_stripes(call, columns, 16, diagonal=not shared)
+        mask = evolve(mask, disjoint=shared)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         getattr(CPU, how)(call, Plan(mask))
     held = most = 0

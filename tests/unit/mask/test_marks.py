@@ -36,7 +36,7 @@ def test_lists_made_for_all_heads_say_so() -> None:
 
 
 def test_storage_of_lists() -> None:
-    """A full mask is one run of numbers; ranges and maps have a row of storage for each list."""
+    """A full mask is one run of numbers, ranges have a row of storage for each list, and a map's lists no gaps."""
     geometry = CALL.geometry
     full = IndexLists.full(geometry, 4, 4)
     assert [0, 1, 2] == full.indices.tolist()
@@ -47,7 +47,9 @@ def test_storage_of_lists() -> None:
     assert (9, [[[0, 3, 6]] * 2]) == (ranges.indices.numel(), ranges.offsets.tolist())
     keep = bits(1, 2, 3, 4)
     made = IndexLists.from_map(keep)
-    assert (2 * 3 * 5, [[[0, 5, 10], [15, 20, 25]]]) == (made.indices.numel(), made.offsets.tolist())
+    sizes = keep.sum(-1).flatten().tolist()
+    assert (sum(sizes), [sum(sizes[:i]) for i in range(6)]) == (made.indices.numel(), made.offsets.flatten().tolist())
+    assert [0] == IndexLists.from_map(torch.zeros_like(keep)).indices.tolist()
     none = IndexLists.empty(2, 3, 4, torch.device("cpu"))
     assert ((2, 3, 4), 0, [0]) == (none.shape, int(none.counts.sum()), none.indices.tolist())
 
@@ -105,10 +107,12 @@ def test_padding_of_another_type_or_length_does_not_fit() -> None:
 
 
 def test_memory_of_the_lists_in_bytes() -> None:
-    mask = sp.SparseMask.from_stripes(CALL, bits(1, 1, 3, 12), tile=4, diagonal=False)
-    assert 2 * 3 * (4 + 8 + 13 * 4) == mask.nbytes
-    both = sp.SparseMask.from_stripes(CALL, bits(1, 1, 3, 12), tile=4)
-    assert 2 * 3 * (4 + 8 + 13 * 4) + 2 * 3 * (4 + 8 + 4 * 4) == both.nbytes
+    keep = bits(1, 1, 3, 12)
+    mask = sp.SparseMask.from_stripes(CALL, keep, tile=4, diagonal=False)
+    stripes = 2 * (3 * (4 + 8) + int(keep.sum()) * 4)
+    assert stripes == mask.nbytes
+    both = sp.SparseMask.from_stripes(CALL, keep, tile=4)
+    assert stripes + 2 * 3 * (4 + 8 + 4) == both.nbytes
     assert 0 == sp.SparseMask.empty(CALL, 4).nbytes
 
 
