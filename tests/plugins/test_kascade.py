@@ -135,6 +135,18 @@ def test_a_share_of_the_whole_prompt(prompt: Any) -> None:
         assert int(truth.mask[0, 0, -1].sum()) == 25 + 8
 
 
+@pytest.mark.parametrize("padding", [{"starts": [0, 3]}, {"lengths": [5, 2]}])
+def test_tiles_beyond_the_last_key_choose_none(padding: dict[str, list[int]]) -> None:
+    """Their share of the prompt, rounded up, may be more keys than there are."""
+    made = torch.randn(3, 2, 1, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = {name: torch.tensor(values, dtype=torch.int32) for name, values in padding.items()}
+    call = sp.AttentionCall(*made, **rows)
+    mask = sp.build("kascade", anchors=(0,), dense_layers=0, topk=0.1, least=8, tile=16).plan(call, sp.Memory()).mask
+    assert mask.stripes is not None
+    assert not mask.stripes.counts.any()
+    assert torch.equal(mask.to_dense(), sp.SparseMask.full(call, 16).to_dense())
+
+
 @pytest.mark.parametrize("workspace", [1, 150_000])
 @pytest.mark.parametrize("table", TABLES)
 def test_parts_by_heads_and_rows_change_nothing(table: Any, workspace: int) -> None:

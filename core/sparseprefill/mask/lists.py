@@ -19,13 +19,15 @@ class IndexLists:
     counts: int32 ``[B, H, R]``. offsets: int64 ``[B, H, R]``, where each list begins in `indices`, int32 ``[L]``.
     Rows may share storage (a full mask needs one `arange`); entries behind a count are never read. On a GPU with
     Triton no constructor reads a value on the host, so building lists does not synchronise with the device.
-    same_heads: the maker's word that all heads of a batch row have the same lists.
+    same_heads: the maker's word that all heads of a batch row have the same lists. whole: that no tile in reach is left
+    out, which speed alone depends on.
     """
 
     counts: Tensor
     offsets: Tensor
     indices: Tensor
     same_heads: bool = field(default=False, kw_only=True)
+    whole: bool = field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         wanted = (("counts", torch.int32), ("offsets", torch.int64), ("indices", torch.int32))
@@ -94,12 +96,14 @@ class IndexLists:
 
     @classmethod
     def full(cls, geometry: Geometry, tile_q: int, tile_k: int) -> IndexLists:
-        """All tiles in reach, the same for all heads; every row's list is a run of one shared `arange`."""
-        first, last = span(geometry, tile_q, tile_k)
-        indices = torch.arange(geometry.tile_columns(tile_k), dtype=torch.int32, device=geometry.device)
-        shape = (-1, geometry.heads, -1)
-        counts = (last - first).clamp(min=0).to(torch.int32)[:, None].expand(shape).contiguous()
-        return cls(counts, first[:, None].expand(shape).contiguous(), indices, same_heads=True)
+        """All tiles in reach, the same for all heads; every row's list is a run of one shared `arange`.
+
+        Without padding all calls of the same sizes, such as a model's layers, share one answer: nobody may write to it.
+        """
+        sizes = geometry.sizes
+        if sizes is None:
+            return cls(*_every(geometry, tile_q, tile_k), same_heads=True, whole=True)
+        return cls(*_kept_every(sizes, tile_q, tile_k), same_heads=True, whole=True)
 
     @classmethod
     def empty(cls, batch: int, heads: int, rows: int, device: torch.device) -> IndexLists:
@@ -156,6 +160,18 @@ def _reach(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor
     first, last = span(geometry, tile_q, tile_k)
     every = torch.arange(geometry.tile_columns(tile_k), dtype=torch.int32, device=geometry.device)
     return first[:, None], (last - first).clamp(min=0).to(torch.int32)[:, None], every
+
+
+def _every(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts, offsets and indices of `IndexLists.full`."""
+    first, counts, every = _reach(geometry, tile_q, tile_k)
+    shape = (-1, geometry.heads, -1)
+    return counts.expand(shape).contiguous(), first.expand(shape).contiguous(), every
+
+
+@kept
+def _kept_every(sizes: Sizes, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _every(Geometry(*sizes), tile_q, tile_k)
 
 
 @kept

@@ -120,6 +120,14 @@ def test_small_pages_of_long_prompts_are_copied_for_it(
     assert untouched(given) is not copied
 
 
+@pytest.mark.parametrize(("rows", "copied"), [(LONG // 64, True), (LONG // 64 - 1, False)])
+def test_where_every_key_is_read_a_copy_pays_sooner(rows: int, copied: bool) -> None:
+    given = paged(long(rows, LONG), 16)
+    assert launch.better_copied(given, SparseMask.full(given, 128)) is copied
+    one = torch.ones(1, dtype=torch.bool)
+    assert not launch.better_copied(given, SparseMask.from_tiles(given, one, 128)), "of other masks nobody knows"
+
+
 def test_more_than_a_gigabyte_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     given = paged(long(LONG // 8, LONG), 16)
     mask = SparseMask.full(given, 128)

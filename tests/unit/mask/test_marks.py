@@ -35,6 +35,18 @@ def test_lists_made_for_all_heads_say_so() -> None:
     assert not IndexLists.empty(1, 2, 3, torch.device("cpu")).same_heads
 
 
+def test_full_lists_are_made_once_for_calls_of_the_same_sizes() -> None:
+    full, again, other = (IndexLists.full(make(*sizes).geometry, 4, 4) for sizes in ((10, 12), (10, 12), (9, 12)))
+    assert full.counts is again.counts
+    assert full.indices is again.indices
+    assert full.counts is not other.counts
+    padded = [IndexLists.full(make(10, 12, starts=int32(3)).geometry, 4, 4) for _ in range(2)]
+    assert padded[0].counts is not padded[1].counts, "starts may hold anything"
+    assert full.whole
+    assert padded[0].whole
+    assert not IndexLists.from_map(bits(1, 2, 3, 3)).whole
+
+
 def test_storage_of_lists() -> None:
     """A full mask is one run of numbers, ranges have a row of storage for each list, and a map's lists no gaps."""
     geometry = CALL.geometry

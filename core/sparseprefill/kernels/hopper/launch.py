@@ -36,11 +36,15 @@ DEFER = True
 """Whether values of tiles wait for the votes, where steps may be left out. They are as many bytes as the keys."""
 LEAST_PAGE = 16
 """Tokens of the smallest page: 8 rows make one period of shared memory's swizzle."""
-LONG, READS, COPY = 1 << 15, 8, 1 << 30
-"""Of pages smaller than a step: keys, keys for each query row, and bytes of K and V, from which, up to which and up to
-which a copy costs less than its loads in many pieces (docs/performance.md)."""
+LONG, COPY = 1 << 15, 1 << 30
+"""Of pages smaller than a step: keys, and bytes of K and V, from which and up to which a copy costs less than its loads in
+many pieces (docs/performance.md)."""
+READS, READS_OF_ALL = 8, 64
+"""Keys for each query row up to which it does: of sparse masks, and of those that read every key for every row."""
 FEW_BLOCKS = 128
 """Query blocks of a head up to which their order is looked at (see `_order`)."""
+LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+"""Of queries, keys and values in shared memory."""
 SCRATCH = 16
 """Bytes before the flags of the scratch tensor; the first four are the counter of work items."""
 
@@ -96,7 +100,8 @@ def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
     if pages is None or pages.page >= min(mask.tile_k, BLOCK_N[width]) or not mask.has_tiles:
         return False
     held = 2 * call.kv_heads * call.kv_len * width * call.q.element_size()
-    return call.kv_len >= LONG and call.q.shape[2] * READS >= call.kv_len and held <= COPY
+    reads = READS_OF_ALL if mask.tiles is not None and mask.tiles.whole else READS
+    return call.kv_len >= LONG and call.q.shape[2] * reads >= call.kv_len and held <= COPY
 
 
 def launch(
@@ -223,9 +228,8 @@ def _out_strides(out: Tensor | None, lse: Tensor | None) -> tuple[int, ...]:
 
 def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """Of ``[B, H, N, D]``: blocks of `rows` tokens of one head, and of `columns` of its dimensions if not all."""
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     block = [1, 1, rows, columns or x.shape[-1]]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, LAYOUT)
 
 
 def cache_descriptors(source: Source, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
