@@ -91,7 +91,7 @@ class Layout:
         geometry, total = call.geometry, _known_total(call)
         start = geometry.tiles(budget.tile) * budget.tile
         columns = budget.columns(start, None if budget.rolling else total_of(call))
-        # A tile beyond the row's last key has no queries; its share, which is rounded up, may exceed the keys there are.
+        # A tile beyond the row's last key has no queries, and its share, rounded up, may be more than there are keys.
         columns = torch.where(start < geometry.key_counts()[:, None], columns, 0)
         first, rows = geometry.q_offset // budget.tile, geometry.tile_rows(budget.tile)
         exact = geometry.starts is None and (budget.rolling or (total is not None and geometry.lengths is None))
