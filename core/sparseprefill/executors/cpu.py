@@ -36,8 +36,6 @@ COLUMNS = 1 << 20
 """Single keys that are collected before they are computed, about."""
 ALIKE = 0.9
 """Query tiles are computed together if the shortest of their lists has this part of the longest one's entries."""
-
-
 JOINED = 9
 """Tiles of a list, up to which `ALIKE` means as many: the diagonal tile is then computed with the others."""
 
