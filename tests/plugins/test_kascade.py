@@ -139,7 +139,7 @@ def test_a_share_of_the_whole_prompt(prompt: Any) -> None:
 def test_tiles_beyond_the_last_key_choose_none(padding: dict[str, list[int]]) -> None:
     """Their share of the prompt, rounded up, may be more keys than there are."""
     made = torch.randn(3, 2, 1, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rows = {name: torch.tensor(values, dtype=torch.int32) for name, values in padding.items()}
+    rows: dict[str, Any] = {name: torch.tensor(values, dtype=torch.int32) for name, values in padding.items()}
     call = sp.AttentionCall(*made, **rows)
     mask = sp.build("kascade", anchors=(0,), dense_layers=0, topk=0.1, least=8, tile=16).plan(call, sp.Memory()).mask
     assert mask.stripes is not None

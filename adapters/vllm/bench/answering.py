@@ -19,7 +19,7 @@ from .counters import tokens
 from .engine import Engine, Setup, described
 from .first_token import Contender
 from .traffic import Desk, Life, arrivals
-from .under_load import SEQUENCES, WASTE, Times, fallbacks, sparse_share
+from .under_load import SEQUENCES, WASTE, Times, sparse_share
 
 EMBEDDED = "embedded"
 
@@ -88,7 +88,7 @@ class Answering:
         desk.serve([Life(self._ids(self.tasks[0].prompt()))])  # warms up
         times = islice(arrivals(self.rate, self.setup.seed), len(self.tasks))
         lives = [Life(self._ids(task.prompt()), at) for task, at in zip(self.tasks, times, strict=True)]
-        before, calls = tokens() if contender.sparse else (0.0, 0.0), fallbacks(engine)
+        before, calls = tokens() if contender.sparse else (0.0, 0.0), engine.fallbacks()
         slower = engine.slower()
         seconds = desk.serve(lives)
         said = [life.tokens for life in lives]
@@ -102,7 +102,7 @@ class Answering:
             asked=sum(asked for _, asked in scores),
             times=Times.of(lives, seconds),
             sparse=sparse_share(engine, before),
-            fallbacks=dict(fallbacks(engine) - calls),
+            fallbacks=dict(engine.fallbacks() - calls),
             slower=dict(engine.slower() - slower),
         )
         if contender.sparse is None:

@@ -14,7 +14,6 @@ from .engine import Setup, described, prompt
 from .first_token import Contender
 from .positions import Positions
 from .traffic import Desk, Life, percentile
-from .under_load import fallbacks
 
 DECODE, MIXED = "decode", "with prefill"
 WASTE = 128
@@ -124,7 +123,7 @@ class Decoding:
     ) -> Iterator[Steps]:
         for desk in desks:
             once(desk)
-        before = [(fallbacks(desk.engine), desk.engine.slower()) for desk in desks]
+        before = [(desk.engine.fallbacks(), desk.engine.slower()) for desk in desks]
         rounds: list[list[list[float]]] = [[] for _ in desks]
         for number in range(self.rounds):
             progress(kind, number, self.rounds)
@@ -140,7 +139,7 @@ class Decoding:
                 rows=self.rows if kind == DECODE else self.rows - 1,
                 rounds=times,
                 stock=None if contender.sparse is None or kind == MIXED else stock,
-                fallbacks=dict(fallbacks(desk.engine) - dense),
+                fallbacks=dict(desk.engine.fallbacks() - dense),
                 slower=dict(desk.engine.slower() - slower),
             )
 

@@ -122,6 +122,10 @@ class Engine:
         found: dict[str, Any] = self.llm.collective_rpc("sparseprefill_report")[0]
         return found
 
+    def fallbacks(self) -> Counter[str]:
+        """Why calls ran dense so far, with counts."""
+        return Counter(self.report().get("fallbacks", {}))
+
     def slower(self) -> Counter[str]:
         """Calls so far that a slower kernel computed than this device has, by kernel and, in brackets, the reason."""
         return Counter({name: count for name, count in self.report().get("kernels", {}).items() if "(" in name})

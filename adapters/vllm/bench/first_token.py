@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -115,11 +114,11 @@ class FirstToken:
         steps = self.structure.steps
         if steps != -(-tokens // chunk):
             raise SparsePrefillError(f"a prompt of {tokens} tokens ran in {steps} steps, not in steps of {chunk}")
-        before, slower = Counter(engine.report().get("fallbacks", {})), engine.slower()
+        before, slower = engine.fallbacks(), engine.slower()
         held = self._memory()
         seconds = middle(partial(self._once, engine, ids), self.rounds)
         most = None if held is None else torch.cuda.max_memory_allocated(self.structure.device) - held
-        after = Counter(engine.report().get("fallbacks", {}))
+        after = engine.fallbacks()
         row = Timed(backend=contender.name, parameters=contender.parameters, tokens=tokens, chunk=chunk, steps=steps)
         if contender.sparse is None:
             self._stock[tokens, chunk] = seconds

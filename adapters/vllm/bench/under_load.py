@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -152,7 +151,7 @@ class UnderLoad:
         if self.warm:
             desk.serve([Life(ids) for ids in self._prompts(shape, self.warm, 1)])
         lives = self.lives(shape)
-        before, calls = tokens() if contender.sparse else (0.0, 0.0), fallbacks(engine)
+        before, calls = tokens() if contender.sparse else (0.0, 0.0), engine.fallbacks()
         slower = engine.slower()
         seconds = desk.serve(lives)
         return Loaded(
@@ -165,7 +164,7 @@ class UnderLoad:
             generated=sum(len(life.tokens) for life in lives),
             times=Times.of(lives, seconds),
             sparse=sparse_share(engine, before),
-            fallbacks=dict(fallbacks(engine) - calls),
+            fallbacks=dict(engine.fallbacks() - calls),
             slower=dict(engine.slower() - slower),
             density=self._density(engine, desk, shape),
         )
@@ -191,11 +190,6 @@ class UnderLoad:
             runtime.tally.measure = False
         computed, causal = (a - b for a, b in zip(pairs(), before, strict=True))
         return computed / causal if causal else None
-
-
-def fallbacks(engine: Engine) -> Counter[str]:
-    """Why calls ran dense so far, with counts."""
-    return Counter(engine.report().get("fallbacks", {}))
 
 
 def sparse_share(engine: Engine, before: tuple[float, float]) -> float | None:
