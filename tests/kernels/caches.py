@@ -32,15 +32,17 @@ def paged(
     return evolve(call, k=pages, v=pages)
 
 
-def in_fp8(call: AttentionCall, page: int, layout: str = "LBNHC") -> AttentionCall:
-    """The same in an fp8 cache, whose numbers are those of the call halved (K) and doubled (V), and rounded."""
+def in_fp8(
+    call: AttentionCall, page: int, layout: str = "LBNHC", fp8: torch.dtype = FP8, scales: tuple[float, float] = (2.0, 0.5)
+) -> AttentionCall:
+    """The same in an fp8 cache, whose numbers are those of the call by `scales`, of K and V, and rounded."""
     size = call.k.shape[3]
-    made = paged(evolve(call, k=call.k / 2, v=call.v * 2), page, layout).pages
+    made = paged(evolve(call, k=call.k / scales[0], v=call.v / scales[1]), page, layout).pages
     assert made is not None
-    cache = torch.cat([made.k, made.v], -1).transpose(1, 2).to(FP8)
+    cache = torch.cat([made.k, made.v], -1).transpose(1, 2).to(fp8)
     k, v = cache.transpose(1, 2).split(size, -1)
-    scales = torch.tensor([2.0, 0.5], device=k.device)
-    pages = Pages(k, v, made.table, made.length, dtype=call.q.dtype, k_scale=scales[:1], v_scale=scales[1:])
+    factors = torch.tensor(scales, device=k.device)
+    pages = Pages(k, v, made.table, made.length, dtype=call.q.dtype, k_scale=factors[:1], v_scale=factors[1:])
     return evolve(call, k=pages, v=pages)
 
 

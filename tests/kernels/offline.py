@@ -47,7 +47,7 @@ class Variant:
 
     kind: of mask, tiles, stripes or both. carry: resume a state. state: leave one. probe: mass of tiles. page: tokens
     of a page, or 0. padded: left and right padding, and sinks. more: fields of the call. tile: of the mask; small ones
-    compile faster. skip: leave out steps by their logits. requests: that share the launch.
+    compile faster. skip: leave out steps by their logits. requests: that share the launch. stored: dtype of the pages where it differs.
     """
 
     kind: str
@@ -62,14 +62,17 @@ class Variant:
     tile: int | tuple[int, int] = 32
     skip: bool = False
     requests: int = 1
+    stored: torch.dtype | None = None
 
     def call(self) -> AttentionCall:
         """Two query heads of one KV head."""
         q, k, v = (torch.zeros(1, heads, LENGTH, self.width, dtype=self.dtype) for heads in (2, 1, 1))
         if self.page:
             count = LENGTH // self.page
-            cache = torch.zeros(2, count, self.page, 1, self.width, dtype=self.dtype)
-            pages = Pages(cache[0], cache[1], torch.arange(count, dtype=torch.int32), LENGTH)
+            cache = torch.zeros(2, count, self.page, 1, self.width, dtype=self.stored or self.dtype)
+            scales = (None, None) if self.stored is None else torch.ones(2, 1).unbind()
+            scaled: dict[str, Any] = {"dtype": self.dtype, "k_scale": scales[0], "v_scale": scales[1]}
+            pages = Pages(cache[0], cache[1], torch.arange(count, dtype=torch.int32), LENGTH, **scaled)
             return AttentionCall.of_pages(q, pages, **self.more)
         call = AttentionCall(q, k, v, **self.more)
         if not self.padded:
@@ -122,6 +125,11 @@ HOPPER = {
     "hopper: 256, stripes": Variant("stripes", width=256, dtype=torch.float16, state=True, tile=128),
     "hopper: pages": Variant("both", width=128, page=16, tile=(128, 64)),
     "hopper: requests": Variant("both", width=128, page=16, tile=(128, 64), requests=2),
+    "hopper: fp8": Variant("both", width=128, page=16, tile=(128, 64), stored=torch.float8_e4m3fn),
+    "hopper: fp8, resumed": Variant("tiles", width=256, page=128, carry=True, tile=128, stored=torch.float8_e5m2),
+    "hopper: fp8, stripes": Variant(
+        "stripes", dtype=torch.float16, page=16, state=True, tile=128, stored=torch.float8_e4m3fn
+    ),
     "hopper: skip": Variant("both", width=128, tile=128, skip=True),
     "hopper: skip, resumed, pages": Variant("tiles", page=16, carry=True, tile=(128, 64), skip=True),
 }

@@ -80,7 +80,7 @@ class Broken:
     def __init__(self, error: Exception) -> None:
         self.error, self.tried = error, 0
 
-    def objection(self, *_: object) -> None:
+    def objection(self, *_: object, **__: object) -> None:
         """Takes every call."""
 
     features = objection
@@ -135,7 +135,7 @@ def test_what_it_declines_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: 
 class Works:
     """A module whose kernel takes every call, and here computes nothing."""
 
-    def objection(self, call: AttentionCall, mask: SparseMask) -> str | None:
+    def objection(self, call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> str | None:
         return "a softcap" if call.softcap is not None else None
 
     def features(self, call: AttentionCall, mask: SparseMask) -> str | None:

@@ -54,15 +54,30 @@ def shifted(given: AttentionCall) -> AttentionCall:
     return AttentionCall.of_pages(given.q, evolve(pages, k=wide, v=wide))
 
 
+def as_float32(given: AttentionCall) -> AttentionCall:
+    """Pages of float32 that are read as halves."""
+    pages = pages_of(given)
+    return AttentionCall.of_pages(given.q, evolve(pages, k=pages.k.float(), v=pages.v.float(), dtype=given.q.dtype))
+
+
 STARTS = torch.tensor([5], dtype=torch.int32)
 REFUSED = {
-    "fp8": (in_fp8(call(), 16), "float8_e4m3fn"),
+    "float32": (as_float32(paged(call(), 16)), "pages of torch.float32"),
     "48 tokens": (paged(call(), 48), "pages of 48 tokens"),
     "8 tokens": (paged(call(), 8), "pages of 8 tokens"),
     "padding": (paged(call(starts=STARTS), 16), "padding"),
     "unlike strides": (apart(paged(call(), 16)), "differ in strides"),
     "unaligned": (shifted(paged(call(), 16)), "16 bytes"),
 }
+
+
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("fp8", launch.FORMATS, ids=str)
+def test_takes_fp8_unless_steps_may_be_left_out(fp8: torch.dtype, page: int) -> None:
+    given = in_fp8(call(), page, fp8=fp8)
+    mask = SparseMask.full(given, 128)
+    assert launch.objection(given, mask) is None
+    assert "float8" in launch.objection(given, mask, skips=True)
 
 
 @pytest.mark.parametrize(("given", "reason"), REFUSED.values(), ids=REFUSED)
@@ -75,7 +90,7 @@ def test_what_it_would_serve_as_tensors_is_copied_for_it(monkeypatch: pytest.Mon
     taken, mask = paged(call(), 16), SparseMask.full(call(), 128)
     assert attention.choose(taken, mask).call is taken
     assert untouched(taken)
-    given = in_fp8(call(), 16)
+    given = as_float32(paged(call(), 16))
     choice = attention.choose(given, mask)
     copy = choice.call
     assert (choice.hopper, choice.reason) == (launch, None)

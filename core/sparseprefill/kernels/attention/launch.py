@@ -67,7 +67,7 @@ def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False, togeth
         return Choice(call, reason=_failure("at all"))
     if (failed := _failure(variant(call, mask, skips=skips, together=together))) is not None:
         return Choice(call, reason=failed)
-    reason = hopper.objection(call, mask)
+    reason = hopper.objection(call, mask, skips=skips)
     if _copied(hopper, call, mask, reason):
         call = evolve(call, k=call.k, v=call.v)
         reason = hopper.objection(call, mask)
@@ -112,7 +112,7 @@ def variant(call: AttentionCall, mask: SparseMask, *, skips: bool = False, toget
     """What the Hopper kernel is compiled for, but for its carry and state: one that fails says nothing of the others."""
     lists = (mask.has_tiles, mask.stripes is not None, mask.disjoint)
     optional = tuple(x is not None for x in (call.starts, call.lengths, call.sinks))
-    page = 0 if call.pages is None else call.pages.page
+    page = None if call.pages is None else (call.pages.page, call.pages.k.dtype)
     made = call.q.dtype, call.q.shape[-1], mask.tile_q, mask.tile_k, mask.group, lists, optional, page, skips
     return (*made, "several requests") if together else made
 

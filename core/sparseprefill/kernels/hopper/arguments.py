@@ -33,7 +33,9 @@ from sparseprefill.kernels.attention.arguments import State
 class Shape(NamedTuple):
     """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, steps in the ring.
 
-    GROUP: query tiles that share a list of stripes. PAGE: tokens of a page, a power of two; 0 without pages.
+    GROUP: query tiles that share a list of stripes. PAGE: tokens of a page, a power of two; 0 without pages. FP8: what
+    the cache holds, "e4m3" or "e5m2"; None where that is what the kernel computes in. AHEAD: steps that are on their
+    way from an fp8 cache at once.
     """
 
     TILE_Q: Any
@@ -44,6 +46,8 @@ class Shape(NamedTuple):
     D: Any
     STAGES: Any
     PAGE: Any
+    FP8: Any
+    AHEAD: Any
 
 
 class Queries(NamedTuple):
@@ -70,6 +74,14 @@ class Ring(NamedTuple):
     v_ready: Any
     v_empty: Any
     cache_rows: Any  # [BLOCK_N] with pages and stripes, else [1]
+
+
+class Raw(NamedTuple):
+    """Keys and values of an fp8 cache as they stand there, in words of four numbers, on their way to the producer; None,
+    both, with any other cache. A thread reads what it has copied there itself, so there are no barriers."""
+
+    k: Any  # [AHEAD, BLOCK_N, D / 4]
+    v: Any
 
 
 class Skip(NamedTuple):
@@ -125,7 +137,7 @@ class Cache(NamedTuple):
     """K and V, ``[B, Hkv, Nkv, D]``: descriptors for tiles, pointers for stripes.
 
     With pages, table names those of the request, of several the first, and stride_kb counts rows, not elements, from one
-    page to the next.
+    page to the next. An fp8 cache has no descriptors; of it, pointers and strides are those of words of four numbers.
     """
 
     k_desc: Any
@@ -144,7 +156,8 @@ class Cache(NamedTuple):
 class Outputs(NamedTuple):
     """Where results go: either out and lse, or a state. sinks: logits that join the denominator of out, or None.
 
-    nonfinite: int8 ``[B * Hq * blocks]``, 1 where a sum of the block is NaN or infinite.
+    nonfinite: int8 ``[B * Hq * blocks]``, 1 where a sum of the block is NaN or infinite. v_scale: factor on the values of
+    an fp8 cache, or None.
     """
 
     out: Any
@@ -152,6 +165,7 @@ class Outputs(NamedTuple):
     state: State
     nonfinite: Any
     sinks: Any
+    v_scale: Any
     stride_ob: Any
     stride_oh: Any
     stride_on: Any

@@ -73,6 +73,10 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
                 o = gl.load(at, mask=o_inside[:, None], other=0.0)  # [half, width]
                 if wide:
                     o_high = gl.load(at + width, mask=o_inside[:, None], other=0.0)
+                if outputs.v_scale is not None:  # a sum of values as they stand in the cache
+                    o = o / outputs.v_scale
+                    if wide:
+                        o_high = o_high / outputs.v_scale
             else:
                 m = gl.full([half], float("-inf"), gl.float32, s_rows)
                 l = gl.full([half], 0.0, gl.float32, s_rows)  # noqa: E741
@@ -163,6 +167,10 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
                     stage, phase = advance(stage, phase, shape.STAGES)
             real = inside & (position >= 0) & (position < length)
             o_real = o_inside & (o_index + first >= 0) & (o_index + first < length)
+            if outputs.v_scale is not None:
+                o = o * outputs.v_scale
+                if wide:
+                    o_high = o_high * outputs.v_scale
             # A NaN, or an infinity, shows in a row's sum: one flag for the block, whoever writes it.
             checked = gl.sum(o, 1)
             if wide:

@@ -7,8 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseprefill.kernels.attention.arguments import Lists, Mask, State
-from sparseprefill.kernels.hopper.arguments import Cache, Outputs, Queries, Ring, Shape, Sizes, Skip, Work
+from sparseprefill.kernels.hopper.arguments import Cache, Outputs, Queries, Raw, Ring, Shape, Sizes, Skip, Work
 from sparseprefill.kernels.hopper.consume import consume
+from sparseprefill.kernels.hopper.convert import produce_converted
 from sparseprefill.kernels.hopper.produce import produce
 from sparseprefill.kernels.hopper.work import FIELDS, SLOTS, schedule
 
@@ -22,7 +23,7 @@ tuple."""
 
 @gluon.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("table_ptr",))
 def hopper_attention_fwd_kernel(
-    q_desc, k_desc, v_desc, k_ptr, v_ptr, table_ptr, starts_ptr, lengths_ptr, sinks_ptr,
+    q_desc, k_desc, v_desc, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, sinks_ptr,
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
     stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, bitmap_ptr,
     carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr, next_ptr, order_ptr,
@@ -32,7 +33,7 @@ def hopper_attention_fwd_kernel(
     q_offset, q_len, kv_len, blocks, tile_rows, group_rows, columns, items, heads, kv_group, draws,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
-    DEFER: gl.constexpr,
+    FP8: gl.constexpr, AHEAD: gl.constexpr, DEFER: gl.constexpr,
 ):  # fmt: skip
     """Block-sparse attention: each block of queries over the key tiles and the stripes that its lists name.
 
@@ -42,7 +43,7 @@ def hopper_attention_fwd_kernel(
     apart, and products that overlap with softmax, are FlashAttention-3's (Shah et al., 2024, Algorithms 1 and 2); lists
     of tiles and stripes, pages, and the scheduler are ours. How the roles talk is told in `arguments`.
 
-    What a call lacks is None. REGISTERS: per thread of consumer, producer, scheduler. DEFER: where steps may be left out
+    What a call lacks is None. FP8: see `Shape`; another producer then takes the place of the first. REGISTERS: per thread of consumer, producer, scheduler. DEFER: where steps may be left out
     (`below_ptr`), values of tiles are fetched when a consumer has said that it wants them. With `requests_ptr` batch rows
     are requests, each with sizes, lists and pages of its own: see `requests`.
     """
@@ -50,12 +51,11 @@ def hopper_attention_fwd_kernel(
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M // 2, D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], q_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], q_desc.layout)
     positions = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
-    cache_rows = gl.allocate_shared_memory(
-        gl.int32, [BLOCK_N if PAGE > 0 and stripe_indices_ptr is not None else 1], flat
-    )
+    gathered: gl.constexpr = PAGE > 0 and stripe_indices_ptr is not None and FP8 is None
+    cache_rows = gl.allocate_shared_memory(gl.int32, [BLOCK_N if gathered else 1], flat)
     work_smem = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], flat)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
@@ -83,7 +83,7 @@ def hopper_attention_fwd_kernel(
         for i in gl.static_range(2 * STAGES):
             mbarrier.init(told.index(i), count=1)
     skip = Skip(below_ptr, skipped_ptr, votes, told)
-    shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, STAGES, PAGE)
+    shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, STAGES, PAGE, FP8, AHEAD)
     queries = Queries(q_desc, q_smem, q_ready, q_empty)
     ring = Ring(k_smem, v_smem, positions, k_ready, k_empty, v_ready, v_empty, cache_rows)
     work = Work(work_smem, work_ready, work_empty, next_ptr, order_ptr, draws)
@@ -95,16 +95,39 @@ def hopper_attention_fwd_kernel(
         k_desc, v_desc, k_ptr, v_ptr, table_ptr, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn
     )
     carry, state = State(carry_m_ptr, carry_l_ptr, carry_acc_ptr), State(m_ptr, l_ptr, acc_ptr)
+    raw = Raw(None, None)
+    if FP8 is not None:
+        spread: gl.constexpr = gl.SwizzledSharedLayout(4, max(128 // D, 1), min(D // 16, 8), [1, 0])
+        raw_k = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, D // 4], spread)
+        raw_v = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, D // 4], spread)
+        raw = Raw(raw_k, raw_v)
+    if k_scale_ptr is not None:
+        scale *= gl.load(k_scale_ptr)
+    v_scale = None
+    if v_scale_ptr is not None:
+        v_scale = gl.load(v_scale_ptr)
     outputs = Outputs(
-        out_ptr, lse_ptr, state, nonfinite_ptr, sinks_ptr, stride_ob, stride_oh, stride_on, stride_lb, stride_lh
+        out_ptr, lse_ptr, state, nonfinite_ptr, sinks_ptr, v_scale, stride_ob, stride_oh, stride_on, stride_lb, stride_lh
     )
-    gl.warp_specialize(
-        [
-            (consume, (0, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
-            (consume, (1, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
-            (produce, (ring, work, sizes, mask, cache, skip, shape)),
-            (schedule, (queries, work, sizes, mask, shape)),
-        ],
-        [4, 4, 1],
-        [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
-    )
+    if FP8 is None:
+        gl.warp_specialize(
+            [
+                (consume, (0, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
+                (consume, (1, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
+                (produce, (ring, work, sizes, mask, cache, skip, shape)),
+                (schedule, (queries, work, sizes, mask, shape)),
+            ],
+            [4, 4, 1],
+            [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
+                (consume, (1, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
+                (produce_converted, (ring, raw, work, sizes, mask, cache, shape)),
+                (schedule, (queries, work, sizes, mask, shape)),
+            ],
+            [4, 4, 1],
+            [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
+        )

@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import evolve
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -34,6 +35,12 @@ REGISTERS = (216, 48, 32)
 """Per thread of the consumers, the producer and the scheduler: 216 + 216 + 48 + 32 is a multiprocessor's share."""
 DEFER = True
 """Whether values of tiles wait for the votes, where steps may be left out. They are as many bytes as the keys."""
+CONVERTING = (200, 80, 32)
+"""The same where the producer converts what an fp8 cache holds."""
+STAGES_FP8, AHEAD = {64: 4, 128: 2, 256: 2}, {64: 2, 128: 2, 256: 1}
+"""Over an fp8 cache: steps in shared memory that are converted, and that are not yet, by head dimension."""
+FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""What the producer converts."""
 LEAST_PAGE = 16
 """Tokens of the smallest page: 8 rows make one period of shared memory's swizzle."""
 LONG, COPY = 1 << 15, 1 << 30
@@ -49,13 +56,16 @@ SCRATCH = 16
 """Bytes before the flags of the scratch tensor; the first four are the counter of work items."""
 
 
-def objection(call: AttentionCall, mask: SparseMask) -> str | None:
-    """Why the portable kernel has to serve the call, or None. Sizes and features alone; no device is asked."""
+def objection(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> str | None:
+    """Why the portable kernel has to serve the call, or None. Sizes and features alone; no device is asked.
+
+    skips: whether steps may be left out.
+    """
     reason = features(call, mask)
     if reason is not None:
         return reason
     if call.pages is not None:
-        return _pages_objection(call, call.pages)
+        return _pages_objection(call, call.pages, skips)
     if not (_aligned(call.k) and _aligned(call.v)):
         return "rows that are not aligned to 16 bytes"
     if mask.stripes is not None and not (_specialised(call.k) and _specialised(call.v)):
@@ -75,9 +85,10 @@ def features(call: AttentionCall, mask: SparseMask) -> str | None:
     return None if _aligned(q) else "rows that are not aligned to 16 bytes"
 
 
-def _pages_objection(call: AttentionCall, pages: Pages) -> str | None:
+def _pages_objection(call: AttentionCall, pages: Pages, skips: bool) -> str | None:
     """Why the kernel cannot read these pages, or None; the call's other features are the matter of `features`."""
-    if pages.converted:
+    fp8 = pages.k.dtype in FORMATS
+    if pages.converted and (skips or not fp8):
         return f"pages of {pages.k.dtype} that are read as {pages.dtype}"
     if pages.page < LEAST_PAGE or pages.page & (pages.page - 1):
         return f"pages of {pages.page} tokens"
@@ -97,7 +108,7 @@ def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
     """Whether a copy of K and V serves the call sooner than their pages: tiles of long prompts, whose keys are read
     often, in pages that take several loads a step. Rows of stripes are gathered one by one from wherever they stand."""
     pages, width = call.pages, call.q.shape[3]
-    if pages is None or pages.page >= min(mask.tile_k, BLOCK_N[width]) or not mask.has_tiles:
+    if pages is None or pages.k.dtype in FORMATS or pages.page >= min(mask.tile_k, BLOCK_N[width]) or not mask.has_tiles:
         return False
     held = 2 * call.kv_heads * call.kv_len * width * call.q.element_size()
     reads = READS_OF_ALL if mask.tiles is not None and mask.tiles.whole else READS
@@ -134,7 +145,11 @@ def launch(
     items = batch * heads * blocks
     scratch = torch.zeros(SCRATCH + items, dtype=torch.int8, device=call.q.device)
     counter, nonfinite = scratch[:4].view(torch.int32), scratch[SCRATCH:]
-    if source.page:
+    fp8 = FORMATS.get(source.k.dtype)
+    if fp8 is not None:  # words of four numbers
+        source = evolve(source, k=source.k.view(torch.int32), v=source.v.view(torch.int32))
+        descriptors, kv_strides = (None, None), cache_strides(source)
+    elif source.page:
         descriptors, kv_strides = cache_descriptors(source, block_n), cache_strides(source)
     else:
         descriptors = _descriptor(source.k, block_n), _descriptor(source.v, block_n)
@@ -145,14 +160,15 @@ def launch(
     order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
     draws = None if requests is None or order is None else order.numel()
     hopper_attention_fwd_kernel[(min(draws or items, _multiprocessors(q.device)),)](
-        _descriptor(q, BLOCK_M // 2), *descriptors, source.k, source.v, source.table,
+        _descriptor(q, BLOCK_M // 2), *descriptors, source.k, source.v, *source.extra,
         geometry.starts, geometry.lengths, call.sinks, *lists, bitmap,
         *resumed, out, lse, *filled, nonfinite, counter, order, below, skipped, table,
         *kv_strides, *_out_strides(out, lse), call.softmax_scale * LOG2E.value,
         geometry.q_offset, geometry.q_len, geometry.kv_len, blocks, tile_rows, geometry.tile_rows(mask.group_rows),
         geometry.tile_columns(mask.tile_k), items, heads, call.group, draws,
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, BLOCK_M=BLOCK_M, BLOCK_N=block_n, D=width,
-        STAGES=STAGES[width], PAGE=source.page, REGISTERS=REGISTERS,
+        STAGES=(STAGES if fp8 is None else STAGES_FP8)[width], PAGE=source.page,
+        REGISTERS=REGISTERS if fp8 is None else CONVERTING, FP8=fp8, AHEAD=0 if fp8 is None else AHEAD[width],
         DEFER=DEFER and below is not None, num_warps=4, **FUSED,
     )  # fmt: skip
     return nonfinite

@@ -13,19 +13,7 @@ from sparseprefill.kernels.hopper.paging import boxes, entries_of, load_step, ro
 from sparseprefill.kernels.hopper.requests import batch_row, head_of, keys_of, own, own_size
 from sparseprefill.kernels.hopper.ring import advance
 from sparseprefill.kernels.hopper.skim import fetch
-from sparseprefill.kernels.hopper.work import (
-    CROSSING,
-    ITEM,
-    SEEN,
-    SLOTS,
-    STRIPE_LIST,
-    TILE_LIST,
-    TILES,
-    UNMASKED,
-    get,
-    get_wide,
-    query_block,
-)
+from sparseprefill.kernels.hopper.work import SLOTS, query_block, take
 
 HIDDEN = gl.constexpr(-2147483648)
 """Set in a gathered column's position where no row may see it; as an unsigned number beyond every row."""
@@ -75,17 +63,11 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
     turn = 0
     going = True
     while going:
-        mbarrier.wait(work.ready.index(slot), turn)
-        item = get(work, slot, ITEM)
-        tiles = get(work, slot, TILES)
-        crossing = get(work, slot, CROSSING)
-        seen = get(work, slot, SEEN)
-        unmasked = get(work, slot, UNMASKED)
+        item, tiles, crossing, seen, unmasked, tile_list, stripe_list = take(work, mask, slot, turn)
         if mask.tiles.indices is not None:
-            tile_ptr = mask.tiles.indices + get_wide(work, slot, TILE_LIST)
+            tile_ptr = mask.tiles.indices + tile_list
         if mask.stripes.indices is not None:
-            stripe_ptr = mask.stripes.indices + get_wide(work, slot, STRIPE_LIST)
-        mbarrier.arrive(work.empty.index(slot), count=1)
+            stripe_ptr = mask.stripes.indices + stripe_list
         slot, turn = advance(slot, turn, SLOTS)
         going = item < sizes.items
         if going:

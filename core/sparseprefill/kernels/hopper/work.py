@@ -77,6 +77,26 @@ def get_wide(work, slot, field: gl.constexpr):
 
 
 @gluon.jit
+def take(work, mask, slot, turn):
+    """Wait for the item in `slot`, read it and free the slot: ITEM to UNMASKED in their order, and where the item's
+    lists begin, 0 where the mask has none."""
+    mbarrier.wait(work.ready.index(slot), turn)
+    item = get(work, slot, ITEM)
+    tiles = get(work, slot, TILES)
+    crossing = get(work, slot, CROSSING)
+    seen = get(work, slot, SEEN)
+    unmasked = get(work, slot, UNMASKED)
+    tile_list = (item * 0).to(gl.int64)
+    stripe_list = (item * 0).to(gl.int64)
+    if mask.tiles.indices is not None:
+        tile_list = get_wide(work, slot, TILE_LIST)
+    if mask.stripes.indices is not None:
+        stripe_list = get_wide(work, slot, STRIPE_LIST)
+    mbarrier.arrive(work.empty.index(slot), count=1)
+    return item, tiles, crossing, seen, unmasked, tile_list, stripe_list
+
+
+@gluon.jit
 def count_up_to(list_ptr, count, bound):
     """How many entries of an ascending list are <= bound; one load where all are."""
     low = 0
