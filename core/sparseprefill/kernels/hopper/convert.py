@@ -43,26 +43,18 @@ def widening(FP8, HALF):
 
 
 @gluon.jit
-def widen(smem, x, FP8: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr):
-    """Fill ``[ROWS, 2 * WORDS]``, words of two halves, with x ``[ROWS, WORDS]``, words of four bytes of the cache."""
-    asm: gl.constexpr = widening(FP8, HALF)
-    first, last = gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
-    smem.store(gl.join(first, last).reshape([ROWS, 2 * WORDS]))
-
-
-@gluon.jit
 def hand_over(raw, smem, ready, shape):
     """Fill a stage with what words of the cache, ``[BLOCK_N, D / 4]``, stand for, before its scale, and tell the
     consumers."""
-    HALF: gl.constexpr = smem.dtype.name
     WORDS: gl.constexpr = shape.D // 4
-    ROWS: gl.constexpr = 64  # at a time: a whole step of 128 would take twice the registers
-    block: gl.constexpr = words_layout(ROWS, WORDS)
+    asm: gl.constexpr = widening(shape.FP8, smem.dtype.name)
+    block: gl.constexpr = words_layout(shape.BLOCK_N, WORDS)
     pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    stage = reinterpret(smem, gl.int32, [shape.BLOCK_N, 2 * WORDS], pairs)
-    for part in gl.static_range(shape.BLOCK_N // ROWS):
-        x = raw.slice(part * ROWS, ROWS, dim=0).load(block)  # [ROWS, WORDS]
-        widen(stage.slice(part * ROWS, ROWS, dim=0), x, shape.FP8, HALF, ROWS, WORDS)
+    # Slices of all: Triton 3.6 does not compile loads and stores of what was reinterpreted without one.
+    x = raw.slice(0, shape.BLOCK_N, dim=0).load(block)  # [BLOCK_N, WORDS]
+    first, last = gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    stage = reinterpret(smem, gl.int32, [shape.BLOCK_N, 2 * WORDS], pairs).slice(0, shape.BLOCK_N, dim=0)
+    stage.store(gl.join(first, last).reshape([shape.BLOCK_N, 2 * WORDS]))
     fence_async_shared()
     barrier()
     mbarrier.arrive(ready, count=1)
@@ -141,10 +133,11 @@ def produce_converted(ring, raw, work, sizes, mask, cache, shape):
                 fetch(raw.k.index(j), k_base, where, words, j < steps)
                 if j + 1 < AHEAD:
                     fetch(raw.v.index(j), v_base, where, words, j < steps)
+            following = keys_at(AHEAD, tiles, seen, tile_ptr, stripe_ptr, number, shape)
             for j in range(steps):
                 fetch(raw.v.index((j + AHEAD - 1) % AHEAD), v_base, where, words, j + AHEAD - 1 < steps)
-                at = keys_at(j + AHEAD, tiles, seen, tile_ptr, stripe_ptr, number, shape)
-                where = rows_at(at, cache.table, sizes.kv_len, cache, shape)
+                where = rows_at(following, cache.table, sizes.kv_len, cache, shape)
+                following = keys_at(j + AHEAD + 1, tiles, seen, tile_ptr, stripe_ptr, number, shape)
                 at = keys_at(j, tiles, seen, tile_ptr, stripe_ptr, number, shape)
                 if mask.stripes.indices is not None:
                     if j >= tiles + unmasked:

@@ -35,7 +35,7 @@ REGISTERS = (216, 48, 32)
 """Per thread of the consumers, the producer and the scheduler: 216 + 216 + 48 + 32 is a multiprocessor's share."""
 DEFER = True
 """Whether values of tiles wait for the votes, where steps may be left out. They are as many bytes as the keys."""
-CONVERTING = (200, 80, 32)
+CONVERTING = (192, 96, 32)
 """The same where the producer converts what an fp8 cache holds."""
 STAGES_FP8, AHEAD = {64: 4, 128: 2, 256: 2}, {64: 2, 128: 2, 256: 1}
 """Over an fp8 cache: steps in shared memory that are converted, and that are not yet, by head dimension."""
