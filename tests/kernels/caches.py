@@ -23,7 +23,10 @@ STORED: dict[str, tuple[torch.dtype, tuple[float, float] | None]] = {
     "float32": (torch.float32, None),
     "float32, scaled": (torch.float32, (0.7, 1.3)),
 }
-"""What a cache may hold that calls in float16 convert: its type, and the scales of K and V."""
+"""What a cache may hold that calls in float16 convert: its type, and the scales of K and V.
+
+Triton's interpreter gets the smallest numbers of e5m2 wrong: compare its kernels with a copy that a kernel made, too.
+"""
 
 
 def paged(

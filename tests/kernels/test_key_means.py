@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
-from sparseprefill import AttentionCall
+from sparseprefill import AttentionCall, kernels
 from sparseprefill.kernels.statistics.key_means import key_means
 from sparseprefill.parts.split import Part
 from sparseprefill.statistics.pooled import key_tile_mean
@@ -53,7 +53,8 @@ def test_pages_give_what_their_copy_gives(layout: str, page: int) -> None:
 
 @pytest.mark.parametrize("page", [16, 128])
 @pytest.mark.parametrize("stored", STORED)
-def test_an_fp8_cache_is_converted_as_it_is_read(stored: str, page: int) -> None:
+def test_an_fp8_cache_is_converted_as_it_is_read(stored: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "serve", lambda _: True)
     for number, size in enumerate([(1, 1), (1, 127), (20, 129), (33, 251)]):
         for dtype in DTYPES if CUDA else [DTYPES[number % 2]]:
             call = in_fp8(make(size, dtype), page, sorted(LAYOUTS)[number % 2], *STORED[stored])
