@@ -150,7 +150,7 @@ def test_every_feature_of_a_call_on_an_fp8_cache(features: dict[str, Any]) -> No
 
 
 def test_keys_that_are_gone_over_too_often_are_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those that have to be converted, by sampled rows, which go over them twice; whoever comes then reads the copy."""
+    """Those that have to be converted, by sampled rows, which go over them twice; others read them where they stand."""
     monkeypatch.setattr(source, "PASSES", 1)
     call, plain = in_fp8(make((40, 99)), 16), paged(make((40, 99)), 16)
     assert call.pages is not None
