@@ -234,7 +234,8 @@ class Estimate:
 
 def sampled_sums(call: AttentionCall) -> object:
     """Attention of the last 64 rows by key and by diagonal, as several methods sum it."""
-    return sampled.sampled_mass(call, *(x[:, None] for x in last_rows(call, 64)), 64, 64)
+    rows, real = last_rows(call, 64)
+    return sampled.sampled_mass(call, rows[:, None], real[:, None], 64, 64)
 
 
 def block_scores(call: AttentionCall) -> object:
