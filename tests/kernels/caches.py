@@ -20,10 +20,10 @@ STORED: dict[str, tuple[torch.dtype, tuple[float, float] | None]] = {
     "e4m3, uneven": (torch.float8_e4m3fn, (0.7, 1.3)),
     "e5m2": (torch.float8_e5m2, (0.7, 1.3)),
     "e5m2, unscaled": (torch.float8_e5m2, None),
-    "float32": (torch.float32, None),
-    "float32, scaled": (torch.float32, (0.7, 1.3)),
+    "bfloat16": (torch.bfloat16, None),
+    "bfloat16, scaled": (torch.bfloat16, (0.7, 1.3)),
 }
-"""What a cache may hold that calls in float16 convert: its type, and the scales of K and V.
+"""What a cache may hold that calls convert as they read it: its type, and the scales of K and V.
 
 Triton's interpreter gets the smallest numbers of e5m2 wrong: compare its kernels with a copy that a kernel made, too.
 """

@@ -63,6 +63,14 @@ def test_an_fp8_cache_is_converted_as_it_is_read(stored: str, page: int, monkeyp
             assert torch.equal(key_means(copied(call), 64), found)
 
 
+def test_a_cache_that_is_wider_than_a_copy_is_copied() -> None:
+    call = in_fp8(make((33, 99), torch.float16), 16, "LBNHC", torch.float32)
+    assert call.pages is not None
+    found = key_means(call, 64)
+    assert call.pages.gathered == {"k"}
+    assert torch.equal(key_means(copied(call), 64), found)
+
+
 def test_a_part_reads_its_own_heads_and_keys() -> None:
     call = paged(make((100, 251)), 16)
     part = Part((2, 4), (10, 70)).of(call)

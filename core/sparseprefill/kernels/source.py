@@ -75,9 +75,9 @@ class Keys:
         """The call's, where they stand. passes: how often the caller's kernels go over all of them.
 
         Keys in pages stay there, of an fp8 cache too, which kernels convert as they read: a pass then reads half the
-        bytes of a copy, and none is written. There are two exceptions: a copy that somebody has asked for is read, and
-        keys to be converted are copied for more than `PASSES`. Kernels over token groups have reasons of their own to
-        copy (`group_keys`).
+        bytes of a copy, and none is written. There are three exceptions: a copy that somebody has asked for is read;
+        keys to be converted are copied for more than `PASSES`; and so are those that take fewer bytes as a copy, such as
+        float32 of which bfloat16 is asked. Kernels over token groups have reasons of their own to copy (`group_keys`).
         """
         return cls._in_pages(call.pages, "k", passes) or cls._of_tensor(call.k)
 
@@ -97,7 +97,7 @@ class Keys:
             return None
         x, scale = (pages.k, pages.k_scale) if name == "k" else (pages.v, pages.v_scale)
         dtype = None if scale is None and x.dtype == pages.dtype else pages.dtype
-        if dtype is not None and passes > PASSES:
+        if dtype is not None and (passes > PASSES or x.element_size() > dtype.itemsize):
             return None
         return cls(x, pages.table, pages.page, scale, dtype)
 

@@ -29,9 +29,12 @@ def batch_row(b, starts_ptr, lengths_ptr, q_offset, kv_len):
 
 
 @triton.jit
-def load_rows(ptr, rows, keep, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[len(rows), BLOCK_D]: rows of a matrix by index, 0 where not kept."""
+def load_rows(ptr, rows, keep, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr = 0):
+    """[len(rows), BLOCK_D]: rows of a matrix by index, 0 where not kept. RUN: numbers that a thread loads at once, at
+    most; 0 for no limit but the hardware's."""
     dims = tl.arange(0, BLOCK_D)
+    if RUN > 0:
+        dims = tl.max_contiguous(dims, RUN)
     where = ptr + rows.to(tl.int64)[:, None] * stride + dims[None, :]
     if D == BLOCK_D:
         return tl.load(where, mask=keep[:, None], other=0.0)
@@ -61,15 +64,20 @@ def converted(x, scale, TYPE: tl.constexpr):
 @triton.jit
 def stored_rows(
     ptr, rows, keep, stride, table_ptr, stride_page, scale,
-    TYPE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    TYPE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPREAD: tl.constexpr = False,
 ):  # fmt: skip
-    """`load_rows` of a head's K or V, `converted`; with PAGE > 0, row j is slot ``j % PAGE`` of page ``table[j // PAGE]``."""
+    """`load_rows` of a head's K or V, `converted`; with PAGE > 0, row j is slot ``j % PAGE`` of page ``table[j // PAGE]``.
+
+    SPREAD: numbers lie in the threads as they would if they were stored in TYPE, so that sums over them have the same
+    order, and the same bits; else a thread loads more of smaller ones.
+    """
+    RUN: tl.constexpr = 128 // TYPE.primitive_bitwidth if SPREAD and TYPE is not None else 0
     if PAGE == 0:
-        x = load_rows(ptr, rows, keep, stride, D, BLOCK_D)
+        x = load_rows(ptr, rows, keep, stride, D, BLOCK_D, RUN)
     else:
         page = tl.load(table_ptr + rows // PAGE, mask=keep, other=0).to(tl.int64)
         where = page * stride_page + (rows % PAGE).to(tl.int64) * stride
-        x = load_rows(ptr, where, keep, 1, D, BLOCK_D)
+        x = load_rows(ptr, where, keep, 1, D, BLOCK_D, RUN)
     return converted(x, scale, TYPE)
 
 

@@ -52,9 +52,9 @@ def key_means_kernel(
         for row in tl.range(low, low + TILE, ROWS):
             at = row + tl.arange(0, ROWS)
             k = stored_rows(
-                k_base, at + start, at < top, stride_kn, table_ptr, stride_kb, scale, TYPE, PAGE, D, BLOCK_D
-            )
-            total += k.to(tl.float32)  # [ROWS, BLOCK_D]
+                k_base, at + start, at < top, stride_kn, table_ptr, stride_kb, scale, TYPE, PAGE, D, BLOCK_D, True
+            )  # [ROWS, BLOCK_D]
+            total += k.to(tl.float32)
         mean = tl.sum(total, 0) / tl.maximum(top - low, 1).to(tl.float32)
         tl.store(mean_ptr + dims, mean, mask=dims < D)
 

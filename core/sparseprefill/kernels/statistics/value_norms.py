@@ -50,7 +50,7 @@ def value_norms_kernel(
         real = (place < POOL) & (at < length) & (at + start < kv_len)
         v_base = v_ptr + b.to(tl.int64) * stride_vb + h.to(tl.int64) * stride_vh
         v = stored_rows(
-            v_base, at + start, real, stride_vn, table_ptr, stride_vb, factor(scale_ptr), TYPE, PAGE, D, BLOCK_D
+            v_base, at + start, real, stride_vn, table_ptr, stride_vb, factor(scale_ptr), TYPE, PAGE, D, BLOCK_D, True
         ).to(tl.float32)  # [POOLS * POOL_P, BLOCK_D]
         norm = tl.sqrt(tl.sum(v * v, 1))  # [POOLS * POOL_P]
         norm = tl.where(norm == norm, norm, float("inf"))
