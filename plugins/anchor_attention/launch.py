@@ -68,7 +68,7 @@ def stripes(
     numbers = (call.softmax_scale, call.softcap or 0.0)
     cut: dict[str, Any] = {"STEP_P": plan.step, "D": width, "BLOCK_D": block_d}
     tile: dict[str, Any] = {"CHUNKS": plan.chunks, "HEADS": plan.heads, "ROWS": plan.rows, "BLOCK_N": chosen.block_n}
-    bits: dict[str, Any] = {"SOFTCAP": call.softcap is not None, "WORD": WORD, "PAGE": keys.page}
+    bits: dict[str, Any] = {"SOFTCAP": call.softcap is not None, "WORD": WORD, **keys.flags}
     pool_kernel[(plan.tiles * plan.rows * plan.chunks, plan.shares * plan.heads)](
         q, m.contiguous(), call.starts, call.lengths, pooled, anchor, high, limit, slack, *strides(q),
         call.softmax_scale, theta, call.softcap or 0.0, geometry.q_offset, geometry.q_len, geometry.kv_len,
@@ -77,14 +77,14 @@ def stripes(
         USE_ANCHOR=use_anchor, **cut, **tile, num_warps=4, **FUSED,
     )  # fmt: skip
     score_kernel[(plan.key_tiles, plan.shares)](
-        keys.k, keys.table, high, _descriptor(high, chosen, block_d), limit, slack, call.starts, flags, *keys.strides,
-        *numbers, geometry.q_offset, geometry.kv_len, plan.groups, plan.tiles, plan.words, plan.first_key,
-        heads, call.group, plan.parts,
+        keys.k, keys.table, keys.scale, high, _descriptor(high, chosen, block_d), limit, slack, call.starts, flags,
+        *keys.strides, *numbers, geometry.q_offset, geometry.kv_len, plan.groups, plan.tiles, plan.words,
+        plan.first_key, heads, call.group, plan.parts,
         GROUP=regions.group, BLOCK_M=chosen.block_m, TMA=chosen.tma, **cut, **tile, **bits,
         **{**chosen.options, "num_stages": chosen.stages if plan.chunks == 1 else 1},
     )  # fmt: skip
     compact_kernel[(plan.groups, batch * heads)](
-        keys.k, keys.table, pooled, anchor, call.starts, flags, counts, offsets, indices, *keys.strides,
+        keys.k, keys.table, keys.scale, pooled, anchor, call.starts, flags, counts, offsets, indices, *keys.strides,
         *numbers, theta, geometry.q_offset, geometry.q_len, blocks, plan.groups, plan.words, plan.first_key,
         regions.init_tokens, geometry.q_offset // regions.group, plan.room, heads, call.group,
         BLOCK=regions.block, STEP=regions.step, WORDS=WORDS, BLOCK_N=BATCH, **{**cut, "STEP_P": max(plan.step, 16)},

@@ -15,7 +15,7 @@ from sparseprefill.kernels.groups.kernels import (
     program_tile,
     token_row,
 )
-from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div
+from sparseprefill.kernels.steps import LOG2E, batch_row, factor, floor_div
 
 
 @triton.jit
@@ -27,9 +27,9 @@ def _highest(x, PER: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("table_ptr",))
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("table_ptr", "k_scale_ptr"))
 def block_scores_kernel(
-    scores_ptr, q_ptr, k_ptr, table_ptr, q_desc, k_desc, starts_ptr, lengths_ptr,
+    scores_ptr, q_ptr, k_ptr, table_ptr, k_scale_ptr, q_desc, k_desc, starts_ptr, lengths_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift,
     q_offset, q_len, kv_len, tiles, skipped, base, heads, kv_group, rows, columns,
     BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -41,7 +41,8 @@ def block_scores_kernel(
     """
     per: tl.constexpr = BLOCK // SIZE
     x = Operands(
-        q_ptr, k_ptr, table_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift
+        q_ptr, k_ptr, table_ptr, factor(k_scale_ptr), q_desc, k_desc,
+        stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift,
     )  # fmt: skip
     b, h, hk, row, column = program_tile(tl.program_id(0), tiles, skipped, base, heads, kv_group, BLOCK_M, BLOCK_N)
     tokens = token_row(b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len)

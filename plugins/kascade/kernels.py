@@ -5,17 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import batch_row, logits, stored_rows
+from sparseprefill.kernels.steps import batch_row, factor, logits, stored_rows
 
 
 @triton.jit(
     do_not_specialize=(
         "tiles", "rows", "kv_heads", "kv_group", "groups", "parts", "chunk", "width", "kv_len", "stride_start",
     ),
-    do_not_specialize_on_alignment=("table_ptr",),
+    do_not_specialize_on_alignment=("table_ptr", "k_scale_ptr"),
 )  # fmt: skip
 def column_sums_kernel(
-    q_ptr, k_ptr, table_ptr, rows_ptr, base_ptr, begin_ptr, starts_ptr, out_ptr,
+    q_ptr, k_ptr, table_ptr, k_scale_ptr, rows_ptr, base_ptr, begin_ptr, starts_ptr, out_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_start,
     scale, softcap, tiles, rows, kv_heads, kv_group, groups, parts, chunk, width, kv_len,
     TILES: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -41,6 +41,7 @@ def column_sums_kernel(
     k_base = k_ptr + b.to(tl.int64) * stride_kb + kv.to(tl.int64) * stride_kh
     out = out_ptr + ((b * kv_heads + kv) * tiles + tile).to(tl.int64) * width  # [TILES]
     dims = tl.arange(0, BLOCK_D)
+    k_scale = factor(k_scale_ptr)
     key = tl.arange(0, BLOCK_N)
     for part in range(0, parts):
         pair = part * PAIRS + lane % PAIRS
@@ -58,7 +59,9 @@ def column_sums_kernel(
         for j in tl.range(first, stop, BLOCK_N):
             at = j + key
             seen = (at < stop) & (at + start < kv_len)
-            k = stored_rows(k_base, at + start, seen, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
+            k = stored_rows(
+                k_base, at + start, seen, stride_kn, table_ptr, stride_kb, k_scale, q.dtype, PAGE, D, BLOCK_D
+            )  # [BLOCK_N, BLOCK_D]
             p = tl.math.exp2(logits(k, q, scale, softcap, SOFTCAP, PRECISION) - base[None, :])
             p = tl.where(seen[:, None], p, 0.0)  # [BLOCK_N, TILES * PAIRS]
             total = tl.sum(tl.reshape(p, [BLOCK_N, TILES, PAIRS]), 2)  # [BLOCK_N, TILES]

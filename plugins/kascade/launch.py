@@ -42,8 +42,9 @@ def column_sums(call: AttentionCall, rows: Rows, begin: Tensor, until: int) -> T
     base = torch.where(weight > 0, rows.lse(call) * LOG2E.value - weight.log2(), torch.inf)
     out = torch.empty(batch, call.kv_heads, tiles, until, dtype=torch.float32, device=q.device)
     column_sums_kernel[batch * call.kv_heads * groups, cdiv(until, CHUNK)](
-        q, keys.k, keys.table, rows.index.to(torch.int32).contiguous(), base.contiguous(), begin, geometry.starts, out,
-        *strides(q), *keys.strides, begin.stride(0), call.softmax_scale * LOG2E.value, call.softcap or 0.0,
+        q, keys.k, keys.table, keys.scale, rows.index.to(torch.int32).contiguous(), base.contiguous(), begin,
+        geometry.starts, out, *strides(q), *keys.strides, begin.stride(0),
+        call.softmax_scale * LOG2E.value, call.softcap or 0.0,
         tiles, count, call.kv_heads, call.group, groups, parts, CHUNK, until, geometry.kv_len,
         TILES=together, PAIRS=pairs, PARTS=parts > 1, BLOCK_N=chosen.block_n, D=width, BLOCK_D=block(width),
         SOFTCAP=call.softcap is not None, PAGE=keys.page, PRECISION="ieee", **chosen.options,

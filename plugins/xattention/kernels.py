@@ -18,7 +18,7 @@ from sparseprefill.kernels.groups.kernels import (
     program_tile,
     token_row,
 )
-from sparseprefill.kernels.steps import LN2, LOG2E, floor_div
+from sparseprefill.kernels.steps import LN2, LOG2E, factor, floor_div
 
 
 @triton.jit
@@ -35,10 +35,10 @@ def _seen_rows(group, tokens, window, SIZE: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=(*RUNTIME, "window", "first_row", "stride_rows", "width", "blocks"),
-    do_not_specialize_on_alignment=("table_ptr",),
+    do_not_specialize_on_alignment=("table_ptr", "k_scale_ptr"),
 )
 def partial_softmax_kernel(
-    sums_ptr, tops_ptr, totals_ptr, q_ptr, k_ptr, table_ptr, q_desc, k_desc, starts_ptr, lengths_ptr,
+    sums_ptr, tops_ptr, totals_ptr, q_ptr, k_ptr, table_ptr, k_scale_ptr, q_desc, k_desc, starts_ptr, lengths_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift,
     q_offset, q_len, kv_len, tiles, skipped, base, heads, kv_group,
     scale, softcap, window, first_row, stride_rows, width, blocks,
@@ -54,7 +54,8 @@ def partial_softmax_kernel(
     per: tl.constexpr = BLOCK // SIZE
     parts: tl.constexpr = BLOCK_N // per
     x = Operands(
-        q_ptr, k_ptr, table_ptr, q_desc, k_desc, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift
+        q_ptr, k_ptr, table_ptr, factor(k_scale_ptr), q_desc, k_desc,
+        stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, q_shift,
     )  # fmt: skip
     b, h, hk, row, column = program_tile(tl.program_id(0), tiles, skipped, base, heads, kv_group, BLOCK_M, BLOCK_N)
     tokens = token_row(b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -13,6 +14,19 @@ from sparseprefill.pages import Pages
 LAYOUTS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3)}
 """Orders of (page, head, slot, numbers) in memory: heads side by side within a token, or a head's tokens together."""
 FP8 = torch.float8_e4m3fn
+STORED: dict[str, tuple[torch.dtype, tuple[float, float] | None]] = {
+    "e4m3": (torch.float8_e4m3fn, (2.0, 0.5)),
+    "e4m3, unscaled": (torch.float8_e4m3fn, None),
+    "e4m3, uneven": (torch.float8_e4m3fn, (0.7, 1.3)),
+    "e5m2": (torch.float8_e5m2, (0.7, 1.3)),
+    "e5m2, unscaled": (torch.float8_e5m2, None),
+    "bfloat16": (torch.bfloat16, None),
+    "bfloat16, scaled": (torch.bfloat16, (0.7, 1.3)),
+}
+"""What a cache may hold that calls convert as they read it: its type, and the scales of K and V.
+
+Triton's interpreter gets the smallest numbers of e5m2 wrong: compare its kernels with a copy that a kernel made, too.
+"""
 
 
 def paged(
@@ -33,16 +47,26 @@ def paged(
 
 
 def in_fp8(
-    call: AttentionCall, page: int, layout: str = "LBNHC", fp8: torch.dtype = FP8, scales: tuple[float, float] = (2.0, 0.5)
+    call: AttentionCall,
+    page: int,
+    layout: str = "LBNHC",
+    stored: torch.dtype = FP8,
+    scales: tuple[float, float] | None = (2.0, 0.5),
 ) -> AttentionCall:
-    """The same in an fp8 cache, whose numbers are those of the call by `scales`, of K and V, and rounded."""
-    size = call.k.shape[3]
-    made = paged(evolve(call, k=call.k / scales[0], v=call.v / scales[1]), page, layout).pages
+    """The same in an fp8 cache, whose numbers are those of the call over their scale (of K and V), and rounded.
+
+    stored: the cache's type, which may be any that pages take.
+    """
+    size, (k_scale, v_scale) = call.k.shape[3], scales or (1.0, 1.0)
+    made = paged(evolve(call, k=call.k / k_scale, v=call.v / v_scale), page, layout).pages
     assert made is not None
-    cache = torch.cat([made.k, made.v], -1).transpose(1, 2).to(fp8)
+    cache = torch.cat([made.k, made.v], -1).transpose(1, 2).to(stored)
     k, v = cache.transpose(1, 2).split(size, -1)
-    factors = torch.tensor(scales, device=k.device)
-    pages = Pages(k, v, made.table, made.length, dtype=call.q.dtype, k_scale=factors[:1], v_scale=factors[1:])
+    factors: dict[str, Any] = {}
+    if scales is not None:
+        both = torch.tensor(scales, device=k.device)
+        factors = {"k_scale": both[:1], "v_scale": both[1:]}
+    pages = Pages(k, v, made.table, made.length, dtype=call.q.dtype, **factors)
     return evolve(call, k=pages, v=pages)
 
 

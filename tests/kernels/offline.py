@@ -1,6 +1,6 @@
 """Compile kernels for Hopper without a GPU, through their own launchers: ``python offline.py [every]``.
 
-Those of attention, that of sampled rows by key tile, and those of statistics that chunks extend.
+Those of attention, those of sampled rows, those of statistics that chunks extend, and those of methods that read keys.
 
 With ``every``, all variants; else `FEW` of attention, in which each of its branches is compiled, and all others.
 
@@ -19,6 +19,12 @@ from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
+from sparseprefill.plugins.anchor_attention import launch as anchor
+from sparseprefill.plugins.anchor_attention.regions import Regions
+from sparseprefill.plugins.bfla import launch as bfla
+from sparseprefill.plugins.kascade import launch as kascade
+from sparseprefill.plugins.kascade.rows import Rows
+from sparseprefill.plugins.xattention import launch as xattention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import driver
@@ -27,15 +33,19 @@ from triton.runtime.jit import JITFunction
 from sparseprefill import AttentionCall, Carry, Pages, Plan, SoftmaxState, SparseMask
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.groups import launch as groups
 from sparseprefill.kernels.hopper import launch as hopper
 from sparseprefill.kernels.sampled import by_tile, floor
+from sparseprefill.kernels.sampled import launch as sampled
 from sparseprefill.kernels.settings import settings
 from sparseprefill.kernels.statistics.key_means import key_means
 from sparseprefill.kernels.statistics.value_norms import value_norms
 from sparseprefill.mask.held import KeptKeys
 from sparseprefill.refiners.stretches import Stretches
+from sparseprefill.statistics.sampled import last_rows
 
 LENGTH = 256
+FP8 = torch.float8_e4m3fn
 RUN = JITFunction.run
 SHARED = 232448
 """Bytes of shared memory that a program may have on an H100."""
@@ -47,7 +57,8 @@ class Variant:
 
     kind: of mask, tiles, stripes or both. carry: resume a state. state: leave one. probe: mass of tiles. page: tokens
     of a page, or 0. padded: left and right padding, and sinks. more: fields of the call. tile: of the mask; small ones
-    compile faster. skip: leave out steps by their logits. requests: that share the launch. stored: dtype of the pages where it differs.
+    compile faster. skip: leave out steps by their logits. requests: that share the launch. stored: what pages hold,
+    where that is another type; they then have scales.
     """
 
     kind: str
@@ -70,9 +81,9 @@ class Variant:
         if self.page:
             count = LENGTH // self.page
             cache = torch.zeros(2, count, self.page, 1, self.width, dtype=self.stored or self.dtype)
-            scales = (None, None) if self.stored is None else torch.ones(2, 1).unbind()
-            scaled: dict[str, Any] = {"dtype": self.dtype, "k_scale": scales[0], "v_scale": scales[1]}
-            pages = Pages(cache[0], cache[1], torch.arange(count, dtype=torch.int32), LENGTH, **scaled)
+            one = None if self.stored is None else torch.ones(1)
+            table = torch.arange(count, dtype=torch.int32)
+            pages = Pages(cache[0], cache[1], table, LENGTH, dtype=self.dtype, k_scale=one, v_scale=one)
             return AttentionCall.of_pages(q, pages, **self.more)
         call = AttentionCall(q, k, v, **self.more)
         if not self.padded:
@@ -135,7 +146,7 @@ HOPPER = {
 }
 FEW = (
     "both, padded", "resumed state", "window, softcap", "skip", "requests", "hopper: 64, both", "hopper: 256, stripes",
-    "hopper: requests", "hopper: skip, resumed, pages",
+    "hopper: requests", "hopper: fp8", "hopper: skip, resumed, pages",
 )  # fmt: skip
 
 
@@ -159,6 +170,7 @@ ROWS = {
     "rows: keys": Sampled(Variant("tiles", width=128), keys=True),
     "rows: float32, padded": Sampled(Variant("tiles", dtype=torch.float32, padded=True), keys=True),
     "rows: pages": Sampled(Variant("tiles", page=16, more={"window": 100, "softcap": 30.0})),
+    "rows: fp8 pages": Sampled(Variant("tiles", width=128, page=16, stored=FP8), keys=True),
 }
 
 
@@ -206,9 +218,66 @@ class Prefix:
 PREFIX = {
     "means": Prefix(Variant("tiles", width=128), key_means, 128, (2, 128)),
     "means: pages": Prefix(Variant("tiles", width=80, page=16), key_means, 100, (2, 80)),
+    "means: fp8 pages": Prefix(Variant("tiles", width=128, page=16, stored=FP8), key_means, 128, (2, 128)),
     "norms": Prefix(Variant("tiles", width=128), value_norms, 8, (20,)),
     "norms: pages": Prefix(Variant("tiles", width=80, page=16), value_norms, 12, (20,)),
+    "norms: fp8 pages": Prefix(Variant("tiles", width=128, page=16, stored=FP8), value_norms, 8, (20,)),
 }
+
+
+@frozen(eq=False)
+class Estimate:
+    """What a method's launcher makes of the keys of a call."""
+
+    make: Callable[[AttentionCall], object]
+    of: Variant
+
+    def run(self) -> None:
+        """All launches."""
+        self.make(self.of.call())
+
+
+def sampled_sums(call: AttentionCall) -> object:
+    """Attention of the last 64 rows by key and by diagonal, as several methods sum it."""
+    rows, real = last_rows(call, 64)
+    return sampled.sampled_mass(call, rows[:, None], real[:, None], 64, 64)
+
+
+def block_scores(call: AttentionCall) -> object:
+    """BFLA's."""
+    return bfla.block_scores(call, 128, 16)
+
+
+def tile_scores(call: AttentionCall) -> object:
+    """XAttention's."""
+    return xattention.tile_scores(call, 8, 128)
+
+
+def stripes(call: AttentionCall) -> object:
+    """AnchorAttention's."""
+    return anchor.stripes(call, Regions(32, 1, 32), torch.zeros(call.q.shape[:3]), 12.0)
+
+
+def column_sums(call: AttentionCall) -> object:
+    """Kascade's."""
+    tiles = torch.arange(4)[None]
+    rows = Rows.of(call.geometry, tiles, 64, 8, torch.float32)
+    return kascade.column_sums(call, rows, tiles * 64, 192)
+
+
+READERS: dict[str, Callable[[AttentionCall], object]] = {
+    "sums": sampled_sums,
+    "bfla": block_scores,
+    "xattention": tile_scores,
+    "anchor": stripes,
+    "kascade": column_sums,
+}
+SOURCES = {
+    "": Variant("tiles", width=128),
+    ": pages": Variant("tiles", width=128, page=16),
+    ": fp8 pages": Variant("tiles", width=128, page=16, stored=FP8),
+}
+ESTIMATES = {name + kind: Estimate(make, of) for name, make in READERS.items() for kind, of in SOURCES.items()}
 
 
 class Target:
@@ -263,18 +332,25 @@ def main() -> None:
     replace(TritonExecutor, unsupported=lambda *_: None)
     replace(attention, settings=lambda _, *sizes: settings((9, 0), *sizes))
     replace(by_tile, capability=lambda _: (9, 0))
+    replace(sampled, capability=lambda _: (9, 0))
+    replace(kascade, capability=lambda _: (9, 0))
+    replace(anchor, choose=lambda call: anchor.settings((9, 0), call.q.shape[3], call.q.element_size()))
+    for name in ("group_settings", "paged_settings"):
+        chosen = getattr(groups, name)
+        replace(groups, **{name: lambda _, *sizes, chosen=chosen: chosen((9, 0), *sizes)})
+    replace(groups, COPY=0)  # or keys of a prompt this short would be copied out of their pages
     found: dict[str, list[str]] = {}
-    chosen = {*PORTABLE, *HOPPER} if "every" in sys.argv[1:] else {*FEW}
+    asked = {*PORTABLE, *HOPPER} if "every" in sys.argv[1:] else {*FEW}
     # What the portable kernel repairs behind the Hopper kernel, it compiles in variants of its own.
-    groups: list[tuple[Any, Mapping[str, Any], str]] = [
+    families: list[tuple[Any, Mapping[str, Any], str]] = [
         (None, PORTABLE, ""), (hopper, HOPPER, "hopper"), (None, ROWS, "row_tiles"), (None, FLOOR, "_kernel"),
-        (None, PREFIX, "_kernel"),
+        (None, PREFIX, "_kernel"), (None, ESTIMATES, "_kernel"),
     ]  # fmt: skip
-    for module, variants, only in groups:
+    for module, variants, only in families:
         replace(JITFunction, run=compiling(compiled, only))
         replace(attention, hopper_of=lambda _, module=module: module)
         for name, variant in variants.items():
-            if isinstance(variant, Variant) and name not in chosen:
+            if isinstance(variant, Variant) and name not in asked:
                 continue
             variant.run()
             found[name] = list(compiled)

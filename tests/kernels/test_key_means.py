@@ -10,9 +10,9 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
+from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
-from sparseprefill import AttentionCall
+from sparseprefill import AttentionCall, kernels
 from sparseprefill.kernels.statistics.key_means import key_means
 from sparseprefill.parts.split import Part
 from sparseprefill.statistics.pooled import key_tile_mean
@@ -51,11 +51,24 @@ def test_pages_give_what_their_copy_gives(layout: str, page: int) -> None:
         assert torch.equal(key_means(copied(call), 64), found)
 
 
-def test_an_fp8_cache_is_converted_once() -> None:
-    call = in_fp8(make((33, 251)), 16)
-    assert torch.equal(key_means(copied(call), 64), key_means(call, 64))
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("stored", STORED)
+def test_an_fp8_cache_is_converted_as_it_is_read(stored: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "serve", lambda _: True)
+    for number, size in enumerate([(1, 1), (1, 127), (20, 129), (33, 251)]):
+        for dtype in DTYPES if CUDA else [DTYPES[number % 2]]:
+            call = in_fp8(make(size, dtype), page, sorted(LAYOUTS)[number % 2], *STORED[stored])
+            found = key_means(call, 64)
+            assert untouched(call)
+            assert torch.equal(key_means(copied(call), 64), found)
+
+
+def test_a_cache_that_is_wider_than_a_copy_is_copied() -> None:
+    call = in_fp8(make((33, 99), torch.float16), 16, "LBNHC", torch.float32)
     assert call.pages is not None
+    found = key_means(call, 64)
     assert call.pages.gathered == {"k"}
+    assert torch.equal(key_means(copied(call), 64), found)
 
 
 def test_a_part_reads_its_own_heads_and_keys() -> None:

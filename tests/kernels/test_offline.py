@@ -1,4 +1,4 @@
-"""The attention kernels compile for Hopper with the Triton at hand; no GPU is needed to say so."""
+"""Kernels compile for Hopper with the Triton at hand; no GPU is needed to say so."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ EVERY = os.environ.get("SPARSEPREFILL_TEST_VARIANTS") == "every"
 """Whether to compile each variant of attention; else those that have each of its branches in one of them."""
 
 PORTABLE, HOPPER, MASS = "sparse_attention_fwd_kernel", "hopper_attention_fwd_kernel", "tile_mass_fwd_kernel"
+ESTIMATES = {
+    "sums": ["sampled_lse_kernel", "sampled_merge_kernel", "sampled_mass_kernel", "sampled_fold_kernel"],
+    "bfla": ["block_scores_kernel"],
+    "xattention": ["partial_softmax_kernel", "tile_scores_kernel"],
+    "anchor": ["pool_kernel", "score_kernel", "compact_kernel"],
+    "kascade": ["column_sums_kernel"],
+}
 SCRIPT = Path(__file__).with_name("offline.py")
 
 
@@ -34,10 +41,12 @@ def test_variants_compile_for_hopper(tmp_path: Path) -> None:
     # Forward and repair are one kernel, compiled twice.
     expected = {name: [PORTABLE, PORTABLE] for name in portable} | {name: [HOPPER] for name in fast}
     expected["both, padded"].append(MASS)
-    rows = ("rows: 128", "rows: keys", "rows: float32, padded", "rows: pages")
+    rows = ("rows: 128", "rows: keys", "rows: float32, padded", "rows: pages", "rows: fp8 pages")
     expected |= {name: ["row_tiles_kernel"] for name in rows}
     floor = ["choose_kernel", "spread_kernel", "settle_kernel", "finish_kernel"]
     expected |= dict.fromkeys(("floor: tiles", "floor: stripes", "floor: all, uneven"), floor)
-    expected |= dict.fromkeys(("means", "means: pages"), ["key_means_kernel"] * 2)
-    expected |= dict.fromkeys(("norms", "norms: pages"), ["value_norms_kernel"] * 2)
+    expected |= dict.fromkeys(("means", "means: pages", "means: fp8 pages"), ["key_means_kernel"] * 2)
+    expected |= dict.fromkeys(("norms", "norms: pages", "norms: fp8 pages"), ["value_norms_kernel"] * 2)
+    for kind in ("", ": pages", ": fp8 pages"):
+        expected |= {name + kind: kernels for name, kernels in ESTIMATES.items()}
     assert expected == found

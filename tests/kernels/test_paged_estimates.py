@@ -1,6 +1,6 @@
 """Estimators' kernels on the pages of a cache find what they find on a copy, to the last bit, and copy nothing.
 
-But where what the cache holds is to be converted: then the keys are copied, once for all who read them.
+Not of an fp8 cache either, whose numbers they convert as they read them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 from sparseprefill.plugins.anchor_attention import launch
 from sparseprefill.plugins.anchor_attention.regions import Regions
 
-from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
+from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, Memory, build, kernels
+from sparseprefill.kernels import source
+from sparseprefill.mask.held import KeptKeys
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.split import Part
+from sparseprefill.statistics.by_tile import lse_by_tile
 from sparseprefill.statistics.pooled import tile_mean
-from sparseprefill.statistics.sampled import last_rows, sampled_mass
+from sparseprefill.statistics.sampled import last_rows, sampled_mass, spread_rows
 from sparseprefill.testing import calls, tensors
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
@@ -62,11 +65,11 @@ def make(size: tuple[int, int], dtype: torch.dtype = torch.float16, **fields: An
 
 
 def check(call: AttentionCall) -> int:
-    """Both estimates, from the pages alone unless they are converted; how many stripes there are."""
-    assert call.pages is not None
+    """All estimates, from the pages alone; how many stripes there are."""
     check_samples(call)
+    check_rows(call)
     count = check_stripes(call)
-    assert call.pages.gathered == ({"k"} if call.pages.converted else set())
+    assert untouched(call)
     return count
 
 
@@ -76,6 +79,15 @@ def check_samples(call: AttentionCall, slash: int = 16) -> None:
     assert bool((expected.columns.sum(-1) > 0).all()) == bool(real.any())
     for name in ("columns", "slashes", "lse"):
         assert torch.equal(getattr(expected, name), getattr(actual, name)), name
+
+
+def check_rows(call: AttentionCall, tile: int = 32) -> None:
+    rows, real = spread_rows(call, 5)
+    keys = KeptKeys(torch.ones(1, call.q.shape[1], 1, call.kv_len, dtype=torch.bool, device=DEVICE), 0 * rows)
+    for expected, actual in zip(*(lse_by_tile(x, rows, real, tile, keys) for x in (copied(call), call)), strict=True):
+        assert expected is not None
+        assert actual is not None
+        assert torch.equal(expected, actual)
 
 
 def check_stripes(call: AttentionCall, theta: float = 0.5) -> int:
@@ -121,11 +133,34 @@ def test_any_sharing_of_heads_and_any_width(heads: int, width: int) -> None:
     check(paged(make((20, 99), heads=heads, width=width), 16))
 
 
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_fp8_cache_is_converted_once(layout: str, page: int) -> None:
-    for dtype in DTYPES if CUDA else [DTYPES[page // 16 % 2]]:
-        check(in_fp8(make((40, 99), dtype), page, layout))
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("stored", STORED)
+def test_an_fp8_cache_is_converted_as_it_is_read(stored: str, page: int) -> None:
+    """In the interpreter each takes one length, layout and dtype by turns."""
+    turn = list(STORED).index(stored) + page // 16
+    lengths = [(1, 1), (1, 127), (40, 129), (33, 131)]
+    for size in lengths if CUDA else [lengths[turn % 4]]:
+        for dtype in DTYPES if CUDA else [DTYPES[turn // 4 % 2]]:
+            check(in_fp8(make(size, dtype), page, sorted(LAYOUTS)[turn % 2], *STORED[stored]))
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_every_feature_of_a_call_on_an_fp8_cache(features: dict[str, Any]) -> None:
+    assert check(in_fp8(make((30, 131), **features), 48, "LBNHC", *STORED["e4m3, uneven"])) > 0
+
+
+def test_keys_that_are_gone_over_too_often_are_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have to be converted, by sampled rows, which go over them twice; others read them where they stand."""
+    monkeypatch.setattr(source, "PASSES", 1)
+    call, plain = in_fp8(make((40, 99)), 16), paged(make((40, 99)), 16)
+    assert call.pages is not None
+    check_stripes(call)
+    check_rows(call)
+    assert untouched(call)
+    check_samples(call)
+    assert call.pages.gathered == {"k"}
+    check_rows(call)
+    check(plain)
 
 
 def test_a_part_reads_its_own_pages() -> None:
@@ -142,14 +177,15 @@ def test_equals_the_copy(data: st.DataObject) -> None:
         calls(max_batch=1, max_heads=4, head_dims=(64,), max_len=251 if CUDA else 100, dtypes=DTYPES, device=DEVICE)
     )
     page, layout = data.draw(st.sampled_from(PAGES)), data.draw(st.sampled_from(sorted(LAYOUTS)))
-    cache = data.draw(st.sampled_from([paged, in_fp8]))
-    check(cache(plain, page, layout))
+    stored = data.draw(st.none() | st.sampled_from(sorted(STORED)))
+    check(paged(plain, page, layout) if stored is None else in_fp8(plain, page, layout, *STORED[stored]))
 
 
 @pytest.mark.parametrize(
     "name", ["sample-attention", "vertical-slash", pytest.param("anchor-attention", marks=pytest.mark.gpu)]
 )
 def test_an_estimate_copies_nothing(name: str) -> None:
-    call = paged(make((100, 131)), 16)
-    build(name).estimator.estimate(call, Memory())
-    assert untouched(call)
+    for cache in (paged, in_fp8):
+        call = cache(make((100, 131)), 16)
+        build(name).estimator.estimate(call, Memory())
+        assert untouched(call)

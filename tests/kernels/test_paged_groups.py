@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparseprefill.plugins.bfla import launch as bfla
 from sparseprefill.plugins.xattention import launch as xattention
 
-from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
+from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.groups import CUDA, DEVICE, DTYPES, TMA, make, small_settings
 from sparseprefill import AttentionCall
 from sparseprefill.kernels.groups import launch as group_keys
@@ -136,11 +136,23 @@ def test_a_part_reads_its_own_keys(heads: tuple[int, int], rows: tuple[int, int]
     assert untouched(whole)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_fp8_cache_is_copied(layout: str) -> None:
-    call = in_fp8(make(torch.float16, (2, 1), 90, 37, 0), 16, layout)
-    equal(call, 8)
-    assert not untouched(call)
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("stored", STORED)
+def test_an_fp8_cache_is_converted_as_it_is_read(stored: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter each takes one length, layout, dtype, size and way of reading queries by turns."""
+    turn = list(STORED).index(stored) + page // 16
+    small(monkeypatch, (16, 32), TMA[turn % len(TMA)])
+    lengths = [(1, 0), (1, 126), (90, 37), (129, 0)]
+    for q_len, before in lengths if CUDA else [lengths[turn % 4]]:
+        for dtype in DTYPES if CUDA else [DTYPES[turn // 4 % 2]]:
+            for size in (8, 32) if CUDA else [(8, 32)[turn // 2 % 2]]:
+                plain = make(dtype, (2, 1), q_len, before, 0, width=24)
+                check(in_fp8(plain, page, sorted(LAYOUTS)[turn % 2], *STORED[stored]), size)
+
+
+@pytest.mark.parametrize("features", [{"after": 45}, {"window": 40}, {"softcap": 3.0}, {"lengths": [100]}], ids=str)
+def test_every_feature_of_a_call_on_an_fp8_cache(features: dict[str, Any]) -> None:
+    check(in_fp8(single(100, 27, **features), 48, "LBNHC", *STORED["e4m3, uneven"]), 4)
 
 
 @pytest.mark.parametrize("tma", TMA)
@@ -184,9 +196,10 @@ def test_what_reads_all_keys_often_copies_them_for_descriptors(
 ) -> None:
     small(monkeypatch, (16, 32), tma)
     monkeypatch.setattr(group_keys, "COPY", most)
-    call = paged(make(torch.float16, (2, 1), q_len, 121 - q_len, 0), 16)
-    equal(call, 8)
-    assert untouched(call) is not copied
+    plain = make(torch.float16, (2, 1), q_len, 121 - q_len, 0)
+    for call in (paged(plain, 16), in_fp8(plain, 16)):
+        equal(call, 8)
+        assert untouched(call) is not copied
 
 
 def test_what_stands_behind_the_keys_does_not_count() -> None:
@@ -208,7 +221,8 @@ def test_equals_the_copy(data: st.DataObject) -> None:
         data.draw(st.integers(0, 90)), data.draw(st.integers(0, 40)), width=data.draw(st.sampled_from([16, 24])),
         window=data.draw(st.none() | st.integers(1, 150)), softcap=data.draw(st.sampled_from([None, 3.0])),
     )  # fmt: skip
-    call = paged(plain, page, data.draw(st.sampled_from(sorted(LAYOUTS))), seed=data.draw(st.integers(0, 99)))
+    layout, stored = data.draw(st.sampled_from(sorted(LAYOUTS))), data.draw(st.none() | st.sampled_from(sorted(STORED)))
+    call = paged(plain, page, layout) if stored is None else in_fp8(plain, page, layout, *STORED[stored])
     with pytest.MonkeyPatch.context() as patch:
         small(patch, data.draw(st.sampled_from([(16, 16), (16, 32), (16, 64)])), data.draw(st.sampled_from(TMA)))
         check(call, size)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.caches import LAYOUTS, in_fp8, paged, untouched
+from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, Memory, ValueWeights, build, kernels
 from sparseprefill.executors.reference import ReferenceExecutor
@@ -53,14 +53,17 @@ def chunk(of: AttentionCall, first: int, end: int, **fields: Any) -> AttentionCa
     lengths=CUTS,
     tile=st.sampled_from([1, 8, 12, 16, 100]),
     page=st.sampled_from([None, 16, 48]),
+    stored=st.none() | st.sampled_from(sorted(STORED)),
     dtype=st.sampled_from(DTYPES),
     width=st.sampled_from([16, 40]),
 )
 def test_chunks_have_the_bits_of_what_is_made_afresh(
-    kind: str, lengths: list[int], tile: int, page: int | None, dtype: torch.dtype, width: int
+    kind: str, lengths: list[int], tile: int, page: int | None, stored: str | None, dtype: torch.dtype, width: int
 ) -> None:
     make, made, prefix, first = KINDS[kind], whole(sum(lengths), dtype, width=width), PrefixTiles(), 0
-    source = made if page is None else paged(made, page)
+    source = made
+    if page is not None:
+        source = paged(made, page) if stored is None else in_fp8(made, page, "LBNHC", *STORED[stored])
     for length in lengths:
         end = first + length
         call = chunk(source, first, end, prompt_lengths=sum(lengths) + 1)
@@ -140,7 +143,18 @@ def test_norms_of_pages_are_those_of_tensors(layout: str) -> None:
         there = paged(call, page, layout)
         assert torch.equal(value_norms(call, 8), value_norms(there, 8))
         assert untouched(there)
-    assert torch.equal(value_norms(evolve(call, v=(there := in_fp8(call, 16)).v), 8), value_norms(there, 8))
+
+
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("stored", STORED)
+def test_norms_of_an_fp8_cache_are_those_of_its_copy(stored: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "serve", lambda _: True)
+    for number, total in enumerate((1, 127, 129, 251)):
+        for dtype in DTYPES if CUDA else [DTYPES[number % 2]]:
+            there = in_fp8(whole(total, dtype), page, sorted(LAYOUTS)[number % 2], *STORED[stored])
+            found = value_norms(there, 8)
+            assert untouched(there)
+            assert torch.equal(value_norms(copied(there), 8), found)
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from sparseprefill.plugins.kascade.budget import Budget, Layout
 from sparseprefill.plugins.kascade.rows import Rows
 from torch import Tensor
 
+from kernels.caches import STORED, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE
-from sparseprefill import AttentionCall, Pages, kernels
+from sparseprefill import AttentionCall, kernels
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.testing import tensors
 
@@ -74,20 +75,21 @@ def test_sums_by_key(
     torch.testing.assert_close(expected[seen], actual[seen], rtol=2e-3, atol=2e-4)
 
 
-def test_sums_of_keys_in_pages() -> None:
-    call = call_of(3, (4, 2), 167, 64, torch.float32)
-    one = evolve(call, q=call.q[:1], k=call.k[:1], v=call.v[:1])
-    order = torch.randperm(13, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.int32)
-    pool = [torch.full((13, 16, 2, 64), torch.nan, device=DEVICE) for _ in range(2)]
-    for x, pages in zip((one.k, one.v), pool, strict=True):
-        padded = torch.nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, 8)).unflatten(0, (13, 16))
-        pages[order.long()] = padded
-    paged = AttentionCall.of_pages(one.q, Pages(pool[0], pool[1], order, 200))
-    tiles, begin, until = before(one, 16)
-    rows = Rows.of(one.geometry, tiles, 16, 5, torch.float32)
-    expected, actual = (launch.column_sums(each, rows, begin, until) for each in (one, paged))
-    seen = (torch.arange(until, device=DEVICE) < begin[..., None])[:, None].expand_as(expected)
-    assert torch.equal(expected[seen], actual[seen])
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("stored", [None, *STORED])
+def test_sums_of_keys_in_pages(stored: str | None, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "serve", lambda _: True)
+    for dtype in (torch.float32, torch.float16):
+        call = call_of(3, (4, 2), 67, 64, dtype)
+        one = evolve(call, q=call.q[:1], k=call.k[:1], v=call.v[:1])
+        there = paged(one, page) if stored is None else in_fp8(one, page, "LBHNC", *STORED[stored])
+        tiles, begin, until = before(one, 16)
+        rows = Rows.of(one.geometry, tiles, 16, 5, torch.float32)
+        actual = launch.column_sums(there, rows, begin, until)
+        assert untouched(there)
+        expected = launch.column_sums(copied(there), rows, begin, until)
+        seen = (torch.arange(until, device=DEVICE) < begin[..., None])[:, None].expand_as(expected)
+        assert torch.equal(expected[seen], actual[seen])
 
 
 @settings(max_examples=60 if CUDA else 20)

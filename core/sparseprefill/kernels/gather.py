@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseprefill.kernels.settings import FUSED
+from sparseprefill.kernels.steps import converted, factor
 
 BLOCK = 32
 
@@ -30,9 +31,7 @@ def gather_pages_kernel(
     goal = (head * length + token)[:, None] * D + d
     keep = real[:, None] & (d < D)
     x = tl.load(x_ptr + source, mask=keep)  # [BLOCK, BLOCK_D]
-    if scale_ptr is not None:
-        x = x.to(tl.float32) * tl.load(scale_ptr)
-    tl.store(out_ptr + goal, x.to(out_ptr.dtype.element_ty), mask=keep)
+    tl.store(out_ptr + goal, converted(x, factor(scale_ptr), out_ptr.dtype.element_ty), mask=keep)
 
 
 def gather_pages(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

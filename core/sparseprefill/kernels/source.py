@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.pages import Pages
+
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+"""Types to compute in, as device code names them."""
 
 
 @frozen(eq=False)
@@ -44,36 +50,61 @@ class Source:
         return (x.stride(0), x.stride(2), x.stride(1)) if self.page else strides(x)
 
 
+PASSES = 2
+"""Times that an estimate goes over keys that have to be converted, up to which they stay in their pages; if it does more
+often, they are copied first. Kernels of sampled rows go over them twice, all others once."""
+
+
 @frozen(eq=False)
 class Keys:
     """What kernels that look at keys alone, as estimators do, take for those of a call.
 
-    k: ``[B, Hkv, N, D]``, or of pages ``[pages, page, Hkv, D]``, whose last stride is 1. table: of `Pages`, else None.
-    page: tokens of a page, 0 where k is a tensor.
+    k: ``[B, Hkv, N, D]``, or of pages ``[pages, page, Hkv, D]``, whose last stride is 1. table, scale: of `Pages`, else
+    None. page: tokens of a page, 0 where k is a tensor. dtype: what kernels convert each key to as they read it, times
+    `scale`; None where k holds what it should.
     """
 
     k: Tensor
     table: Tensor | None = None
     page: int = 0
+    scale: Tensor | None = None
+    dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, call: AttentionCall) -> Keys:
-        """The call's, in their pages unless a copy is there, or they have to be converted.
+    def of(cls, call: AttentionCall, passes: int = 1) -> Keys:
+        """The call's, where they stand. passes: how often the caller's kernels go over all of them.
 
-        Passes that read keys several times would convert each as often, which takes longer than the copy.
+        Keys in pages stay there, of an fp8 cache too, which kernels convert as they read: a pass then reads half the
+        bytes of a copy, and none is written. There are three exceptions: a copy that somebody has asked for is read;
+        keys to be converted are copied for more than `PASSES`; and so are those that take fewer bytes as a copy, such as
+        float32 of which bfloat16 is asked. Kernels over token groups have reasons of their own to copy (`group_keys`).
         """
-        pages = call.pages
-        if pages is not None and not pages.converted and "k" not in pages.gathered:
-            return cls(pages.k, pages.table, pages.page)
-        return cls(call.k if call.k.stride(-1) == 1 else call.k.contiguous())
+        return cls._in_pages(call.pages, "k", passes) or cls._of_tensor(call.k)
 
     @classmethod
     def of_values(cls, call: AttentionCall) -> Keys:
-        """The call's values instead of its keys, for kernels that look at these alone."""
-        pages = call.pages
-        if pages is not None and not pages.converted and "v" not in pages.gathered:
-            return cls(pages.v, pages.table, pages.page)
-        return cls(call.v if call.v.stride(-1) == 1 else call.v.contiguous())
+        """The call's values instead of its keys, for kernels that look at these alone, in one pass."""
+        return cls._in_pages(call.pages, "v", 1) or cls._of_tensor(call.v)
+
+    @classmethod
+    def _of_tensor(cls, x: Tensor) -> Keys:
+        return cls(x if x.stride(-1) == 1 else x.contiguous())
+
+    @classmethod
+    def _in_pages(cls, pages: Pages | None, name: str, passes: int) -> Keys | None:
+        """None where a tensor is to be read."""
+        if pages is None or name in pages.gathered:
+            return None
+        x, scale = (pages.k, pages.k_scale) if name == "k" else (pages.v, pages.v_scale)
+        dtype = None if scale is None and x.dtype == pages.dtype else pages.dtype
+        if dtype is not None and (passes > PASSES or x.element_size() > dtype.itemsize):
+            return None
+        return cls(x, pages.table, pages.page, scale, dtype)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """PAGE and TYPE of a kernel: see `steps.stored_rows`."""
+        return {"PAGE": self.page, "TYPE": None if self.dtype is None else TYPES[self.dtype]}
 
     @property
     def strides(self) -> tuple[int, int, int]:

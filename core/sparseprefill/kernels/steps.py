@@ -29,9 +29,12 @@ def batch_row(b, starts_ptr, lengths_ptr, q_offset, kv_len):
 
 
 @triton.jit
-def load_rows(ptr, rows, keep, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[len(rows), BLOCK_D]: rows of a matrix by index, 0 where not kept."""
+def load_rows(ptr, rows, keep, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr = 0):
+    """[len(rows), BLOCK_D]: rows of a matrix by index, 0 where not kept. RUN: numbers that a thread loads at once, at
+    most; 0 for no limit but the hardware's."""
     dims = tl.arange(0, BLOCK_D)
+    if RUN > 0:
+        dims = tl.max_contiguous(dims, RUN)
     where = ptr + rows.to(tl.int64)[:, None] * stride + dims[None, :]
     if D == BLOCK_D:
         return tl.load(where, mask=keep[:, None], other=0.0)
@@ -39,17 +42,43 @@ def load_rows(ptr, rows, keep, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def factor(scale_ptr):
+    """The one number behind a pointer, loaded once for all steps of a program; None of None."""
+    scale = scale_ptr
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    return scale
+
+
+@triton.jit
+def converted(x, scale, TYPE: tl.constexpr):
+    """What a cache holds, as the numbers to compute with: times `scale`, in float32, unless that is None; then in TYPE,
+    unless that is. Whatever reads or copies a cache does it here, so that all of it finds the same bits."""
+    if scale is not None:
+        x = x.to(tl.float32) * scale
+    if TYPE is not None:
+        x = x.to(TYPE)
+    return x
+
+
+@triton.jit
 def stored_rows(
-    ptr, rows, keep, stride, table_ptr, stride_page, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    ptr, rows, keep, stride, table_ptr, stride_page, scale,
+    TYPE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPREAD: tl.constexpr = False,
 ):  # fmt: skip
-    """`load_rows` of a head's K or V; with PAGE > 0, row j is slot ``j % PAGE`` of page ``table[j // PAGE]``."""
+    """`load_rows` of a head's K or V, `converted`; with PAGE > 0, row j is slot ``j % PAGE`` of page ``table[j // PAGE]``.
+
+    SPREAD: numbers lie in the threads as they would if they were stored in TYPE, so that sums over them have the same
+    order, and the same bits; else a thread loads more of smaller ones.
+    """
+    RUN: tl.constexpr = 128 // TYPE.primitive_bitwidth if SPREAD and TYPE is not None else 0
     if PAGE == 0:
-        x = load_rows(ptr, rows, keep, stride, D, BLOCK_D)
+        x = load_rows(ptr, rows, keep, stride, D, BLOCK_D, RUN)
     else:
         page = tl.load(table_ptr + rows // PAGE, mask=keep, other=0).to(tl.int64)
         where = page * stride_page + (rows % PAGE).to(tl.int64) * stride
-        x = load_rows(ptr, where, keep, 1, D, BLOCK_D)
-    return x
+        x = load_rows(ptr, where, keep, 1, D, BLOCK_D, RUN)
+    return converted(x, scale, TYPE)
 
 
 @triton.jit

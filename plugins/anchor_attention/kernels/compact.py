@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import batch_row, floor_div, load_rows, stored_rows
+from sparseprefill.kernels.steps import batch_row, factor, floor_div, load_rows, stored_rows
 
 from .score import capped
 
@@ -84,16 +84,16 @@ def _append(
         "q_offset", "q_len", "block_rows", "group_rows", "words", "first_key", "init", "base_group", "total",
         "heads", "kv_group",
     ),
-    do_not_specialize_on_alignment=("table_ptr",),
+    do_not_specialize_on_alignment=("table_ptr", "k_scale_ptr"),
 )  # fmt: skip
 def compact_kernel(
-    k_ptr, table_ptr, pooled_ptr, anchor_ptr, starts_ptr, flags_ptr, counts_ptr, offsets_ptr, indices_ptr,
+    k_ptr, table_ptr, k_scale_ptr, pooled_ptr, anchor_ptr, starts_ptr, flags_ptr, counts_ptr, offsets_ptr, indices_ptr,
     stride_kb, stride_kh, stride_kn,
     scale, softcap, theta, q_offset, q_len, block_rows, group_rows, words, first_key, init, base_group, total,
     heads, kv_group,
     BLOCK: tl.constexpr, STEP: tl.constexpr, STEP_P: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Alg. 2's stripe lists: settles the keys that are too close to call in float32, then lists all that are selected.
 
@@ -122,7 +122,8 @@ def compact_kernel(
         unsure = _append(list_ptr, unsure, mine, w, init, end, first_key, WORD, WORD, WORDS)
     if unsure > 0:
         tl.debug_barrier()
-        dtype: tl.constexpr = k_ptr.dtype.element_ty
+        dtype: tl.constexpr = k_ptr.dtype.element_ty if TYPE is None else TYPE
+        k_scale = factor(k_scale_ptr)
         k_base = k_ptr + b.to(tl.int64) * stride_kb + (h // kv_group).to(tl.int64) * stride_kh
         number = tl.arange(0, STEP_P)
         block = group * STEP - floor_div(first, BLOCK) + number
@@ -134,7 +135,7 @@ def compact_kernel(
             some = j + tl.arange(0, BLOCK_N) < unsure
             key = tl.load(list_ptr + j + tl.arange(0, BLOCK_N), mask=some, other=0, cache_modifier=".cg")
             k = stored_rows(
-                k_base, key + start, some, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D
+                k_base, key + start, some, stride_kn, table_ptr, stride_kb, k_scale, TYPE, PAGE, D, BLOCK_D
             )  # [BLOCK_N, BLOCK_D]
             near = _near(k, blocks, scale, softcap, theta, SOFTCAP, PRECISION)
             if not once:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import batch_row, floor_div, stored_rows
+from sparseprefill.kernels.steps import batch_row, factor, floor_div, stored_rows
 
 
 @triton.jit
@@ -25,15 +25,15 @@ def best(x, BLOCK_M: tl.constexpr, SETS: tl.constexpr, STEP_P: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=("q_offset", "kv_len", "group_rows", "tiles", "words", "first_key", "heads", "kv_group", "parts"),
-    do_not_specialize_on_alignment=("table_ptr",),
+    do_not_specialize_on_alignment=("table_ptr", "k_scale_ptr"),
 )
 def score_kernel(
-    k_ptr, table_ptr, high_ptr, high_desc, limit_ptr, slack_ptr, starts_ptr, flags_ptr,
+    k_ptr, table_ptr, k_scale_ptr, high_ptr, high_desc, limit_ptr, slack_ptr, starts_ptr, flags_ptr,
     stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, kv_len, group_rows, tiles, words, first_key, heads, kv_group, parts,
     GROUP: tl.constexpr, STEP_P: tl.constexpr, CHUNKS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     WORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Alg. 2's difference test, ``anchor - logit <= theta`` (eq. 2), with a bound on what rounding to 16 bits can change.
 
@@ -49,7 +49,9 @@ def score_kernel(
     key = first_key + tl.program_id(0) * BLOCK_M
     at = key + start + tl.arange(0, BLOCK_M)
     k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
-    k = stored_rows(k_base, at, at < kv_len, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    k = stored_rows(
+        k_base, at, at < kv_len, stride_kn, table_ptr, stride_kb, factor(k_scale_ptr), TYPE, PAGE, D, BLOCK_D
+    )  # [BLOCK_M, BLOCK_D]
     wide = k.to(tl.float32)
     norm = tl.sqrt(tl.sum(wide * wide, 1))
     rounded = k.to(high_ptr.dtype.element_ty)

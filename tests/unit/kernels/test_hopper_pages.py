@@ -74,7 +74,7 @@ REFUSED = {
 @pytest.mark.parametrize("page", [16, 128])
 @pytest.mark.parametrize("fp8", launch.FORMATS, ids=str)
 def test_takes_fp8_unless_steps_may_be_left_out(fp8: torch.dtype, page: int) -> None:
-    given = in_fp8(call(), page, fp8=fp8)
+    given = in_fp8(call(), page, stored=fp8)
     mask = SparseMask.full(given, 128)
     assert launch.objection(given, mask) is None
     assert "float8" in launch.objection(given, mask, skips=True)

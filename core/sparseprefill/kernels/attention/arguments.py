@@ -39,7 +39,8 @@ class Cache(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One KV head of K or V, ``[Nkv, D]``. ptr: its first row; stride_page: used with a table alone."""
+    """One KV head of K or V, ``[Nkv, D]``. ptr: its first row; stride_page: used with a table alone. scale: the factor
+    on what pages hold, itself and no pointer, or None."""
 
     ptr: Any
     stride: Any
@@ -163,10 +164,5 @@ class Rows(NamedTuple):
 
 @triton.jit
 def load_keys(x, rows, keep, TYPE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[len(rows), BLOCK_D]: rows of a `Head`, 0 where not kept; those of pages scaled and converted to TYPE."""
-    y = stored_rows(x.ptr, rows, keep, x.stride, x.table, x.stride_page, PAGE, D, BLOCK_D)  # [len(rows), BLOCK_D]
-    if PAGE > 0:
-        if x.scale is not None:
-            y = y.to(tl.float32) * tl.load(x.scale)
-        y = y.to(TYPE)
-    return y
+    """[len(rows), BLOCK_D]: rows of a `Head`, 0 where not kept, scaled and converted to TYPE."""
+    return stored_rows(x.ptr, rows, keep, x.stride, x.table, x.stride_page, x.scale, TYPE, PAGE, D, BLOCK_D)

@@ -13,6 +13,7 @@ from sparseprefill.kernels.steps import (
     batch_row,
     count_up_to,
     crossing_steps,
+    factor,
     floor_div,
     load_rows,
     masked_step,
@@ -47,8 +48,8 @@ def attend(
 
     k_base = keys.ptr + b.to(tl.int64) * keys.stride_b + kv_head.to(tl.int64) * keys.stride_h
     v_base = values.ptr + b.to(tl.int64) * values.stride_b + kv_head.to(tl.int64) * values.stride_h
-    k_head = Head(k_base, keys.stride_n, keys.table, keys.stride_b, keys.scale)
-    v_head = Head(v_base, values.stride_n, values.table, values.stride_b, values.scale)
+    k_head = Head(k_base, keys.stride_n, keys.table, keys.stride_b, factor(keys.scale))
+    v_head = Head(v_base, values.stride_n, values.table, values.stride_b, factor(values.scale))
     q_base = queries.ptr + b.to(tl.int64) * queries.stride_b + h.to(tl.int64) * queries.stride_h
     q = load_rows(q_base, row, real, queries.stride_n, S.D, S.BLOCK_D)  # [BLOCK_M, BLOCK_D]
     out_row = bh.to(tl.int64) * sizes.q_len + row

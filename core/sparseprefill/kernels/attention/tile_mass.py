@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sparseprefill.kernels.attention.arguments import Head, load_keys
-from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div, load_rows, logits
+from sparseprefill.kernels.steps import LOG2E, batch_row, factor, floor_div, load_rows, logits
 
 
 @triton.jit(
@@ -40,7 +40,7 @@ def tile_mass_fwd_kernel(
         return
     share = 1.0 / (bottom - top).to(tl.float32)
     k_base = k_ptr + b.to(tl.int64) * stride_kb + (h // kv_group).to(tl.int64) * stride_kh
-    keys = Head(k_base, stride_kn, table_ptr, stride_kb, k_scale_ptr)
+    keys = Head(k_base, stride_kn, table_ptr, stride_kb, factor(k_scale_ptr))
     q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     row_of_lists = bh.to(tl.int64) * tile_rows + row
     list_ptr = tile_indices_ptr + tl.load(tile_offsets_ptr + row_of_lists)

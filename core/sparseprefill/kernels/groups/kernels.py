@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import batch_row, floor_div
+from sparseprefill.kernels.steps import batch_row, converted, floor_div
 
 RUNTIME = ("q_shift", "q_offset", "q_len", "kv_len", "tiles", "skipped", "base", "heads", "kv_group", "rows", "columns")
 """Arguments that change with the length: kernels must not be specialised on their values."""
@@ -21,14 +21,15 @@ RUNTIME = ("q_shift", "q_offset", "q_len", "kv_len", "tiles", "skipped", "base",
 class Operands(NamedTuple):
     """Where a launch reads queries and keys.
 
-    Pointers, and the table of pages, None for keys in a tensor; tensor descriptors ``[B, H, SIZE, groups, D]``, or
-    None. Strides of batch row (of k, in pages, that of pages), head and row. q_shift: the query group that descriptors
-    begin with.
+    Pointers, and the table of pages, None for keys in a tensor; the factor on what pages hold, or None; tensor
+    descriptors ``[B, H, SIZE, groups, D]``, or None. Strides of batch row (of k, in pages, that of pages), head and
+    row. q_shift: the query group that descriptors begin with.
     """
 
     q_ptr: Any
     k_ptr: Any
     table_ptr: Any
+    k_scale: Any
     q_desc: Any
     k_desc: Any
     stride_qb: Any
@@ -129,6 +130,7 @@ def _operands(
             k = tl.load(k_row + page[:, None] * x.stride_kb + in_page, mask=k_real, other=0.0)
         else:
             k = tl.load(k_row + (other * x.stride_kn + entry), mask=k_real, other=0.0)  # [BLOCK_N, BLOCK_K]
+        k = converted(k, x.k_scale, q.dtype)
     return q, k
 
 

@@ -136,7 +136,7 @@ class GroupTiles:
         tiles = sum((base + row) // ratio + 1 for row in rows)
         pairs = geometry.batch * geometry.heads
         arguments = (
-            self.q, keys.k, keys.table, *descriptors, geometry.starts, geometry.lengths,
+            self.q, keys.k, keys.table, keys.scale, *descriptors, geometry.starts, geometry.lengths,
             *strides(self.q), *keys.strides, -(-geometry.q_offset // self.size),
             geometry.q_offset, geometry.q_len, geometry.kv_len, tiles, rows.start, base, geometry.heads, call.group,
         )  # fmt: skip
@@ -181,8 +181,8 @@ def group_keys(call: AttentionCall, size: int, *, tma: bool) -> Keys:
 
     Pages serve where groups of `size` tokens lie within one or fill several, so not where groups may begin or end
     inside a page, by its size or by `starts`; and not where `Keys.of` says so. tma: whether tensors are read by
-    descriptors, which cannot follow a table: queries that read all keys often, as those of a whole prompt do, then gain
-    more by them than a copy costs.
+    descriptors, which can neither follow a table nor convert: queries that read all keys often, as those of a whole
+    prompt do, then gain more by them than a copy costs.
     """
     pages = call.pages
     if pages is not None:

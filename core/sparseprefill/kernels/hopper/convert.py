@@ -50,10 +50,9 @@ def hand_over(raw, smem, ready, shape):
     asm: gl.constexpr = widening(shape.FP8, smem.dtype.name)
     block: gl.constexpr = words_layout(shape.BLOCK_N, WORDS)
     pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    # Slices of all: Triton 3.6 does not compile loads and stores of what was reinterpreted without one.
-    x = raw.slice(0, shape.BLOCK_N, dim=0).load(block)  # [BLOCK_N, WORDS]
+    x = raw.load(block)  # [BLOCK_N, WORDS]
     first, last = gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
-    stage = reinterpret(smem, gl.int32, [shape.BLOCK_N, 2 * WORDS], pairs).slice(0, shape.BLOCK_N, dim=0)
+    stage = reinterpret(smem, gl.int32, [shape.BLOCK_N, 2 * WORDS], pairs)
     stage.store(gl.join(first, last).reshape([shape.BLOCK_N, 2 * WORDS]))
     fence_async_shared()
     barrier()

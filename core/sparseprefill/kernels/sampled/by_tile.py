@@ -13,7 +13,7 @@ from torch.nn import functional
 from sparseprefill.kernels.sampled.launch import block, capability, settings
 from sparseprefill.kernels.settings import cdiv
 from sparseprefill.kernels.source import Keys, strides
-from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, logits, stored_rows
+from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, logits, stored_rows
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -34,7 +34,7 @@ RUNTIME = (
     "sixteens",
     "window",
 )
-UNALIGNED = ("table_ptr",)
+UNALIGNED = ("table_ptr", "k_scale_ptr")
 BIG = tl.constexpr(1 << 30)
 
 
@@ -54,7 +54,7 @@ def _lse(m, l):  # noqa: E741
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
 def row_tiles_kernel(
-    q_ptr, k_ptr, table_ptr, rows_ptr, real_ptr, starts_ptr, keys_ptr, line_ptr, every_ptr, kept_ptr,
+    q_ptr, k_ptr, table_ptr, k_scale_ptr, rows_ptr, real_ptr, starts_ptr, keys_ptr, line_ptr, every_ptr, kept_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, kv_len, count, kv_heads, kv_group, blocks, columns, each, lines, sixteens, window,
     TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -93,6 +93,7 @@ def row_tiles_kernel(
     if line_ptr is not None:
         line_of = tl.load(line_ptr + place, mask=inside, other=0)  # [BLOCK_R]
         of_keys = (b * kv_heads * kv_group + head).to(tl.int64) * lines + line_of
+    k_scale = factor(k_scale_ptr)
     key = tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * each
     for tile in tl.range(first, tl.minimum(first + each, columns)):
@@ -108,7 +109,7 @@ def row_tiles_kernel(
             at = begin + j + key
             there = (j + key < TILE) & (at + start < kv_len)
             k = stored_rows(
-                k_base, at + start, there, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D
+                k_base, at + start, there, stride_kn, table_ptr, stride_kb, k_scale, q.dtype, PAGE, D, BLOCK_D
             )  # [BLOCK_N, BLOCK_D]
             seen = (at[None, :] <= position[:, None]) & real[:, None] & there[None, :]  # [BLOCK_R, BLOCK_N]
             if WINDOW:
@@ -152,7 +153,7 @@ def tile_lse(
         held, line = held.contiguous().view(torch.uint8), None if line is None else line.contiguous()
     lines, sixteens = (0, 0) if held is None else (held.shape[2], held.shape[3] // 16)
     row_tiles_kernel[geometry.batch * call.kv_heads * blocks, cdiv(columns, each)](
-        q, k.k, k.table, rows.contiguous(), real.contiguous().view(torch.uint8), geometry.starts,
+        q, k.k, k.table, k.scale, rows.contiguous(), real.contiguous().view(torch.uint8), geometry.starts,
         held, line, every, every if kept is None else kept,
         *strides(q), *k.strides, call.softmax_scale * LOG2E.value, call.softcap or 0.0,
         geometry.q_offset, geometry.kv_len, count, call.kv_heads, call.group, blocks, columns, each, lines, sixteens,

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, floor_div, load_rows, logits, stored_rows
+from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, floor_div, load_rows, logits, stored_rows
 
 RUNTIME = ("q_offset", "kv_len", "count", "heads", "kv_group", "samples", "parts", "chunk", "window")
-UNALIGNED = ("table_ptr",)
+UNALIGNED = ("table_ptr", "k_scale_ptr")
 BIG = tl.constexpr(1 << 30)
 
 
@@ -87,7 +87,7 @@ def _seen(at, position, real, window, WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
 def sampled_lse_kernel(
-    q_ptr, k_ptr, table_ptr, rows_ptr, real_ptr, starts_ptr, partial_ptr,
+    q_ptr, k_ptr, table_ptr, k_scale_ptr, rows_ptr, real_ptr, starts_ptr, partial_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, kv_len, count, heads, kv_group, samples, parts, chunk, window,
     ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -107,10 +107,13 @@ def sampled_lse_kernel(
     q = load_rows(q_base, rows.index, rows.real, stride_qn, D, BLOCK_D)  # [BLOCK_R, BLOCK_D]
     m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_R], tl.float32)  # noqa: E741
+    k_scale = factor(k_scale_ptr)
     key = tl.arange(0, BLOCK_N)
     for j in tl.range(first, unmasked, BLOCK_N):
         at = j + rows.start + key
-        k = stored_rows(k_base, at, key >= 0, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        k = stored_rows(
+            k_base, at, key >= 0, stride_kn, table_ptr, stride_kb, k_scale, q.dtype, PAGE, D, BLOCK_D
+        )  # [BLOCK_N, BLOCK_D]
         if SOFTCAP:
             s = logits(q, k, scale, softcap, SOFTCAP, PRECISION)  # [BLOCK_R, BLOCK_N]
             m_new = tl.maximum(m, tl.max(s, 1))
@@ -125,8 +128,9 @@ def sampled_lse_kernel(
         m = m_new
     for j in tl.range(unmasked, stop, BLOCK_N, num_stages=1):
         at = j + key
+        index = at + rows.start
         k = stored_rows(
-            k_base, at + rows.start, at + rows.start < kv_len, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D
+            k_base, index, index < kv_len, stride_kn, table_ptr, stride_kb, k_scale, q.dtype, PAGE, D, BLOCK_D
         )  # [BLOCK_N, BLOCK_D]
         keep = _seen(at[None, :], rows.position[:, None], rows.real[:, None], window, WINDOW)  # [BLOCK_R, BLOCK_N]
         s = tl.where(keep, logits(q, k, scale, softcap, SOFTCAP, PRECISION), float("-inf"))
@@ -182,7 +186,7 @@ def _store_shares(near_ptr, far_ptr, at, p, distance, SLASH: tl.constexpr, ROWS:
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
 def sampled_mass_kernel(
-    q_ptr, k_ptr, table_ptr, rows_ptr, real_ptr, starts_ptr, lse_ptr, shares_ptr,
+    q_ptr, k_ptr, table_ptr, k_scale_ptr, rows_ptr, real_ptr, starts_ptr, lse_ptr, shares_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, kv_len, count, heads, kv_group, samples, parts, chunk, window,
     SLASH: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -207,6 +211,7 @@ def sampled_mass_kernel(
     near_ptr = shares_ptr + tl.program_id(0).to(tl.int64) * 2 * tl.num_programs(1) * chunk
     far_ptr = near_ptr + tl.num_programs(1).to(tl.int64) * chunk
     origin = tl.min(rows.position, 0)
+    k_scale = factor(k_scale_ptr)
     key = tl.arange(0, BLOCK_N)
     zero = tl.zeros([BLOCK_N], tl.float32)
     for j in tl.range(begin, tl.minimum(first, begin + chunk), BLOCK_N):
@@ -214,13 +219,16 @@ def sampled_mass_kernel(
         tl.store(far_ptr + j + key, zero)
     for j in tl.range(first, unmasked, BLOCK_N):
         at = j + key
-        k = stored_rows(k_base, at + rows.start, key >= 0, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
+        k = stored_rows(
+            k_base, at + rows.start, key >= 0, stride_kn, table_ptr, stride_kb, k_scale, q.dtype, PAGE, D, BLOCK_D
+        )  # [BLOCK_N, BLOCK_D]
         p = tl.math.exp2(logits(k, q, scale, softcap, SOFTCAP, PRECISION) - lse[None, :])  # [BLOCK_N, BLOCK_R]
         _store_shares(near_ptr, far_ptr, at, p, origin - at, SLASH, ROWS, BLOCK_R)
     for j in tl.range(unmasked, stop, BLOCK_N, num_stages=1):
         at = j + key
+        index = at + rows.start
         k = stored_rows(
-            k_base, at + rows.start, at + rows.start < kv_len, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D
+            k_base, index, index < kv_len, stride_kn, table_ptr, stride_kb, k_scale, q.dtype, PAGE, D, BLOCK_D
         )  # [BLOCK_N, BLOCK_D]
         keep = _seen(at[:, None], rows.position[None, :], rows.real[None, :], window, WINDOW)  # [BLOCK_N, BLOCK_R]
         p = tl.math.exp2(logits(k, q, scale, softcap, SOFTCAP, PRECISION) - lse[None, :])  # [BLOCK_N, BLOCK_R]

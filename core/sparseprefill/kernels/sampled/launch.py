@@ -80,7 +80,7 @@ def _round(
     geometry, (for_lse, for_mass) = call.geometry, chosen
     batch, samples, count = rows.shape
     heads, width, size = geometry.heads, call.q.shape[-1], geometry.kv_len
-    q, keys = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call)
+    q, keys = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call, passes=2)
     rows, real = rows.contiguous(), real.contiguous().view(torch.uint8)
     parts = cdiv(count, part)
     programs = batch * samples * heads * parts
@@ -103,13 +103,13 @@ def _round(
     }  # fmt: skip
     grid = (programs, chunks)
     sampled_lse_kernel[grid](
-        q, keys.k, keys.table, rows, real, geometry.starts, partial, *numbers, **flags, **for_lse.options
+        q, keys.k, keys.table, keys.scale, rows, real, geometry.starts, partial, *numbers, **flags, **for_lse.options
     )
     sampled_merge_kernel[batch * samples * heads, cdiv(count, 128)](
         partial, lse, count, chunks, heads, samples, BLOCK_C=32, BLOCK_R=128, **FUSED
     )
     sampled_mass_kernel[grid](
-        q, keys.k, keys.table, rows, real, geometry.starts, lse, shares, *numbers,
+        q, keys.k, keys.table, keys.scale, rows, real, geometry.starts, lse, shares, *numbers,
         SLASH=slash, **flags, **for_mass.options,
     )  # fmt: skip
     runs = {f"{name}_{key}": x for name, run in (("COLUMN", column), ("SLASH", slash)) for key, x in _run(run)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Keys
-from sparseprefill.kernels.steps import batch_row, stored_rows
+from sparseprefill.kernels.steps import batch_row, factor, stored_rows
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -22,12 +22,13 @@ ROWS = 32
 
 @triton.jit(
     do_not_specialize=("end", "kv_len", "columns", "heads", "kept_columns", "kept"),
-    do_not_specialize_on_alignment=("table_ptr",),
+    do_not_specialize_on_alignment=("table_ptr", "scale_ptr"),
 )  # fmt: skip
 def key_means_kernel(
-    k_ptr, table_ptr, starts_ptr, lengths_ptr, kept_ptr, mean_ptr, stride_kb, stride_kh, stride_kn,
+    k_ptr, table_ptr, scale_ptr, starts_ptr, lengths_ptr, kept_ptr, mean_ptr, stride_kb, stride_kh, stride_kn,
     end, kv_len, columns, heads, kept_columns, kept,
     TILE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
     """mean ``[batch, heads, columns, D]``: average pooling of keys, as FlexPrefill's Algorithm 4 takes it.
 
@@ -46,11 +47,14 @@ def key_means_kernel(
         low = column * TILE
         top = tl.minimum(tl.minimum(low + TILE, end - start), length)
         k_base = k_ptr + b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
+        scale = factor(scale_ptr)
         total = tl.zeros([ROWS, BLOCK_D], tl.float32)
         for row in tl.range(low, low + TILE, ROWS):
             at = row + tl.arange(0, ROWS)
-            k = stored_rows(k_base, at + start, at < top, stride_kn, table_ptr, stride_kb, PAGE, D, BLOCK_D)
-            total += k.to(tl.float32)  # [ROWS, BLOCK_D]
+            k = stored_rows(
+                k_base, at + start, at < top, stride_kn, table_ptr, stride_kb, scale, TYPE, PAGE, D, BLOCK_D, True
+            )  # [ROWS, BLOCK_D]
+            total += k.to(tl.float32)
         mean = tl.sum(total, 0) / tl.maximum(top - low, 1).to(tl.float32)
         tl.store(mean_ptr + dims, mean, mask=dims < D)
 
@@ -62,11 +66,14 @@ def key_means(call: AttentionCall, tile: int, kept: Tensor | None = None, tiles:
     """
     geometry, keys = call.geometry, Keys.of(call)
     columns, width = geometry.tile_columns(tile), call.q.shape[3]
+    # A float32 key that is scaled must round before it is added, as its copy does: there is no other product here.
+    fused = {**FUSED, "enable_fp_fusion": keys.scale is None}
     mean = torch.empty(geometry.batch, call.kv_heads, columns, width, dtype=torch.float32, device=geometry.device)
     key_means_kernel[(columns, geometry.batch * call.kv_heads)](
-        keys.k, keys.table, geometry.starts, geometry.lengths, mean if kept is None else kept, mean, *keys.strides,
-        geometry.q_offset + geometry.q_len, geometry.kv_len, columns, call.kv_heads,
+        keys.k, keys.table, keys.scale, geometry.starts, geometry.lengths, mean if kept is None else kept, mean,
+        *keys.strides, geometry.q_offset + geometry.q_len, geometry.kv_len, columns, call.kv_heads,
         columns if kept is None else kept.shape[2], tiles,
-        TILE=tile, ROWS=ROWS, D=width, BLOCK_D=triton.next_power_of_2(width), PAGE=keys.page, num_warps=4, **FUSED,
+        TILE=tile, ROWS=ROWS, D=width, BLOCK_D=triton.next_power_of_2(width), num_warps=4, **keys.flags,
+        **fused,
     )  # fmt: skip
     return mean
