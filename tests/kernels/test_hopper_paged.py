@@ -91,6 +91,20 @@ def test_nan_and_infinity_of_v_reach_only_the_rows_that_see_them(value: float, p
     assert untouched(call)
 
 
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied because it would be read often."""
+    monkeypatch.setattr("sparseprefill.kernels.hopper.launch.COPY", 0)
+
+
+def test_a_short_prompt_over_fp8_is_copied() -> None:
+    call = in_fp8(make(torch.bfloat16, 128, (700, 1300, 4)), 16)
+    mask = mixed(call, (128, 128))
+    check(call, Plan(mask), mask.to_dense(), truth=wide(call))
+    assert call.pages is not None
+    assert call.pages.gathered == {"k", "v"}
+
+
 def wide(call: AttentionCall) -> AttentionCall:
     """The call with keys and values of an fp8 cache as float32, which holds them exactly but for their scale."""
     assert call.pages is not None
@@ -104,6 +118,7 @@ def check_fp8(call: AttentionCall, plan: Plan) -> None:
     assert untouched(call)
 
 
+@pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize(("layout", "page"), [("LBNHC", 16), ("LBHNC", 128)])
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -119,6 +134,7 @@ def test_an_fp8_cache_is_read_in_place(
             check_fp8(call, Plan(mask))
 
 
+@pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("page", PAGES)
 def test_an_fp8_cache_without_scales(page: int) -> None:
     call = in_fp8(make(torch.bfloat16, 128, (700, 1300, 4)), page, scales=None)
@@ -126,6 +142,7 @@ def test_an_fp8_cache_without_scales(page: int) -> None:
         check_fp8(call, Plan(mask))
 
 
+@pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("page", PAGES)
 def test_offsets_lengths_and_sinks_over_fp8(page: int) -> None:
     lengths = torch.tensor([901], dtype=torch.int32, device="cuda")
@@ -135,6 +152,7 @@ def test_offsets_lengths_and_sinks_over_fp8(page: int) -> None:
         check_fp8(call, Plan(mask))
 
 
+@pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("width", [64, 256])
 @pytest.mark.parametrize("scales", [(2.0, 0.5), (0.37, 0.021)], ids=str)
 def test_states_over_fp8_are_resumed(scales: tuple[float, float], width: int) -> None:
@@ -146,6 +164,7 @@ def test_states_over_fp8_are_resumed(scales: tuple[float, float], width: int) ->
     assert untouched(call)
 
 
+@pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize(("fp8", "value"), [(FP8[0], math.nan), (FP8[1], math.nan), (FP8[1], math.inf)], ids=str)
 def test_nan_and_infinity_of_fp8_reach_only_the_rows_that_see_them(fp8: torch.dtype, value: float) -> None:
     for at in ("k", "v"):
@@ -158,6 +177,7 @@ def test_nan_and_infinity_of_fp8_reach_only_the_rows_that_see_them(fp8: torch.dt
         assert untouched(call)
 
 
+@pytest.mark.usefixtures("in_place")
 def test_every_number_of_fp8_is_converted_exactly() -> None:
     """One key a row: its value comes out as it is."""
     for fp8 in FP8:
@@ -173,6 +193,7 @@ def test_every_number_of_fp8_is_converted_exactly() -> None:
             assert untouched(call)
 
 
+@pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("kind", ["tiles", "stripes", "both", "full"])
 def test_long_calls_over_fp8_match_those_of_tensors(kind: str) -> None:
     """Many items a program, long lists, a chunk behind a cached prefix."""

@@ -27,6 +27,10 @@ def register(app: typer.Typer) -> None:
 
 def pages(
     length: Annotated[int, typer.Option(min=16, help="Tokens of the prompt.")] = 131072,
+    new: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many of them, the last, are queries behind cached ones; all by default."),
+    ] = None,
     mask: Annotated[
         list[str] | None,
         typer.Option(help="full, tiles:SHARE or stripes:SHARE; repeat for several."),
@@ -36,6 +40,7 @@ def pages(
     ] = None,
     settings: options.Set = None,
     page: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a page; repeat for several.")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="LBNHC or LBHNC, vLLM's names; repeat for both.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, fewer where they take long.")] = 10,
     seconds: Annotated[float, typer.Option(min=0.01, help="That one piece of work may take in all.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Chooses inputs, masks and the order of the pages.")] = 0,
@@ -48,7 +53,7 @@ def pages(
     """Time one layer that reads keys and values through a block table, next to contiguous tensors. Needs no vLLM."""
     place = Place.of("auto", "auto", 1)
     files = Files(markdown=markdown, json=json)
-    shape = Shape(length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=place.dtype_name)
+    shape = Shape(length=length, new=new, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=place.dtype_name)
     chosen = options.contenders(method or (), settings or (), gate=False)
     masks = mask or (() if chosen else MASKS)
     for text in masks:
@@ -60,7 +65,7 @@ def pages(
     sheet = Sheet(form(shape, place.device), files, asked, place.device)
     cases = [
         Case(**work, page=size, cache=cache, layout=layout)
-        for work, size, cache, layout in product(works, page or PAGES, CACHES, LAYOUTS)
+        for work, size, cache, layout in product(works, page or PAGES, CACHES, layout or LAYOUTS)
     ]
     with bars(len(cases)) as shown, place.threaded(), Stop() as stop:
         for case in cases:

@@ -143,6 +143,24 @@ def test_where_every_key_is_read_a_copy_pays_sooner(rows: int, copied: bool) -> 
     assert not launch.better_copied(given, SparseMask.from_tiles(given, one, 128)), "of other masks nobody knows"
 
 
+@pytest.mark.parametrize(
+    ("rows", "tiles", "copied"), [(8, True, True), (7, True, False), (32, False, True), (31, False, False)]
+)
+@pytest.mark.parametrize("page", [16, 128])
+def test_an_fp8_cache_is_copied_where_its_keys_are_read_often(page: int, rows: int, tiles: bool, copied: bool) -> None:
+    given = in_fp8(long(rows, 512), page)
+    one = torch.ones(1, dtype=torch.bool)
+    made = SparseMask.from_tiles(given, one, 128), SparseMask.from_stripes(given, one, 64, diagonal=False)
+    assert launch.better_copied(given, made[0] if tiles else made[1]) is copied
+
+
+def test_a_large_fp8_cache_is_never_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = in_fp8(long(512, 512), 16)
+    assert launch.better_copied(given, SparseMask.full(given, 128))
+    monkeypatch.setattr(launch, "COPY", 2 * 2 * 512 * 64 - 1)
+    assert not launch.better_copied(given, SparseMask.full(given, 128))
+
+
 def test_more_than_a_gigabyte_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     given = paged(long(LONG // 8, LONG), 16)
     mask = SparseMask.full(given, 128)

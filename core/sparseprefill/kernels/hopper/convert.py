@@ -138,7 +138,7 @@ def produce_converted(ring, raw, work, sizes, mask, cache, shape):
                 where = rows_at(following, cache.table, sizes.kv_len, cache, shape)
                 following = keys_at(j + AHEAD + 1, tiles, seen, tile_ptr, stripe_ptr, number, shape)
                 at = keys_at(j, tiles, seen, tile_ptr, stripe_ptr, number, shape)
-                if mask.stripes.indices is not None:
+                if mask.stripes.indices is not None:  # noqa: SIM102 - the first is known when this is compiled
                     if j >= tiles + unmasked:
                         keep = (j - tiles) * BLOCK_N + number < seen
                         if mask.bitmap is not None:

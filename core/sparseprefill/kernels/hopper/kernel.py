@@ -107,7 +107,17 @@ def hopper_attention_fwd_kernel(
     if v_scale_ptr is not None:
         v_scale = gl.load(v_scale_ptr)
     outputs = Outputs(
-        out_ptr, lse_ptr, state, nonfinite_ptr, sinks_ptr, v_scale, stride_ob, stride_oh, stride_on, stride_lb, stride_lh
+        out_ptr,
+        lse_ptr,
+        state,
+        nonfinite_ptr,
+        sinks_ptr,
+        v_scale,
+        stride_ob,
+        stride_oh,
+        stride_on,
+        stride_lb,
+        stride_lh,
     )
     if FP8 is None:
         gl.warp_specialize(

@@ -48,6 +48,8 @@ LONG, COPY = 1 << 15, 1 << 30
 many pieces (docs/performance.md)."""
 READS, READS_OF_ALL = 8, 64
 """Keys for each query row up to which it does: of sparse masks, and of those that read every key for every row."""
+READS_FP8 = 16, 64
+"""The same over an fp8 cache, whatever its pages: of stripes alone, and of masks with tiles."""
 FEW_BLOCKS = 128
 """Query blocks of a head up to which their order is looked at (see `_order`)."""
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -105,14 +107,20 @@ def _pages_objection(call: AttentionCall, pages: Pages, skips: bool) -> str | No
 
 
 def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
-    """Whether a copy of K and V serves the call sooner than their pages: tiles of long prompts, whose keys are read
-    often, in pages that take several loads a step. Rows of stripes are gathered one by one from wherever they stand."""
+    """Whether a copy of K and V serves the call sooner than their pages, and is not too large: where keys are read often.
+
+    That goes for tiles of long prompts, in pages that take several loads a step; rows of stripes are gathered one by one
+    from wherever they stand. Of an fp8 cache it goes for both, since each read converts.
+    """
     pages, width = call.pages, call.q.shape[3]
-    if pages is None or pages.k.dtype in FORMATS or pages.page >= min(mask.tile_k, BLOCK_N[width]) or not mask.has_tiles:
+    if pages is None or 2 * call.kv_heads * call.kv_len * width * call.q.element_size() > COPY:
         return False
-    held = 2 * call.kv_heads * call.kv_len * width * call.q.element_size()
+    if pages.k.dtype in FORMATS:
+        return call.q.shape[2] * READS_FP8[mask.has_tiles] >= call.kv_len
+    if pages.page >= min(mask.tile_k, BLOCK_N[width]) or not mask.has_tiles:
+        return False
     reads = READS_OF_ALL if mask.tiles is not None and mask.tiles.whole else READS
-    return call.kv_len >= LONG and call.q.shape[2] * reads >= call.kv_len and held <= COPY
+    return call.kv_len >= LONG and call.q.shape[2] * reads >= call.kv_len
 
 
 def launch(
