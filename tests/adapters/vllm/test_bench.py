@@ -220,6 +220,24 @@ def test_pages_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert {"full": 1.0}.items() <= {row["work"]: row["density"] for row in rows}.items()
 
 
+def test_pages_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = ("--new", "32", "--layout", "LBNHC", "--page", "16", "--mask", "full")
+    result = invoke("pages", *SMALL, *asked, "--json", str(tmp_path / "a.json"))
+    assert 0 == result.exit_code, result.output
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert 32 == found["shape"]["new"]
+    assert [("model", "LBNHC"), ("fp8", "LBNHC")] == [(row["cache"], row["layout"]) for row in found["rows"]]
+    assert all(row["difference"] == 0.0 and row["error"] is None for row in found["rows"])
+
+
+@pytest.mark.parametrize(("asked", "said"), [(("--layout", "NHD"), "LBHNC"), (("--new", "100000"), "at most")])
+def test_pages_refuses_what_there_is_not(asked: tuple[str, str], said: str) -> None:
+    result = invoke("pages", *SMALL, *asked)
+    assert 0 != result.exit_code
+    assert said in " ".join(result.output.split()) + str(result.exception)
+
+
 def test_estimates_over_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked = ("--method", "bfla", "--method", "share-prefill", "--set", "bfla.group=8", "--page", "16")
