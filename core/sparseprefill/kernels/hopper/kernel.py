@@ -21,6 +21,15 @@ RUNTIME = (
 tuple."""
 
 
+@gluon.jit
+def fill(ring, raw, work, sizes, mask, cache, skip, shape):
+    """The producer that the cache needs."""
+    if shape.FP8 is None:
+        produce(ring, work, sizes, mask, cache, skip, shape)
+    else:
+        produce_converted(ring, raw, work, sizes, mask, cache, shape)
+
+
 @gluon.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("table_ptr",))
 def hopper_attention_fwd_kernel(
     q_desc, k_desc, v_desc, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, sinks_ptr,
@@ -43,9 +52,9 @@ def hopper_attention_fwd_kernel(
     apart, and products that overlap with softmax, are FlashAttention-3's (Shah et al., 2024, Algorithms 1 and 2); lists
     of tiles and stripes, pages, and the scheduler are ours. How the roles talk is told in `arguments`.
 
-    What a call lacks is None. FP8: see `Shape`; another producer then takes the place of the first. REGISTERS: per thread of consumer, producer, scheduler. DEFER: where steps may be left out
-    (`below_ptr`), values of tiles are fetched when a consumer has said that it wants them. With `requests_ptr` batch rows
-    are requests, each with sizes, lists and pages of its own: see `requests`.
+    What a call lacks is None. FP8: see `Shape`. REGISTERS: per thread of consumer, producer, scheduler. DEFER: where
+    steps may be left out (`below_ptr`), values of tiles are fetched when a consumer has said that it wants them. With
+    `requests_ptr` batch rows are requests, each with sizes, lists and pages of its own: see `requests`.
     """
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -119,25 +128,13 @@ def hopper_attention_fwd_kernel(
         stride_lb,
         stride_lh,
     )
-    if FP8 is None:
-        gl.warp_specialize(
-            [
-                (consume, (0, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
-                (consume, (1, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
-                (produce, (ring, work, sizes, mask, cache, skip, shape)),
-                (schedule, (queries, work, sizes, mask, shape)),
-            ],
-            [4, 4, 1],
-            [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (0, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
-                (consume, (1, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
-                (produce_converted, (ring, raw, work, sizes, mask, cache, shape)),
-                (schedule, (queries, work, sizes, mask, shape)),
-            ],
-            [4, 4, 1],
-            [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
-        )
+    gl.warp_specialize(
+        [
+            (consume, (0, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
+            (consume, (1, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
+            (fill, (ring, raw, work, sizes, mask, cache, skip, shape)),
+            (schedule, (queries, work, sizes, mask, shape)),
+        ],
+        [4, 4, 1],
+        [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
+    )
