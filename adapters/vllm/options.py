@@ -21,7 +21,7 @@ from ..session.watch import RECALL_EVERY, check_every, check_strict
 
 TABLE = "sparseprefill"
 OWN = (
-    *("chunk", "config", "layers", "log_interval", "log_level", "measure", "min_query", "profiles"),
+    *("chunk", "config", "copies", "layers", "log_interval", "log_level", "measure", "min_query", "profiles"),
     *("recall_every", "strict", "strict_recall", "tail", "warm_up"),
 )
 OFF = "off"
@@ -57,6 +57,7 @@ class Options:
 
     source: of the pipeline for requests that ask for nothing. profiles: the same by name, for those that ask for one.
     chunk: tokens of a prompt between two cuts into chunks, whatever else is in the batch; None to cut as vLLM does.
+    copies: whether kernels may copy K and V of a layer out of their pages where that is faster.
     log_interval: seconds between two summary lines in the log; 0 for none, None for vLLM's own interval.
     min_query: query rows from which a request's chunk runs sparse. layers: indices to run sparse; None for all.
     strict: refuse to start where a layer would stay dense. measure: count the density of every call at once.
@@ -70,6 +71,7 @@ class Options:
     source: Source
     profiles: Mapping[str, Source] = field(factory=dict)
     chunk: int | None = None
+    copies: bool = True
     log_interval: float | None = None
     min_query: int = MIN_QUERY
     layers: tuple[int, ...] | None = None
@@ -117,6 +119,7 @@ def parse(additional: object) -> Options:
         source=_source(table, TABLE),
         profiles=_profiles(table.get("profiles", {})),
         chunk=_chunk(table.get("chunk")),
+        copies=_switch("copies", table.get("copies", True)),
         log_interval=_seconds(table.get("log_interval")),
         min_query=_rows(table.get("min_query", MIN_QUERY)),
         layers=_layers(table.get("layers")),

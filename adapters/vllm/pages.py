@@ -17,6 +17,7 @@ def pages_of(
     dtype: torch.dtype,
     fp8: torch.dtype | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    copies: bool = True,
 ) -> Pages:
     """Views of a request's keys and values; nothing is copied.
 
@@ -24,8 +25,10 @@ def pages_of(
     the layouts apart: heads side by side within a token (LBNHC), or a head's tokens together (LBHNC).
     table: int32 ``[n]``. length: keys of the request. dtype: of the numbers to compute with.
     fp8: the type of the cache's numbers, where it is stored as bytes; scales, of K and V, then go with it.
+    copies: see `Pages`.
     """
     k, v = cache.transpose(1, 2).split(head_size, dim=-1)
     if fp8 is None or scales is None:
-        return Pages(k, v, table, length, dtype=dtype)
-    return Pages(k.view(fp8), v.view(fp8), table, length, dtype=dtype, k_scale=scales[0], v_scale=scales[1])
+        return Pages(k, v, table, length, dtype=dtype, copies=copies)
+    factors = {"k_scale": scales[0], "v_scale": scales[1]}
+    return Pages(k.view(fp8), v.view(fp8), table, length, dtype=dtype, copies=copies, **factors)

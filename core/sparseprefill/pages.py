@@ -24,6 +24,8 @@ class Pages:
     length: keys of the request, on the host.
     dtype: of the numbers that keys() and values() yield, by default that of the cache; an fp8 cache needs one.
     k_scale, v_scale: float32 of one element on the device, factors on what an fp8 cache holds; None for 1.
+    copies: whether kernels may copy K and V where that is faster. If not, they read the cache in place, in a slower
+    kernel if need be; what asks for tensors (keys(), values()) still gets copies.
 
     The cache must keep what it holds for as long as the object is in use: a copy is made when it is first asked for.
     Raises InvalidCallError, naming the field, for anything that does not fit.
@@ -36,6 +38,7 @@ class Pages:
     dtype: torch.dtype = field(default=Factory(lambda self: self.k.dtype, takes_self=True), kw_only=True)
     k_scale: Tensor | None = field(default=None, kw_only=True)
     v_scale: Tensor | None = field(default=None, kw_only=True)
+    copies: bool = field(default=True, kw_only=True)
     cut_from: Pages | None = field(default=None, kw_only=True, repr=False)
     first_head: int = field(default=0, kw_only=True, repr=False)
     _kept: dict[str, Tensor] = field(factory=dict, init=False, repr=False)

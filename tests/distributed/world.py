@@ -7,15 +7,18 @@ processes, or leaves a collective open in the default group, has a world of its 
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from attrs import define, field, frozen
@@ -28,7 +31,8 @@ Job = Callable[..., Any]
 
 @frozen
 class Outcome:
-    """What a process returned; `error` with the type of what it raised, "gone" where it ended without a word.
+    """What a process returned; `error` with the type of what it raised, "gone" where it ended without a word,
+    and "hangs" with what its threads stand in where it did not return in time.
 
     seconds: that its job took. ended: `time.time()` when it returned or was gone.
     """
@@ -60,6 +64,8 @@ class World:
     _processes: list[Any] = field(factory=list, init=False)
     _ends: list[Connection] = field(factory=list, init=False)
     _store: Any = field(init=False)
+    _stacks: TemporaryDirectory[str] = field(factory=TemporaryDirectory, init=False)
+    """Where a process writes its stacks when it is asked to."""
 
     def __attrs_post_init__(self) -> None:
         from torch._C._distributed_c10d import TCPStore
@@ -69,7 +75,7 @@ class World:
         context: Any = _server() if self.device == "cpu" else multiprocessing.get_context("spawn")
         for rank in range(self.size):
             mine, theirs = context.Pipe()
-            given = (theirs, rank, self.size, self._store.port, self.device)
+            given = (theirs, rank, self.size, self._store.port, self.device, self._stack(rank))
             process = context.Process(target=_work, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -95,9 +101,19 @@ class World:
                 except (EOFError, ConnectionResetError):
                     found[rank] = Outcome(error="gone", ended=time.time())
         for rank in waited.values():
-            found[rank] = Outcome(error="hangs")
+            found[rank] = Outcome(error=f"hangs\n{self._stands(rank)}")
         self.whole = self.whole and not stopped and not any(outcome.error for outcome in found)
         return found
+
+    def _stack(self, rank: int) -> Path:
+        return Path(self._stacks.name) / str(rank)
+
+    def _stands(self, rank: int) -> str:
+        """What the threads of a process stand in; nothing where it does not even say that."""
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(patient(1))
+        stack = self._stack(rank)
+        return stack.read_text() if stack.exists() else ""
 
     def close(self) -> None:
         """End all processes, stopped ones too."""
@@ -106,6 +122,7 @@ class World:
             process.kill()
         for process in self._processes:
             process.join()
+        self._stacks.cleanup()
 
 
 _shared: dict[int, World] = {}
@@ -137,11 +154,12 @@ def run(
         world.close()
 
 
-def _work(end: Connection, rank: int, size: int, port: int, device: str) -> None:
+def _work(end: Connection, rank: int, size: int, port: int, device: str, stack: Path) -> None:
     import torch
     from sparseprefill.adapters.star.start import connect
     from torch._C._distributed_c10d import TCPStore
 
+    faulthandler.register(signal.SIGUSR1, stack.open("w"))
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, size, is_master=False, timeout=timedelta(seconds=patient(300)))
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)

@@ -18,6 +18,13 @@ from threading import Thread
 from helpers.patience import PATIENCE
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+TAKES_INTERRUPTS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""Becomes a Python with the arguments behind. What a shell runs in the background, tests perhaps, ignores Ctrl-C, as
+does all that it starts."""
 
 
 class Terminal:
@@ -28,9 +35,8 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
         kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         settings = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", **(environment or {})}
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=kept | settings
-        )
+        command = [sys.executable, "-c", TAKES_INTERRUPTS, *arguments]
+        self._process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=kept | settings)
         os.close(theirs)
         self._file, self._parts = ours, list[bytes]()
         self._reader = Thread(target=self._read, daemon=True)

@@ -188,16 +188,26 @@ def test_a_copy_that_exists_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tma", "q_len", "most", "copied"),
-    [(True, 20, 1 << 20, True), (True, 12, 1 << 20, False), (True, 20, 1000, False), (False, 20, 1 << 20, False)],
+    ("tma", "q_len", "most", "may", "copied"),
+    [
+        (True, 20, 1 << 20, True, True),
+        (True, 12, 1 << 20, True, False),
+        (True, 20, 1000, True, False),
+        (False, 20, 1 << 20, True, False),
+        (True, 20, 1 << 20, False, False),
+    ],
+    ids=["often", "less often", "too large", "no descriptors", "not allowed"],
 )
 def test_what_reads_all_keys_often_copies_them_for_descriptors(
-    tma: bool, q_len: int, most: int, copied: bool, monkeypatch: pytest.MonkeyPatch
+    tma: bool, q_len: int, most: int, may: bool, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small(monkeypatch, (16, 32), tma)
     monkeypatch.setattr(group_keys, "COPY", most)
     plain = make(torch.float16, (2, 1), q_len, 121 - q_len, 0)
-    for call in (paged(plain, 16), in_fp8(plain, 16)):
+    for made in (paged(plain, 16), in_fp8(plain, 16)):
+        assert made.pages is not None
+        pages = evolve(made.pages, copies=may)
+        call = evolve(made, k=pages, v=pages)
         equal(call, 8)
         assert untouched(call) is not copied
 

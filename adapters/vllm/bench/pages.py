@@ -15,7 +15,7 @@ from ...cli.kept import Stop
 from ...cli.progress import bars
 from ...cli.setup import Place
 from . import options
-from .paging import CACHES, LAYOUTS, MASKS, PAGES, Case, Paging
+from .paging import CACHES, COPIES, LAYOUTS, MASKS, PAGES, Case, Paging
 from .paging_form import form
 from .sheet import Sheet
 
@@ -41,6 +41,13 @@ def pages(
     settings: options.Set = None,
     page: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a page; repeat for several.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="LBNHC or LBHNC, vLLM's names; repeat for both.")] = None,
+    copies: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Copy K and V out of their pages first: {', '.join(COPIES)}; auto, the default, where the library "
+            "finds that faster; repeat for several."
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, fewer where they take long.")] = 10,
     seconds: Annotated[float, typer.Option(min=0.01, help="That one piece of work may take in all.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Chooses inputs, masks and the order of the pages.")] = 0,
@@ -64,12 +71,14 @@ def pages(
     asked = {"command": "pages", "seed": seed, "rounds": rounds, "shape": asdict(shape)}
     sheet = Sheet(form(shape, place.device), files, asked, place.device)
     cases = [
-        Case(**work, page=size, cache=cache, layout=layout)
-        for work, size, cache, layout in product(works, page or PAGES, CACHES, layout or LAYOUTS)
+        Case(**work, page=size, cache=cache, layout=name, copies=how)
+        for work, size, cache, name, how in product(
+            works, page or PAGES, CACHES, layout or LAYOUTS, copies or COPIES[:1]
+        )
     ]
     with bars(len(cases)) as shown, place.threaded(), Stop() as stop:
         for case in cases:
-            with shown.contender(f"{case.work}, pages of {case.page}, {case.cache}, {case.layout}") as progress:
+            with shown.contender(str(case)) as progress:
                 progress("measuring", 0, 1)
                 sheet.add(work.measure(case))
     sheet.end(stop, len(cases))

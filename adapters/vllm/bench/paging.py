@@ -26,6 +26,7 @@ from ..pages import pages_of
 from .engine import described
 
 MASKS, PAGES, CACHES, LAYOUTS = ("tiles:0.1", "stripes:0.05", "full"), (16, 128), ("model", "fp8"), ("LBNHC", "LBHNC")
+COPIES = ("auto", "never", "always")
 FP8 = torch.float8_e4m3fn
 SCALE = 1 / 16
 """Factor on the numbers of an fp8 cache."""
@@ -33,7 +34,8 @@ SCALE = 1 / 16
 
 @frozen(kw_only=True)
 class Case:
-    """page: tokens of one. cache: its numbers, the model's type or fp8. layout: vLLM's name.
+    """page: tokens of one. cache: its numbers, the model's type or fp8. layout: vLLM's name. copies: of K and V out of
+    their pages before they are read, auto where the library finds that faster.
 
     work: a mask as text, for the executor; or a method's estimate, by name, of which `parameters` differ from defaults.
     """
@@ -44,6 +46,10 @@ class Case:
     page: int = field(validator=whole())
     cache: str = field(validator=one_of(*CACHES))
     layout: str = field(validator=one_of(*LAYOUTS))
+    copies: str = field(default="auto", validator=one_of(*COPIES))
+
+    def __str__(self) -> str:
+        return f"{self.work}, pages of {self.page}, {self.cache}, {self.layout}, copies {self.copies}"
 
 
 @frozen(kw_only=True)
@@ -95,7 +101,12 @@ class Paging:
 
         def paged() -> Any:
             last[:] = [make()]  # anew, or a copy once made would serve all runs
-            return work(AttentionCall.of_pages(call.q, last[0]))
+            if case.copies != "always":
+                return work(AttentionCall.of_pages(call.q, last[0]))
+            if case.method:
+                last[0].keys()  # estimates take a copy that there is
+                return work(AttentionCall.of_pages(call.q, last[0]))
+            return work(AttentionCall(call.q, *_copy(last[0])))
 
         ours, theirs = paged(), work(flat)
         difference, density = (_chosen if case.method else _outputs)(ours, theirs), theirs.mask.density
@@ -131,7 +142,8 @@ class Paging:
         cache, table = filled(call.k[0], call.v[0], case.page, case.layout, fp8, self.seed)
         scale = torch.full((1,), SCALE, device=cache.device)
         scales = None if fp8 is None else (scale, scale)
-        return lambda: pages_of(cache, call.q.shape[3], table, call.kv_len, dtype=call.q.dtype, fp8=fp8, scales=scales)
+        options: dict[str, Any] = {"dtype": call.q.dtype, "fp8": fp8, "scales": scales, "copies": case.copies == "auto"}
+        return lambda: pages_of(cache, call.q.shape[3], table, call.kv_len, **options)
 
 
 def filled(k: Tensor, v: Tensor, page: int, layout: str, fp8: torch.dtype | None, seed: int) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ import sparseprefill as sp
 
 SEEN: list[tuple[int, int, int, int, int]] = []
 """(number of the memory, calls it has seen, layer, offset, query rows) of every call."""
+COPIES: set[bool] = set()
+"""Whether the pages of any of these calls may be copied; empty on a CPU, which has tensors."""
 LAUNCHES: list[int] = []
 """Requests of each launch of the attention kernel by the method `triton`."""
 ASKED = 16
@@ -33,6 +35,8 @@ class Diary:
         number = memory.setdefault("number", lambda: len(_numbers))
         _numbers[number] = 1
         mine.append(call.layer)
+        if call.pages is not None:
+            COPIES.add(call.pages.copies)
         SEEN.append((number, len(mine), call.layer, call.geometry.q_offset, call.geometry.q_len))
 
 

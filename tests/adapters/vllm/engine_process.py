@@ -53,6 +53,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         options["additional_config"] = {"sparseprefill": {**gate, **job["sparse"]}}
         options["worker_extension_cls"] = "sparseprefill.adapters.vllm.worker.ReportExtension"
     diary.SEEN.clear()
+    diary.COPIES.clear()
     diary.LAUNCHES.clear()
     llm = LLM(model=job["model"], **options)
 
@@ -169,6 +170,7 @@ def inside(llm: Any) -> dict[str, Any]:
         "runtimes": len(runtime._runtimes),
         "counters": counters(),
         "diary": list(diary.SEEN),
+        "copies": sorted(diary.COPIES),
         "launches": list(diary.LAUNCHES),
     }
 

@@ -32,6 +32,7 @@ from sparseprefill.adapters.vllm.pages import pages_of
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from sparseprefill.executors.auto import AutoExecutor
 
 from . import engine
 
@@ -231,7 +232,41 @@ def test_pages_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert all(row["difference"] == 0.0 and row["error"] is None for row in found["rows"])
 
 
-@pytest.mark.parametrize(("asked", "said"), [(("--layout", "NHD"), "LBHNC"), (("--new", "100000"), "at most")])
+def test_pages_in_place_and_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    seen: list[tuple[bool, bool]] = []
+    real = AutoExecutor.execute
+
+    def execute(self: AutoExecutor, call: sp.AttentionCall, plan: sp.Plan) -> sp.Result:
+        seen.append((call.pages is not None, call.pages is not None and call.pages.copies))
+        return real(self, call, plan)
+
+    monkeypatch.setattr(AutoExecutor, "execute", execute)
+    asked = ("--layout", "LBNHC", "--page", "16", "--mask", "full")
+    for how, there in (("never", {(True, False)}), ("always", set()), ("auto", {(True, True)})):
+        seen.clear()
+        result = invoke("pages", *SMALL, *asked, "--copies", how, "--json", str(tmp_path / "a.json"))
+        assert 0 == result.exit_code, result.output
+        assert {(False, False)} | there == set(seen), "contiguous tensors, and pages if they are read"
+        rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+        assert [how, how] == [row["copies"] for row in rows]
+        assert all(row["difference"] == 0.0 and row["error"] is None for row in rows)
+
+
+@pytest.mark.parametrize("how", ["never", "always"])
+def test_estimates_in_place_and_copied(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = ("--method", "streaming", "--layout", "LBNHC", "--page", "16", "--copies", how)
+    result = invoke("pages", *SMALL, *asked, "--json", str(tmp_path / "a.json"))
+    assert 0 == result.exit_code, result.output
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert ["k" if how == "always" else ""] * 2 == [row["copied"] for row in rows], "streaming looks at no key"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [(("--layout", "NHD"), "LBHNC"), (("--copies", "no"), "never"), (("--new", "100000"), "at most")],
+)
 def test_pages_refuses_what_there_is_not(asked: tuple[str, str], said: str) -> None:
     result = invoke("pages", *SMALL, *asked)
     assert 0 != result.exit_code

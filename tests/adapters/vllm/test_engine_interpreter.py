@@ -50,7 +50,7 @@ def jobs(model: str, shallow: str) -> dict[str, dict[str, Any]]:
             "replaced": [GIVEN_UP, CACHED[:128] + models.prompt(80, seed=3)],
             "options": {**SMALL, "enable_prefix_caching": True, "async_scheduling": False},
             "tokens": 2,
-            "sparse": {"method": "diary", "min_query": 32},
+            "sparse": {"method": "diary", "min_query": 32, "copies": False},
         },
         "drafts": {
             "model": shallow,
@@ -147,6 +147,7 @@ def test_a_request_that_gets_anothers_slot_begins_anew(answers: Answers) -> None
     owners = {offset: number for number, _, _, offset, _ in diary}
     assert {0, 128} == set(owners), "the chunk given up, and the one behind the cached prefix"
     assert owners[0] != owners[128]
+    assert ([False], [True]) == (answer["state"]["copies"], answers["full"]["state"]["copies"])
     assert [0] == answer["state"]["requests"]
 
 

@@ -48,8 +48,9 @@ def test_options_are_read() -> None:
     )
     assert 0 == options(method="streaming", tail=0).tail
     assert (100, None) == (found.recall_every, found.strict_recall)
-    changed = options(method="streaming", recall_every=7, strict_recall=1)
-    assert (7, 1.0) == (changed.recall_every, changed.strict_recall)
+    changed = options(method="streaming", recall_every=7, strict_recall=1, copies=False)
+    assert (7, 1.0, False) == (changed.recall_every, changed.strict_recall, changed.copies)
+    assert found.copies
     assert "streaming" == found.build().name
 
 
@@ -88,6 +89,7 @@ def test_a_file_may_hold_the_pipeline(tmp_path: Any) -> None:
         ({"method": "streaming", "layers": 3}, "sparseprefill.layers is 3: give a list"),
         ({"method": "streaming", "layers": ["1"]}, "sparseprefill.layers is ['1']"),
         ({"method": "streaming", "strict": "yes"}, "sparseprefill.strict is 'yes': use true or false"),
+        ({"method": "streaming", "copies": 0}, "sparseprefill.copies is 0: use true or false"),
         ({"method": "streaming", "log_level": "loud"}, "sparseprefill.log_level is 'loud': use debug"),
         ({"method": "streaming", "config": "x.toml"}, "sparseprefill.config names a file that holds the pipeline"),
         ({"config": 3}, "sparseprefill.config is 3: give the path"),
@@ -305,6 +307,8 @@ def test_pages_of_an_fp8_cache_are_scaled() -> None:
     k, v = found.keys(), found.values()
     assert ([2.0, -4.0], [0.25, 2.0]) == (k.flatten().tolist(), v.flatten().tolist())
     assert torch.float16 == k.dtype == v.dtype
+    kept = pages_of(cache, 2, table, 1, dtype=torch.float16, fp8=fp8, scales=scales, copies=False)
+    assert (True, False) == (found.copies, kept.copies)
 
 
 @pytest.mark.parametrize(

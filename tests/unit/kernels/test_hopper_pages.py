@@ -154,6 +154,21 @@ def test_an_fp8_cache_is_copied_where_its_keys_are_read_often(page: int, rows: i
     assert launch.better_copied(given, made[0] if tiles else made[1]) is copied
 
 
+@pytest.mark.parametrize("given", [in_fp8(long(64, 512), 16), *(given for given, _ in REFUSED.values())])
+def test_pages_that_may_not_be_copied_are_read_in_place(given: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "hopper_of", lambda _: launch)
+    mask = SparseMask.full(given, 128)
+    choice = attention.choose(given, mask)
+    assert (choice.hopper, choice.call.pages) == (launch, None), "copied, if they may be"
+    pages = evolve(pages_of(given), copies=False)
+    kept = evolve(given, k=pages, v=pages)
+    choice = attention.choose(kept, mask)
+    assert choice.call is kept
+    assert choice.hopper is (launch if choice.reason is None else None)
+    assert attention.shares(kept, mask)
+    assert untouched(kept)
+
+
 def test_a_large_fp8_cache_is_never_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     given = in_fp8(long(512, 512), 16)
     assert launch.better_copied(given, SparseMask.full(given, 128))

@@ -59,8 +59,8 @@ def choose(call: AttentionCall, mask: SparseMask, *, skips: bool = False, togeth
     """The kernel for the call, and what it reads. skips: whether it shall leave out steps (`Plan.skip_below`).
     together: whether the launch is one of several requests.
 
-    Pages that the Hopper kernel does not read, or reads more slowly than a copy, are copied for it. `Pages.gathered`
-    tells of it.
+    Pages that the Hopper kernel does not read, or reads more slowly than a copy, are copied for it if they may be.
+    `Pages.gathered` tells of it.
     """
     hopper = hopper_of(call)
     if hopper is None:
@@ -86,7 +86,7 @@ def shares(call: AttentionCall, mask: SparseMask) -> bool:
 
 def _copied(hopper: Any, call: AttentionCall, mask: SparseMask, reason: str | None) -> bool:
     """Whether the Hopper kernel serves a copy of the pages. reason: what it has against the pages themselves."""
-    if call.pages is None or hopper.features(call, mask) is not None:
+    if call.pages is None or not call.pages.copies or hopper.features(call, mask) is not None:
         return False
     return reason is not None or bool(hopper.better_copied(call, mask))
 

@@ -187,7 +187,7 @@ def group_keys(call: AttentionCall, size: int, *, tma: bool) -> Keys:
     pages = call.pages
     if pages is not None:
         cut = (pages.page % size and size % pages.page) or call.starts is not None
-        if cut or (tma and _often(call)):
+        if cut or (tma and pages.copies and _often(call)):
             pages.keys()  # the pages keep the copy, which `Keys.of` then takes
     return Keys.of(call)
 
