@@ -89,12 +89,13 @@ class Ranks(GroupExchange):
             work.wait()
             return
         while True:
+            ended = work.is_completed()  # asked before: what ends as the wait runs out has not failed
             try:
                 work.wait(timedelta(seconds=POLL))
                 self.seen = time.monotonic()
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                if ended:
                     self.lost("found a connection closed", error)
             self.hear()
             if time.monotonic() - began > self.timeout:

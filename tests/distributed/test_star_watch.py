@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,35 @@ def test_a_stuck_run_is_aborted_and_then_ended(ranks: Ranks, told: bool, monkeyp
         work()
     thread.join(patient(10))
     assert ended == ["aborted", f"exit {watch.EXIT}"]
+
+
+class Work:
+    """A collective. fails: whether a wait raises, one after the other, and as it does the collective has ended."""
+
+    def __init__(self, *fails: bool) -> None:
+        self.fails, self.waits = fails, 0
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+    def wait(self, timeout: timedelta) -> None:
+        self.waits += 1
+        if self.fails[self.waits - 1]:
+            raise RuntimeError(f"not within {timeout}")
+
+
+def test_a_collective_that_ends_as_a_wait_runs_out_has_not_failed(ranks: Ranks) -> None:
+    late = Work(True, False)
+    ranks.wait(late, torch.zeros(1))
+    assert late.waits == 2
+
+
+def test_one_that_failed_is_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE", 0.1)
+    broken = Work(True, True)
+    with pytest.raises(RankError, match="rank 0 found a connection closed"):
+        ranks.wait(broken, torch.zeros(1))
+    assert broken.waits == 2
 
 
 def test_an_idle_or_busy_group_is_left_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,15 +143,18 @@ def test_where_every_key_is_read_a_copy_pays_sooner(rows: int, copied: bool) -> 
     assert not launch.better_copied(given, SparseMask.from_tiles(given, one, 128)), "of other masks nobody knows"
 
 
-@pytest.mark.parametrize(
-    ("rows", "tiles", "copied"), [(8, True, True), (7, True, False), (32, False, True), (31, False, False)]
-)
+@pytest.mark.parametrize(("kind", "rows"), [("full", 8), ("tiles", 16), ("stripes", 32)])
 @pytest.mark.parametrize("page", [16, 128])
-def test_an_fp8_cache_is_copied_where_its_keys_are_read_often(page: int, rows: int, tiles: bool, copied: bool) -> None:
-    given = in_fp8(long(rows, 512), page)
+def test_an_fp8_cache_is_copied_where_its_keys_are_read_often(page: int, kind: str, rows: int) -> None:
     one = torch.ones(1, dtype=torch.bool)
-    made = SparseMask.from_tiles(given, one, 128), SparseMask.from_stripes(given, one, 64, diagonal=False)
-    assert launch.better_copied(given, made[0] if tiles else made[1]) is copied
+    for count in (rows, rows - 1):
+        given = in_fp8(long(count, 512), page)
+        masks = {
+            "full": lambda given: SparseMask.full(given, 128),
+            "tiles": lambda given: SparseMask.from_tiles(given, one, 128),
+            "stripes": lambda given: SparseMask.from_stripes(given, one, 64, diagonal=False),
+        }
+        assert launch.better_copied(given, masks[kind](given)) is (count == rows)
 
 
 @pytest.mark.parametrize("given", [in_fp8(long(64, 512), 16), *(given for given, _ in REFUSED.values())])

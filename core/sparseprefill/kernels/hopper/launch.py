@@ -48,8 +48,8 @@ LONG, COPY = 1 << 15, 1 << 30
 many pieces (docs/performance.md)."""
 READS, READS_OF_ALL = 8, 64
 """Keys for each query row up to which it does: of sparse masks, and of those that read every key for every row."""
-READS_FP8 = 16, 64
-"""The same over an fp8 cache, whatever its pages: of stripes alone, and of masks with tiles."""
+READS_FP8 = 16, 32
+"""The same over an fp8 cache, whatever its pages: of stripes alone, and of sparse masks with tiles."""
 FEW_BLOCKS = 128
 """Query blocks of a head up to which their order is looked at (see `_order`)."""
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -115,12 +115,11 @@ def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
     pages, width = call.pages, call.q.shape[3]
     if pages is None or 2 * call.kv_heads * call.kv_len * width * call.q.element_size() > COPY:
         return False
-    if pages.k.dtype in FORMATS:
-        return call.q.shape[2] * READS_FP8[mask.has_tiles] >= call.kv_len
-    if pages.page >= min(mask.tile_k, BLOCK_N[width]) or not mask.has_tiles:
+    fp8, whole = pages.k.dtype in FORMATS, mask.tiles is not None and mask.tiles.whole
+    if not fp8 and (pages.page >= min(mask.tile_k, BLOCK_N[width]) or not mask.has_tiles or call.kv_len < LONG):
         return False
-    reads = READS_OF_ALL if mask.tiles is not None and mask.tiles.whole else READS
-    return call.kv_len >= LONG and call.q.shape[2] * reads >= call.kv_len
+    reads = READS_OF_ALL if whole else READS_FP8[mask.has_tiles] if fp8 else READS
+    return call.q.shape[2] * reads >= call.kv_len
 
 
 def launch(
