@@ -95,5 +95,5 @@ class SparseTritonImpl(SparseImpl, TritonAttentionImpl):
         """Where a request's keys and values stand."""
         fp8 = self.fp8_dtype if self.kv_cache_dtype.startswith("fp8") else None
         scales = (layer._k_scale, layer._v_scale)
-        options = {"dtype": dtype, "fp8": fp8, "scales": scales, "copies": self.runtime.options.copies}
-        return pages_of(cache, self.head_size, table, length, **options)
+        copies = self.runtime is None or self.runtime.options.copies
+        return pages_of(cache, self.head_size, table, length, dtype=dtype, fp8=fp8, scales=scales, copies=copies)

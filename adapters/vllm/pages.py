@@ -30,5 +30,6 @@ def pages_of(
     k, v = cache.transpose(1, 2).split(head_size, dim=-1)
     if fp8 is None or scales is None:
         return Pages(k, v, table, length, dtype=dtype, copies=copies)
-    factors = {"k_scale": scales[0], "v_scale": scales[1]}
-    return Pages(k.view(fp8), v.view(fp8), table, length, dtype=dtype, copies=copies, **factors)
+    k_scale, v_scale = scales
+    k, v = k.view(fp8), v.view(fp8)
+    return Pages(k, v, table, length, dtype=dtype, k_scale=k_scale, v_scale=v_scale, copies=copies)
