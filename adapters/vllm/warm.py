@@ -29,6 +29,9 @@ LAYERS = 2
 """Layers that take part: what a method finds in one, it may use in the next."""
 TOGETHER = 2
 """Requests that share the made-up steps of several."""
+FEW, SHARE = 128, 128
+"""Rows of a short chunk behind the longest context: at least so many, and one of so many keys. Kernels then read pages
+in place, which they may have copied for more rows; they are compiled for each."""
 FILLED = 4
 """Pages of the made-up cache, which stand for all of a request's."""
 Where = Callable[[Tensor, Tensor, int], Pages]
@@ -66,12 +69,14 @@ class Sizes:
 
     def calls(self, tail: int) -> list[tuple[int, int, int]]:
         """Query rows, keys, tokens of the prompt: a chunk that is a prompt; where a prompt's end has a dense tail, one
-        that others follow, which has none; and one behind the longest context."""
+        that others follow, which has none; one behind the longest context, and there a short one."""
         first = min(self.step, self.longest)
         if self.longest == first:
             return [(first, first, first)]
         followed = [(first, first, first << 1)] if 0 < tail < ALL_ROWS else []
-        return [(first, first, first), *followed, (self.step, self.longest, self.longest)]
+        few = max(FEW, self.longest // SHARE)
+        short = [(few, self.longest, self.longest)] if few < self.step else []
+        return [(first, first, first), *followed, (self.step, self.longest, self.longest), *short]
 
 
 def warm(

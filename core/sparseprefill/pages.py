@@ -140,6 +140,8 @@ def _check_cache(pages: Pages) -> None:
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         remedy = f"pages, slots, heads, type and device must be k's: {tuple(k.shape)}, {k.dtype}, {k.device}"
         raise InvalidCallError("pages.v", f"of shape {tuple(v.shape)}, {v.dtype}, on {v.device}", remedy)
+    if not isinstance(pages.copies, bool):
+        raise InvalidCallError("pages.copies", repr(pages.copies), "pass True, or False to have kernels read in place")
     if pages.dtype in FP8:
         raise InvalidCallError("pages.dtype", str(pages.dtype), "give the dtype to compute in, which is that of q")
     for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):

@@ -150,6 +150,7 @@ BAD_PAGES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str, str, str]] = {
     ),
     "scale of a head": ((K, V, TABLE, 40), {"k_scale": torch.ones(2)}, "pages.k_scale", "(2,)", "one float32"),
     "scale of 16 bits": ((K, V, TABLE, 40), {"v_scale": torch.ones(1).half()}, "pages.v_scale", "float16", "float32"),
+    "copies of a word": ((K, V, TABLE, 40), {"copies": "never"}, "pages.copies", "'never'", "False"),
     "table of int64": ((K, V, TABLE.long(), 40), {}, "pages.table", "int64", "int32"),
     "table with holes": ((K, V, int32(1, 2, 3, 4, 5, 6)[::2], 40), {}, "pages.table", "(3,)", "contiguous"),
     "table of two rows": ((K, V, TABLE[None], 40), {}, "pages.table", "(1, 3)", "[n]"),

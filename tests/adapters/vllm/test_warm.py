@@ -52,6 +52,16 @@ def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
     return pages_of(cache, 32, table, keys, dtype=torch.float32, fp8=fp8, scales=(one, one))
 
 
+@pytest.mark.parametrize(
+    ("step", "longest", "short"), [(8192, 131072, [1024]), (2048, 8192, [128]), (128, 8192, []), (1024, 131072, [])]
+)
+def test_a_short_chunk_behind_the_longest_context_is_compiled_too(step: int, longest: int, short: list[int]) -> None:
+    """Of many rows, keys of an fp8 cache are copied, by another kernel than the one that reads few rows' in place."""
+    made = evolve(SIZES, step=step, longest=longest).calls(tail=128)
+    assert [(step, step, step), (step, step, 2 * step), (step, longest, longest)] == made[:3]
+    assert [(rows, longest, longest) for rows in short] == made[3:]
+
+
 def test_a_prompt_and_a_chunk_behind_it_run_in_two_layers_of_one_request() -> None:
     kept = Kept()
     warm(kept.pipeline.with_tail(16), LAYERS, SIZES, pages, first_head=4)
