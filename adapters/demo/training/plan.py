@@ -147,10 +147,10 @@ class Size:
 SIZES: Mapping[str, Size] = {
     "embedded": Size(Shape(), 40_960, STAGES, 2e-3, (1024, 2048, 4096, 8192, 16384, 32768), 64, 16, 120),
     "long": Size(
-        Shape(hidden=384, layers=6, heads=8, kv_heads=2, head_dim=128, inner=1024, theta=5e6),
+        Shape(hidden=256, layers=5, heads=8, kv_heads=2, head_dim=128, inner=512, theta=5e6),
         131_072,
         LONG_STAGES,
-        1.5e-3,
+        2e-3,
         (4096, 16384, 32768, 65536, 131_072),
         16,
         4,
