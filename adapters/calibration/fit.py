@@ -111,14 +111,17 @@ def described(trial: Trial) -> dict[str, Any]:
 def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What was measured on several prompts; seconds of one prefill."""
     one = Summary.of(outcomes, 0)
-    near = one.divergence
     facts: dict[str, Any] = {
         **{"prompts": one.prompts, "density": one.density, "seconds": one.seconds / max(1, one.prompts)},
         **{"recall": one.recall, "last_rows_recall": one.last_recall},
     }
-    if near is not None:
-        facts |= {"kl": near.kl, "worst_kl": near.worst, "agreement": near.agreement}
-    return facts | ({"right": one.answers[0], "asked": one.answers[1]} if one.answers[1] else {})
+    for name, near, (right, asked) in (
+        ("inside", one.inside, one.answers_inside),
+        ("end", one.end, one.answers),
+    ):
+        known: dict[str, Any] = {} if near is None else near.figures
+        facts[name] = known | ({"right": right, "asked": asked} if asked else {})
+    return facts
 
 
 def break_even(

@@ -20,8 +20,8 @@ from ..evaluation.outcome import Summary
 from .candidates import Candidate
 from .fit import ModelReadings
 
-KL = 0.001
-"""KL(dense || sparse) of the next token in nats that a recommended setting may have, mean over the rows looked at."""
+KEPT = 0.98
+"""Share of dense's right answers, inside the prompt and behind it, that a recommended setting keeps of each."""
 
 NEAR = 1.1
 """Densities within this factor of the lowest count as equal to it: then time decides."""
@@ -55,8 +55,9 @@ class Point:
 
     @property
     def kl(self) -> float:
-        """KL(dense || sparse) of the next token, mean over the rows looked at, in nats; infinite where it failed."""
-        found = self.summary.divergence
+        """KL(dense || sparse) of the next token in nats, mean over rows of the whole prompt; infinite where it
+        failed."""
+        found = self.summary.inside
         return float("inf") if found is None or self.error else found.kl
 
     @property
@@ -103,13 +104,14 @@ class Reader:
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """The points that came through and that no other beats: with as many answers, as small a KL and as small a cost,
-    and less of one of them."""
+    """The points that came through and that no other beats: with as many answers inside and behind the prompt, as small
+    a KL and as small a cost, and less of one of them. None that answers nothing where dense answers something, and none
+    at all where dense answers nothing: the model cannot do the task."""
 
-    def key(point: Point) -> tuple[int, float, float]:
-        return -point.summary.answers[0], point.kl, point.cost
+    def key(point: Point) -> tuple[int, int, float, float]:
+        return -point.summary.answers_inside[0], -point.summary.answers[0], point.kl, point.cost
 
-    done = [one for one in points if not one.error]
+    done = [one for one in points if not one.error and not _hopeless(one)]
     keys = [key(one) for one in done]
     return [
         one
@@ -118,28 +120,34 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def recommended(points: Iterable[Mapping[str, Any]], kl: float = KL) -> Mapping[str, Any] | None:
-    """The setting that a method's points, as `frontier --json` writes them, speak for; None where none came through.
+def _hopeless(point: Point) -> bool:
+    """Whether no answer is right where some were asked: behind the prompt, or inside it."""
+    one, stock = point.summary, point.stock
+    pairs = ((one.answers, stock.answers), (one.answers_inside, stock.answers_inside))
+    return any(asked and not right for (right, _), (_, asked) in pairs)
 
-    Of those with as many answers as dense has and KL(dense || sparse) <= `kl` nats, that of the lowest density; where
-    several come within a tenth of it, the one whose attention takes the shortest time. Where no setting keeps as much,
-    of those with most answers that of the smallest KL.
+
+def recommended(points: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The setting that a method's points, as `frontier --json` writes them, speak for; None where none keeps enough.
+
+    Of those that keep `KEPT` of dense's answers inside the prompt, and as much of those behind it, that of the lowest
+    density; where several come within a tenth of it, the one whose attention takes the shortest time.
     """
-    done = [one for one in points if not one["error"]]
-    if not done:
+    good = [one for one in points if not one["error"] and _keeps(one)]
+    if not good:
         return None
-    good = [one for one in done if one["right"] >= one["dense_right"] and _kl(one) <= kl]
-    if good:
-        least = min(one["density"] for one in good)
-        near = [one for one in good if one["density"] <= NEAR * least]
-        return min(
-            near, key=lambda one: (one["attention"]["seconds"] if one["attention"] else one["density"], _kl(one))
-        )
-    return min(done, key=lambda one: (-one["right"], _kl(one)))
+    least = min(one["density"] for one in good)
+    near = [one for one in good if one["density"] <= NEAR * least]
+    return min(near, key=lambda one: (one["attention"]["seconds"] if one["attention"] else one["density"], _kl(one)))
+
+
+def _keeps(point: Mapping[str, Any]) -> bool:
+    parts = (point["inside"], point["end"])
+    return all(not part["asked"] or part["right"] >= KEPT * part["dense_right"] for part in parts)
 
 
 def _kl(point: Mapping[str, Any]) -> float:
-    return float("inf") if point["kl"] is None else float(point["kl"])
+    return float(point["inside"]["kl"])
 
 
 def spread(settings: Sequence[dict[str, object]], most: int) -> list[dict[str, object]]:

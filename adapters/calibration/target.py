@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
 
 from ..evaluation.outcome import Outcome, Summary
+
+Rows = Literal["all", "end"]
+"""Where limits hold."""
 
 
 def _share(_: object, attribute: Attribute[float | None], value: object) -> None:
@@ -22,6 +26,11 @@ def _loss(_: object, attribute: Attribute[float | None], value: object) -> None:
 
 def _distance(_: object, attribute: Attribute[float | None], value: object) -> None:
     _number(attribute.name, value, 0.0, math.inf)
+
+
+def _rows(_: object, attribute: Attribute[Rows], value: object) -> None:
+    if value not in get_args(Rows):
+        raise ParameterError(f"{attribute.name} is {printed(value)}: pass one of {', '.join(get_args(Rows))}")
 
 
 def _number(name: str, value: object, least: float, most: float) -> None:
@@ -37,16 +46,18 @@ class Target:
     """Limits that a setting must keep, all that are given.
 
     agreement: least share of rows in which dense and sparse choose the same next token. kl: most nats of
-    KL(dense || sparse) per row, on average. recall: least attention mass kept, on average, over the whole prompt and
-    over its last rows. loss: most share of dense's right answers that may be lost.
+    KL(dense || sparse) per row, on average. recall: least attention mass kept, on average. loss: most share of dense's
+    right answers that may be lost. rows: where the limits hold: `all`, in the rows of the whole prompt and at its end,
+    each by itself; or `end`, at the end alone, for prompts that are read once and asked about behind their last row.
 
-    Raises ParameterError for a number out of range, or where there is no limit at all.
+    Raises ParameterError for a number out of range, other rows, or where there is no limit at all.
     """
 
     agreement: float | None = field(default=None, validator=_share)
     kl: float | None = field(default=None, validator=_distance)
     recall: float | None = field(default=None, validator=_share)
     loss: float | None = field(default=None, validator=_loss)
+    rows: Rows = field(default="all", validator=_rows)
 
     def __attrs_post_init__(self) -> None:
         if all(one is None for one in (self.agreement, self.kl, self.recall, self.loss)):
@@ -61,16 +72,20 @@ class Target:
         one = Summary.of(found, 0)
         if one.failed or not found:
             return math.inf
+        everywhere = self.rows == "all"
+        near = [one.inside, one.end] if everywhere else [one.end]
         lost = [0.0]
         if self.agreement is not None:
-            lost.append(_over(1.0 - (one.divergence.agreement if one.divergence else 0.0), 1.0 - self.agreement))
+            lost += [_over(1.0 - (each.agreement if each else 0.0), 1.0 - self.agreement) for each in near]
         if self.kl is not None:
-            lost.append(_over(one.divergence.kl if one.divergence else math.inf, self.kl))
+            lost += [_over(each.kl if each else math.inf, self.kl) for each in near]
         if self.recall is not None:
-            lost.append(_over(1.0 - min(one.recall, one.last_recall), 1.0 - self.recall))
+            kept = min(one.recall, one.last_recall) if everywhere else one.last_recall
+            lost.append(_over(1.0 - kept, 1.0 - self.recall))
         if self.loss is not None:
-            right = sum(each.right for each in stock)
-            lost.append(_over(1.0 - one.answers[0] / right if right else 0.0, self.loss))
+            dense = Summary.of(stock, 0)
+            scores = [(one.answers, dense.answers), (one.answers_inside, dense.answers_inside)]
+            lost += [_over(1.0 - mine[0] / best[0], self.loss) for mine, best in scores[: 1 + everywhere] if best[0]]
         return max(lost)
 
     def __str__(self) -> str:
@@ -81,7 +96,8 @@ class Target:
             "loss": "a loss of at most {} of the answers",
         }
         given = {name: getattr(self, name) for name in words}
-        return " and ".join(words[name].format(f"{value:g}") for name, value in given.items() if value is not None)
+        limits = " and ".join(words[name].format(f"{value:g}") for name, value in given.items() if value is not None)
+        return limits + ("" if self.rows == "all" else " at the prompt's end")
 
 
 def _over(lost: float, allowed: float) -> float:

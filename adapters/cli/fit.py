@@ -17,7 +17,7 @@ from . import render
 from .files import check_writable
 from .group import CommandError
 from .searched import chosen, fixed_parameters, with_tables
-from .shared_options import Device, DeviceMap, Dtype, Floor, Methods, Model, Prompts, Tail, Threads, Type
+from .shared_options import AtEnd, Device, DeviceMap, Dtype, Floor, Methods, Model, Prompts, Tail, Threads, Type
 from .tune import Cost
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def fit(
     recall: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Lowest recall: share of the attention mass kept.")
     ] = None,
+    end: AtEnd = False,
     method: Methods = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Fix a parameter.")
@@ -79,7 +80,8 @@ def fit(
     """Find the best method and setting for a model, and write it as a profile for `attach`, `build` and vLLM.
 
     For each length, searches all methods and their settings, and keeps the cheapest one whose effect on the model's
-    next tokens stays within the target. Ctrl-C stops and writes the best found so far.
+    next tokens stays within the target, in rows of the whole prompt and at its end. Ctrl-C stops and writes the best
+    found so far.
     """
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.registry import default_registry
@@ -94,7 +96,7 @@ def fit(
 
     check_writable("--output", output)
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
-    target = Target(agreement=default, kl=kl, recall=recall)
+    target = Target(agreement=default, kl=kl, recall=recall, rows="end" if end else "all")
     registry = default_registry()
     methods = chosen(registry, method)
     fixed = fixed_parameters(methods, settings or (), model, recall_floor)

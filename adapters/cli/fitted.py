@@ -45,6 +45,9 @@ def chosen(searches: Sequence[Search], title: str, *, on_cpu: bool) -> None:
             rows.append([name, f"{one.tokens:,}", _setting(one.chosen), *_figures(one.chosen.outcomes, one)])
     _table(heads, rows, title)
     for one in searches:
+        if one.chosen is not None:
+            render.line(lost(one))
+    for one in searches:
         if one.chosen is None:
             near = one.nearest
             miss = "" if near is None else f"; the nearest was {near.candidate.name} ({_setting(near)}), {_times(near)}"
@@ -93,26 +96,45 @@ def as_json(search: Search) -> dict[str, Any]:
     }
 
 
-DROP = ("prompts", "prefill", "recall", "same", "over", "density", "KL", "tokens")
+DROP = ("prompts", "prefill", "recall", "99 %", "over", "density", "KL", "same", "tokens", "end")
 """Columns that a narrow terminal leaves out, in this order."""
-_HEADS = ("answers", "KL", "same", "recall", "density", "prefill", "speed-up", "prompts")
+_HEADS = ("inside", "end", "KL", "99 %", "same", "recall", "density", "prefill", "speed-up", "prompts")
 
 
 def _figures(outcomes: Sequence[Outcome], search: Search) -> list[str]:
     facts = figures(outcomes)
+    inside, end = facts["inside"], facts["end"]
     dense = figures(search.stock[: facts["prompts"]])["seconds"]
-    near = ["", "", ""]  # what is tuned by answers looks at too few rows to tell distributions and recall
-    if "asked" not in facts:
-        kl, same = facts.get("kl"), facts.get("agreement")
-        near = ["" if kl is None else f"{kl:.4f}", "" if same is None else f"{same:.1%}", f"{facts['recall']:.1%}"]
+    near = ["", "", ""]
+    if "kl" in inside:
+        near = [f"{inside['kl']:.4f}", f"{inside['high']:.3f}", f"{inside['agreement']:.1%}"]
     return [
-        f"{facts['right']} / {facts['asked']}" if "asked" in facts else "",
+        *(f"{part['right']} / {part['asked']}" if "asked" in part else "" for part in (inside, end)),
         *near,
+        "" if "asked" in end else f"{facts['recall']:.1%}",  # what is tuned by answers samples too few rows for it
         f"{facts['density']:.1%}",
         f"{facts['seconds']:.2f} s",
         f"{dense / facts['seconds']:.2f}" if facts["seconds"] else "",
         str(facts["prompts"]),
     ]
+
+
+def lost(search: Search) -> str:
+    """What the choice of one length loses, in one sentence."""
+    if search.chosen is None:
+        return f"{search.tokens:,} tokens: dense loses nothing."
+    facts = figures(search.chosen.outcomes)
+    inside, end = facts["inside"], facts["end"]
+    name = search.chosen.candidate.name
+    words = (
+        f"{search.tokens:,} tokens: in {1.0 - inside['agreement']:.1%} of the rows inside the prompt {name} prefers "
+        f"another token than dense (KL {inside['kl']:.4f}, 99 % of the rows below {inside['high']:.3f}), in "
+        f"{1.0 - end['agreement']:.1%} at its end"
+    )
+    for where, part in (("inside the prompt", inside), ("at its end", end)):
+        if "asked" in part:
+            words += f"; it gives {part['right']} of {part['asked']} answers {where}"
+    return f"{words}."
 
 
 def _setting(trial: Trial) -> str:

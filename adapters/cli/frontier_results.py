@@ -17,25 +17,32 @@ from .bench_plot import MARKS, dress
 from .describe import told
 from .files import write
 from .kept import wrote
+from .results import TOO_SHORT, cannot
 
 if TYPE_CHECKING:
+    from ..evaluation.divergence import Divergence
     from .setup import Place
 
 COLUMNS = (
-    *("method", "setting", "answers", "KL", "worst", "recall", "lowest", "density"),
+    *("method", "setting", "inside", "end", "KL", "99 %", "end KL", "recall", "rows", "lowest", "density"),
     *("mask", "attention", "speed-up", "prefill speed-up", ""),
 )
 WORDS = ("method", "setting")
-DROP = ("worst", "mask", "prefill speed-up", "attention", "recall", "lowest", "density", "KL", "answers")
+DROP = (
+    *("mask", "end KL", "rows", "prefill speed-up", "99 %", "attention", "recall", "lowest", "density", "KL"),
+    "end",
+)
 """Columns that a narrow terminal leaves out, in this order."""
 BEST = "*"
 NOTES = (
-    "answers: right values / values asked. KL, worst: KL(dense || sparse) of the next token in nats, mean and largest. "
-    "recall: share of the attention mass kept; lowest: lowest head recall. density: pairs computed / causal pairs. "
-    "attention: ms for all layers, on the model's own queries and keys; mask: the part of it until the masks are "
-    "there; speed-up: dense attention's time, measured beside the row, / this time. prefill speed-up: the same for the "
-    "whole prefill, over the stock model. *: no other row has as many answers, as small a KL and as short a time, and "
-    "is better in one of them."
+    "inside: answers right / asked inside the prompt, which rows before its last ones must find; end: behind the "
+    "prompt, where the dense tail helps. KL, 99 %: KL(dense || sparse) of the next token in nats over rows of the "
+    "whole prompt, mean and 99th percentile; end KL: the mean at its end and behind it. recall: share of the attention"
+    " mass kept; rows: 1st percentile of the sampled rows; lowest: lowest mean of a head. density: pairs computed / "
+    "causal pairs. attention: ms for all layers, on the model's own queries and keys; mask: the part of it until the "
+    "masks are there; speed-up: dense attention's time, measured beside the row, / this time. prefill speed-up: the "
+    "same for the whole prefill, over the stock model. *: no other row has as many answers inside and behind the "
+    "prompt, as small a KL and as short a time, and is better in one of them."
 )
 NO_KL = 1e-7
 """Where the picture puts a KL of 0, in nats."""
@@ -73,7 +80,7 @@ def _facts(points: Sequence[Point], about: Mapping[str, Any], place: Place) -> d
 
 def as_json(point: Point) -> dict[str, Any]:
     """Everything that was measured of one point; seconds."""
-    one, near = point.summary, point.summary.divergence
+    one, stock = point.summary, point.stock
     known: dict[str, Any] = {
         **{"tokens": point.tokens, "method": point.candidate.name, "setting": _setting(point)},
         **{"parameters": dict(point.candidate.parameters), "error": point.error or None},
@@ -81,12 +88,19 @@ def as_json(point: Point) -> dict[str, Any]:
     if point.error:
         return known
     return known | {
-        **{"right": one.answers[0], "asked": one.answers[1], "dense_right": point.stock.answers[0]},
-        **{"kl": None if near is None else near.kl, "worst_kl": None if near is None else near.worst},
-        **{"agreement": None if near is None else near.agreement, "recall": one.recall, "lowest": _least(point)},
+        "inside": _near(one.inside, one.answers_inside, stock.answers_inside),
+        "end": _near(one.end, one.answers, stock.answers),
+        **{"recall": one.recall, "row_p1": one.row_p1, "row_lowest": one.row_lowest, "lowest": _least(point)},
         **{"density": one.density, "seconds": one.seconds, "prefill_speedup": point.prefill_speedup},
         "attention": None if point.time is None else {**asdict(point.time), "speedup": point.time.speedup},
         "untimed": point.untimed or None,
+    }
+
+
+def _near(found: Divergence | None, answers: tuple[int, int], dense: tuple[int, int]) -> dict[str, Any]:
+    return {
+        **{"right": answers[0], "asked": answers[1], "dense_right": dense[0]},
+        **({} if found is None else found.figures),
     }
 
 
@@ -102,7 +116,7 @@ def draw(group: Sequence[Point], path: Path) -> None:
     done = [one for one in group if not one.error]
     if not done:
         return
-    asked = done[0].stock.answers[1] > 0
+    asked = done[0].stock.answers_inside[1] > 0
     figure = Figure(figsize=(11.0 if asked else 6.5, 4.6), dpi=160, layout="constrained")
     axes = list(figure.subplots(1, 2 if asked else 1, squeeze=False).flat)
     for index, name in enumerate(dict.fromkeys(one.candidate.name for one in done)):
@@ -113,7 +127,9 @@ def draw(group: Sequence[Point], path: Path) -> None:
         if asked:
             axes[1].plot(across, [_share(one) for one in own], markersize=5, linewidth=1, **style)
     timed = all(one.time is not None for one in done)
-    labels = [(axes[0], "KL(dense || sparse), nats")] + ([(axes[1], "answers")] if asked else [])
+    labels = [(axes[0], "KL(dense || sparse), all rows, nats")] + (
+        [(axes[1], "answers inside the prompt")] if asked else []
+    )
     for axis, up in labels:
         dress(axis, up, "speed-up of attention" if timed else "1 / density")
     axes[0].set_yscale("log")
@@ -123,13 +139,17 @@ def draw(group: Sequence[Point], path: Path) -> None:
 
 
 def _title(group: Sequence[Point]) -> str:
-    return f"{group[0].tokens:,} tokens, {group[0].stock.answers[1]} values asked"
+    stock = group[0].stock
+    return f"{group[0].tokens:,} tokens, {stock.answers_inside[1]} answers inside and {stock.answers[1]} at the end"
 
 
 def _remarks(group: Sequence[Point]) -> list[str]:
     stock = group[0].stock
     times = [one.time for one in group if one.time is not None]
-    made = [f"the model's own attention: {stock.answers[0]} / {stock.answers[1]} answers, {_prefill(group)}"]
+    scores = f"{_of(stock.answers_inside)} inside, {_of(stock.answers)} at the end"
+    made = [f"the model's own attention: {scores}, {_prefill(group)}", *cannot([stock])]
+    if not stock.answers_inside[1]:
+        made.append(TOO_SHORT)
     if times:
         span = sorted(one.dense * 1e3 for one in times)
         made.append(
@@ -153,14 +173,15 @@ def _rows(group: Sequence[Point]) -> list[tuple[str, ...]]:
 
 def _row(point: Point, common: Mapping[str, Any], best: bool) -> tuple[str, ...]:
     own = {name: value for name, value in point.candidate.parameters.items() if name not in common}
-    name, one, near, time = point.candidate.name, point.summary, point.summary.divergence, point.time
+    name, one, time = point.candidate.name, point.summary, point.time
     if point.error:
         return (name, told(own), "failed", *[""] * (len(COLUMNS) - 3))
     prefill = point.prefill_speedup
     return (
-        *(name, told(own), f"{one.answers[0]} / {one.answers[1]}" if one.answers[1] else ""),
-        *(("", "") if near is None else (f"{near.kl:.5f}", f"{near.worst:.4f}")),
-        *(f"{one.recall:.1%}", f"{_least(point):.1%}", f"{one.density:.1%}"),
+        *(name, told(own), _of(one.answers_inside), _of(one.answers)),
+        *(("", "") if one.inside is None else (f"{one.inside.kl:.4f}", f"{one.inside.high:.3f}")),
+        *("" if one.end is None else f"{one.end.kl:.5f}", f"{one.recall:.1%}", f"{one.row_p1:.1%}"),
+        *(f"{_least(point):.1%}", f"{one.density:.1%}"),
         *(
             ("", "", "")
             if time is None
@@ -170,12 +191,16 @@ def _row(point: Point, common: Mapping[str, Any], best: bool) -> tuple[str, ...]
     )
 
 
+def _of(answers: tuple[int, int]) -> str:
+    return f"{answers[0]} / {answers[1]}" if answers[1] else ""
+
+
 def _least(point: Point) -> float:
     return min(point.summary.lowest, point.summary.last_lowest)
 
 
 def _share(point: Point) -> float:
-    right, asked = point.summary.answers
+    right, asked = point.summary.answers_inside
     return right / max(1, asked)
 
 

@@ -65,9 +65,9 @@ def _method(label: str, found: Sequence[Outcome]) -> dict[str, Any]:
 def _frontier(rows: Sequence[Summary]) -> str:
     """Speed-up against KL, a point a method; empty where nothing was measured."""
     points = [
-        (one.contender.label, times, one.divergence.kl)
+        (one.contender.label, times, one.inside.kl)
         for one in rows
-        if one.divergence is not None and (times := speed_up(one, rows[0])) is not None
+        if one.inside is not None and (times := speed_up(one, rows[0])) is not None
     ]
     if not points:
         return ""

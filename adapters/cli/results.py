@@ -10,22 +10,28 @@ from attrs import asdict
 from sparseprefill import __version__
 
 from ..evaluation.divergence import Divergence
-from ..evaluation.outcome import Outcome, Summary
-from ..evaluation.reading import Sizes
+from ..evaluation.outcome import Fidelity, Outcome, Summary
+from ..evaluation.reading import APART, Sizes
 from . import render
 
 NOTES = (
-    "KL, worst, same: KL(dense || sparse) of the next token in nats, mean and largest, and the share of rows where "
-    "both choose the same token; over the prompt's last {last} rows, the {tail} tokens that follow and {greedy} tokens "
-    "of dense attention's own continuation. parts: greedy tokens until sparse would have chosen another (median). "
-    "recall: share of the attention mass kept, mean over layers, heads and {rows} rows; lowest: lowest head recall, "
-    "over these or the last rows. density: pairs computed / causal pairs. prefill: time of one forward pass, without "
-    "the measuring; speed-up: the stock model's time in this run / this time."
+    "KL, 99 %, same: KL(dense || sparse) of the next token in nats, its mean and 99th percentile, and the share of "
+    "rows where both choose the same token, over {inside} rows spread over the whole prompt but its last {apart}. end "
+    "KL: the mean over the prompt's last {last} rows, the {tail} tokens that follow and {greedy} tokens of dense "
+    "attention's own continuation. recall: share of the attention mass kept, mean over layers, heads and {rows} rows; "
+    "rows: 1st percentile of these rows; lowest: lowest mean of a head, over these or the last rows. density: pairs "
+    "computed / causal pairs. prefill: time of one forward pass, without the measuring; speed-up: the stock model's "
+    "time in this run / this time."
 )
-DROP = ("parts", "worst", "extra", "same", "recall", "prefill", "density", "KL", "lowest")
+DROP = ("extra", "prefill", "same", "end KL", "rows", "99 %", "recall", "lowest", "density", "KL")
 """Columns that a narrow terminal leaves out, in this order."""
 ANSWERS = (
-    "answers: right values / values asked; the same method reads each question, and dense attention decodes greedily."
+    "inside: answers inside the prompt, which rows before its last {apart} must find / dense's. end: values right / "
+    "asked behind the prompt, where the dense tail helps; dense attention decodes greedily."
+)
+TOO_SHORT = (
+    "no answers inside the prompt: it is too short for rows that look back beyond a window of 1,024 tokens; pass "
+    "--tokens 4096 or more"
 )
 ON_CPU = (
     "On a CPU, PyTorch's own fused attention runs over the keys that a method selects. On a GPU the speed-up is "
@@ -34,11 +40,14 @@ ON_CPU = (
 
 
 def as_table(found: Sequence[Outcome], title: str, sizes: Sizes, on_cpu: bool) -> None:
-    """Print the table, what failed or ran dense, and what the columns mean."""
+    """Print the table, what failed or ran dense, what could not be asked, and what the columns mean."""
     rows = summaries(found, sizes)
     heads, lines = columns(rows)
-    notes = [*([ANSWERS] if "answers" in heads else []), NOTES.format(**asdict(sizes)), *([ON_CPU] if on_cpu else [])]
-    render.figures(title, heads, lines, [*failures(rows), *_dense_layers(found)], " ".join(notes), drop=DROP)
+    notes = [*([ANSWERS] if "end" in heads else []), NOTES, *([ON_CPU] if on_cpu else [])]
+    words = asdict(sizes) | {"apart": APART}
+    short = [TOO_SHORT] if "end" in heads and "inside" not in heads else []
+    remarks = [*short, *failures(rows), *cannot(rows), *_dense_layers(found)]
+    render.figures(title, heads, lines, remarks, " ".join(notes).format(**words), drop=DROP)
 
 
 def as_json(found: Sequence[Outcome], facts: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
@@ -67,29 +76,45 @@ def speed_up(one: Summary, stock: Summary) -> float | None:
 
 def columns(rows: Sequence[Summary]) -> tuple[list[str], list[tuple[str, ...]]]:
     """Heads of the table's columns, and a line for each contender that read a prompt. The first is the stock model."""
-    asked, extra = any(one.answers[1] for one in rows), any(one.extra_bytes is not None for one in rows)
-    heads = ["method", *(["answers"] if asked else []), "KL", "worst", "same", "parts", "recall", "lowest"]
-    heads += ["density", "prefill", "speed-up", *(["extra"] if extra else [])]
-    return heads, [_row(one, rows[0], asked, extra) for one in rows if one.prompts]
+    inside, asked = any(one.answers_inside[1] for one in rows), any(one.answers[1] for one in rows)
+    extra = any(one.extra_bytes is not None for one in rows)
+    heads = ["method", *(["inside"] if inside else []), *(["end"] if asked else [])]
+    heads += ["KL", "99 %", "same", "end KL", "recall", "rows", "lowest", "density", "prefill", "speed-up"]
+    heads += ["extra"] if extra else []
+    return heads, [_row(one, rows[0], heads) for one in rows if one.prompts]
 
 
-def _row(one: Summary, stock: Summary, asked: bool, extra: bool) -> tuple[str, ...]:
-    found, times = one.divergence, speed_up(one, stock)
-    distance = ("", "", "", "")
-    if found is not None:
-        parted = "" if one.parted is None else f"{one.parted:.0f}"
-        distance = (_small(found.kl), _small(found.worst), f"{found.agreement:.1%}", parted)
-    return (
-        one.contender.label,
-        *([f"{one.answers[0]} / {one.answers[1]}"] if asked else []),
-        *distance,
-        f"{one.recall:.1%}",
-        f"{min(one.lowest, one.last_lowest):.1%}",
-        f"{one.density:.1%}",
-        f"{one.seconds / max(1, one.prompts):.2f} s",
-        "" if times is None else f"{times:.2f}",
-        *(["" if one.extra_bytes is None else f"{one.extra_bytes / 2**20:,.0f} MiB"] if extra else []),
-    )
+def _row(one: Summary, stock: Summary, heads: Sequence[str]) -> tuple[str, ...]:
+    inside, end, times = one.inside, one.end, speed_up(one, stock)
+    cells = {
+        "method": one.contender.label,
+        "inside": f"{one.answers_inside[0]} / {one.answers_inside[1]}",
+        "end": f"{one.answers[0]} / {one.answers[1]}",
+        "KL": "" if inside is None else _small(inside.kl),
+        "99 %": "" if inside is None else _small(inside.high),
+        "same": "" if inside is None else f"{inside.agreement:.1%}",
+        "end KL": "" if end is None else _small(end.kl),
+        "recall": f"{one.recall:.1%}",
+        "rows": f"{one.row_p1:.1%}",
+        "lowest": f"{min(one.lowest, one.last_lowest):.1%}",
+        "density": f"{one.density:.1%}",
+        "prefill": f"{one.seconds / max(1, one.prompts):.2f} s",
+        "speed-up": "" if times is None else f"{times:.2f}",
+        "extra": "" if one.extra_bytes is None else f"{one.extra_bytes / 2**20:,.0f} MiB",
+    }
+    return tuple(cells[head] for head in heads)
+
+
+def cannot(rows: Sequence[Summary]) -> list[str]:
+    """What the model itself cannot do, so that the methods' answers say nothing."""
+    stock = rows[0]
+    scores = (("inside the prompt", stock.answers_inside), ("behind the prompt", stock.answers))
+    return [
+        f"the model's own attention gives none of {asked} answers {where}: it does not know these tasks, and what "
+        "methods keep cannot be told by them"
+        for where, (right, asked) in scores
+        if asked and not right
+    ]
 
 
 def _small(value: float) -> str:
@@ -125,24 +150,29 @@ def _summary(one: Summary, stock: Summary) -> dict[str, Any]:
         "parameters": dict(one.contender.parameters),
         "prompts": one.prompts,
         "failed": dict(one.failed),
-        **_divergence(one.divergence),
+        "inside": _near(one.inside, one.answers_inside),
+        "end": _near(one.end, one.answers),
         "perplexity_ratio": one.perplexity_ratio,
         "parted": one.parted,
-        "recall": {"mean": one.recall, "p5": one.p5, "lowest": one.lowest},
+        "recall": {
+            "mean": one.recall,
+            "p5": one.p5,
+            "lowest": one.lowest,
+            "row_p1": one.row_p1,
+            "row_lowest": one.row_lowest,
+        },
         "last_rows_recall": {"mean": one.last_recall, "p5": one.last_p5, "lowest": one.last_lowest},
         "density": one.density,
         "seconds": one.seconds,
         "speed_up": speed_up(one, stock),
         "extra_bytes": one.extra_bytes,
-        "right": one.answers[0],
-        "asked": one.answers[1],
     }
 
 
-def _divergence(found: Divergence | None) -> dict[str, Any]:
-    return {"kl": None, "worst_kl": None, "agreement": None} if found is None else {
-        "kl": found.kl, "worst_kl": found.worst, "agreement": found.agreement,
-    }  # fmt: skip
+def _near(found: Divergence | None, answers: tuple[int, int]) -> dict[str, Any]:
+    """Distributions and answers; null where there are none."""
+    right, asked = answers if answers[1] else (None, None)
+    return {"right": right, "asked": asked, "divergence": None if found is None else found.figures}
 
 
 def _facts(outcome: Outcome) -> dict[str, Any]:
@@ -152,11 +182,21 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
     fidelity = outcome.fidelity
     return facts | {
         "tokens": outcome.tokens,
-        "fidelity": None if fidelity is None else asdict(fidelity),
+        "fidelity": None if fidelity is None else _fidelity(fidelity),
         "seconds": outcome.seconds,
         "extra_bytes": outcome.extra_bytes,
         "density": outcome.density,
-        "families": {name: {"right": right, "asked": asked} for name, (right, asked) in outcome.answers.items()},
-        "layers": [asdict(layer, filter=lambda attribute, _: attribute.name != "lowest") for layer in outcome.layers],
+        "inside": _families(outcome.inside),
+        "families": _families(outcome.answers),
+        "layers": [asdict(one, filter=lambda part, _: part.name not in ("lowest", "rows")) for one in outcome.layers],
         "notes": dict(outcome.notes),
     }
+
+
+def _fidelity(found: Fidelity) -> dict[str, Any]:
+    parts = {name: getattr(found, name).figures for name in ("inside", "last", "tail", "greedy")}
+    return {**parts, "parted": found.parted}
+
+
+def _families(answers: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    return {name: {"right": right, "asked": asked} for name, (right, asked) in answers.items()}

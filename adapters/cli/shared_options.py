@@ -52,3 +52,9 @@ DeviceMap = Annotated[
 Type = Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads on a CPU.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+AtEnd = Annotated[
+    bool,
+    typer.Option(
+        "--end-only", help="Aim at the prompt's end alone, for prompts that are asked about behind their last row."
+    ),
+]

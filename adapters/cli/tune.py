@@ -16,7 +16,7 @@ from .files import check_writable
 from .group import CommandError
 from .kept import Stop
 from .options import floored, value_of
-from .shared_options import Device, Dtype, Floor, Model, Tail, Threads, Type
+from .shared_options import AtEnd, Device, Dtype, Floor, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from sparseprefill.method import Method
@@ -58,6 +58,7 @@ def tune(
         list[str] | None, typer.Option("--set", metavar="PARAMETER=VALUE", help="Fix a parameter for every setting.")
     ] = None,
     loss: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of dense's accuracy that you can lose.")] = 0.01,
+    end: AtEnd = False,
     by: Annotated[
         Cost, typer.Option(help="What to minimise; by default seconds on a GPU, density on a CPU.")
     ] = Cost.AUTO,
@@ -77,9 +78,9 @@ def tune(
 ) -> None:
     """Find the cheapest parameters of a method that lose no more than a stated accuracy.
 
-    Every combination of the method's search space answers the tasks of each length. The cheapest one whose accuracy
-    stays within the loss goes into a profile, which `build` and `attach` load. Ctrl-C stops and writes the best found
-    so far.
+    Every combination of the method's search space answers the tasks of each length, inside the prompt and behind it.
+    The cheapest one whose accuracy stays within the loss in both goes into a profile, which `build` and `attach` load.
+    Ctrl-C stops and writes the best found so far.
     """
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.registry import default_registry
@@ -99,7 +100,7 @@ def tune(
     lengths = sorted(set(tokens or TOKENS))
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place)
-    target = Target(loss=loss)
+    target = Target(loss=loss, rows="end" if end else "all")
     with bars(len(lengths)) as shown, place.threaded():
         loaded, tokenizer, identity = model_of(model, max(lengths), place)
         exams = exams_of(loaded, tokenizer, identity, lengths, texts, questions, seed, tail)

@@ -1,20 +1,23 @@
-"""One context with the needles of every family, and the questions about it."""
+"""One context with the needles of every family, the questions about it, and answers that stand inside it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 
-from ..evaluation.prompts import Prompt
+from ..evaluation.prompts import Prompt, spans_of
 from ..progress import Progress
 from ..session.defaults import MIN_QUERY
+from . import formats
 from .haystack import haystack_of
-from .tasks import FAMILIES, Family, Task, make_task, score
+from .inside import SHORTEST, Passage, Place, make_passages, places_of
+from .tasks import FAMILIES, Family, Question, Task, make_task, score
+from .words import ADJECTIVES, NOUNS, Key
 
 MOST = 16
 """The most questions of one family."""
@@ -29,10 +32,15 @@ _ROOM = 1 << 13
 
 @frozen
 class Exam:
-    """Tasks of all families that share one context, so that one prefill serves every question."""
+    """Tasks of all families that share one context, so that one prefill serves every question.
+
+    inside: answers in the context itself, which the prefill's own rows must look up; none where the context is shorter
+    than `inside.SHORTEST`. The task `linked` asks for the last keys of their chains.
+    """
 
     context: str
     tasks: tuple[Task, ...]
+    inside: tuple[Place, ...] = ()
 
     @property
     def questions(self) -> int:
@@ -56,17 +64,26 @@ def make_exam(tokenizer: Callable[..., Any], tokens: int, seed: int, questions: 
         tasks.append(task)
     haystack, rng = haystack_of(tokenizer), random.Random(f"exam/{tokens}/{seed}")
     spots = [(rng.random(), line) for task in tasks for line in task.needles]
+    passages: list[Passage] = []
+    if tokens >= SHORTEST:
+        passages = make_passages(_unused(rng, stems), rng, tokens)
+        spots += [(one.depth, one.text) for one in passages]
+        tasks.append(_linked(passages, tokens, seed, questions))
     longest = max(haystack.tokens(one.text + one.answer) for task in tasks for one in task.questions)
     context = haystack.bury(rng, spots, tokens - 1 - longest)
-    return Exam(context, tuple(evolve(task, context=context, length=tokens) for task in tasks))
+    whole = tuple(evolve(task, context=context, length=tokens) for task in tasks)
+    return Exam(context, whole, places_of(context, passages))
 
 
 def prompt_of(exam: Exam, tokenizer: Any) -> tuple[Prompt, int]:
-    """The context with the first question and its answer behind it, and how many tokens these two have."""
+    """The context with the first question and its answer behind it, and how many tokens these two have.
+
+    Raises ParameterError where the tokenizer cannot tell which tokens an answer inside the context is.
+    """
     first = exam.tasks[0].questions[0]
-    context = tokenizer(exam.context)["input_ids"]
+    context, spans = spans_of(exam.context, [(one.family, one.first, one.last) for one in exam.inside], tokenizer)
     behind = tokenizer(first.text + first.answer, add_special_tokens=False)["input_ids"]
-    return Prompt("exam", (*context, *behind)), len(behind)
+    return Prompt("exam", (*context, *behind), spans), len(behind)
 
 
 def take(exam: Exam, answer: Callable[[str, str], str]) -> dict[str, tuple[int, int]]:
@@ -156,3 +173,17 @@ def _apart(tokenizer: Callable[..., Any], family: Family, seed: int, questions: 
 
 def _stems(task: Task) -> set[str]:
     return {needle.rpartition(" is ")[0] for needle in task.needles}
+
+
+def _unused(rng: random.Random, stems: set[str]) -> Callable[[], Key]:
+    """Draws keys that no needle has, each once."""
+    every = [(adjective, noun) for adjective in ADJECTIVES for noun in NOUNS]
+    rng.shuffle(every)
+    return iter([key for key in every if formats.needle(key, "").rpartition(" is ")[0] not in stems]).__next__
+
+
+def _linked(passages: Sequence[Passage], tokens: int, seed: int, questions: int) -> Task:
+    """Asks for the last keys of chains, which have their value by way of the keys before them."""
+    ends = [one.ends for one in passages if one.ends is not None][:questions]
+    made = tuple(Question(formats.one_question(key), formats.answer([key], [value]), (value,)) for key, value in ends)
+    return Task("linked", tokens, seed, "", (), made)

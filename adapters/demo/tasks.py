@@ -57,7 +57,7 @@ class Task:
     """A context and the questions about it.
 
     Attributes:
-        family: The family of the task.
+        family: The family of the task; `linked` is made by `exam` alone.
         length: The most tokens of a prompt together with its answer.
         seed: The seed that the task was made with.
         context: Lines of filler text and needles; ends in a line break.
@@ -65,7 +65,7 @@ class Task:
         questions: The questions, each to be put after the context alone.
     """
 
-    family: Family
+    family: Family | Literal["linked"]
     length: int
     seed: int
     context: str

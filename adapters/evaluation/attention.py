@@ -33,11 +33,11 @@ class LayerWatch:
         last = torch.arange(max(0, q_len - self.last), q_len, device=call.q.device)
         spread = sample_rows(call, self.rows)
         kept = recall(call, result, rows=torch.cat([spread, last]))[0].double()  # [H, rows]
-        recalls, ends = _means(kept[:, : spread.numel()]), _means(kept[:, spread.numel() :])
+        rows = kept[:, : spread.numel()].cpu()
+        recalls, ends = _means(rows), _means(kept[:, spread.numel() :])
         least = min(range(len(recalls)), key=lambda head: min(recalls[head], ends[head]))
-        self.found[call.layer] = Layer(
-            call.layer, min(1.0, result.density), recalls, ends, lowest=(least, result.mask.head(0, least))
-        )
+        lowest = (least, result.mask.head(0, least))
+        self.found[call.layer] = Layer(call.layer, min(1.0, result.density), recalls, ends, rows=rows, lowest=lowest)
         if self.pictured is not None and call.layer == self.pictured[0]:
             self.mask = result.mask.head(0, self.pictured[1])
 

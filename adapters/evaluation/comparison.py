@@ -27,7 +27,7 @@ from .contender import Contender
 from .divergence import compare
 from .outcome import Fidelity, Layer, Outcome
 from .prompts import Prompt
-from .reading import Answers, Reader, Sizes, Truth
+from .reading import Answers, Reader, Sizes, Truth, right_inside
 
 Ask = Callable[[Any, Progress], Answers]
 """Asks about the prompt that a cache holds, and leaves the cache as it was: ``ask(cache, progress)``."""
@@ -69,7 +69,7 @@ class Comparison:
         sizes, reader = sizes or Sizes(), Reader(model)
         ids, tail = _cut(prompt, sizes, reader)
         with _counted(model, lambda done, of: progress("dense", done, of)):
-            truth = Truth.of(reader, ids, tail, sizes, lambda cache: ask(cache, progress) if ask else {})
+            truth = Truth.of(reader, prompt, ids, tail, sizes, lambda cache: ask(cache, progress) if ask else {})
         stock = Outcome(
             Contender("stock"),
             prompt.name,
@@ -77,6 +77,7 @@ class Comparison:
             seconds=truth.seconds,
             extra_bytes=None if truth.peak is None else 0,
             layers=_dense_layers(model),
+            inside=truth.answered,
             answers=truth.answers,
         )
         return cls(reader, prompt, sizes, truth, stock, pictured, ask)
@@ -107,14 +108,16 @@ class Comparison:
         with _attached(reader.model, contender, observe) as handle:
             with _counted(reader.model, lambda done, of: progress("prefill", done, of)):
                 began = time.perf_counter()
-                logits, cache = reader.prefill(ids, sizes.last)
+                logits, cache = reader.prefill(ids, self.truth.kept.index)
                 seconds = time.perf_counter() - began - spent
             watching = False
             report = handle.report()
             answers = {} if self.ask is None else self.ask(cache, progress)
         progress("fidelity", 0, 1)
-        fidelity = self._fidelity(logits, cache, tail)
-        del cache, logits
+        inside, spans, last = self.truth.kept.split(logits)
+        answered = right_inside(self.prompt, ids.shape[1], spans)
+        fidelity = self._fidelity(inside, last, cache, tail)
+        del cache, logits, inside, spans, last
         with _attached(reader.model, contender, None):
             progress("clock", 0, 1)
             seconds, peak = reader.clock(ids, sizes, seconds)
@@ -126,12 +129,13 @@ class Comparison:
             seconds,
             None if peak is None or self.truth.peak is None else peak - self.truth.peak,
             _layers(watch, report, self.stock.layers),
+            answered,
             answers,
             watch.mask,
             dict(report.notes),
         )
 
-    def _fidelity(self, logits: Tensor, cache: Any, tail: Tensor) -> Fidelity:
+    def _fidelity(self, inside: Tensor, last: Tensor, cache: Any, tail: Tensor) -> Fidelity:
         truth, reader = self.truth, self.reader
         ids = torch.tensor(self.prompt.ids)
         end = len(self.prompt.ids) - tail.shape[1]
@@ -139,7 +143,8 @@ class Comparison:
         _, chosen = reader.decode(cache, follows[-1], self.sizes.greedy, truth.continuation)
         parted = (chosen.argmax(-1).cpu() != truth.continuation.cpu()).nonzero()
         return Fidelity(
-            compare(truth.last, logits, ids[end - logits.shape[0] + 1 : end + 1]),
+            compare(truth.inside, inside, ids[truth.kept.inside + 1]),
+            compare(truth.last, last, ids[truth.kept.last + 1]),
             compare(truth.tail, follows[:-1], ids[end + 1 :]),
             compare(truth.greedy, chosen),
             int(parted[0]) if parted.numel() else None,

@@ -3,46 +3,77 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 ROWS_AT_ONCE = 16
 """Rows of logits that are widened to float32 at once."""
 
 
-@frozen
+@frozen(eq=False)
 class Divergence:
     """Distributions of a sparse prefill beside dense's, over some rows.
 
-    rows: how many. kl: mean of KL(dense || sparse) over the rows, in nats; worst: the largest. agreement: share of
-    the rows in which both choose the same token. surprise, dense_surprise: mean negative log-likelihood, in nats, of
-    the text's own tokens, NaN where none are known.
+    each: KL(dense || sparse) of every row, in nats, float64 ``[n]`` on the CPU. agreement: share of the rows in which
+    both choose the same token. surprise, dense_surprise: mean negative log-likelihood, in nats, of the text's own
+    tokens, NaN where none are known.
     """
 
-    rows: int
-    kl: float
-    worst: float
+    each: Tensor = field(repr=False)
     agreement: float
     surprise: float = math.nan
     dense_surprise: float = math.nan
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return self.each.numel()
+
+    @property
+    def kl(self) -> float:
+        """Mean KL(dense || sparse) over the rows, in nats."""
+        return float(self.each.mean())
+
+    @property
+    def high(self) -> float:
+        """The 99th percentile of the rows' KL, in nats."""
+        return float(self.each.quantile(0.99))
+
+    @property
+    def worst(self) -> float:
+        """The largest KL of a row, in nats."""
+        return float(self.each.max())
 
     @property
     def perplexity_ratio(self) -> float:
         """Perplexity of the text after the sparse prefill over that after the dense one."""
         return math.exp(self.surprise - self.dense_surprise)
 
+    @property
+    def nll_ratio(self) -> float:
+        """Mean negative log-likelihood of the text after the sparse prefill over that after the dense one."""
+        return self.surprise / self.dense_surprise if self.dense_surprise else math.nan
+
+    @property
+    def figures(self) -> dict[str, float | int | None]:
+        """Everything but the rows one by one, by name; None for what is not known."""
+        names = ("rows", "kl", "high", "worst", "agreement", "surprise", "dense_surprise", "nll_ratio")
+        known = {name: getattr(self, name) for name in names}
+        return {name: None if value != value else value for name, value in known.items()}
+
 
 def compare(dense: Tensor, sparse: Tensor, text: Tensor | None = None) -> Divergence:
-    """Of log-probabilities ``[n, vocabulary]`` of dense (float32) and logits ``[n, vocabulary]`` of sparse.
+    """Logits ``[n, vocabulary]`` of dense beside those of sparse; dense's may be log-probabilities, on any device.
 
     text: the tokens ``[n]`` that follow in the text, where they are known. One wait for the device.
     """
     kl, same, own, dense_own = [], [], [], []
     for first in range(0, dense.shape[0], ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
-        p, q = dense[rows].to(sparse.device), log_probabilities(sparse[rows])
+        p, q = log_probabilities(dense[rows].to(sparse.device)), log_probabilities(sparse[rows])
         # 0 log 0 = 0: a token that dense excludes (-inf) adds nothing, whatever sparse makes of it.
         terms = torch.where(p == -torch.inf, 0.0, p.exp() * (p - q))
         kl.append(terms.sum(-1).clamp(min=0.0))
@@ -51,11 +82,10 @@ def compare(dense: Tensor, sparse: Tensor, text: Tensor | None = None) -> Diverg
             token = text[rows].to(sparse.device)[:, None]
             own.append(-q.gather(1, token)[:, 0])
             dense_own.append(-p.gather(1, token)[:, 0])
-    distance = torch.cat(kl).double()
-    facts = [distance.mean(), distance.max(), torch.cat(same).double().mean()]
-    if text is not None:
-        facts += [torch.cat(own).double().mean(), torch.cat(dense_own).double().mean()]
-    return Divergence(dense.shape[0], *torch.stack(facts).tolist())
+    columns = [torch.cat(kl).double(), torch.cat(same).double()]
+    columns += [torch.cat(part).double() for part in (own, dense_own) if part]
+    each, *means = torch.stack(columns).cpu()
+    return Divergence(each, *(float(one.mean()) for one in means))
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
@@ -63,12 +93,11 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits.float(), -1)
 
 
-def pooled(parts: list[Divergence]) -> Divergence:
+def pooled(parts: Sequence[Divergence]) -> Divergence:
     """One divergence over the rows of several, such as those of several prompts."""
-    rows = sum(part.rows for part in parts)
+    each = torch.cat([part.each for part in parts])
 
     def mean(name: str) -> float:
-        return float(sum(getattr(part, name) * part.rows for part in parts)) / rows
+        return float(sum(getattr(part, name) * part.rows for part in parts)) / each.numel()
 
-    worst = max(part.worst for part in parts)
-    return Divergence(rows, mean("kl"), worst, mean("agreement"), mean("surprise"), mean("dense_surprise"))
+    return Divergence(each, mean("agreement"), mean("surprise"), mean("dense_surprise"))

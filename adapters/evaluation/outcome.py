@@ -16,21 +16,23 @@ from .divergence import Divergence, pooled
 
 @frozen
 class Fidelity:
-    """Next-token distributions after a sparse prefill, against those after the model's own.
+    """Next-token distributions of a sparse prefill and after it, against those of the model's own.
 
-    last: of the last rows of the prefill itself. tail: of the text that follows, read with dense attention behind the
-    sparse prefill's cache. greedy: of dense's own greedy continuation, decoded so. parted: tokens of the greedy
-    continuation until sparse would have chosen another, None where it never did.
+    inside: of rows of the prefill, spread over the whole prompt but its last `APART` rows. last: of the last rows of
+    the prefill itself. tail: of the text that follows, read with dense attention behind the sparse prefill's cache.
+    greedy: of dense's own greedy continuation, decoded so. parted: tokens of the greedy continuation until sparse would
+    have chosen another, None where it never did.
     """
 
+    inside: Divergence
     last: Divergence
     tail: Divergence
     greedy: Divergence
     parted: int | None
 
     @property
-    def all(self) -> Divergence:
-        """Over the rows of all three."""
+    def end(self) -> Divergence:
+        """Over the rows at the end of the prompt and behind it: of `last`, `tail` and `greedy`."""
         return pooled([self.last, self.tail, self.greedy])
 
 
@@ -39,8 +41,9 @@ class Layer:
     """One layer: pairs computed over causal pairs, and the attention mass that each head kept.
 
     recalls: of each head, averaged over rows of the whole prompt. last: the same over the prompt's last rows alone.
-    reason: why the layer ran dense, empty where it ran sparse. lowest: the mask of the head that keeps least, by
-    either; None where the layer ran dense.
+    rows: of each head and row of the whole prompt, float64 ``[H, n]``; None where the layer ran dense. reason: why the
+    layer ran dense, empty where it ran sparse. lowest: the mask of the head that keeps least, by either; None where the
+    layer ran dense.
     """
 
     index: int
@@ -48,6 +51,7 @@ class Layer:
     recalls: tuple[float, ...]
     last: tuple[float, ...] = ()
     reason: str = ""
+    rows: torch.Tensor | None = field(default=None, repr=False, eq=False)
     lowest: tuple[int, SparseMask] | None = field(default=None, repr=False, eq=False)
 
 
@@ -56,8 +60,9 @@ class Outcome:
     """What one contender did to one prompt.
 
     tokens: that were prefilled. fidelity: None for the stock model, which all is held against. seconds: of the
-    prefill, median. extra_bytes: device memory at the prefill's peak beyond the stock model's; None on a CPU. answers:
-    values right and asked by family of task, where tasks were asked. mask: of the one head that was asked for, None
+    prefill, median. extra_bytes: device memory at the prefill's peak beyond the stock model's; None on a CPU. inside:
+    answers right and asked inside the prompt, by family, where it has any. answers: values right and asked behind the
+    prompt, by family of task, where tasks were asked. mask: of the one head that was asked for, None
     where its layer ran dense. error: what stopped the contender; the other figures are then empty.
     """
 
@@ -68,20 +73,21 @@ class Outcome:
     seconds: float = 0.0
     extra_bytes: int | None = None
     layers: tuple[Layer, ...] = ()
+    inside: Mapping[str, tuple[int, int]] = field(factory=dict)
     answers: Mapping[str, tuple[int, int]] = field(factory=dict)
     mask: SparseMask | None = field(default=None, repr=False, eq=False)
     notes: Mapping[str, int] = field(factory=dict)
     error: str = ""
 
     @property
-    def right(self) -> int:
-        """Values that were right."""
-        return sum(right for right, _ in self.answers.values())
+    def score(self) -> tuple[int, int]:
+        """Values right and asked behind the prompt."""
+        return _sums(self.answers)
 
     @property
-    def asked(self) -> int:
-        """Values that were asked."""
-        return sum(asked for _, asked in self.answers.values())
+    def inside_score(self) -> tuple[int, int]:
+        """Answers right and asked inside the prompt."""
+        return _sums(self.inside)
 
     @property
     def density(self) -> float:
@@ -89,19 +95,29 @@ class Outcome:
         return fmean(layer.density for layer in self.layers) if self.layers else 1.0
 
 
+def _sums(answers: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    return sum(right for right, _ in answers.values()), sum(asked for _, asked in answers.values())
+
+
 @frozen
 class Summary:
     """What one contender did to several prompts: means, but for what says otherwise.
 
-    prompts: that came through. failed: the first error of the others, by prompt. parted: median over the prompts,
+    prompts: that came through. failed: the first error of the others, by prompt. inside, end: next-token distributions
+    over rows of the whole prompts, and at their ends and behind them; see `Fidelity`. perplexity_ratio: of the text
+    that follows the prompts. answers_inside, answers: right
+    and asked inside the prompts, and behind them. parted: median over the prompts,
     where one that never parted counts as all its tokens. recall, p5, lowest: over layers, heads and prompts, of
-    sampled rows; the last_ ones, of the prompts' last rows. seconds: summed over the prompts.
+    the heads' means over sampled rows; the last_ ones, of the prompts' last rows. row_p1, row_lowest: the 1st
+    percentile and the lowest of the sampled rows themselves, of every head; a layer that ran dense has none. seconds:
+    summed over the prompts.
     """
 
     contender: Contender
     prompts: int
     failed: Mapping[str, str] = field(factory=dict)
-    divergence: Divergence | None = None
+    inside: Divergence | None = None
+    end: Divergence | None = None
     perplexity_ratio: float | None = None
     parted: float | None = None
     recall: float = 1.0
@@ -110,9 +126,12 @@ class Summary:
     last_recall: float = 1.0
     last_p5: float = 1.0
     last_lowest: float = 1.0
+    row_p1: float = 1.0
+    row_lowest: float = 1.0
     density: float = 1.0
     seconds: float = 0.0
     extra_bytes: int | None = None
+    answers_inside: tuple[int, int] = (0, 0)
     answers: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -131,16 +150,23 @@ class Summary:
             contender,
             len(done),
             failed,
-            divergence=pooled([fact.all for fact in facts]) if facts else None,
+            inside=pooled([fact.inside for fact in facts]) if facts else None,
+            end=pooled([fact.end for fact in facts]) if facts else None,
             perplexity_ratio=pooled([fact.tail for fact in facts]).perplexity_ratio if facts else None,
             parted=median(greedy if fact.parted is None else fact.parted for fact in facts) if facts else None,
             **_spread("", recalls),
             **_spread("last_", last),
+            **_rows([layer.rows for one in done for layer in one.layers if layer.rows is not None]),
             density=fmean(one.density for one in done),
             seconds=sum(one.seconds for one in done),
             extra_bytes=max(extra) if extra else None,
-            answers=(sum(one.right for one in done), sum(one.asked for one in done)),
+            answers_inside=_total([one.inside_score for one in done]),
+            answers=_total([one.score for one in done]),
         )
+
+
+def _total(scores: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(right for right, _ in scores), sum(asked for _, asked in scores)
 
 
 def _spread(prefix: str, recalls: Sequence[float]) -> dict[str, float]:
@@ -149,3 +175,11 @@ def _spread(prefix: str, recalls: Sequence[float]) -> dict[str, float]:
     found = torch.tensor(recalls, dtype=torch.float64)
     fifth = float(found.nanquantile(0.05))
     return {f"{prefix}recall": fmean(recalls), f"{prefix}p5": fifth, f"{prefix}lowest": min(recalls)}
+
+
+def _rows(kept: Sequence[torch.Tensor]) -> dict[str, float]:
+    if not kept:
+        return {}
+    each = torch.cat([one.flatten() for one in kept])
+    each = each[~each.isnan()].sort().values  # quantile() takes 16 million values at most, and needs them sorted, too
+    return {} if not each.numel() else {"row_p1": float(each[each.numel() // 100]), "row_lowest": float(each[0])}

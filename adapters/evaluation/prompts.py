@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,25 @@ SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 
 
 @frozen
+class Span:
+    """An answer inside a prompt: the tokens from `first` to before `last`, of a family of tasks."""
+
+    family: str
+    first: int
+    last: int
+
+
+@frozen
 class Prompt:
-    """A prompt as the model reads it. name: where it comes from. ids: its tokens, at least one."""
+    """A prompt as the model reads it.
+
+    name: where it comes from. ids: its tokens, at least one. inside: answers that stand in it, and that the rows before
+    their tokens must find (teacher forcing).
+    """
 
     name: str
     ids: tuple[int, ...]
+    inside: tuple[Span, ...] = ()
 
 
 def load(path: str | Path, tokenizer: Any, tokens: int | None = None) -> list[Prompt]:
@@ -61,6 +76,35 @@ def made(texts: Sequence[str], tokenizer: Any, tokens: int, count: int) -> list[
             raise ParameterError(f"tokens is {tokens}: the built-in text has {len(ids)}; pass that or less")
         found.append(Prompt(f"built-in {index + 1}", tuple(ids[:tokens])))
     return found
+
+
+def spans_of(
+    text: str, places: Sequence[tuple[str, int, int]], tokenizer: Any
+) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+    """The tokens of a text, and which of them are the answers at some places: family, first character, one behind.
+
+    A token that holds the space before an answer belongs to it. Raises ParameterError where the tokenizer does not say
+    which characters a token stands for, or joins an answer with other text.
+    """
+    if not places:
+        return tuple(tokenizer(text)["input_ids"]), ()
+    if not getattr(tokenizer, "is_fast", False):
+        name = type(tokenizer).__name__
+        raise ParameterError(f"tokenizer is {name}, which does not say where its tokens stand: pass a fast one")
+    read = tokenizer(text, return_offsets_mapping=True)
+    ends = [last for _, last in read["offset_mapping"]]
+    spans = []
+    for family, first, last in places:
+        one = Span(family, bisect_right(ends, first), bisect_left(ends, last) + 1)
+        begin, end = read["offset_mapping"][one.first][0], ends[one.last - 1]
+        if text[begin:first].strip() or text[last:end].strip() or not one.first:
+            joined = text[begin:end]
+            raise ParameterError(
+                f"tokenizer joins the answer {text[first:last]!r} with other text into {joined!r}: pass a model whose "
+                "tokenizer splits numbers from what stands beside them"
+            )
+        spans.append(one)
+    return tuple(read["input_ids"]), tuple(spans)
 
 
 def _of_file(path: Path, tokenizer: Any, tokens: int | None) -> Iterator[Prompt]:

@@ -15,20 +15,75 @@ from torch import Tensor
 from sparseprefill.errors import AttachError
 from sparseprefill.validate import whole
 
-from .divergence import log_probabilities
+from .prompts import Prompt
 
 Answers = Mapping[str, tuple[int, int]]
 """Values right and asked, by family of task."""
+
+APART = 160
+"""Last rows of a prefill that do not count as inside it: the dense tail serves 128 of them whatever a method keeps."""
+
+
+@frozen(eq=False)
+class Kept:
+    """Which rows of a prompt's prefill are read, int64 ``[n]`` each, ascending.
+
+    inside: spread evenly over the rows before the last `APART`; over all of a prompt that has no more. answers: the
+    rows that predict the tokens of answers inside the prompt, of its `Span`s one after the other. last: the last ones.
+    """
+
+    inside: Tensor
+    answers: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, prompt: Prompt, tokens: int, sizes: Sizes) -> Kept:
+        """Of a prefill of the prompt's first tokens, so many."""
+        most = tokens - APART if tokens > APART else tokens
+        count = min(sizes.inside, most)
+        inside = torch.linspace(0, most - 1, count, dtype=torch.float64).round().long()
+        answers = [torch.arange(one.first - 1, one.last - 1) for one in prompt.inside if one.last <= tokens]
+        return cls(inside, torch.cat([*answers, torch.empty(0).long()]), torch.arange(tokens - sizes.last, tokens))
+
+    @property
+    def index(self) -> Tensor:
+        """All of them, one kind after the other."""
+        return torch.cat([self.inside, self.answers, self.last])
+
+    def split(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits ``[n, vocabulary]`` of `index`, by kind."""
+        inside, answers, last = logits.split([len(self.inside), len(self.answers), len(self.last)])
+        return inside, answers, last
+
+
+def right_inside(prompt: Prompt, tokens: int, logits: Tensor) -> Answers:
+    """Answers inside the prompt whose every token is the likeliest, and how many there are, by family.
+
+    logits: of the rows `Kept.answers` of a prefill of so many tokens.
+    """
+    spans = [one for one in prompt.inside if one.last <= tokens]
+    if not spans:
+        return {}
+    same = logits.argmax(-1).cpu() == torch.tensor(
+        [token for one in spans for token in prompt.ids[one.first : one.last]]
+    )
+    found: dict[str, tuple[int, int]] = {}
+    for one, hits in zip(spans, same.split([one.last - one.first for one in spans]), strict=True):
+        right, asked = found.get(one.family, (0, 0))
+        found[one.family] = right + bool(hits.all()), asked + 1
+    return found
 
 
 @frozen(kw_only=True)
 class Sizes:
     """How much is looked at, in tokens or rows.
 
-    last: last rows of the prefill. tail: text held back from the prompt's end. greedy: tokens of dense's own
-    continuation. rows: sampled for the recall. repeats: prefills that are timed; the median counts.
+    inside: rows spread over the prompt, of which the last `APART` are none. last: last rows of the prefill. tail: text
+    held back from the prompt's end. greedy: tokens of dense's own continuation. rows: sampled for the recall. repeats:
+    prefills that are timed; the median counts.
     """
 
+    inside: int = field(default=2048, validator=whole(1))
     last: int = field(default=32, validator=whole(1))
     tail: int = field(default=32, validator=whole(2))
     greedy: int = field(default=64, validator=whole(1))
@@ -48,14 +103,18 @@ class Reader:
         found: torch.device = self.model.get_input_embeddings().weight.device
         return self.model.device if found.type == "meta" else found
 
-    def prefill(self, ids: Tensor, keep: int) -> tuple[Tensor, Any]:
-        """Logits ``[keep, vocabulary]`` of the last rows of the prompt ``[1, n]``, and the cache."""
-        out = self._run(ids, keep, use_cache=True)
+    def prefill(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Any]:
+        """Logits ``[n, vocabulary]`` of some rows of the prompt ``[1, tokens]``, by index int64 ``[n]``, and the cache.
+
+        No logits of other rows are made where the model's forward takes `logits_to_keep`.
+        """
+        out = self._run(ids, rows.to(self.device), use_cache=True)
         cache = getattr(out, "past_key_values", None)
         if cache is None:
             name = type(self.model).__name__
             raise AttachError(f"{name} returns no cache: pass a model that decodes from past_key_values")
-        return out.logits[0, -keep:], cache
+        logits = out.logits[0]
+        return logits if logits.shape[0] == rows.numel() else logits[rows.to(logits.device)], cache
 
     def follow(self, cache: Any, ids: Tensor) -> Tensor:
         """Logits ``[n, vocabulary]`` of the tokens ``[1, n]`` behind the cache, which grows by them."""
@@ -104,7 +163,7 @@ class Reader:
         peak = sum(torch.cuda.max_memory_allocated(index) for index in devices)
         return seconds, peak - before if devices else None
 
-    def _run(self, ids: Tensor, keep: int, **more: Any) -> Any:
+    def _run(self, ids: Tensor, keep: int | Tensor, **more: Any) -> Any:
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             more["logits_to_keep"] = keep
         return self.model(ids, **more)
@@ -112,34 +171,43 @@ class Reader:
 
 @frozen(eq=False)
 class Truth:
-    """What the model's own prefill of one prompt makes of it. Log-probabilities are float32 ``[rows, vocabulary]``.
+    """What the model's own prefill of one prompt makes of it.
 
-    last, tail, greedy: of the prompt's last rows, of the held-back text, of the greedy continuation. continuation: the
-    greedy tokens. answers: what was asked of the cache. seconds: of a prefill, median. peak: bytes that one adds on the
-    devices, None on a CPU.
+    kept: which rows of the prefill were read. inside, last: their logits ``[n, vocabulary]`` in the model's dtype,
+    those of `inside` on the CPU. tail, greedy: logits of the held-back text and of the greedy continuation.
+    continuation: the greedy tokens. answered: right answers inside the prompt. answers: what was asked of the cache.
+    seconds: of a prefill, median. peak: bytes that one adds on the devices, None on a CPU.
     """
 
+    kept: Kept
+    inside: Tensor
     last: Tensor
     tail: Tensor
     greedy: Tensor
     continuation: Tensor
+    answered: Answers
     answers: Answers
     seconds: float
     peak: int | None
 
     @classmethod
-    def of(cls, reader: Reader, ids: Tensor, tail: Tensor, sizes: Sizes, ask: Callable[[Any], Answers]) -> Truth:
-        """One dense pass over the prompt ``[1, n]``, the tail ``[1, t]`` behind it, and greedy tokens more.
+    def of(
+        cls, reader: Reader, prompt: Prompt, ids: Tensor, tail: Tensor, sizes: Sizes, ask: Callable[[Any], Answers]
+    ) -> Truth:
+        """One dense pass over the prompt's tokens ``[1, n]``, the tail ``[1, t]`` behind it, and greedy tokens more.
 
         ask: is given the prompt's cache, and leaves it as it was.
         """
+        kept = Kept.of(prompt, ids.shape[1], sizes)
         began = time.perf_counter()
-        logits, cache = reader.prefill(ids, sizes.last)
+        logits, cache = reader.prefill(ids, kept.index)
         seconds = time.perf_counter() - began
+        inside, spans, last = kept.split(logits)
+        answered, inside, last = right_inside(prompt, ids.shape[1], spans), inside.cpu(), last.clone()
+        del logits, spans
         answers = ask(cache)
         follows = reader.follow(cache, tail)
         continuation, chosen = reader.decode(cache, follows[-1], sizes.greedy)
         del cache
         seconds, peak = reader.clock(ids, sizes, seconds)
-        last, before, greedy = (log_probabilities(rows) for rows in (logits, follows[:-1], chosen))
-        return cls(last, before, greedy, continuation, answers, seconds, peak)
+        return cls(kept, inside, last, follows[:-1], chosen, continuation, answered, answers, seconds, peak)
