@@ -1,0 +1,35 @@
+"""Row maxima: block-sparse attention in which no query row is averaged away."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparseprefill.hookspecs import hookimpl
+from sparseprefill.method import Method
+
+from .config import RowMaxConfig
+
+if TYPE_CHECKING:
+    from sparseprefill.pipeline import Pipeline
+
+
+def _build(config: RowMaxConfig) -> Pipeline:
+    from .stages import pipeline
+
+    return pipeline(config)
+
+
+@hookimpl
+def sparseprefill_methods() -> list[Method]:
+    """The one method of this package."""
+    return [
+        Method(
+            name="rowmax",
+            summary="tiles in which single query rows give a key enough of their softmax",
+            config=RowMaxConfig,
+            build=_build,
+            full={"eps": 0.0},
+            small={"eps": 0.05, "every": 2, "block": 16},
+            search={"eps": (0.005, 0.01, 0.02, 0.05), "every": (2, 4)},
+        )
+    ]
