@@ -73,10 +73,9 @@ def _check_result(call: AttentionCall, result: Result) -> None:
     wanted = call.geometry
     made = result.plan.mask.geometry if result.parts is None else result.parts.geometry
     if not made.same_sizes(wanted) or result.lse.shape != call.q.shape[:3]:
-        given = f"{made.describe()}, window {made.window}, lse {tuple(result.lse.shape)}"
+        given = f"{made.describe()}, lse {tuple(result.lse.shape)}"
         raise ParameterError(
-            f"result is of another call ({given}): pass what this call's run returned, for {wanted.describe()}, "
-            f"window {wanted.window}"
+            f"result is of another call ({given}): pass what this call's run returned, for {wanted.describe()}"
         )
 
 
