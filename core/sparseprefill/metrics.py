@@ -97,9 +97,9 @@ def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) 
     if index.dim() != 1 or index.numel() == 0 or not whole:
         raise ParameterError(f"rows is {printed(rows)}: {remedy}")
     index = index.to(torch.int64)
-    if bool((index < -q_len).any()) or bool((index >= q_len).any()):
+    if bool((index < 0).any()) or bool((index >= q_len).any()):
         raise ParameterError(f"rows is {printed(rows)}: {remedy}")
-    return index % q_len
+    return index
 
 
 def dense_lse(call: AttentionCall, rows: Tensor, chunk: int = 16384) -> Tensor:
