@@ -13,12 +13,10 @@ from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.pages import DTYPES, Pages, check_index
+from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index
 
 LEAST, MOST = 1e-30, 1e30
 """Bounds of scale and softcap: beyond them float32 logits, or logits over the softcap, are no numbers any more."""
-LONGEST = 1 << 31
-"""No prompt reaches it, in tokens."""
 
 
 @frozen(eq=False)

@@ -12,6 +12,8 @@ from sparseprefill.errors import InvalidCallError, printed
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """To compute in."""
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+LONGEST = 1 << 31
+"""No prompt reaches it, in tokens."""
 STORED = (*DTYPES, *FP8)
 
 
@@ -203,10 +205,10 @@ def _check_table(pages: Pages) -> None:
     if table.dim() != 1 or table.dtype != torch.int32 or not table.is_contiguous() or table.device != pages.device:
         shown = f"of shape {tuple(table.shape)}, {table.dtype}, on {table.device}"
         raise InvalidCallError("pages.table", shown, f"pass a contiguous int32 [n] on {pages.device}")
-    if isinstance(pages.length, bool) or not isinstance(pages.length, int) or pages.length < 1:
-        raise InvalidCallError("pages.length", printed(pages.length), "pass a positive number of keys")
+    if isinstance(pages.length, bool) or not isinstance(pages.length, int) or not 1 <= pages.length < LONGEST:
+        raise InvalidCallError("pages.length", printed(pages.length), f"pass a number of keys from 1 to {LONGEST - 1}")
     if table.numel() * pages.page < pages.length:
-        remedy = f"{pages.length} keys in pages of {pages.page} need {-(-pages.length // pages.page)} entries"
+        remedy = f"pass {-(-pages.length // pages.page)} or more, for {pages.length} keys in pages of {pages.page}"
         raise InvalidCallError("pages.table", f"of {table.numel()} entries", remedy)
     if outside := _outside(table[: -(-pages.length // pages.page)], pages.k.shape[0]):
         remedy = f"entries of pages in use must be pages of the cache, from 0 to {pages.k.shape[0] - 1}"

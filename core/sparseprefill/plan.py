@@ -290,7 +290,7 @@ def check_mask(call: AttentionCall, mask: SparseMask, who: str) -> None:
     """MaskError for the mask of another call. who: begins the message, as in ``plan has``."""
     if not mask.geometry.fits(call.geometry):
         made, wanted = mask.geometry.describe(), call.geometry.describe()
-        raise MaskError(f"{who} a mask for {made}; the call is {wanted}: make the mask for this call")
+        raise MaskError(f"{who} a mask for {made}; the call is {wanted}: it must be made for this call")
 
 
 def _check_thresholds(given: object, batch: int) -> None:

@@ -167,8 +167,8 @@ BAD_PAGES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str, str, str]] = {
     "table with holes": ((K, V, int32(1, 2, 3, 4, 5, 6)[::2], 40), {}, "pages.table", "(3,)", "contiguous"),
     "table of two rows": ((K, V, TABLE[None], 40), {}, "pages.table", "(1, 3)", "[n]"),
     "table elsewhere": ((K, V, TABLE.to("meta"), 40), {}, "pages.table", "meta", "cpu"),
-    "no key": ((K, V, TABLE, 0), {}, "pages.length", "0", "positive"),
-    "more keys than pages": ((K, V, TABLE, 49), {}, "pages.table", "3 entries", "need 4"),
+    "no key": ((K, V, TABLE, 0), {}, "pages.length", "0", "from 1 to 2147483647"),
+    "more keys than pages": ((K, V, TABLE, 49), {}, "pages.table", "3 entries", "pass 4 or more"),
 }  # fmt: skip
 
 
