@@ -151,10 +151,11 @@ def _options() -> tuple[str, ...]:
     return tuple(str(attribute.alias) for attribute in fields(AttentionCall) if attribute.kw_only)
 
 
-def check_call(call: object) -> None:
-    """ParameterError for anything that is no AttentionCall."""
+def check_call(call: object) -> AttentionCall:
+    """The same; ParameterError for anything that is no AttentionCall."""
     if not isinstance(call, AttentionCall):
         raise ParameterError(f"call is {type(call).__name__}: pass an AttentionCall, such as AttentionCall(q, k, v)")
+    return call
 
 
 def rows_at(x: Tensor, index: Tensor) -> Tensor:

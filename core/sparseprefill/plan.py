@@ -280,10 +280,10 @@ def check_plan(call: object, plan: object) -> None:
 
     ParameterError for anything that is no AttentionCall, or no Plan; MaskError for the plan of another call.
     """
-    check_call(call)
+    given = check_call(call)
     if not isinstance(plan, Plan):
         raise ParameterError(f"plan is {_shown(plan)}: pass a Plan, such as Plan(SparseMask.full(call))")
-    check_mask(call, plan.mask, "plan has")
+    check_mask(given, plan.mask, "plan has")
 
 
 def check_mask(call: AttentionCall, mask: SparseMask, who: str) -> None:
