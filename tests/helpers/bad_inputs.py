@@ -152,8 +152,9 @@ def pages() -> Iterator[Bad]:
     for index in ([-1], [40], [60], [0, 39, 47], [[0]], 0):
         for verb in (good.keys_at, good.values_at):
             yield Bad(f"pages.{verb.__name__}({index})", "index", partial(verb, torch.tensor(index)))
+    of_pages: Any = sp.AttentionCall.of_pages
     for name, value in (*strange(), ("keys", K)):
-        yield Bad(f"of_pages(q, {name})", "pages", partial(sp.AttentionCall.of_pages, Q[:1], value))
+        yield Bad(f"of_pages(q, {name})", "pages", partial(of_pages, Q[:1], value))
 
 
 def masks() -> Iterator[Bad]:
@@ -312,19 +313,23 @@ def executors() -> Iterator[Bad]:
             for verb in ("execute", "accumulate"):
                 yield Bad(f"{kind}.{verb}({word}, plan)", "call", partial(getattr(executor, verb), value, plan))
                 yield Bad(f"{kind}.{verb}(call, {word})", "plan", partial(getattr(executor, verb), CALL, value))
-    others = {"window": 5, "starts": torch.tensor([0, 3], dtype=torch.int32), "q": Q[:, :, :9], "q_offset": None}
+    others: dict[str, Any] = {
+        "window": 5,
+        "starts": torch.tensor([0, 3], dtype=torch.int32),
+        "q": Q[:, :, :9],
+    }
     for field, value in others.items():
-        changed = {"q": Q[:, :, :9], field: value} if field == "q_offset" else {field: value}
-        other = evolve(CALL, **changed)
-        for executor in (sp.ReferenceExecutor(), sp.CpuExecutor(), sp.AutoExecutor()):
-            kind = type(executor).__name__
+        other = evolve(CALL, **{field: value})
+        for one in (sp.ReferenceExecutor(), sp.CpuExecutor(), sp.AutoExecutor()):
+            kind = type(one).__name__
             for verb in ("execute", "accumulate"):
                 yield Bad(
                     f"{kind}.{verb}(call, plan of another {field})",
                     "plan",
-                    partial(getattr(executor, verb), CALL, sp.Plan(sp.SparseMask.full(other, 8))),
+                    partial(getattr(one, verb), CALL, sp.Plan(sp.SparseMask.full(other, 8))),
                 )
-    for rows in ([-1], [0, -20], [20], [0.5], [True]):
+    outside: list[Any] = [[-1], [0, -20], [20], [0.5], [True]]
+    for rows in outside:
         yield Bad(f"recall(rows={rows})", "rows", partial(sp.recall, CALL, result, rows))
     for word, value in strange():
         yield Bad(f"recall({word}, result)", "call", partial(sp.recall, value, result))
@@ -401,8 +406,8 @@ def files(folder: Path) -> Iterator[Bad]:
             yield Bad(f"{name}({word!r})", "", partial(load, word))
         for word, content in texts.items():
             yield Bad(f"{name}(file of {word})", "", partial(load, _written(folder, content)))
-        for path in endless:
-            yield Bad(f"{name}({path.name})", "", partial(load, path))
+        for file in endless:
+            yield Bad(f"{name}({file.name})", "", partial(load, file))
         for path in _leaves(good):
             for word, value in (*strange("tensor", "bool tensor"), ("not a table", 3.5)):
                 if word in ("bytes", "complex", "set", "object", "class", "function", "unprintable"):

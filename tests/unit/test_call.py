@@ -160,7 +160,7 @@ def test_value_width_may_differ_and_views_are_kept() -> None:
 
 def test_values_on_the_device_are_not_read() -> None:
     """A tensor without storage passes, so checking a call cannot synchronise with a device."""
-    rows = {"starts": int32(1, 2).to("meta"), "lengths": int32(1, 2).to("meta")}
+    rows: dict[str, Any] = {"starts": int32(1, 2).to("meta"), "lengths": int32(1, 2).to("meta")}
     call = AttentionCall(Q.to("meta"), K.to("meta"), V.to("meta"), **rows)
     assert "meta" == call.geometry.device.type
     assert (2, 2, 1, 8) == call.keys_at(torch.zeros(2, 1, dtype=torch.int64, device="meta")).shape
