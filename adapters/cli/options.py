@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparseprefill.errors import nearest
+from sparseprefill import json_text
+from sparseprefill.errors import ParameterError, nearest
 
 from ..demo.hybrids import HYBRIDS
 from ..session.defaults import TAIL
@@ -97,9 +97,11 @@ def setting(text: str) -> tuple[str, str, Any]:
 
 def value_of(text: str) -> Any:
     """JSON where it is JSON, True and False, numbers such as inf, else the text itself."""
-    for read in (json.loads, {"True": True, "False": False, "None": None}.__getitem__, float):
+    for read in (json_text.loads, {"True": True, "False": False, "None": None}.__getitem__, float):
         try:
             return read(text)
+        except ParameterError as error:
+            raise CommandError(f"{text}: it {error}") from error
         except (ValueError, KeyError):
             continue
     return text

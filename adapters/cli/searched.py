@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from sparseprefill import json_text
 from sparseprefill.errors import SparsePrefillError
 
 from .group import CommandError
@@ -77,7 +78,7 @@ def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]
     from ..calibration.frontier import recommended
 
     try:
-        found = reader.loads(path.read_text(encoding="utf-8"))
+        found = json_text.parsed(json_text.read(path))
         seeds = range(found["seed"], found["seed"] + found["texts"])
         longest = max(one["tokens"] for one in found["points"])
         points = [one for one in found["points"] if one["tokens"] == longest]

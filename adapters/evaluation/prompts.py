@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,10 +9,13 @@ from typing import Any
 
 from attrs import frozen
 
+from sparseprefill import json_text
 from sparseprefill.errors import ParameterError
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 """Files that a folder of prompts may hold."""
+MOST = 1 << 30
+"""Bytes of one of them."""
 
 
 @frozen
@@ -109,8 +111,8 @@ def spans_of(
 
 def _of_file(path: Path, tokenizer: Any, tokens: int | None) -> Iterator[Prompt]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = json_text.read(path, MOST)
+    except ParameterError as error:
         raise ParameterError(f"prompts: {path} cannot be read as UTF-8 text: {error}; pass another file") from error
     if path.suffix.lower() != ".jsonl":
         if not text.strip():
@@ -128,9 +130,9 @@ def _of_file(path: Path, tokenizer: Any, tokens: int | None) -> Iterator[Prompt]
 
 def _of_line(line: str, where: str, tokenizer: Any) -> list[int]:
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ParameterError(f"prompts: {where} is not JSON: {error}; write one object a line") from error
+        entry = json_text.parsed(line)
+    except ParameterError as error:
+        raise ParameterError(f"prompts: {where} {error}; write one object a line") from error
     given = sorted({"prompt", "messages"} & set(entry)) if isinstance(entry, dict) else []
     if len(given) != 1:
         raise ParameterError(f"prompts: {where} is {line[:60]!r}: pass an object with either 'prompt' or 'messages'")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from sparseprefill import json_text
+from sparseprefill.errors import ParameterError
 
 from .api import Star
 from .prompts import split_prompt
@@ -22,11 +24,15 @@ def write(place: Place, text: str) -> None:
         sys.stdout.flush()
 
 
+MOST = 1 << 30
+"""Bytes of the file that questions are about."""
+
+
 def ask(given: Namespace) -> None:
     """Answer questions about a file."""
     with started(given.device, given.dtype, given.timeout, given.tensor_parallel) as place:
         model, tokenizer = load(given.model, place)
-        text = Path(given.context).read_text(encoding="utf-8")
+        text = _text(given.context)
         pairs = [split_prompt(tokenizer, text, question, plain=given.plain) for question in given.question]
         star = _star(model, given, place)
         context, seconds = _encoded(star, [pairs[0][0]])
@@ -42,6 +48,13 @@ def ask(given: Namespace) -> None:
             spent = time.perf_counter() - began
             write(place, f"\n{question}\n{tokenizer.decode(answer, skip_special_tokens=True).strip()}")
             write(place, f"[{len(answer)} tokens in {spent:.2f} s]")
+
+
+def _text(path: str) -> str:
+    try:
+        return json_text.read(path, MOST)
+    except ParameterError as error:
+        raise ParameterError(f"context is {path}: {error}") from error
 
 
 def demo(given: Namespace) -> None:

@@ -13,13 +13,10 @@ from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError, ParameterError, nearest, printed
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.pages import Pages
+from sparseprefill.pages import DTYPES, LONGEST, Pages, check_index
 
 LEAST, MOST = 1e-30, 1e30
 """Bounds of scale and softcap: beyond them float32 logits, or logits over the softcap, are no numbers any more."""
-LONGEST = 1 << 31
-"""No prompt reaches it, in tokens."""
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @frozen(eq=False)
@@ -41,7 +38,8 @@ class AttentionCall:
     first_head: index among the layer's query heads of query head 0, where the call holds only some of them: a part of
     a call (`split`), or one device's share of the heads. Stages that know heads by number go by it.
 
-    Raises InvalidCallError, naming the field, for anything that does not fit. Values on a device are never read.
+    Raises InvalidCallError, naming the field, for anything that does not fit. Values on a device are never read: starts
+    and lengths that do not lie among the keys are found on the CPU alone.
     """
 
     q: Tensor
@@ -66,6 +64,10 @@ class AttentionCall:
     @classmethod
     def of_pages(cls, q: Tensor, pages: Pages, **options: Any) -> AttentionCall:
         """A call whose keys and values are read from pages. q: ``[1, Hq, Nq, D]``; options: the other fields."""
+        if not isinstance(pages, Pages):
+            raise InvalidCallError(
+                "pages", printed(pages), "pass Pages, which hold K and V, or use AttentionCall(q, k, v)"
+            )
         return cls.of(q, pages, pages, options)
 
     @classmethod
@@ -119,11 +121,16 @@ class AttentionCall:
         return self.k[:, heads, :keys], self.v[:, heads, :keys]
 
     def keys_at(self, index: Tensor) -> Tensor:
-        """Some keys, ``[B, Hkv, n, D]``, by index among the keys, int64 ``[B, n]``; of pages no others are copied."""
+        """Some keys, ``[B, Hkv, n, D]``, by index among the keys, int64 ``[B, n]``; of pages no others are copied.
+
+        InvalidCallError for an index that is none. Values on a device are never read.
+        """
+        check_index(index, (self.q.shape[0],), self.kv_len, self.q.device)
         return self._k.keys_at(index[0]) if isinstance(self._k, Pages) else rows_at(self._k, index)
 
     def values_at(self, index: Tensor) -> Tensor:
         """Some values, ``[B, Hkv, n, Dv]``, as keys_at()."""
+        check_index(index, (self.q.shape[0],), self.kv_len, self.q.device)
         return self._v.values_at(index[0]) if isinstance(self._v, Pages) else rows_at(self._v, index)
 
     @cached_property
@@ -144,10 +151,11 @@ def _options() -> tuple[str, ...]:
     return tuple(str(attribute.alias) for attribute in fields(AttentionCall) if attribute.kw_only)
 
 
-def check_call(call: object) -> None:
-    """ParameterError for anything that is no AttentionCall."""
+def check_call(call: object) -> AttentionCall:
+    """The same; ParameterError for anything that is no AttentionCall."""
     if not isinstance(call, AttentionCall):
         raise ParameterError(f"call is {type(call).__name__}: pass an AttentionCall, such as AttentionCall(q, k, v)")
+    return call
 
 
 def rows_at(x: Tensor, index: Tensor) -> Tensor:
@@ -210,6 +218,16 @@ def _check_rows(call: AttentionCall) -> None:
             raise InvalidCallError(name, f"on {rows.device}", f"move it to q's device {call.q.device}")
         if rows.device.type == "cpu" and bool((rows < 0).any()):  # of other devices no value is read
             raise InvalidCallError(name, str(rows.tolist()), "pass numbers from 0")
+    if call.q.device.type == "cpu":
+        _check_padding(call.starts, call.lengths, kv_len)
+
+
+def _check_padding(starts: Tensor | None, lengths: Tensor | None, kv_len: int) -> None:
+    if starts is not None and bool((starts > kv_len).any()):
+        raise InvalidCallError("starts", str(starts.tolist()), f"pass numbers from 0 to {kv_len}, the keys of a row")
+    if lengths is not None and bool((lengths > kv_len - (0 if starts is None else starts)).any()):
+        remedy = f"a row's real keys must lie among the {kv_len} from its start on: pass fewer"
+        raise InvalidCallError("lengths", str(lengths.tolist()), remedy)
 
 
 def _check_numbers(call: AttentionCall) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,7 +111,7 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEsti
 
 
 def _load(path: Path) -> Any:
-    readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
+    readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json_text.loads}
     if path.suffix not in readers:
         raise ParameterError(f"is a file of kind {printed(path.suffix)}: pass the path of a .toml or .json file")
     try:

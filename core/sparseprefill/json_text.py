@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +14,45 @@ from sparseprefill.errors import ParameterError, printed
 Made = TypeVar("Made")
 
 
-def read(path: str | Path) -> str:
-    """The text of a file; ParameterError with the reason alone where there is none."""
+MOST = 64 << 20
+"""Bytes of a file, beyond which it is none of this library's."""
+
+
+def read(path: str | Path, most: int = MOST) -> str:
+    """The text of a file; ParameterError with the reason alone where there is none.
+
+    Pipes and devices, which may never end, and files of more than `most` bytes are not read.
+    """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        path = Path(path)
+        found = path.stat()
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            raise ParameterError("is no regular file: pass the path of one")
+        if stat.S_ISREG(found.st_mode) and found.st_size > most:
+            raise ParameterError(f"has {found.st_size} bytes: pass a file of at most {most}")
+        return path.read_text(encoding="utf-8")
+    except ParameterError:
+        raise
     except OSError as error:
         raise ParameterError(error.strerror or "cannot be read") from error
     except UnicodeDecodeError as error:
         raise ParameterError("is not a text file: pass one in UTF-8") from error
     except ValueError as error:  # a path with a null byte, or with half of a character
         raise ParameterError(f"is not a path ({error}): pass the path of a file") from error
+
+
+def loads(text: str) -> Any:
+    """As `json.loads`; ParameterError for an object that has a key twice, of which one would be lost."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ParameterError(f"has the key {printed(twice)} twice in one object: remove one of them")
+    return made
 
 
 @contextmanager
@@ -34,8 +64,10 @@ def bounded() -> Iterator[None]:
         raise ParameterError("is nested too deeply: pass a file with fewer levels") from error
 
 
-def parsed(text: str, loads: Callable[[str], Any] = json.loads, kind: str = "JSON") -> Any:
-    """The content; ParameterError for a text that is none, too deep, or with integers of thousands of digits."""
+def parsed(text: str, loads: Callable[[str], Any] = loads, kind: str = "JSON") -> Any:
+    """The content; ParameterError for a text that is none, too deep, with a key twice, or with integers of thousands of
+    digits.
+    """
     try:
         with bounded():
             return loads(text)

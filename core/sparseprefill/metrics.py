@@ -73,10 +73,9 @@ def _check_result(call: AttentionCall, result: Result) -> None:
     wanted = call.geometry
     made = result.plan.mask.geometry if result.parts is None else result.parts.geometry
     if not made.same_sizes(wanted) or result.lse.shape != call.q.shape[:3]:
-        given = f"{made.describe()}, window {made.window}, lse {tuple(result.lse.shape)}"
+        given = f"{made.describe()}, lse {tuple(result.lse.shape)}"
         raise ParameterError(
-            f"result is of another call ({given}): pass what this call's run returned, for {wanted.describe()}, "
-            f"window {wanted.window}"
+            f"result is of another call ({given}): pass what this call's run returned, for {wanted.describe()}"
         )
 
 
@@ -98,9 +97,9 @@ def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) 
     if index.dim() != 1 or index.numel() == 0 or not whole:
         raise ParameterError(f"rows is {printed(rows)}: {remedy}")
     index = index.to(torch.int64)
-    if bool((index < -q_len).any()) or bool((index >= q_len).any()):
+    if bool((index < 0).any()) or bool((index >= q_len).any()):
         raise ParameterError(f"rows is {printed(rows)}: {remedy}")
-    return index % q_len
+    return index
 
 
 def dense_lse(call: AttentionCall, rows: Tensor, chunk: int = 16384) -> Tensor:

@@ -7,10 +7,18 @@ from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.errors import InvalidCallError
+from sparseprefill.errors import InvalidCallError, printed
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""To compute in."""
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-STORED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FP8)
+LONGEST = 1 << 31
+"""No prompt reaches it, in tokens."""
+STORED = (*DTYPES, *FP8)
+
+
+def _type_of_cache(pages: Pages) -> torch.dtype:
+    return pages.k.dtype if isinstance(pages.k, Tensor) else torch.float32  # which k then is refused for
 
 
 @frozen(eq=False)
@@ -21,9 +29,12 @@ class Pages:
     float32, float64 or fp8. Layouts differ in their strides, of which only the last must be 1: heads may stand side by
     side within a token, or a head's tokens together, and K beside V. Offsets of pages need 64 bits.
     table: int32 ``[n]``, n * page >= length; key j of the request is slot ``j % page`` of page ``table[j // page]``.
+    Entries behind the last page in use may be anything, such as -1. Those in use are checked on the CPU; on another
+    device they are trusted, and one that is no page of the cache makes kernels read what is not the cache's.
     length: keys of the request, on the host.
     dtype: of the numbers that keys() and values() yield, by default that of the cache; an fp8 cache needs one.
-    k_scale, v_scale: float32 of one element on the device, factors on what an fp8 cache holds; None for 1.
+    k_scale, v_scale: float32 of one element on the device, factors on what an fp8 cache holds; None for 1, and for
+    every other cache.
     copies: whether kernels may copy K and V where that is faster. If not, they read the cache in place, in a slower
     kernel if need be; what asks for tensors (keys(), values()) still gets copies.
 
@@ -35,7 +46,7 @@ class Pages:
     v: Tensor
     table: Tensor
     length: int
-    dtype: torch.dtype = field(default=Factory(lambda self: self.k.dtype, takes_self=True), kw_only=True)
+    dtype: torch.dtype = field(default=Factory(_type_of_cache, takes_self=True), kw_only=True)
     k_scale: Tensor | None = field(default=None, kw_only=True)
     v_scale: Tensor | None = field(default=None, kw_only=True)
     copies: bool = field(default=True, kw_only=True)
@@ -86,11 +97,16 @@ class Pages:
         return self._read("v")
 
     def keys_at(self, index: Tensor) -> Tensor:
-        """Some keys, ``[1, Hkv, n, D]``, by index among the keys, int64 ``[n]``; no others are copied."""
+        """Some keys, ``[1, Hkv, n, D]``, by index among the keys, int64 ``[n]``; no others are copied.
+
+        InvalidCallError for an index that is none. Values on a device are never read.
+        """
+        check_index(index, (), self.length, self.device)
         return _at(self.k, self.table, index, self.k_scale, self.dtype)
 
     def values_at(self, index: Tensor) -> Tensor:
         """Some values, ``[1, Hkv, n, Dv]``, as keys_at()."""
+        check_index(index, (), self.length, self.device)
         return _at(self.v, self.table, index, self.v_scale, self.dtype)
 
     def narrow(self, heads: slice, keys: int) -> Pages:
@@ -127,7 +143,31 @@ def _at(x: Tensor, table: Tensor, index: Tensor, scale: Tensor | None, dtype: to
     return taken.to(dtype)[None].transpose(1, 2)
 
 
+def check_index(index: object, rows: tuple[int, ...], length: int, device: torch.device) -> None:
+    """InvalidCallError for what is no index among `length` keys: an int64 tensor ``[*rows, n]`` on the device.
+
+    Its values are looked at on the CPU alone.
+    """
+    kind = isinstance(index, Tensor) and (index.dtype, index.device) == (torch.int64, device)
+    if not isinstance(index, Tensor) or not kind or index.dim() != len(rows) + 1 or index.shape[:-1] != rows:
+        wanted = ", ".join(map(str, (*rows, "n")))
+        raise InvalidCallError("index", printed(index), f"pass an int64 tensor [{wanted}] on {device}")
+    if outside := _outside(index, length):
+        raise InvalidCallError("index", outside, f"pass numbers from 0 to {length - 1}, one less than there are keys")
+
+
+def _outside(numbers: Tensor, behind: int) -> str:
+    """The least and the largest of some numbers, where one is not from 0 to less than `behind`; CPU alone."""
+    if numbers.device.type != "cpu" or numbers.numel() == 0:
+        return ""
+    low, high = (int(one) for one in torch.aminmax(numbers))
+    return "" if low >= 0 and high < behind else f"of numbers from {low} to {high}"
+
+
 def _check_cache(pages: Pages) -> None:
+    for name, x in (("k", pages.k), ("v", pages.v), ("table", pages.table)):
+        if not isinstance(x, Tensor):
+            raise InvalidCallError(f"pages.{name}", printed(x), "pass a torch.Tensor")
     for name, x in (("k", pages.k), ("v", pages.v)):
         if x.dim() != 4 or 0 in x.shape:
             remedy = "pass four dimensions [pages, page, Hkv, D], none of them empty"
@@ -141,13 +181,23 @@ def _check_cache(pages: Pages) -> None:
         remedy = f"pages, slots, heads, type and device must be k's: {tuple(k.shape)}, {k.dtype}, {k.device}"
         raise InvalidCallError("pages.v", f"of shape {tuple(v.shape)}, {v.dtype}, on {v.device}", remedy)
     if not isinstance(pages.copies, bool):
-        raise InvalidCallError("pages.copies", repr(pages.copies), "pass True, or False to have kernels read in place")
-    if pages.dtype in FP8:
-        raise InvalidCallError("pages.dtype", str(pages.dtype), "give the dtype to compute in, which is that of q")
+        raise InvalidCallError(
+            "pages.copies", printed(pages.copies), "pass True, or False to have kernels read in place"
+        )
+    if not isinstance(pages.dtype, torch.dtype) or pages.dtype not in DTYPES:
+        remedy = "give the dtype to compute in, which is that of q: float16, bfloat16, float32 or float64"
+        raise InvalidCallError("pages.dtype", printed(pages.dtype), remedy)
     for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
-        if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != k.device):
+        if scale is None:
+            continue
+        if not isinstance(scale, Tensor):
+            raise InvalidCallError(f"pages.{name}", printed(scale), f"pass one float32 on {k.device}, or None")
+        if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != k.device:
             shown = f"of shape {tuple(scale.shape)}, {scale.dtype}, on {scale.device}"
             raise InvalidCallError(f"pages.{name}", shown, f"pass one float32 on {k.device}, or None")
+        if k.dtype not in FP8:
+            remedy = f"a cache of {k.dtype} holds the numbers themselves: pass None"
+            raise InvalidCallError(f"pages.{name}", "given for a cache that is not fp8", remedy)
 
 
 def _check_table(pages: Pages) -> None:
@@ -155,8 +205,11 @@ def _check_table(pages: Pages) -> None:
     if table.dim() != 1 or table.dtype != torch.int32 or not table.is_contiguous() or table.device != pages.device:
         shown = f"of shape {tuple(table.shape)}, {table.dtype}, on {table.device}"
         raise InvalidCallError("pages.table", shown, f"pass a contiguous int32 [n] on {pages.device}")
-    if isinstance(pages.length, bool) or not isinstance(pages.length, int) or pages.length < 1:
-        raise InvalidCallError("pages.length", repr(pages.length), "pass a positive number of keys")
+    if isinstance(pages.length, bool) or not isinstance(pages.length, int) or not 1 <= pages.length < LONGEST:
+        raise InvalidCallError("pages.length", printed(pages.length), f"pass a number of keys from 1 to {LONGEST - 1}")
     if table.numel() * pages.page < pages.length:
-        remedy = f"{pages.length} keys in pages of {pages.page} need {-(-pages.length // pages.page)} entries"
+        remedy = f"pass {-(-pages.length // pages.page)} or more, for {pages.length} keys in pages of {pages.page}"
         raise InvalidCallError("pages.table", f"of {table.numel()} entries", remedy)
+    if outside := _outside(table[: -(-pages.length // pages.page)], pages.k.shape[0]):
+        remedy = f"entries of pages in use must be pages of the cache, from 0 to {pages.k.shape[0] - 1}"
+        raise InvalidCallError("pages.table", outside, remedy)

@@ -11,6 +11,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import MaskError, ParameterError
 from sparseprefill.mask.count import Selected, share
 from sparseprefill.mask.geometry import Geometry
@@ -19,7 +20,6 @@ from sparseprefill.mask.priority import Priority
 from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
 
 
@@ -78,7 +78,7 @@ class Plan:
     notes: evidence that a method keeps for its own observer.
 
     Raises MaskError, naming the field, for a mask that is none, a carry of another call, a probe of other heads, a
-    priority that is none, or thresholds that are none.
+    priority that is none, or thresholds that are none; where a function makes the mask, when it is first read.
     """
 
     _mask: SparseMask | Callable[[], SparseMask]
@@ -90,10 +90,12 @@ class Plan:
 
     def __attrs_post_init__(self) -> None:
         mask = self._mask
-        if not isinstance(mask, SparseMask):
-            if isinstance(mask, type) or not callable(mask):
-                raise MaskError(f"Plan.mask is {_shown(mask)}: pass a SparseMask")
-            return
+        if isinstance(mask, SparseMask):
+            self._check_rest(mask)
+        elif isinstance(mask, type) or not callable(mask):
+            raise MaskError(f"Plan.mask is {_shown(mask)}: pass a SparseMask")
+
+    def _check_rest(self, mask: SparseMask) -> None:
         if self.carry is not None:
             _check("Plan.carry", self.carry, Carry)
             region = self.carry.region.geometry
@@ -118,6 +120,7 @@ class Plan:
             return self._mask
         made = self._mask()
         _check("Plan.mask", made, SparseMask)
+        self._check_rest(made)
         return made
 
     def computed(self) -> tuple[SparseMask, ...]:
@@ -272,10 +275,22 @@ class Result:
         return evolve(self, out=out, lse=lse)
 
 
-def check_plan(plan: object) -> None:
-    """ParameterError for anything that is no Plan."""
+def check_plan(call: object, plan: object) -> None:
+    """What executors and correctors check first, without reading a value from the device.
+
+    ParameterError for anything that is no AttentionCall, or no Plan; MaskError for the plan of another call.
+    """
+    given = check_call(call)
     if not isinstance(plan, Plan):
         raise ParameterError(f"plan is {_shown(plan)}: pass a Plan, such as Plan(SparseMask.full(call))")
+    check_mask(given, plan.mask, "plan has")
+
+
+def check_mask(call: AttentionCall, mask: SparseMask, who: str) -> None:
+    """MaskError for the mask of another call. who: begins the message, as in ``plan has``."""
+    if not mask.geometry.fits(call.geometry):
+        made, wanted = mask.geometry.describe(), call.geometry.describe()
+        raise MaskError(f"{who} a mask for {made}; the call is {wanted}: it must be made for this call")
 
 
 def _check_thresholds(given: object, batch: int) -> None:

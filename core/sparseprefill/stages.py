@@ -46,9 +46,9 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from sparseprefill.errors import MaskError, SparsePrefillError, StageError, printable, printed, told
+from sparseprefill.errors import SparsePrefillError, StageError, printable, printed, told
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import Plan, Result
+from sparseprefill.plan import Plan, Result, check_mask
 from sparseprefill.softmax import SoftmaxState
 from sparseprefill.validate import WIDEST
 
@@ -311,10 +311,7 @@ class Stage(Guard):
         self.ask("observe", NOTHING, call, plan, result, memory)
 
     def _planned(self, verb: str, call: AttentionCall, plan: Plan) -> Plan:
-        mask = self.run(f"{verb}().mask", lambda: plan.mask)
-        if not mask.geometry.fits(call.geometry):
-            made, wanted = mask.geometry.describe(), call.geometry.describe()
-            raise MaskError(f"{self.place} returned a mask for {made}; the call is {wanted}")
+        check_mask(call, self.run(f"{verb}().mask", lambda: plan.mask), f"{self.place} returned")
         return plan
 
     def _computed(self, verb: str, call: AttentionCall, result: Result) -> Result:

@@ -145,6 +145,7 @@ def test_table() -> None:
         (("--set", "streaming.window=0"), ("window is 0", "pass an integer >= 1")),
         (("--set", "streaming.window=wide"), ("window is 'wide'",)),
         (("--set", "anchor-attention.theta=nan"), ("theta is nan",)),
+        (("--set", 'streaming.window={"a": 1, "a": 2}'), ("has the key 'a' twice", "remove one")),
         (("--tokens", "256"), ("--tokens 256", "more tokens")),
         (("--tokens", "100000"), ("--tokens 100000", "at most")),
         (("--layer", "99"), ("--layer 99", "pass 0 to")),

@@ -8,6 +8,7 @@ message names the field and says what would do.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -22,10 +23,11 @@ from sparseprefill.adapters.session.session import Session
 
 import sparseprefill as sp
 from helpers.build import make
+from sparseprefill import json_text
 from sparseprefill.breakeven.gate import shipped
 from sparseprefill.breakeven.points import DeviceKind
 from sparseprefill.config import REFINERS
-from sparseprefill.profiles import cluster_file
+from sparseprefill.profiles import anchors, cluster_file
 
 
 class Unprintable:
@@ -110,12 +112,49 @@ def calls() -> Iterator[Bad]:
             yield Bad(f"AttentionCall({field}={name})", field, partial(sp.AttentionCall, **{**given, field: value}))
     pipeline = sp.build("streaming")
     call_it: Callable[..., Any] = pipeline
+    for field in ("starts", "lengths"):
+        for far in (torch.tensor([0, 999]), torch.tensor([21, 0]), torch.tensor([0, 2**31 - 1])):
+            wrong = {**given, field: far.to(torch.int32)}
+            yield Bad(f"AttentionCall({field}={far.tolist()}) of 20 keys", field, partial(sp.AttentionCall, **wrong))
+    for name, value in strange():
+        yield Bad(f"call.keys_at({name})", "index", partial(CALL.keys_at, value))
+    for far in (torch.tensor([[-1], [0]]), torch.tensor([[0], [20]]), torch.tensor([0, 1])):
+        yield Bad(f"call.values_at({far.tolist()})", "index", partial(CALL.values_at, far))
     for name in ("bogus", "softcaps", "self", ""):
         yield Bad(f"pipeline({name}=1)", name, partial(call_it, Q, K, K, **{name: 1}))
     for name, value in strange():
         yield Bad(f"pipeline.run({name})", "call", partial(pipeline.run, value))
         if name != "nothing":
             yield Bad(f"pipeline.run(call, {name})", "memory", partial(pipeline.run, CALL, value))
+
+
+CACHE, TABLE = torch.zeros(4, 16, 2, 8), torch.tensor([3, 0, 1], dtype=torch.int32)
+EIGHT = CACHE.to(torch.float8_e4m3fn)
+
+
+def pages() -> Iterator[Bad]:
+    """Pages, field by field, and calls of what is none."""
+    given: dict[str, Any] = {"k": CACHE, "v": CACHE, "table": TABLE, "length": 40}
+    right = {"k_scale": ("nothing",), "v_scale": ("nothing",), "copies": ("bool",)}
+    for field in (*given, "dtype", "k_scale", "v_scale", "copies"):
+        for name, value in strange(*right.get(field, ())):
+            yield Bad(f"Pages({field}={name})", field, partial(sp.Pages, **{**given, field: value}))
+    for field, value in (("dtype", "float32"), ("dtype", torch.int32), ("dtype", torch.float8_e5m2)):
+        yield Bad(f"Pages({field}={value})", field, partial(sp.Pages, **{**given, field: value}))
+    for scale in ("k_scale", "v_scale"):
+        yield Bad(f"Pages({scale}) of float32", scale, partial(sp.Pages, **{**given, scale: torch.ones(1)}))
+        two = {**given, "k": EIGHT, "v": EIGHT, "dtype": torch.float32, scale: torch.ones(2)}
+        yield Bad(f"Pages({scale} of two)", scale, partial(sp.Pages, **two))
+    for entries in ([3, -1, 1], [3, 0, 4], [-1, 0, 1], [3, 0, -(2**31)], [2**31 - 1, 0, 1], [3, 0]):
+        wrong = {**given, "table": torch.tensor(entries, dtype=torch.int32)}
+        yield Bad(f"Pages(table={entries})", "table", partial(sp.Pages, **wrong))
+    good = sp.Pages(**given)
+    for index in ([-1], [40], [60], [0, 39, 47], [[0]], 0):
+        for verb in (good.keys_at, good.values_at):
+            yield Bad(f"pages.{verb.__name__}({index})", "index", partial(verb, torch.tensor(index)))
+    of_pages: Any = sp.AttentionCall.of_pages
+    for name, value in (*strange(), ("keys", K)):
+        yield Bad(f"of_pages(q, {name})", "pages", partial(of_pages, Q[:1], value))
 
 
 def masks() -> Iterator[Bad]:
@@ -274,6 +313,24 @@ def executors() -> Iterator[Bad]:
             for verb in ("execute", "accumulate"):
                 yield Bad(f"{kind}.{verb}({word}, plan)", "call", partial(getattr(executor, verb), value, plan))
                 yield Bad(f"{kind}.{verb}(call, {word})", "plan", partial(getattr(executor, verb), CALL, value))
+    others: dict[str, Any] = {
+        "window": 5,
+        "starts": torch.tensor([0, 3], dtype=torch.int32),
+        "q": Q[:, :, :9],
+    }
+    for field, value in others.items():
+        other = evolve(CALL, **{field: value})
+        for one in (sp.ReferenceExecutor(), sp.CpuExecutor(), sp.AutoExecutor()):
+            kind = type(one).__name__
+            for verb in ("execute", "accumulate"):
+                yield Bad(
+                    f"{kind}.{verb}(call, plan of another {field})",
+                    "plan",
+                    partial(getattr(one, verb), CALL, sp.Plan(sp.SparseMask.full(other, 8))),
+                )
+    outside: list[Any] = [[-1], [0, -20], [20], [0.5], [True]]
+    for rows in outside:
+        yield Bad(f"recall(rows={rows})", "rows", partial(sp.recall, CALL, result, rows))
     for word, value in strange():
         yield Bad(f"recall({word}, result)", "call", partial(sp.recall, value, result))
         yield Bad(f"recall(call, {word})", "result", partial(sp.recall, CALL, value))
@@ -321,10 +378,15 @@ def files(folder: Path) -> Iterator[Bad]:
         **{"schema": "sparseprefill.clusters", "version": 1, "model": model, "clusters": [[[0, 0]]]},
         **{"noise": [[0, 1]], "made": {}},
     }
+    layers = {
+        **{"schema": "sparseprefill.anchors", "version": 1, "model": {**model, "layers": 3}},
+        **{"anchors": [0, 2], "maps": {"1": [0]}, "made": {}},
+    }
     loaders: dict[str, tuple[Callable[[Any], object], Any]] = {
         "BreakEven.load": (sp.BreakEven.load, json.loads(small.to_json())),
         "Profile.load": (sp.Profile.load, profile),
         "cluster_file.load": (cluster_file.load, clusters),
+        "anchors.load": (anchors.load, layers),
     }
     texts = {
         **{
@@ -336,12 +398,16 @@ def files(folder: Path) -> Iterator[Bad]:
             "nested": b"[" * 100000,
         },
         **{"long integer": b"1" * 5000, "UTF-16": b"\xff\xfe{}", "zero byte": b"\0", "no table": b'{"a": 1}'},
+        **{"key twice": b'{"schema": 1, "schema": 2}', "inner key twice": b'{"model": {"a": 1, "a": 1}}'},
     }
+    endless = (_pipe(folder), Path("/dev/zero"), _large(folder))
     for name, (load, good) in loaders.items():
         for word in ("nowhere.json", "a\0b", "", "."):
             yield Bad(f"{name}({word!r})", "", partial(load, word))
         for word, content in texts.items():
             yield Bad(f"{name}(file of {word})", "", partial(load, _written(folder, content)))
+        for file in endless:
+            yield Bad(f"{name}({file.name})", "", partial(load, file))
         for path in _leaves(good):
             for word, value in (*strange("tensor", "bool tensor"), ("not a table", 3.5)):
                 if word in ("bytes", "complex", "set", "object", "class", "function", "unprintable"):
@@ -368,6 +434,7 @@ FREE = ("versions", "measured", "tuned", "made", "methods", "executor", "noise",
 """Parts of files that may hold more than one kind of thing; what is within them has tests of its own."""
 RIGHT_IN_FILES: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys(("name", "architecture", "digest", "method"), ("text", "empty text")),
+    "maps": ("table",),
     **{"model": ("nothing",), "capability": ("nothing",), "type": ("text", "empty text")},
 }
 NUMBERS = ("dense", "seconds", "estimate", "density")
@@ -407,9 +474,24 @@ def _written(folder: Path, content: bytes, suffix: str = ".json") -> Path:
     return path
 
 
+def _pipe(folder: Path) -> Path:
+    """Nobody ever writes to it."""
+    path = folder / "pipe.json"
+    os.mkfifo(path)
+    return path
+
+
+def _large(folder: Path) -> Path:
+    """More than any file of the library has; it takes no room."""
+    path = folder / "large.json"
+    with path.open("wb") as file:
+        file.truncate(json_text.MOST + 1)
+    return path
+
+
 def everything(folder: Path) -> list[Bad]:
     """All of them. folder: where files may be written."""
-    made = (calls(), masks(), refiners(), methods(), pipelines(), executors(), configurations(), files(folder))
+    made = (calls(), pages(), masks(), refiners(), methods(), pipelines(), executors(), configurations(), files(folder))
     return [bad for part in made for bad in part]
 
 
@@ -432,7 +514,7 @@ def outcome(bad: Bad) -> Outcome:
 REMEDIES = (
     *("pass", "use ", "give", "must ", "move ", "Known: ", "put ", "unite ", "needs it", "leave it out", "reads '"),
     *("calibrate again", "keys are names", "there is no", "there are ", "is made for", "sparseprefill "),
-    *("is missing", "reads 1", "or None", "not a field", "remove it"),
+    *("is missing", "reads 1", "or None", "not a field", "remove ", "add it to one"),
 )
 """Words with which messages say what would do."""
 

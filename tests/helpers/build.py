@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,6 +35,16 @@ def make(
 def int32(*values: int) -> torch.Tensor:
     """Starts or lengths of batch rows."""
     return torch.tensor(values, dtype=torch.int32)
+
+
+def among(kv_len: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a call whose starts and lengths, where there are any, are cut to what lies among its keys."""
+    made = dict(fields)
+    if "starts" in made:
+        made["starts"] = made["starts"].clamp(max=kv_len)
+    if "lengths" in made:
+        made["lengths"] = torch.minimum(made["lengths"], kv_len - made.get("starts", torch.zeros_like(made["lengths"])))
+    return made
 
 
 def random_mask(call: AttentionCall, kind: str, tile: tuple[int, int], group: int, seed: int) -> SparseMask:

@@ -11,10 +11,27 @@ def quicken() -> None:
     """For the life of this process; kernels that a GPU runs know nothing of it."""
     from triton.runtime import interpreter
 
+    ask_for_fusion(interpreter)
     swap_once_per_launch(interpreter)
     drop_unread_checks(interpreter)
     remember_types(interpreter)
     remember_shapes(interpreter.tl)
+
+
+def ask_for_fusion(interpreter: Any) -> None:
+    """Whether products and sums are fused, the interpreter does not care; launches of the library say it all the same.
+
+    Triton's own default differs from version to version.
+    """
+    launch: Callable[..., Any] = interpreter.GridExecutor.__call__
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel = f"{self.fn.__globals__['__name__']}.{self.fn.__name__}"
+        if kernel.startswith("sparseprefill.") and not isinstance(kwargs.get("enable_fp_fusion"), bool):
+            raise AssertionError(f"a launch of {kernel} does not say enable_fp_fusion: pass **FUSED")
+        return launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = launched
 
 
 def swap_once_per_launch(interpreter: Any) -> None:

@@ -21,7 +21,6 @@ STORED: dict[str, tuple[torch.dtype, tuple[float, float] | None]] = {
     "e5m2": (torch.float8_e5m2, (0.7, 1.3)),
     "e5m2, unscaled": (torch.float8_e5m2, None),
     "bfloat16": (torch.bfloat16, None),
-    "bfloat16, scaled": (torch.bfloat16, (0.7, 1.3)),
 }
 """What a cache may hold that calls convert as they read it: its type, and the scales of K and V.
 

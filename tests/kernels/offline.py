@@ -313,6 +313,7 @@ def compiling(compiled: list[str], only: str) -> Callable[..., Any]:
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
         del warmup
+        assert isinstance(options.get("enable_fp_fusion"), bool), f"a launch of {self.fn.__name__} leaves it to Triton"
         if only not in self.fn.__name__:
             return None
         kernel: Any = RUN(self, *args, grid=grid, warmup=True, **options)

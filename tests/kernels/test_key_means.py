@@ -64,7 +64,7 @@ def test_an_fp8_cache_is_converted_as_it_is_read(stored: str, page: int, monkeyp
 
 
 def test_a_cache_that_is_wider_than_a_copy_is_copied() -> None:
-    call = in_fp8(make((33, 99), torch.float16), 16, "LBNHC", torch.float32)
+    call = in_fp8(make((33, 99), torch.float16), 16, "LBNHC", torch.float32, None)
     assert call.pages is not None
     found = key_means(call, 64)
     assert call.pages.gathered == {"k"}

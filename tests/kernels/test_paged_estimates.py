@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sparseprefill.plugins.anchor_attention import launch
 from sparseprefill.plugins.anchor_attention.regions import Regions
 
+from helpers.build import among
 from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, Memory, build, kernels
@@ -62,7 +63,7 @@ def make(size: tuple[int, int], dtype: torch.dtype = torch.float16, **fields: An
         if name in fields
     }
     made = tensors("random", heads=heads, head_dim=width, dtype=dtype, device=DEVICE, **sizes)
-    return AttentionCall(*made, **(fields | rows))
+    return AttentionCall(*made, **among(kv_len, fields | rows))
 
 
 def check(call: AttentionCall) -> int:

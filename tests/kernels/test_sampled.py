@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.build import among
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, build
 from sparseprefill.kernels.sampled import diagonals
@@ -36,7 +37,7 @@ def call_of(
     """On the CPU, two batch rows; logits spread over a few units, so that rows differ."""
     generator = torch.Generator().manual_seed(q_len + kv_len)
     q, k = (torch.randn(2, h, n, width, generator=generator) for h, n in ((heads[0], q_len), (heads[1], kv_len)))
-    return AttentionCall((q * 2).to(dtype), k.to(dtype), k.to(dtype), **fields)
+    return AttentionCall((q * 2).to(dtype), k.to(dtype), k.to(dtype), **among(kv_len, fields))
 
 
 def moved(call: AttentionCall) -> AttentionCall:

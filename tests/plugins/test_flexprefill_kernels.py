@@ -13,6 +13,7 @@ from sparseprefill.plugins.flexprefill.pattern import distance
 from sparseprefill.plugins.flexprefill.pooled import products, scores
 
 import sparseprefill as sp
+from helpers.build import among
 from kernels.device import CUDA, DEVICE
 from kernels.test_sampled import FIELDS
 from sparseprefill import AttentionCall
@@ -27,7 +28,7 @@ def call_of(lengths: tuple[int, int], heads: tuple[int, int], fields: dict[str, 
     q, k = (
         torch.randn(2, h, n, 16, generator=generator) for h, n in ((heads[0], lengths[0]), (heads[1], sum(lengths)))
     )
-    return AttentionCall(q * 3, k, k, **fields)
+    return AttentionCall(q * 3, k, k, **among(sum(lengths), fields))
 
 
 def moved(call: AttentionCall) -> AttentionCall:

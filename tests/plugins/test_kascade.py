@@ -275,6 +275,28 @@ def test_a_table_of_another_model_is_refused() -> None:
     pipeline.check_model(evolve(IDENTITY, name="other"))
 
 
+@pytest.mark.parametrize(
+    ("heads", "first", "words"),
+    [
+        ((1,), 0, r"maps\[1\] is \[1\], the call has 2 KV heads: pass one number for each KV head"),
+        ((1, 0, 1), 0, r"maps\[1\] is \[1, 0, 1\], the call has 2 KV heads"),
+        ((1, 0), 4, r"maps\[1\] is \[1, 0\], the call has KV heads 2 to 3"),
+    ],
+)
+def test_a_map_of_another_number_of_heads_is_refused(heads: tuple[int, ...], first: int, words: str) -> None:
+    pipeline = sp.build("kascade", anchors=AnchorTable(anchors=(0,), maps={1: heads}))
+    call = sp.AttentionCall(*tensors(0, (4, 2), 20, 20, layers=1)[0], layer=1, first_head=first)
+    with pytest.raises(sp.UnsupportedCallError, match=words):
+        pipeline.run(call)
+    pipeline.run(evolve(call, layer=2))
+
+
+def test_a_map_of_the_whole_model_serves_a_share_of_its_heads() -> None:
+    pipeline = sp.build("kascade", anchors=AnchorTable(anchors=(0,), maps={1: (1, 0, 3, 2)}))
+    call = sp.AttentionCall(*tensors(0, (4, 2), 20, 20, layers=1)[0], layer=1)
+    assert () == pipeline.unsupported(call) == pipeline.unsupported(evolve(call, first_head=4))
+
+
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     table = AnchorTable(anchors=(0, 2), maps={1: (1, 1), 3: (0, 1)}, model=IDENTITY, made={"tokens": 5})
     path = tmp_path / "anchors.json"
@@ -306,6 +328,7 @@ GOOD: dict[str, Any] = {"schema": "sparseprefill.anchors", "version": 1, "anchor
         ({"anchors": {**GOOD, "more": 2}}, "more is not a field"),
         ({"anchors": {**GOOD, "maps": [1]}}, "maps is"),
         ({"anchors": {**GOOD, "maps": {"x": [1]}}}, "the key 'x'"),
+        ({"anchors": {**GOOD, "maps": {"01": [1]}}}, "the key '01'"),
         ({"anchors": {**GOOD, "maps": {"0": [1]}}}, r"maps\[0\] is of a layer that follows no anchor"),
         ({"anchors": {**GOOD, "maps": {"1": []}}}, r"maps\[1\] is \[\]"),
         ({"anchors": {**GOOD, "model": IDENTITY.to_dict(), "anchors": [0, 9]}}, "layer 9 does not exist"),

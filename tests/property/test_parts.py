@@ -20,8 +20,8 @@ from sparseprefill.testing import calls
 REGISTRY = sp.default_registry()
 METHODS = sorted(REGISTRY.methods())
 ROWS = 16
-HEADS = (0, 0, 1, 2)
-"""KV heads that those of a later layer follow; calls may have fewer."""
+HEADS = (0, 0, 1, 2, 4, 4, 5, 6, 8, 8, 9, 10)
+"""KV heads that those of a later layer follow; calls may have a share of them, of one to four."""
 CLUSTERS = {(layer, head): (layer + head) % 3 for layer in range(3) for head in range(6)}
 
 

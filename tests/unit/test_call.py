@@ -72,6 +72,9 @@ BAD_FIELDS = {
     "sinks of rank 2": ("sinks", torch.zeros(1, 4), "(1, 4)", "shape (4,)"),
     "negative starts": ("starts", int32(0, -3), "[0, -3]", "pass numbers from 0"),
     "negative lengths": ("lengths", int32(-1, 3), "[-1, 3]", "pass numbers from 0"),
+    "starts behind the keys": ("starts", int32(0, 10), "[0, 10]", "from 0 to 9, the keys of a row"),
+    "lengths beyond the keys": ("lengths", int32(10, 9), "[10, 9]", "must lie among the 9 from its start on"),
+    "lengths of the largest": ("lengths", int32(9, (1 << 31) - 1), "2147483647", "must lie among the 9"),
     "sinks per KV head": ("sinks", torch.zeros(2), "(2,)", "shape (4,)"),
     "sinks as a list": ("sinks", [0.0] * 4, "[0.0", "shape (4,)"),
     "sinks elsewhere": ("sinks", torch.zeros(4, device="meta"), "meta", "q's device cpu"),
@@ -97,6 +100,36 @@ def test_bad_field_is_named_with_value_and_remedy(case: tuple[Any, ...]) -> None
     assert field == caught.value.field
     assert shown in str(caught.value)
     assert remedy in str(caught.value)
+
+
+def test_padding_lies_among_the_keys() -> None:
+    call = AttentionCall(Q, K, V, starts=int32(9, 2), lengths=int32(0, 7))
+    assert [0, 7] == call.geometry.key_counts().tolist()
+    for lengths in (int32(1, 7), int32(0, 8)):
+        with pytest.raises(InvalidCallError, match="from its start on") as caught:
+            AttentionCall(Q, K, V, starts=int32(9, 2), lengths=lengths)
+        assert "lengths" == caught.value.field
+
+
+BAD_INDEX: dict[str, tuple[Any, str]] = {
+    "behind the keys": (torch.tensor([[0, 9], [0, 1]]), "of numbers from 0 to 9"),
+    "negative": (torch.tensor([[0, 8], [-1, 1]]), "of numbers from -1 to 8"),
+    "of one row": (torch.tensor([0, 1]), "Tensor of torch.int64 (2,)"),
+    "of another batch": (torch.tensor([[0], [1], [2]]), "(3, 1)"),
+    "int32": (torch.zeros(2, 1, dtype=torch.int32), "torch.int32"),
+    "elsewhere": (torch.zeros(2, 1, dtype=torch.int64, device="meta"), "torch.int64"),
+    "a list": ([[0], [1]], "[[0], [1]]"),
+}
+
+
+@pytest.mark.parametrize("verb", ["keys_at", "values_at"])
+@pytest.mark.parametrize("case", BAD_INDEX.values(), ids=BAD_INDEX)
+def test_what_is_no_index_of_keys_is_refused(case: tuple[Any, str], verb: str) -> None:
+    index, shown = case
+    with pytest.raises(InvalidCallError, match="pass ") as caught:
+        getattr(AttentionCall(Q, K, V), verb)(index)
+    assert "index" == caught.value.field
+    assert shown in str(caught.value)
 
 
 def test_error_belongs_to_the_tree_and_to_value_error() -> None:
@@ -127,5 +160,7 @@ def test_value_width_may_differ_and_views_are_kept() -> None:
 
 def test_values_on_the_device_are_not_read() -> None:
     """A tensor without storage passes, so checking a call cannot synchronise with a device."""
-    call = AttentionCall(Q.to("meta"), K.to("meta"), V.to("meta"), lengths=int32(1, 2).to("meta"))
+    rows: dict[str, Any] = {"starts": int32(1, 2).to("meta"), "lengths": int32(1, 2).to("meta")}
+    call = AttentionCall(Q.to("meta"), K.to("meta"), V.to("meta"), **rows)
     assert "meta" == call.geometry.device.type
+    assert (2, 2, 1, 8) == call.keys_at(torch.zeros(2, 1, dtype=torch.int64, device="meta")).shape

@@ -148,6 +148,18 @@ BAD_PAGES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str, str, str]] = {
     "fp8 to compute in": (
         (K.to(torch.float8_e5m2), V.to(torch.float8_e5m2), TABLE, 40), {}, "pages.dtype", "float8_e5m2", "of q",
     ),
+    "k of a list": (([0.0], V, TABLE, 40), {}, "pages.k", "[0.0]", "torch.Tensor"),
+    "no v": ((K, None, TABLE, 40), {}, "pages.v", "None", "torch.Tensor"),
+    "table of a list": ((K, V, [3, 0, 4], 40), {}, "pages.table", "[3, 0, 4]", "torch.Tensor"),
+    "type by name": ((K, V, TABLE, 40), {"dtype": "float32"}, "pages.dtype", "'float32'", "of q"),
+    "no type": ((K, V, TABLE, 40), {"dtype": None}, "pages.dtype", "None", "of q"),
+    "integers to compute in": ((K, V, TABLE, 40), {"dtype": torch.int8}, "pages.dtype", "int8", "of q"),
+    "scale of a number": ((K, V, TABLE, 40), {"k_scale": 2.0}, "pages.k_scale", "2.0", "one float32"),
+    "scale of float32": ((K, V, TABLE, 40), {"k_scale": torch.ones(1)}, "pages.k_scale", "not fp8", "pass None"),
+    "scale of values": ((K, V, TABLE, 40), {"v_scale": torch.ones(1)}, "pages.v_scale", "not fp8", "pass None"),
+    "padding in use": ((K, V, int32(3, -1, 4), 40), {}, "pages.table", "from -1 to 4", "from 0 to 4"),
+    "padding in use at the end": ((K, V, int32(3, 0, -1), 33), {}, "pages.table", "from -1 to 3", "from 0 to 4"),
+    "page behind the cache": ((K, V, int32(3, 5, 4), 40), {}, "pages.table", "from 3 to 5", "from 0 to 4"),
     "scale of a head": ((K, V, TABLE, 40), {"k_scale": torch.ones(2)}, "pages.k_scale", "(2,)", "one float32"),
     "scale of 16 bits": ((K, V, TABLE, 40), {"v_scale": torch.ones(1).half()}, "pages.v_scale", "float16", "float32"),
     "copies of a word": ((K, V, TABLE, 40), {"copies": "never"}, "pages.copies", "'never'", "False"),
@@ -155,8 +167,8 @@ BAD_PAGES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str, str, str]] = {
     "table with holes": ((K, V, int32(1, 2, 3, 4, 5, 6)[::2], 40), {}, "pages.table", "(3,)", "contiguous"),
     "table of two rows": ((K, V, TABLE[None], 40), {}, "pages.table", "(1, 3)", "[n]"),
     "table elsewhere": ((K, V, TABLE.to("meta"), 40), {}, "pages.table", "meta", "cpu"),
-    "no key": ((K, V, TABLE, 0), {}, "pages.length", "0", "positive"),
-    "more keys than pages": ((K, V, TABLE, 49), {}, "pages.table", "3 entries", "need 4"),
+    "no key": ((K, V, TABLE, 0), {}, "pages.length", "0", "from 1 to 2147483647"),
+    "more keys than pages": ((K, V, TABLE, 49), {}, "pages.table", "3 entries", "pass 4 or more"),
 }  # fmt: skip
 
 
@@ -190,3 +202,32 @@ def test_values_on_the_device_are_not_read() -> None:
     k, v, table = (x.to("meta") for x in (K, V, TABLE))
     call = sp.AttentionCall.of_pages(torch.zeros(1, 4, 6, 8, device="meta"), Pages(k, v, table, 40))
     assert (40, 6) == (call.kv_len, call.value_dim)
+    index = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    assert ((1, 2, 3, 8), (1, 2, 3, 6)) == (call.keys_at(index).shape, call.values_at(index).shape)
+
+
+def test_a_table_may_be_padded_behind_the_pages_in_use() -> None:
+    k = torch.randn(5, 16, 2, 8)
+    padded, plain = (Pages(k, k, table, 32) for table in (int32(3, 0, -1, 7), int32(3, 0)))
+    assert torch.equal(plain.keys(), padded.keys())
+    assert torch.equal(plain.values(), padded.values())
+    with pytest.raises(InvalidCallError, match="from -1 to 3"):
+        evolve(padded, length=33)
+
+
+@pytest.mark.parametrize("index", [[-1], [40], [0, 47], [39, 40]])
+def test_keys_that_are_not_there_are_not_read(index: list[int]) -> None:
+    """Slots of a page behind the last key hold what an earlier request left there."""
+    pages, given = Pages(K, V, TABLE, 40), torch.tensor(index)
+    for read in (pages.keys_at, pages.values_at):
+        with pytest.raises(InvalidCallError, match="pass numbers from 0 to 39") as caught:
+            read(given)
+        assert "index" == caught.value.field
+    assert (1, 2, 2, 8) == pages.keys_at(torch.tensor([0, 39])).shape
+
+
+@pytest.mark.parametrize("given", [K.transpose(1, 2), None, "pages"])
+def test_a_call_of_pages_is_made_of_pages(given: Any) -> None:
+    with pytest.raises(InvalidCallError, match="pass Pages, which hold K and V") as caught:
+        sp.AttentionCall.of_pages(torch.zeros(5, 4, 6, 8), given)
+    assert "pages" == caught.value.field

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from sparseprefill import json_text
 from sparseprefill.errors import nearest
 from sparseprefill.registry import default_registry
 
@@ -51,7 +51,7 @@ HeadDim = Annotated[int, typer.Option(min=32, help="Head dimension.", hidden=Tru
 def more(text: str) -> dict[str, Any]:
     """The table in ``--engine``; CommandError for another text."""
     try:
-        found = json.loads(text)
+        found = json_text.parsed(text)
     except ValueError as error:
         raise CommandError(f"--engine {text}: {error}; write JSON") from error
     if not isinstance(found, dict):

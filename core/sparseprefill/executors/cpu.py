@@ -11,7 +11,6 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.call import check_call
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.reference import REFERENCE
 from sparseprefill.mask.lists import IndexLists
@@ -105,8 +104,7 @@ class CpuExecutor:
 
     def _objection(self, call: AttentionCall, plan: Plan) -> str:
         """Why the reference must run the call; empty where it need not."""
-        check_call(call)
-        check_plan(plan)
+        check_plan(call, plan)
         if reason := self.unsupported(call):
             raise UnsupportedCallError([f"CpuExecutor: {reason}"])
         if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from sparseprefill.call import rows_at
 from sparseprefill.mask.held import Held
+from sparseprefill.plan import check_plan
 from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.sampled import Logits
 from sparseprefill.validate import whole
@@ -68,6 +69,7 @@ class Delta:
     @torch.no_grad()
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
         """The result with the differences added; shapes, LSE and plan stay."""
+        check_plan(call, plan)
         geometry, held = call.geometry, Held.of(plan)
         first = geometry.first_position().clamp(min=0)[:, None]
         sampled = torch.maximum(geometry.tiles(self.gamma) * self.gamma, first)

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparseprefill.call import rows_at
 from sparseprefill.errors import ParameterError
 from sparseprefill.mask.held import Held
+from sparseprefill.plan import check_plan
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, whole
 
@@ -70,6 +71,7 @@ class Proxy:
     @torch.no_grad()
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
         """The result with proxies for what is left out; LSE and plan stay. ParameterError for another `tile`."""
+        check_plan(call, plan)
         own = plan.common_grid()[1]
         if self.tile is not None and own % self.tile:
             remedy = f"pass a divisor of {own}, the tokens of the plan's key tiles"

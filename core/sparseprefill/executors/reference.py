@@ -9,7 +9,6 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.call import check_call
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Kernel, Plan, Result, Skipped, check_plan
@@ -62,8 +61,7 @@ REFERENCE = ReferenceExecutor()
 
 def _attend(call: AttentionCall, plan: Plan) -> tuple[SoftmaxState, Skipped | None]:
     """The carry, if any, resumed over the plan's mask, and what was left out, if anything may be."""
-    check_call(call)
-    check_plan(plan)
+    check_plan(call, plan)
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     if plan.skip_below is not None:
         return _skipping(call, plan, plan.skip_below, dtype)

@@ -9,7 +9,6 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from sparseprefill.call import check_call
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention import together
@@ -102,8 +101,7 @@ class TritonExecutor:
         return Result(out, lse, plan, probe, kernels=(kernel,), skipped=skipped)
 
     def _checked(self, call: AttentionCall, plan: Plan) -> AttentionCall:
-        check_call(call)
-        check_plan(plan)
+        check_plan(call, plan)
         reason = self.unsupported(call)
         if reason is not None:
             raise UnsupportedCallError([f"TritonExecutor: {reason}"])

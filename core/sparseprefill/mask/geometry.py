@@ -59,12 +59,15 @@ class Geometry:
         Of padding on a device only the place in memory is compared, so that nothing synchronises: equal values in
         other tensors do not fit there.
         """
+        if self is other:
+            return True
         alike = _same_rows(self.starts, other.starts) and _same_rows(self.lengths, other.lengths)
         return alike and self.same_sizes(other)
 
     def describe(self) -> str:
         """Short text for error messages; values of padding are shown where they are on the CPU."""
         sizes = f"B={self.batch}, Hq={self.heads}, Nq={self.q_len}, Nkv={self.kv_len}, q_offset={self.q_offset}"
+        sizes += "" if self.window is None else f", window={self.window}"
         return f"[{sizes}{_described('starts', self.starts)}{_described('lengths', self.lengths)}]"
 
     def first_position(self) -> Tensor:

@@ -76,12 +76,18 @@ class AnchorTable:
 
     def heads(self, layer: int, first: int, count: int) -> tuple[int, ...]:
         """For `count` KV heads of a layer from `first` on: the KV head of the anchor that each follows."""
-        known = self.maps.get(layer, ())
-        return tuple(known[head] if head < len(known) else head for head in range(first, first + count))
+        known = self.maps.get(layer)
+        return tuple(range(first, first + count)) if known is None else known[first : first + count]
 
     def objection(self, call: AttentionCall) -> str | None:
         """Why the table does not fit a call, or None."""
-        return None if self.model is None else self.model.objection(call)
+        if self.model is not None:
+            return self.model.objection(call)
+        known, first = self.maps.get(call.layer), call.first_head // call.group
+        if known is None or (len(known) >= first + call.kv_heads and len(known) % call.kv_heads == 0):
+            return None  # a call may be one device's share of the heads
+        heads = f"KV heads {first} to {first + call.kv_heads - 1}" if first else f"{call.kv_heads} KV heads"
+        return f"maps[{call.layer}] is {printed(list(known))}, the call has {heads}: pass one number for each KV head"
 
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError, naming the field, where the table was made for another model."""
@@ -131,7 +137,7 @@ def parse(facts: object) -> AnchorTable:
 
 
 def _layer(key: object) -> int:
-    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10:
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key:
         return int(key)
     raise ParameterError(f"maps has the key {printed(key)}: pass the index of a layer")
 

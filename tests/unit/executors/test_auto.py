@@ -1,16 +1,21 @@
-"""Which executor a device gets, and what the bare call of a pipeline is taken for."""
+"""Which executor a device gets, what the bare call of a pipeline is taken for, and plans of other calls."""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from attrs import evolve
 
 import sparseprefill as sp
-from helpers.build import make
+from helpers.build import int32, make
 from sparseprefill.executors.auto import CPU
 from sparseprefill.executors.reference import REFERENCE
+from sparseprefill.executors.triton import TritonExecutor
 
 
 @pytest.mark.parametrize(("device", "executor"), [("cpu", CPU), ("meta", REFERENCE)])
@@ -29,3 +34,51 @@ def test_a_call_of_tensors_is_of_layer_0() -> None:
     pipeline = sp.build("dense", block=4)
     sp.Pipeline(pipeline.estimator, observers=(Watches(),))(call.q, call.k, call.v)
     assert [0] == layers
+
+
+CALL = make(20, 27, batch=2, heads=4, kv_heads=2, starts=int32(0, 3), lengths=int32(27, 20), window=12)
+OTHERS: dict[str, dict[str, Any]] = {
+    "starts": {"starts": int32(0, 4)},
+    "no starts": {"starts": None},
+    "lengths": {"lengths": int32(27, 19)},
+    "no lengths": {"lengths": None},
+    "window": {"window": 11},
+    "offset": {"q_offset": 6},
+    "rows": {"q": CALL.q[:, :, 1:]},
+    "heads": {"q": CALL.q[:, :2]},
+}
+VERBS: dict[str, Callable[..., Any]] = {
+    "execute": lambda one, call, plan: one.execute(call, plan),
+    "accumulate": lambda one, call, plan: one.accumulate(call, plan),
+    "execute_into": lambda one, call, plan: one.execute_into(call, plan, CALL.q, CALL.q[..., 0]),
+    "execute_many": lambda one, call, plan: one.execute_many([call, CALL], [plan, sp.Plan(sp.SparseMask.full(CALL))]),
+}
+MANY = (sp.AutoExecutor(), TritonExecutor())
+RUNS = [(verb, one) for verb in VERBS for one in (CPU, REFERENCE, *MANY) if verb != "execute_many" or one in MANY]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(("verb", "executor"), RUNS, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
+def test_a_plan_of_another_call_is_refused(verb: str, executor: Any, other: str) -> None:
+    theirs = evolve(CALL, **OTHERS[other])
+    for plan in (sp.Plan(sp.SparseMask.full(theirs)), sp.Plan(lambda: sp.SparseMask.full(theirs))):
+        words = r"plan has a mask for \[B=2.*the call is \[B=2.*it must be made for this call"
+        with pytest.raises(sp.MaskError, match=words):
+            VERBS[verb](executor, CALL, plan)
+
+
+@pytest.mark.parametrize("corrector", [sp.Proxy(), sp.Delta()], ids=["proxy", "delta"])
+def test_correctors_refuse_it_too(corrector: sp.Corrector) -> None:
+    plan = sp.Plan(sp.SparseMask.full(CALL))
+    result, other = CPU.execute(CALL, plan), sp.Plan(sp.SparseMask.full(evolve(CALL, window=11)))
+    assert corrector.correct(CALL, plan, result, sp.Memory()).lse is result.lse
+    with pytest.raises(sp.MaskError, match=r"window=11.*window=12"):
+        corrector.correct(CALL, other, result, sp.Memory())
+
+
+@pytest.mark.parametrize("executor", [CPU, REFERENCE], ids=["cpu", "reference"])
+def test_a_carry_of_another_call_is_refused_behind_a_mask_made_later(executor: Any) -> None:
+    theirs = evolve(CALL, starts=None)
+    carry = sp.Carry(CPU.accumulate(theirs, sp.Plan(sp.SparseMask.full(theirs))), sp.SparseMask.full(theirs))
+    with pytest.raises(sp.MaskError, match=r"Plan\.carry covers"):
+        executor.execute(CALL, sp.Plan(lambda: sp.SparseMask.empty(CALL, 16), carry))
