@@ -120,10 +120,20 @@ def _attend(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    result = _result(attached, forward, module, query, key, value, mask, kwargs)
-    if result is not None:
-        return result, None
-    return original.attention(module)(module, query, key, value, stock(mask), **kwargs)
+    dense = original.attention(module)
+    draft = 0 if forward is None else forward.draft
+    if draft and isinstance(mask, LazyMask) and mask.order.shape[2] == query.shape[2] and not mask.order.changed:
+        # A prompt and a draft behind it: the prompt comes out as it does alone, and the draft is decoding.
+        first, last = mask.order.cut(draft)
+        found = _result(attached, forward, module, query[:, :, :-draft], key, value, first, kwargs)
+        if found is not None:
+            behind, _ = dense(module, query[:, :, -draft:], key, value, last.stock(), **kwargs)
+            return torch.cat([found, behind], 1), None
+    else:
+        found = _result(attached, forward, module, query, key, value, mask, kwargs)
+        if found is not None:
+            return found, None
+    return dense(module, query, key, value, stock(mask), **kwargs)
 
 
 def _result(

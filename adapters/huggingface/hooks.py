@@ -11,6 +11,7 @@ from attrs import define
 
 from ..session.session import Prefill
 from . import reasons
+from .drafts import drafted
 from .eager import eagerly
 from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
 
@@ -104,12 +105,19 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     cache, shape = named.get("past_key_values"), _shape(named)
     batch, rows = (0, 0) if shape is None else shape
     past = past_length(cache)
-    progress, goes_on = requests.advance(cache, past, rows, batch)
+    draft = drafted(attached, past)
+    if draft and rows - draft < attached.session.min_query:
+        attached.session.note(reasons.DRAFT)
+        attached.enter(Forward(attached, NOWHERE, stock=True))
+        if cache is not None:
+            requests.drop(cache)
+        return
+    progress, goes_on = requests.advance(cache, past, rows - draft, batch)
     progress.prefill.memory.prefix.steady = is_steady(cache)
     if goes_on and ((grain := attached.session.route.method_grain) is None or past % grain):
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
         attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
-    attached.enter(Forward(attached, progress, cache, reasons.of_forward(module, named)))
+    attached.enter(Forward(attached, progress, cache, reasons.of_forward(module, named), draft=draft))
 
 
 @eagerly

@@ -17,6 +17,7 @@ NOT_CAUSAL = "the layer is not causal"
 GRADIENT = "gradients are recorded: wrap inference in torch.no_grad() or torch.inference_mode()"
 TRAINING = "the model is in training mode: call model.eval()"
 WEIGHTS = "attention weights are requested"
+DRAFT = "a draft was checked: that is decoding, however many tokens it has"
 SEQUENCES = (tuple, list)  # a union of both would be made anew at every look
 # Tensors that a layer may be given and that change nothing about who attends to whom.
 HARMLESS = frozenset(

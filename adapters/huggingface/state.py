@@ -150,7 +150,8 @@ class Forward:
     """One forward of a decoder, as one attachment sees it.
 
     dense: why every layer of it stays with the host's attention; None if nothing is. stock: it does not go through this
-    session at all. aside: it may go through another's. small: what the gate left to the host, by sizes. over: it has
+    session at all. aside: it may go through another's. draft: its last tokens that are a draft, and no part of the
+    prompt before them, which ends where `progress` says. small: what the gate left to the host, by sizes. over: it has
     ended.
     """
 
@@ -160,6 +161,7 @@ class Forward:
     dense: str | None = None
     stock: bool = False
     aside: bool = False
+    draft: int = 0
     small: dict[Hashable, Fallback] = field(factory=dict, init=False)
     over: bool = field(default=False, init=False)
     outer: Forward | None = field(default=None, init=False)
