@@ -52,9 +52,9 @@ def attach(
     which a call is prefill; drafts that `generate` checks are decoding whatever their length, those of a loop of your
     own in ``with handle.decoding():``. layers: indices of the layers to run sparse; None for all. verify: compare the
     model with itself under a full mask first. measure: count the density of every call at once, at the price of a host
-    sync. observe: called as ``observe(call, result)`` after every sparse layer. profile: a file that ``sparseprefill
-    fit`` or ``tune`` wrote for this model; the length of each call chooses method and parameters, `parameters` go over
-    them.
+    sync. observe: called as ``observe(call, result)`` after every sparse layer.
+    profile: a file that ``sparseprefill fit`` or ``tune`` wrote for this model; the length of each call chooses method
+    and parameters, `parameters` go over them.
     gate: judges each call by its sizes, so that one too small for the method runs dense. "auto": the break-even table
     that fits the device, if there is one; or the path of a table, a BreakEven or Gate, None for no gate.
     tail: last query rows of each forward that get every key, whatever the method selects, in whole query tiles, for
@@ -80,12 +80,12 @@ def attach(
         route,
         min_query=min_query,
         layers=layers,
-    strict=strict,
+        strict=strict,
         measure=measure,
         observe=observe,
         tail=tail,
         recall_every=recall_every,
-    strict_recall=strict_recall,
+        strict_recall=strict_recall,
     )
     try:
         from .dry_run import dry_run
