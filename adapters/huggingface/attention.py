@@ -18,7 +18,7 @@ from . import reasons
 from .eager import eagerly
 from .masks import Compact, LazyMask, Order, classify, stock
 from .original import Original
-from .state import Attachment, Forward, is_stock, owner_of, serving
+from .state import Attachment, Forward, adopt, is_stock, owner_of, serving, sharing
 from .switch import LOCK, name_of
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -47,6 +47,9 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
     ) -> Any:
         forward = serving(module)
         attached = owner_of(module) if forward is None else forward.owner
+        if attached is None:
+            forward = _met(module)
+            attached = None if forward is None else forward.owner
         if attached is None or (forward is not None and forward.stock):
             return original.attention(module)(module, query, key, value, stock(mask), **kwargs)
         return _attend(attached, forward, original, module, query, key, value, mask, kwargs)
@@ -66,6 +69,16 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
         return prefill(module, query, key, value, attention_mask, kwargs)
 
     return attention
+
+
+def _met(module: torch.nn.Module) -> Forward | None:
+    """The forward of a module that was not there when its model was attached. Such modules are noted."""
+    forward = adopt(module)
+    if forward is not None and not forward.stock:
+        forward.owner.tell(f"the attention of layer {reasons.layer_of(module)} {reasons.REPLACED}")
+    if forward is None and (other := sharing(module)) is not None:
+        other.session.note(reasons.SHARED)
+    return forward
 
 
 def make_mask(original: Original, min_query: int) -> Callable[..., Any]:
@@ -148,6 +161,8 @@ def _result(
 ) -> Tensor | None:
     """The layer's output ``[B, Nq, Hq, Dv]`` by the session; None, recorded with its reason, where the host shall."""
     layer, session = reasons.layer_of(module), attached.session
+    if forward is not None:
+        forward.seen.add(layer)
     shape = (query.shape[0], query.shape[2], key.shape[2])
     if forward is None:
         if session.strict:  # a forward that began before attaching is none that `strict` speaks of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from .drafts import drafted
 from .eager import eagerly
 from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
 
-log = logging.getLogger(__name__)
 NOWHERE = Progress(Prefill(), 0, 0)  # of a forward that does not go through the session
 
 
@@ -127,6 +125,9 @@ def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, ou
     forward = attached.leave()
     if forward is None or forward.stock or output is None:
         return
+    if forward.seen and forward.dense is None:
+        for layer in attached.session.missing(forward.seen):
+            attached.tell(f"layer {layer} {reasons.UNREACHED}")
     cache = forward.cache
     if cache is None:
         cache = getattr(output, "past_key_values", None)
@@ -149,9 +150,5 @@ def _overruled(attached: Attachment, decoder: Any) -> bool:
     name = decoder.config._attn_implementation
     if name == attached.name:
         return False
-    text = f"the model was set to {name!r} after it was attached: such forwards run without the method"
-    attached.session.note(text)
-    if not attached.overruled:
-        attached.overruled = True
-        log.warning("%s: %s", attached.session.route.name, text)
+    attached.tell(f"the model was set to {name!r} after it was attached: such forwards run without the method")
     return True

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeVar
 
@@ -262,6 +262,11 @@ class Session:
         """Count something worth knowing that is no fallback."""
         with self._lock:
             self._notes[text] += 1
+
+    def missing(self, seen: Set[int]) -> list[int]:
+        """Layers that have called before, or were named, and are not among `seen`."""
+        with self._lock:
+            return sorted(self._records.keys() - seen)
 
     def count_short(self) -> None:
         """A forward with fewer than `min_query` rows ran dense."""
