@@ -15,6 +15,7 @@ from sparseprefill.errors import InvalidCallError
 
 from ..session.session import Fallback
 from . import reasons
+from .autocast import autocast_off
 from .eager import eagerly
 from .masks import Compact, LazyMask, Order, classify, stock
 from .original import Original
@@ -182,11 +183,12 @@ def _result(
     if (small := forward.small.get(sizes)) is not None:
         session.again(layer, small, (query.shape[0], query.shape[2], compact.used))
         return None
-    call = _call(attached, layer, query, key, value, compact, kwargs)
-    if not isinstance(call, AttentionCall):
-        session.decline(layer, call, shape)
-        return None
-    outcome = session.run(call, forward.progress.prefill)
+    with autocast_off(query) as lower:
+        call = _call(attached, layer, lower(query), lower(key), lower(value), compact, kwargs)
+        if not isinstance(call, AttentionCall):
+            session.decline(layer, call, shape)
+            return None
+        outcome = session.run(call, forward.progress.prefill)
     if not isinstance(outcome, Fallback):
         return outcome.out.transpose(1, 2).contiguous()
     if outcome.small:

@@ -57,7 +57,7 @@ def of_forward(decoder: torch.nn.Module, named: dict[str, Any]) -> str | None:
     Reentrant gradient checkpointing runs the layers without gradients first, and once more with them: what a layer sees
     by itself says nothing then, what the decoder saw does.
     """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         return EXPORT
     if decoder.training:
         return TRAINING

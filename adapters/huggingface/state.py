@@ -247,7 +247,7 @@ def sharing(module: torch.nn.Module) -> Attachment | None:
     """An attachment that takes this thread's forwards, and has switched the configuration that the module reads."""
     config = getattr(module, "config", None)
     found = (attached for ref in _bound if (attached := ref()) is not None and attached.serves)
-    return next((one for one in found if one.switch is not None and one.switch.holds(config)), None)
+    return next((one for one in found if config is not None and one.switch and one.switch.holds(config)), None)
 
 
 def is_stock() -> bool:

@@ -250,3 +250,34 @@ def test_a_class_made_in_a_session_can_be_attached() -> None:
     make: Any = Mine
     with attach(make(transformers.LlamaConfig(**hf_models.SIZES)).eval(), "dense") as handle:
         assert handle.report().host == "Mine"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_inside_autocast(dtype: torch.dtype, implementation: str) -> None:
+    """Values come in the type of autocast, queries and keys in another; what is measured is not rounded to it."""
+    model, ids, types = hf_models.build("llama").to(dtype), hf_models.prompt(), set()
+    model.set_attn_implementation(implementation)
+
+    def observe(call: sp.AttentionCall, result: sp.Result) -> None:
+        types.update((call.q.dtype, call.k.dtype, call.v.dtype, result.out.dtype))
+        lse = torch.logsumexp(scores(call), -1)
+        torch.testing.assert_close(result.lse.float(), lse, atol=1e-3, rtol=1e-3)
+
+    with torch.autocast("cpu", dtype=torch.float16):
+        wanted = model(ids, use_cache=False).logits
+        with attach(model, "dense", gate=None, strict=True, observe=observe) as handle:
+            got = model(ids, use_cache=False).logits
+            assert torch.is_autocast_enabled("cpu")
+    assert types == {torch.float16}
+    assert got.dtype == wanted.dtype
+    assert (got - wanted).float().norm() < 0.01 * wanted.float().norm()
+    assert [layer.sparse_calls for layer in handle.report().layers] == [1, 1]
+
+
+def scores(call: sp.AttentionCall) -> torch.Tensor:
+    """Float32, masked."""
+    k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
+    found = call.q.float() @ k.float().mT * call.softmax_scale
+    return found.masked_fill(~call.geometry.visible()[:, None], -torch.inf)
