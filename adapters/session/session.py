@@ -32,6 +32,7 @@ from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
 T = TypeVar("T")
 Observe = Callable[[AttentionCall, Result], None]
 KEPT_BYTES = 64 << 20
+"""Of masks that wait for a report to count them; what goes beyond is counted on the device."""
 WHOLE = (
     "calls below break-even, and calls that the profile leaves dense, ran with every key in the pipeline's executor, "
     "not in the host"
@@ -82,7 +83,7 @@ class Session:
 
     min_query: query rows from which a call is prefill. layers: indices to run sparse; None for all.
     strict: raise UnsupportedCallError instead of falling back. measure: count every call's pairs at once (host sync);
-    otherwise the masks of the last prefill wait for `report`, as long as they fit in `KEPT_BYTES`.
+    otherwise the masks of the last prefill wait for `report`, or, beyond `KEPT_BYTES`, their counts on the device.
     observe: called as ``observe(call, result)`` after every sparse call. warn: log the first fallback of each reason.
     gate: judges each call by its sizes ("auto", a table or its path, a Gate; None for the route's own, if it has one);
     what it finds too small for the method the host computes, which is no failure and so nothing that `strict` raises
