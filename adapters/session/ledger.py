@@ -90,10 +90,10 @@ class LayerRecord:
     """Counts of one layer, and what the density of its last prefill needs.
 
     cross: calls of its cross attention. pairs: (computed, allowed) pairs measured in the last prefill. waiting: results
-    of it that are not measured yet; held: bytes of them, which count in `room`, too.
+    of it that are not measured yet; held: bytes of them, which count in `room`, too, without those counted at once.
     lost: some result was neither kept nor counted, in a CUDA graph's capture or for lack of memory, so that the density
-    is unknown. skips: whether a result of it could
-    leave out pairs by their logits; skipped: how many did, and how many the masks held.
+    is unknown. skips: whether a result of it could leave out pairs by their logits; skipped: how many did, and how many
+    the masks held.
     """
 
     layer: int
@@ -138,7 +138,9 @@ class LayerRecord:
     def keep(self, result: Uncounted, most: float = math.inf) -> None:
         """Count the pairs when a report asks. Where the room would hold more than `most` bytes then, the device counts
         them at once, and nothing waits for that; what it cannot count then is lost."""
-        if self.room.held + result.held > most:
+        if self.room.held + result.held <= most:
+            self._hold(self.held + result.held)
+        else:
             try:
                 found = None if recording() else result.counted()
             except torch.OutOfMemoryError:
@@ -148,7 +150,6 @@ class LayerRecord:
                 return
             result = found
         self.waiting.append(result)
-        self._hold(self.held + result.held)
 
     def _take(self, result: Uncounted) -> tuple[int, int]:
         """Computed and allowed pairs of one result of the last prefill, counted now (host sync)."""
