@@ -15,7 +15,7 @@ from sparseprefill.registry import default_registry
 from sparseprefill.route import Route, gated
 
 from ..session.defaults import MIN_QUERY, TAIL
-from ..session.session import Observe, Session
+from ..session.session import Observe, Session, check_flag
 from ..session.watch import RECALL_EVERY
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def attach(
     for a wrong method, or for a profile or a cluster table of another model, or a break-even table that cannot be read;
     ImportError without transformers.
     """
+    check_flag("verify", verify)
     profile = None if profile is None else Profile.load(profile)
     given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
     # A route's own gate goes before "auto"; any other choice goes before a route's own.
