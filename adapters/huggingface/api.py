@@ -94,10 +94,12 @@ def attach(
         from .identity import identity
         from .inspection import check, declared_layers, find_decoder, trained_length
         from .switch import STAR, claim
+        from .versions import warn_of_untested
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "transformers":
             raise
         raise ImportError('attaching needs transformers: pip install "sparseprefill[hf]"') from error
+    warn_of_untested()
     decoder = find_decoder(model)
     claim(decoder)
     check(decoder, STAR)
