@@ -73,12 +73,14 @@ def test_density_sums_over_the_chunks_of_a_prefill(model: Any) -> None:
     assert density() == pytest.approx(density(prefill_chunk_size=48))
 
 
-def test_masks_beyond_the_budget_are_not_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "KEPT_BYTES", 0)
+def test_the_density_of_masks_beyond_the_budget_is_known(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(model, "streaming", tail=0, **STREAMING) as handle:
         logits(model)
+        wanted = handle.report().density
+        monkeypatch.setattr(sessions, "KEPT_BYTES", 0)
+        logits(model)
     assert handle.report().layers[0].mode == "sparse"
-    assert handle.report().density is None
+    assert wanted == handle.report().density is not None
 
 
 @torch.no_grad()
