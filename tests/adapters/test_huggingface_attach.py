@@ -260,7 +260,8 @@ def test_a_class_made_in_a_session_can_be_attached() -> None:
 @torch.no_grad()
 def test_inside_autocast(dtype: torch.dtype, implementation: str) -> None:
     """Values come in the type of autocast, queries and keys in another; what is measured is not rounded to it."""
-    model, ids, types = hf_models.build("llama").to(dtype), hf_models.prompt(), set()
+    model, ids = hf_models.build("llama").to(dtype), hf_models.prompt()
+    types: set[torch.dtype] = set()
     model.set_attn_implementation(implementation)
 
     def observe(call: sp.AttentionCall, result: sp.Result) -> None:
