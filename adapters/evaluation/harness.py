@@ -35,6 +35,7 @@ from sparseprefill.errors import ParameterError, SparsePrefillError, printed, to
 
 from ..huggingface import attach
 from ..progress import Progress
+from ..session.session import check_flag
 from .contender import Contender
 from .runs import Listener
 from .scores import Run, Score, Service
@@ -115,6 +116,8 @@ def runs(
 ) -> Iterator[Run]:
     """`evaluate` with tasks that are loaded, and contenders that passed `check`."""
     _check_counts(limit=limit, batch_size=batch_size)
+    check_flag("stock", stock)
+    check_flag("chat_template", chat_template)
     if chat_template and not getattr(tokenizer, "chat_template", None):
         raise ParameterError("chat_template is True, but the tokenizer has no chat template: pass False")
     asker = _Asker.of(model, tokenizer, limit, batch_size, chat_template)

@@ -15,7 +15,7 @@ from sparseprefill.registry import default_registry
 from sparseprefill.route import Route, gated
 
 from ..session.defaults import MIN_QUERY, TAIL
-from ..session.session import Observe, Session
+from ..session.session import Observe, Session, check_flag
 from ..session.watch import RECALL_EVERY
 
 if TYPE_CHECKING:
@@ -49,10 +49,12 @@ def attach(
     with the model's own attention; ``handle.report()`` says what and why.
 
     strict: raise where a prefill call would fall back to dense. min_query: query rows (tokens of one forward) from
-    which a call is prefill. layers: indices of the layers to run sparse; None for all. verify: compare the model with
-    itself under a full mask first. measure: count the density of every call at once, at the price of a host sync.
-    observe: called as ``observe(call, result)`` after every sparse layer. profile: a file that ``sparseprefill fit``
-    or ``tune`` wrote for this model; the length of each call chooses method and parameters, `parameters` go over them.
+    which a call is prefill; drafts that `generate` checks are decoding whatever their length, those of a loop of your
+    own in ``with handle.decoding():``. layers: indices of the layers to run sparse; None for all. verify: compare the
+    model with itself under a full mask first. measure: count the density of every call at once, at the price of a host
+    sync. observe: called as ``observe(call, result)`` after every sparse layer.
+    profile: a file that ``sparseprefill fit`` or ``tune`` wrote for this model; the length of each call chooses method
+    and parameters, `parameters` go over them.
     gate: judges each call by its sizes, so that one too small for the method runs dense. "auto": the break-even table
     that fits the device, if there is one; or the path of a table, a BreakEven or Gate, None for no gate.
     tail: last query rows of each forward that get every key, whatever the method selects, in whole query tiles, for
@@ -70,6 +72,7 @@ def attach(
     for a wrong method, or for a profile or a cluster table of another model, or a break-even table that cannot be read;
     ImportError without transformers.
     """
+    check_flag("verify", verify)
     profile = None if profile is None else Profile.load(profile)
     given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
     # A route's own gate goes before "auto"; any other choice goes before a route's own.
@@ -91,10 +94,12 @@ def attach(
         from .identity import identity
         from .inspection import check, declared_layers, find_decoder, trained_length
         from .switch import STAR, claim
+        from .versions import warn_of_untested
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "transformers":
             raise
         raise ImportError('attaching needs transformers: pip install "sparseprefill[hf]"') from error
+    warn_of_untested()
     decoder = find_decoder(model)
     claim(decoder)
     check(decoder, STAR)

@@ -15,10 +15,11 @@ from sparseprefill.errors import InvalidCallError
 
 from ..session.session import Fallback
 from . import reasons
+from .autocast import autocast_off
 from .eager import eagerly
 from .masks import Compact, LazyMask, Order, classify, stock
 from .original import Original
-from .state import Attachment, Forward, is_stock, owner_of, serving
+from .state import Attachment, Forward, adopt, is_stock, owner_of, serving, sharing
 from .switch import LOCK, name_of
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -47,6 +48,9 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
     ) -> Any:
         forward = serving(module)
         attached = owner_of(module) if forward is None else forward.owner
+        if attached is None:
+            forward = _met(module)
+            attached = None if forward is None else forward.owner
         if attached is None or (forward is not None and forward.stock):
             return original.attention(module)(module, query, key, value, stock(mask), **kwargs)
         return _attend(attached, forward, original, module, query, key, value, mask, kwargs)
@@ -66,6 +70,16 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
         return prefill(module, query, key, value, attention_mask, kwargs)
 
     return attention
+
+
+def _met(module: torch.nn.Module) -> Forward | None:
+    """The forward of a module that was not there when its model was attached. Such modules are noted."""
+    forward = adopt(module)
+    if forward is not None and not forward.stock:
+        forward.owner.tell(f"the attention of layer {reasons.layer_of(module)} {reasons.REPLACED}")
+    if forward is None and (other := sharing(module)) is not None:
+        other.session.note(reasons.SHARED)
+    return forward
 
 
 def make_mask(original: Original, min_query: int) -> Callable[..., Any]:
@@ -120,10 +134,20 @@ def _attend(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    result = _result(attached, forward, module, query, key, value, mask, kwargs)
-    if result is not None:
-        return result, None
-    return original.attention(module)(module, query, key, value, stock(mask), **kwargs)
+    dense = original.attention(module)
+    draft = 0 if forward is None else forward.draft
+    if draft and isinstance(mask, LazyMask) and mask.order.shape[2] == query.shape[2] and not mask.order.changed:
+        # A prompt and a draft behind it: the prompt comes out as it does alone, and the draft is decoding.
+        first, last = mask.order.cut(draft)
+        found = _result(attached, forward, module, query[:, :, :-draft], key, value, first, kwargs)
+        if found is not None:
+            behind, _ = dense(module, query[:, :, -draft:], key, value, last.stock(), **kwargs)
+            return torch.cat([found, behind], 1), None
+    else:
+        found = _result(attached, forward, module, query, key, value, mask, kwargs)
+        if found is not None:
+            return found, None
+    return dense(module, query, key, value, stock(mask), **kwargs)
 
 
 def _result(
@@ -138,6 +162,8 @@ def _result(
 ) -> Tensor | None:
     """The layer's output ``[B, Nq, Hq, Dv]`` by the session; None, recorded with its reason, where the host shall."""
     layer, session = reasons.layer_of(module), attached.session
+    if forward is not None:
+        forward.seen.add(layer)
     shape = (query.shape[0], query.shape[2], key.shape[2])
     if forward is None:
         if session.strict:  # a forward that began before attaching is none that `strict` speaks of
@@ -157,11 +183,12 @@ def _result(
     if (small := forward.small.get(sizes)) is not None:
         session.again(layer, small, (query.shape[0], query.shape[2], compact.used))
         return None
-    call = _call(attached, layer, query, key, value, compact, kwargs)
-    if not isinstance(call, AttentionCall):
-        session.decline(layer, call, shape)
-        return None
-    outcome = session.run(call, forward.progress.prefill)
+    with autocast_off(query) as lower:
+        call = _call(attached, layer, lower(query), lower(key), lower(value), compact, kwargs)
+        if not isinstance(call, AttentionCall):
+            session.decline(layer, call, shape)
+            return None
+        outcome = session.run(call, forward.progress.prefill)
     if not isinstance(outcome, Fallback):
         return outcome.out.transpose(1, 2).contiguous()
     if outcome.small:

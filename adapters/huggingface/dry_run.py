@@ -23,6 +23,7 @@ from sparseprefill.route import Route
 
 from ..session.report import Report
 from ..session.session import Session
+from .autocast import autocast_type
 from .handle import Handle
 from .inspection import allowed_ids, input_device
 
@@ -164,7 +165,8 @@ def _compare(
     if not any(layer.sparse_calls or layer.window_calls for layer in findings.report.layers):
         why = "; ".join(findings.report.fallbacks) or "none of them calls the attention function"
         raise AttachError(f"{name} has no attention layer to attach to: {why}")
-    limit = TOLERANCE.get(stock.dtype, TOLERANCE[torch.bfloat16])
+    types = (stock.dtype, autocast_type(stock.device) or stock.dtype)
+    limit = max(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in types)
     error = _apart(ours, stock)
     if error <= limit:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
@@ -14,6 +15,7 @@ from sparseprefill.errors import AttachError
 from ..session.report import Report
 from ..session.session import Session
 from .attention import register
+from .drafts import decoding
 from .hooks import install
 from .original import Original
 from .state import Attachment
@@ -80,6 +82,12 @@ class Handle:
         is switched back when the last of them has ended. An implementation that was set since attaching stays.
         """
         self.state.end()
+
+    def decoding(self) -> AbstractContextManager[None]:
+        """Forwards of the model in this ``with`` block, in this thread, are decoding: they run dense, whatever their
+        length. For loops that check drafts of `min_query` tokens or more; `generate` is known without.
+        """
+        return decoding(self.state)
 
     def report(self) -> Report:
         """What every layer did, and why (measures densities that wait: host sync). Works after detaching, too."""

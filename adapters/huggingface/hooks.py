@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ from attrs import define
 
 from ..session.session import Prefill
 from . import reasons
+from .drafts import drafted
 from .eager import eagerly
 from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
 
-log = logging.getLogger(__name__)
 NOWHERE = Progress(Prefill(), 0, 0)  # of a forward that does not go through the session
 
 
@@ -104,12 +103,19 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     cache, shape = named.get("past_key_values"), _shape(named)
     batch, rows = (0, 0) if shape is None else shape
     past = past_length(cache)
-    progress, goes_on = requests.advance(cache, past, rows, batch)
+    draft = drafted(attached, past)
+    if draft and rows - draft < attached.session.min_query:
+        attached.session.note(reasons.DRAFT)
+        attached.enter(Forward(attached, NOWHERE, stock=True))
+        if cache is not None:
+            requests.drop(cache)
+        return
+    progress, goes_on = requests.advance(cache, past, rows - draft, batch)
     progress.prefill.memory.prefix.steady = is_steady(cache)
     if goes_on and ((grain := attached.session.route.method_grain) is None or past % grain):
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
         attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
-    attached.enter(Forward(attached, progress, cache, reasons.of_forward(module, named)))
+    attached.enter(Forward(attached, progress, cache, reasons.of_forward(module, named), draft=draft))
 
 
 @eagerly
@@ -119,6 +125,9 @@ def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, ou
     forward = attached.leave()
     if forward is None or forward.stock or output is None:
         return
+    if forward.seen and forward.dense is None:
+        for layer in attached.session.missing(forward.seen):
+            attached.tell(f"layer {layer} {reasons.UNREACHED}")
     cache = forward.cache
     if cache is None:
         cache = getattr(output, "past_key_values", None)
@@ -141,9 +150,5 @@ def _overruled(attached: Attachment, decoder: Any) -> bool:
     name = decoder.config._attn_implementation
     if name == attached.name:
         return False
-    text = f"the model was set to {name!r} after it was attached: such forwards run without the method"
-    attached.session.note(text)
-    if not attached.overruled:
-        attached.overruled = True
-        log.warning("%s: %s", attached.session.route.name, text)
+    attached.tell(f"the model was set to {name!r} after it was attached: such forwards run without the method")
     return True

@@ -59,6 +59,7 @@ class Order:
     _full: Tensor | None = field(default=None, init=False)
     _version: int = field(default=0, init=False)
     _elsewhere: dict[torch.device, Order] = field(factory=dict, init=False)
+    _cut: dict[int, tuple[LazyMask, Order]] = field(factory=dict, init=False)
 
     @classmethod
     def of(cls, pattern: Pattern, make: MaskFunction, asked: dict[str, Any]) -> Order:
@@ -116,6 +117,15 @@ class Order:
             moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.asked.items()}
             self._elsewhere[device] = evolve(self, asked={**moved, "device": device})
         return self._elsewhere[device]
+
+    def cut(self, rows: int) -> tuple[LazyMask, Order]:
+        """The masks of the queries before the last `rows`, and of these."""
+        if rows not in self._cut:
+            asked, before = self.asked, self.asked["q_length"] - rows
+            last = {"q_length": rows, "q_offset": asked["q_offset"] + before, "allow_is_causal_skip": False}
+            first = evolve(self, asked={**asked, "q_length": before})
+            self._cut[rows] = LazyMask.of(first), evolve(self, asked={**asked, **last})
+        return self._cut[rows]
 
     def _make(self, **changes: Any) -> Any:
         with torch.inference_mode(False):  # inference tensors do not tell whether they were written to

@@ -17,6 +17,17 @@ NOT_CAUSAL = "the layer is not causal"
 GRADIENT = "gradients are recorded: wrap inference in torch.no_grad() or torch.inference_mode()"
 TRAINING = "the model is in training mode: call model.eval()"
 WEIGHTS = "attention weights are requested"
+EXPORT = "the model is exported or traced: what comes of that is the stock model"
+REPLACED = "is another module than at attaching: it runs like the one before, but no dry run has seen it"
+SHARED = (
+    "a module that shares the attached model's configuration, but is no part of its decoder, ran stock: another model, "
+    "or a decoder that was put in the place of the attached one"
+)
+UNREACHED = (
+    "did not reach the method in a forward in which others did: its module was replaced by one with a configuration or "
+    "an attention of its own, it was skipped, or another implementation was set meanwhile"
+)
+DRAFT = "a draft was checked: that is decoding, however many tokens it has"
 SEQUENCES = (tuple, list)  # a union of both would be made anew at every look
 # Tensors that a layer may be given and that change nothing about who attends to whom.
 HARMLESS = frozenset(
@@ -46,6 +57,8 @@ def of_forward(decoder: torch.nn.Module, named: dict[str, Any]) -> str | None:
     Reentrant gradient checkpointing runs the layers without gradients first, and once more with them: what a layer sees
     by itself says nothing then, what the decoder saw does.
     """
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        return EXPORT
     if decoder.training:
         return TRAINING
     if torch.is_grad_enabled():

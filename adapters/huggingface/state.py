@@ -7,6 +7,7 @@ is found by its cache and goes with it.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import weakref
@@ -24,6 +25,7 @@ from ..session.session import Fallback, Prefill, Session
 from .original import Original
 from .switch import LOCK, Switch, named_before
 
+log = logging.getLogger(__name__)
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)
 _bound: tuple[weakref.ref[Attachment], ...] = ()  # replaced as a whole, so that it may be read without the lock
 
@@ -45,7 +47,7 @@ class Attachment:
     active: bool = field(default=False, init=False)
     switch: Switch | None = field(default=None, init=False)
     hooks: list[Any] = field(factory=list, init=False)
-    overruled: bool = field(default=False, init=False)
+    _told: set[str] = field(factory=set, init=False)
     _forwards: set[Forward] = field(factory=set, init=False)
 
     @classmethod
@@ -68,6 +70,18 @@ class Attachment:
         """Whether the module belongs to the attached decoder; models built from one config share its functions."""
         return module in self._modules
 
+    def tell(self, text: str) -> None:
+        """Note something that is unlike what was attached, and log it as a warning the first time."""
+        self.session.note(text)
+        if text not in self._told:
+            self._told.add(text)
+            log.warning("%s: %s", self.session.route.name, text)
+
+    def take(self, module: torch.nn.Module) -> None:
+        """The decoder got the module after it was attached."""
+        with LOCK:
+            self._modules.add(module)
+
     def is_decoder(self, module: torch.nn.Module) -> bool:
         """Whether a hook speaks of the attached decoder, and not of a shallow copy of it."""
         return module is self._decoder()
@@ -78,7 +92,8 @@ class Attachment:
         decoder = self.decoder
         if decoder is not None:
             self._modules = weakref.WeakSet(decoder.modules())
-        self.name, self.switch, self.active, self.overruled = name, switch, True, False
+        self.name, self.switch, self.active = name, switch, True
+        self._told.clear()
         _bound = (*(ref for ref in _bound if ref() not in (None, self)), weakref.ref(self))
 
     def end(self) -> None:
@@ -150,8 +165,9 @@ class Forward:
     """One forward of a decoder, as one attachment sees it.
 
     dense: why every layer of it stays with the host's attention; None if nothing is. stock: it does not go through this
-    session at all. aside: it may go through another's. small: what the gate left to the host, by sizes. over: it has
-    ended.
+    session at all. aside: it may go through another's. draft: its last tokens that are a draft, and no part of the
+    prompt before them, which ends where `progress` says. small: what the gate left to the host, by sizes. seen: layers
+    that called the attention function. over: it has ended.
     """
 
     owner: Attachment
@@ -160,7 +176,9 @@ class Forward:
     dense: str | None = None
     stock: bool = False
     aside: bool = False
+    draft: int = 0
     small: dict[Hashable, Fallback] = field(factory=dict, init=False)
+    seen: set[int] = field(factory=set, init=False)
     over: bool = field(default=False, init=False)
     outer: Forward | None = field(default=None, init=False)
     thread: threading.Thread = field(factory=threading.current_thread, init=False)
@@ -212,6 +230,24 @@ def owner_of(module: torch.nn.Module) -> Attachment | None:
     """The attachment that takes the forwards of the module's decoder in this thread; None if nobody does."""
     found = (attached for ref in _bound if (attached := ref()) is not None)
     return next((attached for attached in found if attached.serves and attached.owns(module)), None)
+
+
+def adopt(module: torch.nn.Module) -> Forward | None:
+    """The innermost open forward in this context of a decoder that got the module since it was attached; the module
+    belongs to it from now on. Walks the decoder's modules."""
+    for forward in _open():
+        decoder = forward.owner.decoder
+        if not forward.aside and decoder is not None and any(one is module for one in decoder.modules()):
+            forward.owner.take(module)
+            return forward
+    return None
+
+
+def sharing(module: torch.nn.Module) -> Attachment | None:
+    """An attachment that takes this thread's forwards, and has switched the configuration that the module reads."""
+    config = getattr(module, "config", None)
+    found = (attached for ref in _bound if (attached := ref()) is not None and attached.serves)
+    return next((one for one in found if config is not None and one.switch and one.switch.holds(config)), None)
 
 
 def is_stock() -> bool:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 MIN_QUERY = 16
-"""Query rows from which a forward is prefill; fewer are decoding, a draft's check among them."""
+"""Query rows from which a forward is prefill, unless the host knows that it checks a draft; fewer are decoding."""
 TAIL = 128
 """Last rows of a prompt that get every key: a question there steers the answer, and block methods pool it away."""

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from sparseprefill.mask.count import allowed_pairs
 
@@ -49,6 +49,14 @@ class Uncounted:
         own = 0 if self.skipped is None else self.skipped.nbytes
         return own + (self.pairs.nbytes if self.pairs is not None else sum([one.nbytes for one in self.lists]))
 
+    def counted(self) -> Uncounted:
+        """The same with a number for each head, counted on the device, in the place of the lists; nothing waits."""
+        if self.pairs is not None:
+            return self
+        device = self.geometry.device
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            return evolve(self, lists=(), pairs=torch.stack([one.pairs() for one in self.lists]).sum(0))
+
     def count(self) -> tuple[int, int]:
         """Computed and allowed pairs over batch and heads (host sync)."""
         selected, skipped = self.selected(), self.left_out()
@@ -82,9 +90,10 @@ class LayerRecord:
     """Counts of one layer, and what the density of its last prefill needs.
 
     cross: calls of its cross attention. pairs: (computed, allowed) pairs measured in the last prefill. waiting: results
-    of it that are not measured yet; held: bytes of them, which count in `room`, too.
-    lost: some result was neither kept nor measured, so that the density is unknown. skips: whether a result of it could
-    leave out pairs by their logits; skipped: how many did, and how many the masks held.
+    of it that are not measured yet; held: bytes of them, which count in `room`, too, without those counted at once.
+    lost: some result was neither kept nor counted, in a CUDA graph's capture or for lack of memory, so that the density
+    is unknown. skips: whether a result of it could leave out pairs by their logits; skipped: how many did, and how many
+    the masks held.
     """
 
     layer: int
@@ -127,13 +136,20 @@ class LayerRecord:
         self.total = _add(self.total, pairs)
 
     def keep(self, result: Uncounted, most: float = math.inf) -> None:
-        """Count the pairs when a report asks; where the room would hold more than `most` bytes then, they are lost."""
-        held = result.held
-        if self.room.held + held > most:
-            self.lost = True
-            return
+        """Count the pairs when a report asks. Where the room would hold more than `most` bytes then, the device counts
+        them at once, and nothing waits for that; what it cannot count then is lost."""
+        if self.room.held + result.held <= most:
+            self._hold(self.held + result.held)
+        else:
+            try:
+                found = None if recording() else result.counted()
+            except torch.OutOfMemoryError:
+                found = None
+            if found is None:
+                self.lost = True
+                return
+            result = found
         self.waiting.append(result)
-        self._hold(self.held + held)
 
     def _take(self, result: Uncounted) -> tuple[int, int]:
         """Computed and allowed pairs of one result of the last prefill, counted now (host sync)."""
@@ -170,6 +186,11 @@ class LayerRecord:
     def _hold(self, held: int) -> None:
         self.room.held += held - self.held
         self.held = held
+
+
+def recording() -> bool:
+    """Whether a CUDA graph is captured: nothing may be asked of the device then, and figures would be no figures."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def sizes(call: AttentionCall) -> tuple[int, int, int]:

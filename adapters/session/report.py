@@ -38,7 +38,8 @@ class LayerReport:
     attention (dense), or not yet (unused). sparse_calls, window_calls, dense_calls: how many calls ran so.
     cross_calls: calls of the layer's cross attention, which is no prefill and always the host's own.
     reasons: why calls were dense, with counts. density: computed / causal pairs over the last prefill, all its chunks;
-    None where nothing was sparse or nothing was measured. mean_density: over all sparse calls, if each was measured.
+    None where that was not sparse, or could not be counted: in a CUDA graph's capture, or for lack of memory.
+    mean_density: over all sparse calls, if each was measured.
     skipped: of the pairs that the masks of that prefill held, the share that was left out by their logits and is not in
     density; None where nothing could be (`SkipSoftmax`), or it is not known.
     recall: of the prefills in which it was measured; None where it was in none.
@@ -70,8 +71,8 @@ class LayerReport:
             return f"layer {self.layer:>3}  unused"
         sizes = f"{self.batch} x {self.query_length} queries, {self.key_length} keys"
         text = f"layer {self.layer:>3}  {self.mode:<6}  {self.calls:>3} calls  {sizes}"
-        if self.density is not None:
-            text += f"  density {self.density:.3f}"
+        if self.mode == "sparse":
+            text += "  density " + ("not counted" if self.density is None else f"{self.density:.3f}")
         if self.mean_density is not None:
             text += f" (mean {self.mean_density:.3f})"
         if self.skipped is not None:
@@ -124,7 +125,7 @@ class Report:
 
     @property
     def density(self) -> float | None:
-        """Mean density of the layers whose last prefill was sparse and measured; None if there is none."""
+        """Mean density of the layers whose last prefill was sparse, as far as it is known; None if there is none."""
         known = [layer.density for layer in self.layers if layer.density is not None]
         return sum(known) / len(known) if known else None
 

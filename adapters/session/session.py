@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from sparseprefill.pipeline import SHARE, Pipeline
 from sparseprefill.plan import Plan, Planned, Result
 from sparseprefill.refiners.skip import SHORT
 from sparseprefill.route import Route, gated
+from sparseprefill.validate import MOST_ROWS
 
 from .defaults import MIN_QUERY, TAIL
 from .ledger import LayerRecord, Room, Uncounted, sizes
@@ -31,7 +32,10 @@ from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
 
 T = TypeVar("T")
 Observe = Callable[[AttentionCall, Result], None]
+MOST_LAYERS = 1 << 16
+"""More indices than any model has layers are refused, before an endless iterator is read to no end."""
 KEPT_BYTES = 64 << 20
+"""Of masks that wait for a report to count them; what goes beyond is counted on the device."""
 WHOLE = (
     "calls below break-even, and calls that the profile leaves dense, ran with every key in the pipeline's executor, "
     "not in the host"
@@ -82,7 +86,7 @@ class Session:
 
     min_query: query rows from which a call is prefill. layers: indices to run sparse; None for all.
     strict: raise UnsupportedCallError instead of falling back. measure: count every call's pairs at once (host sync);
-    otherwise the masks of the last prefill wait for `report`, as long as they fit in `KEPT_BYTES`.
+    otherwise the masks of the last prefill wait for `report`, or, beyond `KEPT_BYTES`, their counts on the device.
     observe: called as ``observe(call, result)`` after every sparse call. warn: log the first fallback of each reason.
     gate: judges each call by its sizes ("auto", a table or its path, a Gate; None for the route's own, if it has one);
     what it finds too small for the method the host computes, which is no failure and so nothing that `strict` raises
@@ -109,10 +113,11 @@ class Session:
         strict_recall: float | None = None,
         hear_recall: Hear | None = None,
     ) -> None:
-        if not isinstance(min_query, int) or isinstance(min_query, bool) or min_query < 2:
-            raise ParameterError(
-                f"min_query is {printed(min_query)}: pass an integer >= 2, so that decoding stays dense"
-            )
+        if not isinstance(min_query, int) or isinstance(min_query, bool) or not 2 <= min_query <= MOST_ROWS:
+            remedy = f"pass an integer from 2, so that decoding stays dense, to {MOST_ROWS}"
+            raise ParameterError(f"min_query is {printed(min_query)}: {remedy}")
+        check_flag("strict", strict)
+        check_flag("measure", measure)
         if observe is not None and not callable(observe):
             raise ParameterError(f"observe is {printed(observe)}: pass a function of a call and its result, or None")
         route = Route.of(pipeline if gate is None or gate is False else gated(pipeline, gate))
@@ -262,6 +267,11 @@ class Session:
         """Count something worth knowing that is no fallback."""
         with self._lock:
             self._notes[text] += 1
+
+    def missing(self, seen: Set[int]) -> list[int]:
+        """Layers that have called before, or were named, and are not among `seen`."""
+        with self._lock:
+            return sorted(self._records.keys() - seen)
 
     def count_short(self) -> None:
         """A forward with fewer than `min_query` rows ran dense."""
@@ -419,14 +429,22 @@ def _tried(run: Callable[[], T]) -> T | Exception:
         return error
 
 
+def check_flag(name: str, value: object) -> None:
+    """ParameterError, with the option's name, for what is neither True nor False: any text would count as True."""
+    if not isinstance(value, bool):
+        raise ParameterError(f"{name} is {printed(value)}: pass True or False")
+
+
 def _indices(layers: Iterable[int]) -> frozenset[int]:
+    remedy = "pass layer indices, such as range(4, 32), or None"
     try:
-        chosen = frozenset(None if isinstance(layers, str | bytes) else layers)  # type: ignore[arg-type]
+        chosen = list(itertools.islice(None if isinstance(layers, str | bytes | Mapping) else layers, MOST_LAYERS + 1))  # type: ignore[arg-type]
     except TypeError:
-        shown = printed(layers)
-        raise ParameterError(f"layers is {shown}: pass layer indices, such as range(4, 32), or None") from None
+        raise ParameterError(f"layers is {printed(layers)}: {remedy}") from None
     if not chosen:
         raise ParameterError("layers is empty: pass the layers to run sparse, such as range(4, 32), or None for all")
+    if len(chosen) > MOST_LAYERS:
+        raise ParameterError(f"layers is {printed(layers)}, which has more than {MOST_LAYERS} indices: {remedy}")
     if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in chosen):
-        raise ParameterError(f"layers is {sorted(map(printed, chosen))}: pass integers")
-    return chosen
+        raise ParameterError(f"layers is {printed(chosen)}: pass integers")
+    return frozenset(chosen)

@@ -17,7 +17,7 @@ from sparseprefill.errors import ParameterError, printed
 from sparseprefill.metrics import watched_recall
 from sparseprefill.refiners.recall import SLACK
 
-from .ledger import Uncounted
+from .ledger import Uncounted, recording
 from .report import LayerRecall
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class RecallWatch:
 
     def measure(self, call: AttentionCall, result: Result) -> None:
         """Measure a call of a chosen prefill. Lack of memory is noted, and keeps nobody from the result."""
-        if _recording():
+        if recording():
             return
         try:
             with torch.cuda.device_of(call.q):
@@ -188,7 +188,7 @@ class RecallWatch:
 
     def read(self, wait: bool = False) -> None:
         """Take in the figures that have arrived. wait: those on their way, too (host sync)."""
-        if not self.coming or _recording():
+        if not self.coming or recording():
             return
         with self._lock:
             while self.coming and (wait or len(self.coming) > WAITING or self.coming[0].arrived):
@@ -243,8 +243,3 @@ def _figures(call: AttentionCall, result: Result) -> Tensor:
 def _means(sums: Sequence[float], count: int) -> tuple[float, ...]:
     """Rounding may take a full row a little above 1."""
     return tuple(min(x / count, 1.0) for x in sums) if count else ()
-
-
-def _recording() -> bool:
-    """Whether a CUDA graph is captured: nothing may be asked of the device then, and figures would be no figures."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -18,7 +18,7 @@ from sparseprefill.parts.record import Recorder
 from sparseprefill.parts.split import Limit, Part, limit_of, parts
 from sparseprefill.plan import Kernel, Parts, Plan, Planned, Result, Skipped
 from sparseprefill.profiles.identity import ModelIdentity
-from sparseprefill.refiners.recall import Recall, RecallFloor, floor_of
+from sparseprefill.refiners.recall import KeptWhole, Recall, RecallFloor, floor_of
 from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.stages import (
     ALL_ROWS,
@@ -217,13 +217,15 @@ class Pipeline(Runner):
     def with_recall(self, recall: Recall) -> Pipeline:
         """The pipeline whose last refiner keeps at least so much of sampled rows' attention mass; see `RecallFloor`.
 
-        recall: the floor's target, or a RecallFloor, in place of one that is there already. Itself where it is None, or
-        where the plans hold every key. ParameterError for anything else.
+        recall: the floor's target, or a RecallFloor, in place of one that is there already. Itself where it is None;
+        where the plans hold every key, they get the floor's notes and nothing else. ParameterError for anything else.
         """
         floor = floor_of(recall)
-        if floor is None or self.tail == ALL_ROWS:
+        if floor is None:
             return self
-        return evolve(self, refiners=(*(one for one in self.refiners if not isinstance(one, RecallFloor)), floor))
+        last = KeptWhole(floor.rows) if self.tail == ALL_ROWS else floor
+        others = (one for one in self.refiners if not isinstance(one, RecallFloor | KeptWhole))
+        return evolve(self, refiners=(*others, last))
 
     def with_corrector(self, corrector: Corrector | None) -> Pipeline:
         """The pipeline with this corrector in place of the one it has; None: without. ParameterError for none."""

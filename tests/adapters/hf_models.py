@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -50,7 +51,12 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     config._attn_implementation = implementation
     torch.manual_seed(seed)
     owner = "Gemma3ForCausalLM" if prefix == "Gemma3Text" else f"{prefix}ForCausalLM"
-    model = getattr(transformers, owner)(config).eval()
+    try:
+        model = getattr(transformers, owner)(config).eval()
+    except ValueError as error:
+        if implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
+            pytest.skip(f"transformers {transformers.__version__} refuses {owner} with sdpa")
+        raise
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("sinks"):

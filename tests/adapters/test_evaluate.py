@@ -239,6 +239,8 @@ def test_nothing_is_printed(random_model: Any, embedded_tokenizer: Any, capfd: p
         ({"lengths": ["1024"]}, "lengths holds '1024'"),
         ({"limit": 0}, "limit is 0: pass an integer >= 1"),
         ({"batch_size": True}, "batch_size is True"),
+        ({"stock": "no"}, "stock is 'no': pass True or False"),
+        ({"chat_template": 1}, "chat_template is 1: pass True or False"),
         ({"chat_template": True}, "the tokenizer has no chat template"),
         ({"tasks": ["ruler_cwe"], "lengths": [4096]}, "ruler_cwe does not fit its text into 4,096 tokens"),
     ],

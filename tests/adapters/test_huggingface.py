@@ -73,12 +73,14 @@ def test_density_sums_over_the_chunks_of_a_prefill(model: Any) -> None:
     assert density() == pytest.approx(density(prefill_chunk_size=48))
 
 
-def test_masks_beyond_the_budget_are_not_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "KEPT_BYTES", 0)
+def test_the_density_of_masks_beyond_the_budget_is_known(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(model, "streaming", tail=0, **STREAMING) as handle:
         logits(model)
+        wanted = handle.report().density
+        monkeypatch.setattr(sessions, "KEPT_BYTES", 0)
+        logits(model)
     assert handle.report().layers[0].mode == "sparse"
-    assert handle.report().density is None
+    assert wanted == handle.report().density is not None
 
 
 @torch.no_grad()
@@ -255,12 +257,49 @@ def test_what_sdpa_ignores_is_ignored_and_noted() -> None:
     assert "note: sdpa ignores" in str(handle.report())
 
 
-@pytest.mark.parametrize(
-    "options", [{"min_query": 1}, {"min_query": 2.5}, {"layers": 3}, {"layers": ["a"]}, {"layers": [7]}]
-)
+class Torn:
+    """Neither true nor false."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("neither")
+
+
+WRONG: list[dict[str, Any]] = [
+    *({"min_query": x} for x in (1, 2.5, 10**30, 1 << 31)),
+    *({"layers": x} for x in (3, ["a"], [7], {0: 1}, [0, [1]])),
+    *({name: x} for name in ("verify", "strict", "measure") for x in ("no", None, 0, 1, Torn())),
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=lambda one: next(iter(one)))
 def test_wrong_options(model: Any, options: dict[str, Any]) -> None:
     with pytest.raises(sp.ParameterError, match=next(iter(options))):
         attach(model, "dense", **options)
+    assert model.config._attn_implementation == "sdpa"
+
+
+class Counting:
+    """Indices without an end; says how many were read, and gives up where nobody stops."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Counting:
+        return self
+
+    def __next__(self) -> int:
+        self.read += 1
+        assert self.read < 1 << 20, "read to no end"
+        return 0
+
+
+def test_layers_without_an_end_are_refused_before_they_are_read(model: Any) -> None:
+    layers = Counting()
+    with pytest.raises(sp.ParameterError, match=r"layers is .*, which has more than 65536 indices: pass layer indices"):
+        attach(model, "dense", layers=layers)
+    assert layers.read == 65537
+    with pytest.raises(sp.ParameterError, match=r"layers is range\(0, 1048576\), which has more than"):
+        attach(model, "dense", layers=range(1 << 20))
 
 
 def test_wrong_methods(model: Any) -> None:

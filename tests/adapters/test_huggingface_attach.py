@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from sparseprefill.adapters.huggingface import attach, masks
+from sparseprefill.adapters.huggingface import attach, masks, versions
 from torch import nn
 from transformers import LlamaForCausalLM, StaticCache, masking_utils
 from transformers.models.llama import modeling_llama
@@ -250,3 +253,74 @@ def test_a_class_made_in_a_session_can_be_attached() -> None:
     make: Any = Mine
     with attach(make(transformers.LlamaConfig(**hf_models.SIZES)).eval(), "dense") as handle:
         assert handle.report().host == "Mine"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_inside_autocast(dtype: torch.dtype, implementation: str) -> None:
+    """Values come in the type of autocast, queries and keys in another; what is measured is not rounded to it."""
+    model, ids = hf_models.build("llama").to(dtype), hf_models.prompt()
+    types: set[torch.dtype] = set()
+    model.set_attn_implementation(implementation)
+
+    def observe(call: sp.AttentionCall, result: sp.Result) -> None:
+        types.update((call.q.dtype, call.k.dtype, call.v.dtype, result.out.dtype))
+        lse = torch.logsumexp(scores(call), -1)
+        torch.testing.assert_close(result.lse.float(), lse, atol=1e-3, rtol=1e-3)
+
+    with torch.autocast("cpu", dtype=torch.float16):
+        wanted = model(ids, use_cache=False).logits
+        with attach(model, "dense", gate=None, strict=True, observe=observe) as handle:
+            got = model(ids, use_cache=False).logits
+            assert torch.is_autocast_enabled("cpu")
+    assert types == {torch.float16}
+    assert got.dtype == wanted.dtype
+    assert (got - wanted).float().norm() < 0.01 * wanted.float().norm()
+    assert [layer.sparse_calls for layer in handle.report().layers] == [1, 1]
+
+
+def scores(call: sp.AttentionCall) -> torch.Tensor:
+    """Float32, masked."""
+    k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
+    found = call.q.float() @ k.float().mT * call.softmax_scale
+    return found.masked_fill(~call.geometry.visible()[:, None], -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "tried"),
+    [
+        *(("transformers", version, True) for version in ("5.16.1", "5.19.0", "5.23.7")),
+        *(("transformers", version, False) for version in ("5.15.1", "5.24.0", "6.0.0", "4.57.6", "unknown")),
+        *(("torch", version, True) for version in ("2.11.0+cu130", "2.13.0")),
+        *(("torch", version, False) for version in ("2.15.0", "2.14.1+cpu", "3.0.0a0+git1", "2.9.1")),
+    ],
+)
+def test_untested_versions_are_told(name: str, version: str, tried: bool) -> None:
+    text = versions.untested(name, version)
+    assert (text is None) == tried
+    assert text is None or text.startswith(f"{name} {version} is untested (tried: ")
+
+
+def test_an_untested_version_is_logged_once_and_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    for _ in range(2):
+        with attach(hf_models.build("llama"), "dense", verify=False) as handle:
+            assert handle.active
+    said = [record.getMessage() for record in caplog.records if "is untested" in record.getMessage()]
+    assert len(said) == 2
+    assert "torch 2.99.0 is untested (tried: 2.11 to 2.13)" in said[0]
+    assert "transformers 5.99.0 is untested (tried: 5.16 to 5.23)" in said[1]
+
+
+def test_every_version_of_the_extra_can_be_installed_and_the_first_was_tried() -> None:
+    """No cap: what is newer is used, and told."""
+    metadata = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (wanted,) = metadata["optional-dependencies"]["hf"]
+    assert re.fullmatch(r"transformers>=5\.16\.\d+", wanted)
+    assert versions.TRIED["transformers"][0] == (5, 16)
+    assert "torch>=2.11" in metadata["dependencies"]
+    assert versions.TRIED["torch"][0] == (2, 11)

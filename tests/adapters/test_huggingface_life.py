@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sparseprefill.adapters.huggingface import attach, state
+from sparseprefill.adapters.huggingface import attach, reasons, state
 from transformers import LlamaForCausalLM
 
 import sparseprefill as sp
@@ -270,3 +270,71 @@ def test_threads_share_a_model(model: Any) -> None:
     assert all(torch.equal(got[i], wanted[i]) for i in range(6))
     assert handle.report().layers[0].sparse_calls == 12
     assert not handle.report().fallbacks
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_layer_that_is_replaced_while_attached_runs_like_the_one_before(
+    model: Any, whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = model.model.layers[0]
+    with attach(model, "streaming", tail=0, gate=None, strict=True, **STREAMING) as handle:
+        wanted = logits(model)
+        if whole:
+            model.model.layers[0] = transplanted(layer, type(layer)(model.config, 0))
+        else:
+            layer.self_attn = transplanted(layer.self_attn, type(layer.self_attn)(model.config, 0))
+        assert torch.equal(logits(model), wanted)
+        assert torch.equal(logits(model), wanted)
+    report = handle.report()
+    assert [layer.sparse_calls for layer in report.layers] == [3, 3]
+    assert report.notes == {f"the attention of layer 0 {reasons.REPLACED}": 1}
+    assert sum(reasons.REPLACED in record.getMessage() for record in caplog.records) == 1
+
+
+class Own(torch.nn.Module):
+    """Attention that asks nobody."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
+        return hidden_states, None
+
+
+@pytest.mark.parametrize("make", [lambda _: Own(), copy.deepcopy], ids=["own attention", "own configuration"])
+def test_a_layer_that_no_longer_asks_is_noted(model: Any, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
+        logits(model)
+        assert not handle.report().notes
+        model.model.layers[1].self_attn = make(model.model.layers[1].self_attn)
+        logits(model)
+        logits(model)
+    report = handle.report()
+    assert [layer.sparse_calls for layer in report.layers] == [3, 1]
+    assert report.notes == {f"layer 1 {reasons.UNREACHED}": 2}
+    assert sum(reasons.UNREACHED in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_decoder_that_is_replaced_is_noted(model: Any) -> None:
+    stock = logits(model)
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
+        old, model.model = model.model, transplanted(model.model, transformers.LlamaModel(model.config))
+        assert torch.equal(logits(model), stock)
+        assert handle.report().notes == {reasons.SHARED: 2}
+        model.model = old
+        assert not torch.equal(logits(model), stock)
+        assert handle.report().notes == {reasons.SHARED: 2}
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_an_export_is_the_stock_model_and_says_so(model: Any) -> None:
+    ids = hf_models.prompt()
+    wanted = model(ids).logits
+    with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
+        program = torch.export.export(model, (ids,), kwargs={"use_cache": False})
+        assert handle.report().fallbacks == {reasons.EXPORT: 2}
+        assert not torch.allclose(model(ids).logits, wanted, atol=1e-2)
+    torch.testing.assert_close(program.module()(ids, use_cache=False).logits, wanted)
+    with (
+        attach(model, "streaming", tail=0, gate=None, strict=True, **STREAMING),
+        pytest.raises(sp.UnsupportedCallError, match="exported"),
+    ):
+        torch.export.export(model, (ids,), kwargs={"use_cache": False})

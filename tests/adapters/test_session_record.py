@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as module
 from sparseprefill.adapters.session.defaults import MIN_QUERY
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted, sizes
@@ -103,10 +104,13 @@ def test_the_text_of_a_layer() -> None:
         layer=12, mode="sparse", sparse_calls=2, window_calls=3, dense_calls=5, batch=1, query_length=8, key_length=16
     )
     assert 10 == one.calls
-    assert "layer  12  sparse   10 calls  1 x 8 queries, 16 keys" == str(one)
+    assert "layer  12  sparse   10 calls  1 x 8 queries, 16 keys  density not counted" == str(one)
+    one = evolve(one, mode="dense")
+    assert "layer  12  dense    10 calls  1 x 8 queries, 16 keys" == str(one)
+    one = evolve(one, mode="sparse", density=0.125)
     assert str(evolve(one, density=0.25)).endswith("16 keys  density 0.250")
     assert str(evolve(one, density=0.25, mean_density=0.5)).endswith("keys  density 0.250 (mean 0.500)")
-    assert str(evolve(one, reasons={"small": 2, "window": 1})).endswith("keys  dense: small (2x); window (1x)")
+    assert str(evolve(one, reasons={"small": 2, "window": 1})).endswith("density 0.125  dense: small (2x); window (1x)")
 
 
 def test_the_text_of_a_report() -> None:
@@ -155,9 +159,9 @@ def test_a_session_reports_what_it_was_told() -> None:
     assert (LayerReport(layer=2), LayerReport(layer=4)) == found.layers
 
 
-@pytest.mark.parametrize("rows", [1, 0, -3, True, 16.0, None, "16"])
+@pytest.mark.parametrize("rows", [1, 0, -3, True, 16.0, None, "16", 10**30])
 def test_rows_that_cannot_be_prefill(rows: Any) -> None:
-    with pytest.raises(sp.ParameterError, match=r"min_query is .*: pass an integer >= 2"):
+    with pytest.raises(sp.ParameterError, match=r"min_query is .*: pass an integer from 2"):
         Session(METHOD, min_query=rows)
     assert 2 == Session(METHOD, min_query=2).min_query
 
@@ -267,14 +271,42 @@ def test_pairs_are_counted_at_once_or_when_asked(measure: bool) -> None:
 
 
 def test_masks_wait_as_long_as_all_layers_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Uncounted.of(METHOD.run(CALL)).held
+    """Of others the count waits, a number for each head, and their density is known as well."""
+    result = METHOD.run(CALL)
+    held = Uncounted.of(result).held
     assert 64 << 20 == module.KEPT_BYTES
     monkeypatch.setattr(module, "KEPT_BYTES", 2 * held)
     session, prefill = Session(METHOD, tail=0), Prefill()
     for layer in range(3):
         session.run(evolve(CALL, layer=layer), prefill)
-    assert [False, False, True] == [session._records[layer].lost for layer in range(3)]
-    assert [True, True, False] == [one.density is not None for one in session.report("h", "i").layers]
+    assert [1, 1, 0] == [len(session._records[layer].waiting[0].lists) for layer in range(3)]
+    assert 2 * held == session._room.held
+    assert [result.density] * 3 == [one.density for one in session.report("h", "i").layers]
+
+
+def test_what_is_counted_at_once_is_added_up_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_BYTES", 0)
+    session, prefill = Session(METHOD, tail=0), Prefill()
+    parts = [evolve(CALL, q=CALL.q[:, :, at : at + 16], q_offset=at) for at in (0, 16)]
+    done = [int(session.run(part, prefill).mask.to_dense().sum()) for part in parts]  # type: ignore[union-attr]
+    assert sum(done) / (4 * 528) == session.report("h", "i").layers[0].density
+
+
+@pytest.mark.parametrize("why", ["memory", "capture"])
+def test_what_cannot_be_counted_says_so(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Uncounted) -> Uncounted:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(module, "KEPT_BYTES", 0)
+    if why == "memory":
+        monkeypatch.setattr(Uncounted, "counted", fail)
+    else:
+        monkeypatch.setattr(ledger, "recording", lambda: True)
+    session = Session(METHOD, tail=0, recall_every=0)
+    session.run(CALL, Prefill())
+    found = session.report("h", "i")
+    assert (None, True) == (found.density, session._records[0].lost)
+    assert "32 keys  density not counted" in str(found)
 
 
 def test_room_for_masks_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,16 +314,16 @@ def test_room_for_masks_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_BYTES", 3 * held)
     session, first, second = Session(METHOD, tail=0), Prefill(), Prefill()
 
-    def lost(prefill: Prefill, *layers: int) -> list[bool]:
+    def at_once(prefill: Prefill, *layers: int) -> list[bool]:
         for layer in layers:
             session.run(evolve(CALL, layer=layer), prefill)
-        return [session._records[layer].lost for layer in layers]
+        return [not session._records[layer].waiting[0].lists for layer in layers]
 
-    assert [False, False, False, True] == lost(first, 0, 1, 2, 3)
-    assert [False, True] == lost(second, 0, 3), "as much as the layer's own of the prefill before"
+    assert [False, False, False, True] == at_once(first, 0, 1, 2, 3)
+    assert [False, True] == at_once(second, 0, 3), "as much as the layer's own of the prefill before"
     session.report("h", "i")
-    assert [False] * 3 == lost(second, 0, 1, 2), "nothing waits behind a report"
-    assert [True] == lost(second, 3)
+    assert [False] * 3 == at_once(second, 0, 1, 2), "nothing waits behind a report"
+    assert [True] == at_once(second, 3)
     assert 3 * held == sum(one.held for one in session._records.values()) == session._room.held
 
 

@@ -59,9 +59,31 @@ def test_options_of_its_own(given: Any) -> None:
     assert made.grain == 64
 
 
-def test_none_is_none_and_dense_needs_none() -> None:
+def test_none_is_none() -> None:
     assert [()] == refiners(sp.build("streaming", recall=None, **SMALL))
-    assert [()] == refiners(sp.build("dense", recall=0.9))
+
+
+def test_over_dense_plans_a_floor_is_its_notes() -> None:
+    """With the names, shapes and types of any other floor's; nothing else of the pipeline changes."""
+    bare, made, other = sp.build("dense"), sp.build("dense", recall=0.9), sp.build("streaming", recall=0.9, **SMALL)
+    assert isinstance(bare, sp.Pipeline)
+    assert isinstance(made, sp.Pipeline)
+    call = attrs.evolve(CALL, starts=torch.tensor([7], dtype=torch.int32))
+    notes, known = made.run(call).plan.notes, other.run(call).plan.notes
+    assert set(known) == set(notes)
+    for name in ("recall_before", "recall_after", "recall_dense", "recall_capped"):
+        assert (known[name].shape, known[name].dtype) == (notes[name].shape, notes[name].dtype)
+    assert bool((notes["recall_before"] == 1).all())
+    assert not bool((notes["recall_dense"] | notes["recall_capped"]).any())
+    sample = notes["recall_sample"]
+    kept = sp.recall(call, bare.run(call), rows=sample.rows[0].tolist())
+    torch.testing.assert_close(kept[:, :, sample.real[0]], sample.before[:, :, sample.real[0]])
+    assert torch.equal(bare.run(call).out, made.run(call).out)
+    assert (bare.grain, bare.tail, bare.head_scope) == (made.grain, made.tail, made.head_scope)
+    assert made.with_tail(128) is made
+    assert made.refiners == made.with_recall(0.5).refiners
+    empty = made.run(attrs.evolve(CALL, lengths=torch.tensor([0], dtype=torch.int32))).plan.notes["recall_before"]
+    assert bool(empty.isnan().all()), "a row of padding alone has no recall"
 
 
 def test_a_floor_comes_last_and_in_place_of_another() -> None:

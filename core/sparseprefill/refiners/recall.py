@@ -21,7 +21,7 @@ from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.priority import descending
 from sparseprefill.refiners.stretches import Stretches
-from sparseprefill.stages import HeadScope
+from sparseprefill.stages import ALL_ROWS, HeadScope
 from sparseprefill.statistics.by_tile import RowMass, lse_by_tile, mass_of
 from sparseprefill.validate import maybe, number, one_of, whole
 
@@ -216,6 +216,37 @@ class RecallFloor:
             "recall_capped": capped,
             "recall_sample": SampledRecall(at.rows, at.real, before, after),
         }
+
+
+@frozen
+class KeptWhole:
+    """What a floor is over plans that hold every key: its notes. Nothing is lost, so nothing is worked out.
+
+    rows: query rows to sample, as of `RecallFloor`.
+    """
+
+    rows: int
+    grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "head"
+    tail: ClassVar[int] = ALL_ROWS
+
+    def workspace(self, call: AttentionCall) -> int:
+        """The notes, and what deals query tiles to samples."""
+        geometry = call.geometry
+        return geometry.batch * (64 * geometry.tile_rows(1) + 32 * geometry.heads * min(self.rows, geometry.q_len))
+
+    def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        """The plan, with all of the mass of sampled rows kept before and after."""
+        geometry = call.geometry
+        at = Stretches.deal(geometry, plan.common_grid()[0], self.rows, None)
+        kept = torch.ones(geometry.batch, geometry.heads, at.rows.shape[1], device=geometry.device)
+        no = torch.zeros(geometry.batch, geometry.heads, dtype=torch.bool, device=geometry.device)
+        mean = _mean(kept, at.real[:, None])
+        notes = {
+            **{"recall_before": mean, "recall_after": mean, "recall_dense": no, "recall_capped": no},
+            "recall_sample": SampledRecall(at.rows, at.real, kept, kept),
+        }
+        return evolve(plan, notes={**plan.notes, **notes})
 
 
 def floor_of(given: object) -> RecallFloor | None:
