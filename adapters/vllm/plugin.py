@@ -56,9 +56,8 @@ def _register() -> None:
     for name, path in CPU_MLA_BACKENDS.items():
         if name in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[name], path)
-    why = watch_requests()
-    if why:
-        _warn(f"requests cannot ask for a profile or for dense attention: {why}")
+    for why in watch_requests():
+        _warn(why)
 
 
 def _missing() -> str | None:
@@ -73,16 +72,26 @@ def _missing() -> str | None:
     return None
 
 
-def watch_requests() -> str | None:
-    """Let requests ask for profiles; why they cannot, or None."""
+def watch_requests() -> list[str]:
+    """Look at requests when they come in, and keep apart those that ask for different things; what cannot be."""
+    from .admission import install, keep_apart
+
     try:
         from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.input_processor import InputProcessor
 
-        from .admission import install
+        unseen = install(InputProcessor, VLLMValidationError)
     except ImportError as error:
-        return str(error)
-    return install(InputProcessor, VLLMValidationError)
+        unseen = str(error)
+    try:
+        from vllm.v1.request import Request
+
+        shared = keep_apart(Request)
+    except ImportError as error:
+        shared = str(error)
+    found = {"requests that ask for what is not there run dense instead of being refused": unseen}
+    found["the prefix cache cannot tell apart what requests ask for"] = shared
+    return [f"{what}: {why}" for what, why in found.items() if why]
 
 
 def objection(version: str) -> str | None:
