@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import multiprocessing
 import re
 from functools import cache
 
-OLDEST, NEWEST = (0, 29), (0, 32)
-"""Versions of vLLM that the adapter was tried with; tox.ini has an environment for each."""
+OLDEST, NEWEST, READ = (0, 29), (0, 32), (0, 33)
+"""Versions of vLLM that the adapter ran in, for each of which tox.ini has an environment; the last whose source was
+compared with theirs."""
 VERSION = re.compile(r"(\d+)\.(\d+)")
 CPU_BACKEND = "sparseprefill.adapters.vllm.cpu.SparseCPUBackend"
 CUDA_BACKEND = "sparseprefill.adapters.vllm.cuda.SparseTritonBackend"
@@ -48,7 +50,8 @@ def _register() -> None:
         if missing:
             _warn(f"not registered with vLLM: version {vllm.__version__} was not tried, and {missing}")
             return
-        _warn(doubt)
+        if multiprocessing.parent_process() is None:  # once, and not by every process of an engine
+            _warn(doubt)
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
@@ -110,7 +113,8 @@ def untested(version: str) -> str | None:
     if found is None or _parts(found) <= NEWEST:
         return None
     tried = f"{_text(OLDEST)} to {_text(NEWEST)}"
-    return f"vLLM {version} is newer than the versions tried ({tried}); it is used all the same, see docs/vllm.md"
+    known = "its source was compared with theirs" if _parts(found) <= READ else "nobody has compared its source"
+    return f"vLLM {version} is newer than the versions that ran ({tried}); {known}; it is used, see docs/vllm.md"
 
 
 def _parts(found: re.Match[str]) -> tuple[int, int]:

@@ -35,6 +35,10 @@ DRAFTS = "layers of a draft model: what is drafted runs dense"
 KEYLESS = "layers of type {kind}: they have no keys to choose from"
 BLIND = "nobody would know which request asks for dense attention or for a profile"
 ASKED_DENSE = f"the request asks for it ({TABLE}: {OFF})"
+NOT_COUNTED = (
+    "layers whose density was not counted, as the masks of the last prompt were too large to keep: "
+    f"{TABLE}.measure counts at once"
+)
 NO_PROFILE = f"the request asks for a profile that this engine does not have ({TABLE})"
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 UNSEEN = (
@@ -215,6 +219,9 @@ class Runtime:
         it; None for those that ask for nothing."""
         served = self.main if profile is None else self.profiles[profile]
         report = served.session.report(self.model.name, self.model.attention)
+        lost = sum(one.mode == "sparse" and one.density is None for one in report.layers)
+        if lost:  # as a note it stands in the text, too, and counts the layers
+            report = evolve(report, notes={**report.notes, NOT_COUNTED: lost})
         if not self.options.measure:
             return report
         means = served.tally.means()
@@ -231,7 +238,7 @@ def runtime_of(config: Any, attention: str) -> Runtime | None:
         return None
     owner = config.compilation_config
     if id(owner) not in _runtimes:
-        made = _runtimes[id(owner)] = _make(config, attention)
+        made = _runtimes[id(owner)] = make_runtime(config, attention)
         made.start()
         weakref.finalize(owner, _runtimes.pop, id(owner), None)
     return _runtimes[id(owner)]
@@ -259,7 +266,8 @@ def selected(config: Any) -> bool:
     return any(getattr(backend, "name", None) == NAME for backend in (chosen.backend, *kinds.values()))
 
 
-def _make(config: Any, attention: str) -> Runtime:
+def make_runtime(config: Any, attention: str) -> Runtime:
+    """The same, made anew. Raises what wrong options raise."""
     options = parse(config.additional_config)
     show(options.log_level)
     model = identity(config, attention)

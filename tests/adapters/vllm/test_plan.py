@@ -523,7 +523,7 @@ class Owner:
 
 
 def test_engines_of_one_process_have_each_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_make", lambda *_: runtime())
+    monkeypatch.setattr(module, "make_runtime", lambda *_: runtime())
     attention = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"), backend_per_kind={})
     one, other = (SimpleNamespace(attention_config=attention, compilation_config=Owner()) for _ in range(2))
     first, second = runtime_of(one, "CPU_ATTN"), runtime_of(other, "CPU_ATTN")

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from sparseprefill.adapters.session import session as sessions
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.session.watch import CallRecall
 from sparseprefill.adapters.vllm import runtime as module
@@ -78,7 +79,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, layers: int = 3, **table: Any) -> R
     monkeypatch.setattr(module, "show", lambda _: None)
     model, parallel = SimpleNamespace(served_model_name=["served", "other"]), SimpleNamespace(rank=1)
     given = {"additional_config": {"sparseprefill": {**METHOD, **table}}}
-    return module._make(SimpleNamespace(**given, model_config=model, parallel_config=parallel), "STOCK")
+    return module.make_runtime(SimpleNamespace(**given, model_config=model, parallel_config=parallel), "STOCK")
 
 
 def test_heads_are_told_by_class_of_layers(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +124,19 @@ def test_dense_chunks_tell_their_reason(metrics: dict[str, Metric], monkeypatch:
         mine.tally.settle(tokens, why)
     assert {"fewer than N tokens": [1, 1], "other": [1]} == metrics["sparseprefill:dense_chunks"].seen
     assert {"dense": [1] * 3, "sparse": [1]} == metrics["sparseprefill:prefill_chunks"].seen
+
+
+def test_a_density_that_was_not_counted_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kept, noted in ((1 << 20, {}), (0, {module.NOT_COUNTED: 2})):
+        monkeypatch.setattr(sessions, "KEPT_BYTES", kept)
+        mine = runtime(monkeypatch, recall_every=0)
+        prefill = Prefill()
+        for layer in (0, 1):
+            mine.session.run(attrs.evolve(CALL, layer=layer), prefill)
+        mine.session.decline(2, "why", (1, 300, 300))
+        report = mine.report()
+        assert noted == report.notes
+        assert bool(noted) == (report.density is None) == ("not counted" in str(report))
 
 
 def test_nothing_is_told_where_nothing_is_measured(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:

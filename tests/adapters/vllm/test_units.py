@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import multiprocessing
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -363,18 +365,33 @@ class Made:
         return cls(request.cache_salt, block_hasher)
 
 
-def test_a_newer_vllm_is_tried_and_said_to_be_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("0.33.0", "its source was compared with theirs"), ("0.77.1", "nobody has compared its source")],
+)
+def test_a_newer_vllm_is_used_and_said_to_be_so_once(
+    version: str, known: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    there = Registry(monkeypatch, "0.77.1")
     monkeypatch.setattr("importlib.import_module", lambda name: name)
     with caplog.at_level(logging.WARNING):
-        register()
-        register()
-    assert {"CUSTOM": plugin.CUDA_BACKEND, "CPU_ATTN": plugin.CPU_BACKEND} == there.given
+        for child in (None, object()):
+            there = Registry(monkeypatch, version)
+            monkeypatch.setattr(multiprocessing, "parent_process", lambda child=child: child)
+            register()
+            register()
+            assert {"CUSTOM": plugin.CUDA_BACKEND, "CPU_ATTN": plugin.CPU_BACKEND} == there.given
     (text,) = (one.message for one in caplog.records)
-    assert text.startswith("sparseprefill: vLLM 0.77.1 is newer than the versions tried (0.29 to 0.32); it is used")
+    assert f"sparseprefill: vLLM {version} is newer than the versions that ran (0.29 to 0.32); {known}; it is" in text
     assert text.endswith("see docs/vllm.md")
+
+
+def test_the_table_of_versions_is_that_of_the_code() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    ran = [int(minor) for minor in re.findall(r"^\| 0\.(\d+)\.\d+ \| the smoke test", page, re.MULTILINE)]
+    (first, *_, last), (_, read) = ran, plugin.READ
+    assert ((0, first), (0, last)) == (plugin.OLDEST, plugin.NEWEST)
+    assert list(range(first, last + 1)) == ran
+    assert f"\n| 0.{read}.0 | nothing: " in page
 
 
 def test_a_newer_vllm_of_other_interfaces_is_left_alone(
