@@ -119,7 +119,7 @@ class Sight:
 
         @functools.wraps(making)
         def prepare_attn(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            sight.rows = getattr(input_batch, "req_ids", None)
+            sight.rows = _rows(input_batch)
             try:
                 return making(input_batch, *args, **kwargs)
             finally:
@@ -214,6 +214,12 @@ class Names:
         if hasattr(runner, "req_states"):
             return name in runner.req_states.req_id_to_index
         return runner is not None and name in runner.requests
+
+
+def _rows(batch: Any) -> list[str] | None:
+    """Ids of a batch's rows; None where requests have other numbers of rows than one."""
+    found = getattr(batch, "req_ids", None)
+    return found if found is not None and len(found) == getattr(batch, "num_reqs", None) else None
 
 
 def drafting() -> bool:

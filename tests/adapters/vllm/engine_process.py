@@ -45,10 +45,15 @@ def tried(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def otherwise(job: dict[str, Any]) -> Any:
-    """Requests as of a front end that looks at none (`unseen`), the model's state of a hybrid model (`hybrid`)."""
+    """Requests as of a front end that looks at none (`unseen`), the model's state of a hybrid model (`hybrid`), callers
+    by which no draft model can be told (`flat`)."""
     from unittest import mock
 
     with contextlib.ExitStack() as stack:
+        if job.get("flat"):
+            from sparseprefill.adapters.vllm import runtime
+
+            stack.enter_context(mock.patch.object(runtime, "drafting", return_value=False))
         if job.get("unseen"):
             from vllm.v1.engine.input_processor import InputProcessor
 

@@ -54,6 +54,7 @@ def jobs(model: str, shallow: str) -> dict[str, dict[str, Any]]:
         },
         "drafts": {
             "model": shallow,
+            "flat": True,
             "rounds": [[models.prompt(300, seed=1)]],
             "options": {
                 **SMALL,
@@ -169,7 +170,7 @@ def test_drafts_in_between_cost_no_memory(answers: Answers) -> None:
     seen = [(number, offset) for number, _, layer, offset, _ in answer["state"]["diary"] if layer == 0]
     assert 3 == len({offset for _, offset in seen})
     assert 1 == len({number for number, _ in seen})
-    assert {"layers of a draft model: what is drafted runs dense": 2} == answer["report"]["notes"]
+    assert {"layers of a draft model: what is drafted runs dense": 2} == answer["report"]["notes"], "by is_draft_layer"
 
 
 @pytest.mark.parametrize("answers", ["V2"], indirect=True)

@@ -84,6 +84,10 @@ def test_a_mask_of_every_key_gives_the_hosts_tokens(answers: dict[str, Any]) -> 
     assert all(layer["sparse_calls"] == len(TOGETHER) for layer in answers["streaming"]["report"]["layers"])
 
 
+def test_this_vllms_metadata_are_known(answers: dict[str, Any]) -> None:
+    assert "batches whose metadata say something" not in answers["log"]
+
+
 def test_the_summary_is_logged(answers: dict[str, Any]) -> None:
     assert "sparseprefill: prefill chunks of the last " in answers["log"]
     # How chunks fall into lines is the clock's: a chunk of the warm-up may share one.

@@ -400,13 +400,16 @@ def test_rows_without_slots_are_those_of_their_batch() -> None:
 
     def made(*names: str, end: int) -> Any:
         batch = common([20] * len(names), [end] * len(names), [True] * len(names))
-        rows = SimpleNamespace(req_ids=list(names))
+        rows = SimpleNamespace(req_ids=list(names), num_reqs=len(batch.seq_lens))
         return host.model_state.prepare_attn(rows, lambda: plan(mine, batch, stock))
 
     first = made("b", "a", end=20)
     assert [33, None] == [part.row.prompt for part in first]
     assert [first[1].prefill, first[0].prefill] == [part.prefill for part in made("a", "b", end=40)]
-    assert [None] == mine.names.of(common([20], [60], [True]), 1), "of no batch of the runner's"
+    batch = common([20, 20], [60, 60], [True, True])
+    assert [None] * 2 == mine.names.of(batch, 2), "of no batch of the runner's"
+    split = SimpleNamespace(req_ids=["a"], num_reqs=2)
+    assert [None] * 2 == host.model_state.prepare_attn(split, lambda: mine.names.of(batch, 2)), "rows of one request"
 
 
 def test_a_row_of_nobody_runs_dense_is_counted_and_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
