@@ -96,7 +96,7 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def test_a_completion_with_the_plugin_on(server: Server) -> None:
-    body = {"model": "tiny", "prompt": models.prompt(600), "max_tokens": 4, "temperature": 0}
+    body = {"model": "tiny", "prompt": models.prompt(600), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     answer = json.loads(server.text("/v1/completions", body))
     assert 4 == answer["usage"]["completion_tokens"]
     said = refused(server, {**body, "vllm_xargs": {"sparseprefill": "quick"}})
