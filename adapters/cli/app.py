@@ -6,13 +6,17 @@ import sys
 from importlib.util import find_spec
 
 NEEDED = ("typer", "rich", "matplotlib", "jinja2")
+LIGHT = ("vllm-report", "vllm-check")
+"""Commands for servers: they draw nothing, and vLLM brings the two libraries that they need."""
 
 
 def main() -> None:
     """Run the command line; without its extra, say how to install it and exit with 1."""
-    lacking = [name for name in NEEDED if find_spec(name) is None]
+    light = sys.argv[1:2] and sys.argv[1] in LIGHT
+    lacking = [name for name in (NEEDED[:2] if light else NEEDED) if find_spec(name) is None]
     if lacking:
-        sys.exit(f'error: the command line needs {", ".join(lacking)}: pip install "sparseprefill[cli]"')
+        extra = "vllm" if light else "cli"
+        sys.exit(f'error: the command line needs {", ".join(lacking)}: pip install "sparseprefill[{extra}]"')
     from .commands import app
 
     app()

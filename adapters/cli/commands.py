@@ -25,11 +25,13 @@ from . import (
     frontier,
     new,
     tune,
+    vllm_check,
     vllm_report,
 )
 from .group import Group
 
-MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, new, tune, cluster, anchors, calibrate, vllm_report)
+VLLM = (vllm_check, vllm_report)
+MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, new, tune, cluster, anchors, calibrate, *VLLM)
 """Modules of commands, in the order of the help text."""
 
 app = typer.Typer(

@@ -1,8 +1,9 @@
-"""Requests that ask for a profile, where they come in: refused if there is none of that name, else kept apart.
+"""Requests that ask for a profile: refused where they come in if there is none of that name, and kept apart.
 
-vLLM has no place where a plugin may look at a request before it is taken, so `install` goes around the method that
-takes them. A request without ``sparseprefill`` among its extra arguments passes as it is, and so do all where the
-backend is not selected.
+vLLM has no place where a plugin may look at a request before it is taken, so `install` goes around the method of its
+Python front end that takes them. Other front ends, such as the one in Rust, do without that method. What must hold
+behind all of them, that profiles share no block of the prefix cache, is seen to where the engine makes its own record
+of a request: `keep_apart`. A request without ``sparseprefill`` among its extra arguments passes as it is.
 """
 
 # vLLM is not there where types are checked.
@@ -15,11 +16,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .names import SWITCH
+from sparseprefill.errors import AttachError
+
+from .names import SWITCH, mistyped
 from .options import parse
 from .runtime import selected
 
-METHOD = "process_inputs"
+METHOD, MAKER = "process_inputs", "from_engine_core_request"
+MARK = "sparseprefill"
 
 
 def install(processor: Any, refusal: type[Exception]) -> str | None:
@@ -30,28 +34,68 @@ def install(processor: Any, refusal: type[Exception]) -> str | None:
     taking = getattr(processor, METHOD, None)
     if taking is None or "params" not in inspect.signature(taking).parameters:
         return f"this vLLM does not take requests through {processor.__name__}.{METHOD}"
-    if not hasattr(taking, "sparseprefill"):
-        setattr(processor, METHOD, _around(taking, refusal))
+    if not hasattr(taking, MARK):
+        setattr(processor, METHOD, _checking(taking, refusal))
     return None
 
 
-def _around(taking: Callable[..., Any], refusal: type[Exception]) -> Callable[..., Any]:
+def keep_apart(request: Any) -> str | None:
+    """Go around `from_engine_core_request` of vLLM's Request, once, so that what requests ask for becomes part of
+    their cache salt; why that cannot be, or None."""
+    making = getattr(inspect.getattr_static(request, MAKER, None), "__func__", None)
+    if making is None:
+        return f"this vLLM does not make requests by {request.__name__}.{MAKER}"
+    if not hasattr(making, MARK):
+        setattr(request, MAKER, classmethod(_salting(making)))
+    return None
+
+
+def check_apart(config: Any, request: Any) -> None:
+    """AttachError where requests with different wishes would share blocks. request: vLLM's Request."""
+    shares = config.cache_config.enable_prefix_caching or getattr(config, "kv_transfer_config", None) is not None
+    if shares and not hasattr(getattr(request, MAKER, None), MARK):
+        raise AttachError(
+            "requests that ask for a profile or for dense attention would find keys of others in the prefix cache, as "
+            f"nothing goes around {request.__name__}.{MAKER} of this vLLM: add --no-enable-prefix-caching, and leave "
+            "out --kv-transfer-config"
+        )
+
+
+def _checking(taking: Callable[..., Any], refusal: type[Exception]) -> Callable[..., Any]:
     signature = inspect.signature(taking)
 
     @functools.wraps(taking)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = kwargs["params"] if "params" in kwargs else signature.bind(self, *args, **kwargs).arguments["params"]
         extra = getattr(params, "extra_args", None)
-        if not extra or SWITCH not in extra or not selected(self.vllm_config):
-            return taking(self, *args, **kwargs)
-        asked = extra[SWITCH]
-        why = parse(self.vllm_config.additional_config).unknown(asked)
-        if why is not None:
-            raise refusal(why)
-        request = taking(self, *args, **kwargs)
-        # Its keys and values differ from those of the same prompt under another profile: no block may be shared.
-        request.cache_salt = f"{SWITCH}={asked};{request.cache_salt or ''}"
-        return request
+        if extra and selected(self.vllm_config):
+            why = mistyped(extra)
+            if why is None and SWITCH in extra:
+                why = parse(self.vllm_config.additional_config).unknown(extra[SWITCH])
+            if why is not None:
+                raise refusal(why)
+        return taking(self, *args, **kwargs)
 
-    process_inputs.sparseprefill = True  # type: ignore[attr-defined]
+    setattr(process_inputs, MARK, True)
     return process_inputs
+
+
+def _salting(making: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(making)
+    def from_engine_core_request(cls: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        own = request.cache_salt
+        request.cache_salt = _salt(getattr(request.sampling_params, "extra_args", None) or {}, own)
+        try:
+            return making(cls, request, *args, **kwargs)
+        finally:
+            request.cache_salt = own
+
+    setattr(from_engine_core_request, MARK, True)
+    return from_engine_core_request
+
+
+def _salt(extra: Any, own: str | None) -> str | None:
+    """The salt of a request's blocks: its own, and what it asks for; so that no other request can have the same."""
+    if SWITCH in extra or mistyped(extra) is not None:
+        return f"{SWITCH}={extra.get(SWITCH)!r};{own or ''}"
+    return f"{SWITCH};{own}" if own and own.startswith(SWITCH) else own

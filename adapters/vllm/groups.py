@@ -8,19 +8,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.request import Request
 
 from sparseprefill.errors import AttachError
 
+from .admission import check_apart
 from .failures import reason as failed
 from .layer import Layer, index_of, unsupported
 from .names import Names
-from .runtime import KEYLESS, Runtime
+from .runtime import DRAFTS, KEYLESS, Runtime
+from .split import check_fields
 from .warm import Sizes, warm_engine
 
 log = logging.getLogger(__name__)
@@ -36,19 +38,30 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
     runtime.names = Names.of_caller()
     if not runtime.surveyed:
         runtime.surveyed = True
+        check_apart(config, Request)
         modules = get_layers_from_vllm_config(config, Attention).items()
+        _leave_drafts(runtime, [one for _, one in modules])
         ours = [(name, one) for name, one in modules if getattr(one.impl, "runtime", None) is runtime]
         runtime.expect([(index_of(name), _reason(runtime, builder, name, one)) for name, one in ours])
         for kind, count in _keyless(config).items():
             runtime.leave(KEYLESS.format(kind=kind), count)
             log.info("sparseprefill: %d %s", count, KEYLESS.format(kind=kind))
-        runtime.remembers_by({one.name for one in fields(CommonAttentionMetadata)})
+        runtime.check_names()
+        check_fields(CommonAttentionMetadata)
     chosen = runtime.options.layers
     found = get_layers_from_vllm_config(config, Attention, builder.layer_names).items()
     mine = [(name, one) for name, one in found if getattr(one.impl, "runtime", None) is runtime]  # no draft model's
     able = [(name, module) for name, module in mine if _reason(runtime, builder, name, module) is None]
     layers = [(Layer.of(name, module.impl), module) for name, module in able]
     return [(one, module) for one, module in layers if chosen is None or one.index in chosen]
+
+
+def _leave_drafts(runtime: Runtime, modules: Sequence[Any]) -> None:
+    """Leave to vLLM the layers that it calls a draft model's, as runner V2 does once all are loaded."""
+    for one in modules:
+        if getattr(one, "is_draft_layer", False) and getattr(one.impl, "runtime", None) is runtime:
+            one.impl.runtime = None
+            runtime.leave(DRAFTS)
 
 
 def _keyless(config: Any) -> Counter[str]:

@@ -13,6 +13,7 @@ from sparseprefill.errors import InvalidCallError
 from sparseprefill.route import Route
 
 WINDOW = "the layer has a sliding window"
+LATENT = "multi-head latent attention (MLA) has its own backends"
 
 
 @frozen(eq=False)

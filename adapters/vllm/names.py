@@ -3,31 +3,135 @@
 vLLM hands a metadata builder no reference to the runner, but the runner (or a part of it) is what makes the builder, so
 it stands among the callers then. Asked at each step is what it keeps of its requests, by their ids:
 
-- runner V1 (``vllm/v1/worker/gpu_model_runner.py``): rows are those of ``input_batch``, in its order;
+- runner V1 (``vllm/v1/worker/gpu_model_runner.py``): rows are those of ``input_batch``, in its order, and ``requests``
+  has their sampling parameters;
 - runner V2 (``vllm/v1/worker/gpu/model_runner.py``): metadata have each row's slot, ``req_idx``, and ``req_states``
   whose slot it is. A slot by itself names nobody: a request that comes gets the slot of the one that has just gone.
-  vLLM 0.29 has no ``req_idx``, and no version has it in what a speculator builds for its drafts.
+  Metadata of hybrid models have no slots, nor has vLLM 0.29: their rows are those of the ``input_batch`` that its
+  ``model_state`` makes them of. That is also told of each request that comes, with its sampling parameters, which
+  nobody keeps: `Sight` listens to both.
 
-Where none of this is found, as on a later vLLM that is made otherwise, rows have no name. Never a wrong one.
+Where none of this is found, as on a later vLLM that is made otherwise, rows have no name, and what they ask for is
+`Unknown`. Never a wrong one.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from types import FrameType
 from typing import Any
 
-from attrs import frozen
+from attrs import define, field, frozen
+
+from sparseprefill.errors import printed
 
 SLOTS = "req_idx"
 """The field of vLLM's metadata that holds each row's slot, with runner V2."""
 SWITCH = "sparseprefill"
 """The extra argument (``vllm_xargs``) by which a request asks for a profile."""
+ALIKE = 0.8
+"""How much of `SWITCH` another argument's name may share before it is taken for a mistyped one."""
 UNKNOWN = "this vLLM's model runner is unknown"
-SLOTLESS = "this vLLM's model runner V2 does not say which request a row belongs to (VLLM_USE_V2_MODEL_RUNNER=0 does)"
-HALVES = "model runner V1 cuts batches in two, and does not say which request a row belongs to"
+DEAF = (
+    "this vLLM's model runner V2 does not tell its model_state of requests and rows; VLLM_USE_V2_MODEL_RUNNER=0 does "
+    "without"
+)
+HALVES = "model runner V1 cuts batches in two (--enable-dbo), and does not say which request a row belongs to"
+UNNAMED = "vLLM does not say which request it belongs to, so what it asks for is unknown"
+SILENT = "vLLM does not say what the request asks for"
+MISTYPED = f"the request has an argument that looks like {SWITCH} and is another"
+EMPTY = f"the request asks for nothing by name ({SWITCH}: null)"
+
+
+@frozen
+class Unknown:
+    """In the place of what a request asks for, where that cannot be told: it runs dense.
+
+    why: for report and metrics, without the request's own words. detail: for the log, with them.
+    """
+
+    why: str
+    detail: str = ""
+
+
+def wish(extra: Mapping[str, object] | None) -> object:
+    """What a request's extra arguments ask for: None for nothing, Unknown where it cannot be made out."""
+    if not extra:
+        return None
+    why = mistyped(extra)
+    if why is not None:
+        return Unknown(MISTYPED, why)
+    return Unknown(EMPTY) if SWITCH in extra and extra[SWITCH] is None else extra.get(SWITCH)
+
+
+def mistyped(extra: Iterable[str]) -> str | None:
+    """Why a request is refused one of whose arguments looks like `SWITCH` and is another, or None."""
+    found = next((key for key in extra if key != SWITCH and _resembles(str(key))), None)
+    return None if found is None else f"{printed(found)} is no argument of a request; did you mean {SWITCH!r}?"
+
+
+@functools.lru_cache(256)
+def _resembles(key: str) -> bool:
+    letters = re.sub("[^a-z]", "", key.lower())
+    return letters.startswith(SWITCH) or bool(get_close_matches(letters, [SWITCH], cutoff=ALIKE))
+
+
+def _asked(request: object) -> object:
+    """The same of the host's record of a request. One of a pooling model has no sampling parameters."""
+    try:
+        params: Any = request.sampling_params  # type: ignore[attr-defined]
+        return None if params is None else wish(params.extra_args)
+    except AttributeError:
+        return Unknown(SILENT)
+
+
+@define(eq=False)
+class Sight:
+    """What runner V2 tells its model's state: the requests that come, and the rows of a batch.
+
+    wishes: what the request in a slot asks for, with its id. rows: ids of the rows whose metadata are being made; None
+    while none are.
+    """
+
+    wishes: dict[int, tuple[str, object]] = field(factory=dict, init=False)
+    rows: list[str] | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, state: Any) -> Sight | None:
+        """That of a model's state, which it is told with from now on; None where there is no such state."""
+        known = getattr(state, SWITCH, None)
+        if isinstance(known, cls):
+            return known
+        coming, making = (getattr(state, name, None) for name in ("add_request", "prepare_attn"))
+        if coming is None or making is None:
+            return None
+        sight = state.sparseprefill = cls()
+
+        @functools.wraps(coming)
+        def add_request(req_index: int, new_req_data: Any, *args: Any, **kwargs: Any) -> Any:
+            sight.wishes[req_index] = new_req_data.req_id, _asked(new_req_data)
+            return coming(req_index, new_req_data, *args, **kwargs)
+
+        @functools.wraps(making)
+        def prepare_attn(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            sight.rows = _rows(input_batch)
+            try:
+                return making(input_batch, *args, **kwargs)
+            finally:
+                sight.rows = None
+
+        state.add_request, state.prepare_attn = add_request, prepare_attn
+        return sight
+
+    def asked(self, slot: int | None, name: str) -> object:
+        """What the request of this id asks for. slot: where it stands."""
+        whose, found = (None, None) if slot is None else self.wishes.get(slot, (None, None))
+        return found if whose == name else Unknown(SILENT)
 
 
 @frozen(eq=False)
@@ -35,6 +139,7 @@ class Names:
     """The requests of one model runner, which is not kept alive."""
 
     _runner: Callable[[], Any]
+    _sight: Sight | None = None
 
     @classmethod
     def of_caller(cls) -> Names:
@@ -43,7 +148,8 @@ class Names:
         while frame is not None:
             owner = frame.f_locals.get("self")
             if hasattr(owner, "execute_model") and (hasattr(owner, "req_states") or hasattr(owner, "input_batch")):
-                return cls(weakref.ref(owner))
+                v2 = hasattr(owner, "req_states")
+                return cls(weakref.ref(owner), Sight.of(getattr(owner, "model_state", None)) if v2 else None)
             frame = frame.f_back
         return cls.of_nobody()
 
@@ -52,13 +158,15 @@ class Names:
         """No runner, no names."""
         return cls(_nobody)
 
-    def objection(self, fields: set[str]) -> str | None:
-        """Why rows will have no names, or None. fields: those that this vLLM's metadata have."""
+    def objection(self) -> str | None:
+        """Why nobody will know what requests ask for, or None."""
         runner = self._runner()
         if runner is None:
             return UNKNOWN
         if hasattr(runner, "req_states"):
-            return None if SLOTS in fields else SLOTLESS
+            return DEAF if self._sight is None else None
+        if not hasattr(runner, "requests") or not hasattr(runner.input_batch, "req_ids"):
+            return UNKNOWN
         return HALVES if _halves(runner) else None
 
     def of(self, common: Any, count: int) -> list[str | None]:
@@ -68,6 +176,8 @@ class Names:
         if hasattr(runner, "req_states"):
             if slots is not None:
                 found = list(map(runner.req_states.index_to_req_id.get, slots[:count].tolist()))
+            elif self._sight is not None:
+                found = list((self._sight.rows or [])[:count])
         elif runner is not None and not _halves(runner):
             found = list(runner.input_batch.req_ids[:count])
         return found + [None] * (count - len(found))
@@ -87,21 +197,16 @@ class Names:
             found = getattr(runner.requests.get(name), "num_prompt_tokens", None)
         return None if found is None or int(found) < 1 else int(found)
 
-    def asked(self, names: Iterable[str]) -> dict[str, object]:
-        """What requests ask for under ``sparseprefill`` in their extra arguments, by id; None for nothing.
-
-        Runner V1 keeps a request's sampling parameters. Runner V2 gets them with its first chunk, in what the scheduler
-        has for this step: the others are left out.
-        """
+    def asked(self, name: str | None) -> object:
+        """What a request asks for under ``sparseprefill`` in its extra arguments: None for nothing, Unknown where
+        nobody tells."""
         runner = self._runner()
-        if runner is None:
-            return {}
+        if runner is None or name is None:
+            return Unknown(UNNAMED)
         if hasattr(runner, "req_states"):
-            new = getattr(_scheduled(runner), "scheduled_new_reqs", None) or ()
-            found = {one.req_id: one.sampling_params for one in new}
-        else:
-            found = {name: getattr(runner.requests.get(name), "sampling_params", None) for name in names}
-        return {name: (getattr(found[name], "extra_args", None) or {}).get(SWITCH) for name in names if name in found}
+            slot = runner.req_states.req_id_to_index.get(name)
+            return Unknown(SILENT) if self._sight is None else self._sight.asked(slot, name)
+        return _asked(runner.requests.get(name))
 
     def alive(self, name: str) -> bool:
         """Whether the runner still has a request of this id, running or waiting for its next chunk."""
@@ -109,6 +214,12 @@ class Names:
         if hasattr(runner, "req_states"):
             return name in runner.req_states.req_id_to_index
         return runner is not None and name in runner.requests
+
+
+def _rows(batch: Any) -> list[str] | None:
+    """Ids of a batch's rows; None where requests have other numbers of rows than one."""
+    found = getattr(batch, "req_ids", None)
+    return found if found is not None and len(found) == getattr(batch, "num_reqs", None) else None
 
 
 def drafting() -> bool:
@@ -120,16 +231,6 @@ def drafting() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _scheduled(runner: Any) -> Any:
-    """What the scheduler gave the runner for the step in which this is called; None where it stands nowhere."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "execute_model" and frame.f_locals.get("self") is runner:
-            return frame.f_locals.get("scheduler_output")
-        frame = frame.f_back
-    return None
 
 
 def _halves(runner: Any) -> bool:

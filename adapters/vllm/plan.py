@@ -11,9 +11,10 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
+from .names import Unknown
 from .requests import Row
 from .runtime import Runtime
-from .split import Part, gaps, narrow, runs
+from .split import Part, gaps, narrow, objection, runs
 
 
 def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Part] | None:
@@ -24,6 +25,7 @@ def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Par
     prefilling, bound = getattr(common, "is_prefilling", None), getattr(common, "seq_lens_cpu_upper_bound", None)
     if prefilling is None or bound is None or common.causal is not True:
         return None
+    why = objection(common)
     count = min(int(common.num_reqs), len(prefilling))  # rows that pad a batch come last
     places = list(compress(range(count), prefilling[:count].tolist()))
     rows: list[Row] = []
@@ -33,14 +35,14 @@ def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Par
     if places or len(runtime.requests):
         names = runtime.names.of(common, count)
         starts, lengths = common.query_start_loc_cpu[: count + 1].tolist(), bound[:count].tolist()
-        switches = runtime.asked([names[i] for i in places])
         for i in places:
             name, start = names[i], lengths[i] - starts[i + 1] + starts[i]
-            rows.append(Row(start, lengths[i], name, runtime.names.prompt(name), switches.get(name)))
+            asked = runtime.names.asked(name) if why is None else Unknown(why)
+            rows.append(Row(start, lengths[i], name, runtime.names.prompt(name), asked))
     decoding = partial(_decoding, names, places, starts, lengths)
     found = runtime.prefills(common.query_start_loc_cpu, rows, decoding)
     sparse = {i: n for n, i in enumerate(places) if runtime.chunks[n] is not None}
-    if not sparse:
+    if not sparse or why is not None:
         return None
     parts = []
     for first, last in runs(sparse, count):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import multiprocessing
 import re
 from functools import cache
 
-OLDEST, NEWEST = (0, 29), (0, 32)
-"""Versions of vLLM that the adapter was tried with; tox.ini has an environment for each."""
+OLDEST, NEWEST, READ = (0, 29), (0, 32), (0, 33)
+"""Versions of vLLM that the adapter ran in, for each of which tox.ini has an environment; the last whose source was
+compared with theirs."""
 VERSION = re.compile(r"(\d+)\.(\d+)")
 CPU_BACKEND = "sparseprefill.adapters.vllm.cpu.SparseCPUBackend"
 CUDA_BACKEND = "sparseprefill.adapters.vllm.cuda.SparseTritonBackend"
@@ -48,7 +50,8 @@ def _register() -> None:
         if missing:
             _warn(f"not registered with vLLM: version {vllm.__version__} was not tried, and {missing}")
             return
-        _warn(doubt)
+        if multiprocessing.parent_process() is None:  # once, and not by every process of an engine
+            _warn(doubt)
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
@@ -56,9 +59,8 @@ def _register() -> None:
     for name, path in CPU_MLA_BACKENDS.items():
         if name in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[name], path)
-    why = watch_requests()
-    if why:
-        _warn(f"requests cannot ask for a profile or for dense attention: {why}")
+    for why in watch_requests():
+        _warn(why)
 
 
 def _missing() -> str | None:
@@ -73,16 +75,26 @@ def _missing() -> str | None:
     return None
 
 
-def watch_requests() -> str | None:
-    """Let requests ask for profiles; why they cannot, or None."""
+def watch_requests() -> list[str]:
+    """Look at requests when they come in, and keep apart those that ask for different things; what cannot be."""
+    from .admission import install, keep_apart
+
     try:
         from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.input_processor import InputProcessor
 
-        from .admission import install
+        unseen = install(InputProcessor, VLLMValidationError)
     except ImportError as error:
-        return str(error)
-    return install(InputProcessor, VLLMValidationError)
+        unseen = str(error)
+    try:
+        from vllm.v1.request import Request
+
+        shared = keep_apart(Request)
+    except ImportError as error:
+        shared = str(error)
+    found = {"requests that ask for what is not there run dense instead of being refused": unseen}
+    found["the prefix cache cannot tell apart what requests ask for"] = shared
+    return [f"{what}: {why}" for what, why in found.items() if why]
 
 
 def objection(version: str) -> str | None:
@@ -101,7 +113,8 @@ def untested(version: str) -> str | None:
     if found is None or _parts(found) <= NEWEST:
         return None
     tried = f"{_text(OLDEST)} to {_text(NEWEST)}"
-    return f"vLLM {version} is newer than the versions tried ({tried}); it is used all the same, see docs/vllm.md"
+    known = "its source was compared with theirs" if _parts(found) <= READ else "nobody has compared its source"
+    return f"vLLM {version} is newer than the versions that ran ({tried}); {known}; it is used, see docs/vllm.md"
 
 
 def _parts(found: re.Match[str]) -> tuple[int, int]:

@@ -20,7 +20,8 @@ class Row:
     """One request's chunk in one step.
 
     start, end: the tokens of its sequence that the chunk holds. name: the request's id, None where it is not known.
-    prompt: tokens of its whole prompt, None where that is not known. asked: the profile that it asked for, if any.
+    prompt: tokens of its whole prompt, None where that is not known. asked: the profile that it asked for, None for
+    none, `names.Unknown` where nobody tells.
     """
 
     start: int
@@ -34,7 +35,6 @@ class Row:
 class _Entry:
     prefill: Prefill
     end: int
-    asked: object = None
 
 
 @define(eq=False)
@@ -70,11 +70,6 @@ class Requests:
         alone = {name for name, count in rows_of.items() if count == 1 and name not in decoding}
         return [self._next(row, row.name if row.name in alone else None) for row in rows]
 
-    def asked(self, name: str | None) -> object:
-        """The profile that a request in progress asked for with its first chunk."""
-        known = self._entries.get(name or "")
-        return None if known is None else known.asked
-
     @property
     def names(self) -> tuple[str, ...]:
         """The ids of those in progress."""
@@ -92,7 +87,7 @@ class Requests:
             self._end(name)
             known = None
         prefill = Prefill() if known is None else known.prefill
-        self._entries[name] = _Entry(prefill, row.end, row.asked)
+        self._entries[name] = _Entry(prefill, row.end)
         return prefill
 
     def _end(self, name: str) -> None:

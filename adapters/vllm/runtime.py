@@ -21,7 +21,7 @@ from .chunks import check_chunk, check_grain
 from .failures import reason
 from .logs import show
 from .model import Model, identity
-from .names import Names, drafting
+from .names import Names, Unknown, drafting
 from .options import OFF, TABLE, Options, Source, parse
 from .requests import Requests, Row
 from .served import Served
@@ -30,13 +30,16 @@ from .tally import Chunk, Owner, Tally
 from .tensor_parallel import LocalRegistry
 
 NAME = "CUSTOM"
-NAMELESS = "later chunks of a prompt whose request vLLM does not name: what the method remembers does not reach them"
 ENDLESS = "chunks of prompts whose length vLLM does not give: each chunk gets a dense tail"
 DRAFTS = "layers of a draft model: what is drafted runs dense"
 KEYLESS = "layers of type {kind}: they have no keys to choose from"
-FORGETS = "what the method remembers does not last from one chunk of a prompt to the next"
-DEAF = "requests cannot ask for a profile or for dense attention"
+BLIND = "nobody would know which request asks for dense attention or for a profile"
 ASKED_DENSE = f"the request asks for it ({TABLE}: {OFF})"
+NOT_COUNTED = (
+    "layers whose density was not counted, as the masks of the last prompt were too large to keep: "
+    f"{TABLE}.measure counts at once"
+)
+NO_PROFILE = f"the request asks for a profile that this engine does not have ({TABLE})"
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 UNSEEN = (
     "the server's /metrics does not show what this process counts: set PROMETHEUS_MULTIPROC_DIR to an empty folder "
@@ -96,14 +99,6 @@ class Runtime:
                 self._tell()
         return self._step[1]
 
-    def asked(self, names: Sequence[str | None]) -> dict[str | None, object]:
-        """What the requests of a step's prefill rows asked for, by id: with this chunk, or with their first."""
-        named = [name for name in names if name is not None]
-        if not named:
-            return {}
-        found = self.names.asked(named)
-        return {name: found.get(name, self.requests.asked(name)) for name in named}
-
     def serving(self, row: Row) -> Served:
         """What runs a row sparse."""
         return self.profiles.get(row.asked, self.main) if isinstance(row.asked, str) else self.main
@@ -137,23 +132,30 @@ class Runtime:
     def _begin(self, row: Row) -> Chunk | None:
         """A row's chunk, if it may run sparse; else it is counted at once."""
         served, tokens = self.serving(row), row.end - row.start
-        if row.start and row.name is None and served.session.route.remembers:
-            served.session.note(NAMELESS)
         if row.prompt is None and self.options.tail:
             served.session.note(ENDLESS)
         if tokens < self.options.min_query:
             served.session.count_short()
             served.tally.settle(tokens, f"fewer than {self.options.min_query} tokens")
             return None
-        if row.asked is None or row.asked in self.profiles:
+        dense = self._dense(row.asked)
+        if dense is None:
             return served.tally.chunk(tokens)
-        why = ASKED_DENSE if row.asked == OFF else str(self.options.unknown(row.asked))
-        if row.asked != OFF and why not in self._warned:
+        why, detail = dense
+        if detail and why not in self._warned:
             self._warned.add(why)
-            log.warning("sparseprefill: a request runs dense: %s", why)
+            log.warning("sparseprefill: a request runs dense: %s", detail)
         served.session.note(why)
         served.tally.settle(tokens, why)
         return None
+
+    def _dense(self, asked: object) -> tuple[str, str] | None:
+        """Why a request stays dense that asks for this, and what the log says of the first; None where it does not."""
+        if asked is None or (isinstance(asked, str) and asked in self.profiles):
+            return None
+        if isinstance(asked, Unknown):
+            return asked.why, asked.detail or asked.why
+        return (ASKED_DENSE, "") if asked == OFF else (NO_PROFILE, str(self.options.unknown(asked)))
 
     def expect(self, layers: Sequence[tuple[int, str | None]]) -> None:
         """Name all layers of this process, and why they will stay dense; say in the log what will run how.
@@ -182,13 +184,11 @@ class Runtime:
             for one in self.every:
                 one.session.note(what)
 
-    def remembers_by(self, fields: set[str]) -> None:
-        """Say so in the log if requests will have no names, and the method needs them. fields: of vLLM's metadata."""
-        why = self.names.objection(fields)
-        if why and any(one.session.route.remembers for one in self.every):
-            log.warning("sparseprefill: %s: %s", FORGETS, why)
+    def check_names(self) -> None:
+        """AttachError where nobody will know what requests ask for: none of them may run sparse then."""
+        why = self.names.objection()
         if why:
-            log.log(logging.WARNING if self.profiles else logging.INFO, "sparseprefill: %s: %s", DEAF, why)
+            raise AttachError(f"{BLIND}: {why}")
 
     def _announce(self, layers: int, dense: Counter[str]) -> None:
         name, model, host = self.session.route.name, self.model.name, self.model.attention
@@ -219,6 +219,9 @@ class Runtime:
         it; None for those that ask for nothing."""
         served = self.main if profile is None else self.profiles[profile]
         report = served.session.report(self.model.name, self.model.attention)
+        lost = sum(one.mode == "sparse" and one.density is None for one in report.layers)
+        if lost:  # as a note it stands in the text, too, and counts the layers
+            report = evolve(report, notes={**report.notes, NOT_COUNTED: lost})
         if not self.options.measure:
             return report
         means = served.tally.means()
@@ -235,7 +238,7 @@ def runtime_of(config: Any, attention: str) -> Runtime | None:
         return None
     owner = config.compilation_config
     if id(owner) not in _runtimes:
-        made = _runtimes[id(owner)] = _make(config, attention)
+        made = _runtimes[id(owner)] = make_runtime(config, attention)
         made.start()
         weakref.finalize(owner, _runtimes.pop, id(owner), None)
     return _runtimes[id(owner)]
@@ -263,16 +266,19 @@ def selected(config: Any) -> bool:
     return any(getattr(backend, "name", None) == NAME for backend in (chosen.backend, *kinds.values()))
 
 
-def _make(config: Any, attention: str) -> Runtime:
+def make_runtime(config: Any, attention: str) -> Runtime:
+    """The same, made anew. Raises what wrong options raise."""
     options = parse(config.additional_config)
     show(options.log_level)
     model = identity(config, attention)
     check_chunk(config, options)
     summary = Summary()
-    main, *others = (
-        _served(one, options, model, _owner(config), summary) for one in (options.source, *options.profiles.values())
-    )
-    profiles = dict(zip(options.profiles, others, strict=True))
+    owner = _owner(config)
+    main = _served(options.source, options, model, owner, summary)
+    profiles = {
+        name: _served(one, options, model, evolve(owner, profile=name), summary)
+        for name, one in options.profiles.items()
+    }
     return Runtime(options, main.session, model, main.tally, profiles)
 
 

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 from attrs import define, field
 
+from sparseprefill.errors import AttachError
+
 from ..session.session import Prefill
 from .requests import Row
 from .served import Served
 from .tally import Chunk
 
-# Tensors and arrays with one entry a request that the host's metadata may hold.
 PER_REQUEST = (
     *("is_prefilling", "seq_lens_cpu_upper_bound", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu_upper_bound"),
     *("req_idx", "rswa_prefix_lens", "replayssm_decode_base_cpu", "encoder_seq_lens", "encoder_seq_lens_cpu"),
+    *("dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),  # of vLLM 0.29
 )
+"""Fields of the host's metadata with one entry a request."""
 CACHES = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
+"""Fields that the host fills when they are None."""
+CUT = (
+    *("query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len"),
+    *("max_seq_len", "block_table_tensor", "slot_mapping", "positions", "mm_req_doc_ranges"),
+)
+"""Fields of which `narrow` knows otherwise what a part of a batch has in them."""
+WHOLE = ("causal", "logits_indices_padded", "num_logits_indices", "max_logits_per_req")
+"""Fields that a part has from its batch; the last three only where `is_prefilling` is None."""
+UNCUT = "vLLM's metadata say something that this version does not know: {fields}"
+KNOWN = frozenset((*PER_REQUEST, *CACHES, *CUT, *WHOLE))
+log = logging.getLogger(__name__)
 
 
 @define(eq=False)
@@ -94,3 +109,34 @@ def narrow(common: Any, first: int, last: int, starts: Sequence[int], lengths: S
 @cache
 def _fields(kind: Any) -> frozenset[str]:
     return frozenset(one.name for one in dataclasses.fields(kind))
+
+
+def check_fields(kind: Any) -> None:
+    """Say in the log which fields of the host's metadata nobody here knows: a batch that has something in them runs
+    dense. AttachError for one that every batch has something in."""
+    always = [name for name, default in _unknown(kind) if default is dataclasses.MISSING]
+    if always:
+        raise AttachError(f"{UNCUT.format(fields=', '.join(always))}, so no batch could be cut: use an older vLLM")
+    names = ", ".join(name for name, _ in _unknown(kind))
+    if names:
+        log.warning("sparseprefill: batches whose metadata say something under %s will run dense", names)
+
+
+def objection(common: Any) -> str | None:
+    """Why a batch cannot be cut, or None: a field that nobody here knows says something."""
+    said = [name for name, default in _unknown(_kind(common)) if _says(getattr(common, name), default)]
+    return UNCUT.format(fields=", ".join(said)) if said else None
+
+
+def _kind(common: Any) -> Any:
+    return type(common)
+
+
+def _says(value: object, default: object) -> bool:
+    return value is not default and not (isinstance(value, bool | int | float | str) and value == default)
+
+
+@cache
+def _unknown(kind: Any) -> tuple[tuple[str, object], ...]:
+    """Fields of the host's metadata that `narrow` does not know, with their defaults."""
+    return tuple((one.name, one.default) for one in dataclasses.fields(kind) if one.name not in KNOWN)

@@ -26,7 +26,7 @@ NUMBER = re.compile(r"(?<![\w.])\d+(\.\d+)?")
 """Lengths and the like in a reason: left out, since each text of a label is a time series of its own."""
 CLASSES = 4
 """Classes of neighbouring layers that figures are told by: each has a time series for every bucket."""
-OWNER = ("model_name", "method", "worker")
+OWNER = ("model_name", "method", "worker", "profile")
 """Labels of every metric; the first is called as in vLLM's own."""
 RECALLS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99, 0.999, 1.0)
 """Upper bounds of the histogram of recall, which is never above 1."""
@@ -34,6 +34,7 @@ DENSITIES = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 
 """The same of density."""
 METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {
     "prefill_chunks": ("Counter", "Chunks of prompts; sparse if any layer ran sparse.", ("mode",), ()),
+    "dense_chunks": ("Counter", "Of these chunks the dense ones, by reason.", ("reason",), ()),
     "prefill_tokens": ("Counter", "Tokens of these chunks.", ("mode",), ()),
     "prefill_calls": ("Counter", "Calls, one per layer and chunk, by how they ran.", ("layers", "mode"), ()),
     "fallbacks": ("Counter", "Calls that ran dense, by reason.", ("layers", "reason"), ()),
@@ -52,11 +53,13 @@ log = logging.getLogger(__name__)
 
 @frozen
 class Owner:
-    """Whose figures they are: the served model's name, the method, and the number of vLLM's worker."""
+    """Whose figures they are: the served model's name, the method, the number of vLLM's worker, and the profile that
+    requests ask for, empty for those that ask for none."""
 
     model: str = ""
     method: str = ""
     worker: str = "0"
+    profile: str = ""
 
 
 @define(eq=False)
@@ -101,6 +104,8 @@ class Tally:
         """A chunk is through all layers. reason: why it ran dense; None where it ran sparse."""
         mode = "sparse" if reason is None else "dense"
         self._count("prefill_chunks", 1, mode)
+        if reason is not None:
+            self._count("dense_chunks", 1, NUMBER.sub("N", reason))
         self._count("prefill_tokens", tokens, mode)
         self.summary.add(tokens, reason)
 
@@ -152,7 +157,7 @@ class Tally:
         if key not in self._children:
             made, own = _metrics(), self.owner
             names: tuple[str, ...] = (*OWNER, *METRICS[name][2])
-            given = dict(zip(names, (own.model, own.method, own.worker, *labels), strict=True))
+            given = dict(zip(names, (own.model, own.method, own.worker, own.profile, *labels), strict=True))
             self._children[key] = made[name].labels(**given) if made else None
         return self._children[key]
 

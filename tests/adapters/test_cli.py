@@ -211,3 +211,22 @@ main()
     missing = (*start.NEEDED, ", ".join(start.NEEDED))
     lines = [f'error: the command line needs {name}: pip install "sparseprefill[cli]"' for name in missing]
     assert done.stderr.splitlines() == lines
+
+
+@pytest.mark.parametrize("command", start.LIGHT)
+def test_commands_for_servers_do_without_what_draws(command: str) -> None:
+    """vLLM brings the other two."""
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys(("matplotlib", "jinja2")))
+sys.modules.update(dict.fromkeys({{lacking!r}}))
+from sparseprefill.adapters.cli.app import main
+sys.argv = ["sparseprefill", {command!r}, "--help"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code.format(lacking=())], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert command in done.stdout
+    lacking = code.format(lacking=("rich",))
+    done = subprocess.run([sys.executable, "-c", lacking], capture_output=True, text=True, check=False)
+    assert done.stderr == 'error: the command line needs rich: pip install "sparseprefill[vllm]"\n'

@@ -8,6 +8,7 @@ Not a test module. vLLM keeps global state, warns a lot and starts threads; a pr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -36,9 +37,34 @@ DEFAULTS: dict[str, Any] = {
 def tried(job: dict[str, Any]) -> dict[str, Any]:
     """An engine's answers, or the error that ended it."""
     try:
-        return run(job)
+        with otherwise(job):
+            return run(job)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+@contextlib.contextmanager
+def otherwise(job: dict[str, Any]) -> Any:
+    """Requests as of a front end that looks at none (`unseen`), the model's state of a hybrid model (`hybrid`), callers
+    by which no draft model can be told (`flat`)."""
+    from unittest import mock
+
+    with contextlib.ExitStack() as stack:
+        if job.get("flat"):
+            from sparseprefill.adapters.vllm import runtime
+
+            stack.enter_context(mock.patch.object(runtime, "drafting", return_value=False))
+        if job.get("unseen"):
+            from vllm.v1.engine.input_processor import InputProcessor
+
+            bare = InputProcessor.process_inputs.__wrapped__
+            stack.enter_context(mock.patch.object(InputProcessor, "process_inputs", bare))
+        if job.get("hybrid"):
+            from vllm.v1.worker.gpu import model_runner
+            from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+            stack.enter_context(mock.patch.object(model_runner, "init_model_state", MambaHybridModelState))
+        yield
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +90,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             detokenize=False,
             logprobs=job.get("logprobs"),
             prompt_logprobs=job.get("prompt_logprobs"),
-            extra_args=None if profile is None else {"sparseprefill": profile},
+            extra_args=profile if isinstance(profile, dict) or profile is None else {"sparseprefill": profile},
             **job.get("sampling", {"temperature": 0}),
         )
 
@@ -183,7 +209,11 @@ def counters() -> dict[str, float]:
     ours = [one for one in samples if one.name.startswith("sparseprefill:") and one.name.endswith("_total")]
     found: dict[str, float] = {}
     for one in ours:  # whose they are is left out: engines of this process have one name and one worker
-        labels = {name: value for name, value in one.labels.items() if name not in ("model_name", "method", "worker")}
+        labels = {
+            name: value
+            for name, value in one.labels.items()
+            if name not in ("model_name", "method", "worker", "profile")
+        }
         key = f"{one.name}{sorted(labels.items())}"
         found[key] = found.get(key, 0.0) + one.value
     return found
@@ -219,7 +249,7 @@ def pretend_cuda() -> None:
     plugins.plugins_loaded = True  # ours would register the CPU backend
     for member in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
         register_backend(member, CUDA_BACKEND)
-    assert watch_requests() is None
+    assert watch_requests() == []
 
 
 def spare() -> None:

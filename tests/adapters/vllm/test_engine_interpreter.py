@@ -54,6 +54,7 @@ def jobs(model: str, shallow: str) -> dict[str, dict[str, Any]]:
         },
         "drafts": {
             "model": shallow,
+            "flat": True,
             "rounds": [[models.prompt(300, seed=1)]],
             "options": {
                 **SMALL,
@@ -70,6 +71,16 @@ def jobs(model: str, shallow: str) -> dict[str, dict[str, Any]]:
             "tokens": 1,
             "logprobs": 1,
             "sparse": {**STREAMING, "profiles": {"all": {"method": "dense", "gate": False}}},
+        },
+        "asked, hybrid": {
+            "model": shallow,
+            "hybrid": True,
+            "rounds": [[ASKED, ASKED]],
+            "asked": [["off", None]],
+            "options": SMALL,
+            "tokens": 1,
+            "logprobs": 1,
+            "sparse": {**STREAMING, "tail": 32},
         },
     }
 
@@ -117,7 +128,7 @@ def answers(
         wide = tmp_path_factory.mktemp("wide") / "llama"
         asked |= in_steps(str(models.save("llama", wide, head_dim=64, num_hidden_layers=2)))
     if request.param == "V1":  # the CPU backend's, whose tests have these with it
-        del asked["drafts"], asked["asked"]
+        del asked["drafts"], asked["asked"], asked["asked, hybrid"]
     switches = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": runner, "VLLM_KV_CACHE_LAYOUT": layout}
     found = engine.run(list(asked.values()), tmp_path_factory.mktemp(request.param), "cuda", **switches)
     return dict(zip(asked, found, strict=True))
@@ -159,7 +170,7 @@ def test_drafts_in_between_cost_no_memory(answers: Answers) -> None:
     seen = [(number, offset) for number, _, layer, offset, _ in answer["state"]["diary"] if layer == 0]
     assert 3 == len({offset for _, offset in seen})
     assert 1 == len({number for number, _ in seen})
-    assert {"layers of a draft model: what is drafted runs dense": 2} == answer["report"]["notes"]
+    assert {"layers of a draft model: what is drafted runs dense": 2} == answer["report"]["notes"], "by is_draft_layer"
 
 
 @pytest.mark.parametrize("answers", ["V2"], indirect=True)
@@ -173,6 +184,18 @@ def test_runner_v2_tells_what_requests_ask_for(answers: Answers) -> None:
     for report in (answer["report"], answer["report"]["profiles"]["all"]):
         assert all(layer["sparse_calls"] > 1 for layer in report["layers"]), "both chunks"
     assert any("(sparseprefill: off)" in note for note in answer["report"]["notes"])
+
+
+@pytest.mark.parametrize("answers", ["V2"], indirect=True)
+def test_rows_of_a_hybrid_model_have_names(answers: Answers) -> None:
+    """Its metadata, which vLLM's own state of such a model makes, have no slots."""
+    answer, plain = answers["asked, hybrid"], answers["asked"]
+    assert "error" not in answer, answer["error"]
+    (off,), (default,) = (one["logprobs"] for one in answer["rounds"][0])
+    assert off == pytest.approx(plain["rounds"][0][0]["logprobs"][0], abs=1e-4)
+    assert abs(off - default) > 1e-2
+    (note,) = answer["report"]["notes"]
+    assert "(sparseprefill: off)" in note, "and none of a prompt whose end is unknown"
 
 
 @pytest.mark.parametrize("answers", ["V2"], indirect=True)

@@ -31,7 +31,10 @@ SPARSE = {
     "log_level": "debug",
     "log_interval": 1,
     "measure": True,
-    "profiles": {"all": {"method": "dense", "gate": False}},
+    "profiles": {
+        "all": {"method": "dense", "gate": False},
+        "wide": {"method": "streaming", "gate": False, "parameters": {"sink": 32, "window": 256, "block": 32}},
+    },
 }
 PATIENCE = 240.0  # seconds for a server to be ready
 
@@ -93,25 +96,30 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def test_a_completion_with_the_plugin_on(server: Server) -> None:
-    body = {"model": "tiny", "prompt": models.prompt(600), "max_tokens": 4, "temperature": 0}
+    body = {"model": "tiny", "prompt": models.prompt(600), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     answer = json.loads(server.text("/v1/completions", body))
     assert 4 == answer["usage"]["completion_tokens"]
     said = refused(server, {**body, "vllm_xargs": {"sparseprefill": "quick"}})
     assert (
-        "sparseprefill is 'quick', which is not a profile of this engine. Known: all, off" in said["error"]["message"]
+        "sparseprefill is 'quick', which is not a profile of this engine. Known: all, off, wide"
+        in said["error"]["message"]
     )
-    for name in ("off", "all"):
+    for name in ("off", "all", "wide"):
         answer = json.loads(server.text("/v1/completions", {**body, "vllm_xargs": {"sparseprefill": name}}))
         assert 4 == answer["usage"]["completion_tokens"]
     metrics = server.text("/metrics")
-    assert 1 == value(metrics, "prefill_chunks_total", method="streaming", mode="sparse", worker="0")
+    for profile in ("", "wide"):
+        own = {"method": "streaming", "profile": profile}
+        assert 1 == value(metrics, "prefill_chunks_total", **own, mode="sparse", worker="0")
     assert 600 == value(metrics, "prefill_tokens_total", method="streaming", mode="dense", model_name="tiny")
-    assert [1, 1] == [
-        value(metrics, "prefill_calls_total", method=method, mode="sparse", layers="2")
-        for method in ("streaming", "dense")
+    asked = "the request asks for it (sparseprefill: off)"
+    assert 1 == value(metrics, "dense_chunks_total", profile="", reason=asked)
+    assert [1, 1, 1] == [
+        value(metrics, "prefill_calls_total", profile=profile, mode="sparse", layers="2")
+        for profile in ("", "all", "wide")
     ]
-    assert 1 == value(metrics, "density_count", method="streaming", layers="2")
-    assert 4 == value(metrics, "recall_count", method="streaming", layers="2"), "the heads of the first prefill"
+    assert 1 == value(metrics, "density_count", profile="", layers="2")
+    assert 4 == value(metrics, "recall_count", profile="", layers="2"), "the heads of the first prefill"
     assert 0 < value(metrics, "pairs_total", method="streaming", kind="computed", layers="0")
     told = invoke("vllm-report", server.url)
     assert 0 == told.exit_code, told.stderr

@@ -40,8 +40,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "asked": {
         "rounds": [[PROMPT, PROMPT, PROMPT], [PROMPT, PROMPT]],
         "asked": [["off", None, "all"], ["off", None]],
-        "refused": ["fast", "of", 3],
+        "refused": ["fast", "of", 3, {"sparsprefill": "off"}],
         "sparse": {**STREAMING, "profiles": {"all": {"method": "dense", "gate": False}}},
+        "options": {"enable_prefix_caching": True},
+    },
+    "unseen": {
+        "unseen": True,
+        "rounds": [[PROMPT], [PROMPT, PROMPT], [PROMPT]],
+        "asked": [[None], ["off", "fast"], [{"sparsprefill": "off"}]],
+        "sparse": STREAMING,
         "options": {"enable_prefix_caching": True},
     },
     "no scheduler": {"rounds": [[PROMPT]], "sparse": {**STREAMING, "chunk": 128}},
@@ -75,6 +82,10 @@ def test_a_mask_of_every_key_gives_the_hosts_tokens(answers: dict[str, Any]) -> 
     assert engine.tokens(answers["stock"]) == engine.tokens(answers["full"])
     assert engine.tokens(answers["stock"]) != engine.tokens(answers["streaming"])
     assert all(layer["sparse_calls"] == len(TOGETHER) for layer in answers["streaming"]["report"]["layers"])
+
+
+def test_this_vllms_metadata_are_known(answers: dict[str, Any]) -> None:
+    assert "batches whose metadata say something" not in answers["log"]
 
 
 def test_the_summary_is_logged(answers: dict[str, Any]) -> None:
@@ -112,10 +123,21 @@ def test_a_request_asks_for_dense_attention_or_a_profile(answers: dict[str, Any]
 
 def test_a_profile_that_is_not_there_is_refused(answers: dict[str, Any]) -> None:
     assert "error" not in answers["asked"]
-    fast, of, three = answers["asked"]["refusals"]
+    fast, of, three, mistyped = answers["asked"]["refusals"]
     assert "VLLMValidationError: sparseprefill is 'fast', which is not a profile of this engine" in fast
     assert "did you mean 'off'? Known: all, off" in of
     assert "sparseprefill is 3" in three
+    assert "'sparsprefill' is no argument of a request; did you mean 'sparseprefill'?" in mistyped
+
+
+def test_a_front_end_that_looks_at_nothing_mixes_no_keys(answers: dict[str, Any]) -> None:
+    """As vLLM's in Rust, which this wheel lacks: none of its requests pass through InputProcessor.process_inputs."""
+    stock, sparse = engine.tokens(answers["stock"])[2], engine.tokens(answers["streaming"])[2]
+    unseen = answers["unseen"]
+    assert [[sparse], [stock, stock], [stock]] == [engine.tokens(unseen, turn) for turn in range(3)]
+    for why in ("(sparseprefill: off)", "a profile that this engine does not have", "looks like sparseprefill"):
+        assert [count for note, count in unseen["report"]["notes"].items() if why in note] == [1]
+    assert answers["log"].count("a request runs dense: sparseprefill is 'fast'") == 1
 
 
 @pytest.mark.parametrize(

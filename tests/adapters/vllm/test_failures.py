@@ -236,4 +236,4 @@ def test_a_method_that_fails_to_be_built_is_named(monkeypatch: pytest.MonkeyPatc
     whole = ModelIdentity(name="m", architecture="M", layers=1, heads=2, kv_heads=2, head_dim=16, digest="d")
     monkeypatch.setattr(module, "identity", lambda *_: Model(whole, whole, "M", "STOCK", 0))
     with pytest.raises(sp.SparsePrefillError, match="by zero"):
-        module._make(config, "STOCK")
+        module.make_runtime(config, "STOCK")

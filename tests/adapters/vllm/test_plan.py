@@ -17,20 +17,19 @@ import torch
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm import runtime as module
 from sparseprefill.adapters.vllm.model import Model
-from sparseprefill.adapters.vllm.names import Names, drafting
+from sparseprefill.adapters.vllm.names import DEAF, HALVES, SILENT, UNNAMED, Names, drafting
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.plan import plan
 from sparseprefill.adapters.vllm.runtime import (
+    BLIND,
     DRAFTS,
     ENDLESS,
-    FORGETS,
-    NAMELESS,
     Runtime,
     _runtimes,
     layer_runtime,
     runtime_of,
 )
-from sparseprefill.adapters.vllm.split import Part
+from sparseprefill.adapters.vllm.split import KNOWN, Part, check_fields
 from sparseprefill.adapters.vllm.tally import NUMBER, Tally
 from sparseprefill.adapters.vllm.worker import NOBODY, ReportExtension
 
@@ -70,11 +69,20 @@ def common(queries: list[int], lengths: list[int], prefilling: list[bool], **mor
     )
 
 
+NOTHING = SimpleNamespace(sampling_params=None)
+"""What a runner keeps of a request that asks for nothing, and whose prompt's length it does not tell."""
+
+
 def runtime(**table: Any) -> Runtime:
+    """Of an engine whose runner names the rows of a batch by their order, until a test gives it another."""
     options = parse({"sparseprefill": {"method": "streaming", "min_query": 8, **table}})
     whole = ModelIdentity(name="m", architecture="M", layers=3, heads=4, kv_heads=2, head_dim=32, digest="d")
     session = Session(options.build(), min_query=options.min_query, layers=options.layers)
-    return Runtime(options, session, Model(whole, whole, "M", "STOCK", 0), Tally())
+    mine = Runtime(options, session, Model(whole, whole, "M", "STOCK", 0), Tally())
+    names = [f"row {i}" for i in range(16)]
+    host = SimpleNamespace(requests=dict.fromkeys(names, NOTHING), input_batch=SimpleNamespace(req_ids=names))
+    mine.names = Names(lambda: host)
+    return mine
 
 
 def stock(narrowed: Any) -> Any:
@@ -141,13 +149,31 @@ class States:
         self._free.append(slot)
 
 
+class ModelState:
+    """Of vLLM's model runner V2: told of requests, and of a batch's rows; makes the metadata."""
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        """The request has come."""
+
+    def prepare_attn(self, input_batch: Any, build: Callable[[], Any]) -> Any:
+        return build()
+
+
 class RunnerV2:
     """Makes builders, as vLLM's does, and metadata with each row's slot."""
 
-    def __init__(self, mine: Runtime, *names: str) -> None:
+    def __init__(self, mine: Runtime, *names: str, state: Any = None) -> None:
         self.req_states = States(max(8, len(names)))
-        self.slots = {name: self.req_states.add(name) for name in names}
+        self.model_state = ModelState() if state is None else state
         mine.names = self.execute_model()
+        self.slots: dict[str, int] = {}
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str, params: Any = None) -> None:
+        """A request comes, with its sampling parameters."""
+        self.slots[name] = self.req_states.add(name)
+        self.model_state.add_request(self.slots[name], SimpleNamespace(req_id=name, sampling_params=params))
 
     def execute_model(self) -> Names:
         return Names.of_caller()
@@ -160,7 +186,7 @@ class RunnerV1:
     """Keeps its requests in the order of the batch's rows; its metadata name nothing."""
 
     def __init__(self, mine: Runtime, *names: str, halves: bool = False) -> None:
-        self.requests = dict.fromkeys(names)
+        self.requests: dict[str, Any] = dict.fromkeys(names, NOTHING)
         self.input_batch = SimpleNamespace(req_ids=list(names))
         self.parallel_config = SimpleNamespace(use_ubatching=halves)
         mine.names = self.execute_model()
@@ -197,7 +223,7 @@ def test_runner_v2_tells_how_long_prompts_are(plain: bool) -> None:
     # Preempted, and computed again with what it had generated, 16 tokens of it from the prefix cache.
     assert [20] == prompts(mine, host.batch([14], [30], [True], "b"))
     host.req_states.remove("b")
-    host.slots["c"] = host.req_states.add("c")
+    host.add("c")
     lengths[host.slots["c"]] = 77
     assert [77] == prompts(mine, host.batch([20], [20], [True], "c")), "the slot is another's now"
     assert ENDLESS not in mine.report().notes
@@ -206,7 +232,7 @@ def test_runner_v2_tells_how_long_prompts_are(plain: bool) -> None:
 def test_runner_v1_tells_how_long_prompts_are() -> None:
     mine = runtime()
     host = RunnerV1(mine, "a", "b")
-    host.requests = {"a": SimpleNamespace(num_prompt_tokens=52), "b": SimpleNamespace()}
+    host.requests = {"a": SimpleNamespace(num_prompt_tokens=52, sampling_params=None), "b": NOTHING}
     assert [52, None] == prompts(mine, common([20, 20], [20, 20], [True, True]))
     assert {ENDLESS: 1} == mine.report().notes
     assert mine.names.prompt(None) is None
@@ -237,7 +263,7 @@ def test_a_freed_slot_names_the_request_that_got_it() -> None:
     first = prefill(plan(mine, host.batch([20], [20], [True], "a"), stock))
     first.memory.put("k", 1)
     host.req_states.remove("a")
-    host.slots["b"] = host.req_states.add("b")
+    host.add("b")
     assert host.slots["a"] == host.slots["b"]
     second = prefill(plan(mine, host.batch([12], [32], [True], "b"), stock))
     assert first is not second, "20 tokens of it were cached, and they are not those of the first"
@@ -342,23 +368,101 @@ def test_runner_v1_names_rows_by_their_order() -> None:
     assert [None] == mine.names.of(batch, 1), "the runner is not kept alive"
 
 
-def test_what_the_host_does_not_name_is_noted(caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM 0.29's model runner V2 has no slots in its metadata; V1 cuts batches in two."""
+def test_an_engine_that_nobody_sees_into_does_not_start() -> None:
+    """Requests would ask for dense attention, and run sparse."""
+    mine = runtime()
+    mine.check_names()
+    blind = SimpleNamespace(add_request=lambda *_: None)
+    for host, why in (
+        (RunnerV2(mine, "a"), None),
+        (RunnerV2(mine, state=blind), DEAF),
+        (RunnerV1(mine, "a"), None),
+        (RunnerV1(mine, "a", halves=True), HALVES),
+        (None, "runner is unknown"),
+    ):
+        mine.names = Names.of_nobody() if host is None else host.execute_model()
+        if why is None:
+            mine.check_names()
+            continue
+        with pytest.raises(sp.AttachError) as caught:
+            mine.check_names()
+        assert f"{BLIND}: " in str(caught.value)
+        assert why in str(caught.value)
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in DEAF
+    assert "--enable-dbo" in HALVES
+
+
+def test_rows_without_slots_are_those_of_their_batch() -> None:
+    """Metadata of a hybrid model have no slots: vLLM's MambaHybridModelState makes them without."""
     mine = runtime(**REMEMBERS)
-    host = RunnerV2(mine, "a")
+    host = RunnerV2(mine, "a", "b")
+    host.req_states.prompt_len[host.slots["b"]] = 33
+
+    def made(*names: str, end: int) -> Any:
+        batch = common([20] * len(names), [end] * len(names), [True] * len(names))
+        rows = SimpleNamespace(req_ids=list(names), num_reqs=len(batch.seq_lens))
+        return host.model_state.prepare_attn(rows, lambda: plan(mine, batch, stock))
+
+    first = made("b", "a", end=20)
+    assert [33, None] == [part.row.prompt for part in first]
+    assert [first[1].prefill, first[0].prefill] == [part.prefill for part in made("a", "b", end=40)]
+    batch = common([20, 20], [60, 60], [True, True])
+    assert [None] * 2 == mine.names.of(batch, 2), "of no batch of the runner's"
+    split = SimpleNamespace(req_ids=["a"], num_reqs=2)
+    assert [None] * 2 == host.model_state.prepare_attn(split, lambda: mine.names.of(batch, 2)), "rows of one request"
+
+
+def test_a_row_of_nobody_runs_dense_is_counted_and_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    mine = runtime()
+    mine.names = Names.of_nobody()
     with caplog.at_level(logging.WARNING):
-        mine.remembers_by(FIELDS)
+        for _ in range(2):
+            assert plan(mine, common([20, 20], [20, 20], [True, True]), stock) is None
+    assert {UNNAMED: 4} == {name: count for name, count in mine.report().notes.items() if name != ENDLESS}
+    assert [f"sparseprefill: a request runs dense: {UNNAMED}"] == [one.message for one in caplog.records]
+
+
+@pytest.mark.parametrize("kind", [RunnerV1, RunnerV2])
+def test_a_request_that_tells_nothing_runs_dense(kind: type[RunnerV1 | RunnerV2]) -> None:
+    """As where vLLM keeps a request's parameters elsewhere."""
+    mine = runtime()
+    host = kind(mine, "a", "b")
+    if isinstance(host, RunnerV1):
+        host.requests["b"] = SimpleNamespace(num_prompt_tokens=20)
+    else:
+        host.model_state.add_request(host.slots["b"], SimpleNamespace(req_id="b", params=None))
+    parts = plan(mine, host.batch([20, 20], [20, 20], [True, True], "a", "b"), stock)
+    assert parts is not None
+    assert [True, False] == [part.row is not None for part in parts]
+    assert 1 == mine.report().notes[SILENT]
+
+
+@dataclasses.dataclass
+class Later(Common):
+    """Metadata of a later vLLM: two fields that nobody here knows."""
+
+    sink_lens: torch.Tensor | None = None
+    fast: bool = False
+
+
+def test_fields_that_nobody_knows_are_said_at_start_and_not_cut(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_fields(Common)
         assert not caplog.records
-        mine.remembers_by(FIELDS - {"req_idx"})
-        halves = RunnerV1(mine, "a", halves=True)
-        mine.remembers_by(FIELDS)
-        runtime().remembers_by(FIELDS)  # a method that remembers nothing
-    assert [FORGETS in record.message for record in caplog.records] == [True, True]
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in caplog.records[0].message
-    chunks = [plan(mine, common([20], [length], [True]), stock) for length in (20, 40, 60)]
-    assert 3 == len({id(prefill(one)) for one in chunks})
-    assert {NAMELESS: 2, ENDLESS: 3} == mine.report().notes
-    del host, halves
+        check_fields(Later)
+    assert "say something under sink_lens, fast will run dense" in caplog.text
+    empty = Later(**vars(common([20, 3], [20, 30], [True, False])))
+    told = Later(**vars(common([20, 3], [40, 31], [True, False])), sink_lens=torch.ones(2))
+    mine = runtime()
+    assert plan(mine, empty, stock) is not None
+    assert plan(mine, told, stock) is None
+    assert plan(mine, dataclasses.replace(empty, fast=True), stock) is None, "another group of layers of the first step"
+    why = "vLLM's metadata say something that this version does not know: sink_lens"
+    assert 1 == mine.report().notes[why]
+    always = dataclasses.make_dataclass("Always", [("ranks", torch.Tensor)])
+    with pytest.raises(sp.AttachError, match="does not know: ranks, so no batch could be cut"):
+        check_fields(always)
+    assert FIELDS <= KNOWN
 
 
 @pytest.mark.parametrize(
@@ -422,7 +526,7 @@ class Owner:
 
 
 def test_engines_of_one_process_have_each_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_make", lambda *_: runtime())
+    monkeypatch.setattr(module, "make_runtime", lambda *_: runtime())
     attention = SimpleNamespace(backend=SimpleNamespace(name="CUSTOM"), backend_per_kind={})
     one, other = (SimpleNamespace(attention_config=attention, compilation_config=Owner()) for _ in range(2))
     first, second = runtime_of(one, "CPU_ATTN"), runtime_of(other, "CPU_ATTN")

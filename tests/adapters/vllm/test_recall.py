@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from sparseprefill.adapters.session import session as sessions
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.session.watch import CallRecall
 from sparseprefill.adapters.vllm import runtime as module
@@ -47,8 +48,10 @@ class Metric:
 
     def labels(self, **given: str) -> Any:
         assert self.names == list(given)
-        assert {"model_name": "served", "method": "streaming", "worker": "1"} == {name: given[name] for name in OWNER}
-        values = self.seen.setdefault(",".join(text for name, text in given.items() if name not in OWNER), [])
+        *owner, profile = (given[name] for name in OWNER)
+        assert ["served", "streaming", "1"] == owner
+        key = ",".join(text for name, text in given.items() if name not in OWNER)
+        values = self.seen.setdefault(f"{profile}: {key}" if profile else key, [])
         if self.buckets:
             return SimpleNamespace(observe=values.append)
         return SimpleNamespace(inc=lambda amount=1: values.append(amount))
@@ -76,7 +79,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, layers: int = 3, **table: Any) -> R
     monkeypatch.setattr(module, "show", lambda _: None)
     model, parallel = SimpleNamespace(served_model_name=["served", "other"]), SimpleNamespace(rank=1)
     given = {"additional_config": {"sparseprefill": {**METHOD, **table}}}
-    return module._make(SimpleNamespace(**given, model_config=model, parallel_config=parallel), "STOCK")
+    return module.make_runtime(SimpleNamespace(**given, model_config=model, parallel_config=parallel), "STOCK")
 
 
 def test_heads_are_told_by_class_of_layers(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +103,40 @@ def test_heads_are_told_by_class_of_layers(metrics: dict[str, Metric], monkeypat
     report = mine.report()
     assert (3, 2, 0.99) == (report.prefills, report.measured_prefills, report.strict_recall)
     assert "recall below 0.99: 6 of 6 calls" in str(report)
+
+
+def test_profiles_of_one_method_are_counted_apart(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = {"method": "streaming", "parameters": {"sink": 16, "window": 32, "block": 16}, "gate": False}
+    mine = runtime(monkeypatch, profiles={"wide": wide})
+    for served in mine.every:
+        served.tally.chunk(300).settle()
+        served.session.run(CALL, Prefill())
+        served.session.read_recall()
+    assert {"0,sparse": [1], "wide: 0,sparse": [1]} == metrics["sparseprefill:prefill_calls"].seen
+    for name in ("density", "recall"):
+        assert {"0", "wide: 0"} == set(metrics[f"sparseprefill:{name}"].seen)
+    assert {"dense", "wide: dense"} == set(metrics["sparseprefill:prefill_chunks"].seen)
+
+
+def test_dense_chunks_tell_their_reason(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = runtime(monkeypatch)
+    for tokens, why in ((100, "fewer than 128 tokens"), (90, "fewer than 256 tokens"), (500, "other"), (700, None)):
+        mine.tally.settle(tokens, why)
+    assert {"fewer than N tokens": [1, 1], "other": [1]} == metrics["sparseprefill:dense_chunks"].seen
+    assert {"dense": [1] * 3, "sparse": [1]} == metrics["sparseprefill:prefill_chunks"].seen
+
+
+def test_a_density_that_was_not_counted_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kept, noted in ((1 << 20, {}), (0, {module.NOT_COUNTED: 2})):
+        monkeypatch.setattr(sessions, "KEPT_BYTES", kept)
+        mine = runtime(monkeypatch, recall_every=0)
+        prefill = Prefill()
+        for layer in (0, 1):
+            mine.session.run(attrs.evolve(CALL, layer=layer), prefill)
+        mine.session.decline(2, "why", (1, 300, 300))
+        report = mine.report()
+        assert noted == report.notes
+        assert bool(noted) == (report.density is None) == ("not counted" in str(report))
 
 
 def test_nothing_is_told_where_nothing_is_measured(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +227,7 @@ def test_kernels_for_it_are_compiled_at_start(recall: bool, monkeypatch: pytest.
 def test_prometheus_takes_them() -> None:
     """With its own library, where there is one."""
     client = pytest.importorskip("prometheus_client")
-    whose = {"model_name": "mine", "method": "streaming", "worker": "0.1"}
+    whose = {"model_name": "mine", "method": "streaming", "worker": "0.1", "profile": ""}
 
     def counted(bound: str) -> float:
         labels = {**whose, "layers": "16-23", "le": bound}

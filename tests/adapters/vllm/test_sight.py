@@ -17,15 +17,14 @@ import pytest
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm import runtime as module
 from sparseprefill.adapters.vllm.plan import plan
-from sparseprefill.adapters.vllm.requests import Row
-from sparseprefill.adapters.vllm.runtime import DEAF, UNSEEN, Runtime
+from sparseprefill.adapters.vllm.runtime import NO_PROFILE, UNSEEN, Runtime
 from sparseprefill.adapters.vllm.served import Served
 from sparseprefill.adapters.vllm.summary import Summary, every, interval_of_host
 from sparseprefill.adapters.vllm.tally import METRICS, OWNER, PREFIX, Tally
 
 import sparseprefill as sp
 
-from .test_plan import FIELDS, RunnerV1, RunnerV2, common, runtime, stock
+from .test_plan import NOTHING, RunnerV1, RunnerV2, common, runtime, stock
 
 
 class Clock:
@@ -147,7 +146,9 @@ def mine() -> Runtime:
     SETTLED.clear()
     plain = runtime(profiles={"all": {"method": "dense"}})
     other = Served(Session(sp.build("dense"), min_query=8), Told())
-    return Runtime(plain.options, plain.session, plain.model, Told(), {"all": other})
+    made = Runtime(plain.options, plain.session, plain.model, Told(), {"all": other})
+    made.names = plain.names
+    return made
 
 
 def test_a_chunk_is_counted_once_when_its_step_is_over(mine: Runtime) -> None:
@@ -173,8 +174,12 @@ def test_a_chunk_is_counted_once_when_its_step_is_over(mine: Runtime) -> None:
     assert 4 == len(SETTLED)
 
 
+def params(profile: object) -> Any:
+    return SimpleNamespace(extra_args={"sparseprefill": profile})
+
+
 def asking(profile: object) -> Any:
-    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"sparseprefill": profile}), num_prompt_tokens=52)
+    return SimpleNamespace(sampling_params=params(profile), num_prompt_tokens=52)
 
 
 def served(mine: Runtime, batch: Any) -> list[Any]:
@@ -185,47 +190,71 @@ def served(mine: Runtime, batch: Any) -> list[Any]:
 
 def test_runner_v1_tells_what_requests_ask_for(mine: Runtime, caplog: pytest.LogCaptureFixture) -> None:
     host = RunnerV1(mine, "a", "b", "c", "d")
-    host.requests = {"a": asking("all"), "b": asking("off"), "c": asking("fast"), "d": SimpleNamespace()}
+    host.requests = {"a": asking("all"), "b": asking("off"), "c": asking("fast"), "d": NOTHING}
     with caplog.at_level(logging.WARNING):
         for start in (0, 20):
             batch = common([20] * 4, [start + 20] * 4, [True] * 4)
             assert [mine.profiles["all"].session, None, mine.session] == served(mine, batch)
     text = "sparseprefill is 'fast', which is not a profile of this engine. Known: all, off"
     assert [f"sparseprefill: a request runs dense: {text}"] == [one.message for one in caplog.records]
-    assert 2 == mine.report().notes["the request asks for it (sparseprefill: off)"]
+    notes = mine.report().notes
+    assert [2, 2] == [notes["the request asks for it (sparseprefill: off)"], notes[NO_PROFILE]]
 
 
-def test_runner_v2_tells_it_with_the_first_chunk(mine: Runtime) -> None:
-    class Stepping(RunnerV2):
-        """Plans as vLLM does: below the call that has what the scheduler says."""
-
-        def execute_model(self, scheduler_output: Any = None, batch: Any = None) -> Any:
-            return super().execute_model() if batch is None else served(mine, batch)
-
-    host = Stepping(mine, "a", "b")
-    new = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id="a", **vars(asking("all")))])
-    nothing = SimpleNamespace(scheduled_new_reqs=[])
+def test_runner_v2_tells_it_when_a_request_comes(mine: Runtime) -> None:
+    host = RunnerV2(mine, "b")
+    host.add("a", params("all"))
     both = [mine.profiles["all"].session, mine.session]
-    assert both == host.execute_model(new, host.batch([20, 20], [20, 20], [True, True], "a", "b"))
-    assert both == host.execute_model(nothing, host.batch([20, 20], [40, 40], [True, True], "a", "b"))
-    again = host.batch([20], [20], [True], "a")
-    assert both[:1] == host.execute_model(nothing, again), "begun anew by the runner alone"
-    other = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id="a", sampling_params=None)])
-    assert both[1:] == host.execute_model(other, again), "another of the name, that asks for nothing"
+    assert both == served(mine, host.batch([20, 20], [20, 20], [True, True], "a", "b"))
+    assert both == served(mine, host.batch([20, 20], [40, 40], [True, True], "a", "b"))
+    assert both[:1] == served(mine, host.batch([20], [20], [True], "a")), "begun anew"
+    host.req_states.remove("a")
+    host.add("c", params("off"))
+    assert host.slots["a"] == host.slots["c"]
+    assert [] == served(mine, host.batch([20], [20], [True], "c")), "the slot is another's now"
+    host.req_states.remove("c")
+    host.add("a")
+    assert both[1:] == served(mine, host.batch([20], [20], [True], "a")), "another of the name, that asks for nothing"
 
 
-def test_requests_that_nobody_names_cannot_ask(mine: Runtime, caplog: pytest.LogCaptureFixture) -> None:
-    host = RunnerV2(mine, "a")
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"sparsprefill": "off"},
+        {"sparse-prefill": "off"},
+        {"SparsePrefill": "off"},
+        {"sparseprefill": "all", "sparseprefill_profile": "off"},
+        {"sparseprefill": None},
+        {"sparseprefill": ["off"]},
+        {"sparseprefill": {"profile": "off"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [RunnerV1, RunnerV2])
+def test_what_no_front_end_has_refused_runs_dense(
+    kind: type[RunnerV1 | RunnerV2], extra: dict[str, Any], mine: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = kind(mine)
+    given = SimpleNamespace(extra_args=extra)
+    if isinstance(host, RunnerV1):
+        host.requests["a"] = SimpleNamespace(sampling_params=given, num_prompt_tokens=52)
+    else:
+        host.add("a", given)
     with caplog.at_level(logging.WARNING):
-        mine.remembers_by(FIELDS)
-        assert not caplog.records
-        mine.remembers_by(FIELDS - {"req_idx"})
-    assert DEAF in caplog.text
-    assert [mine.session] == served(mine, common([20], [20], [True]))
-    del host
-    assert {} == mine.asked([None])
-    assert {"a": None} == mine.asked(["a"])
-    assert mine.main is mine.serving(Row(0, 20, asked=3))
+        for end in (20, 40):
+            assert [] == served(mine, host.batch([20], [end], [True], "a"))
+    assert 1 == len(caplog.records)
+    ((_, why), (_, again)) = SETTLED
+    assert why is not None
+    assert why == again
+    assert "sparseprefill" in why
+    assert not any(word in why for word in ("off", "profile_", "SparseP")), "a label of metrics: no words of requests"
+
+
+def test_other_arguments_are_no_business_of_ours(mine: Runtime) -> None:
+    host = RunnerV2(mine)
+    host.add("a", SimpleNamespace(extra_args={"kv_transfer_params": {}, "sparse": 1, "prefill": 2}))
+    assert [mine.session] == served(mine, host.batch([20], [20], [True], "a"))
 
 
 def dashboard() -> dict[str, Any]:

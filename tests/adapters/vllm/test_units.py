@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import multiprocessing
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from sparseprefill.adapters.demo.settings import CLUSTERS
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.vllm import plugin, register
-from sparseprefill.adapters.vllm.admission import install
+from sparseprefill.adapters.vllm.admission import check_apart, install, keep_apart
 from sparseprefill.adapters.vllm.chunks import SCHEDULER, check_chunk, check_grain, chunk_end
 from sparseprefill.adapters.vllm.layer import Layer, index_of
 from sparseprefill.adapters.vllm.options import MIN_QUERY, parse
@@ -331,6 +333,7 @@ class Registry:
             "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True)),
             "vllm.exceptions": SimpleNamespace(VLLMValidationError=RuntimeError),
             "vllm.v1.engine.input_processor": SimpleNamespace(InputProcessor=type("InputProcessor", (Taker,), {})),
+            "vllm.v1.request": SimpleNamespace(Request=type("Request", (Made,), {})),
         }
         for name in ("vllm.v1", "vllm.v1.engine", "vllm.v1.attention", "vllm.v1.attention.backends"):
             modules[name] = SimpleNamespace()
@@ -351,18 +354,44 @@ class Taker:
         return SimpleNamespace(request_id=request_id, cache_salt=prompt or None, priority=priority)
 
 
-def test_a_newer_vllm_is_tried_and_said_to_be_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+class Made:
+    """In the place of vLLM's Request, the engine's own record."""
+
+    def __init__(self, salt: str | None, hasher: object) -> None:
+        self.salt, self.hasher = salt, hasher
+
+    @classmethod
+    def from_engine_core_request(cls, request: Any, block_hasher: object) -> Made:
+        return cls(request.cache_salt, block_hasher)
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("0.33.0", "its source was compared with theirs"), ("0.77.1", "nobody has compared its source")],
+)
+def test_a_newer_vllm_is_used_and_said_to_be_so_once(
+    version: str, known: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    there = Registry(monkeypatch, "0.77.1")
     monkeypatch.setattr("importlib.import_module", lambda name: name)
     with caplog.at_level(logging.WARNING):
-        register()
-        register()
-    assert {"CUSTOM": plugin.CUDA_BACKEND, "CPU_ATTN": plugin.CPU_BACKEND} == there.given
+        for child in (None, object()):
+            there = Registry(monkeypatch, version)
+            monkeypatch.setattr(multiprocessing, "parent_process", lambda child=child: child)
+            register()
+            register()
+            assert {"CUSTOM": plugin.CUDA_BACKEND, "CPU_ATTN": plugin.CPU_BACKEND} == there.given
     (text,) = (one.message for one in caplog.records)
-    assert text.startswith("sparseprefill: vLLM 0.77.1 is newer than the versions tried (0.29 to 0.32); it is used")
+    assert f"sparseprefill: vLLM {version} is newer than the versions that ran (0.29 to 0.32); {known}; it is" in text
     assert text.endswith("see docs/vllm.md")
+
+
+def test_the_table_of_versions_is_that_of_the_code() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    ran = [int(minor) for minor in re.findall(r"^\| 0\.(\d+)\.\d+ \| the smoke test", page, re.MULTILINE)]
+    (first, *_, last), (_, read) = ran, plugin.READ
+    assert ((0, first), (0, last)) == (plugin.OLDEST, plugin.NEWEST)
+    assert list(range(first, last + 1)) == ran
+    assert f"\n| 0.{read}.0 | nothing: " in page
 
 
 def test_a_newer_vllm_of_other_interfaces_is_left_alone(
@@ -400,12 +429,16 @@ def test_a_vllm_that_takes_requests_otherwise_is_said_to(
 ) -> None:
     Registry(monkeypatch, "0.32.0")
     monkeypatch.delattr(Taker, "process_inputs")
+    monkeypatch.delattr(Made, "from_engine_core_request")
     with caplog.at_level(logging.WARNING):
         register()
-    assert (
-        "requests cannot ask for a profile or for dense attention: this vLLM does not take requests through"
-        in caplog.text
-    )
+    unseen, shared = (one.message for one in caplog.records)
+    assert "run dense instead of being refused: this vLLM does not take requests through" in unseen
+    assert "cannot tell apart what requests ask for: this vLLM does not make requests by Request.from_engine" in shared
+
+
+def asking(**extra: Any) -> Any:
+    return SimpleNamespace(extra_args=extra or None)
 
 
 def test_requests_are_looked_at_where_they_come_in() -> None:
@@ -415,22 +448,59 @@ def test_requests_are_looked_at_where_they_come_in() -> None:
     assert install(kind, RuntimeError) is None
     assert once is kind.process_inputs, "not twice"
     taker = kind(profiles={"quick": {"method": "streaming"}})
-
-    def params(**extra: Any) -> Any:
-        return SimpleNamespace(extra_args=extra or None)
-
-    assert taker.process_inputs("a", "", params()).cache_salt is None
-    assert "mine" == taker.process_inputs("a", "mine", params(other=3), priority=2).cache_salt
-    salts = {taker.process_inputs("a", salt, params=params(sparseprefill=name)).cache_salt for salt, name in KINDS}
-    assert len(KINDS) == len(salts), "prefix caches apart, by the request's own salt too"
+    assert 2 == taker.process_inputs("a", "", asking(other=3), priority=2).priority
+    assert "a" == taker.process_inputs("a", "", params=asking(sparseprefill="quick")).request_id
     for wrong in ("slow", "", 3, ["off"], None):
         with pytest.raises(RuntimeError, match="is not a profile of this engine"):
-            taker.process_inputs("a", "", params(sparseprefill=wrong))
+            taker.process_inputs("a", "", asking(sparseprefill=wrong))
     taker.vllm_config.attention_config.backend = None
-    assert taker.process_inputs("a", "", params(sparseprefill="slow")).cache_salt is None, "no business of ours"
+    assert "a" == taker.process_inputs("a", "", asking(sparseprefill="slow")).request_id, "no business of ours"
 
 
-KINDS = [("", "off"), ("mine", "off"), ("", "quick"), ("mine", "quick")]
+@pytest.mark.parametrize("key", ["sparsprefill", "sparse_prefill", "Sparseprefill", "sparseprefill ", "sparseprofile"])
+@pytest.mark.parametrize("right", [{}, {"sparseprefill": "off"}], ids=["alone", "beside the right one"])
+def test_a_mistyped_argument_is_refused(key: str, right: dict[str, str]) -> None:
+    kind: Any = type("InputProcessor", (Taker,), {})
+    install(kind, RuntimeError)
+    with pytest.raises(RuntimeError) as caught:
+        kind().process_inputs("a", "", asking(**right, **{key: "off"}))
+    assert f"{key!r} is no argument of a request; did you mean 'sparseprefill'?" == str(caught.value)
+
+
+def made(kind: Any, salt: str | None = None, **extra: Any) -> Any:
+    request = SimpleNamespace(cache_salt=salt, sampling_params=asking(**extra))
+    found = kind.from_engine_core_request(request, "hasher")
+    assert salt == request.cache_salt
+    assert ("hasher", kind) == (found.hasher, type(found))
+    return found.salt
+
+
+def test_requests_that_ask_for_different_things_share_no_block() -> None:
+    """Whichever front end they come through."""
+    kind: Any = type("Request", (Made,), {})
+    config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
+    with pytest.raises(sp.AttachError, match="add --no-enable-prefix-caching"):
+        check_apart(config, kind)
+    check_apart(SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=False)), kind)
+    assert keep_apart(kind) is None
+    once = kind.from_engine_core_request.__func__
+    assert keep_apart(kind) is None
+    assert once is kind.from_engine_core_request.__func__, "not twice"
+    check_apart(config, kind)
+    assert made(kind) is None
+    assert "mine" == made(kind, "mine", other=3)
+    assert made(kind, sparseprefill="off") == made(kind, sparseprefill="off")
+    salts = {made(kind, salt, **({} if name is None else {"sparseprefill": name})) for salt, name in KINDS}
+    assert len(KINDS) == len(salts), "by the request's own salt too, even one that looks like ours"
+    assert made(kind, sparsprefill="off") not in (None, *salts), "it runs dense"
+    request = SimpleNamespace(cache_salt=None, sampling_params=None)
+    assert kind.from_engine_core_request(request, block_hasher=None).salt is None, "of a pooling model"
+
+
+KINDS: list[tuple[str | None, Any]] = [
+    *(("", "off"), ("mine", "off"), ("", "quick"), ("mine", "quick"), ("", ["off"]), ("", "None"), ("mine", None)),
+    *((None, None), ("sparseprefill='off';", None), ("sparseprefill='off';mine", None)),
+]
 
 
 @given(st.integers(0, 400), st.integers(1, 300), st.integers(1, 500), st.integers(2, 150))

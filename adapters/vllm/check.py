@@ -1,0 +1,115 @@
+"""A configuration against a model's files, before a server starts: what the engine would refuse, and what it would run.
+
+This is the code that an engine runs when it starts, on what transformers reads of the model; vLLM is not needed. What
+only vLLM knows, such as the tokens of a step or a cache's type, is left to its start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from .chunks import SCHEDULER
+from .layer import LATENT, Layer, unsupported
+from .options import parse
+from .runtime import make_runtime
+
+HOST = "vLLM's own attention"
+FULL, WINDOW, CHUNKS = "full_attention", "sliding_attention", "chunked_attention"
+"""Kinds of layers that have keys, as transformers calls them."""
+
+
+@frozen(kw_only=True)
+class Expected:
+    """What requests that ask for a profile would get; profile: empty for those that ask for none.
+
+    method: the pipeline's name. sparse: layers that can run it. dense: how many others have keys, by reason.
+    """
+
+    profile: str
+    method: str
+    sparse: int
+    dense: Mapping[str, int]
+
+
+@frozen(kw_only=True)
+class Checked:
+    """A configuration that an engine would take. model: its class and sizes, in words. flags: of vLLM that it needs."""
+
+    model: str
+    expected: tuple[Expected, ...]
+    flags: tuple[str, ...]
+
+
+def check(additional: object, whole: Any, folder: str) -> Checked:
+    """What an engine would make of vLLM's ``additional_config``.
+
+    whole: transformers' configuration of the model, which is in this folder.
+    Raises what the engine would: ParameterError, UnknownMethodError or AttachError, which name the key at fault.
+    """
+    text: Any = whole.get_text_config()
+    flags = ["--attention-backend CUSTOM"]
+    if parse(additional).chunk is not None:
+        flags.append(f"--scheduler-cls {SCHEDULER}")
+    config = SimpleNamespace(
+        additional_config=additional,
+        model_config=SimpleNamespace(model=folder, hf_config=whole, hf_text_config=text),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER),  # it is among the flags
+    )
+    runtime = make_runtime(config, HOST)
+    sizes, chosen, expected = runtime.model.identity, runtime.options.layers, list[Expected]()
+    impls = {index: _impl(text, sizes.head_dim, kind) for index, kind in enumerate(_kinds(text, sizes.layers)) if kind}
+    for profile, served in (("", runtime.main), *runtime.profiles.items()):
+        reasons = {index: _reason(served.session.route, text, index, impl, sizes) for index, impl in impls.items()}
+        if not profile:
+            runtime.expect(list(reasons.items()))
+        asked = [why for index, why in reasons.items() if chosen is None or index in chosen]
+        dense = Counter(why for why in asked if why is not None)
+        able = len(asked) - dense.total()
+        expected.append(Expected(profile=profile, method=served.session.route.name, sparse=able, dense=dense))
+    model = (
+        f"{runtime.model.name}: {sizes.layers} layers, {sizes.heads} query and {sizes.kv_heads} KV heads of size "
+        f"{sizes.head_dim}"
+    )
+    return Checked(model=model, expected=tuple(expected), flags=tuple(flags))
+
+
+def _kinds(text: Any, layers: int) -> list[str | None]:
+    """The kind of every layer; None for one without keys."""
+    usual = FULL if getattr(text, "sliding_window", None) is None else WINDOW
+    kinds = getattr(text, "layer_types", None) or [usual] * layers
+    return [kind if kind in (FULL, WINDOW, CHUNKS) else None for kind in kinds]
+
+
+def _impl(text: Any, head_dim: int, kind: str) -> Any:
+    """What `Layer` reads of vLLM's AttentionImpl."""
+    return SimpleNamespace(
+        attn_type="decoder",
+        sliding_window=int(getattr(text, "sliding_window", None) or 1) if kind == WINDOW else -1,
+        chunk_lookback=0 if kind == CHUNKS else -1,
+        kv_cache_dtype="auto",
+        scale=head_dim**-0.5,
+        logits_soft_cap=getattr(text, "attn_logit_softcapping", None),
+        sinks=None,
+    )
+
+
+def _reason(route: Any, text: Any, index: int, impl: Any, sizes: Any) -> str | None:
+    """Why a layer would stay dense, or None; stages are asked about this machine's device."""
+    if getattr(text, "kv_lora_rank", None):
+        return LATENT
+    layer = Layer.of(f"layers.{index}", impl)
+    if layer.reason is not None:
+        return layer.reason
+    impl.num_heads, impl.num_kv_heads, impl.head_size = sizes.heads, sizes.kv_heads, sizes.head_dim
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    longest = int(getattr(text, "max_position_embeddings", None) or 1 << 15)
+    dtype = getattr(text, "dtype", None)
+    dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    return unsupported(route, layer, impl, dtype, device, keys=longest, first_head=0)
