@@ -54,6 +54,12 @@ class Point:
         return stock.seconds / one.seconds if one.seconds and one.prompts == stock.prompts else None
 
     @property
+    def pointless(self) -> bool:
+        """Whether the model itself gave no right answer, so that nobody else's say anything."""
+        right, asked = self.stock.answers
+        return asked > 0 and not right
+
+    @property
     def kl(self) -> float:
         """KL(dense || sparse) of the next token, mean over the rows looked at, in nats; infinite where it failed."""
         found = self.summary.divergence
@@ -104,12 +110,12 @@ class Reader:
 
 def frontier(points: Sequence[Point]) -> list[Point]:
     """The points that came through and that no other beats: with as many answers, as small a KL and as small a cost,
-    and less of one of them."""
+    and less of one of them. None where the model itself cannot do the task."""
 
     def key(point: Point) -> tuple[int, float, float]:
         return -point.summary.answers[0], point.kl, point.cost
 
-    done = [one for one in points if not one.error]
+    done = [one for one in points if not one.error and not one.pointless]
     keys = [key(one) for one in done]
     return [
         one

@@ -124,6 +124,7 @@ def bench(
         input=None if inputs is None else inputs.value,
         gate=gate,
         layers=None if ttft else layers,
+        place=place,
         sizes={"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name, "batch": batch},
     )
     if ttft and peers:

@@ -55,18 +55,21 @@ def cluster(
     from ..demo.samples import key_value_prompts
     from .picture import check_path
     from .progress import bars
-    from .setup import Place, model_of
+    from .setup import Place, Source, identity_of
 
     check_writable("--output", output)
     check_path(picture)
     place = Place.of(device, dtype.value, threads)
     settings = Settings(block=block, threshold=threshold, min_size=min_size, latent=latent, epochs=epochs, seed=seed)
     with bars(1) as shown, place.threaded():
-        found, tokenizer, identity = model_of(model, tokens, place)
+        source = Source.of(model, place)
+        source.check_tokens(tokens)
         try:
-            prompts = key_value_prompts(tokenizer, tokens, samples, seed)
+            prompts = key_value_prompts(source.tokenizer, tokens, samples, seed)
         except ValueError as error:
             raise CommandError(f"--tokens {tokens}: {error}") from error
+        found = source.load()
+        identity = identity_of(found, model)
         with shown.contender("heads") as progress:
             one = clustered(found, identity, prompts, settings, progress)
         draw(one.similar, one.heads, one.table, picture)

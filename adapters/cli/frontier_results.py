@@ -130,6 +130,11 @@ def _remarks(group: Sequence[Point]) -> list[str]:
     stock = group[0].stock
     times = [one.time for one in group if one.time is not None]
     made = [f"the model's own attention: {stock.answers[0]} / {stock.answers[1]} answers, {_prefill(group)}"]
+    if group[0].pointless:
+        made.append(
+            "the model cannot do the task: its own attention has no right answer, so no row is marked and the answers "
+            "compare nothing. Take a model that answers such questions, or shorter texts (--tokens)"
+        )
     if times:
         span = sorted(one.dense * 1e3 for one in times)
         made.append(

@@ -90,7 +90,7 @@ def tune(
     from ..calibration.target import Target
     from . import fitted
     from .progress import bars
-    from .setup import Place, exams_of, model_of
+    from .setup import Place, Source, exams_of, identity_of, readings_of
 
     found = default_registry().get(method)
     path = Path(f"{method}.profile.json") if output is None else output
@@ -101,12 +101,15 @@ def tune(
     cost = by.of(place)
     target = Target(loss=loss)
     with bars(len(lengths)) as shown, place.threaded():
-        loaded, tokenizer, identity = model_of(model, max(lengths), place)
-        exams = exams_of(loaded, tokenizer, identity, lengths, texts, questions, seed, tail)
+        source = Source.of(model, place)
+        exams = exams_of(source, lengths, texts, questions, seed)
+        loaded = source.load()
+        identity = identity_of(loaded, model)
+        own = readings_of(loaded, source.tokenizer, identity, exams, tail)
         searches: list[Search] = []
         stop = Stop()
         for length in lengths:
-            readings = exams[length]
+            readings = own[length]
             searcher = Searcher(length, candidates, readings, target, cost, rungs=(readings.count,), repair=False)
             stop = Stop()
             with stop, shown.contender(f"{length:,} tokens") as progress:
