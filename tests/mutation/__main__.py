@@ -39,7 +39,14 @@ FILES = (
     "core/sparseprefill/stages.py",
     "adapters/session/*.py",
 )
-TESTS = ("tests/unit", "tests/property", "tests/adapters/test_session_*.py", "tests/adapters/test_prospects.py")
+TESTS = (
+    "tests/unit",
+    "tests/property",
+    "tests/adapters/test_session_*.py",
+    "tests/adapters/test_prospects.py",
+    "tests/adapters/test_recall_watch.py",
+    "tests/adapters/test_huggingface_cross.py",
+)
 # On a CPU, with one thread a process and the examples of one fixed profile: a kill must repeat.
 ENVIRONMENT = {
     "HYPOTHESIS_PROFILE": "mutants",

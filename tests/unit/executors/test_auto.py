@@ -29,3 +29,11 @@ def test_a_call_of_tensors_is_of_layer_0() -> None:
     pipeline = sp.build("dense", block=4)
     sp.Pipeline(pipeline.estimator, observers=(Watches(),))(call.q, call.k, call.v)
     assert [0] == layers
+
+
+def test_every_call_needs_its_plan() -> None:
+    calls = [make(8), make(8)]
+    plans = [sp.Plan(sp.SparseMask.full(call, 4)) for call in calls]
+    assert 2 == len(sp.AutoExecutor().execute_many(calls, plans))
+    with pytest.raises(ValueError, match="shorter"):
+        sp.AutoExecutor().execute_many(calls, plans[:1])
