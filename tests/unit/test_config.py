@@ -85,7 +85,7 @@ def test_unions_keep_the_observers() -> None:
 
 def test_a_part_of_a_union_that_goes_by_length_observes_if_it_remembers(tmp_path: Path) -> None:
     sizes = {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8}
-    identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)  # type: ignore[arg-type]
+    identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)
 
     def observers(method: str, **parameters: Any) -> list[str]:
         one = LengthRange(least=0, tokens=64, method=method, parameters=parameters)
@@ -100,7 +100,7 @@ def test_a_part_of_a_union_that_goes_by_length_observes_if_it_remembers(tmp_path
 
 def test_a_profile_of_a_method_that_is_not_here_says_where(tmp_path: Path) -> None:
     sizes = {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8}
-    identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)  # type: ignore[arg-type]
+    identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)
     one = LengthRange(least=0, tokens=64, method="gone", parameters={})
     path = tmp_path / "gone.json"
     path.write_text(Profile(methods=("gone",), model=identity, ranges=(one,)).to_json())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Never
+from typing import Any, Never, cast
 
 import pytest
 import torch
@@ -247,7 +247,7 @@ def test_scores_of_columns_are_asked_for_in_pieces(limit: int, rows: int | None,
             which = torch.arange(6)[heads][None, :, None, None] * 1000 + position[:, None, :, None]
             return (which + torch.arange(64)).expand(shape).double()
 
-    found = priority.tiles_of_columns(Counts(), call, rows, 16, 8)
+    found = priority.tiles_of_columns(cast(sp.Priority, Counts()), call, rows, 16, 8)
     assert max(asked) <= limit
     assert sum(asked) == 6 * 64 * (1 if rows is None else 4)
     group = torch.arange(4)[:, None] * (0 if rows is None else 16)
