@@ -10,7 +10,7 @@ import typer
 from . import render
 from .files import check_writable, write
 from .group import CommandError
-from .shared_options import Device, Dtype, Json, Model, Threads, Type
+from .shared_options import SEEDS, Device, Dtype, Json, Model, Threads, Type
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +27,7 @@ def anchors(
     ] = None,
     tile: Annotated[int, typer.Option(min=16, help="Tokens of a query tile.")] = 128,
     columns: Annotated[int, typer.Option(min=1, help="Keys before a tile by which layers are compared.")] = 128,
-    seed: Annotated[int, typer.Option(help="Chooses the samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Chooses the samples.")] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the table to this file.")] = Path(
         "anchors.json"
     ),

@@ -11,7 +11,7 @@ import typer
 from . import render
 from .files import check_writable, write
 from .group import CommandError
-from .shared_options import Device, Dtype, Json, Model, Threads, Type
+from .shared_options import SEEDS, Device, Dtype, Json, Model, Threads, Type
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def cluster(
     min_size: Annotated[int, typer.Option(min=1, help="Minimum heads in a cluster; smaller ones are noise.")] = 5,
     latent: Annotated[int, typer.Option(min=1, help="Numbers that a map is compressed to.")] = 64,
     epochs: Annotated[int, typer.Option(min=1, help="Maximum epochs of training for the autoencoder.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Chooses the samples, and how the training begins.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Chooses the samples, and how the training begins.")] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the table to this file.")] = Path(
         "clusters.json"
     ),

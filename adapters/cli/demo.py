@@ -10,7 +10,7 @@ import typer
 from ..demo.seeds import TABLES
 from ..session.defaults import TAIL
 from . import render
-from .shared_options import Configs, Device, Dtype, Floor, Json, Methods, Settings, Tail, Type
+from .shared_options import SEEDS, Configs, Device, Dtype, Floor, Json, Methods, Settings, Tail, Type
 
 if TYPE_CHECKING:
     from ..evaluation.outcome import Outcome
@@ -33,7 +33,9 @@ def demo(
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 4,
-    seed: Annotated[int, typer.Option(help="Chooses the text, the needles and their places.")] = TABLES,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="Chooses the text, the needles and their places.")
+    ] = TABLES,
     picture: Annotated[Path, typer.Option(help="Write the picture of the masks to this file.")] = Path(
         "sparseprefill-demo.png"
     ),

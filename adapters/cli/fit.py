@@ -17,7 +17,7 @@ from . import render
 from .files import check_writable
 from .group import CommandError
 from .searched import chosen, fixed_parameters, with_tables, without_tables
-from .shared_options import Device, DeviceMap, Dtype, Floor, Methods, Model, Prompts, Tail, Threads, Type
+from .shared_options import SEEDS, Device, DeviceMap, Dtype, Floor, Methods, Model, Prompts, Tail, Threads, Type
 from .tune import Cost
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ def fit(
     by: Annotated[
         Cost, typer.Option(help="What to minimise; by default seconds on a GPU, density on a CPU.")
     ] = Cost.AUTO,
-    seed: Annotated[int, typer.Option(help="Orders the settings, in case there is no time for all.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="Orders the settings, in case there is no time for all.")
+    ] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the profile to this file.")] = Path(
         "model.profile.json"
     ),

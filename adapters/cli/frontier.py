@@ -14,7 +14,7 @@ from . import render
 from .group import CommandError
 from .kept import Stop
 from .searched import SAMPLED, best_settings, chosen, fixed_parameters, with_tables, without_tables
-from .shared_options import Configs, Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
+from .shared_options import SEEDS, Configs, Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from sparseprefill.method import Method
@@ -59,7 +59,9 @@ def frontier(
     recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 1,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
-    seed: Annotated[int, typer.Option(help="Chooses the texts, the needles and their places.")] = TABLES,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="Chooses the texts, the needles and their places.")
+    ] = TABLES,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of the attention; the median counts.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time limit for all runs of one measurement.")] = 1.0,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file as Markdown.")] = None,

@@ -13,6 +13,8 @@ from sparseprefill.validate import MOST_ROWS
 
 from .group import CommandError
 
+SEEDS = (1 << 32) - 1
+"""The largest seed: what every generator takes."""
 MODELS = "pass the folder of a transformers model, or a name such as Qwen/Qwen3-0.6B"
 """What --model takes, for errors."""
 

@@ -16,7 +16,7 @@ from .files import check_writable
 from .group import CommandError
 from .kept import Stop
 from .options import floored, value_of
-from .shared_options import Device, Dtype, Floor, Model, Tail, Threads, Type
+from .shared_options import SEEDS, Device, Dtype, Floor, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from sparseprefill.method import Method
@@ -65,7 +65,9 @@ def tune(
     recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 2,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
-    seed: Annotated[int, typer.Option(help="Chooses the texts; `demo` uses others by default.")] = 1000,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="Chooses the texts; `demo` uses others by default.")
+    ] = 1000,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the profile to this file; by default METHOD.profile.json."),

@@ -225,6 +225,28 @@ def test_too_little_memory_is_no_traceback(error: Exception, monkeypatch: pytest
         assert isinstance(invoke("methods", "--json").exception, RuntimeError)
 
 
+@pytest.mark.usefixtures("_no_model", "_one_tokenizer")
+@pytest.mark.parametrize("command", [*MODELS, "demo"])
+def test_ctrl_c_while_a_model_loads(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command.startswith("evaluate"):
+        need_harness()
+        command += " --tasks niah_single_1 --lengths 1024 --limit 1"
+    elif not command.startswith("compare"):
+        command += " --tokens 1024"
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparseprefill.adapters.demo.model.load_model", interrupted)
+    refused(invoke(*command.split(), "--device", "cpu"), "stopped: nothing was written", status=130)
+
+
+@pytest.mark.parametrize("command", ["bench", "demo", "frontier", "tune --method bfla", "fit", "cluster", "anchors"])
+def test_a_seed_that_no_generator_takes(command: str) -> None:
+    for seed in ("9" * 25, "-1"):
+        refused(invoke(*command.split(), "--seed", seed), "'--seed'", status=2)
+
+
 def test_completion_takes_no_offence_at_a_model() -> None:
     command: Any = get_command(app)
     context = command.commands["compare"].make_context("compare", ["--model", "/nope"], resilient_parsing=True)
