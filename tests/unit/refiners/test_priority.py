@@ -14,7 +14,7 @@ import sparseprefill as sp
 from helpers.build import int32, make
 from helpers.ceilings import METHODS, SHARES, Trial
 from sparseprefill.mask import priority
-from sparseprefill.mask.priority import BestOf, nearness
+from sparseprefill.mask.priority import BestOf, PriorityScores, nearness
 from sparseprefill.refiners.fit import _Order
 
 POOLED = {"bfla": 0.65, "xattention": 0.75}
@@ -261,6 +261,15 @@ def test_no_budget_is_beyond_the_bound_of_its_call() -> None:
         call = make(2 * columns, batch=2, starts=int32(0, 2 * short))
         decay = sp.PositionDecay()
         assert int(decay.budget(call, 2, 2).max()) <= decay._most(call, 2)
+
+
+def test_tiles_behind_the_last_query_take_nobodys_place() -> None:
+    """The last query tile ends before its last rows, and the cache goes on behind it."""
+    call = make(18, 64, q_offset=15)
+    scores = torch.arange(16.0).expand(1, 1, call.geometry.tile_rows(8), 16)
+    full = sp.Plan(sp.SparseMask.full(call, (8, 4)), priority=PriorityScores(tiles=scores, tile_q=8, tile_k=4))
+    found = sp.PositionDecay(share=1.0, decay=1.0, sink=0, local=0).refine(call, full, sp.Memory())
+    assert torch.equal(full.mask.to_dense(), found.mask.to_dense())
 
 
 def test_counts_in_the_order_of_worth() -> None:
