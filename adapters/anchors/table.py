@@ -30,6 +30,15 @@ class Settings:
     tile: int = 128
     columns: int = 128
 
+    def check(self, tokens: int) -> None:
+        """ParameterError where samples of so many tokens are too short."""
+        least = self.columns + self.tile
+        if tokens <= least:
+            raise ParameterError(
+                f"the shortest prompt has {tokens} tokens: pass longer ones than {least}, or no tile has more keys "
+                "before it than it keeps"
+            )
+
 
 @frozen(eq=False)
 class Anchored:
@@ -56,12 +65,7 @@ def anchored(
     samples: token ids, longer than a tile with its columns. Raises ParameterError for shorter ones, and as
     `capture.readings` does.
     """
-    least = settings.columns + settings.tile
-    if min(map(len, samples)) <= least:
-        raise ParameterError(
-            f"the shortest prompt has {min(map(len, samples))} tokens: pass longer ones than {least}, or no tile has "
-            "more keys before it than it keeps"
-        )
+    settings.check(min(map(len, samples)))
     similar: dict[tuple[int, int], Tensor] = {}
     weight: dict[int, float] = {}
     for reading in capture.readings(model, samples, settings.tile, lambda done, of: progress("layers", done, of)):

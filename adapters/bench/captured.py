@@ -25,12 +25,11 @@ def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCal
     extra ``hf``."""
     from transformers.utils import logging
 
-    from ..demo.model import load_model, load_tokenizer
+    from ..demo.model import load_config, load_model, load_tokenizer
     from ..demo.samples import key_value_prompts
 
     logging.disable_progress_bar()
-    model = load_model(shape.torch_dtype, device)
-    config = model.config
+    config = load_config()
     if shape.length > config.max_position_embeddings:
         raise ParameterError(
             f"length is {shape.length}: pass at most {config.max_position_embeddings} for captured inputs"
@@ -39,14 +38,15 @@ def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCal
         raise ParameterError(f"head_dim is {shape.head_dim}: pass {config.head_dim} or more for captured inputs")
     if shape.batch != 1:
         raise ParameterError(f"batch is {shape.batch}: captured inputs are one prompt; pass 1")
-    ids = torch.tensor(key_value_prompts(load_tokenizer(), shape.length, 1, seed), device=device)
-    calls = layer_calls(model, ids)
-    first = calls[0]
-    group, ratio = shape.heads // shape.kv_heads, first.group
+    group, ratio = shape.heads // shape.kv_heads, config.num_attention_heads // config.num_key_value_heads
     if group % ratio:
         raise ParameterError(
             f"heads is {shape.heads}: pass a multiple of {ratio} for each KV head with captured inputs"
         )
+    model = load_model(shape.torch_dtype, device)
+    ids = torch.tensor(key_value_prompts(load_tokenizer(), shape.length, 1, seed), device=device)
+    calls = layer_calls(model, ids)
+    first = calls[0]
     # The last layers first, whose heads differ most from plain locality.
     found = [(call, head) for call in reversed(calls) for head in range(call.kv_heads)]
     taken = [found[i % len(found)] for i in range(shape.kv_heads)]

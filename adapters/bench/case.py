@@ -46,6 +46,12 @@ class Shape(HeadSizes):
             raise ParameterError(f"batch is {self.batch}: new tokens and pages are measured for one prompt; pass 1")
 
     @property
+    def bytes_per_token(self) -> int:
+        """Of q, k, v and the output, in every batch row; of a cache in pages too."""
+        pages = 2 * self.kv_heads * self.head_dim * self.torch_dtype.itemsize if self.page else 0
+        return self.batch * super().bytes_per_token + pages
+
+    @property
     def queries(self) -> int:
         """Tokens that are queries."""
         return self.length if self.new is None else self.new

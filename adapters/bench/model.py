@@ -24,6 +24,12 @@ class ModelShape(HeadSizes):
     vocabulary: int = field(default=1024, validator=whole(16))
     dtype: str = field(default="bfloat16", validator=one_of(*DTYPES))
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the cache of all layers, and of what one layer's MLP holds."""
+        cache = 2 * self.layers * self.kv_heads * self.head_dim
+        return (cache + 2 * self.inner + self.hidden) * self.torch_dtype.itemsize
+
     def config(self, tokens: int, **more: Any) -> Any:
         """The LlamaConfig for prompts of so many tokens; more: other fields of it. ImportError without transformers."""
         from transformers import LlamaConfig

@@ -36,6 +36,11 @@ class HeadSizes:
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of q, k, v and the output."""
+        return 2 * (self.heads + self.kv_heads) * self.head_dim * self.torch_dtype.itemsize
+
     def made_up(
         self, tokens: int, device: torch.device, seed: int = 0, *, strided: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -54,6 +54,12 @@ class Point:
         return stock.seconds / one.seconds if one.seconds and one.prompts == stock.prompts else None
 
     @property
+    def pointless(self) -> bool:
+        """Whether the model itself gave no right answer, inside the prompt or behind it, so that nobody else's say
+        anything."""
+        return any(asked and not right for right, asked in (self.stock.answers_inside, self.stock.answers))
+
+    @property
     def kl(self) -> float:
         """KL(dense || sparse) of the next token in nats, mean over rows of the whole prompt; infinite where it
         failed."""
@@ -105,26 +111,18 @@ class Reader:
 
 def frontier(points: Sequence[Point]) -> list[Point]:
     """The points that came through and that no other beats: with as many answers inside and behind the prompt, as small
-    a KL and as small a cost, and less of one of them. None that answers nothing where dense answers something, and none
-    at all where dense answers nothing: the model cannot do the task."""
+    a KL and as small a cost, and less of one of them. None where the model itself cannot do the task."""
 
     def key(point: Point) -> tuple[int, int, float, float]:
         return -point.summary.answers_inside[0], -point.summary.answers[0], point.kl, point.cost
 
-    done = [one for one in points if not one.error and not _hopeless(one)]
+    done = [one for one in points if not one.error and not one.pointless]
     keys = [key(one) for one in done]
     return [
         one
         for one, mine in zip(done, keys, strict=True)
         if not any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in keys)
     ]
-
-
-def _hopeless(point: Point) -> bool:
-    """Whether no answer is right where some were asked: behind the prompt, or inside it."""
-    one, stock = point.summary, point.stock
-    pairs = ((one.answers, stock.answers), (one.answers_inside, stock.answers_inside))
-    return any(asked and not right for (right, _), (_, asked) in pairs)
 
 
 def recommended(points: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -10,7 +10,7 @@ import typer
 from . import render
 from .files import check_writable, write
 from .group import CommandError
-from .shared_options import Device, Dtype, Json, Model, Threads, Type
+from .shared_options import SEEDS, Device, Dtype, Json, Model, Threads, Type
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +27,7 @@ def anchors(
     ] = None,
     tile: Annotated[int, typer.Option(min=16, help="Tokens of a query tile.")] = 128,
     columns: Annotated[int, typer.Option(min=1, help="Keys before a tile by which layers are compared.")] = 128,
-    seed: Annotated[int, typer.Option(help="Chooses the samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Chooses the samples.")] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the table to this file.")] = Path(
         "anchors.json"
     ),
@@ -46,16 +46,21 @@ def anchors(
     from ..anchors.table import Settings, anchored
     from ..demo.samples import key_value_prompts
     from .progress import bars
-    from .setup import Place, model_of
+    from .setup import Place, Source, identity_of
 
     check_writable("--output", output)
     place = Place.of(device, dtype.value, threads)
     with bars(1) as shown, place.threaded():
-        found, tokenizer, identity = model_of(model, tokens, place)
+        source = Source.of(model, place)
+        source.check_tokens(tokens)
+        wanted = Settings(count=count, tile=tile, columns=columns)
         try:
-            prompts = key_value_prompts(tokenizer, tokens, samples, seed)
+            wanted.check(tokens)
+            prompts = key_value_prompts(source.tokenizer, tokens, samples, seed)
+            found = source.load()
+            identity = identity_of(found, model)
             with shown.contender("layers") as progress:
-                one = anchored(found, identity, prompts, Settings(count=count, tile=tile, columns=columns), progress)
+                one = anchored(found, identity, prompts, wanted, progress)
         except (ValueError, ParameterError) as error:
             raise CommandError(f"--tokens {tokens}: {error}") from error
     table = one.table

@@ -10,7 +10,7 @@ import typer
 
 from . import render
 from .group import CommandError
-from .shared_options import Configs, Device, Dtype, Methods, Settings, Threads, Type
+from .shared_options import SEEDS, Configs, Device, Dtype, Methods, Settings, Threads, Type
 
 DEPTH = 32
 """Layers of a whole model, unless told otherwise."""
@@ -86,7 +86,7 @@ def bench(
     seconds: Annotated[
         float, typer.Option(min=0.01, help="Time limit for all runs of a case, or of dense attention beside it.")
     ] = 2.0,
-    seed: Annotated[int, typer.Option(help="Chooses inputs and masks.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Chooses inputs and masks.")] = 0,
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
     threads: Threads = 1,
@@ -124,6 +124,7 @@ def bench(
         input=None if inputs is None else inputs.value,
         gate=gate,
         layers=None if ttft else layers,
+        place=place,
         sizes={"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name, "batch": batch},
     )
     if ttft and peers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -21,6 +21,9 @@ from .files import check_writable
 from .group import CommandError
 from .options import setting
 
+if TYPE_CHECKING:
+    from .setup import Place
+
 ALL = "all"
 LENGTHS = {"cuda": (32768, 131072), "cpu": (512, 1024)}
 """Lengths unless a table or an option says otherwise."""
@@ -29,8 +32,8 @@ LENGTHS = {"cuda": (32768, 131072), "cpu": (512, 1024)}
 @frozen(kw_only=True)
 class Wanted:
     """The options that choose what is measured, as they were given. layers: of a prefill that a figure is the mean of,
-    None for what a method needs. news, page: see `Shape`; several of the first. sizes: of a call, all but these and its
-    length."""
+    None for what a method needs. news, page: see `Shape`; several of the first. place: whose memory the calls have to
+    fit into. sizes: of a call, all but these and its length."""
 
     tables: Sequence[str] = ()
     methods: Sequence[str] = ()
@@ -43,6 +46,7 @@ class Wanted:
     input: str | None = None
     gate: bool = False
     layers: int | None = None
+    place: Place
     sizes: Mapping[str, Any]
 
     def cases(self, registry: Registry, device: str) -> list[Case]:
@@ -146,9 +150,13 @@ class Wanted:
 
     def _shape(self, length: int, new: int | None = None) -> Shape:
         try:
-            return Shape(length=length, new=new, page=self.page, **self.sizes)
+            shape = Shape(length=length, new=new, page=self.page, **self.sizes)
         except ParameterError as error:
             raise CommandError(str(error)) from error
+        what = "a call of so many"
+        self.place.check_room("--length", length, shape.bytes_per_token, what, least=16)
+        self.place.check_room("--page", self.page, shape.bytes_per_token, what)
+        return shape
 
 
 def _layers(pipeline: Pipeline | Route) -> int:

@@ -97,6 +97,8 @@ def calibrate(
     before = _before(output, place.device) if append else None
     rows = CHUNK[kind] if chunk is None else chunk
     sizes = measure.sizes(length or LENGTHS[kind], rows or None)
+    for tokens in length or LENGTHS[kind]:
+        place.check_room("--length", tokens, shape.bytes_per_token, "a call of so many", least=16)
     clock = Clock(place.device, repeats or REPEATS[kind], SECONDS)
     pipelines = {name: default_registry().build(name, **given) for name, given in parameters.items()}
     with bars(1) as shown, place.threaded(), shown.contender(str(shape)) as progress:

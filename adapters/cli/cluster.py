@@ -11,7 +11,7 @@ import typer
 from . import render
 from .files import check_writable, write
 from .group import CommandError
-from .shared_options import Device, Dtype, Json, Model, Threads, Type
+from .shared_options import SEEDS, Device, Dtype, Json, Model, Threads, Type
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def cluster(
     min_size: Annotated[int, typer.Option(min=1, help="Minimum heads in a cluster; smaller ones are noise.")] = 5,
     latent: Annotated[int, typer.Option(min=1, help="Numbers that a map is compressed to.")] = 64,
     epochs: Annotated[int, typer.Option(min=1, help="Maximum epochs of training for the autoencoder.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Chooses the samples, and how the training begins.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Chooses the samples, and how the training begins.")] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the table to this file.")] = Path(
         "clusters.json"
     ),
@@ -55,18 +55,21 @@ def cluster(
     from ..demo.samples import key_value_prompts
     from .picture import check_path
     from .progress import bars
-    from .setup import Place, model_of
+    from .setup import Place, Source, identity_of
 
     check_writable("--output", output)
     check_path(picture)
     place = Place.of(device, dtype.value, threads)
     settings = Settings(block=block, threshold=threshold, min_size=min_size, latent=latent, epochs=epochs, seed=seed)
     with bars(1) as shown, place.threaded():
-        found, tokenizer, identity = model_of(model, tokens, place)
+        source = Source.of(model, place)
+        source.check_tokens(tokens)
         try:
-            prompts = key_value_prompts(tokenizer, tokens, samples, seed)
+            prompts = key_value_prompts(source.tokenizer, tokens, samples, seed)
         except ValueError as error:
             raise CommandError(f"--tokens {tokens}: {error}") from error
+        found = source.load()
+        identity = identity_of(found, model)
         with shown.contender("heads") as progress:
             one = clustered(found, identity, prompts, settings, progress)
         draw(one.similar, one.heads, one.table, picture)

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from sparseprefill.registry import Registry
 
     from ..evaluation.outcome import Outcome
-    from ..evaluation.prompts import Prompt
+    from ..evaluation.prompts import Prompt, Text
+    from .setup import Source
 
 BUILT_IN = 4096
 """Tokens of a built-in prompt unless told otherwise."""
@@ -84,14 +85,19 @@ def compare(
 
     You need no tasks and no labels. Ctrl-C stops and shows what was measured so far.
     """
+    from ..evaluation.prompts import read
+
+    texts = None if prompts is None else read(prompts)  # before the imports that take their time
+
     from sparseprefill.registry import default_registry
 
+    from ..evaluation.comparison import check_length
     from ..evaluation.reading import Sizes
     from ..evaluation.runs import outcomes
     from . import page, results
     from . import picture as pictures
     from .progress import bars
-    from .setup import Place, check_layers, language_model
+    from .setup import Place, Source
 
     if picture is not None:
         pictures.check_path(picture)
@@ -106,9 +112,12 @@ def compare(
     sizes = Sizes(tail=held_back, greedy=greedy, rows=rows, repeats=repeats)
     found: list[Outcome] = []
     with place.threaded():
-        loaded, tokenizer = language_model(model, place, device_map)
-        check_layers(loaded.config, layer, head)
-        chosen = _prompts(prompts, loaded, tokenizer, tokens, count, greedy)
+        source = Source.of(model, place, device_map)
+        source.check_layers(layer, head)
+        chosen = _prompts(texts, source, tokens, count, greedy)
+        for prompt in chosen:
+            check_length(prompt, sizes)
+        loaded = source.load()
         readings = len(chosen) * (len(compared) + 1)
         with bars(readings) as shown, Stop() as stop:
             for outcome in outcomes(loaded, chosen, compared, sizes, shown, (layer, head)):
@@ -172,25 +181,29 @@ def _suited(model: str | None) -> dict[str, Any]:
     return dict(PARAMETERS)
 
 
-def _prompts(
-    path: Path | None, model: Any, tokenizer: Any, tokens: int | None, count: int, greedy: int
-) -> list[Prompt]:
+def _prompts(texts: Sequence[Text] | None, source: Source, tokens: int | None, count: int, greedy: int) -> list[Prompt]:
     from ..demo.text import text_lines
-    from ..evaluation.prompts import load, made
-    from .setup import positions
+    from ..evaluation.prompts import made, tokenized
 
-    most = positions(model.config)
-    if path is None:
-        found = made(text_lines(), tokenizer, tokens or min(BUILT_IN, (most or BUILT_IN) - greedy), count)
-    else:
-        found = load(path, tokenizer, tokens)[:count]
-    for prompt in found:
-        if most is not None and len(prompt.ids) + greedy > most:
-            raise CommandError(
-                f"the prompt {prompt.name} has {len(prompt.ids)} tokens, {greedy} greedy ones follow, and the model "
-                f"reads at most {most}: pass --tokens {most - greedy} or less"
-            )
-    return found
+    most = source.positions
+    if most is not None and greedy >= most:
+        raise CommandError(f"--greedy {greedy}: the model reads at most {most} tokens, the prompt included; pass fewer")
+    if texts is not None:
+        found = tokenized(texts[:count], source.tokenizer, tokens)
+        for prompt in found:
+            _check_room(f"the prompt {prompt.name} has {len(prompt.ids)} tokens", len(prompt.ids), greedy, most)
+        return found
+    tokens = tokens or min(BUILT_IN, (most or BUILT_IN) - greedy)
+    _check_room(f"a built-in prompt has {tokens} tokens", tokens, greedy, most)
+    return made(text_lines(), source.tokenizer, tokens, count)
+
+
+def _check_room(what: str, tokens: int, greedy: int, most: int | None) -> None:
+    if most is not None and tokens + greedy > most:
+        raise CommandError(
+            f"{what}, {greedy} greedy ones follow, and the model reads at most {most}: pass --tokens {most - greedy} "
+            "or less"
+        )
 
 
 def _described(prompts: list[Prompt]) -> str:

@@ -10,7 +10,7 @@ import typer
 from ..demo.seeds import TABLES
 from ..session.defaults import TAIL
 from . import render
-from .shared_options import Configs, Device, Dtype, Floor, Json, Methods, Settings, Tail, Type
+from .shared_options import SEEDS, Configs, Device, Dtype, Floor, Json, Methods, Settings, Tail, Type
 
 if TYPE_CHECKING:
     from ..evaluation.outcome import Outcome
@@ -33,7 +33,9 @@ def demo(
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 4,
-    seed: Annotated[int, typer.Option(help="Chooses the text, the needles and their places.")] = TABLES,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="Chooses the text, the needles and their places.")
+    ] = TABLES,
     picture: Annotated[Path, typer.Option(help="Write the picture of the masks to this file.")] = Path(
         "sparseprefill-demo.png"
     ),
@@ -58,7 +60,7 @@ def demo(
     from .kept import Stop, wrote
     from .options import configured, contenders
     from .progress import bars
-    from .setup import Place, exam_of
+    from .setup import Place, Source, questions_of
 
     found: list[Outcome] = []
 
@@ -68,16 +70,20 @@ def demo(
     compared += configured(config or (), hybrids, tail)
     place = Place.of(device, dtype.value, threads)
     with bars(len(compared) + 1) as shown, place.threaded():
-        exam = exam_of(tokens, questions, seed, (layer, head), place)
+        source = Source.of(None, place)
+        source.check_layers(layer, head)
+        exam = questions_of(source, tokens, questions, seed)
+        model = source.load()
+        ask = exam.asks(model)
         with Stop() as stop:
-            for one in outcomes(exam.model, [exam.prompt], compared, exam.sizes, shown, (layer, head), exam.ask):
+            for one in outcomes(model, [exam.prompt], compared, exam.sizes, shown, (layer, head), ask):
                 found.append(one)
     stop.check(len(found))
     pictures.draw(found, layer, head, picture)
     wrote(picture)
     facts: dict[str, Any] = {
         "tokens": tokens,
-        "questions": exam.questions,
+        "questions": exam.count,
         "seed": seed,
         "device": str(place.device),
         "dtype": place.dtype_name,
@@ -90,7 +96,7 @@ def demo(
     if json:
         render.write_json(results.as_json(found, facts, exam.sizes))
     else:
-        title = f"{tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
+        title = f"{tokens:,} tokens, {exam.count} questions, seed {seed}, {place}"
         results.as_table(found, title, exam.sizes, place.device.type == "cpu")
         render.line(f"picture of layer {layer}, head {head}: {picture}")
     render.broken(registry)

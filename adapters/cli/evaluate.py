@@ -72,7 +72,7 @@ def evaluate(
     from ..evaluation import harness
     from . import evaluated
     from .progress import bars
-    from .setup import Place, language_model
+    from .setup import Place, Source
 
     names, sizes = _names(tasks) or list(harness.OFFLINE), _sizes(lengths)
     if output is not None:
@@ -88,10 +88,15 @@ def evaluate(
         raise CommandError(str(error)) from error
     found: list[Run] = []
     with place.threaded():
-        loaded, tokenizer = language_model(model, place, device_map)
-        harness.check(loaded, compared)
+        source = Source.of(model, place, device_map)
+        tokenizer = source.tokenizer
+        harness.check_tokenizer(source, tokenizer, chat_template=chat_template)
+        for length in sizes:
+            source.check_tokens(length, "--lengths")
         options: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "chat_template": chat_template}
-        with bars(len(names)) as shown, harness.loaded(loaded, tokenizer, names, sizes, limit, shown) as suite:
+        with bars(len(names)) as shown, harness.loaded(source, tokenizer, names, sizes, limit, shown) as suite:
+            loaded = source.load()
+            harness.check(loaded, compared)
             total = len(suite) * (len(compared) + stock)
             shown.expect(total)
             with Stop() as stop:

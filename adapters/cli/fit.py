@@ -16,8 +16,8 @@ from ..session.defaults import TAIL
 from . import render
 from .files import check_writable
 from .group import CommandError
-from .searched import chosen, fixed_parameters, with_tables
-from .shared_options import AtEnd, Device, DeviceMap, Dtype, Floor, Methods, Model, Prompts, Tail, Threads, Type
+from .searched import chosen, fixed_parameters, with_tables, without_tables
+from .shared_options import SEEDS, AtEnd, Device, DeviceMap, Dtype, Floor, Methods, Model, Prompts, Tail, Threads, Type
 from .tune import Cost
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from sparseprefill.profiles.profile import Profile
 
     from ..calibration.search import Search
-    from ..evaluation.prompts import Prompt
+    from ..evaluation.prompts import Prompt, Text
     from .progress import Bars
-    from .setup import Place
+    from .setup import Place, Source
 
 TOKENS = {"cpu": (2048, 8192), "cuda": (4096, 16384, 65536)}
 """Lengths of the built-in prompts unless told otherwise, as far as the model reads them."""
@@ -67,7 +67,9 @@ def fit(
     by: Annotated[
         Cost, typer.Option(help="What to minimise; by default seconds on a GPU, density on a CPU.")
     ] = Cost.AUTO,
-    seed: Annotated[int, typer.Option(help="Orders the settings, in case there is no time for all.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="Orders the settings, in case there is no time for all.")
+    ] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the profile to this file.")] = Path(
         "model.profile.json"
     ),
@@ -83,6 +85,10 @@ def fit(
     next tokens stays within the target, in rows of the whole prompt and at its end. Ctrl-C stops and writes the best
     found so far.
     """
+    from ..evaluation.prompts import read
+
+    texts = None if prompts is None else read(prompts)  # before the imports that take their time
+
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.registry import default_registry
 
@@ -90,9 +96,10 @@ def fit(
     from ..calibration.fit import SIZES, ModelReadings, ranges, versions
     from ..calibration.search import Searcher
     from ..calibration.target import Target
+    from ..evaluation.comparison import check_length
     from . import fitted
     from .progress import bars
-    from .setup import Place, identity_of, language_model
+    from .setup import Place, Source, identity_of
 
     check_writable("--output", output)
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
@@ -100,16 +107,20 @@ def fit(
     registry = default_registry()
     methods = chosen(registry, method)
     fixed = fixed_parameters(methods, settings or (), model, recall_floor)
+    candidates(without_tables(methods, fixed), fixed, seed)  # all that can be seen of settings that do not fit
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place)
     ends = time.monotonic() + 60.0 * minutes
     searches: list[Search] = []
     stopped = False
     with bars(1) as shown, place.threaded():
-        loaded, tokenizer = language_model(model, place, device_map)
+        source = Source.of(model, place, device_map)
         repeats = 1 if place.device.type == "cpu" or cost == "density" else 3
         sizes = evolve(SIZES, repeats=repeats)
-        groups = _prompts(prompts, loaded, tokenizer, tokens or (), count, sizes.greedy, place)
+        groups = _prompts(prompts, texts, source, tokens or (), count, sizes.greedy)
+        for one in (one for own in groups.values() for one in own):
+            check_length(one, sizes)
+        loaded = source.load()
         identity = identity_of(loaded, model)
         first = next(iter(groups.values()))
         methods, left_out = with_tables(methods, fixed, loaded, identity, first, shown)
@@ -183,32 +194,31 @@ def _report(
 
 
 def _prompts(
-    path: Path | None, model: Any, tokenizer: Any, tokens: Sequence[int], count: int, greedy: int, place: Place
+    path: Path | None, texts: Sequence[Text] | None, source: Source, tokens: Sequence[int], count: int, greedy: int
 ) -> dict[int, list[Prompt]]:
     """The prompts by length in tokens, ascending; CommandError or ParameterError for what does not fit."""
     from ..demo.text import text_lines
-    from ..evaluation.prompts import load, made
-    from .setup import positions
+    from ..evaluation.prompts import made, tokenized
 
-    most = positions(model.config)
+    most, tokenizer = source.positions, source.tokenizer
     lengths = sorted(set(tokens))
     if most is not None and lengths and lengths[-1] + greedy > most:
         raise CommandError(
             f"--tokens {lengths[-1]}: {greedy} greedy ones follow, and the model reads at most {most}: "
             f"pass {most - greedy} or less"
         )
-    if path is None:
-        usual = TOKENS["cpu" if place.device.type == "cpu" else "cuda"]
+    if texts is None:
+        usual = TOKENS["cpu" if source.place.device.type == "cpu" else "cuda"]
         room = usual[-1] if most is None else most - greedy
         lengths = lengths or [one for one in usual if one <= room] or [room]
         lines = text_lines()
         return {length: made(lines, tokenizer, length, count) for length in lengths}
     if lengths:
-        return {length: _of_length(load(path, tokenizer, length), length, path)[:count] for length in lengths}
-    return _grouped(load(path, tokenizer), count, most, greedy)
+        return {length: _of_length(tokenized(texts, tokenizer, length), length, path)[:count] for length in lengths}
+    return _grouped(tokenized(texts, tokenizer), count, most, greedy)
 
 
-def _of_length(found: list[Prompt], length: int, path: Path) -> list[Prompt]:
+def _of_length(found: list[Prompt], length: int, path: Path | None) -> list[Prompt]:
     """Those that have about so many tokens once they are cut."""
     near = [one for one in found if 4 * len(one.ids) >= 3 * length]
     if not near:

@@ -13,8 +13,8 @@ from ..session.defaults import TAIL
 from . import render
 from .group import CommandError
 from .kept import Stop
-from .searched import SAMPLED, best_settings, chosen, fixed_parameters, with_tables
-from .shared_options import Configs, Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
+from .searched import SAMPLED, best_settings, chosen, fixed_parameters, with_tables, without_tables
+from .shared_options import SEEDS, Configs, Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from sparseprefill.method import Method
@@ -59,7 +59,9 @@ def frontier(
     recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 1,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
-    seed: Annotated[int, typer.Option(help="Chooses the texts, the needles and their places.")] = TABLES,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="Chooses the texts, the needles and their places.")
+    ] = TABLES,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of the attention; the median counts.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time limit for all runs of one measurement.")] = 1.0,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file as Markdown.")] = None,
@@ -87,7 +89,7 @@ def frontier(
     from . import frontier_results
     from .bench_options import Files
     from .progress import bars
-    from .setup import GREEDY, Place, exams_of, model_of
+    from .setup import GREEDY, Place, Source, exams_of, identity_of, readings_of
 
     files = Files(plot=plot, markdown=markdown, json=json)
     registry = default_registry()
@@ -95,19 +97,24 @@ def frontier(
     fixed = fixed_parameters(methods, settings or (), model, recall_floor)
     best = None if chosen_by is None else best_settings(chosen_by, seed, texts)
     files_of_settings = [configured(path) for path in config or ()]
+    values = _tried(methods, settings or (), tried or ())
+    _candidates(without_tables(methods, fixed), fixed, values, most, best, suited=model is None)  # all that can be seen
     place = Place.of(device, dtype.value, threads)
     lengths = sorted(set(tokens or TOKENS["cpu" if place.device.type == "cpu" else "cuda"]))
     clock = Clock(place.device, rounds, seconds)
     sizes = Sizes(greedy=GREEDY, repeats=1 if place.device.type == "cpu" else 3)
     found: list[Point] = []
     with place.threaded(), bars(1) as shown:
-        loaded, tokenizer, identity = model_of(model, max(lengths), place)
-        readings = exams_of(loaded, tokenizer, identity, lengths, texts, questions, seed, tail, sizes)
+        source = Source.of(model, place)
+        exams = exams_of(source, lengths, texts, questions, seed)
         # Tables of the model are made from other texts than those that are measured.
-        others = exams_of(loaded, tokenizer, identity, [min(SAMPLED, lengths[0])], CLUSTERED, 1, TUNING, tail)
-        prompts = next(iter(others.values())).prompts
+        others = exams_of(source, [min(SAMPLED, lengths[0])], CLUSTERED, 1, TUNING)
+        loaded = source.load()
+        identity = identity_of(loaded, model)
+        readings = readings_of(loaded, source.tokenizer, identity, exams, tail, sizes)
+        prompts = next(iter(readings_of(loaded, source.tokenizer, identity, others, tail).values())).prompts
         methods, left_out = with_tables(methods, fixed, loaded, identity, prompts, shown)
-        candidates = _candidates(methods, fixed, settings or (), tried or (), most, best, suited=model is None)
+        candidates = _candidates(methods, fixed, values, most, best, suited=model is None)
         candidates += files_of_settings
         facts: dict[str, Any] = {
             **{"model": model or "embedded", "tail": tail, "recall_floor": recall_floor, "texts": texts},
@@ -135,22 +142,8 @@ def frontier(
         raise typer.Exit(1)
 
 
-def _candidates(
-    methods: Sequence[Method],
-    fixed: dict[str, dict[str, Any]],
-    settings: Sequence[str],
-    tried: Sequence[str],
-    most: int,
-    best: Mapping[str, Mapping[str, Any]] | None,
-    *,
-    suited: bool,
-) -> list[Candidate]:
-    """Each method's defaults, what suits the embedded model, and the best of another run or, where there was none,
-    settings spread over the search space."""
-    from ..calibration.candidates import Candidate
-    from ..calibration.candidates import settings as space
-    from ..calibration.frontier import spread
-    from ..demo.settings import PARAMETERS
+def _tried(methods: Sequence[Method], settings: Sequence[str], tried: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
+    """The values of --try by method and parameter."""
     from .options import setting, value_of
 
     taken = {setting(text)[:2] for text in settings}
@@ -162,6 +155,25 @@ def _candidates(
         if (name, parameter) in taken:
             raise CommandError(f"--set {name}.{parameter}: --try names it too; leave one of them out")
         values[name][parameter] = [value_of(part) for part in text.partition("=")[2].split(",")]
+    return values
+
+
+def _candidates(
+    methods: Sequence[Method],
+    fixed: dict[str, dict[str, Any]],
+    values: Mapping[str, Mapping[str, list[Any]]],
+    most: int,
+    best: Mapping[str, Mapping[str, Any]] | None,
+    *,
+    suited: bool,
+) -> list[Candidate]:
+    """Each method's defaults, what suits the embedded model, and the best of another run or, where there was none,
+    settings spread over the search space."""
+    from ..calibration.candidates import Candidate
+    from ..calibration.candidates import settings as space
+    from ..calibration.frontier import spread
+    from ..demo.settings import PARAMETERS
+
     made = []
     for one in methods:
         searched = values[one.name]

@@ -18,6 +18,9 @@ class CommandError(SparsePrefillError):
     """A command cannot do what was asked; the message says what would do."""
 
 
+_SMALLER = "pass shorter lengths or smaller sizes, or free memory"
+
+
 class StoppedError(Exception):
     """Ctrl-C, where the command itself did not hear it."""
 
@@ -38,6 +41,12 @@ class Group(TyperGroup):
             _fail(str(error), 1)
         except (StoppedError, typer.Abort):
             _fail(f"stopped: {kept.files()}", 130)
+        except MemoryError as error:
+            _fail(f"{error or 'there is not enough memory'}: {_SMALLER}", 1)
+        except RuntimeError as error:  # of PyTorch, on a GPU and on a CPU
+            if not any(word in str(error) for word in ("out of memory", "can't allocate memory")):
+                raise
+            _fail(f"{str(error).splitlines()[0]}: {_SMALLER}", 1)
         except Exception as error:  # typer's usage errors have no public base class across its versions
             text = getattr(error, "format_message", None)
             if text is None:

@@ -110,8 +110,8 @@ def cannot(rows: Sequence[Summary]) -> list[str]:
     stock = rows[0]
     scores = (("inside the prompt", stock.answers_inside), ("behind the prompt", stock.answers))
     return [
-        f"the model's own attention gives none of {asked} answers {where}: it does not know these tasks, and what "
-        "methods keep cannot be told by them"
+        f"the model cannot do the task: its own attention gives none of {asked} answers {where}, so those of methods "
+        "compare nothing. Take a model that answers such questions, or shorter texts (--tokens)"
         for where, (right, asked) in scores
         if asked and not right
     ]

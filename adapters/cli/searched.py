@@ -96,6 +96,11 @@ def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]
     return made
 
 
+def without_tables(methods: Sequence[Method], fixed: Mapping[str, Mapping[str, Any]]) -> list[Method]:
+    """Those that need no table of the model, or are given one: their settings can be checked before it is loaded."""
+    return [one for one in methods if one.name not in TABLES or TABLES[one.name][0] in fixed[one.name]]
+
+
 def with_tables(
     methods: list[Method],
     fixed: dict[str, dict[str, Any]],

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from .group import CommandError
+from .shared_options import MODELS
 
 if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
 
     from ..calibration.fit import ModelReadings
+    from ..demo.exam import Exam
     from ..evaluation.comparison import Ask
     from ..evaluation.prompts import Prompt
     from ..evaluation.reading import Sizes
@@ -42,6 +46,32 @@ class Place:
         """Without PyTorch's name."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes of the device, None where they are not known."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
+        if self.device.type != "cpu" or not set(names) <= set(getattr(os, "sysconf_names", ())):
+            return None
+        pages, size = map(os.sysconf, names)
+        return pages * size
+
+    def check_room(self, option: str, tokens: int, each: int, what: str, least: int = 1) -> None:
+        """CommandError where so many tokens do not fit into the device's memory, at so many bytes each.
+
+        what: takes these bytes. least: tokens that the option takes at least.
+        """
+        memory = self.memory
+        if memory is None or tokens * each <= memory:
+            return
+        most = memory // each
+        remedy = f"pass {most} or less" if most >= least else "pass fewer or smaller heads"
+        raise CommandError(
+            f"{option} {tokens}: {what} takes {tokens * each / 1e9:,.0f} GB, and {self.device} has "
+            f"{memory / 1e9:,.0f} GB; {remedy}"
+        )
+
     @contextmanager
     def threaded(self) -> Iterator[None]:
         """Runs the block with this many threads."""
@@ -67,86 +97,136 @@ class Place:
         return cls(found, chosen, threads)
 
 
-@frozen
-class Exam:
-    """The embedded model and the questions about one text."""
+@frozen(eq=False)
+class Source:
+    """Where a model comes from: what can be told of it, and checked, before it is loaded.
 
-    model: Any
+    path: folder or name of a transformers model, None for the embedded one. device_map: how to spread it over devices.
+    """
+
+    path: str | None
+    place: Place
+    config: Any
+    tokenizer: Any
+    device_map: str | None = None
+
+    @classmethod
+    def of(cls, path: str | None, place: Place, device_map: str | None = None) -> Source:
+        """Reads its configuration and its tokenizer. CommandError where there is none."""
+        if path is None:
+            with _embedded() as model:
+                return cls(None, place, model.load_config(), model.load_tokenizer(), device_map)
+        with _errors_of(path):
+            from transformers import AutoConfig, AutoTokenizer
+
+            return cls(path, place, AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path), device_map)
+
+    def load(self) -> Any:
+        """The model, ready to read."""
+        if self.path is None:
+            with _embedded() as model:
+                return model.load_model(self.place.dtype, self.place.device)
+        with _errors_of(self.path):
+            from transformers import AutoModelForCausalLM
+
+            spread = {} if self.device_map is None else {"device_map": self.device_map}
+            found: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.place.dtype, **spread)
+            return (found.to(self.place.device) if self.device_map is None else found).eval()
+
+    @property
+    def generation_config(self) -> Any:
+        """How it generates, None where nothing says so."""
+        from transformers import GenerationConfig
+
+        try:
+            return GenerationConfig.from_pretrained(self.path) if self.path is not None else None
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that it reads at most, None where its configuration does not say."""
+        found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return int(found) if isinstance(found, int) and found > 0 else None
+
+    def check_tokens(self, tokens: int, option: str = "--tokens") -> None:
+        """CommandError where it does not read so many."""
+        most = self.positions
+        if most is not None and tokens > most:
+            raise CommandError(f"{option} {tokens}: the model reads at most {most}; pass that or less")
+        width = getattr(self.config.get_text_config(), "hidden_size", None) or 1
+        if most is None and self.device_map is None:
+            self.place.check_room(option, tokens, width * self.place.dtype.itemsize, "one hidden state of them")
+
+    def check_layers(self, layer: int, head: int) -> None:
+        """CommandError where the model has no such layer or query head."""
+        text = self.config.get_text_config()
+        for option, value, count in (
+            ("layer", layer, text.num_hidden_layers),
+            ("head", head, text.num_attention_heads),
+        ):
+            if value >= count:
+                raise CommandError(f"--{option} {value}: the model has {count}; pass 0 to {count - 1}")
+
+
+@frozen
+class Questions:
+    """The questions about one text. asks: of a model that is loaded, what asks them."""
+
     prompt: Prompt
     sizes: Sizes
-    ask: Ask
-    questions: int
+    exam: Exam
+    tokenizer: Any = field(repr=False)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.exam.questions
+
+    def asks(self, model: Any) -> Ask:
+        """What asks them of the model."""
+        from ..demo.exam import asker
+
+        return asker(model, self.tokenizer, self.exam)
 
 
-def exam_of(tokens: int, questions: int, seed: int, pictured: tuple[int, int], place: Place) -> Exam:
-    """The embedded model and the questions about one text; CommandError for what the model cannot do."""
-    model, tokenizer = _load(place)
-    from ..demo.exam import asker, make_exam, prompt_of
+def questions_of(source: Source, tokens: int, questions: int, seed: int) -> Questions:
+    """The questions about one text, for a model; CommandError where they do not fit."""
+    from ..demo.exam import prompt_of
     from ..evaluation.reading import Sizes
 
-    _check(model.config, tokens, *pictured)
-    try:
-        exam = make_exam(tokenizer, tokens, seed, questions)
-    except ValueError as error:
-        raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
-    prompt, behind = prompt_of(exam, tokenizer)
-    return Exam(model, prompt, Sizes(tail=behind, greedy=GREEDY), asker(model, tokenizer, exam), exam.questions)
+    (exam,) = exams_of(source, [tokens], 1, questions, seed)[tokens]
+    prompt, behind = prompt_of(exam, source.tokenizer)
+    return Questions(prompt, Sizes(tail=behind, greedy=GREEDY), exam, source.tokenizer)
 
 
-def language_model(path: str | None, place: Place, device_map: str | None = None) -> tuple[Any, Any]:
-    """A causal language model of transformers, ready to read, and its tokenizer. path: None for the embedded one."""
-    return _load(place) if path is None else _load_other(place, path, device_map)
+def exams_of(source: Source, lengths: Sequence[int], texts: int, questions: int, seed: int) -> dict[int, list[Exam]]:
+    """The tasks of every length, for a model. CommandError where they do not fit, or it does not read so much."""
+    from ..demo.exam import make_exam
 
-
-def check_layers(config: Any, layer: int, head: int) -> None:
-    """CommandError where the model has no such layer or query head."""
-    text = config.get_text_config()
-    for option, value, count in (("layer", layer, text.num_hidden_layers), ("head", head, text.num_attention_heads)):
-        if value >= count:
-            raise CommandError(f"--{option} {value}: the model has {count}; pass 0 to {count - 1}")
-
-
-def positions(config: Any) -> int | None:
-    """Tokens that a model reads at most, None where its configuration does not say."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(found) if isinstance(found, int) and found > 0 else None
-
-
-def exams_of(
-    found: Any,
-    tokenizer: Any,
-    known: ModelIdentity,
-    lengths: Sequence[int],
-    texts: int,
-    questions: int,
-    seed: int,
-    tail: int,
-    sizes: Sizes | None = None,
-) -> dict[int, ModelReadings]:
-    """A model of `model_of` that reads the tasks of every length.
-
-    tail: as of `attach`. sizes: what else is looked at of each text. CommandError where the questions do not fit.
-    """
-    from ..demo.measure import LITTLE, exam_readings
-
+    for tokens in lengths:
+        source.check_tokens(tokens)
     made = {}
     for tokens in lengths:
         try:
-            made[tokens] = exam_readings(found, tokenizer, known, tokens, texts, questions, seed, tail, sizes or LITTLE)
+            made[tokens] = [make_exam(source.tokenizer, tokens, each, questions) for each in range(seed, seed + texts)]
         except ValueError as error:
             raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
     return made
 
 
-def model_of(model: str | None, tokens: int, place: Place) -> tuple[Any, Any, ModelIdentity]:
-    """A model that reads so many tokens, its tokenizer and its identity.
+def readings_of(
+    found: Any,
+    tokenizer: Any,
+    known: ModelIdentity,
+    exams: Mapping[int, Sequence[Exam]],
+    tail: int,
+    sizes: Sizes | None = None,
+) -> dict[int, ModelReadings]:
+    """A model that reads the tasks of every length. tail: as of `attach`. sizes: what else is looked at of a text."""
+    from ..demo.measure import LITTLE, exam_readings
 
-    model: folder or name of a transformers model, None for the embedded one. Raises CommandError for what the model
-    cannot do, AttachError for a model that no method can be attached to.
-    """
-    found, tokenizer = _load(place) if model is None else _load_other(place, model)
-    _check(found.config, tokens)
-    return found, tokenizer, identity_of(found, model)
+    return {tokens: exam_readings(found, tokenizer, known, own, tail, sizes or LITTLE) for tokens, own in exams.items()}
 
 
 def identity_of(model: Any, path: str | None) -> ModelIdentity:
@@ -158,38 +238,37 @@ def identity_of(model: Any, path: str | None) -> ModelIdentity:
     return evolve(known, name=EMBEDDED) if path is None else known
 
 
-def _load(place: Place) -> tuple[Any, Any]:
-    from ..demo.model import load_model, load_tokenizer
+@contextmanager
+def _embedded() -> Iterator[Any]:
+    """The module that loads it; CommandError for what stands in its way."""
+    from ..demo import model
 
     try:
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        return load_model(place.dtype, place.device), load_tokenizer()
+        _no_bars()
+        yield model
     except ImportError as error:
         raise CommandError('the embedded model needs transformers: pip install "sparseprefill[hf]"') from error
     except FileNotFoundError as error:
         raise CommandError(f"{error}: install the package with its checkpoint, or train one") from error
 
 
-def _load_other(place: Place, path: str, device_map: str | None = None) -> tuple[Any, Any]:
+@contextmanager
+def _errors_of(path: str) -> Iterator[None]:
+    """Errors of transformers as those of --model."""
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
+        _no_bars()
     except ImportError as error:
         raise CommandError('--model needs transformers: pip install "sparseprefill[hf]"') from error
-    logging.disable_progress_bar()
     try:
-        spread = {} if device_map is None else {"device_map": device_map}
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=place.dtype, **spread)
-        model = model.to(place.device) if device_map is None else model
-        return model.eval(), AutoTokenizer.from_pretrained(path)
+        yield
     except (OSError, ValueError, ImportError) as error:
-        raise CommandError(f"--model {path}: {str(error).splitlines()[0]}") from error
+        reason = str(error).strip().splitlines()[0]
+        if Path(path).is_dir():
+            raise CommandError(f"--model {path}: {reason}") from error
+        raise CommandError(f"--model {path}: there is no such folder, and by that name: {reason}; {MODELS}") from error
 
 
-def _check(config: Any, tokens: int, layer: int = 0, head: int = 0) -> None:
-    most = positions(config)
-    if most is not None and tokens > most:
-        raise CommandError(f"--tokens {tokens}: the model reads at most {most}; pass that or less")
-    check_layers(config, layer, head)
+def _no_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

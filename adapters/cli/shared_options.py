@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,13 @@ from typing import Annotated
 import typer
 
 from sparseprefill.validate import MOST_ROWS
+
+from .group import CommandError
+
+SEEDS = (1 << 32) - 1
+"""The largest seed: what every generator takes."""
+MODELS = "pass the folder of a transformers model, or a name such as Qwen/Qwen3-0.6B"
+"""What --model takes, for errors."""
 
 
 class Dtype(StrEnum):
@@ -20,9 +28,28 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+def check_model(context: typer.Context, path: str | None) -> str | None:
+    """CommandError, before anything is imported, where --model is no folder with a model and cannot be a name."""
+    if path is None or context.resilient_parsing:  # as completion parses
+        return path
+    folder = Path(path)
+    if path and folder.is_dir():
+        if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise CommandError(f"--model {path}: the folder holds no config.json; pass one that save_pretrained wrote")
+    elif path and folder.exists():
+        raise CommandError(f"--model {path}: that is a file; {MODELS}")
+    elif not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
+        raise CommandError(f"--model {path or repr(path)}: there is no such folder; {MODELS}")
+    return path
+
+
 Model = Annotated[
     str | None,
-    typer.Option(metavar="PATH", help="Folder or name of a transformers model; by default the embedded one."),
+    typer.Option(
+        metavar="PATH",
+        callback=check_model,
+        help="Folder or name of a transformers model; by default the embedded one.",
+    ),
 ]
 Prompts = Annotated[
     Path | None,

@@ -16,7 +16,7 @@ from .files import check_writable
 from .group import CommandError
 from .kept import Stop
 from .options import floored, value_of
-from .shared_options import AtEnd, Device, Dtype, Floor, Model, Tail, Threads, Type
+from .shared_options import SEEDS, AtEnd, Device, Dtype, Floor, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from sparseprefill.method import Method
@@ -66,7 +66,9 @@ def tune(
     recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 2,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
-    seed: Annotated[int, typer.Option(help="Chooses the texts; `demo` uses others by default.")] = 1000,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS, help="Chooses the texts; `demo` uses others by default.")
+    ] = 1000,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the profile to this file; by default METHOD.profile.json."),
@@ -91,7 +93,7 @@ def tune(
     from ..calibration.target import Target
     from . import fitted
     from .progress import bars
-    from .setup import Place, exams_of, model_of
+    from .setup import Place, Source, exams_of, identity_of, readings_of
 
     found = default_registry().get(method)
     path = Path(f"{method}.profile.json") if output is None else output
@@ -102,12 +104,15 @@ def tune(
     cost = by.of(place)
     target = Target(loss=loss, rows="end" if end else "all")
     with bars(len(lengths)) as shown, place.threaded():
-        loaded, tokenizer, identity = model_of(model, max(lengths), place)
-        exams = exams_of(loaded, tokenizer, identity, lengths, texts, questions, seed, tail)
+        source = Source.of(model, place)
+        exams = exams_of(source, lengths, texts, questions, seed)
+        loaded = source.load()
+        identity = identity_of(loaded, model)
+        own = readings_of(loaded, source.tokenizer, identity, exams, tail)
         searches: list[Search] = []
         stop = Stop()
         for length in lengths:
-            readings = exams[length]
+            readings = own[length]
             searcher = Searcher(length, candidates, readings, target, cost, rungs=(readings.count,), repair=False)
             stop = Stop()
             with stop, shown.contender(f"{length:,} tokens") as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from attrs import evolve
@@ -11,8 +12,7 @@ from sparseprefill.profiles.identity import ModelIdentity
 from ..calibration.fit import ModelReadings
 from ..evaluation.reading import Sizes
 from ..session.defaults import TAIL
-from .exam import asker, make_exam, prompt_of
-from .seeds import TUNING
+from .exam import Exam, asker, prompt_of
 
 LITTLE = Sizes(last=1, greedy=1, rows=1)
 """Distributions and recall play no part in tuning by answers."""
@@ -22,20 +22,15 @@ def exam_readings(
     model: Any,
     tokenizer: Any,
     identity: ModelIdentity,
-    tokens: int,
-    texts: int = 2,
-    questions: int = 4,
-    seed: int = TUNING,
+    exams: Sequence[Exam],
     tail: int = TAIL,
     sizes: Sizes = LITTLE,
 ) -> ModelReadings:
     """Exams of one length, with what is asked about each; see `sparseprefill.adapters.calibration.search`.
 
-    texts: exams. questions: of each family. seed: of the first exam. tail: as of `attach`. sizes: what else is
-    looked at, but for its `tail`. Works with any causal language model of transformers that answers the tasks, and its
-    tokenizer. ValueError where the questions do not fit.
+    tail: as of `attach`. sizes: what else is looked at, but for its `tail`. Works with any causal language model of
+    transformers that answers the tasks, and the tokenizer that the exams were made with.
     """
-    exams = [make_exam(tokenizer, tokens, each, questions) for each in range(seed, seed + texts)]
     made = [prompt_of(exam, tokenizer) for exam in exams]
     return ModelReadings(
         model,

@@ -31,6 +31,11 @@ def load_model(
     return found.to(device).eval()
 
 
+def load_config() -> Any:
+    """Load the configuration of the embedded model alone; raises as `load_model` does."""
+    return _transformers().AutoConfig.from_pretrained(_checkpoint())
+
+
 def load_tokenizer(folder: Path | None = None) -> Any:
     """Load the tokenizer of the embedded model, or of another checkpoint of `train`.
 

@@ -151,13 +151,18 @@ class Comparison:
         )
 
 
-def _cut(prompt: Prompt, sizes: Sizes, reader: Reader) -> tuple[Tensor, Tensor]:
+def check_length(prompt: Prompt, sizes: Sizes) -> None:
+    """ParameterError where a prompt is too short for the sizes."""
     least = sizes.last + sizes.tail
     if len(prompt.ids) < least + 1:
         raise ParameterError(
             f"the prompt {prompt.name!r} has {len(prompt.ids)} tokens: pass one of more than {least}, of which "
             f"{sizes.tail} are held back and {sizes.last} are compared"
         )
+
+
+def _cut(prompt: Prompt, sizes: Sizes, reader: Reader) -> tuple[Tensor, Tensor]:
+    check_length(prompt, sizes)
     ids = torch.tensor([prompt.ids], device=reader.device)
     return ids[:, : -sizes.tail], ids[:, -sizes.tail :]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,25 @@ class Prompt:
     inside: tuple[Span, ...] = ()
 
 
-def load(path: str | Path, tokenizer: Any, tokens: int | None = None) -> list[Prompt]:
+@frozen
+class Text:
+    """A prompt before it is tokens. name: where it comes from. prompt: its text; messages: of a chat, in its place.
+
+    line: whether it is a line of JSONL, whose question is likely to stand at the end.
+    """
+
+    name: str
+    prompt: str = ""
+    messages: Any = None
+    line: bool = False
+
+
+def read(path: str | Path) -> list[Text]:
     """The prompts of a text file (one prompt), a JSONL file (one a line), or a folder of both, in order of name.
 
     A line of JSONL is an object with `prompt`, a text, or with `messages`, chat messages that go through the
-    tokenizer's chat template. tokens: the most of one prompt. A text is cut behind it; of a line of JSONL, whose
-    question is likely to stand at the end, the middle is left out.
-
-    Raises ParameterError, which names file and line, for what is none of that.
+    tokenizer's chat template. No tokenizer is needed yet. Raises ParameterError, which names file and line, for what is
+    none of that.
     """
     path = Path(path)
     if path.is_dir():
@@ -58,7 +69,21 @@ def load(path: str | Path, tokenizer: Any, tokens: int | None = None) -> list[Pr
         files = [path]
     else:
         raise ParameterError(f"prompts: there is no file or folder {path}")
-    return [prompt for file in files for prompt in _of_file(file, tokenizer, tokens)]
+    return [text for file in files for text in _of_file(file)]
+
+
+def tokenized(texts: Iterable[Text], tokenizer: Any, tokens: int | None = None) -> list[Prompt]:
+    """The prompts as a tokenizer cuts them up.
+
+    tokens: the most of one prompt. A text is cut behind it; of a line of JSONL the middle is left out. ParameterError
+    for messages where the tokenizer has no chat template, or one that refuses them.
+    """
+    return [Prompt(one.name, tuple(_cut(_ids_of(one, tokenizer), tokens, middle=one.line))) for one in texts]
+
+
+def load(path: str | Path, tokenizer: Any, tokens: int | None = None) -> list[Prompt]:
+    """The prompts of a file or a folder, see `read`; tokens: the most of one, see `tokenized`."""
+    return tokenized(read(path), tokenizer, tokens)
 
 
 def made(texts: Sequence[str], tokenizer: Any, tokens: int, count: int) -> list[Prompt]:
@@ -109,7 +134,7 @@ def spans_of(
     return tuple(read["input_ids"]), tuple(spans)
 
 
-def _of_file(path: Path, tokenizer: Any, tokens: int | None) -> Iterator[Prompt]:
+def _of_file(path: Path) -> Iterator[Text]:
     try:
         text = json_text.read(path, MOST)
     except ParameterError as error:
@@ -117,18 +142,16 @@ def _of_file(path: Path, tokenizer: Any, tokens: int | None) -> Iterator[Prompt]
     if path.suffix.lower() != ".jsonl":
         if not text.strip():
             raise ParameterError(f"prompts: {path} holds no text: pass a file with a prompt")
-        ids = _ids(tokenizer, text, start=True)[:tokens]
-        yield Prompt(path.name, tuple(ids))
+        yield Text(path.name, text)
         return
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if not lines:
         raise ParameterError(f"prompts: {path} holds no line: pass a file with a prompt in each")
     for number, line in lines:
-        where = f"{path.name}:{number}"
-        yield Prompt(where, tuple(_middle_out(_of_line(line, where, tokenizer), tokens)))
+        yield _of_line(line, f"{path.name}:{number}")
 
 
-def _of_line(line: str, where: str, tokenizer: Any) -> list[int]:
+def _of_line(line: str, where: str) -> Text:
     try:
         entry = json_text.parsed(line)
     except ParameterError as error:
@@ -136,17 +159,23 @@ def _of_line(line: str, where: str, tokenizer: Any) -> list[int]:
     given = sorted({"prompt", "messages"} & set(entry)) if isinstance(entry, dict) else []
     if len(given) != 1:
         raise ParameterError(f"prompts: {where} is {line[:60]!r}: pass an object with either 'prompt' or 'messages'")
-    if given == ["prompt"]:
-        if not isinstance(entry["prompt"], str) or not entry["prompt"]:
-            raise ParameterError(f"prompts: {where}: prompt is {entry['prompt']!r}: pass a string")
-        return _ids(tokenizer, entry["prompt"], start=True)
+    if given == ["messages"]:
+        return Text(where, messages=entry["messages"], line=True)
+    if not isinstance(entry["prompt"], str) or not entry["prompt"]:
+        raise ParameterError(f"prompts: {where}: prompt is {entry['prompt']!r}: pass a string")
+    return Text(where, entry["prompt"], line=True)
+
+
+def _ids_of(one: Text, tokenizer: Any) -> list[int]:
+    if one.prompt:
+        return _ids(tokenizer, one.prompt, start=True)
     if not getattr(tokenizer, "chat_template", None):
-        raise ParameterError(f"prompts: {where} has messages, but the tokenizer has no chat template: pass 'prompt'")
+        raise ParameterError(f"prompts: {one.name} has messages, but the tokenizer has no chat template: pass 'prompt'")
     try:
-        text = tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(one.messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of others, and raise what they like
         raise ParameterError(
-            f"prompts: {where}: the chat template refuses the messages: {error}; pass 'prompt'"
+            f"prompts: {one.name}: the chat template refuses the messages: {error}; pass 'prompt'"
         ) from error
     return _ids(tokenizer, text, start=False)
 
@@ -155,8 +184,8 @@ def _ids(tokenizer: Any, text: str, *, start: bool) -> list[int]:
     return list(tokenizer(text, add_special_tokens=start)["input_ids"])
 
 
-def _middle_out(ids: list[int], tokens: int | None) -> list[int]:
+def _cut(ids: list[int], tokens: int | None, *, middle: bool) -> list[int]:
     if tokens is None or len(ids) <= tokens:
         return ids
-    first = tokens // 2
+    first = tokens // 2 if middle else tokens
     return ids[:first] + ids[len(ids) - (tokens - first) :]

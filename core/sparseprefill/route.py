@@ -331,7 +331,6 @@ class Route(Runner):
         return choice.pipeline
 
 
-@frozen
 class _Nothing:
     """The estimator of a length that no setting serves: there is only dense attention."""
 

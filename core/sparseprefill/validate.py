@@ -27,7 +27,9 @@ def whole(least: int = 1, most: int | None = None) -> Check:
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
         good = isinstance(value, int) and not isinstance(value, bool) and least <= value < WIDEST
         if not good or (most is not None and value > most):
+            too_wide = most is None and isinstance(value, int) and value >= WIDEST
             bound = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+            bound = f"an integer from {least} to 2^63 - 1" if too_wide else bound
             raise ParameterError(f"{attribute.name} is {printed(value)}: pass {bound}")
 
     check.__doc__ = f"integer >= {least}" if most is None else f"integer {least} to {most}"

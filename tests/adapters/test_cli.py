@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from sparseprefill.adapters.cli.commands import app
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
+from helpers.harness_tasks import need_harness
 from sparseprefill import Method, MethodCollisionError, Registry, hookimpl
 from sparseprefill import registry as registries
 
@@ -98,6 +101,156 @@ def _paragraph(text: str, beginning: list[str]) -> list[str]:
     """The lines of the indented paragraph that begins with these words."""
     (found,) = [part for part in text.split("\n\n") if part.split()[:2] == beginning]
     return [line.strip() for line in found.splitlines()]
+
+
+LOADED = "a model was loaded"
+
+
+@pytest.fixture
+def _no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody loads a model's weights; in a folder with a broken file of prompts, and one that is no model."""
+    import transformers
+    from sparseprefill.adapters.demo import model
+
+    def loaded(*_: Any, **__: Any) -> Any:
+        raise AssertionError(LOADED)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model, "load_model", loaded)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": 3}')
+    (tmp_path / "short.txt").write_text("two words")
+    (tmp_path / "empty").mkdir()
+
+
+HUGE = "99999999999"
+MODELS = ("compare", "fit", "frontier", "evaluate --method bfla", "tune --method bfla", "cluster", "anchors")
+
+
+@pytest.mark.usefixtures("_no_model")
+@pytest.mark.parametrize("command", MODELS)
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/nope", ("--model /nope: there is no such folder", "pass the folder")),
+        ("no/such/folder", ("--model no/such/folder: there is no such folder", "pass the folder")),
+        ("./nope", ("--model ./nope: there is no such folder",)),
+        ("", ("--model ''", "pass the folder")),
+        ("empty", ("--model empty: the folder holds no config.json",)),
+        ("short.txt", ("--model short.txt: that is a file",)),
+    ],
+)
+def test_a_folder_that_holds_no_model(command: str, path: str, words: tuple[str, ...]) -> None:
+    result = invoke(*command.split(), "--model", path)
+    refused(result, *words)
+    assert "repo" not in result.stderr.lower()
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_a_name_that_is_no_folder_here_is_told_so() -> None:
+    refused(invoke("compare", "--model", "nowhere"), "--model nowhere: there is no such folder, and by that name:")
+
+
+@pytest.mark.usefixtures("_no_model", "_one_tokenizer")
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("compare --prompts /nope", ("there is no file or folder /nope",)),
+        ("compare --prompts bad.jsonl", ("bad.jsonl:1: prompt is 3: pass a string",)),
+        ("compare --prompts short.txt", ("'short.txt' has", "pass one of more than 64")),
+        ("compare --layer 9", ("--layer 9: the model has 6; pass 0 to 5",)),
+        (f"compare --tokens {HUGE}", (HUGE, "pass --tokens 40896 or less")),
+        (f"compare --greedy {HUGE}", (f"--greedy {HUGE}", "reads at most 40960")),
+        (f"compare --held-back {HUGE}", (HUGE, "pass one of more than")),
+        ("fit --prompts /nope", ("there is no file or folder /nope",)),
+        ("fit --prompts short.txt", ("no prompt has 256 tokens",)),
+        (f"fit --tokens {HUGE}", (f"--tokens {HUGE}", "pass 40944 or less")),
+        ("fit --set bfla.blok=3", ("no parameter 'blok'",)),
+        (f"demo --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
+        ("demo --tokens 256", ("--tokens 256 --questions 4", "more tokens")),
+        ("demo --tokens 1024 --head 7", ("--head 7: the model has 4; pass 0 to 3",)),
+        (f"frontier --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
+        ("frontier --method bfla --try bfla.grup=8", ("no parameter 'grup'",)),
+        (f"tune --method bfla --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
+        (f"cluster --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
+        (f"anchors --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
+        ("anchors --tokens 256", ("--tokens 256", "pass longer ones than 256")),
+        (f"evaluate --method bfla --lengths {HUGE}", (f"--lengths {HUGE}", "at most 40960; pass that or less")),
+        ("evaluate --method bfla --lengths 512", ("lengths holds 512: pass integers >= 1024",)),
+        ("evaluate --method bfla --chat-template", ("the tokenizer has no chat template",)),
+        (f"bench --length {HUGE}", (f"--length {HUGE}", "GB, and cpu has", "or less")),
+        (f"bench --length 16 --length {HUGE} --method bfla", (f"--length {HUGE}", "or less")),
+        (f"bench --table long --length {HUGE}", (f"--length {HUGE}", "or less")),
+        (f"bench --peers --length {HUGE}", (f"--length {HUGE}", "or less")),
+        (f"bench --ttft --length {HUGE}", (f"--length {HUGE}", "a prefill of so many", "or less")),
+        (f"bench --page {HUGE}", (f"--page {HUGE}", "or less")),
+        (f"bench --new {HUGE}", (f"new is {HUGE}", "pass at most")),
+        (f"bench --heads {HUGE} --kv-heads 1", ("GB, and cpu has", "pass fewer or smaller heads")),
+        (f"bench --length {'9' * 30}", ("9" * 30, "pass an integer from 2 to 2^63 - 1")),
+        (f"calibrate --length {HUGE}", (f"--length {HUGE}", "or less")),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_one_is_loaded(command: str, words: tuple[str, ...]) -> None:
+    if command.startswith("evaluate"):
+        need_harness()
+    refused(invoke(*command.split(), "--device", "cpu"), *words)
+
+
+@pytest.mark.usefixtures("_no_model", "_one_tokenizer")
+def test_a_model_that_says_no_length_reads_what_its_device_has_room_for(folder: Path, tmp_path: Path) -> None:
+    endless = tmp_path / "endless"
+    shutil.copytree(folder, endless)
+    facts = json.loads((endless / "config.json").read_text())
+    (endless / "config.json").write_text(json.dumps({**facts, "max_position_embeddings": 0}))
+    refused(invoke("anchors", "--model", str(endless), "--tokens", HUGE * 2, "--device", "cpu"), "GB, and cpu has")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("CUDA out of memory. Tried to allocate 9 GiB\nmore"),
+    ],
+)
+def test_too_little_memory_is_no_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("sparseprefill.adapters.cli.render.write_json", fail)
+    refused(invoke("methods", "--json"), "memory", "pass shorter lengths or smaller sizes")
+    error.args = ("anything else",)
+    if not isinstance(error, MemoryError):
+        assert isinstance(invoke("methods", "--json").exception, RuntimeError)
+
+
+@pytest.mark.usefixtures("_no_model", "_one_tokenizer")
+@pytest.mark.parametrize("command", [*MODELS, "demo"])
+def test_ctrl_c_while_a_model_loads(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command.startswith("evaluate"):
+        need_harness()
+        command += " --tasks niah_single_1 --lengths 1024 --limit 1"
+    elif not command.startswith("compare"):
+        command += " --tokens 1024"
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparseprefill.adapters.demo.model.load_model", interrupted)
+    refused(invoke(*command.split(), "--device", "cpu"), "stopped: nothing was written", status=130)
+
+
+@pytest.mark.parametrize("command", ["bench", "demo", "frontier", "tune --method bfla", "fit", "cluster", "anchors"])
+def test_a_seed_that_no_generator_takes(command: str) -> None:
+    for seed in ("9" * 25, "-1"):
+        refused(invoke(*command.split(), "--seed", seed), "'--seed'", status=2)
+
+
+def test_completion_takes_no_offence_at_a_model() -> None:
+    command: Any = get_command(app)
+    context = command.commands["compare"].make_context("compare", ["--model", "/nope"], resilient_parsing=True)
+    assert context.params["model"] == "/nope"
 
 
 def test_methods() -> None:

@@ -139,7 +139,10 @@ def test_ctrl_c_keeps_what_is_finished(folder: Path, monkeypatch: pytest.MonkeyP
         (("--method", "streaming", "--set", "windov=3"), "streaming has no parameter 'windov'; did you mean 'window'?"),
         (("--config", "c.toml", "--set", "window=3"), "--set window=3: it changes a parameter of a method"),
         (("--method", "streaming", "--lengths", "4k"), "--lengths 4k: write tokens, such as --lengths 4096,8192"),
-        (("--method", "streaming", "--lengths", "50000"), "lengths holds 50000: the model reads at most 40960 tokens"),
+        (
+            ("--method", "streaming", "--lengths", "50000"),
+            "--lengths 50000: the model reads at most 40960; pass that or less",
+        ),
         (("--method", "streaming", "--output", "no/x.json"), "--output no/x.json: there is no folder"),
         (("--method", "streaming", "--profile", "none.json"), "profile is 'none.json'"),
         (("--method", "streaming", "--chat-template"), "the tokenizer has no chat template"),

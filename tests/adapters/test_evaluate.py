@@ -217,6 +217,38 @@ def test_ctrl_c_leaves_the_model_as_it_was(random_model: Any, embedded_tokenizer
     assert [""] * 2 == [run.error for run in harness.evaluate(*asked, [STREAMING], limit=1)]
 
 
+@pytest.fixture(scope="module")
+def bare_tokenizer(embedded_tokenizer: Any) -> Any:
+    """The embedded one, but it declares no special token."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=embedded_tokenizer.backend_tokenizer)
+
+
+@pytest.mark.parametrize("ends", [1, [99_999, 1]])
+def test_a_tokenizer_without_special_tokens_ends_where_the_model_does(
+    ends: Any, random_model: Any, embedded_tokenizer: Any, bare_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bare_tokenizer.eos_token is bare_tokenizer.bos_token is bare_tokenizer.pad_token is None
+    asked: dict[str, Any] = {"tasks": ["niah_single_1"], "lengths": [1024], "contenders": [STREAMING], "limit": 2}
+    expected = list(harness.evaluate(random_model, embedded_tokenizer, **asked, batch_size=2))
+    monkeypatch.setattr(random_model.generation_config, "eos_token_id", ends)
+    found = list(harness.evaluate(random_model, bare_tokenizer, **asked, batch_size=2))
+    assert ["", ""] == [run.error for run in found]
+    assert [run.scores for run in expected] == [run.scores for run in found]
+    assert bare_tokenizer.eos_token is None
+
+
+@pytest.mark.parametrize("ends", [None, 99_999, []])
+def test_a_tokenizer_without_an_end_is_refused(
+    ends: Any, random_model: Any, bare_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_model.generation_config, "eos_token_id", ends)
+    monkeypatch.setattr(random_model.config, "eos_token_id", ends)
+    with pytest.raises(ParameterError, match=r"tokenizer\.eos_token is None.*set tokenizer\.eos_token"):
+        next(harness.evaluate(random_model, bare_tokenizer, ["niah_single_1"], [1024], limit=1))
+
+
 def test_what_the_harness_cuts_is_told(random_model: Any, embedded_tokenizer: Any, tmp_path: Path) -> None:
     task = str(write_task(tmp_path, [("apple pear " * 3000, "plum"), ("stone " * 6000, "gravel")]))
     (run,) = harness.evaluate(random_model, embedded_tokenizer, [task], limit=2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.bench.layers import Layers, LayersTime
 from sparseprefill.adapters.calibration import frontier as points
@@ -17,6 +18,7 @@ from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.calibration.frontier import Point, frontier, recommended, spread
 from sparseprefill.adapters.cli.commands import app
+from sparseprefill.adapters.cli.frontier_results import markdown
 from sparseprefill.adapters.evaluation.contender import Contender
 from sparseprefill.adapters.evaluation.divergence import Divergence
 from sparseprefill.adapters.evaluation.outcome import Summary
@@ -57,6 +59,28 @@ def test_a_point_is_on_the_frontier_unless_another_is_as_good_in_all_and_better_
     )
     found = frontier([best, cheap, near, worse, equal, point(10, 0.0, 0.01, "broken")])
     assert all(one is other for one, other in zip([best, cheap, near, equal], found, strict=True))
+
+
+def test_where_the_model_itself_has_no_answer_no_point_is_on_the_frontier() -> None:
+    made = [point(0, 0.2, 0.5), point(0, 0.1, 0.9)]
+    hopeless = [evolve(one, stock=evolve(one.stock, answers=(0, 10))) for one in made]
+    assert [] == frontier(hopeless)
+    text = markdown(hopeless)
+    assert "the model cannot do the task: its own attention has no right answer" in text
+    assert not [line for line in text.splitlines() if line.rstrip(" |").endswith("*")]
+    unasked = [evolve(one, stock=evolve(one.stock, answers=(0, 0))) for one in made]
+    assert 2 == len(frontier(unasked))
+    assert "cannot do the task" not in markdown(unasked) + markdown(made)
+
+
+def test_the_command_says_that_a_model_cannot_do_the_task(folder: Path) -> None:
+    few = ("--tokens", "900", "--method", "streaming", "--most", "1")
+    result = run("--model", str(folder), *SHORT[2:], *few)
+    assert result.exit_code == 0, result.output
+    assert "the model cannot do the task" in " ".join(result.stdout.split())
+    (row,) = [line for line in result.stdout.splitlines() if line.strip().startswith("streaming ")]
+    assert "0 / 10" in row
+    assert "*" not in row
 
 
 def test_without_times_density_is_the_cost() -> None:

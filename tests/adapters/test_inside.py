@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import sparseprefill as sp
 from sparseprefill.adapters.demo.exam import Exam, asker, make_exam, prompt_of
 from sparseprefill.adapters.demo.inside import FAMILIES, MOST, SHORTEST, WINDOW, make_passages
 from sparseprefill.adapters.demo.model import load_model, load_tokenizer
@@ -18,6 +16,8 @@ from sparseprefill.adapters.evaluation.contender import Contender
 from sparseprefill.adapters.evaluation.outcome import Outcome
 from sparseprefill.adapters.evaluation.prompts import Prompt, Span, spans_of
 from sparseprefill.adapters.evaluation.reading import APART, Kept, Sizes, right_inside
+
+import sparseprefill as sp
 from sparseprefill.errors import ParameterError
 
 MODELS = Path(__file__).parents[1] / "models"

@@ -154,6 +154,12 @@ def test_an_objection_to_some_lengths_is_none_to_all() -> None:
     assert "OnlyLong: 16 keys; OnlyLong: 32 keys" in never(4097, keys=4096)
 
 
+def test_three_objections_are_told_at_most() -> None:
+    bounds = Bounds(min_query=16, keys=4096)
+    found = prospects(sp.Route.of(sp.Pipeline(OnlyLong(4097))), LAYERS, bounds).never
+    assert found.endswith("OnlyLong: 16 keys; OnlyLong: 32 keys; OnlyLong: 64 keys")
+
+
 def test_a_length_of_a_profile_is_tried() -> None:
     sizes: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
     identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)

@@ -16,6 +16,7 @@ from sparseprefill.adapters.session.defaults import MIN_QUERY
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted, sizes
 from sparseprefill.adapters.session.report import LayerReport, Report
 from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
+from sparseprefill.adapters.session.watch import CallRecall
 
 import sparseprefill as sp
 from helpers.build import make
@@ -350,3 +351,12 @@ def test_a_layer_without_calls_is_not_known_to_be_causal() -> None:
     assert not record.causal
     record.count("sparse", (1, 2, 3))
     assert record.causal
+
+
+def test_the_head_that_keeps_least_by_either_figure() -> None:
+    spread = (0.9, 0.8)
+    assert (0.8, 5) == CallRecall(0, 4, spread, ()).least
+    assert (0.5, 4) == CallRecall(0, 4, spread, (0.5, 0.95)).least
+    assert (0.8, 5) == CallRecall(0, 4, spread, (0.85, 0.95)).least
+    with pytest.raises(ValueError, match="shorter"):
+        _ = CallRecall(0, 4, spread, (0.9,)).least

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -148,6 +149,20 @@ def there(dotted: str) -> bool:
         return hasattr(import_module(head), last)
     except ModuleNotFoundError as error:
         return not (error.name or "").startswith("sparseprefill")
+
+
+def test_the_page_of_the_break_even_table_names_what_is_read() -> None:
+    """Its schema and version, and every field of the file."""
+    (block,) = [one.code for one in blocks((ROOT / "docs" / "breakeven.md").read_text()) if "schema," in one.code]
+    named = re.search(r'^schema, version +"([\w.]+)", (\d+)$', block, flags=re.M)
+    assert named is not None
+    (file, *_) = sorted((ROOT / "core" / "sparseprefill" / "breakeven" / "tables").glob("*.json"))
+    facts = json.loads(file.read_text())
+    read = sp.BreakEven.of({**facts, "schema": named[1], "version": int(named[2])})
+    assert read.to_dict() == facts
+    words = set(re.findall(r"[a-z_]+", block))
+    shape = facts["shapes"][0]
+    assert {*facts, *facts["device"], *shape, *shape["points"][0], *shape["points"][0]["executor"][0]} <= words
 
 
 @pytest.mark.parametrize("method", sorted(OURS))

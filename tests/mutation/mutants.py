@@ -14,11 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-import parso
 from attrs import field, frozen
-from cosmic_ray.ast import ast_nodes
-from cosmic_ray.mutating import mutate_code
-from cosmic_ray.plugins import get_operator, operator_names
 
 from mutation.checkout import ROOT
 
@@ -38,7 +34,7 @@ class Mutant:
 
     path: in the checkout. operator, occurrence: as Cosmic Ray counts them. spot: line (from 1) and column (from 0).
     lines: first and last line of the statement around it. called: whether it stands in the body of a function, so
-    that it runs when that is called and not when the file is imported.
+    that it runs when that is called and not when the file is imported. within: the classes and functions around it.
     """
 
     path: str
@@ -47,6 +43,7 @@ class Mutant:
     spot: Spot
     lines: tuple[int, int]
     called: bool
+    within: str = ""
 
     @property
     def name(self) -> str:
@@ -73,10 +70,17 @@ class Source:
 
     def mutate(self, mutant: Mutant) -> str:
         """The text with the change in it."""
+        from cosmic_ray.mutating import mutate_code
+        from cosmic_ray.plugins import get_operator
+
         changed: str | None = mutate_code(self.text, get_operator(mutant.operator)(), mutant.occurrence)
         if changed is None:
             raise ValueError(f"{mutant.name}: there is no such mutant")
         return changed
+
+    def mutants(self) -> Iterator[Mutant]:
+        """Every one there is."""
+        return _Map(self).mutants()
 
 
 @frozen(slots=False)
@@ -143,7 +147,21 @@ class _Map:
         start, last = max(one for one in self.statements if one[0] <= spot)
         return start[0], max(last, spot[0])
 
+    @cached_property
+    def rooms(self) -> list[tuple[Spot, Spot, str]]:
+        """Classes and functions with their decorators, the outer ones first."""
+        found = []
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                start, end = self.span(node)
+                found.append((min([start, *((one.lineno, 0) for one in node.decorator_list)]), end, node.name))
+        return sorted(found)
+
     def mutants(self) -> Iterator[Mutant]:
+        import parso
+        from cosmic_ray.ast import ast_nodes
+        from cosmic_ray.plugins import get_operator, operator_names
+
         operators = [
             (name, get_operator(name)) for name in operator_names() if not name.endswith((*SAME, *NEEDS_NAMES))
         ]
@@ -159,7 +177,8 @@ class _Map:
                     if getattr(node.parent, "type", "") == "parameters" or _inside(spot, self.excluded):
                         continue
                     called = _inside(spot, self.bodies)
-                    yield Mutant(self.source.path, name, occurrence, spot, self.around(spot), called)
+                    within = ".".join(name for first, last, name in self.rooms if first <= spot < last)
+                    yield Mutant(self.source.path, name, occurrence, spot, self.around(spot), called, within)
 
 
 def _inside(spot: Spot, spans: Sequence[tuple[Spot, Spot]]) -> bool:
@@ -179,7 +198,7 @@ def sample(sources: Sequence[Source], count: int, seed: int) -> list[Mutant]:
         due = count * before // total - len(chosen)  # what a small file could not give, the next ones do
         draw = random.Random(f"{seed}:{source.path}")
         places: dict[Spot, list[Mutant]] = defaultdict(list)
-        for mutant in _Map(source).mutants():
+        for mutant in source.mutants():
             places[mutant.spot].append(mutant)
         picked = (draw.choice(places[spot]) for spot in draw.sample(sorted(places), len(places)))
         clean = (one for one in picked if _compiles(source.mutate(one)))

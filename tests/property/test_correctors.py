@@ -230,3 +230,13 @@ def test_a_route_gives_its_corrector_to_every_pipeline() -> None:
     assert made.corrects
     assert [one.corrector for one in made.known] == [sp.Delta()]
     assert made.with_corrector(None).corrects is False
+
+
+def test_the_workspace_of_delta_has_room_for_the_values_that_it_widens() -> None:
+    """The more KV heads and keys, the more; the queries are the same."""
+    call, wider, longer = make(8, 4096, heads=8), make(8, 4096, heads=8, kv_heads=8), make(8, 8192, heads=8)
+    found, wide, long = (sp.Delta().workspace(one) for one in (call, wider, longer))
+    one = call.v[:, :1].numel() * 4
+    assert found >= one
+    assert wide - found >= 7 * one
+    assert long - found >= one

@@ -18,6 +18,8 @@ from helpers.build import make
 from sparseprefill import refiners
 from sparseprefill.config import REFINERS
 from sparseprefill.errors import ParameterError, UnknownMethodError
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.profiles.profile import LengthRange, Profile
 
 CALL = make(60)
 ANCHOR: dict[str, Any] = {
@@ -79,6 +81,31 @@ def test_unions_keep_the_observers() -> None:
     registry.register(Plugin, "watched")
     made = pipeline_of({"union": [{"method": "watched"}, {"method": "watched"}]}, registry=registry)
     assert ["Watch", "Watch"] == [type(observer).__name__ for observer in made.observers]
+
+
+def test_a_part_of_a_union_that_goes_by_length_observes_if_it_remembers(tmp_path: Path) -> None:
+    sizes = {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8}
+    identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)
+
+    def observers(method: str, **parameters: Any) -> list[str]:
+        one = LengthRange(least=0, tokens=64, method=method, parameters=parameters)
+        path = tmp_path / f"{method}.json"
+        path.write_text(Profile(methods=(method,), model=identity, ranges=(one,)).to_json())
+        part = {"method": method, "profile": str(path)}
+        return [type(each).__name__ for each in pipeline_of({"union": [part, STREAMING]}).observers]
+
+    assert [] == observers("streaming")
+    assert ["Route"] == observers("share-prefill", clusters="single")
+
+
+def test_a_profile_of_a_method_that_is_not_here_says_where(tmp_path: Path) -> None:
+    sizes = {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8}
+    identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)
+    one = LengthRange(least=0, tokens=64, method="gone", parameters={})
+    path = tmp_path / "gone.json"
+    path.write_text(Profile(methods=("gone",), model=identity, ranges=(one,)).to_json())
+    with pytest.raises(UnknownMethodError, match=r"^union\[1\]: .*'gone'"):
+        sp.from_config({"union": [STREAMING, {"profile": str(path)}]})
 
 
 TOML = """

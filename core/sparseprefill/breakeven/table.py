@@ -61,7 +61,7 @@ class BreakEven:
         the table: it runs sparse, and the reason is in the verdict.
         """
         q = call.q
-        key = (method, q.shape, call.kv_heads, call.kv_len, call.q_offset, q.dtype, q.device, call.window is None)
+        key = (method, q.shape, call.kv_heads, call.kv_len, call.q_offset, q.dtype, q.device, call.window)
         found = self._verdicts.get(key)
         if found is None:
             if len(self._verdicts) >= _KEPT:

@@ -671,7 +671,7 @@ class _Votes:
         there = torch.arange(columns) < counts[:, None]
         for j in range(int(counts.max())):
             for items, seen_by_all in (((there & whole)[:, j], True), ((there & ~whole)[:, j], False)):
-                chosen = items.nonzero()[:, 0]
+                chosen = items.nonzero().flatten()
                 index = self.states.kv_head(head[chosen]) * columns + order[chosen, j]
                 for part in _cut(chosen.numel(), tile_k * 4 * self.states.k.shape[-1]):
                     some, apart = chosen[part], None

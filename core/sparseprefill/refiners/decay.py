@@ -78,8 +78,8 @@ class PositionDecay:
         at = Choice.of(call, plan)
         scores, room = tile_worth(plan, call, *at.grid), self.budget(call, *at.grid)[:, None] - at.taken
         ends, tile_k = at.ends(call.geometry, self.sink, self.local), at.grid[1]
-        # Tiles behind a padded row's last key hold nothing: they take nobody's place.
-        keys = torch.arange(at.tiles.shape[-1], device=scores.device) * tile_k < call.geometry.key_counts()[:, None]
+        # Tiles behind the last query of a batch row hold nothing: they take nobody's place.
+        keys = torch.arange(at.tiles.shape[-1], device=scores.device) * tile_k < _end(call)[:, None]
         real = at.tiles & keys[:, None, None]
         ends = ends | (at.tiles & ~keys[:, None, None])
         if plan.mask.stripes is None:
@@ -91,7 +91,7 @@ class PositionDecay:
     def budget(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
         """int64 ``[B, R]``: key tiles that each query tile keeps by score."""
         geometry = call.geometry
-        end = torch.minimum(geometry.first_position() + geometry.q_len, geometry.key_counts())
+        end = _end(call)
         prompt = end if call.prompt_lengths is None else torch.zeros_like(end) + call.prompt_lengths
         n = _ceil(prompt, tile_k).clamp(min=1)[:, None]
         first = self._first(n)
@@ -119,6 +119,12 @@ class PositionDecay:
         possible = [n for n in known if n <= columns or call.prompt_lengths is not None]
         here = torch.tensor([max(n, 1) for n in possible], device="cpu")
         return min(columns, int(self._first(here).max()))
+
+
+def _end(call: AttentionCall) -> Tensor:
+    """int64 ``[B]``: position behind the last query of each batch row, which sees no further."""
+    geometry = call.geometry
+    return torch.minimum(geometry.first_position() + geometry.q_len, geometry.key_counts())
 
 
 def _ceil(x: Tensor, by: Tensor | int) -> Tensor:

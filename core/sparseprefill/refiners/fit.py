@@ -251,7 +251,7 @@ def _tiles_that_fit(
     low, high = torch.zeros_like(number), number
     for _ in range(worth.shape[-1].bit_length()):
         middle = torch.div(low + high + 1, 2, rounding_mode="floor")
-        at = torch.gather(place, -1, (middle - 1).clamp(min=0)[..., None])[..., 0]
+        at = torch.gather(place, -1, (middle - 1).clamp(min=0)[..., None]).squeeze(-1)
         fits = (middle * tile_k + table.count(at) <= room) | (middle == 0)
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
     inside = table.open * order.counts.sum(-1)[..., None, :]

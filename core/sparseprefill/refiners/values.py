@@ -148,8 +148,7 @@ class _Norms:
         count, total, squares = (torch.gather(x, 2, at) for x in (self.count, self.total, self.squares))
         mean = total / count.clamp(min=1)
         spread = ((squares - count * mean * mean) / (count - 1).clamp(min=1)).clamp(min=0).sqrt() + TINY
-        some = (before[:, None] > 0) & (count > 1)
-        factor = torch.where(some, beta / spread, 0.0).to(self.logs.dtype)
+        factor = torch.where(count > 1, beta / spread, 0.0).to(self.logs.dtype)
         bonus = (self.logs[:, :, None] - mean.to(self.logs.dtype)[..., None]).clamp_(min=0).mul_(factor[..., None])
         known = torch.arange(self.logs.shape[-1], device=before.device) < before[..., None]
         return bonus.masked_fill_(~(known[:, None] & self.finite[:, :, None]), 0.0)

@@ -82,3 +82,11 @@ def test_a_carry_of_another_call_is_refused_behind_a_mask_made_later(executor: A
     carry = sp.Carry(CPU.accumulate(theirs, sp.Plan(sp.SparseMask.full(theirs))), sp.SparseMask.full(theirs))
     with pytest.raises(sp.MaskError, match=r"Plan\.carry covers"):
         executor.execute(CALL, sp.Plan(lambda: sp.SparseMask.empty(CALL, 16), carry))
+
+
+def test_every_call_needs_its_plan() -> None:
+    calls = [make(8), make(8)]
+    plans = [sp.Plan(sp.SparseMask.full(call, 4)) for call in calls]
+    assert 2 == len(sp.AutoExecutor().execute_many(calls, plans))
+    with pytest.raises(ValueError, match="shorter"):
+        sp.AutoExecutor().execute_many(calls, plans[:1])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Never
+from typing import Any, Never, cast
 
 import pytest
 import torch
 from attrs import evolve
+from torch.nn import functional
 
 import sparseprefill as sp
 from helpers.build import int32, make
 from helpers.ceilings import METHODS, SHARES, Trial
-from sparseprefill.mask.priority import BestOf, nearness
+from sparseprefill.mask import priority
+from sparseprefill.mask.priority import BestOf, PriorityScores, nearness
+from sparseprefill.refiners.fit import _Order
 
 POOLED = {"bfla": 0.65, "xattention": 0.75}
 """Tiles by pooled scores, which are further from the truth than what is sampled exactly."""
@@ -226,3 +229,66 @@ def test_scores_that_say_nothing_are_refused() -> None:
         sp.PriorityScores(tiles=torch.zeros(1, 1, 1, 1), tile_k=8)
     with pytest.raises(sp.MaskError, match=r"Plan\.priority is dict: pass a Priority"):
         sp.Plan(sp.SparseMask.full(make(8), 8), priority={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(3 * 64, 16), (2 * 64 * 4, 16), (5 * 64 * 4, 16), (64 * 9, None)])
+def test_scores_of_columns_are_asked_for_in_pieces(limit: int, rows: int | None, monkeypatch: Any) -> None:
+    """A map of all heads, groups and keys may be too large; a piece holds as many as there is room for."""
+    monkeypatch.setattr(priority, "ENTRIES", limit)
+    call, asked = make(64, heads=6, kv_heads=2), []
+
+    class Counts:
+        def tile_scores(self, *_: Any) -> Never:
+            raise NotImplementedError
+
+        def column_scores(self, call: sp.AttentionCall, position: torch.Tensor, heads: slice) -> torch.Tensor:
+            shape = call.q.shape[0], heads.stop - heads.start, position.shape[1], call.kv_len
+            asked.append(shape[0] * shape[1] * shape[2] * shape[3])
+            which = torch.arange(6)[heads][None, :, None, None] * 1000 + position[:, None, :, None]
+            return (which + torch.arange(64)).expand(shape).double()
+
+    found = priority.tiles_of_columns(cast(sp.Priority, Counts()), call, rows, 16, 8)
+    assert max(asked) <= limit
+    assert sum(asked) == 6 * 64 * (1 if rows is None else 4)
+    group = torch.arange(4)[:, None] * (0 if rows is None else 16)
+    expected = torch.arange(6)[:, None, None] * 1000 + group + torch.arange(8) * 8 + 3.5
+    torch.testing.assert_close(found[0], expected.double())
+
+
+def test_no_budget_is_beyond_the_bound_of_its_call() -> None:
+    """Rows of a batch have prompts of other lengths, and a shorter prompt may have the larger budget."""
+    for columns, short in ((60, 5), (58, 3), (165, 6), (30, 2)):
+        call = make(2 * columns, batch=2, starts=int32(0, 2 * short))
+        decay = sp.PositionDecay()
+        assert int(decay.budget(call, 2, 2).max()) <= decay._most(call, 2)
+
+
+def test_tiles_behind_the_last_query_take_nobodys_place() -> None:
+    """The last query tile ends before its last rows, and the cache goes on behind it."""
+    call = make(18, 64, q_offset=15)
+    scores = torch.arange(16.0).expand(1, 1, call.geometry.tile_rows(8), 16)
+    full = sp.Plan(sp.SparseMask.full(call, (8, 4)), priority=PriorityScores(tiles=scores, tile_q=8, tile_k=4))
+    found = sp.PositionDecay(share=1.0, decay=1.0, sink=0, local=0).refine(call, full, sp.Memory())
+    assert torch.equal(full.mask.to_dense(), found.mask.to_dense())
+
+
+def test_counts_in_the_order_of_worth() -> None:
+    """Of every place at once what stands before it, and of every number where it ends, against counting by hand."""
+    torch.manual_seed(0)
+    keys, size, tile_k = 61, 4, 5
+    listed = torch.rand(1, 2, 3, keys) < 0.6
+    tile = torch.randint(-(-keys // tile_k), (1, 2, 3, keys))
+    spare = -keys % size
+    wide, tiles = functional.pad(listed, (0, spare)), functional.pad(tile, (0, spare))
+    blocks, columns = wide.shape[-1] // size, -(-keys // tile_k)
+    counts = torch.zeros(1, 2, 3, columns * blocks)
+    counts.scatter_add_(-1, tiles * blocks + torch.arange(wide.shape[-1]) // size, wide.float())
+    empty = torch.empty(0)
+    order = _Order(empty, tiles, wide, empty, counts.unflatten(-1, (columns, blocks)), size)
+    free = torch.rand(1, 2, 3, 2, columns) < 0.7
+    table = order.table(free)
+    open_ones = torch.gather(free, -1, tiles[..., None, :].expand(-1, -1, -1, 2, -1)) & wide[..., None, :]
+    before = functional.pad(open_ones.cumsum(-1), (1, 0))
+    for place in range(keys + 1):
+        at = torch.full((1, 2, 3, 2), place)
+        assert torch.equal(before[..., place], table.count(at)), place
