@@ -14,7 +14,7 @@ from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as module
 from sparseprefill.adapters.session.defaults import MIN_QUERY
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted, sizes
-from sparseprefill.adapters.session.report import LayerReport, Report
+from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
 from sparseprefill.adapters.session.watch import CallRecall
 
@@ -360,3 +360,9 @@ def test_the_head_that_keeps_least_by_either_figure() -> None:
     assert (0.8, 5) == CallRecall(0, 4, spread, (0.85, 0.95)).least
     with pytest.raises(ValueError, match="shorter"):
         _ = CallRecall(0, 4, spread, (0.9,)).least
+
+
+def test_what_is_not_said_of_a_fallback_or_a_recall_is_nothing() -> None:
+    found = Fallback("short")
+    assert (False, False) == (found.chosen, found.small)
+    assert 0 == LayerRecall(mean=0.9, least=0.8, head=1, calls=2).low_calls

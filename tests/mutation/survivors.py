@@ -40,7 +40,8 @@ class Survivor:
         return cls(mutant.path, mutant.within, mutant.operator, *texts)
 
     def __str__(self) -> str:
-        return f"{self.path} {self.within} {self.operator.removeprefix('core/')}: {self.before} -> {self.after}"
+        before, after = (" ".join(text.split()) for text in (self.before, self.after))
+        return f"{self.path} {self.within} {self.operator.removeprefix('core/')}: {before} -> {after}"
 
 
 def read(file: Path = FILE) -> list[Survivor]:

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 
 from helpers.build import make
 from helpers.stubs import Estimate, Observe, Refine
+from sparseprefill import Corrector, Proxy
 from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.method import Method
@@ -124,3 +125,8 @@ def test_own_error_of_build_passes() -> None:
 
     with pytest.raises(ParameterError, match="size is even"):
         method(refuse).pipeline()
+
+
+def test_whether_an_object_is_a_corrector_can_be_asked() -> None:
+    assert isinstance(Proxy(), Corrector)
+    assert not isinstance(Broken(), Corrector)

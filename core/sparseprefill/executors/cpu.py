@@ -565,7 +565,7 @@ class _States:
         if self.row.fused:
             seen = None if causal else seen
             found = _fused(q[:, None], k[:, None], v[:, None], self.row.scale, bias=_bias(seen, q.dtype), causal=causal)
-            out, lse = (x[:, 0] for x in found)
+            out, lse = (x.squeeze(1) for x in found)
         else:
             out, lse, most = _plain(_logits(q, k, self.row, seen), v)
             most = torch.maximum(most.view(items.numel(), -1), self.most.index_select(0, items))
@@ -690,7 +690,7 @@ class _Votes:
         beyond = beyond.repeat(row.tiles.shape[0], 1)
         place = torch.where(beyond, columns - column, 3 * columns - column)  # those behind the first row lead
         first = (tiles.cumsum(1) == 1) & tiles & ~beyond
-        place = torch.where(first, columns + 1, place)
+        place = torch.where(first, columns, place)
         place = torch.where(tiles, place, 4 * columns)
         return place.argsort(1), tiles.sum(1)
 
@@ -805,7 +805,7 @@ def _batches(counts: Tensor, entries: Tensor, size: int) -> Iterator[tuple[Tenso
     while begin < end:
         width = sizes[begin]
         most = max(1, GATHERED // (width * size))
-        stop = begin + 1
+        stop = begin
         while stop < min(end, begin + most) and sizes[stop] >= ALIKE * width:
             stop += 1
         items = order[begin:stop]

@@ -252,3 +252,9 @@ def test_the_batches_of_lists() -> None:
 def test_methods_name_it() -> None:
     result = sp.build("streaming").run(make(300, heads=4, kv_heads=2))
     assert (Kernel("cpu"),) == result.kernels
+
+
+def test_half_precision_needs_the_room_of_what_it_is_computed_in() -> None:
+    call = make(512)
+    half = evolve(call, q=call.q.bfloat16(), k=call.k.bfloat16(), v=call.v.bfloat16())
+    assert CPU.workspace(call) == CPU.workspace(half)

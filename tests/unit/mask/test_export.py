@@ -274,3 +274,11 @@ def test_lists_are_made_without_waiting_for_the_device(kind: str) -> None:
     mask.to_fa4()  # compiles kernels
     torch.cuda.set_sync_debug_mode("error")
     mask.to_fa4()
+
+
+@pytest.mark.parametrize("block", [(4, 3), (3, 4)])
+def test_a_block_has_to_divide_the_tiles_both_ways(block: tuple[int, int]) -> None:
+    q = torch.zeros(1, 1, 16, 8)
+    mask = SparseMask.full(AttentionCall(q, q, q), (8, 8))
+    with pytest.raises(MaskError, match="pass sizes that divide the mask's tiles"):
+        mask.to_fa4(block)

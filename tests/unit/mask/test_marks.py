@@ -16,6 +16,7 @@ from sparseprefill.errors import MaskError
 from sparseprefill.mask import count
 from sparseprefill.mask import mask as masks
 from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.held import Held
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Random, Stride, TileMap
 
@@ -456,3 +457,15 @@ def test_stripes_are_checked_where_there_are_no_tiles() -> None:
     wrong = IndexLists(int32(2).expand(1, 2, 1), torch.zeros(1, 2, 1, dtype=torch.int64), int32(5, 3))
     with pytest.raises(MaskError, match="stripes"):
         sp.SparseMask(geometry, 4, 4, None, 2, wrong).check()
+
+
+@pytest.mark.parametrize("tile_k", [None, 2])
+def test_a_plan_without_tiles_holds_none_on_its_own_grid(tile_k: int | None) -> None:
+    call = make(24, 40)
+    columns = torch.ones(1, 2, 1, 40, dtype=torch.bool)
+    mask = sp.SparseMask.from_stripes(call, columns, 8, (8, 4), diagonal=False)
+    held = Held.of(sp.Plan(mask), tile_k)
+    width = 4 if tile_k is None else tile_k
+    assert (8, width) == held.grid
+    assert (1, 2, call.geometry.tile_rows(8), 40 // width) == tuple(held.map.shape)
+    assert not held.map.any()

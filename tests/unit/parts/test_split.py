@@ -234,3 +234,15 @@ def test_union_profile_and_star_pass_the_scope_on() -> None:
     star = sp.build("star-attention", block_size=64, inner="anchor-attention")
     assert "head" == star.head_scope
     assert star.bound(CALL) > anchor.bound(CALL)
+
+
+def test_values_may_be_as_wide_as_the_call_is_long() -> None:
+    """And wider than keys: the output is as wide as they are."""
+    base = make(16, heads=4, kv_heads=2)
+    call = evolve(base, v=torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(0)))
+    whole = sp.Pipeline(Needs(1), executor=Free())
+    cut = evolve(whole, workspace=16 * 2)
+    result = cut.run(call)
+    assert result.parts is not None
+    assert (1, 4, 16, 16) == tuple(result.out.shape)
+    torch.testing.assert_close(whole.run(call).out, result.out)
