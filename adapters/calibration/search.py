@@ -210,8 +210,9 @@ class Searcher:
     def _read_stock(self, prompts: int) -> None:
         for index in range(len(self._stock), prompts):
             one = self.readings.stock(index)
-            if self.target.loss is not None and not one.score[0]:
-                reason = one.error or f"0 of {one.score[1]} answers are right"
+            failed = [asked for right, asked in (one.score, one.inside_score) if asked and not right]
+            if self.target.loss is not None and (failed or not one.score[1]):
+                reason = one.error or f"0 of {sum(failed)} answers are right"
                 raise ParameterError(
                     f"at {self.tokens} tokens the model's own attention fails the tasks ({reason}): tune on others"
                 )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import asdict
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -22,7 +21,7 @@ from ..evaluation.outcome import Layer, Outcome, Summary
 from ..evaluation.reading import Sizes
 from .files import write as write_file
 from .picture import INK, SHADES, Panel, sheet
-from .results import NOTES, columns, failures, speed_up, summaries
+from .results import NOTES, columns, failures, notes_of, speed_up, summaries
 
 WORST = 4
 """Heads of a method whose masks are shown."""
@@ -40,7 +39,7 @@ def write(path: Path, found: Sequence[Outcome], title: str, command: str, sizes:
         heads=heads,
         lines=lines,
         remarks=failures(rows),
-        notes=NOTES.format(**asdict(sizes)),
+        notes=notes_of(NOTES, sizes),
         frontier=_frontier(rows),
         methods=[_method(label, [one for one in found if one.contender.label == label]) for label in _labels(found)],
     )

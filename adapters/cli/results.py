@@ -44,10 +44,14 @@ def as_table(found: Sequence[Outcome], title: str, sizes: Sizes, on_cpu: bool) -
     rows = summaries(found, sizes)
     heads, lines = columns(rows)
     notes = [*([ANSWERS] if "end" in heads else []), NOTES, *([ON_CPU] if on_cpu else [])]
-    words = asdict(sizes) | {"apart": APART}
     short = [TOO_SHORT] if "end" in heads and "inside" not in heads else []
     remarks = [*short, *failures(rows), *cannot(rows), *_dense_layers(found)]
-    render.figures(title, heads, lines, remarks, " ".join(notes).format(**words), drop=DROP)
+    render.figures(title, heads, lines, remarks, notes_of(" ".join(notes), sizes), drop=DROP)
+
+
+def notes_of(text: str, sizes: Sizes) -> str:
+    """What the columns mean, with how much was looked at."""
+    return text.format(**asdict(sizes), apart=APART)
 
 
 def as_json(found: Sequence[Outcome], facts: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
@@ -170,9 +174,9 @@ def _summary(one: Summary, stock: Summary) -> dict[str, Any]:
 
 
 def _near(found: Divergence | None, answers: tuple[int, int]) -> dict[str, Any]:
-    """Distributions and answers; null where there are none."""
-    right, asked = answers if answers[1] else (None, None)
-    return {"right": right, "asked": asked, "divergence": None if found is None else found.figures}
+    """Distributions and answers, as far as there are any."""
+    right, asked = answers
+    return {**({"right": right, "asked": asked} if asked else {}), **({} if found is None else found.figures)}
 
 
 def _facts(outcome: Outcome) -> dict[str, Any]:

@@ -81,8 +81,8 @@ def test_json(small: tuple[dict[str, Any], Path]) -> None:
     for outcome, method in zip(facts["outcomes"], facts["methods"], strict=True):
         assert outcome["error"] is None
         assert set(outcome["families"]) == {"single", "multikey", "multivalue", "multiquery"}
-        assert method["asked"] == sum(family["asked"] for family in outcome["families"].values()) == 10
-        assert method["right"] == sum(family["right"] for family in outcome["families"].values())
+        assert method["end"]["asked"] == sum(family["asked"] for family in outcome["families"].values()) == 10
+        assert method["end"]["right"] == sum(family["right"] for family in outcome["families"].values())
         assert 800 < outcome["tokens"] < 1024
         assert 0 < outcome["density"] == method["density"] <= 1
         assert 0 < method["recall"]["lowest"] <= method["recall"]["p5"] <= method["recall"]["mean"] <= 1.0001
@@ -90,15 +90,16 @@ def test_json(small: tuple[dict[str, Any], Path]) -> None:
         assert [layer["index"] for layer in outcome["layers"]] == list(range(len(outcome["layers"])))
         assert all(layer["reason"] == "" for layer in outcome["layers"])
         if method is not stock:
-            assert 0 <= method["kl"] <= method["worst_kl"]
-            assert 0 <= method["agreement"] <= 1
+            for part in (method["inside"], method["end"]):
+                assert 0 <= part["kl"] <= part["worst"]
+                assert 0 <= part["agreement"] <= 1
 
 
 def test_the_stock_model_answers(small: tuple[dict[str, Any], Path]) -> None:
     stock = small[0]["methods"][0]
-    assert stock["right"] >= stock["asked"] - 1
+    assert stock["end"]["right"] >= stock["end"]["asked"] - 1
     assert (stock["density"], stock["recall"]["mean"], stock["parameters"]) == (1.0, 1.0, {})
-    assert stock["kl"] is None
+    assert stock["inside"] == {}
 
 
 def test_parameters_come_from_the_table_and_from_the_options(small: tuple[dict[str, Any], Path]) -> None:
@@ -123,14 +124,15 @@ def test_table() -> None:
     result = run(*SMALL, "--method", "streaming", "--method", "dense", "--seed", "2", "--layer", "1", "--head", "3")
     assert result.exit_code == 0, result.output
     assert "1,024 tokens, 4 questions, seed 2, cpu (1 thread), float32" in result.stdout
-    for word in ("method", "answers", "KL", "density", "recall", "prefill", "speed-up", "dense (stock)", "streaming"):
+    for word in ("method", "end", "KL", "99 %", "density", "recall", "prefill", "speed-up", "dense (stock)", "streaming"):
         assert word in result.stdout
     assert "anchor-attention" not in result.stdout
     assert "picture of layer 1, head 3: sparseprefill-demo.png" in result.stdout
     assert Path("sparseprefill-demo.png").stat().st_size > 10_000
     assert "heads and 64 rows" in " ".join(result.stdout.split())
     dense = next(line.split() for line in result.stdout.splitlines() if line.strip().startswith("dense  "))
-    assert dense[4:11] == ["0.0000", "0.0000", "100.0%", "16", "100.0%", "100.0%", "100.0%"]
+    assert dense[4:12] == ["0.0000", "0.0000", "100.0%", "0.0000", "100.0%", "100.0%", "100.0%", "100.0%"]
+    assert "no answers inside the prompt: it is too short" in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize(

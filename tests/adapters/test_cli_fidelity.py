@@ -71,9 +71,13 @@ def test_a_model_of_the_users_own(folder: Path, tmp_path: Path) -> None:
     assert facts["tail"] == 0
     assert [prompt["name"] for prompt in facts["prompts"]] == ["mine.jsonl:1", "mine.jsonl:2"]
     stock, sparse = facts["methods"]
-    assert (stock["method"], stock["prompts"], stock["kl"]) == ("stock", 2, None)
+    assert (stock["method"], stock["prompts"], stock["inside"]) == ("stock", 2, {})
     assert sparse["prompts"] == 2
-    assert sparse["kl"] > 1e-4
+    assert sparse["end"]["kl"] > 1e-4
+    assert sparse["inside"]["kl"] < 1e-6, "rows before the last 160 of so short a prompt see every key"
+    assert sparse["inside"]["kl"] <= sparse["inside"]["high"] <= sparse["inside"]["worst"]
+    assert sparse["inside"]["rows"] == sum(len(range(one["tokens"] - 160)) for one in facts["outcomes"][1::2])
+    assert sparse["recall"]["row_lowest"] <= sparse["recall"]["row_p1"] <= sparse["recall"]["lowest"]
     assert sparse["density"] < 0.95
     assert sparse["last_rows_recall"]["mean"] < 0.999
     assert facts["stopped"] is False
@@ -93,10 +97,10 @@ def test_the_table_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the embedded model: 1 prompt of 256 tokens, cpu (1 thread), float32" in " ".join(result.stdout.split())
     head = next(line for line in result.stdout.splitlines() if line.strip().startswith("method"))
     assert head.split() == [
-        "method", "KL", "worst", "same", "parts", "recall", "lowest", "density", "prefill", "speed-up",
+        "method", "KL", "99", "%", "same", "end", "KL", "recall", "rows", "lowest", "density", "prefill", "speed-up",
     ]  # fmt: skip
     row = next(line for line in result.stdout.splitlines() if line.strip().startswith("streaming"))
-    assert re.fullmatch(r" streaming( +[\d.]+){2} +[\d.]+% +\d+( +[\d.]+%){3} +[\d.]+ s +[\d.]+ *", row)
+    assert re.fullmatch(r" streaming( +[\d.]+){2} +[\d.]+% +[\d.]+( +[\d.]+%){4} +[\d.]+ s +[\d.]+ *", row)
 
 
 def test_the_page_holds_everything(folder: Path) -> None:
@@ -177,7 +181,7 @@ def test_models_of_other_types(kind: str, tmp_path: Path, embedded_tokenizer: An
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     sparse = facts["methods"][1]
-    assert sparse["kl"] > 0.0
+    assert sparse["inside"]["kl"] > 0.0
     reasons = [layer["reason"] for layer in facts["outcomes"][1]["layers"]]
     assert SLIDING_LAYERS.get(kind, 0) == sum(bool(reason) for reason in reasons)
     result = CliRunner().invoke(app, ["fit", *own, *small, "--kl", "9", "-o", str(tmp_path / "p.json")])

@@ -21,7 +21,7 @@ from sparseprefill.adapters.evaluation.contender import Contender
 from sparseprefill.adapters.evaluation.divergence import Divergence, compare, log_probabilities, pooled
 from sparseprefill.adapters.evaluation.outcome import Fidelity, Outcome, Summary
 from sparseprefill.adapters.evaluation.prompts import Prompt, load, made
-from sparseprefill.adapters.evaluation.reading import Reader, Sizes
+from sparseprefill.adapters.evaluation.reading import APART, Reader, Sizes
 from sparseprefill.adapters.evaluation.runs import outcomes, summaries
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.progress import Progress
@@ -47,7 +47,7 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.4,
     "pad_token_id": 0,
 }
-SIZES = Sizes(last=5, tail=6, greedy=7, rows=9)
+SIZES = Sizes(inside=40, last=5, tail=6, greedy=7, rows=9)
 
 
 def model_of(config: Any, seed: int = 0) -> Any:
@@ -102,8 +102,21 @@ def test_what_sparse_excludes_is_infinitely_far() -> None:
     assert found.kl == math.inf
 
 
+def apart(each: list[float], *more: float) -> Divergence:
+    return Divergence(torch.tensor(each, dtype=torch.float64), *more)
+
+
+def test_the_rows_tell_mean_percentile_and_worst() -> None:
+    each = [float(n) for n in range(1, 101)]
+    found = apart(each, 1.0, 2.0, 4.0)
+    assert (found.rows, found.kl, found.worst, found.nll_ratio) == (100, 50.5, 100.0, 0.5)
+    assert found.high == pytest.approx(99.01)
+    assert found.figures["high"] == found.high
+    assert apart(each, 1.0).figures["nll_ratio"] is None, "no text, no ratio; JSON has no NaN"
+
+
 def test_pooled_weighs_by_rows() -> None:
-    found = pooled([Divergence(1, 1.0, 1.0, 0.0, 4.0, 2.0), Divergence(3, 0.2, 0.5, 1.0, 0.0, 2.0)])
+    found = pooled([apart([1.0], 0.0, 4.0, 2.0), apart([0.05, 0.05, 0.5], 1.0, 0.0, 2.0)])
     assert (found.rows, found.worst, found.agreement) == (4, 1.0, 0.75)
     assert found.kl == pytest.approx(0.4)
     assert found.perplexity_ratio == pytest.approx(math.exp(-1.0))
@@ -118,9 +131,10 @@ def test_a_full_mask_changes_nothing(config: Any) -> None:
     found = one.run(Contender("dense", sp.build("dense")))
     assert found.error == ""
     assert found.fidelity is not None
-    every = found.fidelity.all
+    every, inside = found.fidelity.end, found.fidelity.inside
     assert (every.rows, every.agreement, found.fidelity.parted) == (5 + 5 + 7, 1.0, None)
-    assert every.worst < 1e-6  # float32 log-probabilities
+    assert (inside.rows, inside.agreement) == (40, 1.0)
+    assert max(every.worst, inside.worst) < 1e-6  # float32 log-probabilities
     assert found.fidelity.tail.perplexity_ratio == pytest.approx(1.0, abs=1e-4)
     assert found.density == 1.0
     assert all(abs(each - 1) < 1e-5 for layer in found.layers for each in (*layer.recalls, *layer.last))
@@ -144,6 +158,13 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
     q = torch.cat([first.logits[0].double(), behind]).log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1)
     assert found.fidelity is not None
+    rows = torch.linspace(0, end - APART - 1, SIZES.inside, dtype=torch.float64).round().long()
+    inside = found.fidelity.inside
+    assert inside.rows == SIZES.inside
+    assert inside.kl == pytest.approx(float(kl[rows].mean()), rel=1e-3, abs=1e-6)
+    assert inside.high == pytest.approx(float(kl[rows].quantile(0.99)), rel=1e-3, abs=1e-6)
+    surprises = -q[rows].gather(1, ids[0, rows + 1, None]).mean(), -p[rows].gather(1, ids[0, rows + 1, None]).mean()
+    assert inside.nll_ratio == pytest.approx(float(surprises[0] / surprises[1]), rel=1e-4)
     spans = {
         "last": slice(end - SIZES.last, end),
         "tail": slice(end, end + SIZES.tail - 1),
@@ -162,7 +183,7 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
         assert getattr(found.fidelity, name).surprise == pytest.approx(float(surprise), rel=1e-4)
     greedy = q[spans["greedy"]].argmax(-1) != one.truth.continuation
     assert found.fidelity.parted == (int(greedy.nonzero()[0]) if greedy.any() else None)
-    assert found.fidelity.all.kl > 1e-4
+    assert found.fidelity.end.kl > 1e-4
 
 
 def test_recall_is_that_of_the_layers_calls(model: LlamaForCausalLM) -> None:
@@ -201,9 +222,9 @@ def test_nothing_of_a_run_stays(model: LlamaForCausalLM) -> None:
     seen: list[weakref.ref[Any]] = []
 
     class Spy(Reader):
-        def prefill(self, ids: torch.Tensor, keep: int) -> tuple[torch.Tensor, Any]:
-            logits, cache = super().prefill(ids, keep)
-            assert logits.shape[0] == keep
+        def prefill(self, ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            logits, cache = super().prefill(ids, rows)
+            assert logits.shape[0] == rows.numel() == SIZES.inside + SIZES.last
             gc.collect()
             assert not [ref for ref in seen if ref() is not None], "an earlier cache is still alive"
             seen.append(weakref.ref(cache))
@@ -247,7 +268,7 @@ def test_a_short_prompt_is_refused(model: LlamaForCausalLM) -> None:
 
 
 def test_sizes_are_checked() -> None:
-    for wrong in ({"tail": 1}, {"last": 0}, {"greedy": 0}, {"rows": 0}, {"repeats": 0}):
+    for wrong in ({"tail": 1}, {"last": 0}, {"greedy": 0}, {"rows": 0}, {"repeats": 0}, {"inside": 0}):
         with pytest.raises(sp.ParameterError, match=next(iter(wrong))):
             Sizes(**wrong)
 
@@ -283,14 +304,15 @@ def test_a_summary_is_over_all_prompts(model: LlamaForCausalLM) -> None:
     found = list(outcomes(model, [prompt_of(550, 5), prompt_of(590, 6)], [streaming()], SIZES, Heard()))
     stock, sparse = summaries(found, SIZES.greedy)
     facts = [one.fidelity for one in found if one.fidelity is not None]
-    assert (stock.prompts, sparse.prompts, stock.divergence) == (2, 2, None)
-    every = pooled([fact.all for fact in facts])
-    assert sparse.divergence is not None
-    assert (sparse.divergence.rows, sparse.divergence.kl, sparse.divergence.worst) == (
-        every.rows,
-        every.kl,
-        every.worst,
-    )
+    assert (stock.prompts, sparse.prompts, stock.inside, stock.end) == (2, 2, None, None)
+    for name in ("inside", "end"):
+        every, summed = pooled([getattr(fact, name) for fact in facts]), getattr(sparse, name)
+        assert torch.equal(summed.each, every.each)
+        assert summed.agreement == every.agreement
+    kept = [layer.rows for one in found if one.fidelity for layer in one.layers]
+    each = torch.cat([rows.flatten() for rows in kept if rows is not None]).sort().values
+    assert (sparse.row_lowest, sparse.row_p1) == (float(each[0]), float(each[len(each) // 100]))
+    assert sparse.row_lowest <= sparse.row_p1 <= sparse.lowest
     parted = sorted(7 if fact.parted is None else fact.parted for fact in facts)
     assert sparse.parted == sum(parted) / 2
     recalls = [each for one in found if one.fidelity for layer in one.layers for each in layer.recalls]
@@ -303,12 +325,12 @@ def test_a_summary_is_over_all_prompts(model: LlamaForCausalLM) -> None:
 def test_a_summary_of_failures() -> None:
     found = [Outcome(Contender("x"), "a", error="no"), Outcome(Contender("x"), "b", error="never")]
     summary = Summary.of(found, 4)
-    assert (summary.prompts, summary.failed, summary.divergence) == (0, {"a": "no", "b": "never"}, None)
+    assert (summary.prompts, summary.failed, summary.inside) == (0, {"a": "no", "b": "never"}, None)
 
 
 def test_fidelity_pools_its_parts() -> None:
-    last, tail, greedy = (Divergence(2, 0.1, 0.2, 1.0), Divergence(1, 0.4, 0.4, 0.0), Divergence(1, 0.0, 0.0, 1.0))
-    assert Fidelity(last, tail, greedy, None).all.kl == pytest.approx(0.15)
+    last, tail, greedy = apart([0.0, 0.2], 1.0), apart([0.4], 0.0), apart([0.0], 1.0)
+    assert Fidelity(apart([9.0], 0.0), last, tail, greedy, None).end.kl == pytest.approx(0.15)
 
 
 # Prompts.

@@ -39,9 +39,9 @@ TARGET = Target(kl=0.1)
 
 
 def outcome(kl: float, density: float, seconds: float = 1.0, recalls: tuple[float, ...] = (1.0,)) -> Outcome:
-    near = Divergence(10, kl, kl, 1.0 - kl)
+    near = Divergence(torch.full((10,), kl, dtype=torch.float64), 1.0 - kl)
     layers = tuple(Layer(i, density, (one,), (one,)) for i, one in enumerate(recalls))
-    return Outcome(Contender("x"), "p", 64, Fidelity(near, near, near, None), seconds, layers=layers)
+    return Outcome(Contender("x"), "p", 64, Fidelity(near, near, near, near, None), seconds, layers=layers)
 
 
 @define
@@ -117,7 +117,7 @@ def test_where_nothing_reaches_the_target_the_nearest_is_named() -> None:
     found = Searcher(64, windows(10), Made(by_window({10: 0.5})), TARGET, repair=False).run()
     assert "no setting reaches it" in found.reason
     (one,) = ranges([found])
-    assert (None, None, 0.5) == (one.method, one.parameters, one.measured["nearest"]["kl"])
+    assert (None, None, 0.5) == (one.method, one.parameters, one.measured["nearest"]["inside"]["kl"])
 
 
 def test_settings_that_fail_read_no_more_and_are_never_chosen() -> None:
@@ -185,6 +185,18 @@ def test_what_is_lost_counts_by_what_may_be_lost() -> None:
     assert math.inf == Target(kl=1.0).shortfall([Outcome(Contender("x"), "p", error="broken")], [])
 
 
+def test_a_target_holds_inside_the_prompt_unless_it_is_for_the_end_alone() -> None:
+    near, far = (Divergence(torch.full((4,), kl, dtype=torch.float64), 1.0 - kl) for kl in (0.0, 0.5))
+    layers = (Layer(0, 0.5, (0.5,), (1.0,)),)
+    answers = {"inside": {"f": (1, 4)}, "answers": {"f": (4, 4)}}
+    found = [Outcome(Contender("x"), "p", 64, Fidelity(far, near, near, near, None), 1.0, layers=layers, **answers)]
+    stock = [Outcome(Contender("stock"), "p", 64, inside={"f": (4, 4)}, answers={"f": (4, 4)})]
+    for limit in ({"kl": 0.25}, {"agreement": 0.75}, {"recall": 0.75}, {"loss": 0.25}):
+        assert Target(**limit).shortfall(found, stock) >= 2.0
+        assert Target(**limit, rows="end").shortfall(found, stock) == 0.0
+    assert str(Target(kl=1, rows="end")) == "KL of at most 1 at the prompt's end"
+
+
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
@@ -194,6 +206,7 @@ def test_what_is_lost_counts_by_what_may_be_lost() -> None:
         ({"kl": math.nan}, "kl is nan"),
         ({"recall": True}, "recall is True"),
         ({"loss": 1}, "loss is 1: pass a number from 0 to less than 1"),
+        ({"kl": 1, "rows": "last"}, "rows is 'last': pass one of all, end"),
     ],
 )
 def test_a_target_that_cannot_be_is_refused(limits: dict[str, Any], words: str) -> None:
@@ -244,7 +257,7 @@ def test_the_profile_of_a_model_of_the_users_own_serves_attach(folder: Path) -> 
         assert search["trials"]
         assert search["untried"] == 0
         tried = [each for each in search["trials"] if each["prompts"] == 2]
-        good = [each for each in tried if each["kl"] <= 0.5 and each["density"] < 1.0]
+        good = [each for each in tried if each["inside"]["kl"] <= 0.5 and each["density"] < 1.0]
         least = min(each["density"] for each in good) if good else None
         assert least == (search["chosen"] or {}).get("density")
         assert one.method == (search["chosen"] or {}).get("method")

@@ -41,10 +41,11 @@ pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 
 
 def point(right: int, kl: float, seconds: float, failed: str = "") -> Point:
-    near = Divergence(10, kl, kl, 1.0)
+    near = Divergence(torch.full((10,), kl, dtype=torch.float64), 1.0)
     failures = {"p": failed} if failed else {}
-    one = Summary(Contender("x"), 1, failures, divergence=near, answers=(right, 10), density=0.5, seconds=seconds)
-    stock = Summary(Contender("stock"), 1, answers=(10, 10), seconds=1.0)
+    answers = {"answers": (9, 10), "answers_inside": (right, 10)}
+    one = Summary(Contender("x"), 1, failures, inside=near, end=near, density=0.5, seconds=seconds, **answers)
+    stock = Summary(Contender("stock"), 1, answers=(10, 10), answers_inside=(10, 10), seconds=1.0)
     time = None if failed else LayersTime(seconds, seconds / 10, 1.0, "SDPA")
     return Point(64, Candidate(STREAMING, {}), one, stock, time)
 
@@ -63,11 +64,12 @@ def test_a_point_is_on_the_frontier_unless_another_is_as_good_in_all_and_better_
 
 def test_where_the_model_itself_has_no_answer_no_point_is_on_the_frontier() -> None:
     made = [point(0, 0.2, 0.5), point(0, 0.1, 0.9)]
-    hopeless = [evolve(one, stock=evolve(one.stock, answers=(0, 10))) for one in made]
-    assert [] == frontier(hopeless)
-    text = markdown(hopeless)
-    assert "the model cannot do the task: its own attention has no right answer" in text
-    assert not [line for line in text.splitlines() if line.rstrip(" |").endswith("*")]
+    for where, words in (("answers", "10 answers behind the prompt"), ("answers_inside", "10 answers inside")):
+        hopeless = [evolve(one, stock=evolve(one.stock, **{where: (0, 10)})) for one in made]
+        assert [] == frontier(hopeless)
+        text = markdown(hopeless)
+        assert f"the model cannot do the task: its own attention gives none of {words}" in text
+        assert not [line for line in text.splitlines() if line.rstrip(" |").endswith("*")]
     unasked = [evolve(one, stock=evolve(one.stock, answers=(0, 0))) for one in made]
     assert 2 == len(frontier(unasked))
     assert "cannot do the task" not in markdown(unasked) + markdown(made)
@@ -146,24 +148,32 @@ def test_layers_with_a_sliding_window_are_left_out() -> None:
 
 
 def written(
-    right: int, kl: float, density: float, error: str | None = None, seconds: float | None = None
+    right: int,
+    kl: float,
+    density: float,
+    error: str | None = None,
+    seconds: float | None = None,
+    end: int = 9,
 ) -> dict[str, Any]:
     about = {"method": "xattention", "tokens": 1024, "parameters": {"threshold": density}, "error": error}
     time = None if seconds is None else {"seconds": seconds}
-    return {**about, "right": right, "dense_right": 9, "kl": kl, "density": density, "attention": time}
+    inside = {"asked": 100, "right": right, "dense_right": 100, "kl": kl}
+    behind = {"asked": 9, "right": end, "dense_right": 9, "kl": 0.0}
+    return {**about, "inside": inside, "end": behind, "density": density, "attention": time}
 
 
 @pytest.mark.parametrize(
     ("points", "expected"),
     [
-        ([written(9, 0.0005, 0.5), written(9, 0.0009, 0.25), written(9, 0.002, 0.1), written(8, 0.0, 0.1)], 0.25),
-        ([written(9, 0.003, 0.5), written(9, 0.004, 0.25), written(8, 0.0, 0.1)], 0.5),
-        ([written(8, 0.0, 0.5), written(9, 0.1, 0.25, "no room")], 0.5),
-        ([written(9, 0.1, 0.25, "no room")], None),
-        ([written(9, 0.0, x, seconds=t) for x, t in ((0.25, 3.0), (0.26, 2.0), (0.5, 1.0))], 0.26),
+        ([written(100, 0.1, 0.5), written(98, 0.9, 0.25), written(97, 0.0, 0.1)], 0.25),
+        ([written(98, 0.1, 0.5), written(99, 0.1, 0.25, end=8)], 0.5),
+        ([written(97, 0.0, 0.5), written(99, 0.1, 0.25, "no room")], None),
+        ([written(99, 0.1, 0.25, "no room")], None),
+        ([written(99, 0.0, x, seconds=t) for x, t in ((0.25, 3.0), (0.26, 2.0), (0.5, 1.0))], 0.26),
+        ([written(99, kl, 0.25) for kl in (0.2, 0.1)], 0.25),
     ],
 )
-def test_what_is_recommended_keeps_the_answers_first(points: list[dict[str, Any]], expected: float | None) -> None:
+def test_what_is_recommended_keeps_the_answers_inside_and_behind(points: list[dict[str, Any]], expected: float | None) -> None:
     found = recommended(points)
     assert (None if found is None else found["density"]) == expected
 
@@ -181,7 +191,10 @@ def test_the_command_on_the_embedded_model(tmp_path: Path) -> None:
     assert [{"sink": 16, "window": 16}, {"sink": 16, "window": 512}] == [one["parameters"] for one in (narrow, wide)]
     assert 0 < narrow["density"] < wide["density"] <= 1
     assert 0 < narrow["recall"] < wide["recall"] <= 1
-    assert narrow["asked"] == wide["asked"] > 0
+    assert narrow["end"]["asked"] == wide["end"]["asked"] > 0
+    assert narrow["inside"]["asked"] == 0
+    assert narrow["inside"]["kl"] > wide["inside"]["kl"] >= 0
+    assert "no answers inside the prompt: it is too short" in result.stdout
     assert all(0 < one["attention"]["estimate"] < one["attention"]["seconds"] for one in (narrow, wide))
     assert "embedded" == facts["model"]
     assert 2_000_000 == facts["seed"]
@@ -203,7 +216,7 @@ def test_a_model_of_the_users_own_at_its_defaults(folder: Path) -> None:
 
 def test_settings_from_a_run_on_other_texts(tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
-    points = [written(9, 0.0001, 0.5), written(9, 0.0002, 0.25)]
+    points = [written(99, 0.0001, 0.5), written(99, 0.0002, 0.25)]
     file.write_text(json.dumps({"seed": 1000, "texts": 2, "points": points}))
     few = ("--method", "xattention", "--set", "xattention.stride=8", "--from", str(file), "--json", "-")
     result = run(*SHORT, *few)

@@ -217,7 +217,7 @@ def test_the_command_writes_a_profile_of_the_embedded_model() -> None:
     (found,) = facts["searches"]
     assert [0.01, 0.9] == [one["parameters"]["alpha_c"] for one in found["trials"]]
     least = min(
-        (one for one in found["trials"] if one["right"] >= 0.99 * found["dense"]["right"]),
+        (one for one in found["trials"] if one["end"]["right"] >= 0.99 * found["dense"]["end"]["right"]),
         key=lambda one: one["density"],
     )
     assert least == found["chosen"]
@@ -225,7 +225,7 @@ def test_the_command_writes_a_profile_of_the_embedded_model() -> None:
     assert ("sample-attention", "embedded", "density") == (*profile.methods, profile.model.name, profile.tuned["by"])
     assert {"sparseprefill", "python", "torch", "transformers"} == set(profile.versions)
     assert least["parameters"] == profile.ranges[0].parameters
-    assert profile.ranges[0].measured["asked"] == found["dense"]["asked"]
+    assert profile.ranges[0].measured["end"]["asked"] == found["dense"]["end"]["asked"]
     sp.build("sample-attention", profile=facts["profile"])
 
 
