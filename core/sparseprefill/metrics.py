@@ -73,7 +73,8 @@ def lowest_rows(kept: Tensor) -> tuple[Tensor, Tensor]:
     kept: of any shape, as `recall` gives it; rows that are NaN, as padding is, do not count. The percentile is a row
     that is there, of n rows the one with n // 100 below it: the lowest of up to 99. NaN where there is no row.
     """
-    each = kept.flatten().sort().values  # NaN last; quantile() takes 16 million values at most
+    padded = torch.nn.functional.pad(kept.flatten(), (0, 1), value=torch.nan)
+    each = padded.sort().values  # NaN last; quantile() takes 16 million values at most
     below = torch.div((~each.isnan()).sum(), 100, rounding_mode="floor")
     return each.take(below), each[0]
 

@@ -325,13 +325,13 @@ def test_a_summary_is_over_all_prompts(model: LlamaForCausalLM) -> None:
 
 def test_rows_of_one_layer_and_of_all() -> None:
     rows = torch.ones(2, 150, dtype=torch.float64)
-    rows[0, :2], rows[1, :3] = torch.nan, torch.tensor([0.03, 0.5, 0.75])
+    rows[0, :2], rows[1, :3] = torch.nan, torch.tensor([0.03125, 0.5, 0.75])
     other = Layer(1, 0.5, (1.0,), rows=torch.tensor([[0.25, 1.0], [torch.nan] * 2], dtype=torch.float64))
     layers = (Layer(0, 0.5, (1.0, 0.99), rows=rows), other, Layer(2, 1.0, (1.0,), reason="why"))
-    assert [one.row_lowest for one in layers] == [(1.0, 0.03), (0.25, 1.0), ()]
+    assert [one.row_lowest for one in layers] == [(1.0, 0.03125), (0.25, 1.0), ()]
     made = Outcome(Contender("x"), "a", layers=layers)
     summary = Summary.of([made], 4)
-    assert (summary.row_p1, summary.row_lowest) == (0.75, 0.03), "the fourth and the first of 300"
+    assert (summary.row_p1, summary.row_lowest) == (0.75, 0.03125), "the fourth and the first of 300"
     none = Summary.of([evolve(made, layers=(Layer(0, 1.0, (1.0,), rows=rows[:, :0]), layers[2]))], 4)
     assert (none.row_p1, none.row_lowest) == (1.0, 1.0)
 

@@ -75,7 +75,12 @@ def test_a_method_that_skips_while_it_runs_says_so(tmp_path: Path, monkeypatch: 
 
 def test_the_page_says_what_the_lowest_row_of_a_head_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Panel] = []
-    monkeypatch.setattr(page, "sheet", lambda panels, title: drawn.extend(panels) or Figure())
+
+    def sheet(panels: list[Panel], title: str) -> Figure:
+        drawn.extend(panels)
+        return Figure()
+
+    monkeypatch.setattr(page, "sheet", sheet)
     kept = torch.tensor([[1.0, 0.5], [0.031, 1.0]])
     layer = Layer(3, 0.25, (0.75, 0.5), rows=kept, lowest=(1, sp.SparseMask.full(CALL)))
     page._masks(Outcome(Contender("m"), tokens=512, layers=(layer,)))

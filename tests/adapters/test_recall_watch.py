@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -275,7 +275,8 @@ def test_rows_of_all_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         session.run(CALL, Prefill())
     found = first_layer(session).recall
     assert found is not None
-    assert (0.6, pytest.approx(0.0125)) == (found.row_p1, found.row_lowest)
+    assert 0.6 == found.row_p1
+    assert pytest.approx(0.0125) == found.row_lowest
     assert [0.035, 0.205, 0.405, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99] == [one.row_p1 for one in heard]
     assert [pytest.approx(0.0125)] * 9 == [one.row_lowest for one in heard]
     monkeypatch.setattr(module, "watched_recall", lambda *_: made_of(torch.full((1, 2, SPREAD), 0.0), last=1.0))
@@ -319,11 +320,11 @@ class Unread(TorchDispatchMode):
 
 
 def test_measuring_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, found = METHOD.run(CALL), made_of(torch.rand(1, 2, SPREAD), last=1.0)
+    result, found, unread = METHOD.run(CALL), made_of(torch.rand(1, 2, SPREAD), last=1.0), cast(Any, Unread)
     monkeypatch.setattr(module, "watched_recall", lambda *_: found)  # whose kernels on a CPU may
-    with Unread():
+    with unread():
         figures = module._figures(CALL, result)
-    with Unread(), pytest.raises(AssertionError):
+    with unread(), pytest.raises(AssertionError):
         float(figures[0])
 
 

@@ -74,7 +74,8 @@ def test_the_lowest_rows_of_all_heads(count: int, below: int) -> None:
 
 
 def test_there_are_no_lowest_rows_among_none() -> None:
-    assert all(bool(one.isnan()) for one in metrics.lowest_rows(torch.full((2, 3), torch.nan)))
+    for none in (torch.full((2, 3), torch.nan), torch.empty(1, 2, 0)):
+        assert all(bool(one.isnan()) for one in metrics.lowest_rows(none))
 
 
 def test_the_lowest_rows_are_not_read_on_the_host() -> None:
