@@ -14,7 +14,7 @@ from sparseprefill import __version__
 
 from .measure import Row
 
-COLUMNS = ("what", "ms", "estimate", "density", "speed-up", "efficiency", "recall", "lowest")
+COLUMNS = ("what", "ms", "estimate", "density", "speed-up", "efficiency", "recall", "rows", "lowest")
 EXTRA = "extra MiB"
 """Most memory held beyond inputs and result, in Markdown alone."""
 
@@ -58,6 +58,7 @@ def fact(row: Row) -> dict[str, Any]:
         **{"seconds": row.seconds, "dense_seconds": row.dense, "baseline": row.baseline},
         **{"estimate_seconds": row.estimate, "density": row.density, "speedup": row.speedup},
         **{"efficiency": row.efficiency, "recall": row.recall, "lowest_head_recall": row.lowest},
+        **{"row_p1": row.row_p1, "row_lowest": row.row_lowest},
         **{"extra_bytes": row.extra, "parts": row.parts, "dense_because": row.note or None},
     }
 
@@ -73,8 +74,7 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.density:.4f}",
         f"{row.speedup:.2f}",
         f"{row.efficiency:.2f}",
-        "" if row.recall is None else f"{row.recall:.3f}",
-        "" if row.lowest is None else f"{row.lowest:.3f}",
+        *("" if one is None else f"{one:.3f}" for one in (row.recall, row.row_p1, row.lowest)),
     )
 
 

@@ -12,7 +12,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.memory import Memory
-from sparseprefill.metrics import recall
+from sparseprefill.metrics import lowest_rows, recall
 from sparseprefill.plan import Plan, Result
 from sparseprefill.route import gated
 
@@ -31,9 +31,9 @@ class Row:
     """What was measured of a case, seconds by the device's clock; of several layers the mean over them.
 
     baseline: name of the dense kernel. estimate: seconds until the mask is there, of `seconds`. recall, lowest: share
-    of the attention mass kept, mean over heads and sampled rows, and of the head that keeps least. extra: most bytes
-    held beyond inputs and result, on GPUs. parts: that a long call ran in. note: why it ran dense. error: what stopped
-    it.
+    of the attention mass kept, mean over heads and sampled rows, and of the head that keeps least. row_p1, row_lowest:
+    the 1st percentile and the lowest of these rows, of all heads and layers. extra: most bytes held beyond inputs and
+    result, on GPUs. parts: that a long call ran in. note: why it ran dense. error: what stopped it.
     """
 
     case: Case
@@ -44,6 +44,8 @@ class Row:
     estimate: float | None = None
     recall: float | None = None
     lowest: float | None = None
+    row_p1: float | None = None
+    row_lowest: float | None = None
     extra: int | None = None
     parts: int = 1
     note: str = ""
@@ -94,6 +96,8 @@ class Ready:
         facts |= {"density": _mean(found, "density"), "extra": max(extras, default=None)}
         if self.planned is not None:
             facts |= {"recall": _mean(found, "recall"), "lowest": min(one["lowest"] for one in found)}
+            rows = lowest_rows(torch.stack([one["kept"] for one in found]))
+            facts |= dict(zip(("row_p1", "row_lowest"), map(float, rows), strict=True))
         return Row(case=self.case, seconds=seconds, dense=dense, baseline=self.dense.kernel, **facts, **more)
 
     def _facts(self, call: AttentionCall) -> dict[str, Any]:
@@ -102,8 +106,9 @@ class Ready:
         facts: dict[str, Any] = {"density": result.density, "extra": extra, "note": result.dense}
         facts["parts"] = 1 if result.parts is None else result.parts.count
         if self.planned is not None:
-            kept = recall(call, result, rows=ROWS).nanmean(-1)
-            facts |= {"recall": float(kept.mean()), "lowest": float(kept.min())}
+            kept = recall(call, result, rows=ROWS)
+            heads = kept.nanmean(-1)
+            facts |= {"recall": float(heads.mean()), "lowest": float(heads.min()), "kept": kept}
         return facts
 
     def _once(self, call: AttentionCall) -> tuple[Result, int | None]:

@@ -114,6 +114,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     facts: dict[str, Any] = {
         **{"prompts": one.prompts, "density": one.density, "seconds": one.seconds / max(1, one.prompts)},
         **{"recall": one.recall, "last_rows_recall": one.last_recall},
+        **{"row_p1": one.row_p1, "row_lowest": one.row_lowest},
     }
     for name, near, (right, asked) in (
         ("inside", one.inside, one.answers_inside),

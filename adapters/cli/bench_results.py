@@ -13,14 +13,14 @@ from ..bench.model import ModelShape
 from ..bench.ttft import Timed
 from . import render
 
-COLUMNS = ("what", "ms", "mask", "density", "speed-up", "eff.", "recall", "lowest")
-DROP = ("mask", "eff.", "recall", "lowest", "density")
+COLUMNS = ("what", "ms", "mask", "density", "speed-up", "eff.", "recall", "rows", "lowest")
+DROP = ("mask", "eff.", "rows", "recall", "lowest", "density")
 """Columns that a narrow terminal leaves out, in this order."""
 NOTES = (
     "ms: median time of the whole call, by the device's clock; mask: the part of it until the mask is there. density: "
     "pairs computed / causal pairs. speed-up: dense attention's time, measured beside the row, / this time. eff.: "
     "density x speed-up. recall: share of the attention mass kept, exact, mean over heads and {rows} sampled rows; "
-    "lowest: lowest head recall."
+    "rows: 1st percentile of these rows; lowest: lowest mean of a head."
 )
 ON_CPU = (
     "These are times on a CPU, where PyTorch's own fused attention runs over gathered keys. They say nothing about the "

@@ -96,9 +96,9 @@ def as_json(search: Search) -> dict[str, Any]:
     }
 
 
-DROP = ("prompts", "prefill", "recall", "99 %", "over", "density", "KL", "same", "tokens", "end")
+DROP = ("prompts", "prefill", "rows", "recall", "99 %", "over", "density", "KL", "same", "tokens", "end")
 """Columns that a narrow terminal leaves out, in this order."""
-_HEADS = ("inside", "end", "KL", "99 %", "same", "recall", "density", "prefill", "speed-up", "prompts")
+_HEADS = ("inside", "end", "KL", "99 %", "same", "recall", "rows", "density", "prefill", "speed-up", "prompts")
 
 
 def _figures(outcomes: Sequence[Outcome], search: Search) -> list[str]:
@@ -111,7 +111,8 @@ def _figures(outcomes: Sequence[Outcome], search: Search) -> list[str]:
     return [
         *(f"{part['right']} / {part['asked']}" if "asked" in part else "" for part in (inside, end)),
         *near,
-        "" if "asked" in end else f"{facts['recall']:.1%}",  # what is tuned by answers samples too few rows for it
+        # What is tuned by answers samples too few rows for a recall.
+        *("" if "asked" in end else f"{facts[name]:.1%}" for name in ("recall", "row_p1")),
         f"{facts['density']:.1%}",
         f"{facts['seconds']:.2f} s",
         f"{dense / facts['seconds']:.2f}" if facts["seconds"] else "",

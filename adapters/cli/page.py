@@ -122,6 +122,7 @@ def _masks(outcome: Outcome) -> str:
             + (f", last {layer.last[head]:.0%}" if layer.last else ""),
             outcome.tokens,
             mask,
+            f"lowest of its sampled rows: recall {layer.row_lowest[head]:.1%}" if layer.row_lowest else "",
         )
         for layer, head, mask in kept[:WORST]
     ]

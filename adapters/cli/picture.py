@@ -67,6 +67,8 @@ def _of_outcome(outcome: Outcome, layer: int, head: int) -> Panel:
         skipped = 1 - own.density / density if density else 0.0
         note = f"of the mask, {skipped:.0%} of the layer's pairs\nare skipped while it runs"
     figures = f"density {density:.1%}, recall {1.0 if own is None else own.recalls[head]:.1%}"
+    if own is not None and own.row_lowest:
+        figures += f", lowest row {own.row_lowest[head]:.0%}"
     return Panel(outcome.contender.label, figures, outcome.tokens, outcome.mask, note)
 
 

@@ -10,7 +10,7 @@ from attrs import asdict
 from sparseprefill import __version__
 
 from ..evaluation.divergence import Divergence
-from ..evaluation.outcome import Fidelity, Outcome, Summary
+from ..evaluation.outcome import Fidelity, Layer, Outcome, Summary
 from ..evaluation.reading import APART, Sizes
 from . import render
 
@@ -192,9 +192,14 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
         "density": outcome.density,
         "inside": _families(outcome.inside),
         "families": _families(outcome.answers),
-        "layers": [asdict(one, filter=lambda part, _: part.name not in ("lowest", "rows")) for one in outcome.layers],
+        "layers": [_layer(one) for one in outcome.layers],
         "notes": dict(outcome.notes),
     }
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+    shown = asdict(layer, filter=lambda part, _: part.name not in ("lowest", "rows"))
+    return {**shown, "row_lowest": layer.row_lowest}
 
 
 def _fidelity(found: Fidelity) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
@@ -9,6 +10,7 @@ import torch
 from attrs import field, frozen
 
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.metrics import lowest_rows
 
 from .contender import Contender
 from .divergence import Divergence, pooled
@@ -53,6 +55,11 @@ class Layer:
     reason: str = ""
     rows: torch.Tensor | None = field(default=None, repr=False, eq=False)
     lowest: tuple[int, SparseMask] | None = field(default=None, repr=False, eq=False)
+
+    @property
+    def row_lowest(self) -> tuple[float, ...]:
+        """Of each head what the lowest of `rows` kept, 1 where it has none; empty where the layer ran dense."""
+        return () if self.rows is None else tuple(self.rows.nan_to_num(nan=1.0).amin(-1).tolist())
 
 
 @frozen
@@ -180,6 +187,5 @@ def _spread(prefix: str, recalls: Sequence[float]) -> dict[str, float]:
 def _rows(kept: Sequence[torch.Tensor]) -> dict[str, float]:
     if not kept:
         return {}
-    each = torch.cat([one.flatten() for one in kept])
-    each = each[~each.isnan()].sort().values  # quantile() takes 16 million values at most, and needs them sorted, too
-    return {} if not each.numel() else {"row_p1": float(each[each.numel() // 100]), "row_lowest": float(each[0])}
+    first, lowest = (float(one) for one in lowest_rows(torch.cat([one.flatten() for one in kept])))
+    return {} if math.isnan(lowest) else {"row_p1": first, "row_lowest": lowest}

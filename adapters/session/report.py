@@ -16,18 +16,22 @@ class LayerRecall:
     """Attention mass that one layer kept of sampled query rows (`metrics.watched_recall`), in all prefills measured.
 
     mean: over heads and the rows that are spread over a call. least, head: of the head that kept least, over these
-    rows or over the calls' last ones. calls: how many were measured. low_calls: of them, in which a head kept less than
-    `strict_recall`.
+    rows or over the calls' last ones. row_p1: 1st percentile of the rows that are spread over a call, of all heads, to
+    the next 0.005 above. row_lowest: what the lowest row kept, of these or of the calls' last ones. calls: how many
+    were measured. low_calls: of them, in which a head kept less than `strict_recall`.
     """
 
     mean: float
     least: float
     head: int
+    row_p1: float
+    row_lowest: float
     calls: int
     low_calls: int = 0
 
     def __str__(self) -> str:
-        return f"recall {self.mean:.3f} (lowest {self.least:.3f}, head {self.head})"
+        rows = f"rows: 1st percentile {self.row_p1:.3f}, lowest {self.row_lowest:.3f}"
+        return f"recall {self.mean:.3f} (lowest {self.least:.3f}, head {self.head}; {rows})"
 
 
 @frozen(kw_only=True)
@@ -141,6 +145,18 @@ class Report:
         known = [(one.recall.least, one.layer, one.recall.head) for one in self.layers if one.recall is not None]
         return min(known, default=None)
 
+    @property
+    def row_p1(self) -> tuple[float, int] | None:
+        """1st percentile of a layer's sampled rows, and the layer in which it is lowest; None if none was measured."""
+        known = [(one.recall.row_p1, one.layer) for one in self.layers if one.recall is not None]
+        return min(known, default=None)
+
+    @property
+    def row_lowest(self) -> tuple[float, int] | None:
+        """Recall of the row that keeps least, and its layer; None if none was measured."""
+        known = [(one.recall.row_lowest, one.layer) for one in self.layers if one.recall is not None]
+        return min(known, default=None)
+
     def __str__(self) -> str:
         grain = "no grain" if self.grain is None else f"grain {self.grain} tokens"
         tail = f"; dense tail {self.tail} rows" if self.tail else ""
@@ -157,12 +173,16 @@ class Report:
 
     def _recall_lines(self) -> list[str]:
         """What was measured; nothing where nothing was."""
-        mean, found = self.recall, self.least_recall
-        if mean is None or found is None:
+        mean, found, first, lowest = self.recall, self.least_recall, self.row_p1, self.row_lowest
+        if mean is None or found is None or first is None or lowest is None:
             return []
         least, layer, head = found
         of = f"{self.measured_prefills} of {self.prefills} prefills"
-        lines = [f"recall in {of}: {mean:.3f}, lowest {least:.3f} (layer {layer}, head {head})"]
+        lines = [
+            f"recall in {of}: {mean:.3f}, lowest {least:.3f} (layer {layer}, head {head})",
+            f"recall of rows: 1st percentile {first[0]:.3f} (layer {first[1]}), "
+            f"lowest {lowest[0]:.3f} (layer {lowest[1]})",
+        ]
         if self.strict_recall is not None:
             known = [one.recall for one in self.layers if one.recall is not None]
             low, calls = sum(one.low_calls for one in known), sum(one.calls for one in known)

@@ -29,6 +29,8 @@ RECALL_EVERY = 100
 MOST_EVERY = (1 << 31) - 1
 WAITING = 4096
 """Calls whose figures may be on their way at once; of more the oldest, which is there for long, is waited for."""
+STEPS = 200
+"""Rows are counted by what they keep, in steps of so much: of any number of calls the counts alone are kept."""
 LOST = "recall could not be measured: memory ran out"
 NONFINITE = "recall could not be measured: it is NaN, as with queries or keys that are NaN"
 log = logging.getLogger(__name__)
@@ -38,13 +40,16 @@ log = logging.getLogger(__name__)
 class CallRecall:
     """One measured call of a layer: mean recall of each head over the rows that are spread over the call, and over its
     last rows; empty where there are none. first_head: the model's number of the first. density: computed / allowed
-    pairs of the call. low: whether one of the heads keeps less than `strict_recall`."""
+    pairs of the call. row_p1: 1st percentile of the rows that are spread over the call, of all heads. row_lowest: the
+    lowest of all its rows, the last ones too. low: whether one of the heads keeps less than `strict_recall`."""
 
     layer: int
     first_head: int
     spread: tuple[float, ...]
     last: tuple[float, ...]
     density: float = math.nan
+    row_p1: float = math.nan
+    row_lowest: float = math.nan
     low: bool = False
 
     @property
@@ -80,9 +85,24 @@ def check_strict(name: str, value: object, every: int, of_every: str) -> float |
 
 
 @frozen(eq=False)
+class _Arrived:
+    """Figures of one call, on the host. spread, last: each head's sum over the rows of both kinds. many, few: how many
+    these are. below: int64 ``[STEPS + 1]``, of the first kind over all heads, how many keep no more than each step.
+    """
+
+    spread: Sequence[float]
+    many: int
+    last: Sequence[float]
+    few: int
+    density: float
+    row_lowest: float
+    below: Tensor
+
+
+@frozen(eq=False)
 class _Coming:
-    """Figures of a call on their way: ``[2, Hq + 2]``, by spread and last rows each head's sum, how many rows, and the
-    call's density.
+    """Figures of a call on their way: ``[2 * (Hq + 1) + 2 + STEPS + 1]``, by spread and last rows each head's sum and
+    how many rows, then the call's density, its lowest row, and `_Arrived.below`.
 
     there: what tells that they have arrived; None where they have, or where only reading them tells.
     """
@@ -108,12 +128,14 @@ class _Coming:
         """Whether reading them makes nobody wait, as far as can be told."""
         return self.figures.device.type == "cpu" if self.there is None else self.there.query()
 
-    def read(self) -> tuple[list[float], int, list[float], int, float]:
-        """Sums and count of both kinds of rows, and the density; waits until they are there."""
+    def read(self) -> _Arrived:
+        """Waits until they are there."""
         if self.there is not None:
             self.there.synchronize()
-        (*spread, many, density), (*last, few, _) = self.figures.tolist()
-        return spread, int(many), last, int(few), density
+        sums, below = self.figures[: -STEPS - 1].tolist(), self.figures[-STEPS - 1 :].to(torch.int64)
+        (*both, density, lowest), half = sums, len(sums) // 2 - 1
+        (*spread, many), (*last, few) = both[:half], both[half:]
+        return _Arrived(spread, int(many), last, int(few), density, lowest, below)
 
 
 @define(eq=False)
@@ -127,19 +149,24 @@ class _Layer:
     few: int = 0
     calls: int = 0
     low: int = 0
+    row_lowest: float = 1.0
+    below: Tensor = field(factory=lambda: torch.zeros(STEPS + 1, dtype=torch.int64))
 
-    def add(self, spread: Sequence[float], many: int, last: Sequence[float], few: int, low: bool) -> None:
+    def add(self, one: _Arrived, low: bool) -> None:
         """One more call."""
-        self.spread = [a + b for a, b in zip(self.spread, spread, strict=True)]
-        self.last = [a + b for a, b in zip(self.last, last, strict=True)]
-        self.many, self.few, self.calls, self.low = self.many + many, self.few + few, self.calls + 1, self.low + low
+        self.spread = [a + b for a, b in zip(self.spread, one.spread, strict=True)]
+        self.last = [a + b for a, b in zip(self.last, one.last, strict=True)]
+        self.many, self.few = self.many + one.many, self.few + one.few
+        self.calls, self.low = self.calls + 1, self.low + low
+        self.row_lowest, self.below = min(self.row_lowest, one.row_lowest), self.below + one.below
 
     def report(self) -> LayerRecall:
         """Means over the rows of all calls."""
         found = CallRecall(0, self.first_head, _means(self.spread, self.many), _means(self.last, self.few))
         least, head = found.least
         mean = sum(found.spread) / len(found.spread)
-        return LayerRecall(mean=mean, least=least, head=head, calls=self.calls, low_calls=self.low)
+        rows = {"row_p1": _percentile(self.below), "row_lowest": self.row_lowest}
+        return LayerRecall(mean=mean, least=least, head=head, **rows, calls=self.calls, low_calls=self.low)
 
 
 @define(eq=False)
@@ -201,19 +228,21 @@ class RecallWatch:
             return {layer: found.report() for layer, found in self._layers.items()}
 
     def _take(self, coming: _Coming) -> None:
-        spread, many, last, few, density = coming.read()
-        if not many:  # padding alone
+        one = coming.read()
+        if not one.many:  # padding alone
             return
-        if any(math.isnan(x) for x in (*spread, *last)):
+        if any(math.isnan(x) for x in (*one.spread, *one.last)):
             self._told(NONFINITE)
             return
-        found = CallRecall(coming.layer, coming.first_head, _means(spread, many), _means(last, few), density)
+        means = _means(one.spread, one.many), _means(one.last, one.few)
+        rows = _percentile(one.below), one.row_lowest
+        found = CallRecall(coming.layer, coming.first_head, *means, one.density, *rows)
         least, head = found.least
         if self.strict is not None and least < self.strict - SLACK:
             found = evolve(found, low=True)
             self._warn(found.layer, head, least)
-        known = self._layers.setdefault(found.layer, _Layer(found.first_head, [0.0] * len(spread), [0.0] * len(spread)))
-        known.add(spread, many, last, few, found.low)
+        nothing = [0.0] * len(one.spread)
+        self._layers.setdefault(found.layer, _Layer(found.first_head, nothing, nothing)).add(one, found.low)
         if self.hear is not None:
             self.hear(found)
 
@@ -235,9 +264,18 @@ def _figures(call: AttentionCall, result: Result) -> Tensor:
     found = watched_recall(call, result)
     kept = torch.where(found.real[:, None], found.kept, 0.0)
     parts = (slice(found.spread), slice(found.spread, None))
-    density = Uncounted.of(result).density().to(kept.dtype)
-    rows = [torch.cat([kept[..., at].sum((0, 2)), found.real[:, at].sum()[None], density[None]]) for at in parts]
-    return torch.stack(rows)
+    sums = [x for at in parts for x in (kept[..., at].sum((0, 2)), found.real[:, at].sum()[None])]
+    # Rounding may take a full row a little above 1. What is NaN is beyond every step: no row, or one told by the sums.
+    rows = found.kept.clamp(max=1.0).nan_to_num(nan=2.0)
+    steps = torch.arange(STEPS + 1, device=rows.device, dtype=rows.dtype) / STEPS
+    below = torch.searchsorted(rows[..., parts[0]].flatten().sort().values, steps, right=True)
+    return torch.cat([*sums, Uncounted.of(result).density()[None], rows.min()[None], below]).to(kept.dtype)
+
+
+def _percentile(below: Tensor) -> float:
+    """The 1st percentile of rows, as of `lowest_rows` but to the next step above."""
+    nth = torch.div(below[-1:], 100, rounding_mode="floor")
+    return int(torch.searchsorted(below, nth, right=True)) / STEPS
 
 
 def _means(sums: Sequence[float], count: int) -> tuple[float, ...]:

@@ -30,8 +30,10 @@ OWNER = ("model_name", "method", "worker", "profile")
 """Labels of every metric; the first is called as in vLLM's own."""
 RECALLS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99, 0.999, 1.0)
 """Upper bounds of the histogram of recall, which is never above 1."""
+ROW_RECALLS = (0.01, 0.03, 0.1, 0.2, *RECALLS)
+"""The same of single rows, which may keep next to nothing."""
 DENSITIES = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
-"""The same of density."""
+"""Upper bounds of the histogram of density."""
 METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {
     "prefill_chunks": ("Counter", "Chunks of prompts; sparse if any layer ran sparse.", ("mode",), ()),
     "dense_chunks": ("Counter", "Of these chunks the dense ones, by reason.", ("reason",), ()),
@@ -43,6 +45,14 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {
     "recall": (
         *("Histogram", "Share of the attention mass that a head keeps, over sampled query rows, in measured calls."),
         *(("layers",), RECALLS),
+    ),
+    "row_p1": (
+        *("Histogram", "Share that the 1st percentile of the sampled query rows keeps, in measured calls."),
+        *(("layers",), ROW_RECALLS),
+    ),
+    "row_lowest": (
+        *("Histogram", "Share that the lowest of the sampled query rows keeps, in measured calls."),
+        *(("layers",), ROW_RECALLS),
     ),
     "low_recall_calls": ("Counter", "Measured calls with recall below strict_recall.", ("layers",), ()),
 }
@@ -114,6 +124,8 @@ class Tally:
         layers = self.layer_class(found.layer)
         for kept in found.spread:
             self._observe("recall", kept, layers)
+        self._observe("row_p1", found.row_p1, layers)
+        self._observe("row_lowest", found.row_lowest, layers)
         if found.low:
             self._count("low_recall_calls", 1, layers)
         if not self.measure:  # else it has been told

@@ -32,5 +32,6 @@ class ReportExtension:
 
 
 def _data(report: Report) -> dict[str, Any]:
-    derived = {name: getattr(report, name) for name in ("density", "fallbacks", "recall", "least_recall")}
+    names = ("density", "fallbacks", "recall", "least_recall", "row_p1", "row_lowest")
+    derived = {name: getattr(report, name) for name in names}
     return {**asdict(report), **derived, "text": str(report)}

@@ -14,12 +14,14 @@ from sparseprefill.adapters.bench.case import Part, Shape, of_mask, parse_mask
 from sparseprefill.adapters.bench.clock import Clock, middle
 from sparseprefill.adapters.bench.inputs import call_of
 from sparseprefill.adapters.bench.masks import random_mask
-from sparseprefill.adapters.bench.measure import Bench, prepare
+from sparseprefill.adapters.bench.measure import ROWS, Bench, prepare
 from sparseprefill.adapters.bench.model import ModelShape
 from sparseprefill.adapters.bench.ttft import Prefill, tiles
 from torch import Tensor
 
+import sparseprefill as sp
 from sparseprefill import ParameterError, ReferenceExecutor, SparseMask, default_registry
+from sparseprefill.metrics import lowest_rows
 from sparseprefill.plan import Plan
 
 CPU = torch.device("cpu")
@@ -104,7 +106,8 @@ def test_a_mask_is_measured(text: str) -> None:
     assert row.seconds > 0 < row.dense
     assert row.speedup == pytest.approx(row.dense / row.seconds)
     assert row.efficiency == pytest.approx(row.speedup * row.density)
-    assert (row.recall, row.estimate) == (None, None)
+    assert (row.recall, row.row_p1, row.row_lowest, row.estimate) == (None, None, None, None)
+    assert facts.cells(row)[-3:] == ("", "", "")
     assert row.baseline == "SDPA"
     if text == "full":
         assert row.density == 1.0
@@ -151,6 +154,14 @@ def test_a_row_of_kascade_is_the_mean_over_the_layers_of_a_prefill() -> None:
     assert row.recall is not None
     assert row.lowest is not None
     assert row.lowest < row.recall < 1
+    kept = torch.stack([sp.recall(*pair, rows=ROWS) for pair in zip(ready.calls, results, strict=True)])
+    assert kept.shape[-1] == 64
+    first, lowest = map(float, lowest_rows(kept))
+    assert (row.row_p1, row.row_lowest) == pytest.approx((first, lowest), abs=1e-6)
+    assert 0 < lowest < first < row.lowest, "of rows of all layers, while heads are means"
+    assert facts.COLUMNS[-3:] == ("recall", "rows", "lowest")
+    assert facts.cells(row)[-3:] == (f"{row.recall:.3f}", f"{first:.3f}", f"{row.lowest:.3f}")
+    assert (row.row_p1, row.row_lowest) == tuple(facts.fact(row)[name] for name in ("row_p1", "row_lowest"))
     assert facts.fact(row)["layers"] == 4
     assert "mean of 4 layers" in case.label
 

@@ -77,6 +77,9 @@ def test_a_model_of_the_users_own(folder: Path, tmp_path: Path) -> None:
     assert sparse["inside"]["kl"] < 1e-6, "rows before the last 160 of so short a prompt see every key"
     assert sparse["inside"]["kl"] <= sparse["inside"]["high"] <= sparse["inside"]["worst"]
     assert sparse["inside"]["rows"] == sum(len(range(one["tokens"] - 160)) for one in facts["outcomes"][1::2])
+    layers = [one for outcome in facts["outcomes"][1::2] for one in outcome["layers"]]
+    assert min(head for one in layers for head in one["row_lowest"]) == sparse["recall"]["row_lowest"]
+    assert all(len(one["row_lowest"]) == len(one["recalls"]) for one in layers)
     assert sparse["recall"]["row_lowest"] <= sparse["recall"]["row_p1"] <= sparse["recall"]["lowest"]
     assert sparse["density"] < 0.95
     assert sparse["last_rows_recall"]["mean"] < 0.999

@@ -19,7 +19,7 @@ from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation.comparison import Comparison
 from sparseprefill.adapters.evaluation.contender import Contender
 from sparseprefill.adapters.evaluation.divergence import Divergence, compare, log_probabilities, pooled
-from sparseprefill.adapters.evaluation.outcome import Fidelity, Outcome, Summary
+from sparseprefill.adapters.evaluation.outcome import Fidelity, Layer, Outcome, Summary
 from sparseprefill.adapters.evaluation.prompts import Prompt, load, made
 from sparseprefill.adapters.evaluation.reading import APART, Reader, Sizes
 from sparseprefill.adapters.evaluation.runs import outcomes, summaries
@@ -202,6 +202,7 @@ def test_recall_is_that_of_the_layers_calls(model: LlamaForCausalLM) -> None:
         call, result = kept[layer.index]
         assert layer.recalls == pytest.approx(sp.recall(call, result, rows=9)[0].mean(-1).tolist(), rel=1e-5)
         assert layer.last == pytest.approx(sp.recall(call, result, rows=range(549, 554))[0].mean(-1).tolist(), rel=1e-5)
+        assert layer.row_lowest == pytest.approx(sp.recall(call, result, rows=9)[0].amin(-1).tolist(), rel=1e-5)
         assert layer.density == pytest.approx(result.density)
         assert layer.lowest is not None
         head = layer.lowest[0]
@@ -320,6 +321,19 @@ def test_a_summary_is_over_all_prompts(model: LlamaForCausalLM) -> None:
     assert sparse.lowest == min(recalls)
     assert sparse.p5 == pytest.approx(float(torch.tensor(recalls, dtype=torch.float64).quantile(0.05)))
     assert sparse.seconds == sum(one.seconds for one in found if one.fidelity)
+
+
+def test_rows_of_one_layer_and_of_all() -> None:
+    rows = torch.ones(2, 150, dtype=torch.float64)
+    rows[0, :2], rows[1, :3] = torch.nan, torch.tensor([0.03125, 0.5, 0.75])
+    other = Layer(1, 0.5, (1.0,), rows=torch.tensor([[0.25, 1.0], [torch.nan] * 2], dtype=torch.float64))
+    layers = (Layer(0, 0.5, (1.0, 0.99), rows=rows), other, Layer(2, 1.0, (1.0,), reason="why"))
+    assert [one.row_lowest for one in layers] == [(1.0, 0.03125), (0.25, 1.0), ()]
+    made = Outcome(Contender("x"), "a", layers=layers)
+    summary = Summary.of([made], 4)
+    assert (summary.row_p1, summary.row_lowest) == (0.75, 0.03125), "the fourth and the first of 300"
+    none = Summary.of([evolve(made, layers=(Layer(0, 1.0, (1.0,), rows=rows[:, :0]), layers[2]))], 4)
+    assert (none.row_p1, none.row_lowest) == (1.0, 1.0)
 
 
 def test_a_summary_of_failures() -> None:

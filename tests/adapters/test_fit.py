@@ -256,6 +256,9 @@ def test_the_profile_of_a_model_of_the_users_own_serves_attach(folder: Path) -> 
     for search, one in zip(facts["searches"], profile.ranges, strict=True):
         assert search["trials"]
         assert search["untried"] == 0
+        for each in search["trials"]:
+            assert each["row_lowest"] <= each["row_p1"] <= each["recall"], each
+        assert any(each["row_p1"] < each["recall"] for each in search["trials"])
         tried = [each for each in search["trials"] if each["prompts"] == 2]
         good = [each for each in tried if each["inside"]["kl"] <= 0.5 and each["density"] < 1.0]
         least = min(each["density"] for each in good) if good else None
@@ -277,10 +280,12 @@ def test_the_profile_of_a_model_of_the_users_own_serves_attach(folder: Path) -> 
 
 
 @pytest.mark.usefixtures("_elsewhere", "_one_tokenizer")
-def test_nothing_within_reach_gives_a_profile_that_runs_dense(folder: Path) -> None:
+def test_nothing_within_reach_gives_a_profile_that_runs_dense(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
     result = run("--model", str(folder), "--tokens", "300", "--count", "1", *SMALL, "--kl", "0", "-o", "none.json")
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
+    assert "KL 99 % same recall rows density prefill" in said
     # With every key computed, the sparse way through a CPU is dense attention to the bit: nothing is gained by it.
     reason = "the settings that reach it cost no less than dense; calls of this length run dense; the nearest was"
     assert f"300 tokens: KL of at most 0: {reason}" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from sparseprefill.adapters.bench.case import Case, Shape
 from sparseprefill.adapters.bench.measure import Row
-from sparseprefill.adapters.cli import bench_plot, picture
+from sparseprefill.adapters.cli import bench_plot, page, picture
 from sparseprefill.adapters.cli.picture import Panel
 from sparseprefill.adapters.clustering import picture as similarity
 from sparseprefill.adapters.evaluation.contender import Contender
@@ -61,12 +62,31 @@ def test_a_method_that_skips_while_it_runs_says_so(tmp_path: Path, monkeypatch: 
     found = Outcome(
         Contender("skip-softmax", pipeline),
         tokens=512,
-        layers=(Layer(0, 0.25, (0.9,)),),
+        layers=(Layer(0, 0.25, (0.9,), rows=torch.tensor([[1.0, 0.031, 1.0]])),),
         mask=sp.SparseMask.full(CALL),
     )
     picture.draw([found], 0, 0, tmp_path / "masks.png")
     assert "75% of the layer's pairs\nare skipped while it runs" in drawn[0].axes[0].get_xlabel()
-    assert "recall 90.0%" in drawn[0].axes[0].get_title()
+    assert drawn[0].axes[0].get_title() == "density 100.0%, recall 90.0%, lowest row 3%"
+    dense = attrs.evolve(found, layers=(Layer(0, 1.0, (1.0,), reason="why"),))
+    picture.draw([dense], 0, 0, tmp_path / "masks.png")
+    assert drawn[1].axes[0].get_title() == "density 100.0%, recall 100.0%"
+
+
+def test_the_page_says_what_the_lowest_row_of_a_head_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Panel] = []
+
+    def sheet(panels: list[Panel], title: str) -> Figure:
+        drawn.extend(panels)
+        return Figure()
+
+    monkeypatch.setattr(page, "sheet", sheet)
+    kept = torch.tensor([[1.0, 0.5], [0.031, 1.0]])
+    layer = Layer(3, 0.25, (0.75, 0.5), rows=kept, lowest=(1, sp.SparseMask.full(CALL)))
+    page._masks(Outcome(Contender("m"), tokens=512, layers=(layer,)))
+    assert [(one.figures, one.note) for one in drawn] == [
+        ("density 100.0%, recall 50.0%", "lowest of its sampled rows: recall 3.1%")
+    ]
 
 
 def rows(*lengths: int) -> list[Row]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -16,13 +16,14 @@ from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.session import watch as module
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import Prefill, Session
-from sparseprefill.adapters.session.watch import LOST, NONFINITE, CallRecall
+from sparseprefill.adapters.session.watch import LOST, NONFINITE, STEPS, CallRecall
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import sparseprefill as sp
-from helpers.build import int32, make
+from helpers.build import int32, make, one_lookup
 from helpers.tables import from_length
-from sparseprefill.metrics import SPREAD, watched_recall
+from sparseprefill.metrics import LAST, SPREAD, WatchedRecall, lowest_rows, watched_recall
 
 from . import hf_models
 from .hf_models import STREAMING
@@ -54,9 +55,9 @@ class Seen:
         return torch.cat(found, -1)
 
     def check(self, report: Report) -> None:
-        """The report's figures are means over these rows."""
+        """The report's figures are means over these rows, and the lowest of them."""
         layers = sorted({call.layer for call, _ in self.calls})
-        means, least = [], []
+        means, least, firsts, lowest = [], [], [], []
         for layer in layers:
             spread, last = self.rows(layer, True).mean(-1), self.rows(layer, False)
             each = torch.minimum(spread, last.mean(-1)) if last.shape[1] else spread
@@ -67,9 +68,17 @@ class Seen:
             assert pytest.approx(means[-1], **CLOSE) == found.mean
             assert pytest.approx(least[-1], **CLOSE) == found.least == pytest.approx(float(each[found.head]), **CLOSE)
             assert sum(call.layer == layer for call, _ in self.calls) == found.calls
+            first, low = map(float, lowest_rows(self.rows(layer, True)))
+            lowest.append(min(low, float(last.min()) if last.shape[1] else 1.0, 1.0))
+            assert pytest.approx(lowest[-1], **CLOSE) == found.row_lowest
+            assert min(first, 1.0) - 1e-5 <= found.row_p1 <= min(first, 1.0) + 1 / STEPS + 1e-5
+            firsts.append(found.row_p1)
         assert pytest.approx(sum(means) / len(means), **CLOSE) == report.recall
         assert report.least_recall is not None
         assert pytest.approx(min(least), **CLOSE) == report.least_recall[0]
+        assert (min(firsts), layers[firsts.index(min(firsts))]) == report.row_p1
+        assert report.row_lowest is not None
+        assert pytest.approx(min(lowest), **CLOSE) == report.row_lowest[0]
 
 
 def first_layer(session: Session) -> LayerReport:
@@ -158,7 +167,9 @@ def test_attach_reports_what_sp_recall_says(batch: int, floor: Any, tail: int) -
     assert f"recall in 2 of 3 prefills: {report.recall:.3f}, lowest" in str(report)
     found = report.layers[0].recall
     assert found is not None
-    assert f"  recall {found.mean:.3f} (lowest {found.least:.3f}, head {found.head})" in str(report.layers[0])
+    rows = f"rows: 1st percentile {found.row_p1:.3f}, lowest {found.row_lowest:.3f}"
+    text = f"  recall {found.mean:.3f} (lowest {found.least:.3f}, head {found.head}; {rows})"
+    assert text in str(report.layers[0])
     assert "recall below" not in str(report)
 
 
@@ -228,6 +239,93 @@ def test_first_heads_of_a_share_of_the_model() -> None:
 def _heads(call: sp.AttentionCall, result: sp.Result) -> torch.Tensor:
     kept = watched_recall(call, result).kept[0]
     return torch.minimum(kept[:, :SPREAD].mean(-1), kept[:, SPREAD:].mean(-1))
+
+
+# Single rows
+
+
+def test_one_row_that_loses_everything() -> None:
+    """The last of a stretch that is looked at; the row before it is not, and nothing shows."""
+    for row, lowest in ((599, 0.0), (598, 1.0)):
+        call = one_lookup(1700, row, key=100)
+        session = Session(sp.build("streaming", sink=16, window=64, block=16), tail=0)
+        session.run(call, Prefill())
+        found = first_layer(session).recall
+        assert found is not None
+        assert pytest.approx(lowest, abs=1e-3) == found.row_lowest
+        assert pytest.approx(0.0 if row == 599 else 1.0, abs=1 / STEPS + 1e-3) == found.row_p1, "of 34 rows"
+        assert found.least > 0.94
+
+
+def made_of(rows: torch.Tensor, last: float) -> WatchedRecall:
+    """rows: of the spread ones what each of two heads keeps, NaN where there is none."""
+    kept = torch.cat([rows, torch.full((1, 2, LAST), last)], -1)
+    return WatchedRecall(torch.zeros(1, SPREAD + LAST, dtype=torch.int64), ~kept[:, 0].isnan(), kept, SPREAD)
+
+
+def test_rows_of_all_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """34 rows a call: of 306 the 1st percentile is the fourth from below. The last rows are none of them."""
+    low = [0.0312, 0.2021, 0.4003, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99]
+    heard: list[CallRecall] = []
+    session = Session(METHOD, tail=0, recall_every=1, hear_recall=heard.append)
+    for one in low:
+        rows = torch.ones(1, 2, SPREAD) + 1e-6  # by rounding
+        rows[0, 1, 5] = one
+        monkeypatch.setattr(module, "watched_recall", lambda *_, rows=rows: made_of(rows, last=0.0125))
+        session.run(CALL, Prefill())
+    found = first_layer(session).recall
+    assert found is not None
+    assert 0.6 == found.row_p1
+    assert pytest.approx(0.0125) == found.row_lowest
+    assert [0.035, 0.205, 0.405, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99] == [one.row_p1 for one in heard]
+    assert [pytest.approx(0.0125)] * 9 == [one.row_lowest for one in heard]
+    monkeypatch.setattr(module, "watched_recall", lambda *_: made_of(torch.full((1, 2, SPREAD), 0.0), last=1.0))
+    session.run(CALL, Prefill())
+    found = first_layer(session).recall
+    assert found is not None
+    assert (0.0, 0.0, 10) == (found.row_p1, found.row_lowest, found.calls)
+
+
+def test_rows_that_are_none_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.full((1, 2, SPREAD), torch.nan)
+    rows[..., 3:5] = 0.25
+    monkeypatch.setattr(module, "watched_recall", lambda *_: made_of(rows, last=1.0))
+    session = Session(METHOD, tail=0)
+    session.run(CALL, Prefill())
+    found = first_layer(session).recall
+    assert found is not None
+    assert (0.25, 0.25, 0.25) == (found.mean, found.row_p1, found.row_lowest)
+
+
+def test_calls_leave_no_more_than_their_counts() -> None:
+    """What is kept of a layer has one size, however many calls there were; and so has what a call sends."""
+    session = Session(METHOD, tail=0, recall_every=1)
+    sizes = set()
+    for call in (CALL, make(300, heads=4, kv_heads=2, batch=3), CALL, CALL):
+        session.run(call, Prefill())
+        session.report("h", "i")
+        assert session._watch is not None
+        kept = session._watch._layers[0]
+        sizes.add((len(kept.spread), len(kept.last), tuple(kept.below.shape)))
+        assert 2 * (4 + 1) + 2 + STEPS + 1 == module._figures(call, METHOD.run(call)).numel()
+    assert {(4, 4, (STEPS + 1,))} == sizes
+
+
+class Unread(TorchDispatchMode):
+    """Fails where a value is read on the host, which waits for the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_measuring_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, found, unread = METHOD.run(CALL), made_of(torch.rand(1, 2, SPREAD), last=1.0), cast(Any, Unread)
+    monkeypatch.setattr(module, "watched_recall", lambda *_: found)  # whose kernels on a CPU may
+    with unread():
+        figures = module._figures(CALL, result)
+    with unread(), pytest.raises(AssertionError):
+        float(figures[0])
 
 
 # strict_recall
@@ -382,9 +480,9 @@ def test_figures_over_layers() -> None:
         return LayerReport(layer=index, mode="sparse", sparse_calls=1, recall=LayerRecall(**given))
 
     layers = (
-        layer(0, mean=0.9, least=0.8, head=3, calls=4, low_calls=1),
+        layer(0, mean=0.9, least=0.8, head=3, row_p1=0.25, row_lowest=0.2, calls=4, low_calls=1),
         LayerReport(layer=1),
-        layer(2, mean=0.7, least=0.5, head=1, calls=4, low_calls=4),
+        layer(2, mean=0.7, least=0.5, head=1, row_p1=0.3, row_lowest=0.1, calls=4, low_calls=4),
     )
     report = Report(
         method="m", host="h", implementation="i", min_query=16, layers=layers, prefills=205, measured_prefills=3
@@ -392,7 +490,10 @@ def test_figures_over_layers() -> None:
     assert report.recall == pytest.approx(0.8)
     assert (0.5, 2, 1) == report.least_recall
     assert "recall in 3 of 205 prefills: 0.800, lowest 0.500 (layer 2, head 1)" in str(report).split("\n")
+    assert ((0.25, 0), (0.1, 2)) == (report.row_p1, report.row_lowest)
+    assert "recall of rows: 1st percentile 0.250 (layer 0), lowest 0.100 (layer 2)" in str(report).split("\n")
     assert "recall below 0.85: 5 of 8 calls" in str(attrs.evolve(report, strict_recall=0.85)).split("\n")
     nothing = attrs.evolve(report, layers=layers[1:2], strict_recall=0.5)
     assert (None, None) == (nothing.recall, nothing.least_recall)
+    assert (None, None) == (nothing.row_p1, nothing.row_lowest)
     assert "recall" not in str(nothing)

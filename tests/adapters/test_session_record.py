@@ -365,4 +365,4 @@ def test_the_head_that_keeps_least_by_either_figure() -> None:
 def test_what_is_not_said_of_a_fallback_or_a_recall_is_nothing() -> None:
     found = Fallback("short")
     assert (False, False) == (found.chosen, found.small)
-    assert 0 == LayerRecall(mean=0.9, least=0.8, head=1, calls=2).low_calls
+    assert 0 == LayerRecall(mean=0.9, least=0.8, head=1, row_p1=0.5, row_lowest=0.1, calls=2).low_calls

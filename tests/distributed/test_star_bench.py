@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 from sparseprefill.adapters.star.bench.cost import Cost
+from sparseprefill.adapters.star.bench.inner import Seen
 from sparseprefill.adapters.star.layout import Sizes
 
+import sparseprefill as sp
 from distributed import bench_jobs, world
+from helpers.build import make, one_lookup
+from sparseprefill.metrics import sample_rows
 
 
 def rows(path: Path) -> dict[str, dict[str, Any]]:
     return {row["row"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+
+
+def test_a_note_tells_the_lowest_rows_of_the_last_block() -> None:
+    call = one_lookup(1000, int(sample_rows(make(1000), 64)[20]), key=100)
+    seen = Seen(sp.build("streaming", sink=16, window=64, block=16))
+    seen(call, sp.Memory())
+    assert seen.note().endswith(", recall 0.992 (rows: 1st percentile 1.000, lowest 0.000)")
 
 
 def test_rows_that_fail_in_step_cost_no_others(tmp_path: Path) -> None:

@@ -32,6 +32,14 @@ def make(
     return AttentionCall(q, k, v, **fields)
 
 
+def one_lookup(q_len: int, row: int, key: int) -> AttentionCall:
+    """A call of two heads whose rows attend to the first key alone, but `row` of the second head: to `key` alone."""
+    q, k = torch.zeros(1, 2, q_len, 8), torch.zeros(1, 1, q_len, 8)
+    q[..., 0] = k[..., 0, 0] = k[..., key, 1] = 20.0
+    q[0, 1, row, :2] = torch.tensor([0.0, 20.0])
+    return AttentionCall(q, k, k.clone())
+
+
 def int32(*values: int) -> torch.Tensor:
     """Starts or lengths of batch rows."""
     return torch.tensor(values, dtype=torch.int32)

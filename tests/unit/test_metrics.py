@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sparseprefill as sp
-from helpers.build import int32, make
+from helpers.build import int32, make, one_lookup
 from sparseprefill import metrics
 from sparseprefill.errors import ParameterError
 from sparseprefill.testing import allowed_pairs
@@ -62,6 +62,38 @@ def test_rows_pick_query_rows(rows: Any, index: list[int]) -> None:
     result = run(PADDED)
     expected = sp.recall(PADDED, result)[:, :, index]
     torch.testing.assert_close(sp.recall(PADDED, result, rows=rows), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(("count", "below"), [(1, 0), (99, 0), (100, 1), (199, 1), (200, 2), (2176, 21)])
+def test_the_lowest_rows_of_all_heads(count: int, below: int) -> None:
+    kept = torch.randperm(count, generator=torch.Generator().manual_seed(1)).double() / count
+    padded = torch.cat([kept, torch.full((count,), torch.nan)])
+    for rows in (kept, padded, padded.view(1, 2, -1)):
+        first, lowest = metrics.lowest_rows(rows)
+        assert (below / count, 0.0) == (float(first), float(lowest))
+
+
+def test_there_are_no_lowest_rows_among_none() -> None:
+    for none in (torch.full((2, 3), torch.nan), torch.empty(1, 2, 0)):
+        assert all(bool(one.isnan()) for one in metrics.lowest_rows(none))
+
+
+def test_the_lowest_rows_are_not_read_on_the_host() -> None:
+    """A device that has no values to read."""
+    assert all(one.shape == () for one in metrics.lowest_rows(torch.empty(1, 4, 64, device="meta")))
+
+
+def test_one_row_that_loses_everything_shows_if_it_is_sampled() -> None:
+    """And in the lowest row alone: the mean by head hides it, and the percentile of two heads does not reach it."""
+    every = metrics.sample_rows(make(1000), 64)
+    for row, seen in ((int(every[20]), True), (int(every[20]) + 1, False)):
+        call = one_lookup(1000, row, key=100)
+        result = sp.build("streaming", sink=16, window=64, block=16).run(call)
+        assert 0.001 > float(sp.recall(call, result, rows=[row])[0, 1, 0])
+        kept = sp.recall(call, result, rows=64)
+        first, lowest = map(float, metrics.lowest_rows(kept))
+        assert pytest.approx((1.0, 0.0 if seen else 1.0), abs=1e-3) == (first, lowest)
+        assert float(kept.mean(-1).min()) == pytest.approx(63 / 64 if seen else 1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("rows", [0, -2, [], [40], [-1], [0, -1], [[1]]])

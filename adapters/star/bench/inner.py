@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.memory import Memory
-from sparseprefill.metrics import recall
+from sparseprefill.metrics import lowest_rows, recall
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Result
 
@@ -30,4 +30,7 @@ class Seen:
         if self.last is None:
             return ""
         call, result = self.last
-        return f"density {result.density:.3f}, recall {float(recall(call, result, rows=64).mean()):.3f}"
+        kept = recall(call, result, rows=64)
+        first, lowest = map(float, lowest_rows(kept))
+        rows = f"rows: 1st percentile {first:.3f}, lowest {lowest:.3f}"
+        return f"density {result.density:.3f}, recall {float(kept.mean()):.3f} ({rows})"

@@ -18,6 +18,7 @@ from sparseprefill.mask.count import Lists
 from sparseprefill.mask.held import stripes_at
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
+from sparseprefill.metrics import lowest_rows
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.priority import descending
 from sparseprefill.refiners.stretches import Stretches
@@ -44,13 +45,37 @@ class SampledRecall:
     """What a floor saw, row by row, in the notes as ``recall_sample``.
 
     rows: int64 ``[B, n]``, index of the sampled query rows. real: bool ``[B, n]``, which of them exist. before, after:
-    ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now.
+    ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now. row_p1, row_lowest: the 1st percentile and
+    the lowest of either over all heads, worked out when asked for; scalars on the device, see `metrics.lowest_rows`.
     """
 
     rows: Tensor
     real: Tensor
     before: Tensor
     after: Tensor
+
+    @property
+    def row_p1_before(self) -> Tensor:
+        """1st percentile of what the plan kept of the rows."""
+        return self._lowest(self.before)[0]
+
+    @property
+    def row_p1_after(self) -> Tensor:
+        """1st percentile of what it keeps now."""
+        return self._lowest(self.after)[0]
+
+    @property
+    def row_lowest_before(self) -> Tensor:
+        """What the plan kept of the row of which it kept least."""
+        return self._lowest(self.before)[1]
+
+    @property
+    def row_lowest_after(self) -> Tensor:
+        """What it keeps of the row of which it keeps least now."""
+        return self._lowest(self.after)[1]
+
+    def _lowest(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        return lowest_rows(torch.where(self.real[:, None], kept, torch.nan))
 
 
 class _Raised(NamedTuple):
@@ -91,7 +116,7 @@ class RecallFloor:
     Notes, all on the device: ``recall_before`` and ``recall_after`` ``[B, Hq]``, mean over the sampled rows of a head
     (NaN where it has none, or where queries or keys are NaN); ``recall_dense`` and ``recall_capped``, bool ``[B, Hq]``,
     heads that run dense somewhere, and heads of which the ceiling left a row below the target; ``recall_sample``, a
-    `SampledRecall`.
+    `SampledRecall`, which also tells the 1st percentile and the lowest of the rows, before and after.
 
     Source: none of the papers; for the sampled rows, SampleAttention's stage 1 (arXiv 2406.15486).
     """

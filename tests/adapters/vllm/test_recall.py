@@ -21,7 +21,7 @@ from sparseprefill.adapters.vllm import tally
 from sparseprefill.adapters.vllm import warm as warming
 from sparseprefill.adapters.vllm.model import Model
 from sparseprefill.adapters.vllm.runtime import Runtime
-from sparseprefill.adapters.vllm.tally import DENSITIES, OWNER, RECALLS, Owner, Tally
+from sparseprefill.adapters.vllm.tally import DENSITIES, OWNER, RECALLS, ROW_RECALLS, Owner, Tally
 from sparseprefill.adapters.vllm.worker import ReportExtension
 
 import sparseprefill as sp
@@ -85,7 +85,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch, layers: int = 3, **table: Any) -> R
 def test_heads_are_told_by_class_of_layers(metrics: dict[str, Metric], monkeypatch: pytest.MonkeyPatch) -> None:
     mine = runtime(monkeypatch, layers=8, recall_every=2, strict_recall=0.99)
     result = sp.build("streaming", sink=16, window=16, block=16).run(CALL)
-    kept = watched_recall(CALL, result).kept[0, :, :SPREAD].mean(-1)
+    rows = watched_recall(CALL, result).kept[0]
+    kept = rows[:, :SPREAD].mean(-1)
     for _ in range(3):
         prefill = Prefill()
         for layer in (0, 1, 7):
@@ -94,6 +95,10 @@ def test_heads_are_told_by_class_of_layers(metrics: dict[str, Metric], monkeypat
     assert ["0-1", "6-7"] == list(found)
     assert (4 * 2 * 2, 4 * 2) == (len(found["0-1"]), len(found["6-7"]))
     assert found["6-7"][:4] == pytest.approx(kept.tolist(), abs=1e-5)
+    first, lowest = metrics["sparseprefill:row_p1"].seen, metrics["sparseprefill:row_lowest"].seen
+    assert {"0-1": 4, "6-7": 2} == {name: len(each) for name, each in lowest.items()}, "one a call"
+    assert lowest["6-7"] == pytest.approx([float(rows.min())] * 2, abs=1e-5)
+    assert first["6-7"] == pytest.approx([float(rows[:, :SPREAD].min())] * 2, abs=0.005), "of 68 rows"
     assert {"0-1": [1] * 4, "6-7": [1] * 2} == metrics["sparseprefill:low_recall_calls"].seen
     calls = metrics["sparseprefill:prefill_calls"].seen
     assert {"0-1,sparse": [1] * 6, "6-7,sparse": [1] * 3} == calls
@@ -113,7 +118,7 @@ def test_profiles_of_one_method_are_counted_apart(metrics: dict[str, Metric], mo
         served.session.run(CALL, Prefill())
         served.session.read_recall()
     assert {"0,sparse": [1], "wide: 0,sparse": [1]} == metrics["sparseprefill:prefill_calls"].seen
-    for name in ("density", "recall"):
+    for name in ("density", "recall", "row_p1", "row_lowest"):
         assert {"0", "wide: 0"} == set(metrics[f"sparseprefill:{name}"].seen)
     assert {"dense", "wide: dense"} == set(metrics["sparseprefill:prefill_chunks"].seen)
 
@@ -210,6 +215,10 @@ def test_a_worker_tells_it_as_data(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     found = ReportExtension().sparseprefill_report()
     report = mine.report()
     assert (report.recall, report.least_recall) == (found["recall"], found["least_recall"])
+    assert (report.row_p1, report.row_lowest) == (found["row_p1"], found["row_lowest"])
+    assert report.row_lowest is not None
+    layer = found["layers"][0]["recall"]
+    assert (report.row_p1, report.row_lowest) == ((layer["row_p1"], 0), (layer["row_lowest"], 0))
     assert (1, 1) == (found["layers"][0]["recall"]["calls"], found["layers"][0]["recall"]["low_calls"])
     assert None is found["layers"][1]["recall"], "of the second prefill"
     assert "recall below 0.99: 1 of 1 calls" in found["text"]
@@ -229,12 +238,14 @@ def test_prometheus_takes_them() -> None:
     client = pytest.importorskip("prometheus_client")
     whose = {"model_name": "mine", "method": "streaming", "worker": "0.1", "profile": ""}
 
-    def counted(bound: str) -> float:
+    def counted(bound: str, name: str = "recall") -> float:
         labels = {**whose, "layers": "16-23", "le": bound}
-        return float(client.REGISTRY.get_sample_value("sparseprefill:recall_bucket", labels) or 0.0)
+        return float(client.REGISTRY.get_sample_value(f"sparseprefill:{name}_bucket", labels) or 0.0)
 
     made = Tally(layers=32, owner=Owner("mine", "streaming", "0.1"))
-    made.recall(CallRecall(20, 0, (0.93, 1.0, 0.2), (), low=True))
+    made.recall(CallRecall(20, 0, (0.93, 1.0, 0.2), (), row_p1=0.15, row_lowest=0.02, low=True))
+    assert {"0.1": 0, "0.2": 1} == {bound: counted(bound, "row_p1") for bound in ("0.1", "0.2")}
+    assert {"0.01": 0, "0.03": 1} == {bound: counted(bound, "row_lowest") for bound in ("0.01", "0.03")}
     assert {"0.9": 1, "0.95": 2, "1.0": 3} == {bound: counted(bound) for bound in ("0.9", "0.95", "1.0")}
     low = client.REGISTRY.get_sample_value("sparseprefill:low_recall_calls_total", {**whose, "layers": "16-23"})
     assert 1 == low
@@ -256,7 +267,7 @@ def test_metrics_that_cannot_be_kept_end_nothing(
 
 
 def test_bounds_ascend() -> None:
-    for bounds in (RECALLS, DENSITIES):
+    for bounds in (RECALLS, ROW_RECALLS, DENSITIES):
         assert sorted(set(bounds)) == list(bounds)
         assert 1.0 == bounds[-1]
         assert torch.tensor(bounds).min() > 0

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
-from helpers.build import int32, make
+from helpers.build import int32, make, one_lookup
 from helpers.examples import part
 from helpers.floors import Trial
 from helpers.plans import plans, refined, whole
 from oracles import recall_floor as oracle
 from sparseprefill.errors import ParameterError
+from sparseprefill.refiners.recall import SampledRecall
 from sparseprefill.testing import calls
 
 # float64, so that no sum lies within rounding of the target and both choose the same tiles.
@@ -144,6 +145,27 @@ def test_an_observer_finds_the_recall_in_the_notes() -> None:
     assert (1, 4) == tuple(notes["recall_before"].shape)
     assert bool((notes["recall_before"] < 0.8).all())
     assert bool((sample.after >= 0.8 - 1e-5).all())
+
+
+def test_the_sample_tells_its_lowest_rows_before_and_after() -> None:
+    """One row of 63 and two heads looks something up, far back; with its fellows it hears of it from the floor."""
+    call = one_lookup(1008, 16 * 20 + 15, key=100)
+    notes = sp.build("streaming", sink=16, window=64, block=16, recall=0.9).run(call).plan.notes
+    sample = notes["recall_sample"]
+    assert 63 == int(sample.real.sum())
+    assert pytest.approx([1.0, 62 / 63], abs=1e-3) == notes["recall_before"][0].tolist()
+    before = float(sample.row_p1_before), float(sample.row_lowest_before)
+    assert pytest.approx((1.0, 0.0), abs=1e-3) == before
+    after = float(sample.row_p1_after), float(sample.row_lowest_after)
+    assert pytest.approx((1.0, 1.0), abs=1e-3) == after
+
+
+def test_rows_that_are_none_are_not_the_lowest() -> None:
+    rows = torch.tensor([[5, 9, 0]])
+    kept = torch.tensor([[[0.5, 0.25, 0.0], [0.75, 1.0, 0.0]]])
+    sample = SampledRecall(rows, rows > 0, kept, kept + 0.125)
+    assert (0.25, 0.25) == (float(sample.row_p1_before), float(sample.row_lowest_before))
+    assert (0.375, 0.375) == (float(sample.row_p1_after), float(sample.row_lowest_after))
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 127, 128, 129, 251])
