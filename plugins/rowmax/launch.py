@@ -55,7 +55,7 @@ def in_8_bits(call: AttentionCall, precision: Precision) -> bool:
 
 @frozen(eq=False)
 class Operand:
-    """Keys as the kernel reads them: the arguments behind q, their strides, and flags. itemsize: of a product's side."""
+    """Keys as the kernel reads them: arguments behind q, their strides, and flags. itemsize: bytes of a number."""
 
     arguments: tuple[Any, ...]
     strides: tuple[int, int, int]

@@ -120,7 +120,8 @@ def _maxima(q: Tensor, keys: Tensor, tiles: slice, block: int, hidden: Tensor | 
     products = products.view(*q.shape[:3], -1)
     if hidden is not None:
         products.masked_fill_(hidden, -torch.inf)
-    return products.unflatten(-1, (-1, block)).amax(-1)
+    found: Tensor = products.unflatten(-1, (-1, block)).amax(-1)
+    return found
 
 
 def _hidden(call: AttentionCall, rows: Rows, tiles: slice, block: int) -> Tensor:
