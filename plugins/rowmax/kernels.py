@@ -14,8 +14,8 @@ import triton.language as tl
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, floor_div, load_rows, stored_rows
 
 RUNTIME = (
-    "q_offset", "q_len", "kv_len", "window", "heads", "kv_group", "first_head", "first_tile", "count", "blocks",
-    "reach", "columns",
+    "q_offset", "q_len", "kv_len", "window", "heads", "kv_group", "first_head", "first_tile", "blocks", "reach",
+    "columns",
 )  # fmt: skip
 UNALIGNED = ("table_ptr", "k_scale_ptr")
 BIG = tl.constexpr(1 << 30)
@@ -172,8 +172,7 @@ def _tiles(
                 scale = scale * tl.load(factors_ptr + tile)
             m = m * scale
             if x.softcap is not None:
-                capped = (2.0 * tl.sigmoid(2.0 * m * LN2 / x.softcap) - 1.0) * x.softcap * LOG2E
-                m = tl.where(m == float("-inf"), m, capped)
+                m = (2.0 * tl.sigmoid(2.0 * m * LN2 / x.softcap) - 1.0) * x.softcap * LOG2E
             if line_ptr.dtype.element_ty == tl.float16:
                 m = tl.minimum(m, LARGEST)
             tl.store(line_ptr + tile.to(tl.int64) * BLOCK_M + row, m.to(line_ptr.dtype.element_ty))
@@ -184,17 +183,16 @@ def maxima_kernel(
     maxima_ptr, q_ptr, k_ptr, table_ptr, k_scale_ptr, factors_ptr, starts_ptr, lengths_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, q_len, kv_len, window,
-    heads, kv_group, first_head, first_tile, count, blocks, reach, columns, each,
+    heads, kv_group, first_head, first_tile, blocks, reach, columns, each,
     BLOCK: tl.constexpr, EVERY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """maxima ``[B, Hq, blocks, reach, BLOCK_M]``: each sampled row's largest logit (base 2) in each key tile it may see.
 
-    Sampled rows are numbered through the query tiles of this launch, `count` of them from tile `first_tile` of the call
-    on. One program: BLOCK_M of them of one query head, and `each` key tiles; heads that share keys lie side by side, and
+    Sampled rows are numbered through the query tiles of this launch, from tile `first_tile` of the call on. One program: BLOCK_M of them of one query head, and `each` key tiles; heads that share keys lie side by side, and
     long rows come first. factors_ptr: keys are those of `round_keys_kernel`, by position, and queries are rounded too;
-    or None. Tiles that a row may not see are left unwritten, or -inf.
+    or None. What stands there for tiles that a row may not see is nothing to be read.
     """
     PER: tl.constexpr = BLOCK // EVERY
     pid = tl.program_id(0)
@@ -206,7 +204,6 @@ def maxima_kernel(
     start, queries = _queries(b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, BLOCK)
     number = block * BLOCK_M + tl.arange(0, BLOCK_M)
     position, real = _sampled(first_tile * PER + number, first_head + h, queries, PER, BLOCK, EVERY)
-    real = real & (number < count * PER)
     top, low = tl.max(tl.where(real, position, -1), 0), tl.min(tl.where(real, position, BIG), 0)
     if top < 0:
         return
@@ -258,7 +255,7 @@ def maxima_kernel(
 @triton.jit(do_not_specialize=RUNTIME)
 def choose_kernel(
     chosen_ptr, maxima_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, q_offset, q_len, kv_len, window,
-    heads, kv_group, first_head, first_tile, count, blocks, reach, rows, columns,
+    heads, kv_group, first_head, first_tile, blocks, reach, rows, columns,
     BLOCK: tl.constexpr, EVERY: tl.constexpr, BLOCK_M: tl.constexpr, MEMBERS: tl.constexpr, UNION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip

@@ -96,7 +96,7 @@ def _chosen(call: AttentionCall, estimator: RowMaxEstimator, dtype: torch.dtype)
         count = min(size, rows - first)
         blocks, reach = cdiv(count * per, height), min(before + first + count, columns)
         parts = max(1, min(PROGRAMS // (pairs * blocks), reach // FEWEST))
-        place = (geometry.heads, group, call.first_head, first, count, blocks, reach)
+        place = (geometry.heads, group, call.first_head, first, blocks, reach)
         sizes = (geometry.q_offset, geometry.q_len, geometry.kv_len, window)
         kernels.maxima_kernel[(pairs * blocks, parts)](
             maxima, q, *operand.arguments, geometry.starts, geometry.lengths, *strides(q), *operand.strides,

@@ -1,4 +1,4 @@
-"""rowmax's kernels against its plain-PyTorch path: shares and kept tiles, in any launch shape; in 8 bits to rounding."""
+"""rowmax's kernels against its plain-PyTorch path: shares and kept tiles, in any launch shape; 8 bits to rounding."""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
@@ -66,7 +66,8 @@ def plain(call: AttentionCall, made: RowMaxEstimator) -> Tensor:
     """By PyTorch, whatever there is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_kernels, "serve", lambda _: False)
-        return made.shares(call)
+        found: Tensor = made.shares(call)
+        return found
 
 
 def same(call: AttentionCall, made: RowMaxEstimator, bound: float = 1e-4) -> None:
@@ -109,6 +110,27 @@ def test_equal_plain_pytorch(
         patch.setattr(launch, "PROGRAMS", programs[0])
         patch.setattr(launch, "FEWEST", programs[1])
         same(call, estimator(*sizes, union=union))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 40},
+    "wide window": {"window": 97, "first_head": 3},
+    "softcap": {"softcap": 3.0, "window": 33},
+    "padded": {"starts": [17, 0], "lengths": [101, 150]},
+    "padded, window": {"starts": [60, 3], "lengths": [90, 170], "window": 21},
+}
+
+
+@pytest.mark.parametrize("union", ["head", "group"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature(name: str, union: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three query heads of a KV head, so that a program of a union has room for one that is not there."""
+    small(monkeypatch, (32, 16))
+    call = make(torch.float32, (6, 2), 140, 43, 9, **FEATURES[name])
+    call = evolve(call, q=3 * call.q, sinks=torch.linspace(-2, 4, 6, device=DEVICE))
+    same(call, estimator(2, 32, union=union))
+    same(call, estimator(3, 24, union=union))
 
 
 @pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
@@ -210,7 +232,12 @@ def test_the_estimator_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks are the same by kernels and without, the union on fewer heads; keys are read where they stand."""
     read = []
     of = Keys.of
-    monkeypatch.setattr(Keys, "of", lambda *args, **options: (read.append(1), of(*args, **options))[1])
+
+    def counted(*given: Any, **options: Any) -> Keys:
+        read.append(1)
+        return of(*given, **options)
+
+    monkeypatch.setattr(Keys, "of", counted)
     one = make(torch.float32, (4, 2), 150, 30, 0, window=100)
     for union in ("head", "group"):
         pipeline = sp.build("rowmax", eps=0.03, every=4, block=32, union=union)
