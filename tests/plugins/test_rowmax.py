@@ -98,8 +98,11 @@ def test_equals_the_rule_with_sinks(seed: int, p: Parameters, sinks: list[float]
 @pytest.mark.parametrize("most", ["ROWS", "LOGITS_ON_CPU"])
 def test_in_parts_it_is_the_same(most: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One query tile, or one key tile, in memory at a time."""
+    made = call(3, (2, 1), 50, 30)
+    one = sp.AttentionCall(made["q"], made["k"], made["v"])
+    whole = estimator(0.03, 1, 16).shares(one)
     monkeypatch.setattr(maxima, most, 1)
-    check(call(3, (2, 1), 50, 30), Parameters(0.03, 1, 16))
+    torch.testing.assert_close(whole, estimator(0.03, 1, 16).shares(one), rtol=1e-12, atol=1e-12)
     for made in (call(1, (4, 2), 150, 37), call(2, (2, 1), 90, 20, 0, 2, starts=[0, 33], lengths=[101, 70])):
         check(made, Parameters(0.03, 3, 15))
         check(made, Parameters(0.03, 2, 16, union="group"), window=50)
