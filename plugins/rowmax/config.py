@@ -1,22 +1,39 @@
-"""Parameters of the row-wise estimate."""
+"""Parameters of the estimate by row."""
 
 from __future__ import annotations
 
-from attrs import field, frozen
+from typing import Any, Literal
 
-from sparseprefill.validate import flag, number, whole
+from attrs import Attribute, field, frozen
+
+from sparseprefill.errors import ParameterError, printed
+from sparseprefill.validate import flag, number, one_of, whole
+
+Union = Literal["head", "group"]
+Precision = Literal["auto", "exact", "fp8"]
+
+
+def _block(config: RowMaxConfig, attribute: Attribute[Any], value: Any) -> None:
+    """a multiple of every."""
+    whole()(config, attribute, value)
+    if value % config.every:
+        raise ParameterError(f"{attribute.name} is {printed(value)}: pass a multiple of every, {config.every}")
 
 
 @frozen(kw_only=True)
 class RowMaxConfig:
     """Settings of `rowmax`.
 
-    eps: least share of a row's softmax that a single key of a tile must have for the tile to be kept; 0 keeps
-    everything. every: one query row in so many is looked at; 1 looks at all. block: tile size in tokens. sink: keep the
-    first key tile of every row.
+    eps: share that a key tile's largest logit must have of a row's tiles for the tile to be kept; 0 keeps everything.
+    every: one query row in so many is looked at; 1 looks at all. block: tile size in tokens. sink: keep the first key
+    tile of every row. union: "head", or "group" to give all query heads of a KV head what any of them keeps. precision:
+    of the logits that are looked at: "exact", in the call's type; "fp8", which needs a GPU with 8-bit tensor cores; or
+    "auto", which is fp8 where that can be and exact elsewhere.
     """
 
     eps: float = field(default=0.02, validator=number(0.0, 1.0))
     every: int = field(default=4, validator=whole())
-    block: int = field(default=128, validator=whole())
+    block: int = field(default=128, validator=_block)
     sink: bool = field(default=True, validator=flag())
+    union: Union = field(default="head", validator=one_of("head", "group"))
+    precision: Precision = field(default="auto", validator=one_of("auto", "exact", "fp8"))

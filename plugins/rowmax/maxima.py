@@ -1,6 +1,6 @@
-"""The largest softmax weight that sampled query rows give to a key of each key tile, by PyTorch's products.
+"""The largest share that sampled query rows give to each key tile, by PyTorch's products.
 
-A row is never averaged with others: where a single row looks something up, its weight stands. Of each query tile one
+A row is never averaged with others: where a single row looks something up, its share stands. Of each query tile one
 row in `every` is looked at; which ones changes from tile to tile and from head to head, so that heads of a KV group
 together see more rows.
 """
@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 LOGITS = 1 << 26
 """Logits of sampled rows that are in memory at once, over batch and heads, on a GPU."""
 
-LOGITS_ON_CPU = 1 << 21
+LOGITS_ON_CPU = 1 << 20
 """The same on a CPU: as many as its cache holds."""
+
+ROWS = 4096
+"""Sampled rows whose maxima are in memory at once, over batch and heads, where a query tile has no more."""
+
+MAXIMA = 1 << 27
+"""Maxima of rows by key tile that the kernels leave in memory at once, over batch and heads."""
 
 
 @frozen(eq=False)
@@ -33,6 +39,17 @@ class Rows:
     index: Tensor
     position: Tensor
     real: Tensor
+
+
+def workspace(call: AttentionCall, block: int, every: int) -> int:
+    """Bytes that shares of tiles take, with the maxima, logits and converted keys that are in memory on the way."""
+    geometry = call.geometry
+    rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
+    one = geometry.batch * geometry.heads * columns
+    maxima = min(MAXIMA, one * rows * (block // every)) + one * (block // every + 2 * 128)
+    logits = 4 * (LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS)
+    keys = geometry.batch * call.kv_heads * (columns * block) * call.q.shape[3] * 8
+    return 4 * (one * rows + maxima) + logits + keys
 
 
 def sampled_rows(call: AttentionCall, first: int, last: int, block: int, every: int) -> Rows:
@@ -54,59 +71,79 @@ def sampled_rows(call: AttentionCall, first: int, last: int, block: int, every: 
     return Rows(clamped, position, real)
 
 
-def weights(call: AttentionCall, block: int, every: int) -> Iterator[tuple[slice, Tensor]]:
-    """Query tiles, and the largest weight ``[B, Hq, t, c]`` of each in the first c key tiles; no later one is in reach.
+def shares(call: AttentionCall, block: int, every: int) -> Iterator[tuple[slice, Tensor]]:
+    """Query tiles, and the largest share ``[B, Hq, t, c]`` of each in the first c key tiles; no later one is in reach.
 
-    A weight is ``exp(logit - LSE)`` over all keys that the row may see, sinks included. float32 (float64 for float64
+    With m the largest logit of a row in each key tile, a share is ``exp(m - logsumexp(m))`` over all tiles that the row
+    may see, sinks included: no less than the tile's largest weight in the row's softmax. float32 (float64 for float64
     calls). Tiles that no sampled row may see have 0.
     """
-    geometry = call.geometry
+    geometry, per = call.geometry, block // every
     rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
-    per_tile = -(-block // every)
-    most = LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS
-    size = max(1, most // (geometry.batch * geometry.heads * per_tile * columns * block))
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    keys = _keys(call, columns * block).to(dtype)
+    pairs = geometry.batch * geometry.heads * per
+    size = max(1, ROWS // pairs)
+    width = max(1, (LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS) // (pairs * size * block))
+    keys = _keys(call, columns * block)
+    before = geometry.q_offset // block
     for first in range(0, rows, size):
         last = min(first + size, rows)
-        behind = min(geometry.q_offset // block + last, columns)
         some = sampled_rows(call, first, last, block, every)
-        logits = _logits(call, some, keys[:, :, : behind * block], dtype)
-        top = logits.unflatten(-1, (behind, block)).amax(-1)  # [B, H, n, c]
-        lse = _lse(call, logits)
-        share = torch.exp(top - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-        yield slice(first, last), share.unflatten(2, (last - first, per_tile)).amax(3)
+        q = _queries(call, some, keys)
+        behind = min(before + last, columns)  # rows that start later stand no further
+        lowest = max(geometry.q_offset, (before + first) * block)
+        top = keys.new_empty(*some.index.shape, behind)
+        for at in range(0, behind, width):
+            end = min(at + width, behind)
+            whole = geometry.starts is None and geometry.window is None and end * block <= lowest + 1
+            tiles = slice(at, end)
+            top[..., tiles] = _maxima(q, keys, tiles, block, None if whole else _hidden(call, some, tiles, block))
+        yield slice(first, last), _shares(call, top, some).unflatten(2, (last - first, per)).amax(3)
 
 
-def _lse(call: AttentionCall, logits: Tensor) -> Tensor:
-    lse = torch.logsumexp(logits, -1)
-    return lse if call.sinks is None else torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
-
-
-def _logits(call: AttentionCall, rows: Rows, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[B, Hq, n, keys]`` of keys by position; -inf where a row may not look."""
-    geometry, group = call.geometry, call.group
-    width = call.q.shape[-1]
-    q = torch.gather(call.q, 2, rows.index[..., None].expand(-1, -1, -1, width)).to(dtype) * call.softmax_scale
-    count = q.shape[2]
-    s = q.reshape(q.shape[0], -1, group * count, width) @ keys.transpose(-1, -2)
+def _shares(call: AttentionCall, top: Tensor, rows: Rows) -> Tensor:
+    """Of the largest products ``[B, Hq, n, c]``: neither a scale nor a cap makes another one the largest."""
+    unseen = ~rows.real[..., None] | (top == -torch.inf)
+    top = top * call.softmax_scale
     if call.softcap is not None:
-        s = call.softcap * torch.tanh(s / call.softcap)
-    s = s.reshape(q.shape[0], geometry.heads, count, -1)
-    key = torch.arange(keys.shape[2], device=s.device)
+        top = call.softcap * torch.tanh(top / call.softcap)
+    top = top.masked_fill_(unseen, -torch.inf)
+    lse = torch.logsumexp(top, -1)
+    if call.sinks is not None:
+        lse = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
+    return torch.exp(top - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+
+
+def _maxima(q: Tensor, keys: Tensor, tiles: slice, block: int, hidden: Tensor | None) -> Tensor:
+    """``[B, Hq, n, c]``: the largest product of each row in some key tiles. hidden: bool ``[B, Hq, n, keys]``."""
+    some = keys[:, :, tiles.start * block : tiles.stop * block]
+    products = q.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) @ some.transpose(-1, -2)
+    products = products.view(*q.shape[:3], -1)
+    if hidden is not None:
+        products.masked_fill_(hidden, -torch.inf)
+    found: Tensor = products.unflatten(-1, (-1, block)).amax(-1)
+    return found
+
+
+def _hidden(call: AttentionCall, rows: Rows, tiles: slice, block: int) -> Tensor:
+    """bool ``[B, Hq, n, keys]``: keys of some tiles that causality and the window hide from a row."""
+    window = call.geometry.window
+    key = torch.arange(tiles.start * block, tiles.stop * block, device=rows.position.device)
     distance = rows.position[..., None] - key
-    hidden = (distance < 0) | ~rows.real[..., None]
-    if geometry.window is not None:
-        hidden |= distance >= geometry.window
-    return s.masked_fill_(hidden, -torch.inf)
+    return distance < 0 if window is None else (distance < 0) | (distance >= window)
+
+
+def _queries(call: AttentionCall, rows: Rows, keys: Tensor) -> Tensor:
+    """``[B, Hq, n, D]`` in the type of the keys."""
+    return torch.gather(call.q, 2, rows.index[..., None].expand(-1, -1, -1, call.q.shape[3])).to(keys.dtype)
 
 
 def _keys(call: AttentionCall, length: int) -> Tensor:
     """Keys ``[B, Hkv, length, D]`` by position on each batch row's grid, zeros where there is none."""
     geometry = call.geometry
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     if geometry.starts is None:
-        return functional.pad(call.k, [0, 0, 0, length - geometry.kv_len])
+        return functional.pad(call.k.to(dtype), [0, 0, 0, length - geometry.kv_len])
     position = torch.arange(length, device=call.q.device).expand(geometry.batch, -1)
     index = position + geometry.starts[:, None]
     there = (index < geometry.kv_len)[:, None, :, None]
-    return torch.where(there, call.keys_at(index.clamp(max=geometry.kv_len - 1)), 0)
+    return torch.where(there, call.keys_at(index.clamp(max=geometry.kv_len - 1)), 0).to(dtype)

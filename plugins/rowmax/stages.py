@@ -1,84 +1,122 @@
-"""The estimator: tiles in which a sampled row gives a key enough of its softmax."""
+"""The estimator: tiles to which a sampled row gives a large enough share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from sparseprefill import kernels
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 
-from .maxima import LOGITS, weights
+from .maxima import shares, workspace
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
 
-    from .config import RowMaxConfig
+    from .config import Precision, RowMaxConfig, Union
 
 
 @frozen
 class RowMaxEstimator:
-    """Keeps a key tile if any sampled row of the query tile gives any of its keys `eps` of its softmax or more.
+    """Keeps a key tile if its largest logit has a share of `eps` or more for any sampled row of the query tile.
 
-    A query tile's choice depends on its own queries and on keys up to its end.
+    A query tile's choice depends on its own queries and on keys up to its end. See `RowMaxConfig` for the fields.
     """
 
     eps: float
     every: int
     block: int
     sink: bool
-    head_scope: ClassVar[HeadScope] = "head"
+    union: Union
+    precision: Precision
 
     @property
     def grain(self) -> int:
         """Cutting a prompt at whole tiles changes nothing."""
         return self.block
 
+    @property
+    def head_scope(self) -> HeadScope:
+        """Heads are looked at one by one, or all of a KV head."""
+        return self.union
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Eight bits, where they are asked for and the device has no products of them."""
+        if self.precision != "fp8" or self._in_8_bits(call):
+            return None
+        return (
+            f"rowmax: precision='fp8' needs float16 or bfloat16 on a CUDA device of capability 8.9 or above, not "
+            f"{call.q.dtype} on {call.q.device}: pass 'auto' or 'exact'"
+        )
+
     def workspace(self, call: AttentionCall) -> int:
-        """Maps of tiles and their lists, the weights of tiles, and the logits that are in memory on the way."""
-        geometry = call.geometry
-        pairs = geometry.batch * geometry.heads * geometry.tile_rows(self.block) * geometry.tile_columns(self.block)
-        return default_workspace(call, self.block) + 4 * pairs + 8 * LOGITS
+        """Maps of tiles and their lists, and what shares take."""
+        return default_workspace(call, self.block) + workspace(call, self.block, self.every)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """Tiles by weight, the row's own tile, and the first; the weights are left as priority."""
+        """Tiles by share, the row's own tile, and the first; the shares are left as priority."""
+        priority = PriorityScores(tiles=self._priority, tile_q=self.block, tile_k=self.block)
         if self.eps <= 0.0:
-            return Plan(SparseMask.full(call, self.block), priority=self._priority(self._weights))
-        found = self._weights(call)
-        keep = found >= self.eps
-        if self.sink:
-            keep[..., 0] = True
-        plan = SparseMask.from_tiles(call, keep, self.block)
-        return Plan(plan, priority=self._priority(partial(_known, found)))
+            return Plan(SparseMask.full(call, self.block), priority=priority)
+        rules = {"keep": self.kept(call), "band": 0, "sink": int(self.sink)}
+        return Plan(SparseMask.from_rules(call, self.block, **rules), priority=priority)
 
-    def _priority(self, tiles: Callable[[AttentionCall], Tensor]) -> PriorityScores:
-        return PriorityScores(tiles=tiles, tile_q=self.block, tile_k=self.block)
+    def kept(self, call: AttentionCall) -> Tensor:
+        """bool ``[B, Hq, R, C]``, or of KV heads under a union: tiles of a large enough share."""
+        if _by_kernels(call):
+            from . import launch
 
-    def _weights(self, call: AttentionCall) -> Tensor:
-        """``[B, Hq, R, C]``: the largest weight of any sampled row in each key tile; 0 for those of the future."""
+            return launch.kept_tiles(call, self)
+        # What is no number is not known to be small.
+        return ~(self._plain_shares(call) < self.eps)
+
+    def shares(self, call: AttentionCall) -> Tensor:
+        """float ``[B, Hq, R, C]``, or of KV heads under a union: the largest share that a sampled row gives a tile."""
+        if _by_kernels(call):
+            from . import launch
+
+            return launch.tile_shares(call, self)
+        return self._plain_shares(call)
+
+    def _plain_shares(self, call: AttentionCall) -> Tensor:
         geometry = call.geometry
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         shape = (geometry.batch, geometry.heads, geometry.tile_rows(self.block), geometry.tile_columns(self.block))
         every = torch.zeros(shape, dtype=dtype, device=geometry.device)
-        for rows, found in weights(call, self.block, self.every):
+        for rows, found in shares(call, self.block, self.every):
             every[:, :, rows, : found.shape[3]] = found
-        return every
+        return every if self.union == "head" else every.unflatten(1, (-1, call.group)).amax(2)
+
+    def _priority(self, call: AttentionCall) -> Tensor:
+        found = self.shares(call)
+        return found if self.union == "head" else found.repeat_interleave(call.group, 1)
+
+    def _in_8_bits(self, call: AttentionCall) -> bool:
+        if not _by_kernels(call):
+            return False
+        from . import launch
+
+        return launch.in_8_bits(call, self.precision)
 
 
-def _known(found: Tensor, call: AttentionCall) -> Tensor:
-    return found
+def _by_kernels(call: AttentionCall) -> bool:
+    if not kernels.serve(call.q):
+        return False
+    from sparseprefill.kernels.sampled.launch import fits
+
+    return fits(call)
 
 
 def pipeline(config: RowMaxConfig) -> Pipeline:
     """Build `rowmax`."""
-    return Pipeline(RowMaxEstimator(config.eps, config.every, config.block, config.sink), name="rowmax")
+    estimator = RowMaxEstimator(config.eps, config.every, config.block, config.sink, config.union, config.precision)
+    return Pipeline(estimator, name="rowmax")

@@ -24,6 +24,8 @@ from sparseprefill.plugins.anchor_attention.regions import Regions
 from sparseprefill.plugins.bfla import launch as bfla
 from sparseprefill.plugins.kascade import launch as kascade
 from sparseprefill.plugins.kascade.rows import Rows
+from sparseprefill.plugins.rowmax import launch as rowmax
+from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
 from sparseprefill.plugins.xattention import launch as xattention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
@@ -265,12 +267,25 @@ def column_sums(call: AttentionCall) -> object:
     return kascade.column_sums(call, rows, tiles * 64, 192)
 
 
+def kept_tiles(call: AttentionCall) -> object:
+    """rowmax's, in the call's type."""
+    return rowmax.kept_tiles(call, RowMaxEstimator(0.02, 4, 128, True, "head", "exact"))
+
+
+def kept_tiles_in_8_bits(call: AttentionCall) -> object:
+    """The same by products of e4m3, with a union and under a window."""
+    call = evolve(call, window=100, softcap=30.0, sinks=torch.zeros(2))
+    return rowmax.kept_tiles(call, RowMaxEstimator(0.02, 4, 128, True, "group", "fp8"))
+
+
 READERS: dict[str, Callable[[AttentionCall], object]] = {
     "sums": sampled_sums,
     "bfla": block_scores,
     "xattention": tile_scores,
     "anchor": stripes,
     "kascade": column_sums,
+    "rowmax": kept_tiles,
+    "rowmax in 8 bits": kept_tiles_in_8_bits,
 }
 SOURCES = {
     "": Variant("tiles", width=128),
@@ -335,6 +350,7 @@ def main() -> None:
     replace(by_tile, capability=lambda _: (9, 0))
     replace(sampled, capability=lambda _: (9, 0))
     replace(kascade, capability=lambda _: (9, 0))
+    replace(rowmax, capability=lambda _: (9, 0))
     replace(anchor, choose=lambda call: anchor.settings((9, 0), call.q.shape[3], call.q.element_size()))
     for name in ("group_settings", "paged_settings"):
         chosen = getattr(groups, name)

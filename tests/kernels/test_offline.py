@@ -20,6 +20,8 @@ ESTIMATES = {
     "xattention": ["partial_softmax_kernel", "tile_scores_kernel"],
     "anchor": ["pool_kernel", "score_kernel", "compact_kernel"],
     "kascade": ["column_sums_kernel"],
+    "rowmax": ["maxima_kernel", "choose_kernel"],
+    "rowmax in 8 bits": ["round_keys_kernel", "maxima_kernel", "choose_kernel"],
 }
 SCRIPT = Path(__file__).with_name("offline.py")
 

@@ -1,0 +1,133 @@
+"""Which tiles sampled rows keep, by kernels: some query tiles at a time, no host synchronisation."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from sparseprefill.kernels.sampled.launch import block, capability
+from sparseprefill.kernels.settings import FUSED, Settings, cdiv, power_of_two
+from sparseprefill.kernels.source import Keys, strides
+from sparseprefill.kernels.steps import LOG2E
+
+from . import kernels
+from .maxima import MAXIMA
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+    from .config import Precision
+    from .stages import RowMaxEstimator
+
+IN_8_BITS = (8, 9)
+"""Compute capability from which there are products of e4m3."""
+PROGRAMS = 512
+"""Programs that a launch should have where few rows look far back; they then share the keys of a row."""
+FEWEST = 8
+"""Key tiles of such a program at least."""
+ENTRIES = 2048
+"""Maxima that a program chooses from at once."""
+
+
+@cache
+def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settings:
+    """By compute capability, (0, 0) for the interpreter, head dimension, rounded up to a power of two, and bytes per
+    element of a product's two sides. block_m: sampled rows, block_n: keys."""
+    wide = block_d > 128
+    if itemsize == 4:
+        return Settings(32, 16, warps=8, stages=2)
+    if capability[0] < 9:
+        return Settings(64 if wide else 128, 64, warps=4, stages=2)
+    # Two programs share a Hopper multiprocessor: one's maxima overlap the other's products.
+    return Settings(128, 64 if wide else 128, warps=8, stages=4 - itemsize, maxnreg=128 if itemsize == 1 else None)
+
+
+def in_8_bits(call: AttentionCall, precision: Precision) -> bool:
+    """Whether products are of e4m3: where that is not ruled out, and the device, the type and the size allow it."""
+    fits = call.q.element_size() == 2 and block(call.q.shape[3]) >= 32
+    return precision != "exact" and fits and capability(call.q.device) >= IN_8_BITS
+
+
+@frozen(eq=False)
+class Operand:
+    """Keys as the kernel reads them: arguments behind q, their strides, and flags. itemsize: bytes of a number."""
+
+    arguments: tuple[Any, ...]
+    strides: tuple[int, int, int]
+    flags: dict[str, Any]
+    itemsize: int
+
+
+def kept_tiles(call: AttentionCall, estimator: RowMaxEstimator) -> Tensor:
+    """bool ``[B, h, R, C]``: see `RowMaxEstimator.kept`."""
+    return _chosen(call, estimator, torch.bool)
+
+
+def tile_shares(call: AttentionCall, estimator: RowMaxEstimator) -> Tensor:
+    """float32 ``[B, h, R, C]``: see `RowMaxEstimator.shares`."""
+    return _chosen(call, estimator, torch.float32)
+
+
+def _chosen(call: AttentionCall, estimator: RowMaxEstimator, dtype: torch.dtype) -> Tensor:
+    geometry, tile, every = call.geometry, estimator.block, estimator.every
+    rows, columns, per = geometry.tile_rows(tile), geometry.tile_columns(tile), tile // every
+    union, group, pairs = estimator.union == "group", call.group, geometry.batch * geometry.heads
+    q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
+    width = block(q.shape[3])
+    operand = _rounded(call, tile) if in_8_bits(call, estimator.precision) else _plain(call)
+    used = settings(capability(q.device), width, operand.itemsize)
+    height, block_n = used.block_m, min(used.block_n, block(tile))
+    members, lines = power_of_two(group) if union else 1, power_of_two(per)
+    units = geometry.batch * (call.kv_heads if union else geometry.heads)
+    chosen = torch.empty(geometry.batch, units // geometry.batch, rows, columns, dtype=dtype, device=q.device)
+    window, least = geometry.window or 0, math.log2(estimator.eps) if estimator.eps > 0.0 else -math.inf
+    before, unit = geometry.q_offset // tile, math.lcm(per, height) // per
+    reach = min(before + rows, columns)
+    size = max(1, MAXIMA // (pairs * reach * math.lcm(per, height))) * unit
+    kind = torch.float16 if operand.itemsize == 1 else torch.float32
+    maxima = torch.empty(pairs * cdiv(min(size, rows) * per, height) * height * reach, dtype=kind, device=q.device)
+    flags = {"BLOCK": tile, "EVERY": every, "BLOCK_M": height, "WINDOW": geometry.window is not None}
+    for first in range(0, rows, size):
+        count = min(size, rows - first)
+        blocks, reach = cdiv(count * per, height), min(before + first + count, columns)
+        parts = max(1, min(PROGRAMS // (pairs * blocks), reach // FEWEST))
+        place = (geometry.heads, group, call.first_head, first, blocks, reach)
+        sizes = (geometry.q_offset, geometry.q_len, geometry.kv_len, window)
+        kernels.maxima_kernel[(pairs * blocks, parts)](
+            maxima, q, *operand.arguments, geometry.starts, geometry.lengths, *strides(q), *operand.strides,
+            call.softmax_scale * LOG2E.value, call.softcap or 0.0, *sizes, *place, columns, cdiv(reach, parts),
+            BLOCK_N=block_n, D=q.shape[3], BLOCK_D=width, SOFTCAP=call.softcap is not None, PRECISION="ieee",
+            **flags, **operand.flags, **used.options,
+        )  # fmt: skip
+        kernels.choose_kernel[(count, units)](
+            chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, call.sinks, geometry.starts,
+            geometry.lengths, least, *sizes, *place, rows, columns,
+            MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=max(16, min(256, ENTRIES // (members * lines))),
+            **flags, num_warps=4, **FUSED,
+        )  # fmt: skip
+    return chosen
+
+
+def _plain(call: AttentionCall) -> Operand:
+    """Keys where they stand, in the call's type."""
+    keys = Keys.of(call)
+    return Operand((keys.k, keys.table, keys.scale, None), keys.strides, keys.flags, call.q.element_size())
+
+
+def _rounded(call: AttentionCall, tile: int) -> Operand:
+    """A copy in e4m3, by position on each batch row's grid."""
+    geometry, keys = call.geometry, Keys.of(call, passes=2)
+    batch, columns, size = geometry.batch, geometry.tile_columns(tile), call.q.shape[3]
+    rounded = torch.empty(batch, call.kv_heads, columns * tile, size, dtype=torch.float8_e4m3fn, device=call.q.device)
+    factors = torch.empty(batch, call.kv_heads, columns, dtype=torch.float32, device=call.q.device)
+    kernels.round_keys_kernel[columns, batch * call.kv_heads](
+        rounded, factors, keys.k, keys.table, keys.scale, geometry.starts, geometry.lengths, *keys.strides,
+        geometry.q_offset, geometry.q_len, geometry.kv_len, call.kv_heads, columns,
+        BLOCK=tile, BLOCK_N=min(64, block(tile)), D=size, BLOCK_D=block(size), **keys.flags, num_warps=4, **FUSED,
+    )  # fmt: skip
+    return Operand((rounded, None, None, factors), strides(rounded), {"PAGE": 0, "TYPE": None}, 1)

@@ -1,0 +1,106 @@
+"""rowmax by its rule, row by row and key by key: slow, float64, one head at a time.
+
+Shares no code with the plugin. The rule:
+
+- Tiles of `block` tokens lie on the batch row's own grid, position 0 being its first real token.
+- Of query tile t of the layer's query head h, the rows looked at stand at ``t * block + (t + h) % every``, then every
+  `every` tokens to the tile's end; of these, the queries that there are.
+- m[J] is a row's largest logit in key tile J, over the keys that it may see: none behind it, under a sliding window
+  those in the window. A softcap is applied to logits.
+- The share of a tile is ``exp(m[J] - log(sum of exp(m[J'])))``, the sum over all tiles with a key to see; the logit of
+  a sink joins the sum.
+- A tile is kept if one row of the query tile gives it a share of eps or more. Under a union, if one row of any query
+  head of the KV head does.
+- The query tile's own is kept always, the first key tile where `sink` is set; eps = 0 keeps everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from oracles.classic import Keep
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The options of the method."""
+
+    eps: float
+    every: int
+    block: int
+    sink: bool = True
+    union: str = "head"
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head of one batch row, without its padding: Q stands at positions first, first + 1, ..."""
+
+    Q: Tensor
+    K: Tensor
+    first: int
+    scale: float
+    number: int
+    softcap: float | None = None
+    window: int | None = None
+    sink: float | None = None
+
+    def logit(self, query: int, key: int) -> float:
+        """Of two positions."""
+        x = float(self.Q[query - self.first] @ self.K[key]) * self.scale
+        return x if self.softcap is None else self.softcap * math.tanh(x / self.softcap)
+
+    def shares(self, query: int, block: int) -> dict[int, float]:
+        """Of the key tiles that the query at a position may see."""
+        best: dict[int, float] = {}
+        for key in range(query + 1):
+            if self.window is None or query - key < self.window:
+                best[key // block] = max(best.get(key // block, -math.inf), self.logit(query, key))
+        level = max([*best.values(), *([] if self.sink is None else [self.sink])])
+        total = sum(math.exp(m - level) for m in best.values())
+        if self.sink is not None:
+            total += math.exp(self.sink - level)
+        return {tile: math.exp(m - level) / total for tile, m in best.items()}
+
+    def rows(self, tile: int, p: Parameters) -> list[int]:
+        """Positions of the rows looked at."""
+        start = tile * p.block
+        every = range(start + (tile + self.number) % p.every, start + p.block, p.every)
+        return [query for query in every if self.first <= query < self.first + len(self.Q)]
+
+    def largest(self, tile: int, p: Parameters) -> dict[int, float]:
+        """Of the key tiles that a query tile's rows may see, the largest share."""
+        found: dict[int, float] = {}
+        for query in self.rows(tile, p):
+            for key_tile, share in self.shares(query, p.block).items():
+                found[key_tile] = max(found.get(key_tile, 0.0), share)
+        return found
+
+
+def tiles_of(heads: Sequence[Head], p: Parameters) -> dict[int, set[int]]:
+    """By query tile the key tiles that any of some heads keeps."""
+    one = heads[0]
+    found: dict[int, set[int]] = {}
+    for tile in range(one.first // p.block, (one.first + len(one.Q) - 1) // p.block + 1):
+        if p.eps == 0.0:
+            found[tile] = set(range(tile + 1))
+            continue
+        found[tile] = {tile} | ({0} if p.sink else set())
+        for head in heads:
+            found[tile] |= {key_tile for key_tile, share in head.largest(tile, p).items() if share >= p.eps}
+    return found
+
+
+def rowmax(heads: Sequence[Head], p: Parameters) -> Keep:
+    """The pairs of each of some heads that share their choice: one alone, or those of a KV head."""
+    chosen, window = tiles_of(heads, p), heads[0].window
+
+    def keep(query: int, key: int) -> bool:
+        seen = window is None or query - key < window
+        return seen and key // p.block in chosen[query // p.block]
+
+    return keep

@@ -1,0 +1,296 @@
+"""rowmax's kernels against its plain-PyTorch path: shares and kept tiles, in any launch shape; 8 bits to rounding."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparseprefill.plugins.rowmax import kernels, launch
+from sparseprefill.plugins.rowmax.maxima import MAXIMA
+from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
+from torch import Tensor
+
+import sparseprefill as sp
+from kernels.caches import copied, in_fp8, paged, untouched
+from kernels.device import CUDA, DEVICE, DTYPES
+from kernels.groups import make
+from sparseprefill import AttentionCall
+from sparseprefill import kernels as core_kernels
+from sparseprefill.kernels.settings import Settings
+from sparseprefill.kernels.source import Keys
+
+# numpy, which the interpreter computes with, warns of the infinities that belong here
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+FEW = settings(max_examples=60 if CUDA else 12, deadline=None)
+HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 2), (16, 1)])
+LENGTHS = st.sampled_from([1, 127, 128, 129, 131, 149]) | st.integers(1, 150)
+SIZES = st.sampled_from([(1, 16), (2, 32), (4, 32), (4, 128), (3, 48), (5, 20), (16, 64)])
+"""every, block"""
+SHAPES = st.sampled_from([(16, 16), (16, 32), (32, 16), (64, 64)])
+
+
+@st.composite
+def sampled_calls(draw: st.DrawFn) -> AttentionCall:
+    """Calls of any length, offset and head number, GQA to 16, padded batches, softcap, window, sinks."""
+    heads, q_len, before = draw(HEADS), draw(LENGTHS), draw(st.integers(0, 90))
+    after = draw(st.integers(0, 20))
+    options: dict[str, Any] = {
+        "softcap": draw(st.sampled_from([None, 3.0])),
+        "window": draw(st.none() | st.integers(1, 150)),
+        "width": draw(st.sampled_from([16, 24])),
+        "strided": draw(st.booleans()),
+        "first_head": draw(st.integers(0, 5)),
+    }
+    total = before + q_len + after
+    if draw(st.booleans()):
+        starts = draw(st.lists(st.integers(0, total - 1), min_size=2, max_size=2))
+        options["lengths"] = [draw(st.integers(1, total - start)) for start in starts]
+        options["starts"] = starts
+    one = make(draw(st.sampled_from(DTYPES)), heads, q_len, before, after, **options)
+    sinks = torch.linspace(-3, 5, heads[0], device=DEVICE) if draw(st.booleans()) else None
+    return evolve(one, q=2 * one.q, sinks=sinks)
+
+
+def estimator(every: int = 4, block: int = 32, eps: float = 0.02, union: Any = "head") -> RowMaxEstimator:
+    return RowMaxEstimator(eps, every, block, False, union, "auto")
+
+
+def plain(call: AttentionCall, made: RowMaxEstimator) -> Tensor:
+    """By PyTorch, whatever there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_kernels, "serve", lambda _: False)
+        found: Tensor = made.shares(call)
+        return found
+
+
+def same(call: AttentionCall, made: RowMaxEstimator, bound: float = 1e-4) -> None:
+    expected, actual = plain(call, made), launch.tile_shares(call, made)
+    torch.testing.assert_close(actual, expected.float(), rtol=bound, atol=bound)
+    kept = launch.kept_tiles(call, made)
+    assert torch.bool == kept.dtype
+    assert torch.equal(actual >= made.eps, kept) or bool(
+        ((actual - made.eps).abs() < bound)[kept != (actual >= made.eps)].all()
+    )
+    assert bool((kept == (expected >= made.eps))[(expected - made.eps).abs() > bound].all())
+
+
+def small(patch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
+    """Shapes that a short call has many of; on a GPU this replaces the settings that production takes."""
+    patch.setattr(launch, "settings", lambda *_: Settings(*shape, 4, 2))
+
+
+@FEW
+@given(
+    call=sampled_calls(),
+    sizes=SIZES,
+    shape=SHAPES,
+    maxima=st.sampled_from([1, 1 << 14, MAXIMA]),
+    union=st.sampled_from(["head", "group"]),
+    programs=st.sampled_from([(1, 1), (512, 1), (512, 8)]),
+)
+def test_equal_plain_pytorch(
+    call: AttentionCall,
+    sizes: tuple[int, int],
+    shape: tuple[int, int],
+    maxima: int,
+    union: str,
+    programs: tuple[int, int],
+) -> None:
+    """Some or all query tiles at a time, and the keys of a row in one program or in many."""
+    with pytest.MonkeyPatch.context() as patch:
+        small(patch, shape)
+        patch.setattr(launch, "MAXIMA", maxima)
+        patch.setattr(launch, "PROGRAMS", programs[0])
+        patch.setattr(launch, "FEWEST", programs[1])
+        same(call, estimator(*sizes, union=union))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 40},
+    "wide window": {"window": 97, "first_head": 3},
+    "softcap": {"softcap": 3.0, "window": 33},
+    "padded": {"starts": [17, 0], "lengths": [101, 150]},
+    "padded, window": {"starts": [60, 3], "lengths": [90, 170], "window": 21},
+}
+
+
+@pytest.mark.parametrize("union", ["head", "group"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature(name: str, union: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three query heads of a KV head, so that a program of a union has room for one that is not there."""
+    small(monkeypatch, (32, 16))
+    call = make(torch.float32, (6, 2), 140, 43, 9, **FEATURES[name])
+    call = evolve(call, q=3 * call.q, sinks=torch.linspace(-2, 4, 6, device=DEVICE))
+    same(call, estimator(2, 32, union=union))
+    same(call, estimator(3, 24, union=union))
+
+
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+def test_head_dimensions(width: int) -> None:
+    same(make(DTYPES[1], (2, 1), 140, 30, 3, width=width), estimator())
+
+
+@pytest.mark.parametrize("page", [16, 48])
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"starts": [17], "lengths": [120]}], ids=str)
+def test_of_pages_it_is_the_same_to_the_bit(
+    page: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small(monkeypatch, (16, 16))
+    rows = {name: torch.tensor(x, dtype=torch.int32, device=DEVICE) for name, x in options.items() if name != "window"}
+    one = evolve(make(torch.float16, (4, 2), 101, 43, 9, width=64), **(options | rows))
+    for call in (paged(one, page), in_fp8(one, page), in_fp8(one, page, stored=torch.float8_e5m2)):
+        there = copied(call)
+        for union in ("head", "group"):
+            made = estimator(union=union)
+            assert torch.equal(launch.tile_shares(there, made), launch.tile_shares(call, made))
+        assert untouched(call)
+
+
+@pytest.fixture
+def in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of e4m3 on any device; the interpreter knows them."""
+    monkeypatch.setattr(launch, "in_8_bits", lambda *_: True)
+
+
+OUTLIERS = [1.0, 3000.0, 1e-4]
+"""Far beyond e4m3, within float16."""
+
+
+@pytest.mark.usefixtures("in_8_bits")
+@pytest.mark.parametrize("outlier", OUTLIERS)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 40}, {"softcap": 30.0}, {"starts": [17, 0], "lengths": [80, 140]}], ids=str
+)
+def test_in_8_bits_logits_differ_by_rounding(
+    outlier: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of numbers of any size, each row of queries and each tile of keys has a power of two of its own."""
+    small(monkeypatch, (16, 16))
+    call = make(torch.float16, (4, 2), 101, 43, 9, width=32, **options)
+    call = evolve(call, q=call.q / outlier, k=call.k * outlier, sinks=torch.zeros(4, device=DEVICE))
+    made = estimator()
+    expected, actual = plain(call, made), launch.tile_shares(call, made)
+    # Two rounded numbers: 2^-3 of a product at most, and sums are off by far less. The interpreter rounds some worse.
+    assert torch.equal(expected > 0, actual > 0)
+    assert float((expected.log() - actual.log())[expected > 0].abs().max()) < 0.8
+    assert float((expected - actual).abs().mean()) < 0.03
+    assert not torch.equal(expected, actual)
+
+
+@pytest.mark.usefixtures("in_8_bits")
+def test_keys_are_rounded_by_tile_on_the_rows_grid() -> None:
+    call = make(torch.float16, (2, 1), 60, 20, 13, width=32, starts=[5, 30], lengths=[88, 40])
+    operand = launch._rounded(call, 32)
+    rounded, (_, _, factors) = operand.arguments[0], operand.arguments[1:]
+    assert (2, 1, 96, 32) == tuple(rounded.shape)
+    for b, (start, end) in enumerate([(5, 80), (30, 70)]):
+        keys = torch.zeros(96, 32, device=DEVICE)
+        keys[: end - start] = call.k[b, 0, start:end].float()  # of the future there is none
+        back = rounded[b, 0].float() * factors[b, 0].repeat_interleave(32)[:, None]
+        # The interpreter halves what is rounded up to a power of two.
+        known = torch.ones_like(keys, dtype=torch.bool) if CUDA else torch.frexp(keys).mantissa.abs() < 31 / 32
+        torch.testing.assert_close(back[known], keys[known], rtol=0.13, atol=float(keys.abs().max()) * 2**-14)
+        for tile in range(3):
+            largest = float(rounded[b, 0, tile * 32 : tile * 32 + 32].float().abs().max())
+            assert largest == 0 or 100 < largest <= 256
+            assert 0.5 == math.frexp(float(factors[b, 0, tile]))[0]
+
+
+@pytest.mark.usefixtures("in_8_bits")
+def test_of_fp8_pages_in_8_bits_it_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch, (16, 16))
+    one = make(torch.float16, (4, 2), 101, 43, 9, width=64)
+    for call in (paged(one, 16), in_fp8(one, 16)):
+        assert torch.equal(launch.tile_shares(copied(call), estimator()), launch.tile_shares(call, estimator()))
+        assert untouched(call)
+
+
+def test_which_calls_go_by_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves, floats, narrow = (
+        make(t, (1, 1), 9, 0, 0, width=w) for t, w in ((torch.float16, 64), (torch.float32, 64), (torch.float16, 16))
+    )
+    for capability, able in (((0, 0), False), ((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(launch, "capability", lambda _, capability=capability: capability)
+        assert [able, able, False] == [launch.in_8_bits(halves, word) for word in ("auto", "fp8", "exact")]
+        assert not launch.in_8_bits(floats, "auto")
+        assert not launch.in_8_bits(narrow, "fp8")
+        monkeypatch.setattr(core_kernels, "serve", lambda _: True)
+        made = evolve(estimator(), precision="fp8")
+        assert able == (made.unsupported(halves) is None)
+        assert "not torch.float32" in str(made.unsupported(floats))
+
+
+def test_the_estimator_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are the same by kernels and without, the union on fewer heads; keys are read where they stand."""
+    read = []
+    of = Keys.of
+
+    def counted(*given: Any, **options: Any) -> Keys:
+        read.append(1)
+        return of(*given, **options)
+
+    monkeypatch.setattr(Keys, "of", counted)
+    one = make(torch.float32, (4, 2), 150, 30, 0, window=100)
+    for union in ("head", "group"):
+        pipeline = sp.build("rowmax", eps=0.03, every=4, block=32, union=union)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core_kernels, "serve", lambda _: False)
+            expected = pipeline.plan(one, sp.Memory()).mask.tile_map()
+            assert not read
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core_kernels, "serve", lambda _: True)
+            plan = pipeline.plan(one, sp.Memory())
+            assert 1 == len(read)
+            actual = plan.mask.tile_map()
+            read.clear()
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("q_len", "before"), [(4096, 0), (3001, 1095), (1000, 64)])
+def test_equal_plain_pytorch_in_production_settings(dtype: torch.dtype, width: int, q_len: int, before: int) -> None:
+    for made in (
+        evolve(estimator(4, 128), precision="exact"),
+        evolve(estimator(8, 128, union="group"), precision="exact"),
+    ):
+        same(make(dtype, (8, 2), q_len, before, 0, width=width), made, 1e-3)
+        same(
+            make(dtype, (8, 2), q_len, before, 0, width=width, starts=[0, 77], lengths=[999, 900], strided=True),
+            made,
+            1e-3,
+        )
+        same(make(dtype, (8, 2), q_len, before, 0, width=width, window=777, softcap=20.0), made, 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+def test_products_of_e4m3_in_production_settings(width: int) -> None:
+    call = make(torch.bfloat16, (8, 2), 4096, 0, 0, width=width)
+    made = estimator(4, 128)
+    if not launch.in_8_bits(call, "fp8"):
+        pytest.skip("no products of e4m3 here")
+    expected, actual = plain(call, made), launch.tile_shares(call, made)
+    assert torch.equal(expected > 0, actual > 0)
+    assert float((expected - actual).abs().mean()) < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["exact", "auto"])
+def test_nothing_recompiles_when_only_the_length_changes(precision: Any) -> None:
+    compiled = []
+    for length in (8192, 10240, 12288, 8320):
+        made = evolve(estimator(4, 128), precision=precision)
+        launch.kept_tiles(make(torch.bfloat16, (8, 2), length, 0, 0, width=128), made)
+        used = (kernels.round_keys_kernel, kernels.maxima_kernel, kernels.choose_kernel)
+        compiled.append([len(cache[0]) for kernel in used for cache in kernel.device_caches.values()])
+    assert all(some == compiled[0] for some in compiled), compiled
