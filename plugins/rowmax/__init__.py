@@ -1,4 +1,4 @@
-"""Row maxima: block-sparse attention in which no query row is averaged away."""
+"""Shares of maxima: block-sparse attention in which no query row is averaged away."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sparseprefill_methods() -> list[Method]:
     return [
         Method(
             name="rowmax",
-            summary="tiles in which single query rows give a key enough of their softmax",
+            summary="tiles to which single query rows give a large enough share",
             config=RowMaxConfig,
             build=_build,
             full={"eps": 0.0},

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.validate import flag, number, one_of, whole
-
-Union = Literal["head", "group"]
-Precision = Literal["auto", "exact", "fp8"]
 
 
 def _block(config: RowMaxConfig, attribute: Attribute[Any], value: Any) -> None:
@@ -35,5 +32,5 @@ class RowMaxConfig:
     every: int = field(default=4, validator=whole())
     block: int = field(default=128, validator=_block)
     sink: bool = field(default=True, validator=flag())
-    union: Union = field(default="head", validator=one_of("head", "group"))
-    precision: Precision = field(default="auto", validator=one_of("auto", "exact", "fp8"))
+    union: str = field(default="head", validator=one_of("head", "group"))
+    precision: str = field(default="auto", validator=one_of("auto", "exact", "fp8"))

@@ -21,7 +21,6 @@ from .maxima import MAXIMA
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-    from .config import Precision
     from .stages import RowMaxEstimator
 
 IN_8_BITS = (8, 9)
@@ -47,7 +46,7 @@ def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settin
     return Settings(128, 64 if wide else 128, warps=8, stages=4 - itemsize, maxnreg=128 if itemsize == 1 else None)
 
 
-def in_8_bits(call: AttentionCall, precision: Precision) -> bool:
+def in_8_bits(call: AttentionCall, precision: str) -> bool:
     """Whether products are of e4m3: where that is not ruled out, and the device, the type and the size allow it."""
     fits = call.q.element_size() == 2 and block(call.q.shape[3]) >= 32
     return precision != "exact" and fits and capability(call.q.device) >= IN_8_BITS

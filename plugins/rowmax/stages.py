@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
 
-    from .config import Precision, RowMaxConfig, Union
+    from .config import RowMaxConfig
 
 
 @frozen
@@ -36,8 +36,8 @@ class RowMaxEstimator:
     every: int
     block: int
     sink: bool
-    union: Union
-    precision: Precision
+    union: str
+    precision: str
 
     @property
     def grain(self) -> int:
@@ -47,7 +47,7 @@ class RowMaxEstimator:
     @property
     def head_scope(self) -> HeadScope:
         """Heads are looked at one by one, or all of a KV head."""
-        return self.union
+        return "group" if self.union == "group" else "head"
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Eight bits, where they are asked for and the device has no products of them."""

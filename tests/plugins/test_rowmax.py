@@ -99,6 +99,7 @@ def test_equals_the_rule_with_sinks(seed: int, p: Parameters, sinks: list[float]
 def test_in_parts_it_is_the_same(most: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One query tile, or one key tile, in memory at a time."""
     made = call(3, (2, 1), 50, 30)
+    made["k"][:, :, 31] = 3 * made["q"][:, :1, 0]  # the first row's future
     one = sp.AttentionCall(made["q"], made["k"], made["v"])
     whole = estimator(0.03, 1, 16).shares(one)
     monkeypatch.setattr(maxima, most, 1)
@@ -114,7 +115,7 @@ def drawn(seed: int, **options: Any) -> sp.AttentionCall:
     return sp.AttentionCall(3 * q, k, v, **options)
 
 
-def estimator(eps: float, every: int, block: int = 24, union: Any = "head") -> RowMaxEstimator:
+def estimator(eps: float, every: int, block: int = 24, union: str = "head") -> RowMaxEstimator:
     return RowMaxEstimator(eps, every, block, False, union, "auto")
 
 

@@ -58,7 +58,7 @@ def sampled_calls(draw: st.DrawFn) -> AttentionCall:
     return evolve(one, q=2 * one.q, sinks=sinks)
 
 
-def estimator(every: int = 4, block: int = 32, eps: float = 0.02, union: Any = "head") -> RowMaxEstimator:
+def estimator(every: int = 4, block: int = 32, eps: float = 0.02, union: str = "head") -> RowMaxEstimator:
     return RowMaxEstimator(eps, every, block, False, union, "auto")
 
 
@@ -286,7 +286,7 @@ def test_products_of_e4m3_in_production_settings(width: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["exact", "auto"])
-def test_nothing_recompiles_when_only_the_length_changes(precision: Any) -> None:
+def test_nothing_recompiles_when_only_the_length_changes(precision: str) -> None:
     compiled = []
     for length in (8192, 10240, 12288, 8320):
         made = evolve(estimator(4, 128), precision=precision)
