@@ -88,4 +88,6 @@ def test_exam_refuses(embedded_tokenizer: Any) -> None:
     for questions in (0, MOST + 1):
         with pytest.raises(ValueError, match=f"pass 1 to {MOST}"):
             make_exam(embedded_tokenizer, 2048, 0, questions)
-    assert make_exam(embedded_tokenizer, 16384, 0, MOST).questions == 1 + 3 * MOST + 4  # and the last keys of four chains
+    assert (
+        make_exam(embedded_tokenizer, 16384, 0, MOST).questions == 1 + 3 * MOST + 4
+    )  # and the last keys of four chains

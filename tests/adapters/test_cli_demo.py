@@ -124,7 +124,18 @@ def test_table() -> None:
     result = run(*SMALL, "--method", "streaming", "--method", "dense", "--seed", "2", "--layer", "1", "--head", "3")
     assert result.exit_code == 0, result.output
     assert "1,024 tokens, 4 questions, seed 2, cpu (1 thread), float32" in result.stdout
-    for word in ("method", "end", "KL", "99 %", "density", "recall", "prefill", "speed-up", "dense (stock)", "streaming"):
+    for word in (
+        "method",
+        "end",
+        "KL",
+        "99 %",
+        "density",
+        "recall",
+        "prefill",
+        "speed-up",
+        "dense (stock)",
+        "streaming",
+    ):
         assert word in result.stdout
     assert "anchor-attention" not in result.stdout
     assert "picture of layer 1, head 3: sparseprefill-demo.png" in result.stdout

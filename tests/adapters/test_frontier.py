@@ -173,7 +173,9 @@ def written(
         ([written(99, kl, 0.25) for kl in (0.2, 0.1)], 0.25),
     ],
 )
-def test_what_is_recommended_keeps_the_answers_inside_and_behind(points: list[dict[str, Any]], expected: float | None) -> None:
+def test_what_is_recommended_keeps_the_answers_inside_and_behind(
+    points: list[dict[str, Any]], expected: float | None
+) -> None:
     found = recommended(points)
     assert (None if found is None else found["density"]) == expected
 
