@@ -21,7 +21,7 @@ from .maxima import MAXIMA
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-    from .stages import RowMaxEstimator
+    from .config import RowMaxConfig
 
 IN_8_BITS = (8, 9)
 """Compute capability from which there are products of e4m3."""
@@ -62,29 +62,29 @@ class Operand:
     itemsize: int
 
 
-def kept_tiles(call: AttentionCall, estimator: RowMaxEstimator) -> Tensor:
-    """bool ``[B, h, R, C]``: see `RowMaxEstimator.kept`."""
-    return _chosen(call, estimator, torch.bool)
+def kept_tiles(call: AttentionCall, config: RowMaxConfig) -> Tensor:
+    """bool ``[B, h, R, C]``: see `stages.RowMaxEstimator.kept`."""
+    return _chosen(call, config, torch.bool)
 
 
-def tile_shares(call: AttentionCall, estimator: RowMaxEstimator) -> Tensor:
-    """float32 ``[B, h, R, C]``: see `RowMaxEstimator.shares`."""
-    return _chosen(call, estimator, torch.float32)
+def tile_shares(call: AttentionCall, config: RowMaxConfig) -> Tensor:
+    """float32 ``[B, h, R, C]``: see `stages.RowMaxEstimator.shares`."""
+    return _chosen(call, config, torch.float32)
 
 
-def _chosen(call: AttentionCall, estimator: RowMaxEstimator, dtype: torch.dtype) -> Tensor:
-    geometry, tile, every = call.geometry, estimator.block, estimator.every
+def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Tensor:
+    geometry, tile, every = call.geometry, config.block, config.every
     rows, columns, per = geometry.tile_rows(tile), geometry.tile_columns(tile), tile // every
-    union, group, pairs = estimator.union == "group", call.group, geometry.batch * geometry.heads
+    union, group, pairs = config.union == "group", call.group, geometry.batch * geometry.heads
     q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
     width = block(q.shape[3])
-    operand = _rounded(call, tile) if in_8_bits(call, estimator.precision) else _plain(call)
+    operand = _rounded(call, tile) if in_8_bits(call, config.precision) else _plain(call)
     used = settings(capability(q.device), width, operand.itemsize)
     height, block_n = used.block_m, min(used.block_n, block(tile))
     members, lines = power_of_two(group) if union else 1, power_of_two(per)
     units = geometry.batch * (call.kv_heads if union else geometry.heads)
     chosen = torch.empty(geometry.batch, units // geometry.batch, rows, columns, dtype=dtype, device=q.device)
-    window, least = geometry.window or 0, math.log2(estimator.eps) if estimator.eps > 0.0 else -math.inf
+    window, least = geometry.window or 0, math.log2(config.eps) if config.eps > 0.0 else -math.inf
     before, unit = geometry.q_offset // tile, math.lcm(per, height) // per
     reach = min(before + rows, columns)
     size = max(1, MAXIMA // (pairs * reach * math.lcm(per, height))) * unit

@@ -29,29 +29,24 @@ if TYPE_CHECKING:
 class RowMaxEstimator:
     """Keeps a key tile if its largest logit has a share of `eps` or more for any sampled row of the query tile.
 
-    A query tile's choice depends on its own queries and on keys up to its end. See `RowMaxConfig` for the fields.
+    A query tile's choice depends on its own queries and on keys up to its end.
     """
 
-    eps: float
-    every: int
-    block: int
-    sink: bool
-    union: str
-    precision: str
+    config: RowMaxConfig
 
     @property
     def grain(self) -> int:
         """Cutting a prompt at whole tiles changes nothing."""
-        return self.block
+        return self.config.block
 
     @property
     def head_scope(self) -> HeadScope:
         """Heads are looked at one by one, or all of a KV head."""
-        return "group" if self.union == "group" else "head"
+        return "group" if self.config.union == "group" else "head"
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Eight bits, where they are asked for and the device has no products of them."""
-        if self.precision != "fp8" or self._in_8_bits(call):
+        if self.config.precision != "fp8" or self._in_8_bits(call):
             return None
         return (
             f"rowmax: precision='fp8' needs float16 or bfloat16 on a CUDA device of capability 8.9 or above, not "
@@ -60,52 +55,57 @@ class RowMaxEstimator:
 
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles and their lists, and what shares take."""
-        return default_workspace(call, self.block) + workspace(call, self.block, self.every)
+        return default_workspace(call, self.config.block) + workspace(call, self.config.block, self.config.every)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles by share, the row's own tile, and the first; the shares are left as priority."""
-        priority = PriorityScores(tiles=self._priority, tile_q=self.block, tile_k=self.block)
-        if self.eps <= 0.0:
-            return Plan(SparseMask.full(call, self.block), priority=priority)
-        rules = {"keep": self.kept(call), "band": 0, "sink": int(self.sink)}
-        return Plan(SparseMask.from_rules(call, self.block, **rules), priority=priority)
+        priority = PriorityScores(tiles=self._priority, tile_q=self.config.block, tile_k=self.config.block)
+        if self.config.eps <= 0.0:
+            return Plan(SparseMask.full(call, self.config.block), priority=priority)
+        rules = {"keep": self.kept(call), "band": 0, "sink": int(self.config.sink)}
+        return Plan(SparseMask.from_rules(call, self.config.block, **rules), priority=priority)
 
     def kept(self, call: AttentionCall) -> Tensor:
         """bool ``[B, Hq, R, C]``, or of KV heads under a union: tiles of a large enough share."""
         if _by_kernels(call):
             from . import launch
 
-            return launch.kept_tiles(call, self)
+            return launch.kept_tiles(call, self.config)
         # What is no number is not known to be small.
-        return ~(self._plain_shares(call) < self.eps)
+        return ~(self._plain_shares(call) < self.config.eps)
 
     def shares(self, call: AttentionCall) -> Tensor:
         """float ``[B, Hq, R, C]``, or of KV heads under a union: the largest share that a sampled row gives a tile."""
         if _by_kernels(call):
             from . import launch
 
-            return launch.tile_shares(call, self)
+            return launch.tile_shares(call, self.config)
         return self._plain_shares(call)
 
     def _plain_shares(self, call: AttentionCall) -> Tensor:
         geometry = call.geometry
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        shape = (geometry.batch, geometry.heads, geometry.tile_rows(self.block), geometry.tile_columns(self.block))
+        shape = (
+            geometry.batch,
+            geometry.heads,
+            geometry.tile_rows(self.config.block),
+            geometry.tile_columns(self.config.block),
+        )
         every = torch.zeros(shape, dtype=dtype, device=geometry.device)
-        for rows, found in shares(call, self.block, self.every):
+        for rows, found in shares(call, self.config.block, self.config.every):
             every[:, :, rows, : found.shape[3]] = found
-        return every if self.union == "head" else every.unflatten(1, (-1, call.group)).amax(2)
+        return every if self.config.union == "head" else every.unflatten(1, (-1, call.group)).amax(2)
 
     def _priority(self, call: AttentionCall) -> Tensor:
         found = self.shares(call)
-        return found if self.union == "head" else found.repeat_interleave(call.group, 1)
+        return found if self.config.union == "head" else found.repeat_interleave(call.group, 1)
 
     def _in_8_bits(self, call: AttentionCall) -> bool:
         if not _by_kernels(call):
             return False
         from . import launch
 
-        return launch.in_8_bits(call, self.precision)
+        return launch.in_8_bits(call, self.config.precision)
 
 
 def _by_kernels(call: AttentionCall) -> bool:
@@ -118,5 +118,4 @@ def _by_kernels(call: AttentionCall) -> bool:
 
 def pipeline(config: RowMaxConfig) -> Pipeline:
     """Build `rowmax`."""
-    estimator = RowMaxEstimator(config.eps, config.every, config.block, config.sink, config.union, config.precision)
-    return Pipeline(estimator, name="rowmax")
+    return Pipeline(RowMaxEstimator(config), name="rowmax")

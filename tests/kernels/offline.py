@@ -25,7 +25,7 @@ from sparseprefill.plugins.bfla import launch as bfla
 from sparseprefill.plugins.kascade import launch as kascade
 from sparseprefill.plugins.kascade.rows import Rows
 from sparseprefill.plugins.rowmax import launch as rowmax
-from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
+from sparseprefill.plugins.rowmax.config import RowMaxConfig
 from sparseprefill.plugins.xattention import launch as xattention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
@@ -269,13 +269,13 @@ def column_sums(call: AttentionCall) -> object:
 
 def kept_tiles(call: AttentionCall) -> object:
     """rowmax's, in the call's type."""
-    return rowmax.kept_tiles(call, RowMaxEstimator(0.02, 4, 128, True, "head", "exact"))
+    return rowmax.kept_tiles(call, RowMaxConfig(precision="exact"))
 
 
 def kept_tiles_in_8_bits(call: AttentionCall) -> object:
     """The same by products of e4m3, with a union and under a window."""
     call = evolve(call, window=100, softcap=30.0, sinks=torch.zeros(2))
-    return rowmax.kept_tiles(call, RowMaxEstimator(0.02, 4, 128, True, "group", "fp8"))
+    return rowmax.kept_tiles(call, RowMaxConfig(union="group", precision="fp8"))
 
 
 READERS: dict[str, Callable[[AttentionCall], object]] = {

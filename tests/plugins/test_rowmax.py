@@ -14,6 +14,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.rowmax import maxima
+from sparseprefill.plugins.rowmax.config import RowMaxConfig
 from sparseprefill.plugins.rowmax.maxima import sampled_rows
 from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
 from torch import Tensor
@@ -116,7 +117,7 @@ def drawn(seed: int, **options: Any) -> sp.AttentionCall:
 
 
 def estimator(eps: float, every: int, block: int = 24, union: str = "head") -> RowMaxEstimator:
-    return RowMaxEstimator(eps, every, block, False, union, "auto")
+    return RowMaxEstimator(RowMaxConfig(eps=eps, every=every, block=block, sink=False, union=union))
 
 
 def logits(one: sp.AttentionCall) -> Tensor:
@@ -238,9 +239,9 @@ def test_one_row_that_looks_far_back_is_enough() -> None:
     """A row of 64 gives one key a fifth of its softmax: a mean over the tile's rows would not see it."""
     q, k = torch.zeros(1, 1, 512, 16), torch.zeros(1, 1, 512, 16)
     q[0, 0, 480, 0], k[0, 0, 101, 0] = 20.0, 1.0
-    found = RowMaxEstimator(0.2, 1, 64, False, "head", "auto").kept(sp.AttentionCall(q, k, k))
+    found = estimator(0.2, 1, 64).kept(sp.AttentionCall(q, k, k))
     assert [1] == found[0, 0, 7].nonzero().flatten().tolist()
-    missed = RowMaxEstimator(0.2, 32, 64, False, "head", "auto").kept(sp.AttentionCall(q, k, k))
+    missed = estimator(0.2, 32, 64).kept(sp.AttentionCall(q, k, k))
     assert [] == missed[0, 0, 7].nonzero().flatten().tolist()  # rows 455 and 487 are looked at
 
 

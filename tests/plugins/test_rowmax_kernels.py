@@ -13,6 +13,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.rowmax import kernels, launch
+from sparseprefill.plugins.rowmax.config import RowMaxConfig
 from sparseprefill.plugins.rowmax.maxima import MAXIMA
 from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
 from torch import Tensor
@@ -58,27 +59,27 @@ def sampled_calls(draw: st.DrawFn) -> AttentionCall:
     return evolve(one, q=2 * one.q, sinks=sinks)
 
 
-def estimator(every: int = 4, block: int = 32, eps: float = 0.02, union: str = "head") -> RowMaxEstimator:
-    return RowMaxEstimator(eps, every, block, False, union, "auto")
+def settled(every: int = 4, block: int = 32, union: str = "head", precision: str = "auto") -> RowMaxConfig:
+    return RowMaxConfig(eps=0.02, every=every, block=block, sink=False, union=union, precision=precision)
 
 
-def plain(call: AttentionCall, made: RowMaxEstimator) -> Tensor:
+def plain(call: AttentionCall, config: RowMaxConfig) -> Tensor:
     """By PyTorch, whatever there is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_kernels, "serve", lambda _: False)
-        found: Tensor = made.shares(call)
+        found: Tensor = RowMaxEstimator(config).shares(call)
         return found
 
 
-def same(call: AttentionCall, made: RowMaxEstimator, bound: float = 1e-4) -> None:
-    expected, actual = plain(call, made), launch.tile_shares(call, made)
+def same(call: AttentionCall, config: RowMaxConfig, bound: float = 1e-4) -> None:
+    expected, actual = plain(call, config), launch.tile_shares(call, config)
     torch.testing.assert_close(actual, expected.float(), rtol=bound, atol=bound)
-    kept = launch.kept_tiles(call, made)
+    kept = launch.kept_tiles(call, config)
     assert torch.bool == kept.dtype
-    assert torch.equal(actual >= made.eps, kept) or bool(
-        ((actual - made.eps).abs() < bound)[kept != (actual >= made.eps)].all()
+    assert torch.equal(actual >= config.eps, kept) or bool(
+        ((actual - config.eps).abs() < bound)[kept != (actual >= config.eps)].all()
     )
-    assert bool((kept == (expected >= made.eps))[(expected - made.eps).abs() > bound].all())
+    assert bool((kept == (expected >= config.eps))[(expected - config.eps).abs() > bound].all())
 
 
 def small(patch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
@@ -109,7 +110,7 @@ def test_equal_plain_pytorch(
         patch.setattr(launch, "MAXIMA", maxima)
         patch.setattr(launch, "PROGRAMS", programs[0])
         patch.setattr(launch, "FEWEST", programs[1])
-        same(call, estimator(*sizes, union=union))
+        same(call, settled(*sizes, union=union))
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -129,13 +130,13 @@ def test_each_feature(name: str, union: str, monkeypatch: pytest.MonkeyPatch) ->
     small(monkeypatch, (32, 16))
     call = make(torch.float32, (6, 2), 140, 43, 9, **FEATURES[name])
     call = evolve(call, q=3 * call.q, sinks=torch.linspace(-2, 4, 6, device=DEVICE))
-    same(call, estimator(2, 32, union=union))
-    same(call, estimator(3, 24, union=union))
+    same(call, settled(2, 32, union=union))
+    same(call, settled(3, 24, union=union))
 
 
 @pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
 def test_head_dimensions(width: int) -> None:
-    same(make(DTYPES[1], (2, 1), 140, 30, 3, width=width), estimator())
+    same(make(DTYPES[1], (2, 1), 140, 30, 3, width=width), settled())
 
 
 @pytest.mark.parametrize("page", [16, 48])
@@ -149,8 +150,8 @@ def test_of_pages_it_is_the_same_to_the_bit(
     for call in (paged(one, page), in_fp8(one, page), in_fp8(one, page, stored=torch.float8_e5m2)):
         there = copied(call)
         for union in ("head", "group"):
-            made = estimator(union=union)
-            assert torch.equal(launch.tile_shares(there, made), launch.tile_shares(call, made))
+            config = settled(union=union)
+            assert torch.equal(launch.tile_shares(there, config), launch.tile_shares(call, config))
         assert untouched(call)
 
 
@@ -176,8 +177,8 @@ def test_in_8_bits_logits_differ_by_rounding(
     small(monkeypatch, (16, 16))
     call = make(torch.float16, (4, 2), 101, 43, 9, width=32, **options)
     call = evolve(call, q=call.q / outlier, k=call.k * outlier, sinks=torch.zeros(4, device=DEVICE))
-    made = estimator()
-    expected, actual = plain(call, made), launch.tile_shares(call, made)
+    config = settled()
+    expected, actual = plain(call, config), launch.tile_shares(call, config)
     # Two rounded numbers: 2^-3 of a product at most, and sums are off by far less. The interpreter rounds some worse.
     assert torch.equal(expected > 0, actual > 0)
     assert float((expected.log() - actual.log())[expected > 0].abs().max()) < 0.8
@@ -209,7 +210,7 @@ def test_of_fp8_pages_in_8_bits_it_is_the_same_to_the_bit(monkeypatch: pytest.Mo
     small(monkeypatch, (16, 16))
     one = make(torch.float16, (4, 2), 101, 43, 9, width=64)
     for call in (paged(one, 16), in_fp8(one, 16)):
-        assert torch.equal(launch.tile_shares(copied(call), estimator()), launch.tile_shares(call, estimator()))
+        assert torch.equal(launch.tile_shares(copied(call), settled()), launch.tile_shares(call, settled()))
         assert untouched(call)
 
 
@@ -223,9 +224,9 @@ def test_which_calls_go_by_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not launch.in_8_bits(floats, "auto")
         assert not launch.in_8_bits(narrow, "fp8")
         monkeypatch.setattr(core_kernels, "serve", lambda _: True)
-        made = evolve(estimator(), precision="fp8")
-        assert able == (made.unsupported(halves) is None)
-        assert "not torch.float32" in str(made.unsupported(floats))
+        unsupported = RowMaxEstimator(settled(precision="fp8")).unsupported
+        assert able == (unsupported(halves) is None)
+        assert "not torch.float32" in str(unsupported(floats))
 
 
 def test_the_estimator_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,27 +260,27 @@ def test_the_estimator_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("q_len", "before"), [(4096, 0), (3001, 1095), (1000, 64)])
 def test_equal_plain_pytorch_in_production_settings(dtype: torch.dtype, width: int, q_len: int, before: int) -> None:
-    for made in (
-        evolve(estimator(4, 128), precision="exact"),
-        evolve(estimator(8, 128, union="group"), precision="exact"),
+    for config in (
+        settled(4, 128, precision="exact"),
+        settled(8, 128, union="group", precision="exact"),
     ):
-        same(make(dtype, (8, 2), q_len, before, 0, width=width), made, 1e-3)
+        same(make(dtype, (8, 2), q_len, before, 0, width=width), config, 1e-3)
         same(
             make(dtype, (8, 2), q_len, before, 0, width=width, starts=[0, 77], lengths=[999, 900], strided=True),
-            made,
+            config,
             1e-3,
         )
-        same(make(dtype, (8, 2), q_len, before, 0, width=width, window=777, softcap=20.0), made, 1e-3)
+        same(make(dtype, (8, 2), q_len, before, 0, width=width, window=777, softcap=20.0), config, 1e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
 def test_products_of_e4m3_in_production_settings(width: int) -> None:
     call = make(torch.bfloat16, (8, 2), 4096, 0, 0, width=width)
-    made = estimator(4, 128)
+    config = settled(4, 128)
     if not launch.in_8_bits(call, "fp8"):
         pytest.skip("no products of e4m3 here")
-    expected, actual = plain(call, made), launch.tile_shares(call, made)
+    expected, actual = plain(call, config), launch.tile_shares(call, config)
     assert torch.equal(expected > 0, actual > 0)
     assert float((expected - actual).abs().mean()) < 0.01
 
@@ -289,8 +290,8 @@ def test_products_of_e4m3_in_production_settings(width: int) -> None:
 def test_nothing_recompiles_when_only_the_length_changes(precision: str) -> None:
     compiled = []
     for length in (8192, 10240, 12288, 8320):
-        made = evolve(estimator(4, 128), precision=precision)
-        launch.kept_tiles(make(torch.bfloat16, (8, 2), length, 0, 0, width=128), made)
+        config = settled(4, 128, precision=precision)
+        launch.kept_tiles(make(torch.bfloat16, (8, 2), length, 0, 0, width=128), config)
         used = (kernels.round_keys_kernel, kernels.maxima_kernel, kernels.choose_kernel)
         compiled.append([len(cache[0]) for kernel in used for cache in kernel.device_caches.values()])
     assert all(some == compiled[0] for some in compiled), compiled
