@@ -131,7 +131,7 @@ BY_SCORE: list[tuple[MaskRefiner, ...]] = [
     (ValueWeights(1.0), PositionDecay()),
     (ValueWeights(), RelativeThreshold(0.05)),
 ]
-SCORED = ["xattention", "bfla", "streaming", "vertical-slash", "anchor-attention"]
+SCORED = ["xattention", "rowmax", "bfla", "streaming", "vertical-slash", "anchor-attention"]
 
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
@@ -146,7 +146,7 @@ def test_no_host_synchronisation_by_refiners_that_go_by_score(name: str, refiner
 def test_refiners_that_go_by_score_choose_as_on_the_cpu(name: str, refiners: tuple[MaskRefiner, ...]) -> None:
     q, k, v = tensors("stripes", batch=2, heads=4, kv_heads=2, q_len=290, kv_len=353, head_dim=64)
     method = default_registry().get(name)
-    made = method.pipeline(**{**method.small, **(method.full if name in ("xattention", "bfla") else {})})
+    made = method.pipeline(**{**method.small, **(method.full if name in ("xattention", "rowmax", "bfla") else {})})
     pipeline = evolve(made, refiners=(*made.refiners, *refiners))
     expected = pipeline.run(AttentionCall(q, k, v)).mask.to_dense()
     actual = pipeline.run(AttentionCall(q.cuda(), k.cuda(), v.cuda())).mask.to_dense().cpu()

@@ -20,6 +20,7 @@ from sparseprefill.testing import tensors
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "rowmax, union": ("rowmax", {"union": "group"}),
     "share-prefill, mean_qk": ("share-prefill", {"block_score": "mean_qk"}),
     "star-attention, inner": ("star-attention", {"inner": "streaming"}),
 }

@@ -38,12 +38,13 @@ def refined(name: str, *refiners: sp.MaskRefiner) -> sp.Pipeline:
 BUILT: dict[str, Callable[[], sp.Pipeline]] = {
     **{name: partial(method, name) for name in METHODS},
     "share-prefill mean": lambda: method("share-prefill", block_score="mean_qk", coverage="global"),
+    "rowmax union": lambda: method("rowmax", union="group"),
     "kascade map": lambda: method("kascade", anchors=AnchorTable(anchors=(0,), maps=dict.fromkeys((1, 2), HEADS))),
     "share-prefill table": lambda: method("share-prefill", clusters=CLUSTERS),
     "streaming + rescue": lambda: refined("streaming", sp.StrideRescue(3, seed=7), sp.RandomRescue(0.2)),
     "bfla + budget": lambda: refined("bfla", sp.BudgetFloor(share=0.3), sp.BudgetCeiling(share=0.6)),
     **{f"{name} + ceiling": partial(refined, name, sp.BudgetCeiling(share=0.4)) for name in (
-        "anchor-attention", "flexprefill", "vertical-slash", "xattention")},
+        "anchor-attention", "flexprefill", "rowmax", "vertical-slash", "xattention")},
     **{f"{name} + decay": partial(refined, name, sp.ValueWeights(pool=1), sp.PositionDecay(share=0.3)) for name in (
         "anchor-attention", "streaming", "xattention")},
     **{f"{name} + threshold": partial(refined, name, sp.ValueWeights(pool=1), sp.RelativeThreshold(0.3)) for name in (

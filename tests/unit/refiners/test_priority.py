@@ -12,11 +12,13 @@ from torch.nn import functional
 
 import sparseprefill as sp
 from helpers.build import int32, make
-from helpers.ceilings import METHODS, SHARES, Trial
+from helpers.ceilings import METHODS as TABLED
+from helpers.ceilings import SHARES, Trial
 from sparseprefill.mask import priority
 from sparseprefill.mask.priority import BestOf, PriorityScores, nearness
 from sparseprefill.refiners.fit import _Order
 
+METHODS = (*TABLED, "rowmax")
 POOLED = {"bfla": 0.65, "xattention": 0.75}
 """Tiles by pooled scores, which are further from the truth than what is sampled exactly."""
 
