@@ -36,8 +36,8 @@ KEYLESS = "layers of type {kind}: they have no keys to choose from"
 BLIND = "nobody would know which request asks for dense attention or for a profile"
 ASKED_DENSE = f"the request asks for it ({TABLE}: {OFF})"
 NOT_COUNTED = (
-    "layers whose density was not counted, as the masks of the last prompt were too large to keep: "
-    f"{TABLE}.measure counts at once"
+    "layers whose density was not counted, as a CUDA graph was captured, or memory ran out: "
+    f"{TABLE}.measure counts each call"
 )
 NO_PROFILE = f"the request asks for a profile that this engine does not have ({TABLE})"
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"

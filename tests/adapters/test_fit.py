@@ -172,7 +172,7 @@ def test_survivors_are_a_few_at_least() -> None:
 
 
 def test_what_is_lost_counts_by_what_may_be_lost() -> None:
-    def shortfall(lost: float, **limits: float) -> float:
+    def shortfall(lost: float, **limits: Any) -> float:
         recalls = (1.0 - lost, 1.0)
         return Target(**limits).shortfall([outcome(lost, 0.5, recalls=recalls)], [])
 
@@ -188,10 +188,11 @@ def test_what_is_lost_counts_by_what_may_be_lost() -> None:
 def test_a_target_holds_inside_the_prompt_unless_it_is_for_the_end_alone() -> None:
     near, far = (Divergence(torch.full((4,), kl, dtype=torch.float64), 1.0 - kl) for kl in (0.0, 0.5))
     layers = (Layer(0, 0.5, (0.5,), (1.0,)),)
-    answers = {"inside": {"f": (1, 4)}, "answers": {"f": (4, 4)}}
+    answers: dict[str, Any] = {"inside": {"f": (1, 4)}, "answers": {"f": (4, 4)}}
     found = [Outcome(Contender("x"), "p", 64, Fidelity(far, near, near, near, None), 1.0, layers=layers, **answers)]
     stock = [Outcome(Contender("stock"), "p", 64, inside={"f": (4, 4)}, answers={"f": (4, 4)})]
-    for limit in ({"kl": 0.25}, {"agreement": 0.75}, {"recall": 0.75}, {"loss": 0.25}):
+    limits: list[dict[str, Any]] = [{"kl": 0.25}, {"agreement": 0.75}, {"recall": 0.75}, {"loss": 0.25}]
+    for limit in limits:
         assert Target(**limit).shortfall(found, stock) >= 2.0
         assert Target(**limit, rows="end").shortfall(found, stock) == 0.0
     assert str(Target(kl=1, rows="end")) == "KL of at most 1 at the prompt's end"

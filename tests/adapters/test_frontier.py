@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 def point(right: int, kl: float, seconds: float, failed: str = "") -> Point:
     near = Divergence(torch.full((10,), kl, dtype=torch.float64), 1.0)
     failures = {"p": failed} if failed else {}
-    answers = {"answers": (9, 10), "answers_inside": (right, 10)}
+    answers: dict[str, Any] = {"answers": (9, 10), "answers_inside": (right, 10)}
     one = Summary(Contender("x"), 1, failures, inside=near, end=near, density=0.5, seconds=seconds, **answers)
     stock = Summary(Contender("stock"), 1, answers=(10, 10), answers_inside=(10, 10), seconds=1.0)
     time = None if failed else LayersTime(seconds, seconds / 10, 1.0, "SDPA")
@@ -65,7 +65,7 @@ def test_a_point_is_on_the_frontier_unless_another_is_as_good_in_all_and_better_
 def test_where_the_model_itself_has_no_answer_no_point_is_on_the_frontier() -> None:
     made = [point(0, 0.2, 0.5), point(0, 0.1, 0.9)]
     for where, words in (("answers", "10 answers behind the prompt"), ("answers_inside", "10 answers inside")):
-        hopeless = [evolve(one, stock=evolve(one.stock, **{where: (0, 10)})) for one in made]
+        hopeless = [evolve(one, stock=evolve(one.stock, **cast(Any, {where: (0, 10)}))) for one in made]
         assert [] == frontier(hopeless)
         text = markdown(hopeless)
         assert f"the model cannot do the task: its own attention gives none of {words}" in text

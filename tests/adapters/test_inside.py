@@ -118,7 +118,7 @@ def test_a_token_that_holds_an_answer_and_more_is_refused() -> None:
 def test_rows_are_spread_before_the_last_ones_and_answers_are_read_a_row_earlier() -> None:
     prompt = Prompt("p", tuple(range(1000)), (Span("a", 5, 7), Span("b", 998, 999)))
     kept = Kept.of(prompt, 900, Sizes(inside=50, last=3))
-    assert (kept.inside[0], kept.inside[-1], len(kept.inside)) == (0, 900 - APART - 1, 50)
+    assert (int(kept.inside[0]), int(kept.inside[-1]), len(kept.inside)) == (0, 900 - APART - 1, 50)
     assert kept.answers.tolist() == [4, 5], "the span behind the prefill is none of it"
     assert kept.last.tolist() == [897, 898, 899]
     parts = kept.split(kept.index[:, None].float())

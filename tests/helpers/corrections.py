@@ -119,7 +119,7 @@ def fidelity(tokens: int = 8192, prompts: int = 2) -> str:
         for words in ("alone", "proxy", "delta"):
             pipeline = sp.build(name, **parameters).with_corrector(CORRECTORS[words])
             found = [one.run(Contender(name, pipeline, dense_tail=64)).fidelity for one in against]
-            all_ = pooled([one.all for one in found if one is not None])
+            all_ = pooled([one.end for one in found if one is not None])
             lines.append(f"| {name} | {words} | {all_.kl:.5f} | {all_.worst:.3f} | {all_.agreement:.1%} |")
     return "\n".join(lines)
 
