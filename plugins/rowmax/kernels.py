@@ -252,7 +252,7 @@ def maxima_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=(*RUNTIME, "rows"), do_not_specialize_on_alignment=("sinks_ptr",))
 def choose_kernel(
     chosen_ptr, maxima_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, rows, columns,

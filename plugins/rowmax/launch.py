@@ -40,7 +40,7 @@ def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settin
     wide = block_d > 128
     if itemsize == 4:
         return Settings(32, 16, warps=8, stages=2)
-    if capability[0] < 9:
+    if capability[0] not in (9, 10):  # others have less shared memory
         return Settings(64 if wide else 128, 64, warps=4, stages=2)
     # Two programs share a Hopper multiprocessor: one's maxima overlap the other's products.
     return Settings(128, 64 if wide else 128, warps=8, stages=4 - itemsize, maxnreg=128 if itemsize == 1 else None)

@@ -7,6 +7,7 @@ together see more rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ ROWS = 4096
 MAXIMA = 1 << 27
 """Maxima of rows by key tile that the kernels leave in memory at once, over batch and heads."""
 
+LINES = 128
+"""Rows of a kernel's program, at most."""
+
 
 @frozen(eq=False)
 class Rows:
@@ -41,15 +45,16 @@ class Rows:
     real: Tensor
 
 
-def workspace(call: AttentionCall, block: int, every: int) -> int:
+def workspace(call: AttentionCall, block: int, every: int, *, by_kernels: bool) -> int:
     """Bytes that shares of tiles take, with the maxima, logits and converted keys that are in memory on the way."""
-    geometry = call.geometry
+    geometry, per = call.geometry, block // every
     rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
     one = geometry.batch * geometry.heads * columns
-    maxima = min(MAXIMA, one * rows * (block // every)) + one * (block // every + 2 * 128)
-    logits = 4 * (LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS)
-    keys = geometry.batch * call.kv_heads * (columns * block) * call.q.shape[3] * 8
-    return 4 * (one * rows + maxima) + logits + keys
+    keys = geometry.batch * call.kv_heads * columns * (block * call.q.shape[3] + 4)
+    if by_kernels:
+        return 4 * (one * rows + min(MAXIMA, one * rows * per) + one * math.lcm(per, LINES)) + keys
+    logits = LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS
+    return 8 * (one * rows + one * max(ROWS, per) + logits + one * per * block + 2 * keys)
 
 
 def sampled_rows(call: AttentionCall, first: int, last: int, block: int, every: int) -> Rows:

@@ -55,7 +55,8 @@ class RowMaxEstimator:
 
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles and their lists, and what shares take."""
-        return default_workspace(call, self.config.block) + workspace(call, self.config.block, self.config.every)
+        block, every = self.config.block, self.config.every
+        return default_workspace(call, block) + workspace(call, block, every, by_kernels=_by_kernels(call))
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles by share, the row's own tile, and the first; the shares are left as priority."""

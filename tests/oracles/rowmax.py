@@ -60,7 +60,8 @@ class Head:
         for key in range(query + 1):
             if self.window is None or query - key < self.window:
                 best[key // block] = max(best.get(key // block, -math.inf), self.logit(query, key))
-        level = max([*best.values(), *([] if self.sink is None else [self.sink])])
+        logits: list[float] = [*best.values(), *([] if self.sink is None else [self.sink])]
+        level = max(logits)
         total = sum(math.exp(m - level) for m in best.values())
         if self.sink is not None:
             total += math.exp(self.sink - level)

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.rowmax import kernels, launch
+from sparseprefill.plugins.rowmax import kernels, launch, maxima
 from sparseprefill.plugins.rowmax.config import RowMaxConfig
 from sparseprefill.plugins.rowmax.maxima import MAXIMA
 from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
@@ -92,7 +92,7 @@ def small(patch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     call=sampled_calls(),
     sizes=SIZES,
     shape=SHAPES,
-    maxima=st.sampled_from([1, 1 << 14, MAXIMA]),
+    most=st.sampled_from([1, 1 << 14, MAXIMA]),
     union=st.sampled_from(["head", "group"]),
     programs=st.sampled_from([(1, 1), (512, 1), (512, 8)]),
 )
@@ -100,14 +100,14 @@ def test_equal_plain_pytorch(
     call: AttentionCall,
     sizes: tuple[int, int],
     shape: tuple[int, int],
-    maxima: int,
+    most: int,
     union: str,
     programs: tuple[int, int],
 ) -> None:
     """Some or all query tiles at a time, and the keys of a row in one program or in many."""
     with pytest.MonkeyPatch.context() as patch:
         small(patch, shape)
-        patch.setattr(launch, "MAXIMA", maxima)
+        patch.setattr(launch, "MAXIMA", most)
         patch.setattr(launch, "PROGRAMS", programs[0])
         patch.setattr(launch, "FEWEST", programs[1])
         same(call, settled(*sizes, union=union))
@@ -253,6 +253,28 @@ def test_the_estimator_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
             actual = plan.mask.tile_map()
             read.clear()
         assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("most", [1, MAXIMA])
+def test_what_it_allocates_is_within_the_bound(most: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "in_8_bits", lambda *_: bits == 8)
+    monkeypatch.setattr(maxima, "MAXIMA", most)
+    monkeypatch.setattr(launch, "MAXIMA", most)
+    taken, empty = [], torch.empty
+
+    def counted(*given: Any, **options: Any) -> Tensor:
+        made: Tensor = empty(*given, **options)
+        taken.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    for sizes in ((4, 32), (1, 16), (3, 48), (5, 20)):
+        call = make(torch.float16, (6, 2), 150, 43, 9, width=64)
+        taken.clear()
+        launch.tile_shares(call, settled(*sizes))
+        bound = maxima.workspace(call, sizes[1], sizes[0], by_kernels=True)
+        assert sum(taken) <= bound < 60 * sum(taken)
 
 
 @pytest.mark.gpu
