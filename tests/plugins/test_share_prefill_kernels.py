@@ -14,6 +14,7 @@ from sparseprefill.plugins.share_prefill.heads import LayerHeads, index, of_head
 from sparseprefill.plugins.share_prefill.records import NEVER, Choice, Pivots
 from torch import Tensor
 
+from helpers.build import among
 from kernels.device import CUDA, DEVICE
 from sparseprefill import AttentionCall
 from sparseprefill.mask.geometry import Geometry
@@ -36,11 +37,8 @@ FIELDS: list[dict[str, Any]] = [
 
 
 def geometry_of(heads: int, q_len: int, kv_len: int, fields: dict[str, Any]) -> Geometry:
-    rows: dict[str, Any] = {
-        name: torch.tensor(x, dtype=torch.int32).clamp(max=kv_len) if isinstance(x, tuple) else x
-        for name, x in fields.items()
-    }
-    return Geometry(2, heads, q_len, kv_len, kv_len - q_len, torch.device("cpu"), **rows)
+    rows = {name: torch.tensor(x, dtype=torch.int32) if isinstance(x, tuple) else x for name, x in fields.items()}
+    return Geometry(2, heads, q_len, kv_len, kv_len - q_len, torch.device("cpu"), **among(kv_len, rows))
 
 
 def moved(x: Any) -> Any:
