@@ -7,6 +7,8 @@ table is made of: of the settings that answer every question behind the text wit
 of lowest density; answers inside the text had no part in it. None of anchor-attention's does, so it keeps its theta;
 share-prefill's are those with delta=1.01, since with its default no head of this model shares. kascade sums 16 rows of
 a tile, since 64, its default, take a CPU longer than dense attention does.
+rowmax's eps found every answer inside one text of 16,384
+tokens, ``--seed 1000``.
 """
 
 from __future__ import annotations
