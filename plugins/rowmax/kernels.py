@@ -18,9 +18,12 @@ RUNTIME = (
     "columns",
 )  # fmt: skip
 UNALIGNED = ("table_ptr", "k_scale_ptr")
+HOPPER_TILE = 128
+"""Tokens of the tiles that `hopper.hopper_maxima_kernel` serves."""
 BIG = tl.constexpr(1 << 30)
-TOP = tl.constexpr(8)
-"""Power of two up to which numbers are scaled before they are rounded to e4m3, whose largest is 448."""
+NORM = tl.constexpr(240.0)
+"""Norm up to which rows are scaled before they are rounded to e4m3, which adds a 16th at most: their products stay below
+float16's 65,504, and their elements below e4m3's 448."""
 FAR = tl.constexpr(100.0)
 """Powers of two by which numbers are scaled, at most."""
 LARGEST = tl.constexpr(65504.0)
@@ -49,11 +52,12 @@ class KeySource(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Sampled rows of a program: their queries, their positions, and the factor that makes products base-2 logits.
-    softcap: or None. window: keys that a row sees."""
+    """Sampled rows of a program: their queries, their positions, where their maxima go, and the factor that makes
+    products base-2 logits. softcap: or None. window: keys that a row sees."""
 
     q: Any
     position: Any
+    place: Any
     scale: Any
     softcap: Any
     window: Any
@@ -75,9 +79,18 @@ def _sampled(number, head, queries, PER: tl.constexpr, BLOCK: tl.constexpr, EVER
 
 
 @triton.jit
-def _exponent(largest):
-    """Powers of two that bring numbers of this magnitude to at most 2^TOP; 0 for 0."""
-    power = TOP - tl.math.ceil(tl.math.log2(tl.where(largest > 0.0, largest, 1.0)))
+def _norm(x):
+    """Of each row: x ``[rows, D]``. Squares of what float16 and bfloat16 hold may be too large, so x is scaled first."""
+    largest = tl.max(tl.abs(x), 1)
+    scale = tl.where(largest > 0.0, largest, 1.0)
+    part = x / scale[:, None]
+    return largest * tl.math.sqrt(tl.sum(part * part, 1))
+
+
+@triton.jit
+def _exponent(norm):
+    """Powers of two that bring rows of this norm to more than NORM / 2 and at most NORM."""
+    power = tl.math.floor(tl.math.log2(1.0 / tl.where(norm > 0.0, norm, 1.0) * NORM))
     return tl.minimum(tl.maximum(power, -FAR), FAR)
 
 
@@ -115,7 +128,7 @@ def round_keys_kernel(
         at = c * BLOCK + j + key
         there = (j + key < BLOCK) & (at < queries.high)
         k = stored_rows(k_base, at + start, there, stride_kn, table_ptr, stride_kb, k_scale, TYPE, PAGE, D, BLOCK_D)
-        largest = tl.maximum(largest, tl.max(tl.abs(k.to(tl.float32))))
+        largest = tl.maximum(largest, tl.max(_norm(k.to(tl.float32))))
     power = _exponent(largest)
     tl.store(factors_ptr + bh.to(tl.int64) * columns + c, tl.math.exp2(-power))
     line = (bh.to(tl.int64) * columns + c) * BLOCK
@@ -130,17 +143,64 @@ def round_keys_kernel(
 
 
 @triton.jit
+def _larger(a, b):
+    """The larger of float16 numbers, two at a time."""
+    return tl.inline_asm_elementwise(
+        "max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
+    )  # fmt: skip
+
+
+@triton.jit
+def _row_max(s, PACKED: tl.constexpr):
+    """Largest of each row of s ``[M, N]``."""
+    if not PACKED:
+        return tl.max(s, 1)
+    M: tl.constexpr = s.shape[0]
+    N: tl.constexpr = s.shape[1]
+    a, b = tl.split(tl.permute(tl.reshape(s, [M, 2, N // 2]), (0, 2, 1)))
+    a, b = tl.split(tl.permute(tl.reshape(_larger(a, b), [M, 2, N // 4]), (0, 2, 1)))
+    a, b = tl.split(tl.permute(tl.reshape(_larger(a, b), [M, 2, N // 8]), (0, 2, 1)))
+    return tl.max(_larger(a, b), 1)
+
+
+@triton.jit
+def _joined(level, total, m):
+    """level, total with one more number: their logarithm is ``level + log2(total)``, -inf as long as total is 0."""
+    less = tl.math.exp2(tl.where(m == level, 0.0, -tl.abs(m - level)))
+    # A row that has seen nothing yet stays at 0: what is -inf is no key.
+    return tl.maximum(level, m), tl.where(m > level, total * less + 1.0, total + tl.where(m == float("-inf"), 0.0, less))
+
+
+@triton.jit
+def _left(m, level, total, x, line_ptr, factors_ptr, tile, PER: tl.constexpr):
+    """Stores a tile's largest products m as logits; level, total with them."""
+    scale = x.scale
+    if factors_ptr is not None:
+        scale = scale * tl.load(factors_ptr + tile)
+    m = m * scale
+    if x.softcap is not None:
+        capped = (2.0 * tl.sigmoid(2.0 * m * LN2 / x.softcap) - 1.0) * x.softcap * LOG2E
+        m = tl.where(m == float("-inf"), m, capped)  # what a row does not see is no number to cap
+    if line_ptr.dtype.element_ty == tl.float16:
+        m = tl.minimum(m, LARGEST)
+    stored = m.to(line_ptr.dtype.element_ty)
+    tl.store(line_ptr + x.place + tile * PER, stored)
+    return _joined(level, total, stored.to(tl.float32))
+
+
+@triton.jit
 def _tiles(
-    first, last, x, keys, line_ptr, factors_ptr,
+    first, last, level, total, x, keys, line_ptr, factors_ptr, PER: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Stores the maxima of the key tiles from `first` to before `last`. x: `Sampled`. keys: `KeySource`.
 
-    MASKED: some row may not see some key; else each sees all, and all are there.
+    Returns level, total: a row's largest maximum so far, and the sum of 2^(maximum - level). MASKED: some row may not
+    see some key; else each sees all, and all are there.
     """
     parts: tl.constexpr = (BLOCK + BLOCK_N - 1) // BLOCK_N
-    row, key = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    key = tl.arange(0, BLOCK_N)
     top = tl.max(x.position, 0)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for step in tl.range(first * parts, last * parts):
@@ -156,43 +216,43 @@ def _tiles(
             keys.ptr, at + keys.start, there, keys.stride, keys.table_ptr, keys.stride_page, keys.scale,
             TYPE, PAGE, D, BLOCK_D,
         )  # [BLOCK_N, BLOCK_D]  # fmt: skip
-        s = tl.dot(x.q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if factors_ptr is None:
+            s = tl.dot(x.q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        else:
+            s = tl.dot(x.q, tl.trans(k), out_dtype=tl.float16)
         if MASKED:
             seen = (at[None, :] <= x.position[:, None]) & there[None, :]
             if WINDOW:
                 seen = seen & (x.position[:, None] - at[None, :] < x.window)
             s = tl.where(seen, s, float("-inf"))
-        m = tl.max(s, 1)  # [BLOCK_M]
+        m = _row_max(s, PACKED).to(tl.float32)  # [BLOCK_M]
         if parts > 1:
             m = tl.where(step % parts == 0, m, tl.maximum(m, best))
             best = m
-        if step % parts == parts - 1:
-            scale = x.scale
-            if factors_ptr is not None:
-                scale = scale * tl.load(factors_ptr + tile)
-            m = m * scale
-            if x.softcap is not None:
-                m = (2.0 * tl.sigmoid(2.0 * m * LN2 / x.softcap) - 1.0) * x.softcap * LOG2E
-            if line_ptr.dtype.element_ty == tl.float16:
-                m = tl.minimum(m, LARGEST)
-            tl.store(line_ptr + tile.to(tl.int64) * BLOCK_M + row, m.to(line_ptr.dtype.element_ty))
+        if parts == 1:
+            level, total = _left(m, level, total, x, line_ptr, factors_ptr, tile, PER)
+        elif step % parts == parts - 1:
+            level, total = _left(m, level, total, x, line_ptr, factors_ptr, tile, PER)
+    return level, total
 
 
 @triton.jit(do_not_specialize=(*RUNTIME, "each"), do_not_specialize_on_alignment=UNALIGNED)
 def maxima_kernel(
-    maxima_ptr, q_ptr, k_ptr, table_ptr, k_scale_ptr, factors_ptr, starts_ptr, lengths_ptr,
+    maxima_ptr, sums_ptr, q_ptr, k_ptr, table_ptr, k_scale_ptr, factors_ptr, starts_ptr, lengths_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, columns, each,
     BLOCK: tl.constexpr, EVERY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PAGE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """maxima ``[B, Hq, blocks, reach, BLOCK_M]``: each sampled row's largest logit (base 2) in each key tile it may see.
+    """maxima ``[B, Hq, tiles, reach, PER]``: each sampled row's largest logit (base 2) in each key tile it may see, for
+    PER rows of each query tile.
 
-    Sampled rows are numbered through the query tiles of this launch, from tile `first_tile` of the call on. One program: BLOCK_M of them of one query head, and `each` key tiles; heads that share keys lie side by side, and
-    long rows come first. factors_ptr: keys are those of `round_keys_kernel`, by position, and queries are rounded too;
-    or None. What stands there for tiles that a row may not see is nothing to be read.
+    sums ``[B, Hq, blocks, parts, BLOCK_M]``: log2 of the sum of 2^maximum over the tiles of one program. Sampled rows
+    are numbered through the query tiles of this launch, from tile `first_tile` of the call on. One program: BLOCK_M of
+    them of one query head, and `each` key tiles; heads that share keys lie side by side, and long rows come first.
+    factors_ptr: keys are those of `round_keys_kernel`, by position, and queries are rounded too; or None. What stands there for tiles that a row may not see is nothing to be read.
     """
     PER: tl.constexpr = BLOCK // EVERY
     pid = tl.program_id(0)
@@ -217,7 +277,7 @@ def maxima_kernel(
         keys = KeySource(line, start, stride_kn, table_ptr, stride_kb, factor(k_scale_ptr))
         factors = None
     else:
-        power = _exponent(tl.max(tl.abs(q.to(tl.float32)), 1))
+        power = _exponent(_norm(q.to(tl.float32)))
         q = _rounded(q, power[:, None])
         scales = scales * tl.math.exp2(-power)
         # By position: no row of keys begins elsewhere.
@@ -226,51 +286,54 @@ def maxima_kernel(
         factors = factors_ptr + (b * kv_heads + kv).to(tl.int64) * columns
     # Rows that are none see what the last one sees; nobody reads their maxima.
     position = tl.where(real, position, top)
-    x = Sampled(q, position, scales, softcap if SOFTCAP else None, window)
-    line_ptr = maxima_ptr + ((b * heads + h).to(tl.int64) * blocks + block) * reach * BLOCK_M
+    x = Sampled(q, position, number // PER * reach * PER + number % PER, scales, softcap if SOFTCAP else None, window)
+    line_ptr = maxima_ptr + (b * heads + h).to(tl.int64) * tl.cdiv(blocks * BLOCK_M, PER) * reach * PER
     first, last = tl.program_id(1) * each, tl.minimum(tl.program_id(1) * each + each, top // BLOCK + 1)
+    level, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     clear, crossing = first, tl.maximum(tl.minimum((low + 1) // BLOCK, last), first)
     if WINDOW:
         first = tl.maximum(first, tl.maximum(low - window + 1, 0) // BLOCK)
         clear = tl.maximum(first, tl.cdiv(tl.maximum(top - window + 1, 0), BLOCK))
         clear = tl.minimum(clear, tl.maximum(last, first))
-        _tiles(
-            first, clear, x, keys, line_ptr, factors,
-            True, True, BLOCK, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION,
+        level, total = _tiles(
+            first, clear, level, total, x, keys, line_ptr, factors, PER,
+            True, True, BLOCK, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION, PACKED,
         )  # fmt: skip
         crossing = tl.maximum(crossing, clear)
     if BLOCK % BLOCK_N == 0:
-        _tiles(
-            clear, crossing, x, keys, line_ptr, factors,
-            False, False, BLOCK, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION,
+        level, total = _tiles(
+            clear, crossing, level, total, x, keys, line_ptr, factors, PER,
+            False, False, BLOCK, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION, PACKED,
         )  # fmt: skip
     else:
         crossing = clear
-    _tiles(
-        crossing, last, x, keys, line_ptr, factors,
-        True, WINDOW, BLOCK, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION,
+    level, total = _tiles(
+        crossing, last, level, total, x, keys, line_ptr, factors, PER,
+        True, WINDOW, BLOCK, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE, TYPE, PRECISION, PACKED,
     )  # fmt: skip
+    out = ((b * heads + h).to(tl.int64) * blocks + block) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(sums_ptr + out * BLOCK_M + tl.arange(0, BLOCK_M), level + tl.math.log2(total))
 
 
-@triton.jit(do_not_specialize=(*RUNTIME, "rows"), do_not_specialize_on_alignment=("sinks_ptr",))
+@triton.jit(do_not_specialize=(*RUNTIME, "rows", "parts"), do_not_specialize_on_alignment=("sinks_ptr",))
 def choose_kernel(
-    chosen_ptr, maxima_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, q_offset, q_len, kv_len, window,
-    heads, kv_group, first_head, first_tile, blocks, reach, rows, columns,
+    chosen_ptr, maxima_ptr, sums_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, q_offset, q_len, kv_len, window,
+    heads, kv_group, first_head, first_tile, blocks, reach, rows, columns, parts,
     BLOCK: tl.constexpr, EVERY: tl.constexpr, BLOCK_M: tl.constexpr, MEMBERS: tl.constexpr, UNION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """chosen ``[B, h, rows, columns]``: which key tiles have a share of 2^least or more for one row of a query tile.
 
-    Of a float type: the largest share instead. h: query heads, or with UNION KV heads. One program: one query tile, of
-    the MEMBERS heads (a power of two, not all of which need be there) that share an entry; their rows, ROWS of each (a
-    power of two), lie side by side.
+    Of a float type: the largest share instead. h: query heads, or with UNION KV heads. One program: COLUMNS key
+    tiles of one query tile, of the MEMBERS heads (a power of two, not all of which need be there) that share an entry;
+    their rows, ROWS of each (a power of two), lie side by side. Long rows come first.
     """
     PER: tl.constexpr = BLOCK // EVERY
-    tile, unit = tl.program_id(0), tl.program_id(1)
+    tile, unit = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     units = heads // kv_group if UNION else heads
     b, u = unit // units, unit % units
-    line = tl.arange(0, MEMBERS * ROWS)
-    member, j = line // ROWS, line % ROWS
+    entry = tl.arange(0, MEMBERS * ROWS)
+    member, j = entry // ROWS, entry % ROWS
     h = u * kv_group + member if UNION else u + member
     real = j < PER
     if UNION:
@@ -279,37 +342,35 @@ def choose_kernel(
     number = tile * PER + j
     position, there = _sampled(first_tile * PER + number, first_head + h, queries, PER, BLOCK, EVERY)
     real = real & there
-    top, low = tl.max(tl.where(real, position, -1), 0), tl.min(tl.where(real, position, BIG), 0)
-    begin, end = 0, top // BLOCK + 1
-    own = tl.zeros([MEMBERS * ROWS], tl.int32)
-    if top < 0:
-        end = 0
+    top = tl.max(tl.where(real, position, -1), 0)
+    end = 0 if top < 0 else top // BLOCK + 1
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    seen = real[:, None] & (c < end)[None, :]
     if WINDOW:
-        own = tl.maximum(position - window + 1, 0) // BLOCK
-        begin = tl.minimum(tl.maximum(low - window + 1, 0) // BLOCK, end) // COLUMNS * COLUMNS
-    source = ((b * heads + h).to(tl.int64) * blocks + number // BLOCK_M) * reach * BLOCK_M + number % BLOCK_M
+        seen = seen & (c[None, :] >= (tl.maximum(position - window + 1, 0) // BLOCK)[:, None])
     level, total = tl.full([MEMBERS * ROWS], float("-inf"), tl.float32), tl.zeros([MEMBERS * ROWS], tl.float32)
     if sinks_ptr is not None:
-        level = tl.load(sinks_ptr + h, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
-        total = tl.where(level == float("-inf"), 0.0, 1.0)
-    for at in tl.range(begin, end, COLUMNS):
-        c = at + tl.arange(0, COLUMNS)
-        seen = real[:, None] & (c < end)[None, :] & (c[None, :] >= own[:, None])
-        m = tl.load(maxima_ptr + source[:, None] + c[None, :] * BLOCK_M, mask=seen, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(level, tl.max(m, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.math.exp2(level - base) + tl.sum(tl.math.exp2(m - base[:, None]), 1)
-        level = higher
+        sink = tl.load(sinks_ptr + h, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
+        level, total = _joined(level, total, sink)
+    loaded = member < kv_group if UNION else member == member  # noqa: PLR0124 - all
+    if ROWS != PER:
+        loaded = loaded & (j < PER)
+    line = (b * heads + h).to(tl.int64) * blocks + number // BLOCK_M
+    for part in tl.range(parts):
+        sums = tl.load(sums_ptr + (line * parts + part) * BLOCK_M + number % BLOCK_M, mask=loaded, other=0.0)
+        level, total = _joined(level, total, tl.where(real, sums, float("-inf")))
     lse = tl.where(total > 0.0, level + tl.math.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
+    # What lies side by side is loaded at once, also where a row sees nothing.
+    source = (b * heads + h).to(tl.int64) * tl.cdiv(blocks * BLOCK_M, PER) * reach * PER + tile * reach * PER
+    m = tl.load(
+        maxima_ptr + (source + j)[:, None] + c[None, :] * PER, mask=loaded[:, None] & (c < end)[None, :], other=0.0
+    )
+    m = tl.where(seen, m, float("-inf"))
+    weight = m.to(tl.float32) - lse[:, None]
+    if chosen_ptr.dtype.element_ty == tl.float32:
+        found = tl.math.exp2(tl.max(weight, 0))
+    else:
+        # What is no number is not known to be small.
+        found = tl.max((seen & ((weight >= least) | (weight != weight))).to(tl.int32), 0).to(tl.int8)
     out = chosen_ptr + (unit.to(tl.int64) * rows + first_tile + tile) * columns
-    for at in tl.range(0, columns, COLUMNS):
-        c = at + tl.arange(0, COLUMNS)
-        seen = real[:, None] & (c < end)[None, :] & (c[None, :] >= own[:, None])
-        m = tl.load(maxima_ptr + source[:, None] + c[None, :] * BLOCK_M, mask=seen, other=float("-inf")).to(tl.float32)
-        weight = m - lse[:, None]
-        if chosen_ptr.dtype.element_ty == tl.float32:
-            found = tl.math.exp2(tl.max(weight, 0))
-        else:
-            # What is no number is not known to be small.
-            found = tl.max((seen & ((weight >= least) | (weight != weight))).to(tl.int32), 0).to(tl.int8)
-        tl.store(out + c, found.to(chosen_ptr.dtype.element_ty), mask=c < columns)
+    tl.store(out + c, found.to(chosen_ptr.dtype.element_ty), mask=c < columns)

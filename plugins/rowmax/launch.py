@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 from attrs import frozen
 from torch import Tensor
+from triton.errors import TritonError
 
 from sparseprefill.kernels.sampled.launch import block, capability
 from sparseprefill.kernels.settings import FUSED, Settings, cdiv, power_of_two
@@ -29,8 +32,12 @@ PROGRAMS = 512
 """Programs that a launch should have where few rows look far back; they then share the keys of a row."""
 FEWEST = 8
 """Key tiles of such a program at least."""
-ENTRIES = 2048
+ENTRIES = 8192
 """Maxima that a program chooses from at once."""
+
+
+FAILED: list[Exception] = []
+"""Why the kernel for Hopper does not work here; empty while it does."""
 
 
 @cache
@@ -54,9 +61,13 @@ def in_8_bits(call: AttentionCall, precision: str) -> bool:
 
 @frozen(eq=False)
 class Operand:
-    """Keys as the kernel reads them: arguments behind q, their strides, and flags. itemsize: bytes of a number."""
+    """Keys as a kernel reads them: where they are, table and scale of pages, factors by tile if they are rounded, strides
+    and flags. itemsize: bytes of a number."""
 
-    arguments: tuple[Any, ...]
+    k: Tensor
+    table: Tensor | None
+    scale: Tensor | None
+    factors: Tensor | None
     strides: tuple[int, int, int]
     flags: dict[str, Any]
     itemsize: int
@@ -77,45 +88,103 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
     rows, columns, per = geometry.tile_rows(tile), geometry.tile_columns(tile), tile // every
     union, group, pairs = config.union == "group", call.group, geometry.batch * geometry.heads
     q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
-    width = block(q.shape[3])
     operand = _rounded(call, tile) if in_8_bits(call, config.precision) else _plain(call)
-    used = settings(capability(q.device), width, operand.itemsize)
-    height, block_n = used.block_m, min(used.block_n, block(tile))
+    used = settings(capability(q.device), block(q.shape[3]), operand.itemsize)
+    height = used.block_m
     members, lines = power_of_two(group) if union else 1, power_of_two(per)
     units = geometry.batch * (call.kv_heads if union else geometry.heads)
     chosen = torch.empty(geometry.batch, units // geometry.batch, rows, columns, dtype=dtype, device=q.device)
-    window, least = geometry.window or 0, math.log2(config.eps) if config.eps > 0.0 else -math.inf
+    least = math.log2(config.eps) if config.eps > 0.0 else -math.inf
     before, unit = geometry.q_offset // tile, math.lcm(per, height) // per
     reach = min(before + rows, columns)
     size = max(1, MAXIMA // (pairs * reach * math.lcm(per, height))) * unit
     kind = torch.float16 if operand.itemsize == 1 else torch.float32
-    maxima = torch.empty(pairs * cdiv(min(size, rows) * per, height) * height * reach, dtype=kind, device=q.device)
-    flags = {"BLOCK": tile, "EVERY": every, "BLOCK_M": height, "WINDOW": geometry.window is not None}
+    tiles = cdiv(cdiv(min(size, rows) * per, height) * height, per)
+    maxima = torch.empty(pairs * tiles * reach * per, dtype=kind, device=q.device)
+    sizes = (geometry.q_offset, geometry.q_len, geometry.kv_len, geometry.window or 0)
+    at_once = max(16, min(256, ENTRIES // (members * lines)))
     for first in range(0, rows, size):
         count = min(size, rows - first)
         blocks, reach = cdiv(count * per, height), min(before + first + count, columns)
         parts = max(1, min(PROGRAMS // (pairs * blocks), reach // FEWEST))
         place = (geometry.heads, group, call.first_head, first, blocks, reach)
-        sizes = (geometry.q_offset, geometry.q_len, geometry.kv_len, window)
-        kernels.maxima_kernel[(pairs * blocks, parts)](
-            maxima, q, *operand.arguments, geometry.starts, geometry.lengths, *strides(q), *operand.strides,
-            call.softmax_scale * LOG2E.value, call.softcap or 0.0, *sizes, *place, columns, cdiv(reach, parts),
-            BLOCK_N=block_n, D=q.shape[3], BLOCK_D=width, SOFTCAP=call.softcap is not None, PRECISION="ieee",
-            **flags, **operand.flags, **used.options,
-        )  # fmt: skip
-        kernels.choose_kernel[(count, units)](
-            chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, call.sinks, geometry.starts,
-            geometry.lengths, least, *sizes, *place, rows, columns,
-            MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=max(16, min(256, ENTRIES // (members * lines))),
-            **flags, num_warps=4, **FUSED,
+        sums = torch.empty(pairs * blocks * parts * height, dtype=torch.float32, device=q.device)
+        _find(call, q, operand, config, maxima, sums, (*sizes, *place, columns, cdiv(reach, parts)), parts)
+        kernels.choose_kernel[(count, units, cdiv(columns, at_once))](
+            chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
+            geometry.lengths, least, *sizes, *place, rows, columns, parts,
+            MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, EVERY=every, BLOCK_M=height,
+            WINDOW=geometry.window is not None, num_warps=4, **FUSED,
         )  # fmt: skip
     return chosen
+
+
+def _find(
+    call: AttentionCall,
+    q: Tensor,
+    operand: Operand,
+    config: RowMaxConfig,
+    maxima: Tensor,
+    sums: Tensor,
+    sizes: tuple[int, ...],
+    parts: int,
+) -> None:
+    """Fill `maxima` and `sums` of some query tiles. sizes: what both kernels are told of them, see `kernels.RUNTIME`."""
+    geometry, size = call.geometry, q.shape[3]
+    pairs, blocks = geometry.batch * geometry.heads, sizes[8]
+    numbers = (call.softmax_scale * LOG2E.value, call.softcap or 0.0, *sizes)
+    flags = {"EVERY": config.every, "D": size, "BLOCK_D": block(size), "SOFTCAP": call.softcap is not None}
+    hopper = _hopper(call, operand, config.block)
+    if hopper is not None:
+        try:
+            hopper.hopper_maxima_kernel[(pairs * cdiv(blocks, 2), parts)](
+                maxima, sums, q, operand.factors, hopper.descriptor(operand.k), geometry.starts, geometry.lengths,
+                *strides(q), *numbers, **flags, **hopper.OPTIONS,
+            )  # fmt: skip
+        except torch.OutOfMemoryError:
+            raise
+        except (TritonError, RuntimeError) as error:
+            _fail(error)
+        else:
+            return
+    used = settings(capability(q.device), block(size), operand.itemsize)
+    kernels.maxima_kernel[(pairs * blocks, parts)](
+        maxima, sums, q, operand.k, operand.table, operand.scale, operand.factors, geometry.starts, geometry.lengths,
+        *strides(q), *operand.strides, *numbers,
+        BLOCK=config.block, BLOCK_M=used.block_m, BLOCK_N=min(used.block_n, block(config.block)),
+        WINDOW=geometry.window is not None, PRECISION="ieee",
+        PACKED=operand.itemsize == 1 and capability(q.device) != (0, 0), **flags, **operand.flags, **used.options,
+    )  # fmt: skip
+
+
+def _hopper(call: AttentionCall, operand: Operand, tile: int) -> Any:
+    """The module of the kernel for Hopper, where it serves this call; else None."""
+    narrow = block(call.q.shape[3]) <= 128 and call.q.shape[3] >= 64
+    plain = operand.itemsize == 1 and call.geometry.window is None and tile == kernels.HOPPER_TILE and narrow
+    return _module() if plain and not FAILED and capability(call.q.device) == (9, 0) else None
+
+
+@cache
+def _module() -> Any:
+    # Gluon is experimental: names come and go with Triton's versions.
+    try:
+        from . import hopper
+    except (ImportError, AttributeError) as error:
+        return _fail(error)
+    return hopper
+
+
+def _fail(error: Exception) -> None:
+    """From now on the portable kernel serves, which one warning says."""
+    FAILED.append(error)
+    text = "rowmax's kernel for Hopper does not work with triton %s; the portable one serves instead: %s"
+    logging.getLogger(__name__).warning(text, triton.__version__, error)
 
 
 def _plain(call: AttentionCall) -> Operand:
     """Keys where they stand, in the call's type."""
     keys = Keys.of(call)
-    return Operand((keys.k, keys.table, keys.scale, None), keys.strides, keys.flags, call.q.element_size())
+    return Operand(keys.k, keys.table, keys.scale, None, keys.strides, keys.flags, call.q.element_size())
 
 
 def _rounded(call: AttentionCall, tile: int) -> Operand:
@@ -129,4 +198,4 @@ def _rounded(call: AttentionCall, tile: int) -> Operand:
         geometry.q_offset, geometry.q_len, geometry.kv_len, call.kv_heads, columns,
         BLOCK=tile, BLOCK_N=min(64, block(tile)), D=size, BLOCK_D=block(size), **keys.flags, num_warps=4, **FUSED,
     )  # fmt: skip
-    return Operand((rounded, None, None, factors), strides(rounded), {"PAGE": 0, "TYPE": None}, 1)
+    return Operand(rounded, None, None, factors, strides(rounded), {"PAGE": 0, "TYPE": None}, 1)

@@ -52,7 +52,7 @@ def workspace(call: AttentionCall, block: int, every: int, *, by_kernels: bool) 
     one = geometry.batch * geometry.heads * columns
     keys = geometry.batch * call.kv_heads * columns * (block * call.q.shape[3] + 4)
     if by_kernels:
-        return 4 * (one * rows + min(MAXIMA, one * rows * per) + one * math.lcm(per, LINES)) + keys
+        return 4 * (one * rows + min(MAXIMA, one * rows * per) + 2 * one * math.lcm(per, LINES)) + keys
     logits = LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS
     return 8 * (one * rows + one * max(ROWS, per) + logits + one * per * block + 2 * keys)
 

@@ -59,7 +59,7 @@ def sampled_calls(draw: st.DrawFn) -> AttentionCall:
     return evolve(one, q=2 * one.q, sinks=sinks)
 
 
-def settled(every: int = 4, block: int = 32, union: str = "head", precision: str = "auto") -> RowMaxConfig:
+def settled(every: int = 4, block: int = 32, union: str = "head", precision: str = "exact") -> RowMaxConfig:
     return RowMaxConfig(eps=0.02, every=every, block=block, sink=False, union=union, precision=precision)
 
 
@@ -147,11 +147,14 @@ def test_of_pages_it_is_the_same_to_the_bit(
     small(monkeypatch, (16, 16))
     rows = {name: torch.tensor(x, dtype=torch.int32, device=DEVICE) for name, x in options.items() if name != "window"}
     one = evolve(make(torch.float16, (4, 2), 101, 43, 9, width=64), **(options | rows))
-    for call in (paged(one, page), in_fp8(one, page), in_fp8(one, page, stored=torch.float8_e5m2)):
+    cases = (paged(one, page), False), (in_fp8(one, page), True), (in_fp8(one, page, stored=torch.float8_e5m2), True)
+    for call, in_8 in cases:
         there = copied(call)
         for union in ("head", "group"):
             config = settled(union=union)
-            assert torch.equal(launch.tile_shares(there, config), launch.tile_shares(call, config))
+            # A GPU adds products in another order where numbers were eight bits wide.
+            close = {"rtol": 1e-4, "atol": 1e-5} if CUDA and in_8 else {"rtol": 0.0, "atol": 0.0}
+            torch.testing.assert_close(launch.tile_shares(call, config), launch.tile_shares(there, config), **close)
         assert untouched(call)
 
 
@@ -190,7 +193,8 @@ def test_in_8_bits_logits_differ_by_rounding(
 def test_keys_are_rounded_by_tile_on_the_rows_grid() -> None:
     call = make(torch.float16, (2, 1), 60, 20, 13, width=32, starts=[5, 30], lengths=[88, 40])
     operand = launch._rounded(call, 32)
-    rounded, (_, _, factors) = operand.arguments[0], operand.arguments[1:]
+    rounded, factors = operand.k, operand.factors
+    assert factors is not None
     assert (2, 1, 96, 32) == tuple(rounded.shape)
     for b, (start, end) in enumerate([(5, 80), (30, 70)]):
         keys = torch.zeros(96, 32, device=DEVICE)
@@ -200,8 +204,8 @@ def test_keys_are_rounded_by_tile_on_the_rows_grid() -> None:
         known = torch.ones_like(keys, dtype=torch.bool) if CUDA else torch.frexp(keys).mantissa.abs() < 31 / 32
         torch.testing.assert_close(back[known], keys[known], rtol=0.13, atol=float(keys.abs().max()) * 2**-14)
         for tile in range(3):
-            largest = float(rounded[b, 0, tile * 32 : tile * 32 + 32].float().abs().max())
-            assert largest == 0 or 100 < largest <= 256
+            largest = float(rounded[b, 0, tile * 32 : tile * 32 + 32].float().norm(dim=-1).max())
+            assert largest == 0 or 110 < largest <= 255
             assert 0.5 == math.frexp(float(factors[b, 0, tile]))[0]
 
 
@@ -305,6 +309,41 @@ def test_products_of_e4m3_in_production_settings(width: int) -> None:
     expected, actual = plain(call, config), launch.tile_shares(call, config)
     assert torch.equal(expected > 0, actual > 0)
     assert float((expected - actual).abs().mean()) < 0.01
+
+
+HOPPERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 20.0},
+    "padded": {"starts": [0, 77], "lengths": [999, 900]},
+    "strided, head 3": {"strided": True, "first_head": 3},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HOPPERS)
+@pytest.mark.parametrize("width", [64, 80, 96, 128])
+@pytest.mark.parametrize(
+    ("q_len", "before", "every"), [(4096, 0, 8), (3001, 1095, 4), (129, 3967, 1), (1, 700, 8), (1000, 64, 32)]
+)
+def test_the_kernel_for_hopper_finds_what_the_portable_one_does(
+    name: str, width: int, q_len: int, before: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers in 8 bits, multiplied by the same instructions."""
+    call = make(torch.bfloat16, (6, 2), q_len, before, 0, width=width, **HOPPERS[name])
+    call = evolve(call, sinks=torch.linspace(-3, 5, 6, device=DEVICE))
+    if launch.capability(call.q.device) != (9, 0):
+        pytest.skip("no Hopper here")
+    for most in (1, MAXIMA):
+        monkeypatch.setattr(launch, "MAXIMA", most)
+        for union in ("head", "group"):
+            config = settled(every, 128, union=union, precision="fp8")
+            actual = launch.tile_shares(call, config)
+            assert not launch.FAILED
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(launch, "_hopper", lambda *_: None)
+                expected = launch.tile_shares(call, config)
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
+            assert bool((actual > 0).any()) or q_len == 1 or "padded" in name
 
 
 @pytest.mark.gpu

@@ -1,0 +1,307 @@
+"""`kernels.maxima_kernel` for Hopper, of keys in e4m3: products of one key tile run while maxima of another are found.
+
+A program has three partitions: two consumers of four warps, each with 128 sampled rows of one head, and a producer of
+one warp, which fetches the key tiles that both multiply with. A consumer has two accumulators, so that the tensor cores
+need not wait for its maxima; products are summed in float16, of which a maximum takes half as long.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sparseprefill.kernels.hopper.gluon import barrier, load_block
+from sparseprefill.kernels.hopper.ring import advance
+from sparseprefill.kernels.settings import FUSED, power_of_two
+
+from .kernels import HOPPER_TILE, LARGEST, NORM, RUNTIME
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TILE = gl.constexpr(HOPPER_TILE)
+"""Keys of a tile, and sampled rows of a consumer."""
+OPTIONS = {"STAGES": 6, "REGISTERS": (232, 24), "num_warps": 4, **FUSED}
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+class Tiles(NamedTuple):
+    """Key tiles in shared memory ``[STAGES, BLOCK, D]``, and what says of a stage that it is filled, or free again."""
+
+    smem: Any
+    ready: Any
+    empty: Any
+
+
+class Span(NamedTuple):
+    """Key tiles of a program: the first, one past the last, and those that are fetched, which may repeat the last."""
+
+    first: Any
+    last: Any
+    count: Any
+
+
+class Lines(NamedTuple):
+    """Rows of a program. low, high: positions that hold queries. first: position of the call's row 0. tile: the query
+    tile from which rows are numbered. block: the program's first block of rows. head: of the call. phase: of the layer."""
+
+    low: Any
+    high: Any
+    first: Any
+    tile: Any
+    block: Any
+    head: Any
+    phase: Any
+
+
+class Logits(NamedTuple):
+    """What makes logits of products: scale, factors of key tiles, and softcap or None."""
+
+    scale: Any
+    factors: Any
+    softcap: Any
+
+
+class Out(NamedTuple):
+    """Where a head's maxima and a program's sums go; blocks and tiles of a head, programs that share a row's tiles."""
+
+    maxima: Any
+    sums: Any
+    blocks: Any
+    reach: Any
+    part: Any
+    parts: Any
+
+
+@gluon.jit
+def _position(number, lines, EVERY: gl.constexpr):
+    """position, real: of sampled rows by number. See `kernels._sampled`."""
+    PER: gl.constexpr = TILE // EVERY
+    tile = lines.tile + number // PER
+    position = tile * TILE + (tile + lines.phase) % EVERY + number % PER * EVERY
+    return position, (position >= lines.low) & (position < lines.high)
+
+
+@gluon.jit
+def _larger(a, b):
+    """The larger of float16 numbers, two at a time."""
+    return gl.inline_asm_elementwise(
+        "max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.float16, is_pure=True, pack=2
+    )  # fmt: skip
+
+
+@gluon.jit
+def _row_max(s, LAYOUT: gl.constexpr):
+    """float32: largest of each row of s ``[BLOCK, BLOCK]``."""
+    a, b = s.reshape([TILE, 2, 64]).permute([0, 2, 1]).split()
+    a, b = _larger(a, b).reshape([TILE, 2, 32]).permute([0, 2, 1]).split()
+    a, b = _larger(a, b).reshape([TILE, 2, 16]).permute([0, 2, 1]).split()
+    a, b = _larger(a, b).reshape([TILE, 2, 8]).permute([0, 2, 1]).split()
+    return gl.convert_layout(gl.max(_larger(a, b), 1), LAYOUT).to(gl.float32)
+
+
+@gluon.jit
+def _leave(s, tile, level, total, position, scales, clear, last, line, logits, PER: gl.constexpr, LAYOUT: gl.constexpr):
+    """Stores the maxima of a tile's products s, as logits; level, total with them, as `kernels._joined`."""
+    if tile >= clear:
+        at = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
+        s = gl.where(at[None, :] <= position[:, None], s, float("-inf"))
+    m = _row_max(s, gl.SliceLayout(1, LAYOUT)) * (scales * gl.load(logits.factors + tile))
+    if logits.softcap is not None:
+        capped = (2.0 / (1.0 + gl.exp2(-2.0 * m / logits.softcap)) - 1.0) * logits.softcap * LOG2E
+        m = gl.where(m == float("-inf"), m, capped)
+    stored = gl.minimum(m, LARGEST).to(gl.float16)
+    if tile < last:
+        gl.store(line + tile * PER, stored)
+        m = stored.to(gl.float32)
+        less = gl.exp2(gl.where(m == level, 0.0, -gl.abs(m - level)))
+        less_of_it = gl.where(m == float("-inf"), 0.0, less)
+        total = gl.where(m > level, total * less + 1.0, total + less_of_it)
+        level = gl.maximum(level, m)
+    return level, total
+
+
+@gluon.jit
+def _multiply(q, tiles, stage, phase, zero):
+    """Products ``[BLOCK, BLOCK]`` with the keys of a stage, on their way."""
+    mbarrier.wait(tiles.ready.index(stage), phase)
+    return warpgroup_mma(q, tiles.smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _round_queries(smem, q_ptr, stride_qn, block, lines, EVERY: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Puts the rows of a block into shared memory in e4m3, each times a power of two of its own. Returns its inverse."""
+    by_row: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
+    number = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, by_row))
+    position, real = _position(number, lines, EVERY)
+    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, by_row))
+    at = q_ptr + (position - lines.first).to(gl.int64)[:, None] * stride_qn + dims[None, :]
+    q = gl.load(at, mask=real[:, None] & (dims < D)[None, :], other=0.0).to(gl.float32)  # [BLOCK, D]
+    largest = gl.max(gl.abs(q), 1)
+    part = q / gl.where(largest > 0.0, largest, 1.0)[:, None]
+    norm = largest * gl.sqrt(gl.sum(part * part, 1))
+    power = gl.floor(gl.log2(1.0 / gl.where(norm > 0.0, norm, 1.0) * NORM))
+    power = gl.minimum(gl.maximum(power, -100.0), 100.0)
+    smem.store(gl.minimum(gl.maximum(q * gl.exp2(power)[:, None], -448.0), 448.0).to(gl.float8e4nv))
+    fence_async_shared()
+    barrier()
+    return gl.exp2(-power)
+
+
+@gluon.jit
+def _consume(
+    NUMBER: gl.constexpr, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits,
+    EVERY: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Maxima of 128 sampled rows."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    PER: gl.constexpr = TILE // EVERY
+    block = lines.block + NUMBER
+    inverse = _round_queries(q_smem.index(NUMBER), q_ptr, stride_qn, block, lines, EVERY, D, BLOCK_D)
+    scales = gl.convert_layout(inverse, rows) * logits.scale
+    number = block * TILE + gl.arange(0, TILE, layout=rows)
+    position, real = _position(number, lines, EVERY)
+    first = lines.tile + block * TILE // PER  # query tile of the first row
+    clear = gl.maximum(first, 0)
+    last = gl.minimum(gl.minimum(lines.tile + (block * TILE + TILE - 1) // PER + 1, (lines.high + TILE - 1) // TILE), span.last)
+    if block >= out.blocks:
+        last = 0
+    line = out.maxima + number // PER * out.reach * PER + number % PER
+    level = gl.full([TILE], float("-inf"), gl.float32, rows)
+    total = gl.full([TILE], 0.0, gl.float32, rows)
+    if span.count > 0:
+        q = q_smem.index(NUMBER)
+        zero = gl.full([TILE, TILE], 0.0, gl.float16, layout)
+        stage = 0
+        phase = 0
+        tile = span.first
+        for _ in range(span.count // 2):
+            # No product is under way when a round ends: ptxas would wait for each one.
+            a = _multiply(q, tiles, stage, phase, zero)
+            after, phase_after = advance(stage, phase, STAGES)
+            b = _multiply(q, tiles, after, phase_after, zero)
+            s = warpgroup_mma_wait(1, deps=[a])
+            mbarrier.arrive(tiles.empty.index(stage), count=1)
+            level, total = _leave(
+                s, tile, level, total, position, scales, clear, last, line, logits, PER, layout
+            )
+            s = warpgroup_mma_wait(0, deps=[b])
+            mbarrier.arrive(tiles.empty.index(after), count=1)
+            level, total = _leave(
+                s, tile + 1, level, total, position, scales, clear, last, line, logits, PER, layout
+            )
+            tile += 2
+            stage, phase = advance(after, phase_after, STAGES)
+    if block < out.blocks:
+        at = (block * out.parts + out.part).to(gl.int64) * TILE + gl.arange(0, TILE, layout=rows)
+        gl.store(out.sums + at, level + gl.log2(total))
+
+
+@gluon.jit
+def _produce(descriptor, line, tiles, span, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """Fetches the key tiles of a program."""
+    stage = 0
+    phase = 1
+    for j in range(span.count):
+        mbarrier.wait(tiles.empty.index(stage), phase)
+        mbarrier.expect(tiles.ready.index(stage), TILE * BLOCK_D)
+        tile = gl.minimum(span.first + j, span.last - 1)
+        load_block(descriptor, [line + tile * TILE, 0], tiles.ready.index(stage), tiles.smem.index(stage))
+        stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit(do_not_specialize=(*RUNTIME, "each"))
+def hopper_maxima_kernel(
+    maxima_ptr, sums_ptr, q_ptr, factors_ptr, descriptor, starts_ptr, lengths_ptr,
+    stride_qb, stride_qh, stride_qn,
+    scale, softcap, q_offset, q_len, kv_len, window,
+    heads, kv_group, first_head, first_tile, blocks, reach, columns, each,
+    EVERY: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As `kernels.maxima_kernel`, for tiles of 128 keys and blocks of 128 sampled rows, without a window.
+
+    One program: two such blocks of a query head. descriptor: of the rounded keys ``[B * Hkv * columns * BLOCK, D]``.
+    """
+    pid = gl.program_id(0)
+    member = pid % kv_group
+    rest = pid // kv_group
+    both = (blocks + 1) // 2
+    block = (both - 1 - rest % both) * 2
+    pair = rest // both
+    kv_heads = heads // kv_group
+    b = pair // kv_heads
+    kv = pair % kv_heads
+    h = kv * kv_group + member
+    start = 0
+    if starts_ptr is not None:
+        start = gl.load(starts_ptr + b)
+    length = kv_len - start
+    if lengths_ptr is not None:
+        length = gl.load(lengths_ptr + b)
+    first = q_offset - start
+    tile = first // TILE
+    if first < 0:
+        tile = -((TILE - 1 - first) // TILE)
+    tile += first_tile
+    high = gl.minimum(first + q_len, length)
+    lines = Lines(gl.maximum(first, 0), high, first, tile, block, h, first_head + h)
+    PER: gl.constexpr = TILE // EVERY
+    # Key tiles that the last row of both blocks may see.
+    last = gl.minimum(tile + ((block + 2) * TILE - 1) // PER + 1, (high + TILE - 1) // TILE)
+    begin = gl.program_id(1) * each
+    last = gl.minimum(gl.minimum(last, reach), begin + each)
+    count = gl.maximum(last - begin, 0)
+    if count > 0:
+        count = (count + 1) // 2 * 2
+    span = Span(begin, last, count)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    shared: gl.constexpr = descriptor.layout
+    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [2, TILE, BLOCK_D], shared)
+    k_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, BLOCK_D], shared)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    tiles = Tiles(k_smem, ready, empty)
+    head = (b * heads + h).to(gl.int64) * blocks
+    out = Out(
+        maxima_ptr + (b * heads + h).to(gl.int64) * ((blocks * TILE + PER - 1) // PER) * reach * PER,
+        sums_ptr + head * gl.num_programs(1) * TILE, blocks, reach,
+        gl.program_id(1), gl.num_programs(1),
+    )  # fmt: skip
+    q_ptr += b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
+    line = (b * kv_heads + kv) * columns * TILE
+    cap = None
+    if SOFTCAP:
+        cap = softcap
+    logits = Logits(scale, factors_ptr + (b * kv_heads + kv).to(gl.int64) * columns, cap)
+    gl.warp_specialize(
+        [
+            (_consume, (0, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits, EVERY, D, BLOCK_D, STAGES)),
+            (_consume, (1, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits, EVERY, D, BLOCK_D, STAGES)),
+            (_produce, (descriptor, line, tiles, span, BLOCK_D, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS[0], REGISTERS[1]],
+    )  # fmt: skip
+
+
+def descriptor(k: Tensor) -> TensorDescriptor:
+    """Of the rounded keys ``[B, Hkv, N, D]``: blocks of one key tile."""
+    lines, width = k.view(-1, k.shape[-1]), power_of_two(k.shape[-1])
+    layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
+    return TensorDescriptor(lines, list(lines.shape), list(lines.stride()), [HOPPER_TILE, width], layout)
