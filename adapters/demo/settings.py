@@ -32,7 +32,7 @@ PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "flexprefill": {"gamma": 0.8, "tau": 0.2, "min_budget": 256},
         "kascade": {"anchors": str(ANCHORS), "sampled": 16},
-        "rowmax": {"eps": 0.05},
+        "rowmax": {"eps": 0.1},
         "sample-attention": {"alpha_c": 0.8, "alpha_s": 0.8, "chunk_n": 1},
         "star-attention": {"block_size": 1024, "context_length": -128},
         "share-prefill": {"clusters": str(CLUSTERS), "gamma": 0.8, "delta": 1.01},

@@ -22,15 +22,16 @@ class RowMaxConfig:
     """Settings of `rowmax`.
 
     eps: share that a key tile's largest logit must have of a row's tiles for the tile to be kept; 0 keeps everything.
-    every: one query row in so many is looked at; 1 looks at all. block: tile size in tokens. sink: keep the first key
-    tile of every row. union: "head", or "group" to give all query heads of a KV head what any of them keeps. precision:
+    every: one query row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at
+    all. block: tile size in tokens. sink: keep the first key tile of every row. union: "group" gives all query heads of
+    a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps for each alone. precision:
     of the logits that are looked at: "exact", in the call's type; "fp8", which needs a GPU with 8-bit tensor cores; or
     "auto", which is fp8 where that can be and exact elsewhere.
     """
 
-    eps: float = field(default=0.02, validator=number(0.0, 1.0))
-    every: int = field(default=4, validator=whole())
+    eps: float = field(default=0.01, validator=number(0.0, 1.0))
+    every: int = field(default=2, validator=whole())
     block: int = field(default=128, validator=_block)
     sink: bool = field(default=True, validator=flag())
-    union: str = field(default="head", validator=one_of("head", "group"))
+    union: str = field(default="group", validator=one_of("head", "group"))
     precision: str = field(default="auto", validator=one_of("auto", "exact", "fp8"))

@@ -85,11 +85,11 @@ class Out(NamedTuple):
 
 
 @gluon.jit
-def _position(number, lines, EVERY: gl.constexpr):
+def _position(number, lines, EVERY: gl.constexpr, SHIFT: gl.constexpr):
     """position, real: of sampled rows by number. See `kernels._sampled`."""
     PER: gl.constexpr = TILE // EVERY
     tile = lines.tile + number // PER
-    position = tile * TILE + (tile + lines.phase) % EVERY + number % PER * EVERY
+    position = tile * TILE + (tile + lines.phase * SHIFT) % EVERY + number % PER * EVERY
     return position, (position >= lines.low) & (position < lines.high)
 
 
@@ -140,11 +140,21 @@ def _multiply(q, tiles, stage, phase, zero):
 
 
 @gluon.jit
-def _round_queries(smem, q_ptr, stride_qn, block, lines, EVERY: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr):
+def _round_queries(
+    smem,
+    q_ptr,
+    stride_qn,
+    block,
+    lines,
+    EVERY: gl.constexpr,
+    SHIFT: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
     """Puts the rows of a block into shared memory in e4m3, each times a power of two of its own. Returns its inverse."""
     by_row: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
     number = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, by_row))
-    position, real = _position(number, lines, EVERY)
+    position, real = _position(number, lines, EVERY, SHIFT)
     dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, by_row))
     at = q_ptr + (position - lines.first).to(gl.int64)[:, None] * stride_qn + dims[None, :]
     q = gl.load(at, mask=real[:, None] & (dims < D)[None, :], other=0.0).to(gl.float32)  # [BLOCK, D]
@@ -162,20 +172,22 @@ def _round_queries(smem, q_ptr, stride_qn, block, lines, EVERY: gl.constexpr, D:
 @gluon.jit
 def _consume(
     NUMBER: gl.constexpr, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits,
-    EVERY: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    EVERY: gl.constexpr, SHIFT: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Maxima of 128 sampled rows."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     PER: gl.constexpr = TILE // EVERY
     block = lines.block + NUMBER
-    inverse = _round_queries(q_smem.index(NUMBER), q_ptr, stride_qn, block, lines, EVERY, D, BLOCK_D)
+    inverse = _round_queries(q_smem.index(NUMBER), q_ptr, stride_qn, block, lines, EVERY, SHIFT, D, BLOCK_D)
     scales = gl.convert_layout(inverse, rows) * logits.scale
     number = block * TILE + gl.arange(0, TILE, layout=rows)
-    position, real = _position(number, lines, EVERY)
+    position, real = _position(number, lines, EVERY, SHIFT)
     first = lines.tile + block * TILE // PER  # query tile of the first row
     clear = gl.maximum(first, 0)
-    last = gl.minimum(gl.minimum(lines.tile + (block * TILE + TILE - 1) // PER + 1, (lines.high + TILE - 1) // TILE), span.last)
+    last = gl.minimum(
+        gl.minimum(lines.tile + (block * TILE + TILE - 1) // PER + 1, (lines.high + TILE - 1) // TILE), span.last
+    )
     if block >= out.blocks:
         last = 0
     line = out.maxima + number // PER * out.reach * PER + number % PER
@@ -194,14 +206,10 @@ def _consume(
             b = _multiply(q, tiles, after, phase_after, zero)
             s = warpgroup_mma_wait(1, deps=[a])
             mbarrier.arrive(tiles.empty.index(stage), count=1)
-            level, total = _leave(
-                s, tile, level, total, position, scales, clear, last, line, logits, PER, layout
-            )
+            level, total = _leave(s, tile, level, total, position, scales, clear, last, line, logits, PER, layout)
             s = warpgroup_mma_wait(0, deps=[b])
             mbarrier.arrive(tiles.empty.index(after), count=1)
-            level, total = _leave(
-                s, tile + 1, level, total, position, scales, clear, last, line, logits, PER, layout
-            )
+            level, total = _leave(s, tile + 1, level, total, position, scales, clear, last, line, logits, PER, layout)
             tile += 2
             stage, phase = advance(after, phase_after, STAGES)
     if block < out.blocks:
@@ -228,7 +236,7 @@ def hopper_maxima_kernel(
     stride_qb, stride_qh, stride_qn,
     scale, softcap, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, columns, each,
-    EVERY: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+    EVERY: gl.constexpr, SHIFT: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `kernels.maxima_kernel`, for tiles of 128 keys and blocks of 128 sampled rows, without a window.
@@ -291,8 +299,8 @@ def hopper_maxima_kernel(
     logits = Logits(scale, factors_ptr + (b * kv_heads + kv).to(gl.int64) * columns, cap)
     gl.warp_specialize(
         [
-            (_consume, (0, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits, EVERY, D, BLOCK_D, STAGES)),
-            (_consume, (1, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits, EVERY, D, BLOCK_D, STAGES)),
+            (_consume, (0, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits, EVERY, SHIFT, D, BLOCK_D, STAGES)),
+            (_consume, (1, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits, EVERY, SHIFT, D, BLOCK_D, STAGES)),
             (_produce, (descriptor, line, tiles, span, BLOCK_D, STAGES)),
         ],
         [4, 1],

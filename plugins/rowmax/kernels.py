@@ -71,10 +71,12 @@ def _queries(b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, BLOCK: tl.cons
 
 
 @triton.jit
-def _sampled(number, head, queries, PER: tl.constexpr, BLOCK: tl.constexpr, EVERY: tl.constexpr):
-    """position, real: of sampled rows by number from the call's first query tile on, for a head of the layer."""
+def _sampled(
+    number, head, queries, PER: tl.constexpr, BLOCK: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """position, real: of sampled rows (see `maxima.Sampling`) by number from the call's first query tile on, for a head of the layer."""
     tile = queries.tile + number // PER
-    position = tile * BLOCK + (tile + head) % EVERY + number % PER * EVERY
+    position = tile * BLOCK + (tile + head * SHIFT) % EVERY + number % PER * EVERY
     return position, (position >= queries.low) & (position < queries.high)
 
 
@@ -168,7 +170,9 @@ def _joined(level, total, m):
     """level, total with one more number: their logarithm is ``level + log2(total)``, -inf as long as total is 0."""
     less = tl.math.exp2(tl.where(m == level, 0.0, -tl.abs(m - level)))
     # A row that has seen nothing yet stays at 0: what is -inf is no key.
-    return tl.maximum(level, m), tl.where(m > level, total * less + 1.0, total + tl.where(m == float("-inf"), 0.0, less))
+    return tl.maximum(level, m), tl.where(
+        m > level, total * less + 1.0, total + tl.where(m == float("-inf"), 0.0, less)
+    )
 
 
 @triton.jit
@@ -242,7 +246,7 @@ def maxima_kernel(
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     scale, softcap, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, columns, each,
-    BLOCK: tl.constexpr, EVERY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -263,7 +267,7 @@ def maxima_kernel(
     h = kv * kv_group + member
     start, queries = _queries(b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, BLOCK)
     number = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    position, real = _sampled(first_tile * PER + number, first_head + h, queries, PER, BLOCK, EVERY)
+    position, real = _sampled(first_tile * PER + number, first_head + h, queries, PER, BLOCK, EVERY, SHIFT)
     top, low = tl.max(tl.where(real, position, -1), 0), tl.min(tl.where(real, position, BIG), 0)
     if top < 0:
         return
@@ -319,7 +323,7 @@ def maxima_kernel(
 def choose_kernel(
     chosen_ptr, maxima_ptr, sums_ptr, sinks_ptr, starts_ptr, lengths_ptr, least, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, rows, columns, parts,
-    BLOCK: tl.constexpr, EVERY: tl.constexpr, BLOCK_M: tl.constexpr, MEMBERS: tl.constexpr, UNION: tl.constexpr,
+    BLOCK: tl.constexpr, EVERY: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr, MEMBERS: tl.constexpr, UNION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """chosen ``[B, h, rows, columns]``: which key tiles have a share of 2^least or more for one row of a query tile.
@@ -340,7 +344,7 @@ def choose_kernel(
         real = real & (member < kv_group)
     _, queries = _queries(b, starts_ptr, lengths_ptr, q_offset, q_len, kv_len, BLOCK)
     number = tile * PER + j
-    position, there = _sampled(first_tile * PER + number, first_head + h, queries, PER, BLOCK, EVERY)
+    position, there = _sampled(first_tile * PER + number, first_head + h, queries, PER, BLOCK, EVERY, SHIFT)
     real = real & there
     top = tl.max(tl.where(real, position, -1), 0)
     end = 0 if top < 0 else top // BLOCK + 1

@@ -19,7 +19,7 @@ from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E
 
 from . import kernels
-from .maxima import MAXIMA
+from .maxima import MAXIMA, sampling
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -84,8 +84,8 @@ def tile_shares(call: AttentionCall, config: RowMaxConfig) -> Tensor:
 
 
 def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Tensor:
-    geometry, tile, every = call.geometry, config.block, config.every
-    rows, columns, per = geometry.tile_rows(tile), geometry.tile_columns(tile), tile // every
+    geometry, tile, which = call.geometry, config.block, sampling(config, call.group)
+    rows, columns, per = geometry.tile_rows(tile), geometry.tile_columns(tile), tile // which.stride
     union, group, pairs = config.union == "group", call.group, geometry.batch * geometry.heads
     q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
     operand = _rounded(call, tile) if in_8_bits(call, config.precision) else _plain(call)
@@ -113,7 +113,8 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
         kernels.choose_kernel[(count, units, cdiv(columns, at_once))](
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
             geometry.lengths, least, *sizes, *place, rows, columns, parts,
-            MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, EVERY=every, BLOCK_M=height,
+            MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, EVERY=which.stride, SHIFT=which.shift,
+            BLOCK_M=height,
             WINDOW=geometry.window is not None, num_warps=4, **FUSED,
         )  # fmt: skip
     return chosen
@@ -133,7 +134,14 @@ def _find(
     geometry, size = call.geometry, q.shape[3]
     pairs, blocks = geometry.batch * geometry.heads, sizes[8]
     numbers = (call.softmax_scale * LOG2E.value, call.softcap or 0.0, *sizes)
-    flags = {"EVERY": config.every, "D": size, "BLOCK_D": block(size), "SOFTCAP": call.softcap is not None}
+    which = sampling(config, call.group)
+    flags = {
+        "EVERY": which.stride,
+        "SHIFT": which.shift,
+        "D": size,
+        "BLOCK_D": block(size),
+        "SOFTCAP": call.softcap is not None,
+    }
     hopper = _hopper(call, operand, config.block)
     if hopper is not None:
         try:

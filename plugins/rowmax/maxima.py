@@ -1,8 +1,8 @@
 """The largest share that sampled query rows give to each key tile, by PyTorch's products.
 
-A row is never averaged with others: where a single row looks something up, its share stands. Of each query tile one
-row in `every` is looked at; which ones changes from tile to tile and from head to head, so that heads of a KV group
-together see more rows.
+A row is never averaged with others: where a single row looks something up, its share stands. Of each query tile some
+rows are looked at; which ones changes from tile to tile and from head to head, so that heads of a KV group that share
+what they keep see rows between those of the others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.nn import functional
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+
+    from .config import RowMaxConfig
 
 LOGITS = 1 << 26
 """Logits of sampled rows that are in memory at once, over batch and heads, on a GPU."""
@@ -45,9 +47,27 @@ class Rows:
     real: Tensor
 
 
-def workspace(call: AttentionCall, block: int, every: int, *, by_kernels: bool) -> int:
+@frozen
+class Sampling:
+    """Which rows of a query tile a head looks at: one in `stride`, which divides the tile; in tile t the first is number
+    ``(t + head * shift) % stride``."""
+
+    stride: int
+    shift: int
+
+
+def sampling(config: RowMaxConfig, group: int) -> Sampling:
+    """Of heads that keep alone: one row in `every` each. Of `group` heads that share what they keep: one row in `every`
+    between them, each row by another head in turn; where their number is no power of two, some rows by two heads."""
+    heads = 1 << (group.bit_length() - 1) if config.union == "group" else 1
+    while config.block % (config.every * heads):
+        heads //= 2
+    return Sampling(config.every * heads, config.every if heads > 1 else 1)
+
+
+def workspace(call: AttentionCall, block: int, stride: int, *, by_kernels: bool) -> int:
     """Bytes that shares of tiles take, with the maxima, logits and converted keys that are in memory on the way."""
-    geometry, per = call.geometry, block // every
+    geometry, per = call.geometry, block // stride
     rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
     one = geometry.batch * geometry.heads * columns
     keys = geometry.batch * call.kv_heads * columns * (block * call.q.shape[3] + 4)
@@ -57,16 +77,14 @@ def workspace(call: AttentionCall, block: int, every: int, *, by_kernels: bool) 
     return 8 * (one * rows + one * max(ROWS, per) + logits + one * per * block + 2 * keys)
 
 
-def sampled_rows(call: AttentionCall, first: int, last: int, block: int, every: int) -> Rows:
-    """One row in `every` of the call's query tiles from `first` to before `last`, each head with a phase of its own.
-
-    The rows for `every` are among those for any divisor of it.
-    """
+def sampled_rows(call: AttentionCall, first: int, last: int, block: int, which: Sampling) -> Rows:
+    """Of the call's query tiles from `first` to before `last`. For heads that keep alone, the rows for a stride are among
+    those for any divisor of it."""
     geometry = call.geometry
     tile = geometry.tiles(block)[:, first:last]  # [B, t]
     head = torch.arange(geometry.heads, device=tile.device) + call.first_head
-    phase = (tile[:, None] + head[:, None]) % every  # [B, H, t]
-    offset = torch.arange(0, block, every, device=tile.device)
+    phase = (tile[:, None] + head[:, None] * which.shift) % which.stride  # [B, H, t]
+    offset = torch.arange(0, block, which.stride, device=tile.device)
     position = (tile[:, None] * block + phase)[..., None] + offset
     position = position.flatten(2)
     index = position - geometry.first_position()[:, None, None]
@@ -76,14 +94,14 @@ def sampled_rows(call: AttentionCall, first: int, last: int, block: int, every: 
     return Rows(clamped, position, real)
 
 
-def shares(call: AttentionCall, block: int, every: int) -> Iterator[tuple[slice, Tensor]]:
+def shares(call: AttentionCall, block: int, which: Sampling) -> Iterator[tuple[slice, Tensor]]:
     """Query tiles, and the largest share ``[B, Hq, t, c]`` of each in the first c key tiles; no later one is in reach.
 
     With m the largest logit of a row in each key tile, a share is ``exp(m - logsumexp(m))`` over all tiles that the row
     may see, sinks included: no less than the tile's largest weight in the row's softmax. float32 (float64 for float64
     calls). Tiles that no sampled row may see have 0.
     """
-    geometry, per = call.geometry, block // every
+    geometry, per = call.geometry, block // which.stride
     rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
     pairs = geometry.batch * geometry.heads * per
     size = max(1, ROWS // pairs)
@@ -92,7 +110,7 @@ def shares(call: AttentionCall, block: int, every: int) -> Iterator[tuple[slice,
     before = geometry.q_offset // block
     for first in range(0, rows, size):
         last = min(first + size, rows)
-        some = sampled_rows(call, first, last, block, every)
+        some = sampled_rows(call, first, last, block, which)
         q = _queries(call, some, keys)
         behind = min(before + last, columns)  # rows that start later stand no further
         lowest = max(geometry.q_offset, (before + first) * block)

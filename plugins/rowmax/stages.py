@@ -15,7 +15,7 @@ from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 
-from .maxima import shares, workspace
+from .maxima import sampling, shares, workspace
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -55,8 +55,8 @@ class RowMaxEstimator:
 
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles and their lists, and what shares take."""
-        block, every = self.config.block, self.config.every
-        return default_workspace(call, block) + workspace(call, block, every, by_kernels=_by_kernels(call))
+        block, stride = self.config.block, sampling(self.config, call.group).stride
+        return default_workspace(call, block) + workspace(call, block, stride, by_kernels=_by_kernels(call))
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles by share, the row's own tile, and the first; the shares are left as priority."""
@@ -93,7 +93,7 @@ class RowMaxEstimator:
             geometry.tile_columns(self.config.block),
         )
         every = torch.zeros(shape, dtype=dtype, device=geometry.device)
-        for rows, found in shares(call, self.config.block, self.config.every):
+        for rows, found in shares(call, self.config.block, sampling(self.config, call.group)):
             every[:, :, rows, : found.shape[3]] = found
         return every if self.config.union == "head" else every.unflatten(1, (-1, call.group)).amax(2)
 

@@ -4,7 +4,10 @@ Shares no code with the plugin. The rule:
 
 - Tiles of `block` tokens lie on the batch row's own grid, position 0 being its first real token.
 - Of query tile t of the layer's query head h, the rows looked at stand at ``t * block + (t + h) % every``, then every
-  `every` tokens to the tile's end; of these, the queries that there are.
+  `every` tokens to the tile's end; of these, the queries that there are. Under a union, heads share the rows: with n the
+  largest power of two that is no larger than the KV head's number of query heads, and for which every * n divides the
+  block, a head looks at one row in ``every * n``, from ``t * block + (t + h * every) % (every * n)`` on; if n is 1, as
+  without a union.
 - m[J] is a row's largest logit in key tile J, over the keys that it may see: none behind it, under a sliding window
   those in the window. A softcap is applied to logits.
 - The share of a tile is ``exp(m[J] - log(sum of exp(m[J'])))``, the sum over all tiles with a key to see; the logit of
@@ -45,6 +48,7 @@ class Head:
     first: int
     scale: float
     number: int
+    group: int
     softcap: float | None = None
     window: int | None = None
     sink: float | None = None
@@ -69,9 +73,12 @@ class Head:
 
     def rows(self, tile: int, p: Parameters) -> list[int]:
         """Positions of the rows looked at."""
-        start = tile * p.block
-        every = range(start + (tile + self.number) % p.every, start + p.block, p.every)
-        return [query for query in every if self.first <= query < self.first + len(self.Q)]
+        start, n = tile * p.block, 1
+        if p.union == "group":
+            n = max(2**i for i in range(8) if 2**i <= self.group and p.block % (p.every * 2**i) == 0)
+        phase = (tile + self.number * (p.every if n > 1 else 1)) % (p.every * n)
+        looked_at = range(start + phase, start + p.block, p.every * n)
+        return [query for query in looked_at if self.first <= query < self.first + len(self.Q)]
 
     def largest(self, tile: int, p: Parameters) -> dict[int, float]:
         """Of the key tiles that a query tile's rows may see, the largest share."""

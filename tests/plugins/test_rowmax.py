@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.rowmax import maxima
 from sparseprefill.plugins.rowmax.config import RowMaxConfig
-from sparseprefill.plugins.rowmax.maxima import sampled_rows
+from sparseprefill.plugins.rowmax.maxima import Sampling, sampled_rows, sampling
 from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
 from torch import Tensor
 
@@ -54,7 +54,9 @@ def expected(made: Made, p: Parameters, sinks: list[float] | None, **options: An
         def head(h: int, b: int = b, real: list[int] = real, first: int = first, keys: slice = keys) -> oracle.Head:
             number, sink = options.get("first_head", 0) + h, None if sinks is None else sinks[h]
             window = options.get("window")
-            return oracle.Head(q[b, h, real], k[b, h // group, keys], first, scale, number, softcap, window, sink)
+            return oracle.Head(
+                q[b, h, real], k[b, h // group, keys], first, scale, number, group, softcap, window, sink
+            )
 
         for h in range(q.shape[1]):
             kv = h // group
@@ -139,10 +141,12 @@ def test_no_dropped_tile_holds_a_large_share_of_a_sampled_row(
 ) -> None:
     """Nor does any of its keys have eps of the row's softmax; and each kept one holds a share, or is the row's own."""
     one, block = drawn(seed, **more), 24
-    rows = sampled_rows(one, 0, one.geometry.tile_rows(block), block, every)
+    rows = sampled_rows(one, 0, one.geometry.tile_rows(block), block, Sampling(every, 1))
     at = rows.index[..., None].expand(-1, -1, -1, one.kv_len)
     seen = torch.gather(logits(one), 2, at).masked_fill(~rows.real[..., None], -torch.inf)
-    kept = torch.gather(sp.build("rowmax", eps=eps, every=every, block=block).run(one).mask.to_dense(), 2, at)
+    kept = torch.gather(
+        sp.build("rowmax", eps=eps, every=every, block=block, union="head").run(one).mask.to_dense(), 2, at
+    )
     weight = torch.where(rows.real[..., None], seen.softmax(-1), 0)
     assert not bool((weight[~kept] >= eps).any())
     tops = torch.nn.functional.pad(seen, (0, -one.kv_len % block), value=-torch.inf).unflatten(-1, (-1, block)).amax(-1)
@@ -170,7 +174,7 @@ def test_more_rows_keep_no_less(seed: int, every: tuple[int, int]) -> None:
     one, (many, few) = drawn(seed, first_head=seed % 7), every
     places = []
     for n in every:
-        rows = sampled_rows(one, 0, one.geometry.tile_rows(24), 24, n)
+        rows = sampled_rows(one, 0, one.geometry.tile_rows(24), 24, Sampling(n, 1))
         places.append([set(row[real].tolist()) for row, real in zip(rows.index[0], rows.real[0], strict=True)])
     assert all(some <= all_ for some, all_ in zip(*places, strict=True))
     assert not bool((estimator(0.03, many).kept(one) & ~estimator(0.03, few).kept(one)).any())
@@ -178,20 +182,47 @@ def test_more_rows_keep_no_less(seed: int, every: tuple[int, int]) -> None:
 
 def test_heads_look_at_different_rows_that_meet_all_together() -> None:
     one = drawn(0)
-    rows = sampled_rows(one, 0, 2, 24, 4)
+    rows = sampled_rows(one, 0, 2, 24, Sampling(4, 1))
     for tile in range(2):
         each = [set(head.unflatten(0, (2, -1))[tile].tolist()) for head in rows.position[0]]
         assert set(range((tile + 1) * 24, (tile + 2) * 24)) == set().union(*each)  # the call begins in tile 1
         assert 24 == sum(len(head) for head in each)
 
 
+@pytest.mark.parametrize(
+    ("heads", "every", "block", "stride"),
+    [((4, 2), 2, 24, 4), ((8, 2), 2, 128, 8), ((6, 2), 2, 128, 4), ((16, 1), 2, 128, 32), ((16, 1), 3, 24, 24),
+     ((4, 4), 2, 24, 2), ((14, 2), 1, 16, 4), ((4, 1), 1, 128, 4)],
+)  # fmt: skip
+def test_heads_of_a_union_share_the_rows(heads: tuple[int, int], every: int, block: int, stride: int) -> None:
+    """Together one in `every`, at even distances, whatever their number; of a power of two, each row by one head."""
+    group = heads[0] // heads[1]
+    which = sampling(RowMaxConfig(every=every, block=block), group)
+    assert Sampling(stride, every if group > 1 else 1) == which
+    one = sp.AttentionCall(
+        *(torch.zeros(1, n, 3 * block, 16) for n in (heads[0], heads[1], heads[1])), first_head=group
+    )
+    rows = sampled_rows(one, 0, 3, block, which).position[0].unflatten(1, (3, -1))
+    for kv in range(heads[1]):
+        for tile in range(3):
+            looked_at = rows[kv * group : kv * group + group, tile].flatten().tolist()
+            first = tile * block + (tile + (kv + 1 if group == 1 else 0)) % every
+            assert set(range(first, tile * block + block, every)) == set(looked_at)
+            if stride == every * group:
+                assert len(set(looked_at)) == len(looked_at)
+    assert all(len(head.flatten()) == 3 * block // stride for head in rows)
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 999), eps=st.floats(0.01, 0.5))
-def test_a_union_is_what_the_heads_keep(seed: int, eps: float) -> None:
+def test_a_union_is_what_its_heads_keep(seed: int, eps: float) -> None:
     one = drawn(seed)
-    alone, together = (estimator(eps, 4, union=union).kept(one) for union in ("head", "group"))
-    assert torch.equal(alone.unflatten(1, (2, 2)).any(2), together)
-    mask = sp.build("rowmax", eps=eps, block=24, union="group").run(one).mask.to_dense()
+    config = RowMaxConfig(eps=eps, every=2, block=24, sink=False)
+    each = torch.zeros(1, 4, 7, 8, dtype=torch.float64)
+    for rows, found in maxima.shares(one, 24, Sampling(4, 2)):
+        each[:, :, rows, : found.shape[3]] = found
+    assert torch.equal((each >= eps).unflatten(1, (2, 2)).any(2), RowMaxEstimator(config).kept(one))
+    mask = sp.build("rowmax", eps=eps, block=24).run(one).mask.to_dense()
     assert torch.equal(mask[:, 0::2], mask[:, 1::2])
 
 
@@ -226,7 +257,7 @@ def test_cuts_at_the_grain_change_nothing(seed: int, length: int, cuts: list[int
 @given(seed=st.integers(0, 99), front=st.integers(0, 40), back=st.integers(0, 40))
 def test_padding_changes_nothing(seed: int, front: int, back: int) -> None:
     alone = call(seed, (2, 1), 90, 0)
-    pipeline = sp.build("rowmax", eps=0.05, every=3, block=15)
+    pipeline = sp.build("rowmax", eps=0.05, every=3, block=15, union="head")
     mask = run(pipeline, alone).mask.to_dense()
     padded = {x: torch.nn.functional.pad(alone[x], (0, 0, front, back), value=7.0) for x in "qkv"}
     rows = {"starts": [front], "lengths": [90]}
@@ -270,7 +301,7 @@ def test_shares_are_left_as_priority_and_made_when_asked(monkeypatch: pytest.Mon
     monkeypatch.setattr(RowMaxEstimator, "shares", counted)
     one = drawn(4)
     for union in ("head", "group"):
-        made = sp.build("rowmax", eps=0.05, block=24, union=union)
+        made = sp.build("rowmax", eps=0.05, every=4, block=24, union=union)
         plan = made.plan(one, sp.Memory())
         assert not asked
         assert plan.priority is not None
