@@ -30,6 +30,6 @@ def sparseprefill_methods() -> list[Method]:
             build=_build,
             full={"eps": 0.0},
             small={"eps": 0.05, "every": 2, "block": 16},
-            search={"eps": (0.005, 0.01, 0.02, 0.05), "every": (2, 4), "union": ("group", "head")},
+            search={"eps": (0.005, 0.01, 0.02, 0.05, 0.1)},
         )
     ]

@@ -24,12 +24,12 @@ class RowMaxConfig:
     eps: share that a key tile's largest logit must have of a row's tiles for the tile to be kept; 0 keeps everything.
     every: one query row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at
     all. block: tile size in tokens. sink: keep the first key tile of every row. union: "group" gives all query heads of
-    a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps for each alone. precision:
-    of the logits that are looked at: "exact", in the call's type; "fp8", which needs a GPU with 8-bit tensor cores; or
-    "auto", which is fp8 where that can be and exact elsewhere.
+    a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps for each alone.
+    precision: of the logits that are looked at: "exact", in the call's type; "fp8", which needs a GPU with 8-bit tensor
+    cores; or "auto", which is fp8 where that can be and exact elsewhere.
     """
 
-    eps: float = field(default=0.01, validator=number(0.0, 1.0))
+    eps: float = field(default=0.02, validator=number(0.0, 1.0))
     every: int = field(default=2, validator=whole())
     block: int = field(default=128, validator=_block)
     sink: bool = field(default=True, validator=flag())

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -19,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.kernels.hopper.gluon import barrier, load_block
 from sparseprefill.kernels.hopper.ring import advance
@@ -54,7 +54,7 @@ class Span(NamedTuple):
 
 class Lines(NamedTuple):
     """Rows of a program. low, high: positions that hold queries. first: position of the call's row 0. tile: the query
-    tile from which rows are numbered. block: the program's first block of rows. head: of the call. phase: of the layer."""
+    tile from which rows are numbered. block: the program's first block of rows. head: of the layer."""
 
     low: Any
     high: Any
@@ -62,7 +62,6 @@ class Lines(NamedTuple):
     tile: Any
     block: Any
     head: Any
-    phase: Any
 
 
 class Logits(NamedTuple):
@@ -86,11 +85,10 @@ class Out(NamedTuple):
 
 @gluon.jit
 def _position(number, lines, EVERY: gl.constexpr, SHIFT: gl.constexpr):
-    """position, real: of sampled rows by number. See `kernels._sampled`."""
+    """Of sampled rows by number. See `kernels._sampled`."""
     PER: gl.constexpr = TILE // EVERY
     tile = lines.tile + number // PER
-    position = tile * TILE + (tile + lines.phase * SHIFT) % EVERY + number % PER * EVERY
-    return position, (position >= lines.low) & (position < lines.high)
+    return tile * TILE + (tile + lines.head * SHIFT) % EVERY + number % PER * EVERY
 
 
 @gluon.jit
@@ -151,10 +149,11 @@ def _round_queries(
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    """Puts the rows of a block into shared memory in e4m3, each times a power of two of its own. Returns its inverse."""
+    """Puts a block's rows into shared memory in e4m3, each times a power of two. Returns the inverse of that."""
     by_row: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
     number = block * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, by_row))
-    position, real = _position(number, lines, EVERY, SHIFT)
+    position = _position(number, lines, EVERY, SHIFT)
+    real = (position >= lines.low) & (position < lines.high)
     dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, by_row))
     at = q_ptr + (position - lines.first).to(gl.int64)[:, None] * stride_qn + dims[None, :]
     q = gl.load(at, mask=real[:, None] & (dims < D)[None, :], other=0.0).to(gl.float32)  # [BLOCK, D]
@@ -182,7 +181,7 @@ def _consume(
     inverse = _round_queries(q_smem.index(NUMBER), q_ptr, stride_qn, block, lines, EVERY, SHIFT, D, BLOCK_D)
     scales = gl.convert_layout(inverse, rows) * logits.scale
     number = block * TILE + gl.arange(0, TILE, layout=rows)
-    position, real = _position(number, lines, EVERY, SHIFT)
+    position = _position(number, lines, EVERY, SHIFT)
     first = lines.tile + block * TILE // PER  # query tile of the first row
     clear = gl.maximum(first, 0)
     last = gl.minimum(
@@ -236,8 +235,8 @@ def hopper_maxima_kernel(
     stride_qb, stride_qh, stride_qn,
     scale, softcap, q_offset, q_len, kv_len, window,
     heads, kv_group, first_head, first_tile, blocks, reach, columns, each,
-    EVERY: gl.constexpr, SHIFT: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    EVERY: gl.constexpr, SHIFT: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, SOFTCAP: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `kernels.maxima_kernel`, for tiles of 128 keys and blocks of 128 sampled rows, without a window.
 
@@ -265,7 +264,7 @@ def hopper_maxima_kernel(
         tile = -((TILE - 1 - first) // TILE)
     tile += first_tile
     high = gl.minimum(first + q_len, length)
-    lines = Lines(gl.maximum(first, 0), high, first, tile, block, h, first_head + h)
+    lines = Lines(gl.maximum(first, 0), high, first, tile, block, first_head + h)
     PER: gl.constexpr = TILE // EVERY
     # Key tiles that the last row of both blocks may see.
     last = gl.minimum(tile + ((block + 2) * TILE - 1) // PER + 1, (high + TILE - 1) // TILE)
@@ -299,8 +298,10 @@ def hopper_maxima_kernel(
     logits = Logits(scale, factors_ptr + (b * kv_heads + kv).to(gl.int64) * columns, cap)
     gl.warp_specialize(
         [
-            (_consume, (0, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits, EVERY, SHIFT, D, BLOCK_D, STAGES)),
-            (_consume, (1, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits, EVERY, SHIFT, D, BLOCK_D, STAGES)),
+            (_consume, (0, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits,
+                        EVERY, SHIFT, D, BLOCK_D, STAGES)),
+            (_consume, (1, q_ptr, stride_qn, q_smem, tiles, span, lines, out, logits,
+                        EVERY, SHIFT, D, BLOCK_D, STAGES)),
             (_produce, (descriptor, line, tiles, span, BLOCK_D, STAGES)),
         ],
         [4, 1],

@@ -233,9 +233,7 @@ def _tiles(
         if parts > 1:
             m = tl.where(step % parts == 0, m, tl.maximum(m, best))
             best = m
-        if parts == 1:
-            level, total = _left(m, level, total, x, line_ptr, factors_ptr, tile, PER)
-        elif step % parts == parts - 1:
+        if parts == 1 or step % parts == parts - 1:  # known when this is compiled, as the other is not
             level, total = _left(m, level, total, x, line_ptr, factors_ptr, tile, PER)
     return level, total
 

@@ -61,8 +61,8 @@ def in_8_bits(call: AttentionCall, precision: str) -> bool:
 
 @frozen(eq=False)
 class Operand:
-    """Keys as a kernel reads them: where they are, table and scale of pages, factors by tile if they are rounded, strides
-    and flags. itemsize: bytes of a number."""
+    """Keys as a kernel reads them: where they are, table and scale of pages, factors by tile if they are rounded,
+    strides and flags. itemsize: bytes of a number."""
 
     k: Tensor
     table: Tensor | None
@@ -113,9 +113,8 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
         kernels.choose_kernel[(count, units, cdiv(columns, at_once))](
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
             geometry.lengths, least, *sizes, *place, rows, columns, parts,
-            MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, EVERY=which.stride, SHIFT=which.shift,
-            BLOCK_M=height,
-            WINDOW=geometry.window is not None, num_warps=4, **FUSED,
+            MEMBERS=members, UNION=union, ROWS=lines, COLUMNS=at_once, BLOCK=tile, EVERY=which.stride,
+            SHIFT=which.shift, BLOCK_M=height, WINDOW=geometry.window is not None, num_warps=4, **FUSED,
         )  # fmt: skip
     return chosen
 
@@ -130,7 +129,7 @@ def _find(
     sizes: tuple[int, ...],
     parts: int,
 ) -> None:
-    """Fill `maxima` and `sums` of some query tiles. sizes: what both kernels are told of them, see `kernels.RUNTIME`."""
+    """Fill `maxima` and `sums` of some query tiles. sizes: what kernels are told of them, see `kernels.RUNTIME`."""
     geometry, size = call.geometry, q.shape[3]
     pairs, blocks = geometry.batch * geometry.heads, sizes[8]
     numbers = (call.softmax_scale * LOG2E.value, call.softcap or 0.0, *sizes)

@@ -49,8 +49,8 @@ class Rows:
 
 @frozen
 class Sampling:
-    """Which rows of a query tile a head looks at: one in `stride`, which divides the tile; in tile t the first is number
-    ``(t + head * shift) % stride``."""
+    """Which rows of a query tile a head looks at: one in `stride`, which divides the tile; in tile t the first one is
+    number ``(t + head * shift) % stride``."""
 
     stride: int
     shift: int
@@ -78,8 +78,8 @@ def workspace(call: AttentionCall, block: int, stride: int, *, by_kernels: bool)
 
 
 def sampled_rows(call: AttentionCall, first: int, last: int, block: int, which: Sampling) -> Rows:
-    """Of the call's query tiles from `first` to before `last`. For heads that keep alone, the rows for a stride are among
-    those for any divisor of it."""
+    """Of the call's query tiles from `first` to before `last`. For heads that keep alone, the rows for a stride are
+    among those for any divisor of it."""
     geometry = call.geometry
     tile = geometry.tiles(block)[:, first:last]  # [B, t]
     head = torch.arange(geometry.heads, device=tile.device) + call.first_head

@@ -4,10 +4,10 @@ Shares no code with the plugin. The rule:
 
 - Tiles of `block` tokens lie on the batch row's own grid, position 0 being its first real token.
 - Of query tile t of the layer's query head h, the rows looked at stand at ``t * block + (t + h) % every``, then every
-  `every` tokens to the tile's end; of these, the queries that there are. Under a union, heads share the rows: with n the
-  largest power of two that is no larger than the KV head's number of query heads, and for which every * n divides the
-  block, a head looks at one row in ``every * n``, from ``t * block + (t + h * every) % (every * n)`` on; if n is 1, as
-  without a union.
+  `every` tokens to the tile's end; of these, the queries that there are. Under a union, heads share the rows: with n
+  the largest power of two that is no larger than the KV head's number of query heads, and for which every * n divides
+  the block, a head looks at one row in ``every * n``, from ``t * block + (t + h * every) % (every * n)`` on; if n is 1,
+  as without a union.
 - m[J] is a row's largest logit in key tile J, over the keys that it may see: none behind it, under a sliding window
   those in the window. A softcap is applied to logits.
 - The share of a tile is ``exp(m[J] - log(sum of exp(m[J'])))``, the sum over all tiles with a key to see; the logit of
