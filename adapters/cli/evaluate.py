@@ -149,7 +149,7 @@ def _contenders(
     configs: Sequence[Path],
     profiles: Sequence[Path],
     tail: int,
-    floor: float | None,
+    floor: Any,
 ) -> list[Contender]:
     from .options import configured, contenders, profiled
 

@@ -28,7 +28,7 @@ def contenders(
     settings: Sequence[str],
     suited: Mapping[str, Mapping[str, Any]] | None = None,
     tail: int = TAIL,
-    floor: float | None = None,
+    floor: Any = None,
 ) -> list[Contender]:
     """The methods to compare, built: those named, or every one that is registered.
 
@@ -54,7 +54,7 @@ def contenders(
     return made
 
 
-def floored(name: str, floor: float | None) -> dict[str, Any]:
+def floored(name: str, floor: Any) -> dict[str, Any]:
     """The parameter that puts a floor under a method's recall; dense needs none."""
     from sparseprefill.method import FLOOR
 

@@ -37,7 +37,7 @@ def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
 
 
 def fixed_parameters(
-    methods: Sequence[Method], given: Sequence[str], model: str | None, floor: float | None = None
+    methods: Sequence[Method], given: Sequence[str], model: str | None, floor: Any = None
 ) -> dict[str, dict[str, Any]]:
     """Parameters by method that every setting has: those of --set, the floor, and what suits the embedded model."""
     from sparseprefill.profiles import anchors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,10 +66,30 @@ Profiles = Annotated[
 Tail = Annotated[
     int, typer.Option(min=0, max=MOST_ROWS, help="Last rows of a prompt that get every key with every method.")
 ]
+
+
+def _floor(text: str) -> Any:
+    """A number, or a table of a floor's options as JSON."""
+    from sparseprefill.errors import ParameterError
+    from sparseprefill.refiners.recall import floor_of
+
+    from .options import value_of
+
+    value = value_of(text)
+    try:
+        floor_of(value)
+    except ParameterError as error:
+        raise typer.BadParameter(str(error)) from error
+    return value
+
+
 Floor = Annotated[
-    float | None,
+    Any,
     typer.Option(
-        "--recall-floor", min=0.0, max=1.0, help="Recall that every method has to reach on sampled rows, such as 0.95."
+        "--recall-floor",
+        parser=_floor,
+        metavar="X|TABLE",
+        help="Recall that every method has to reach on sampled rows, such as 0.95, or a floor's options as JSON.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="Device, such as cpu or cuda:0; by default a GPU if there is one.")]

@@ -142,7 +142,7 @@ def tune(
 
 
 def _settings(
-    method: Method, model: str | None, tried: Sequence[str], fixed: Sequence[str], floor: float | None
+    method: Method, model: str | None, tried: Sequence[str], fixed: Sequence[str], floor: Any
 ) -> list[dict[str, Any]]:
     from ..calibration.candidates import settings
     from ..demo.settings import PARAMETERS
