@@ -9,11 +9,11 @@ import torch
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from sparseprefill.refiners import row_floor
 
 import sparseprefill as sp
 from helpers.plans import plans, refined, whole
 from property.test_recall_floor import CLOSE, dense
+from sparseprefill.refiners import row_floor
 from sparseprefill.testing import calls, tensors
 
 DATA = st.data()
@@ -140,7 +140,7 @@ def test_a_single_row_that_looks_back_is_heard() -> None:
         mask = pipeline.run(call).mask.to_dense()[0, 0]
         found.append(bool(mask[500, 101]))
         assert not bool(mask[700, 101])
-    assert [True, False] == found
+    assert found == [True, False]
 
 
 def test_over_dense_plans_it_says_that_all_is_kept() -> None:
