@@ -366,3 +366,57 @@ def test_what_is_not_said_of_a_fallback_or_a_recall_is_nothing() -> None:
     found = Fallback("short")
     assert (False, False) == (found.chosen, found.small)
     assert 0 == LayerRecall(mean=0.9, least=0.8, head=1, row_p1=0.5, row_lowest=0.1, calls=2).low_calls
+
+
+def test_what_waits_counts_each_time() -> None:
+    record = LayerRecord(0)
+    for held in (32, 64, 96):
+        record.keep(uncounted(66))
+        assert (held, held) == (record.held, record.room.held)
+
+
+def skipping(pairs: int, gone: int) -> Uncounted:
+    """Lists of so many pairs a head, of which some were left out by their logits."""
+    return evolve(uncounted(pairs), skipped=torch.full((1, 4), gone))
+
+
+def test_the_share_that_was_skipped_by_hand() -> None:
+    """Of the pairs of the masks; those that were left out are not in the density."""
+    record = LayerRecord(0)
+    record.count("sparse", (1, 32, 32))
+    record.begin(0)
+    assert record.report(mean=False).skipped is None
+    record.measure(skipping(132, 33))
+    record.keep(skipping(132, 0))
+    found = record.report(mean=False)
+    assert (33 / 264, 231 / 1056) == (found.skipped, found.density)
+    record.lost = True
+    assert record.report(mean=False).skipped is None
+    record.begin(1)
+    assert record.report(mean=False).skipped is None
+    record.measure(skipping(132, 0))
+    assert 0.0 == record.report(mean=False).skipped
+    record.count("dense", (1, 32, 32))
+    assert record.report(mean=False).skipped is None
+    assert str(LayerReport(layer=0, mode="dense", skipped=0.125)).endswith("  skipped 0.125")
+
+
+def test_whether_recall_is_measured() -> None:
+    assert Session(METHOD).measures_recall is True
+    assert Session(METHOD, recall_every=0).measures_recall is False
+
+
+def test_a_layer_that_is_only_named_has_no_cross_attention() -> None:
+    session = Session(METHOD)
+    session.expect([3])
+    assert not session.cross(3)
+    assert [0] == [one.cross_calls for one in session.report("h", "i").layers]
+
+
+def test_what_a_gate_leaves_to_the_host_the_executor_may_compute_as_well() -> None:
+    found = Session(METHOD, gate=from_length(64)).run(CALL, Prefill())
+    assert isinstance(found, Fallback)
+    assert (True, True) == (found.chosen, found.small)
+    left = Session(METHOD, layers=[1]).run(CALL, Prefill())
+    assert isinstance(left, Fallback)
+    assert not left.chosen

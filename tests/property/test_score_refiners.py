@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from helpers.plans import CALLS, KINDS, Positions, refined, whole
 from helpers.tile_sets import Tiles, Worth, each, grid, paint, prioritised, stripes_of
 from oracles.flashprefill import above
 from oracles.stem import bonuses, budget, decayed, tile_weight
+from sparseprefill.refiners import threshold
 from sparseprefill.refiners.values import WeightedPriority
 from sparseprefill.testing import calls
 
@@ -129,8 +131,10 @@ def test_threshold(call: sp.AttentionCall, data: st.DataObject, share: float, en
     after = refined(sp.RelativeThreshold(share, **ends), call, plan)
     if share == 0:
         assert after is plan
-    else:
-        assert torch.equal(expected, after.mask.to_dense())
+        return
+    assert torch.equal(expected, after.mask.to_dense())
+    with patch.object(threshold, "ENTRIES", data.draw(st.sampled_from([1, 3 * call.q.shape[0] * call.kv_len]))):
+        assert torch.equal(expected, refined(sp.RelativeThreshold(share, **ends), call, plan).mask.to_dense())
 
 
 VALUED = calls(max_len=70, max_heads=4, head_dims=(3,), max_batch=2, dtypes=(torch.float64,))

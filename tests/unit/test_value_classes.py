@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from sparseprefill.adapters.session import ledger, session, watch
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted
 from sparseprefill.adapters.session.report import LayerReport, Report
 from sparseprefill.adapters.session.session import Prefill
@@ -22,14 +23,20 @@ from sparseprefill.breakeven.gate import AutoGate
 from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point
 from sparseprefill.breakeven.rule import Sizes
 from sparseprefill.breakeven.table import BreakEven
+from sparseprefill.executors import cpu, reference
+from sparseprefill.mask import count, export, held
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.priority import BestOf, PriorityScores
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.plan import Carry, Parts, Plan, Result
+from sparseprefill.plan import Carry, Parts, Plan, Planned, Result, Skipped
+from sparseprefill.refiners import fit, narrow, values
 from sparseprefill.refiners.fit import Tiles, _Maker
+from sparseprefill.refiners.recall import SampledRecall
+from sparseprefill.refiners.stretches import Stretches
 from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.route import Choice, Route
 from sparseprefill.softmax import SoftmaxState
-from sparseprefill.stages import ExecutorStage, Stage
+from sparseprefill.stages import ExecutorStage, Guard, Stage
 
 CALL = make(8)
 MASK = sp.SparseMask.full(CALL, 4)
@@ -70,6 +77,21 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
     one, other = build(), build()
     assert one != other
     assert 2 == len({one, other, one})
+
+
+KINDS = (
+    *(count.Lists, count._Rows, count.Selected, export.Selection, export._Cells, export._Seen, held.Held),
+    *(held.KeptKeys, cpu._Row, cpu._States, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
+    *(SampledRecall, Stretches, narrow.Choice, Tiles, fit._Order, fit._Table, values.WeightedPriority, values._Norms),
+    *(Planned, Skipped, Guard, watch._Arrived, watch._Coming, watch._Layer, watch.RecallWatch, ledger.Room),
+    session._Begun,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_tensors_are_compared_by_nobody(kind: type) -> None:
+    """Equality by value would ask the device, or fail for more than one number."""
+    assert (object.__eq__, object.__hash__) == (kind.__eq__, kind.__hash__)
 
 
 POINT = Point(queries=8, keys=8, dense=1.0)

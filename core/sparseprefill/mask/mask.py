@@ -349,7 +349,7 @@ class SparseMask:
 
     def picture(self, batch: int = 0, head: int = 0, cells: int = 32) -> str:
         """A text picture of one head: ``#`` all, ``+`` some, ``.`` none of the allowed pairs."""
-        shades = self.head(batch, head).shade(cells)[0, 0].tolist()
+        shades = self.head(batch, head).shade(cells).view(cells, cells).tolist()
         glyph = {True: "#", False: "."}
         return "\n".join(
             "".join(" " if x != x else glyph[x > 0.999] if x > 0.999 or x < 0.001 else "+" for x in row)
