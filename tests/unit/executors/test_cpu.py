@@ -315,10 +315,10 @@ def test_tiles_that_are_not_square_or_have_a_window_are_computed_apart() -> None
 def test_a_few_rows_of_a_long_prompt_are_enough_work_for_a_call_of_their_own() -> None:
     """A head that sees all is computed without gathering its keys; it is the pairs that count."""
     call = make(64, 16448)
-    keep = torch.zeros(1, 2, 1, 257, dtype=torch.bool)
+    keep = torch.zeros(1, 2, 2, 514, dtype=torch.bool)
     keep[:, 0] = keep[:, 1, :, :2] = True
-    found = fused(call, Plan(sp.SparseMask.from_tiles(call, keep, 64)))
-    assert [(1, 64, 64), (1, 64, 192), (1, 64, 16384)] == found
+    found = fused(call, Plan(sp.SparseMask.from_tiles(call, keep, 32)))
+    assert [(1, 64, 64), (1, 64, 16384), (2, 32, 96)] == found
 
 
 def test_a_row_of_a_batch_has_the_tiles_that_it_touches() -> None:
@@ -330,7 +330,7 @@ def test_a_row_of_a_batch_has_the_tiles_that_it_touches() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 16, 21, 64])
-@pytest.mark.parametrize("grid", [(16, 16), (32, 16), (16, 32), (24, 20)])
+@pytest.mark.parametrize("grid", [(16, 16), (32, 16), (16, 32), (24, 20), (5, 16)])
 def test_which_tiles_are_seen_by_all_rows_and_which_by_some(grid: tuple[int, int], window: int | None) -> None:
     call = make(96, window=window)
     row = cpu._Row.of(call, sp.SparseMask.full(call, grid), 0, torch.float32)

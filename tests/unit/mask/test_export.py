@@ -155,10 +155,13 @@ def test_fa4_lists_hold_the_same_pairs(call: AttentionCall, data: st.DataObject)
         assert torch.equal(full, decoded(lists.full_block_cnt, lists.full_block_idx, g.heads))
 
 
-def test_few_heads_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = AttentionCall(*tensors("random", batch=2, heads=4, kv_heads=2, q_len=58, kv_len=90, head_dim=8))
-    keep = torch.rand(2, 4, 8, 12, generator=torch.Generator().manual_seed(0)) < 0.4
-    columns = torch.rand(2, 4, 4, 90, generator=torch.Generator().manual_seed(1)) < 0.3
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_few_heads_at_a_time_give_the_same(batch: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """heads: of the lists; one list may stand for all heads."""
+    call = AttentionCall(*tensors("random", batch=batch, heads=4, kv_heads=2, q_len=58, kv_len=90, head_dim=8))
+    keep = torch.rand(batch, heads, 8, 12, generator=torch.Generator().manual_seed(0)) < 0.4
+    columns = torch.rand(batch, heads, 4, 90, generator=torch.Generator().manual_seed(1)) < 0.3
     tiles = SparseMask.from_tiles(call, keep, 8, diagonal=False)
     both = tiles | SparseMask.from_stripes(call, columns, 2, 8, diagonal=False)
     whole = tiles.to_fa4(), both.to_flex(8)
