@@ -14,6 +14,7 @@ from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as module
 from sparseprefill.adapters.session.defaults import MIN_QUERY
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted, sizes
+from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
 from sparseprefill.adapters.session.watch import CallRecall
@@ -420,3 +421,66 @@ def test_what_a_gate_leaves_to_the_host_the_executor_may_compute_as_well() -> No
     left = Session(METHOD, layers=[1]).run(CALL, Prefill())
     assert isinstance(left, Fallback)
     assert not left.chosen
+
+
+def test_layers_like_one_that_a_gate_left_are_recorded_without_asking_again() -> None:
+    session = Session(METHOD, gate=from_length(64), layers=[0, 1])
+    verdict = session.run(CALL, Prefill())
+    assert isinstance(verdict, Fallback)
+    for layer in (1, 2):
+        session.again(layer, verdict, (1, 32, 40))
+    found = session.report("h", "i").layers
+    assert [{verdict.reason: 1}, {verdict.reason: 1}, {NOT_CHOSEN: 1}] == [one.reasons for one in found]
+    assert (1, 32, 40) == (found[2].batch, found[2].query_length, found[2].key_length)
+    every = Session(METHOD)
+    every.again(7, verdict, (1, 32, 40))
+    assert {verdict.reason: 1} == every.report("h", "i").fallbacks
+
+
+def test_layers_that_were_not_seen_this_time() -> None:
+    session = Session(METHOD)
+    session.expect([5, 1])
+    session.run(evolve(CALL, layer=3), Prefill())
+    assert [1, 3] == session.missing({5})
+    assert [] == session.missing({1, 3, 5, 7})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strict": 1}, "strict is 1: pass True or False"),
+        ({"strict": "no"}, "strict is 'no': pass True or False"),
+        ({"measure": None}, "measure is None: pass True or False"),
+        ({"observe": 3}, "observe is 3: pass a function of a call and its result, or None"),
+    ],
+)
+def test_options_that_are_none(options: Any, words: str) -> None:
+    with pytest.raises(sp.ParameterError, match=words):
+        Session(METHOD, **options)
+
+
+class Whole(sp.ReferenceExecutor):
+    """Does not know how to skip."""
+
+    def execute(self, call: sp.AttentionCall, plan: sp.Plan) -> sp.Result:
+        return evolve(super().execute(call, evolve(plan, skip_below=None)), plan=plan)
+
+
+def test_why_nothing_was_skipped_is_noted() -> None:
+    short = Session(evolve(METHOD, refiners=(sp.SkipSoftmax(40.0, grain=None),)), tail=0)
+    for _ in range(2):
+        short.run(CALL, Prefill())
+    ((note, count),) = short.report("h", "i").notes.items()
+    assert "SkipSoftmax: below is 40 and the prompt is not longer, so nothing is skipped" == note
+    assert 2 == count
+    refined = evolve(METHOD, refiners=(sp.SkipSoftmax(4.0, grain=None),))
+    session = Session(evolve(refined, executor=Whole()), tail=0)
+    session.run(CALL, Prefill())
+    assert ["the executor cannot skip tiles by their logits; it computed the whole mask"] == (
+        list(session.report("h", "i").notes)
+    )
+    assert session.report("h", "i").layers[0].skipped is None
+    skips = Session(refined, tail=0)
+    skips.run(CALL, Prefill())
+    assert {} == skips.report("h", "i").notes
+    assert skips.report("h", "i").layers[0].skipped is not None

@@ -12,7 +12,8 @@ import pytest
 import torch
 from sparseprefill.adapters.session import ledger, session, watch
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted
-from sparseprefill.adapters.session.report import LayerReport, Report
+from sparseprefill.adapters.session.prospects import Bounds
+from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import Prefill
 
 import sparseprefill as sp
@@ -23,6 +24,7 @@ from sparseprefill.breakeven.gate import AutoGate
 from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point
 from sparseprefill.breakeven.rule import Sizes
 from sparseprefill.breakeven.table import BreakEven
+from sparseprefill.breakeven.unmeasured import Unmeasured
 from sparseprefill.executors import cpu, reference
 from sparseprefill.mask import count, export, held
 from sparseprefill.mask.lists import IndexLists
@@ -188,3 +190,36 @@ def test_defaults() -> None:
     assert not LayerRecord(1).lost
     assert "pipeline" == PIPELINE.name
     assert "auto" == PIPELINE.workspace
+
+
+WORKING = (PriorityScores, values.WeightedPriority, AutoGate, BreakEven, sp.Pipeline, Route, cpu._States)
+
+
+@pytest.mark.parametrize("kind", [*WORKING, watch.RecallWatch], ids=lambda kind: kind.__name__)
+def test_private_fields_are_not_given(kind: Any) -> None:
+    private = [one for one in attrs.fields(kind) if one.name.startswith("_")]
+    assert private
+    assert not [one.name for one in private if one.init]
+    if kind in WORKING[:-1]:
+        assert not [one.name for one in private if one.repr]
+
+
+def test_counts_begin_at_nothing() -> None:
+    for kind, names in ((watch.RecallWatch, {"prefills", "measured", "coming"}), (Prefill, {"watched"})):
+        assert not names & {one.name for one in attrs.fields(kind) if one.init}
+    found = watch.RecallWatch("m", 2)
+    assert (0, 0, 0) == (found.prefills, found.measured, len(found.coming))
+    assert Prefill().watched is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (sp.Proxy, {"tile"}), (sp.Delta, {"gamma"}), (sp.RecallFloor, {"target", "rows", "span"}),
+        (LayerRecall, {"mean", "low_calls"}), (Bounds, {"min_query", "keys"}), (PriorityScores, {"tile_q", "tiles"}),
+        (Unmeasured, {"keys", "work"}), (sp.RelativeThreshold, {"sink", "local"}), (sp.SkipSoftmax, {"grain"}),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)  # fmt: skip
+def test_what_can_be_mixed_up_is_given_by_name(kind: Any, names: set[str]) -> None:
+    assert names <= {one.name for one in attrs.fields(kind) if one.kw_only}
