@@ -117,7 +117,7 @@ def _odd_numbers(call: AttentionCall) -> str:
     largest = [_largest(x) for x in (call.q, call.k, call.v)]
     if not all(map(math.isfinite, largest)):
         return "q, k or v is not finite, and would spoil rows that may not see it"
-    logits = largest[0] * largest[1] * call.q.shape[-1] * max(1.0, abs(call.softmax_scale))
+    logits = largest[0] * largest[1] * call.q.shape[-1] * max(1.0, call.softmax_scale)
     if logits > torch.finfo(torch.float64 if call.q.dtype == torch.float64 else torch.float32).max / 16:
         return "q and k are so large that their products may overflow"
     return ""
@@ -688,11 +688,10 @@ class _Votes:
         column = torch.arange(columns)
         beyond = (column + 1) * row.mask.tile_k - 1 > row.tile_starts()[:, None]
         beyond = beyond.repeat(row.tiles.shape[0], 1)
-        place = torch.where(beyond, columns - column, 3 * columns - column)  # those behind the first row lead
+        place = torch.where(beyond, columns - column, 2 * columns - column)  # those behind the first row lead
         first = (tiles.cumsum(1) == 1) & tiles & ~beyond
         place = torch.where(first, columns, place)
-        place = torch.where(tiles, place, 4 * columns)
-        return place.argsort(1), tiles.sum(1)
+        return place.masked_fill_(~tiles, torch.iinfo(place.dtype).max).argsort(1), tiles.sum(1)
 
     def _stripes(self, stripes: IndexLists) -> None:
         row, tile_k = self.states.row, self.states.row.mask.tile_k

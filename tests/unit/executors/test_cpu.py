@@ -373,3 +373,40 @@ def test_numbers_of_twice_the_size_need_twice_the_room() -> None:
     """But for maps and lists."""
     few, many = make(16, 1 << 17), make(16, 1 << 17, dtype=torch.float64)
     assert 1.8 < CPU.workspace(many) / CPU.workspace(few) < 2
+
+
+@pytest.mark.parametrize(("together", "rows"), [(7, 8), (8, 8), (16, 16), (24, 16), (32, 32), (64, 32)])
+def test_so_many_rows_gather_their_shared_stripes_together(together: int, rows: int) -> None:
+    """A power of two of neighbouring query tiles, as many as there are rows for."""
+    call = make(32, 96)
+    columns = torch.zeros(1, 2, 1, 96, dtype=torch.bool)
+    columns[..., 3:60:5] = True
+    mask = evolve(sp.SparseMask.from_stripes(call, columns, 4, 8, diagonal=False), disjoint=True)
+    with patch.object(cpu, "TOGETHER", together):
+        assert [(2 * 32 // rows, rows, 12)] == fused(call, Plan(mask))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "keys", "scale", "name"),
+    [
+        (torch.float32, 1e18, 1e18, 1.0, "cpu"),
+        (torch.float32, 1e18, 1e18, 0.1, "cpu"),
+        (torch.float32, 1e18, 1e18, 50.0, "reference"),
+        (torch.float32, 1e18, -8e18, 1.0, "reference"),
+        (torch.float32, -8e18, 1e18, 0.1, "reference"),
+        (torch.float32, 8e18, 8e18, 1e-20, "reference"),
+        (torch.float32, 1e-18, 1e36, 1.0, "cpu"),
+        (torch.float64, 8e18, 8e18, 50.0, "cpu"),
+        (torch.float64, 1e154, 1e154, 1.0, "reference"),
+    ],
+)
+def test_products_that_overflow_are_left_to_the_reference(
+    dtype: torch.dtype, queries: float, keys: float, scale: float, name: str
+) -> None:
+    """Of q and k alone, or with the scale; of 8 numbers each, one of which is large."""
+    call = make(24, dtype=dtype)
+    q, k = call.q.clamp(-1, 1) * abs(queries) / 10, call.k.clamp(-1, 1) * abs(keys) / 10
+    q[0, 1, 3, 2], k[0, 0, 5, 2] = queries, keys
+    call = evolve(call, q=q, k=k, scale=scale)
+    (kernel,) = CPU.execute(call, Plan(sp.SparseMask.full(call, 8))).kernels
+    assert (name, name == "reference") == (kernel.name, "may overflow" in kernel.reason)
