@@ -345,7 +345,7 @@ class SparseMask:
                 by_column = torch.zeros(*keep.shape[:3], cells, device=g.device)
                 by_column.index_add_(3, column, keep.float())
                 total.index_add_(2, row, by_column)
-        return torch.where(allowed > 0, selected / allowed, torch.nan)
+        return selected / allowed  # nan where nothing is allowed, and so nothing selected
 
     def picture(self, batch: int = 0, head: int = 0, cells: int = 32) -> str:
         """A text picture of one head: ``#`` all, ``+`` some, ``.`` none of the allowed pairs."""

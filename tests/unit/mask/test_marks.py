@@ -512,3 +512,12 @@ def test_lists_that_several_rows_share_are_read_once(group: int) -> None:
         assert found is not None
         assert expected == found.map.shape[2]
         assert torch.equal(columns.repeat_interleave(4 * group, 2)[:, :, rows - 24], found.by_row)
+
+
+def test_whether_a_stripe_may_lie_in_a_tile() -> None:
+    call = make(32)
+    tiles = sp.SparseMask.full(call, 8)
+    stripes = sp.SparseMask.from_stripes(call, bits(1, 2, 2, 32), 2, 8, diagonal=False)
+    both = sp.SparseMask(call.geometry, 8, 8, tiles.tiles, 2, stripes.stripes)
+    found = [one.overlapping for one in (tiles, stripes, both, evolve(both, disjoint=True))]
+    assert [False, False, True, False] == found
