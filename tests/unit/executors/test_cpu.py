@@ -410,3 +410,21 @@ def test_products_that_overflow_are_left_to_the_reference(
     call = evolve(call, q=q, k=k, scale=scale)
     (kernel,) = CPU.execute(call, Plan(sp.SparseMask.full(call, 8))).kernels
     assert (name, name == "reference") == (kernel.name, "may overflow" in kernel.reason)
+
+
+@pytest.mark.parametrize(("last", "masked"), [(63, {False}), (64, {False}), (65, {False, True}), (90, {False, True})])
+def test_keys_that_every_row_sees_need_no_mask(last: int, masked: set[bool]) -> None:
+    """Query rows 64 to 95; a stripe behind their first one is seen by some."""
+    call = make(32, 96)
+    columns = torch.zeros(1, 2, 1, 96, dtype=torch.bool)
+    columns[..., [3, 8, last]] = True
+    mask = evolve(sp.SparseMask.from_stripes(call, columns, 4, 8, diagonal=False), disjoint=True)
+    seen, bias = list[bool](), cpu._bias
+
+    def spy(keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        seen.append(keep is not None)
+        return bias(keep, dtype)
+
+    with patch.object(cpu, "_bias", spy):
+        equal(call, Plan(mask))
+    assert masked == set(seen)
