@@ -94,3 +94,10 @@ def test_the_running_maximum_begins_with_the_carry(
     assert difference(lse, result.lse, torch.float32) is None
     assert result.skipped is not None
     assert int(result.skipped.pairs.sum()) == int((result.mask.to_dense() & ~computed(call, result)).sum())
+
+
+def test_the_largest_threshold_is_one_that_no_prompt_reaches() -> None:
+    assert sp.SkipSoftmax(1e12).below == 1e12
+    for more in (1e12 + 0.5, float("inf")):
+        with pytest.raises(sp.ParameterError, match=r"below is .*: pass .*1e\+12"):
+            sp.SkipSoftmax(more)
