@@ -397,8 +397,9 @@ def test_the_share_that_was_skipped_by_hand() -> None:
     assert record.report(mean=False).skipped is None
     record.measure(skipping(132, 0))
     assert 0.0 == record.report(mean=False).skipped
-    record.count("dense", (1, 32, 32))
-    assert record.report(mean=False).skipped is None
+    for mode in ("dense", "window"):
+        record.count(mode, (1, 32, 32))
+        assert record.report(mean=False).skipped is None
     assert str(LayerReport(layer=0, mode="dense", skipped=0.125)).endswith("  skipped 0.125")
 
 

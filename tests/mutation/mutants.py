@@ -35,6 +35,7 @@ PACE = {
     "core/sparseprefill/mask/priority.py": {"ENTRIES"},
     "core/sparseprefill/pipeline.py": {"KEPT"},
     "core/sparseprefill/refiners/fit.py": {"ENTRIES", "CELLS", "BLOCKS"},
+    "core/sparseprefill/refiners/priority.py": {"ENTRIES"},
 }
 LEAVES = {"name", "string", "newline", "endmarker"}  # where no operator has a place; skipping them is only faster
 
