@@ -149,7 +149,7 @@ class _Layer:
     few: int = 0
     calls: int = 0
     low: int = 0
-    row_lowest: float = 1.0
+    row_lowest: float = math.inf
     below: Tensor = field(factory=lambda: torch.zeros(STEPS + 1, dtype=torch.int64))
 
     def add(self, one: _Arrived, low: bool) -> None:

@@ -14,6 +14,7 @@ from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as module
 from sparseprefill.adapters.session.defaults import MIN_QUERY
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted, sizes
+from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
 from sparseprefill.adapters.session.watch import CallRecall
@@ -366,3 +367,121 @@ def test_what_is_not_said_of_a_fallback_or_a_recall_is_nothing() -> None:
     found = Fallback("short")
     assert (False, False) == (found.chosen, found.small)
     assert 0 == LayerRecall(mean=0.9, least=0.8, head=1, row_p1=0.5, row_lowest=0.1, calls=2).low_calls
+
+
+def test_what_waits_counts_each_time() -> None:
+    record = LayerRecord(0)
+    for held in (32, 64, 96):
+        record.keep(uncounted(66))
+        assert (held, held) == (record.held, record.room.held)
+
+
+def skipping(pairs: int, gone: int) -> Uncounted:
+    """Lists of so many pairs a head, of which some were left out by their logits."""
+    return evolve(uncounted(pairs), skipped=torch.full((1, 4), gone))
+
+
+def test_the_share_that_was_skipped_by_hand() -> None:
+    """Of the pairs of the masks; those that were left out are not in the density."""
+    record = LayerRecord(0)
+    record.count("sparse", (1, 32, 32))
+    record.begin(0)
+    assert record.report(mean=False).skipped is None
+    record.measure(skipping(132, 33))
+    record.keep(skipping(132, 0))
+    found = record.report(mean=False)
+    assert (33 / 264, 231 / 1056) == (found.skipped, found.density)
+    record.lost = True
+    assert record.report(mean=False).skipped is None
+    record.begin(1)
+    assert record.report(mean=False).skipped is None
+    record.measure(skipping(132, 0))
+    assert 0.0 == record.report(mean=False).skipped
+    for mode in ("dense", "window"):
+        record.count(mode, (1, 32, 32))
+        assert record.report(mean=False).skipped is None
+    assert str(LayerReport(layer=0, mode="dense", skipped=0.125)).endswith("  skipped 0.125")
+
+
+def test_whether_recall_is_measured() -> None:
+    assert Session(METHOD).measures_recall is True
+    assert Session(METHOD, recall_every=0).measures_recall is False
+
+
+def test_a_layer_that_is_only_named_has_no_cross_attention() -> None:
+    session = Session(METHOD)
+    session.expect([3])
+    assert not session.cross(3)
+    assert [0] == [one.cross_calls for one in session.report("h", "i").layers]
+
+
+def test_what_a_gate_leaves_to_the_host_the_executor_may_compute_as_well() -> None:
+    found = Session(METHOD, gate=from_length(64)).run(CALL, Prefill())
+    assert isinstance(found, Fallback)
+    assert (True, True) == (found.chosen, found.small)
+    left = Session(METHOD, layers=[1]).run(CALL, Prefill())
+    assert isinstance(left, Fallback)
+    assert not left.chosen
+
+
+def test_layers_like_one_that_a_gate_left_are_recorded_without_asking_again() -> None:
+    session = Session(METHOD, gate=from_length(64), layers=[0, 1])
+    verdict = session.run(CALL, Prefill())
+    assert isinstance(verdict, Fallback)
+    for layer in (1, 2):
+        session.again(layer, verdict, (1, 32, 40))
+    found = session.report("h", "i").layers
+    assert [{verdict.reason: 1}, {verdict.reason: 1}, {NOT_CHOSEN: 1}] == [one.reasons for one in found]
+    assert (1, 32, 40) == (found[2].batch, found[2].query_length, found[2].key_length)
+    every = Session(METHOD)
+    every.again(7, verdict, (1, 32, 40))
+    assert {verdict.reason: 1} == every.report("h", "i").fallbacks
+
+
+def test_layers_that_were_not_seen_this_time() -> None:
+    session = Session(METHOD)
+    session.expect([5, 1])
+    session.run(evolve(CALL, layer=3), Prefill())
+    assert [1, 3] == session.missing({5})
+    assert [] == session.missing({1, 3, 5, 7})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strict": 1}, "strict is 1: pass True or False"),
+        ({"strict": "no"}, "strict is 'no': pass True or False"),
+        ({"measure": None}, "measure is None: pass True or False"),
+        ({"observe": 3}, "observe is 3: pass a function of a call and its result, or None"),
+    ],
+)
+def test_options_that_are_none(options: Any, words: str) -> None:
+    with pytest.raises(sp.ParameterError, match=words):
+        Session(METHOD, **options)
+
+
+class Whole(sp.ReferenceExecutor):
+    """Does not know how to skip."""
+
+    def execute(self, call: sp.AttentionCall, plan: sp.Plan) -> sp.Result:
+        return evolve(super().execute(call, evolve(plan, skip_below=None)), plan=plan)
+
+
+def test_why_nothing_was_skipped_is_noted() -> None:
+    short = Session(evolve(METHOD, refiners=(sp.SkipSoftmax(40.0, grain=None),)), tail=0)
+    for _ in range(2):
+        short.run(CALL, Prefill())
+    ((note, count),) = short.report("h", "i").notes.items()
+    assert "SkipSoftmax: below is 40 and the prompt is not longer, so nothing is skipped" == note
+    assert 2 == count
+    refined = evolve(METHOD, refiners=(sp.SkipSoftmax(4.0, grain=None),))
+    session = Session(evolve(refined, executor=Whole()), tail=0)
+    session.run(CALL, Prefill())
+    assert ["the executor cannot skip tiles by their logits; it computed the whole mask"] == (
+        list(session.report("h", "i").notes)
+    )
+    assert session.report("h", "i").layers[0].skipped is None
+    skips = Session(refined, tail=0)
+    skips.run(CALL, Prefill())
+    assert {} == skips.report("h", "i").notes
+    assert skips.report("h", "i").layers[0].skipped is not None

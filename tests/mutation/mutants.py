@@ -23,6 +23,20 @@ from mutation.checkout import ROOT
 SAME = ("_Eq_Is", "_Is_Eq", "_NotEq_IsNot", "_IsNot_NotEq", "_BitOr_Add", "_BitAnd_Mul")
 NEEDS_NAMES = ("VariableReplacer", "VariableInserter")  # they take the names of variables, and are off without
 TYPING_ONLY = {"overload", "override", "final", "runtime_checkable"}
+KEPT_RESULTS = {"cache", "kept"}  # decorators without which the same is computed again
+# Sizes of pieces of work and of what is kept at hand: they change time and memory and no result, so that a test of one
+# could but repeat it. What obeys them is mutated like everything else.
+PACE = {
+    "core/sparseprefill/breakeven/table.py": {"_KEPT"},
+    "core/sparseprefill/executors/cpu.py": {"GATHERED", "MASS", "RUN", "TOGETHER", "COLUMNS", "ALIKE", "JOINED"},
+    "core/sparseprefill/executors/delta.py": {"ENTRIES", "ENTRIES_ON_CPU"},
+    "core/sparseprefill/executors/proxy.py": {"ENTRIES", "ENTRIES_ON_CPU"},
+    "core/sparseprefill/mask/count.py": {"ENTRIES"},
+    "core/sparseprefill/mask/priority.py": {"ENTRIES"},
+    "core/sparseprefill/pipeline.py": {"KEPT"},
+    "core/sparseprefill/refiners/fit.py": {"ENTRIES", "CELLS", "BLOCKS"},
+    "core/sparseprefill/refiners/priority.py": {"ENTRIES"},
+}
 LEAVES = {"name", "string", "newline", "endmarker"}  # where no operator has a place; skipping them is only faster
 
 Spot = tuple[int, int]
@@ -105,7 +119,10 @@ class _Map:
 
     @cached_property
     def excluded(self) -> list[tuple[Spot, Spot]]:
-        """What changes nothing on a CPU: annotations, what type checkers read, wording of texts, the way of a GPU."""
+        """What changes no result on a CPU: annotations, what type checkers read, wording of texts, results kept for the
+        next time, `PACE`, a check of the code's own lists (the `strict` of a zip), and the way of a GPU, which has
+        tests of its own: what `kernels.serve` lets in, and `_by_kernels`.
+        """
         found: list[ast.AST | None] = []
         for node in ast.walk(self.tree):
             match node:
@@ -113,16 +130,29 @@ class _Map:
                     found.append(node.annotation)
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     found.append(node.returns)
-                    found += [one for one in node.decorator_list if ast.unparse(one).split(".")[-1] in TYPING_ONLY]
+                    found += node.body if node.name == "_by_kernels" else []
                 case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                     found += [node.test, *node.body]
-                case ast.If(test=ast.Call(func=ast.Attribute(value=ast.Name(id="kernels")))):
+                case ast.If() if _asks_for_kernels(node.test):
                     found += node.body
+                case ast.IfExp() if _asks_for_kernels(node.test):
+                    found.append(node.body)
+                case ast.Call(func=ast.Name(id="zip")):
+                    found += [one.value for one in node.keywords if one.arg == "strict"]
+                case ast.Assign() if _names(node) & PACE.get(self.source.path, set()):
+                    found.append(node.value)
                 case ast.JoinedStr() | ast.ImportFrom():
                     found.append(node)
                 case _:
                     pass
-        return [self.span(node) for node in found if node is not None]
+        return [self.span(node) for node in found if node is not None] + self.needless_decorators
+
+    @cached_property
+    def needless_decorators(self) -> list[tuple[Spot, Spot]]:
+        """Of `TYPING_ONLY` and `KEPT_RESULTS`, from their @ on, which is no part of Python's node."""
+        lists = (getattr(node, "decorator_list", ()) for node in ast.walk(self.tree))
+        spans = (self.span(one) for one in itertools.chain(*lists) if _last_word(one) in TYPING_ONLY | KEPT_RESULTS)
+        return [((line, column - 1), end) for (line, column), end in spans]
 
     @cached_property
     def bodies(self) -> list[tuple[Spot, Spot]]:
@@ -179,6 +209,21 @@ class _Map:
                     called = _inside(spot, self.bodies)
                     within = ".".join(name for first, last, name in self.rooms if first <= spot < last)
                     yield Mutant(self.source.path, name, occurrence, spot, self.around(spot), called, within)
+
+
+def _asks_for_kernels(test: ast.expr) -> bool:
+    """Whether a condition holds on a GPU alone: `kernels.serve(...)`, or that and more."""
+    first = test.values[0] if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else test
+    return isinstance(first, ast.Call) and ast.unparse(first.func).startswith("kernels.serve")
+
+
+def _last_word(node: ast.expr) -> str:
+    return ast.unparse(node).split(".")[-1]
+
+
+def _names(node: ast.Assign) -> set[str]:
+    """What an assignment gives a value."""
+    return {one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)}
 
 
 def _inside(spot: Spot, spans: Sequence[tuple[Spot, Spot]]) -> bool:

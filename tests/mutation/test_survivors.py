@@ -113,3 +113,40 @@ def test_mutants_know_the_functions_around_them() -> None:
     assert rooms == {"A.b", ""}
     decorators = [one for one in Source(PATH, text).mutants() if one.operator.endswith("RemoveDecorator")]
     assert [one.within for one in decorators] == ["A.b"]
+
+
+NOTHING = """
+@cache
+@typing.override
+def a(b):
+    return zip(b, b, strict=True) if kernels.serve_device(b) else b
+
+def _by_kernels(b):
+    return b + 1
+
+def c(b):
+    if kernels.serve(b) and b:
+        return 2 * b
+    return b
+
+ENTRIES, CELLS = 1 << 23, 1 << 24
+"""
+
+
+def test_what_changes_no_result_on_a_cpu_has_no_mutants() -> None:
+    pytest.importorskip("cosmic_ray")
+    left = [(one.operator, one.within) for one in Source("core/sparseprefill/refiners/fit.py", NOTHING).mutants()]
+    assert {("core/ReplaceAndWithOr", "c"), ("core/AddNot", "c"), ("core/AddNot", "a")} >= set(left)
+    elsewhere = [one.within for one in Source(PATH, NOTHING).mutants() if one.operator == "core/NumberReplacer"]
+    assert {""} == set(elsewhere), "the names are those of one file"
+
+
+def test_tests_that_name_a_class_may_notice_how_it_is_declared() -> None:
+    pytest.importorskip("coverage")
+    from mutation.touch import Touch
+
+    here = "tests/mutation/test_survivors.py::test_the_file"
+    touch = Touch({here: 1.0}, {PATH: {}})
+    spot = Mutant(PATH, "core/Minus", 0, (1, 0), (1, 1), False, "Plus.mutants")
+    assert [here] == touch.select(spot)
+    assert touch.select(evolve(spot, within="Nobody" + "Names.this")) == []

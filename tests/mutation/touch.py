@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,13 +40,19 @@ class Touch:
         first, last = mutant.lines
         near = frozenset[str]().union(*(lines.get(line, ()) for line in range(first, last + 1)))
         if not mutant.called:  # what a class is declared to be shows in tests that run none of the file's lines
-            files = {name.partition("::")[0] for name in every}
+            files = {name.partition("::")[0] for name in every} | self._naming(mutant.within.partition(".")[0])
             near = every = frozenset(name for name in self.tests if name.partition("::")[0] in files)
         return [*self._short(near, LINES), *self._short(every - near, FILE)]
 
     def seconds(self, tests: Sequence[str]) -> float:
         """That they take together."""
         return sum(self.tests[one] for one in tests)
+
+    def _naming(self, kind: str) -> set[str]:
+        """Files of tests that name a class: what attrs writes for it is no line of its file."""
+        files = {name.partition("::")[0] for name in self.tests} if kind else set[str]()
+        word = re.compile(rf"\b{kind}\b")
+        return {file for file in files if word.search((ROOT / file).read_text(encoding="utf-8"))}
 
     def _short(self, tests: frozenset[str], limit: float) -> list[str]:
         kept: list[str] = []

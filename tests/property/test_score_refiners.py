@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from helpers.plans import CALLS, KINDS, Positions, refined, whole
 from helpers.tile_sets import Tiles, Worth, each, grid, paint, prioritised, stripes_of
 from oracles.flashprefill import above
 from oracles.stem import bonuses, budget, decayed, tile_weight
+from sparseprefill.refiners import threshold
 from sparseprefill.refiners.values import WeightedPriority
 from sparseprefill.testing import calls
 
@@ -129,8 +131,10 @@ def test_threshold(call: sp.AttentionCall, data: st.DataObject, share: float, en
     after = refined(sp.RelativeThreshold(share, **ends), call, plan)
     if share == 0:
         assert after is plan
-    else:
-        assert torch.equal(expected, after.mask.to_dense())
+        return
+    assert torch.equal(expected, after.mask.to_dense())
+    with patch.object(threshold, "ENTRIES", data.draw(st.sampled_from([1, 3 * call.q.shape[0] * call.kv_len]))):
+        assert torch.equal(expected, refined(sp.RelativeThreshold(share, **ends), call, plan).mask.to_dense())
 
 
 VALUED = calls(max_len=70, max_heads=4, head_dims=(3,), max_batch=2, dtypes=(torch.float64,))
@@ -384,3 +388,25 @@ def test_the_bound_on_the_host_holds(tokens: int, tile: int, size: dict[str, Any
     one = sp.PositionDecay(**size)
     columns = call.geometry.tile_columns(tile)
     assert int(one.budget(call, tile, tile).clamp(max=columns).max()) <= one._most(call, tile) <= columns
+
+
+@pytest.mark.parametrize("length", [90, 128])
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
+def test_the_threshold_of_stripes_by_hand(length: int, share: float) -> None:
+    """Two stripes a head with scores of their own, beside tiles that are all kept or all dropped."""
+    call = make(length, heads=2, kv_heads=1)
+    columns = torch.zeros(1, 2, 1, length, dtype=torch.bool)
+    columns[0, 0, 0, [3, 40]] = columns[0, 1, 0, [7, 8]] = True
+    mask = sp.SparseMask.from_stripes(call, columns, 8, 16, diagonal=False)
+    worth = torch.zeros(1, 2, 1, length)
+    worth[0, 0, 0, 3], worth[0, 0, 0, 40], worth[0, 1, 0, 7], worth[0, 1, 0, 8] = 1.0, 0.2, 0.04, 0.5
+    tiles = torch.zeros(1, 1, 1, -(-length // 16))
+    scores = sp.PriorityScores(tiles=tiles, columns=worth, tile_q=length, tile_k=16)
+    after = refined(sp.RelativeThreshold(share, sink=0, local=0), call, sp.Plan(mask, priority=scores))
+    assert after.mask.stripes is not None
+    expected = {0.05: {(0, 3), (0, 40), (1, 7), (1, 8)}, 0.3: {(0, 3), (1, 8)}, 1.0: {(0, 3), (1, 8)}}[share]
+    seen = after.mask.to_dense()[0, :, -1]
+    assert expected == {(h, k) for h, k in seen.nonzero().tolist() if k < 64}
+    assert sp.Plan(sp.SparseMask.full(call, 16)).mask.stripes is None
+    bare = refined(sp.RelativeThreshold(share), call, sp.Plan(sp.SparseMask.full(call, 16), priority=scores))
+    assert bare.mask.stripes is None

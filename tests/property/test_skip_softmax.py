@@ -28,12 +28,15 @@ def test_executors_are_the_oracle(
     executor: sp.SparseExecutor, call: sp.AttentionCall, data: st.DataObject, below: float, sharp: float
 ) -> None:
     call = evolve(call, q=call.q * sharp)
-    mask = data.draw(masks(call, tiles=(8, 16), diagonal=data.draw(st.booleans())))
+    mask = data.draw(masks(call, tiles=(2, 8, 16), diagonal=data.draw(st.booleans())))
     result = executor.execute(call, plan_of(call, mask, below))
     answer = check_against_oracle(call, result, below)
     # and what the contracts take for computed is what was
     keep = computed(call, result)
     assert answer.skipped == (mask.to_dense() & ~keep).sum((2, 3)).tolist()
+    allowed = call.geometry.visible_counts().sum() * call.q.shape[1]
+    if allowed:
+        assert result.density == pytest.approx(float(keep.sum() / allowed))
     out, lse = attention(call, keep)
     assert difference(out, result.out, call.q.dtype) is None
     assert difference(lse, result.lse, call.q.dtype) is None
@@ -91,3 +94,10 @@ def test_the_running_maximum_begins_with_the_carry(
     assert difference(lse, result.lse, torch.float32) is None
     assert result.skipped is not None
     assert int(result.skipped.pairs.sum()) == int((result.mask.to_dense() & ~computed(call, result)).sum())
+
+
+def test_the_largest_threshold_is_one_that_no_prompt_reaches() -> None:
+    assert sp.SkipSoftmax(1e12).below == 1e12
+    for more in (1e12 + 0.5, float("inf")):
+        with pytest.raises(sp.ParameterError, match=r"below is .*: pass .*1e\+12"):
+            sp.SkipSoftmax(more)

@@ -10,8 +10,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from sparseprefill.adapters.session import ledger, session, watch
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted
-from sparseprefill.adapters.session.report import LayerReport, Report
+from sparseprefill.adapters.session.prospects import Bounds
+from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import Prefill
 
 import sparseprefill as sp
@@ -22,14 +24,21 @@ from sparseprefill.breakeven.gate import AutoGate
 from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point
 from sparseprefill.breakeven.rule import Sizes
 from sparseprefill.breakeven.table import BreakEven
+from sparseprefill.breakeven.unmeasured import Unmeasured
+from sparseprefill.executors import cpu, reference
+from sparseprefill.mask import count, export, held
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.priority import BestOf, PriorityScores
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.plan import Carry, Parts, Plan, Result
+from sparseprefill.plan import Carry, Parts, Plan, Planned, Result, Skipped
+from sparseprefill.refiners import fit, narrow, values
 from sparseprefill.refiners.fit import Tiles, _Maker
+from sparseprefill.refiners.recall import SampledRecall
+from sparseprefill.refiners.stretches import Stretches
 from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.route import Choice, Route
 from sparseprefill.softmax import SoftmaxState
-from sparseprefill.stages import ExecutorStage, Stage
+from sparseprefill.stages import ExecutorStage, Guard, Stage
 
 CALL = make(8)
 MASK = sp.SparseMask.full(CALL, 4)
@@ -70,6 +79,22 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
     one, other = build(), build()
     assert one != other
     assert 2 == len({one, other, one})
+
+
+KINDS = (
+    *(count.Lists, count._Rows, count.Selected, export.Selection, export._Cells, export._Seen, held.Held),
+    *(held.KeptKeys, cpu._Row, cpu._States, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
+    *(SampledRecall, Stretches, narrow.Choice, Tiles, fit._Order, fit._Table, values.WeightedPriority, values._Norms),
+    *(Planned, Skipped, Guard, watch._Arrived, watch._Coming, watch._Layer, watch.RecallWatch, ledger.Room),
+    session._Begun,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_tensors_are_compared_by_nobody(kind: type) -> None:
+    """Equality by value would ask the device, or fail for more than one number."""
+    for name in ("__eq__", "__hash__"):
+        assert getattr(object, name) is getattr(kind, name)
 
 
 POINT = Point(queries=8, keys=8, dense=1.0)
@@ -166,3 +191,36 @@ def test_defaults() -> None:
     assert not LayerRecord(1).lost
     assert "pipeline" == PIPELINE.name
     assert "auto" == PIPELINE.workspace
+
+
+WORKING = (PriorityScores, values.WeightedPriority, AutoGate, BreakEven, sp.Pipeline, Route, cpu._States)
+
+
+@pytest.mark.parametrize("kind", [*WORKING, watch.RecallWatch], ids=lambda kind: kind.__name__)
+def test_private_fields_are_not_given(kind: Any) -> None:
+    private = [one for one in attrs.fields(kind) if one.name.startswith("_")]
+    assert private
+    assert not [one.name for one in private if one.init]
+    if kind in WORKING[:-1]:
+        assert not [one.name for one in private if one.repr]
+
+
+def test_counts_begin_at_nothing() -> None:
+    for kind, names in ((watch.RecallWatch, {"prefills", "measured", "coming"}), (Prefill, {"watched"})):
+        assert not names & {one.name for one in attrs.fields(kind) if one.init}
+    found = watch.RecallWatch("m", 2)
+    assert (0, 0, 0) == (found.prefills, found.measured, len(found.coming))
+    assert Prefill().watched is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (sp.Proxy, {"tile"}), (sp.Delta, {"gamma"}), (sp.RecallFloor, {"target", "rows", "span"}),
+        (LayerRecall, {"mean", "low_calls"}), (Bounds, {"min_query", "keys"}), (PriorityScores, {"tile_q", "tiles"}),
+        (Unmeasured, {"keys", "work"}), (sp.RelativeThreshold, {"sink", "local"}), (sp.SkipSoftmax, {"grain"}),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)  # fmt: skip
+def test_what_can_be_mixed_up_is_given_by_name(kind: Any, names: set[str]) -> None:
+    assert names <= {one.name for one in attrs.fields(kind) if one.kw_only}

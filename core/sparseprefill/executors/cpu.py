@@ -117,7 +117,7 @@ def _odd_numbers(call: AttentionCall) -> str:
     largest = [_largest(x) for x in (call.q, call.k, call.v)]
     if not all(map(math.isfinite, largest)):
         return "q, k or v is not finite, and would spoil rows that may not see it"
-    logits = largest[0] * largest[1] * call.q.shape[-1] * max(1.0, abs(call.softmax_scale))
+    logits = largest[0] * largest[1] * call.q.shape[-1] * max(1.0, call.softmax_scale)
     if logits > torch.finfo(torch.float64 if call.q.dtype == torch.float64 else torch.float32).max / 16:
         return "q and k are so large that their products may overflow"
     return ""
@@ -147,7 +147,7 @@ def _skim(call: AttentionCall, plan: Plan, below: Tensor) -> tuple[SoftmaxState,
     if plan.carry is not None:
         state = state.merge(plan.carry.state)  # a copy
     pairs = torch.zeros(shape[:2], dtype=torch.int64)
-    bounds = torch.where(below < 1, below, 0.0).to(dtype).log().tolist()
+    bounds = below.to(dtype).log().tolist()
     for b in range(shape[0]):
         row = _Row.of(call, mask, b, dtype)
         if row is not None:
@@ -408,7 +408,7 @@ class _States:
             which = which.repeat_interleave(parts)
             done = (torch.arange(which.numel()) - (parts.cumsum(0) - parts)[which]) * most
             counts = (counts[which] - done).clamp(max=most)
-        for items, index, entry in _batches(counts, entries, self._bytes(tile_k, held)):
+        for items, index, entry in _batches(counts, entries, self.bytes_of(tile_k, held)):
             seen = None if entry is None else entry.repeat_interleave(tile_k, 1)[:, None]
             yield _Piece(which[items], index, seen)
 
@@ -424,7 +424,7 @@ class _States:
         tiles = (tiles & (self._distance() >= 0)).flip(-1)
         head, _, behind = tiles.nonzero(as_tuple=True)
         entries = self.kv_head(head) * columns + columns - 1 - behind
-        for items, index, _ in _batches(tiles.sum(-1).flatten(), entries, self._bytes(size, held)):
+        for items, index, _ in _batches(tiles.sum(-1).flatten(), entries, self.bytes_of(size, held)):
             seen = torch.ones(size, index.shape[1] * size, dtype=torch.bool)
             seen[:, :size].tril_()
             yield _Piece(items, index, seen)
@@ -440,7 +440,7 @@ class _States:
             causal = offset == 0 and tile_q == tile_k and self._window is None
             entries = self.kv_head(head) * tiles.shape[2] + column
             items = head * tiles.shape[1] + tile
-            for part in _cut(items.numel(), self._bytes(tile_k, held)):
+            for part in _cut(items.numel(), self.bytes_of(tile_k, held)):
                 yield _Piece(items[part], entries[part, None], self.seen(apart), causal)
 
     def add_stripes(self, stripes: IndexLists) -> None:
@@ -540,7 +540,7 @@ class _States:
         columns = self.row.tiles.shape[2] * self.row.mask.tile_k
         index = kv_head * columns + position
         starts = self.row.tile_starts()[items % self.row.tiles.shape[1]]
-        size = self._bytes(1, not self.row.fused, run)
+        size = self.bytes_of(1, not self.row.fused, run)
         for chosen, order, real in _batches(counts, torch.arange(index.numel()), size):
             rows = index[order]
             k, v = self.gather("k", rows), self.gather("v", rows)
@@ -616,7 +616,7 @@ class _States:
     def _window(self) -> int | None:
         return self.row.mask.geometry.window
 
-    def _bytes(self, keys: int, held: bool, run: int = 1) -> int:
+    def bytes_of(self, keys: int, held: bool = False, run: int = 1) -> int:
         """What so many keys of `run` query tiles count against `GATHERED`. held: whether their logits are held."""
         rows = run * self.row.mask.tile_q if held else 0
         return keys * max(self.k.shape[-1], rows) * self.k.element_size()
@@ -673,7 +673,7 @@ class _Votes:
             for items, seen_by_all in (((there & whole)[:, j], True), ((there & ~whole)[:, j], False)):
                 chosen = items.nonzero().flatten()
                 index = self.states.kv_head(head[chosen]) * columns + order[chosen, j]
-                for part in _cut(chosen.numel(), tile_k * 4 * self.states.k.shape[-1]):
+                for part in _cut(chosen.numel(), self.states.bytes_of(tile_k)):
                     some, apart = chosen[part], None
                     if not seen_by_all:
                         apart = (starts[some] - order[some, j] * tile_k)[:, None, None] + self._grid(tile_k)
@@ -688,11 +688,10 @@ class _Votes:
         column = torch.arange(columns)
         beyond = (column + 1) * row.mask.tile_k - 1 > row.tile_starts()[:, None]
         beyond = beyond.repeat(row.tiles.shape[0], 1)
-        place = torch.where(beyond, columns - column, 3 * columns - column)  # those behind the first row lead
+        place = torch.where(beyond, columns - column, 2 * columns - column)  # those behind the first row lead
         first = (tiles.cumsum(1) == 1) & tiles & ~beyond
         place = torch.where(first, columns, place)
-        place = torch.where(tiles, place, 4 * columns)
-        return place.argsort(1), tiles.sum(1)
+        return place.masked_fill_(~tiles, torch.iinfo(place.dtype).max).argsort(1), tiles.sum(1)
 
     def _stripes(self, stripes: IndexLists) -> None:
         row, tile_k = self.states.row, self.states.row.mask.tile_k
@@ -704,7 +703,7 @@ class _Votes:
                 here, at = entry[:, first : first + tile_k], position[:, first : first + tile_k]
                 at = torch.where(here, at, 0)
                 items = head * rows + torch.arange(rows)
-                for part in _cut(rows, tile_k * 4 * self.states.k.shape[-1]):
+                for part in _cut(rows, self.states.bytes_of(tile_k)):
                     apart = (starts[part, None] - at[part])[:, None] + torch.arange(row.mask.tile_q)[:, None]
                     self._step(items[part], base + at[part], 1, apart, here[part, None])
 

@@ -124,7 +124,7 @@ def _corrected(call: AttentionCall, held: Held, keys: _TileKeys, result: Result,
         logits = _by_group(q, mean_key, call.group)
     else:
         mean_key, mean_value, count = keys.without(kept, call.group)
-        left = left & (count > 0)
+        left = left & count.bool()
         logits = (q.unflatten(2, (-1, tile_q)) @ mean_key.transpose(-1, -2)).flatten(2, 3)
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)

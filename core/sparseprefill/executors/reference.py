@@ -251,7 +251,7 @@ class _TileKeys:
         if len(parts) == 2:
             union: Tensor = torch.unique(torch.cat(parts))
             return union
-        return parts[0] if parts else torch.empty(0, dtype=torch.int64, device=self.mask.geometry.device)
+        return parts[0] if parts else torch.zeros(0, dtype=torch.int64, device=self.mask.geometry.device)
 
 
 @frozen(eq=False)

@@ -154,7 +154,7 @@ def span(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor]:
     """int64 [B, R] each: half-open range of key tiles that the rows of each query tile may see."""
     tiles = geometry.tiles(tile_q)
     last = torch.div((tiles + 1) * tile_q - 1, tile_k, rounding_mode="floor") + 1
-    last = torch.where(tiles >= 0, last, 0).clamp(max=geometry.tile_columns(tile_k))
+    last = last.clamp(0, geometry.tile_columns(tile_k))
     if geometry.window is None:
         return torch.zeros_like(last), last
     first = torch.div(tiles * tile_q - geometry.window + 1, tile_k, rounding_mode="floor")

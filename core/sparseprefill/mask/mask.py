@@ -345,11 +345,11 @@ class SparseMask:
                 by_column = torch.zeros(*keep.shape[:3], cells, device=g.device)
                 by_column.index_add_(3, column, keep.float())
                 total.index_add_(2, row, by_column)
-        return torch.where(allowed > 0, selected / allowed, torch.nan)
+        return selected / allowed  # nan where nothing is allowed, and so nothing selected
 
     def picture(self, batch: int = 0, head: int = 0, cells: int = 32) -> str:
         """A text picture of one head: ``#`` all, ``+`` some, ``.`` none of the allowed pairs."""
-        shades = self.head(batch, head).shade(cells)[0, 0].tolist()
+        shades = self.head(batch, head).shade(cells).view(cells, cells).tolist()
         glyph = {True: "#", False: "."}
         return "\n".join(
             "".join(" " if x != x else glyph[x > 0.999] if x > 0.999 or x < 0.001 else "+" for x in row)

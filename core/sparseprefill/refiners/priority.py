@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 TOP = torch.finfo(torch.float32).max / 8
 """Scores are clamped to it, which leaves room above for tiles that go before any score, and below for NaN."""
+ENTRIES = 1 << 23
+"""Scores that are sorted at once, about."""
 
 
 def tile_worth(plan: Plan, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
@@ -36,7 +38,7 @@ def _finite(scores: Tensor) -> Tensor:
     return torch.where(scores.isnan(), -2 * TOP, scores.clamp(-TOP, TOP))
 
 
-def highest(scores: Tensor, candidates: Tensor, number: Tensor, entries: int = 1 << 23) -> Tensor:
+def highest(scores: Tensor, candidates: Tensor, number: Tensor, entries: int = ENTRIES) -> Tensor:
     """bool: of the `candidates` ``[B, Hq, R, C]`` the `number` ``[B, Hq, R]`` of highest score, ties to the nearer.
 
     Sorts in chunks of query tiles, so that memory stays small.

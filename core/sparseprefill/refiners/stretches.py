@@ -82,9 +82,10 @@ def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretc
         tiles = (_floor(behind + tile - 1, tile)[:, None] - base).clamp(min=1)
         each, spans = min(rows, number), 1
     else:
-        base = _floor(begin, span)[:, None] * (span // tile)
-        tiles = torch.full_like(base, span // tile)
-        each, spans = min(rows, span // tile), geometry.tile_rows(span)
+        in_span = span // tile
+        base = _floor(begin, span)[:, None] * in_span
+        tiles = torch.full_like(base, in_span)
+        each, spans = min(rows, in_span), geometry.tile_rows(span)
     dealt = tiles.clamp(max=each)  # K of each batch row
     sample = torch.arange(spans * each, device=geometry.device)
     place, nth = _floor(sample, each) * tiles, sample % each

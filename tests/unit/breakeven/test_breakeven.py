@@ -112,6 +112,8 @@ def test_inputs_too_dense_to_win_at_any_length_count_with_half_of_the_pairs() ->
     assert pytest.approx(1.2) == ratio(shape_of(wins, long), 65536, 65536)
     assert pytest.approx(1.2) == ratio(shape_of(short), 1024, 1024)
     assert pytest.approx(1.2) == ratio(shape_of(point(65536, 65536, density=0.4, streaming=1.2)), 65536, 65536)
+    thin = point(65536, 65536, density=0.4, streaming=1.2)
+    assert pytest.approx(1.2) == ratio(shape_of(short, thin), 65536, 65536), "the longest tells"
 
 
 @given(
@@ -196,6 +198,11 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
     assert made == BreakEven.load(path)
     gpu = table(CHUNKED, kind="cuda", capability=(9, 0))
     assert gpu == BreakEven.of(json.loads(gpu.to_json()))
+
+
+def test_a_table_with_a_number_that_json_does_not_know_is_not_written() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        evolve(table(CHUNKED), measured={"noise": float("nan")}).to_json()
 
 
 FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [

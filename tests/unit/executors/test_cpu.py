@@ -258,3 +258,173 @@ def test_half_precision_needs_the_room_of_what_it_is_computed_in() -> None:
     call = make(512)
     half = evolve(call, q=call.q.bfloat16(), k=call.k.bfloat16(), v=call.v.bfloat16())
     assert CPU.workspace(call) == CPU.workspace(half)
+
+
+def fused(call: sp.AttentionCall, plan: Plan) -> list[tuple[int, int, int]]:
+    """What is computed at once by PyTorch's kernel: so many lists, of so many query rows and keys."""
+    seen, run = [], cpu._fused
+
+    def spy(q: torch.Tensor, k: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        seen.append((q.shape[0], q.shape[2], k.shape[2]))
+        return run(q, k, *rest, **more)
+
+    with patch.object(cpu, "_fused", spy):
+        equal(call, plan)
+    return sorted(seen)
+
+
+def square(call: sp.AttentionCall, *tiles: tuple[int, int], tile: int | tuple[int, int] = 16) -> Plan:
+    """A mask of these tiles of both heads, without diagonal ones but for those that are among them."""
+    rows, columns = (tile, tile) if isinstance(tile, int) else tile
+    keep = torch.zeros(1, 1, call.geometry.tile_rows(rows), call.geometry.tile_columns(columns), dtype=torch.bool)
+    for at in tiles:
+        keep[(0, 0, *at)] = True
+    return Plan(sp.SparseMask.from_tiles(call, keep, tile, diagonal=False))
+
+
+DIAGONAL = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5))
+
+
+def test_diagonal_tiles_of_short_lists_are_computed_with_the_others() -> None:
+    """Of both heads at once; a list of the diagonal tile alone is one causal call, and a long list is two."""
+    call = make(96)
+    assert [(12, 16, 16)] == fused(call, square(call, *DIAGONAL))
+    assert [(4, 16, 32), (8, 16, 16)] == fused(call, square(call, *DIAGONAL, (3, 0), (4, 1)))
+    others = ((1, 0), (2, 0), (3, 0)), ((4, 1), (4, 2), (5, 0), (5, 1))
+    found = fused(call, square(call, *DIAGONAL[:4], *others[0], *others[1]))
+    assert [(2, 16, 16), (4, 16, 32), (6, 16, 32)] == found, "without a diagonal tile they are lists like others"
+    plan = square(call, *DIAGONAL, (3, 0), (5, 0), (5, 1), (5, 2))
+    for joined, expected in (
+        (2, [(2, 16, 32), (2, 16, 48), (10, 16, 16)]),
+        (4, [(2, 16, 32), (2, 16, 64), (8, 16, 16)]),
+        (3, [(2, 16, 32), (2, 16, 48), (10, 16, 16)]),
+    ):
+        with patch.object(cpu, "JOINED", joined):
+            assert expected == fused(call, plan)
+
+
+def test_tiles_that_are_not_square_or_have_a_window_are_computed_apart() -> None:
+    call = make(96)
+    wide = square(call, (0, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 4), tile=(32, 16))
+    assert [(2, 32, 16), (2, 32, 32), (6, 32, 16)] == fused(call, wide)
+    near = evolve(call, window=40)
+    assert [(4, 16, 16), (12, 16, 16)] == fused(near, square(near, *DIAGONAL, (1, 0), (3, 2)))
+    assert [(2, 16, 16), (2, 16, 16), (12, 16, 16)] == fused(near, square(near, *DIAGONAL, (1, 0), (3, 1), (4, 0)))
+
+
+def test_a_few_rows_of_a_long_prompt_are_enough_work_for_a_call_of_their_own() -> None:
+    """A head that sees all is computed without gathering its keys; it is the pairs that count."""
+    call = make(64, 16448)
+    keep = torch.zeros(1, 2, 2, 514, dtype=torch.bool)
+    keep[:, 0] = keep[:, 1, :, :2] = True
+    found = fused(call, Plan(sp.SparseMask.from_tiles(call, keep, 32)))
+    assert [(1, 64, 64), (1, 64, 16384), (2, 32, 96)] == found
+
+
+def test_a_row_of_a_batch_has_the_tiles_that_it_touches() -> None:
+    """Not those of the longest one."""
+    call = make(70, 90, batch=3, starts=int32(0, 9, 80), lengths=int32(90, 33, 10))
+    mask = sp.SparseMask.full(call, (32, 16))
+    rows = [cpu._Row.of(call, mask, b, torch.float32) for b in range(3)]
+    assert [(2, 3, 6), (2, 2, 3), (2, 1, 1)] == [tuple(row.tiles.shape) for row in rows if row is not None]
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 21, 64])
+@pytest.mark.parametrize("grid", [(16, 16), (32, 16), (16, 32), (24, 20), (5, 16)])
+def test_which_tiles_are_seen_by_all_rows_and_which_by_some(grid: tuple[int, int], window: int | None) -> None:
+    call = make(96, window=window)
+    row = cpu._Row.of(call, sp.SparseMask.full(call, grid), 0, torch.float32)
+    assert row is not None
+    states = cpu._States.of(row)
+    distance = states._distance()
+    apart = torch.arange(row.tiles.shape[1] * grid[0])[:, None] - torch.arange(row.tiles.shape[2] * grid[1])
+    seen = (apart >= 0) & (apart < (window or 1000))
+    assert torch.equal(seen, states.seen(apart))
+    cells = seen.unflatten(1, (-1, grid[1])).unflatten(0, (-1, grid[0]))
+    assert torch.equal(cells.all(3).all(1), states.full(distance))
+    assert torch.equal(cells.any(3).any(1), states._reachable(distance))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}], ids=["fused", "held"])
+@pytest.mark.parametrize("bytes_held", [1, 2048, 6000])
+def test_pieces_gather_no_more_than_they_may(options: dict[str, Any], bytes_held: int) -> None:
+    """But for one list, which is not cut."""
+    call = make(160, heads=4, kv_heads=2, **options)
+    source = torch.Generator().manual_seed(3)
+    tiles = sp.SparseMask.from_tiles(call, torch.rand(1, 4, 10, 10, generator=source) < 0.5, 16)
+    columns = torch.rand(1, 4, 5, 160, generator=source) < 0.1
+    stripes = sp.SparseMask.from_stripes(call, columns, 2, 16, diagonal=False)
+    seen, gather = list[tuple[int, int]](), cpu._States.gather
+
+    def spy(states: Any, name: str, index: torch.Tensor, run: int = 1) -> torch.Tensor:
+        found = gather(states, name, index, run)
+        seen.append((found.shape[0], found.nbytes))
+        return found
+
+    with patch.object(cpu, "GATHERED", bytes_held), patch.object(cpu._States, "gather", spy):
+        for mask, skip in ((tiles, None), (stripes, None), (tiles | stripes, torch.tensor([0.01]))):
+            CPU.execute(call, Plan(mask, skip_below=skip))
+            assert seen
+            assert all(lists == 1 or nbytes <= bytes_held for lists, nbytes in seen)
+            seen.clear()
+
+
+def test_numbers_of_twice_the_size_need_twice_the_room() -> None:
+    """But for maps and lists."""
+    few, many = make(16, 1 << 17), make(16, 1 << 17, dtype=torch.float64)
+    assert 1.8 < CPU.workspace(many) / CPU.workspace(few) < 2
+
+
+@pytest.mark.parametrize(("together", "rows"), [(7, 8), (8, 8), (16, 16), (24, 16), (32, 32), (64, 32)])
+def test_so_many_rows_gather_their_shared_stripes_together(together: int, rows: int) -> None:
+    """A power of two of neighbouring query tiles, as many as there are rows for."""
+    call = make(32, 96)
+    columns = torch.zeros(1, 2, 1, 96, dtype=torch.bool)
+    columns[..., 3:60:5] = True
+    mask = evolve(sp.SparseMask.from_stripes(call, columns, 4, 8, diagonal=False), disjoint=True)
+    with patch.object(cpu, "TOGETHER", together):
+        assert [(2 * 32 // rows, rows, 12)] == fused(call, Plan(mask))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "keys", "scale", "name"),
+    [
+        (torch.float32, 1e18, 1e18, 1.0, "cpu"),
+        (torch.float32, 1e18, 1e18, 0.1, "cpu"),
+        (torch.float32, 1e18, 1e18, 50.0, "reference"),
+        (torch.float32, 1e18, -8e18, 1.0, "reference"),
+        (torch.float32, -8e18, 1e18, 0.1, "reference"),
+        (torch.float32, 8e18, 8e18, 1e-20, "reference"),
+        (torch.float32, 1e-18, 1e36, 1.0, "cpu"),
+        (torch.float64, 8e18, 8e18, 50.0, "cpu"),
+        (torch.float64, 1e154, 1e154, 1.0, "reference"),
+    ],
+)
+def test_products_that_overflow_are_left_to_the_reference(
+    dtype: torch.dtype, queries: float, keys: float, scale: float, name: str
+) -> None:
+    """Of q and k alone, or with the scale; of 8 numbers each, one of which is large."""
+    call = make(24, dtype=dtype)
+    q, k = call.q.clamp(-1, 1) * abs(queries) / 10, call.k.clamp(-1, 1) * abs(keys) / 10
+    q[0, 1, 3, 2], k[0, 0, 5, 2] = queries, keys
+    call = evolve(call, q=q, k=k, scale=scale)
+    (kernel,) = CPU.execute(call, Plan(sp.SparseMask.full(call, 8))).kernels
+    assert (name, name == "reference") == (kernel.name, "may overflow" in kernel.reason)
+
+
+@pytest.mark.parametrize(("last", "masked"), [(63, {False}), (64, {False}), (65, {False, True}), (90, {False, True})])
+def test_keys_that_every_row_sees_need_no_mask(last: int, masked: set[bool]) -> None:
+    """Query rows 64 to 95; a stripe behind their first one is seen by some."""
+    call = make(32, 96)
+    columns = torch.zeros(1, 2, 1, 96, dtype=torch.bool)
+    columns[..., [3, 8, last]] = True
+    mask = evolve(sp.SparseMask.from_stripes(call, columns, 4, 8, diagonal=False), disjoint=True)
+    seen, bias = list[bool](), cpu._bias
+
+    def spy(keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        seen.append(keep is not None)
+        return bias(keep, dtype)
+
+    with patch.object(cpu, "_bias", spy):
+        equal(call, Plan(mask))
+    assert masked == set(seen)

@@ -14,6 +14,7 @@ import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.executors import triton as module
 from sparseprefill.kernels.attention import launch as attention
+from sparseprefill.kernels.attention import together as grouping
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.plan import Kernel
 from sparseprefill.testing import tensors
@@ -114,3 +115,28 @@ def test_heads_are_probed_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = sp.SparseMask.full(call, 16)
     assert TRITON.execute(call, sp.Plan(mask)).probe is None
     assert TRITON.execute(call, sp.Plan(mask, probe=heads)).probe is heads
+
+
+def test_calls_that_share_no_launch_are_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And come back in their order; those of a launch begin with the longest."""
+    made: list[list[int]] = []
+
+    def alone(call: sp.AttentionCall, *_: Any) -> Any:
+        made.append([call.layer])
+        return call.q, call.q[..., 0], Kernel("portable"), None
+
+    def together(calls: Any, _: Any) -> Any:
+        made.append([call.layer for call in calls])
+        return [(call.q, call.q[..., 0]) for call in calls], Kernel("portable")
+
+    monkeypatch.setattr(attention, "interpreted", lambda: True)
+    monkeypatch.setattr(attention, "sparse_attention_fwd", alone)
+    monkeypatch.setattr(attention, "sparse_attention_together", together)
+    monkeypatch.setattr(attention, "shares", lambda call, _: call.layer != 3)
+    monkeypatch.setattr(grouping, "key", lambda call, _: None if call.layer == 0 else "alike")
+    whole = wide()
+    calls = [evolve(whole, k=whole.k[:, :, :n], v=whole.v[:, :, :n], q=whole.q[:, :, :n]) for n in (16, 17, 24, 32)]
+    calls = [evolve(call, layer=layer) for layer, call in enumerate(calls)]
+    results = TRITON.execute_many(calls, [sp.Plan(sp.SparseMask.full(call, 16)) for call in calls])
+    assert [[0], [2, 1], [3]] == made
+    assert all(result.out is call.q for call, result in zip(calls, results, strict=True))

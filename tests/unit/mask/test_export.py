@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import AttentionCall, MaskError, Plan, ReferenceExecutor, SparseMask, StrideRescue
+from sparseprefill.mask import export
 from sparseprefill.mask.export import Fa4Lists
 from sparseprefill.testing import calls, masks, tensors
 from sparseprefill.testing.truth import difference
@@ -152,6 +153,24 @@ def test_fa4_lists_hold_the_same_pairs(call: AttentionCall, data: st.DataObject)
         beyond = functional.pad(keep, (0, 0, 0, -g.q_len % size[0]), value=True)
         full = blocks_of(beyond, size)[1] & (blocks_of(keep, size)[0] | blocks_of(keep, size)[1])
         assert torch.equal(full, decoded(lists.full_block_cnt, lists.full_block_idx, g.heads))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_few_heads_at_a_time_give_the_same(batch: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """heads: of the lists; one list may stand for all heads."""
+    call = AttentionCall(*tensors("random", batch=batch, heads=4, kv_heads=2, q_len=58, kv_len=90, head_dim=8))
+    keep = torch.rand(batch, heads, 8, 12, generator=torch.Generator().manual_seed(0)) < 0.4
+    columns = torch.rand(batch, heads, 4, 90, generator=torch.Generator().manual_seed(1)) < 0.3
+    tiles = SparseMask.from_tiles(call, keep, 8, diagonal=False)
+    both = tiles | SparseMask.from_stripes(call, columns, 2, 8, diagonal=False)
+    whole = tiles.to_fa4(), both.to_flex(8)
+    monkeypatch.setattr(export, "ENTRIES", 1)
+    parts = tiles.to_fa4(), both.to_flex(8)
+    for name in ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"):
+        assert torch.equal(getattr(whole[0], name), getattr(parts[0], name))
+    assert torch.equal(whole[1].to_dense(), parts[1].to_dense())
+    assert torch.equal(whole[1].kv_indices, parts[1].kv_indices)
 
 
 @pytest.mark.parametrize(

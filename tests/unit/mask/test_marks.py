@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from torch.nn import functional
 
 import sparseprefill as sp
 from helpers.build import int32, make
@@ -16,7 +17,7 @@ from sparseprefill.errors import MaskError
 from sparseprefill.mask import count
 from sparseprefill.mask import mask as masks
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.held import Held
+from sparseprefill.mask.held import Held, stripes_at
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Random, Stride, TileMap
 
@@ -469,3 +470,54 @@ def test_a_plan_without_tiles_holds_none_on_its_own_grid(tile_k: int | None) -> 
     assert (8, width) == held.grid
     assert (1, 2, call.geometry.tile_rows(8), 40 // width) == tuple(held.map.shape)
     assert not held.map.any()
+
+
+@pytest.mark.parametrize("width", [1, 4, 6])
+@pytest.mark.parametrize("window", [None, 1, 5, 9, 40])
+def test_the_keys_that_every_row_of_a_tile_sees(width: int, window: int | None) -> None:
+    """As many as lie on the grid; every other key that some row sees is at an edge, and no more than those."""
+    call = make(20, 31, batch=2, starts=int32(0, 9), lengths=int32(31, 17), window=window)
+    geometry = call.geometry
+    rows = count._Rows.of(geometry, 4, width)
+    visible, key = geometry.visible(), torch.arange(31)
+    position = geometry.query_positions()
+    for b in range(2):
+        seen = torch.stack([visible[b, :, one] for one in range(31)], -1)
+        if b:  # on its own grid
+            seen = functional.pad(seen[:, 9:], (0, 9))
+        for tile in range(rows.first.shape[-1]):
+            first, last, low, high = (int(one[b, 0, tile]) for one in (rows.first, rows.last, rows.low, rows.high))
+            of = seen[(position[b] >= first) & (position[b] <= last)]
+            if last < first:
+                continue
+            edges = [(int(a[b, 0, tile]), int(e[b, 0, tile])) for a, e in rows.edges]
+            inside = (key >= low) & (key < high)
+            beside = torch.stack([(key >= a) & (key < e) for a, e in edges]).any(0)
+            assert not (inside & ~of.all(0)).any()
+            assert not (of.any(0) & ~inside & ~beside).any()
+            some = of.any(0).nonzero()
+            assert last + 1 == edges[0][1] == int(some[-1]) + 1
+            assert edges[1:] == ([] if window is None else [(int(some[0]), low)])
+            whole = [at for at in range(0, 31 - width, width) if of[:, at : at + width].all()]
+            assert all(low <= at and at + width <= high for at in whole)
+
+
+@pytest.mark.parametrize("group", [1, 2, 6])
+def test_lists_that_several_rows_share_are_read_once(group: int) -> None:
+    call = make(24, 48)
+    columns = bits(1, 2, 6 // group, 48)
+    mask = sp.SparseMask.from_stripes(call, columns, group, 4, diagonal=False)
+    for rows, expected in ((torch.arange(24, 48, 4), 6 // group), (torch.tensor([25, 47]), min(2, 6 // group))):
+        found = stripes_at([mask], rows[None], 48)
+        assert found is not None
+        assert expected == found.map.shape[2]
+        assert torch.equal(columns.repeat_interleave(4 * group, 2)[:, :, rows - 24], found.by_row)
+
+
+def test_whether_a_stripe_may_lie_in_a_tile() -> None:
+    call = make(32)
+    tiles = sp.SparseMask.full(call, 8)
+    stripes = sp.SparseMask.from_stripes(call, bits(1, 2, 2, 32), 2, 8, diagonal=False)
+    both = sp.SparseMask(call.geometry, 8, 8, tiles.tiles, 2, stripes.stripes)
+    found = [one.overlapping for one in (tiles, stripes, both, evolve(both, disjoint=True))]
+    assert [False, False, True, False] == found
