@@ -82,7 +82,7 @@ class UnionEstimator:
     def workspace(self, call: AttentionCall) -> int:
         """The parts' plans together, and maps to unite them."""
         plans = sum(part.plan_bound(call) for part in self.parts)
-        return plans + (default_workspace(call) if self.parts[1:] else 0)
+        return plans + (default_workspace(call) if len(self.parts) > 1 else 0)
 
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError where a part was made for another model."""
