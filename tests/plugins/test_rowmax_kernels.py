@@ -24,6 +24,7 @@ from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.groups import make
 from sparseprefill import AttentionCall
 from sparseprefill import kernels as core_kernels
+from sparseprefill.kernels.sampled.launch import capability
 from sparseprefill.kernels.settings import Settings
 from sparseprefill.kernels.source import Keys
 
@@ -153,8 +154,9 @@ def test_of_pages_it_is_the_same_to_the_bit(
         for union in ("head", "group"):
             config = settled(union=union)
             # A GPU adds products in another order where numbers were eight bits wide.
-            close = {"rtol": 1e-4, "atol": 1e-5} if CUDA and in_8 else {"rtol": 0.0, "atol": 0.0}
-            torch.testing.assert_close(launch.tile_shares(call, config), launch.tile_shares(there, config), **close)
+            rtol, atol = (1e-4, 1e-5) if CUDA and in_8 else (0.0, 0.0)
+            found = launch.tile_shares(call, config)
+            torch.testing.assert_close(found, launch.tile_shares(there, config), rtol=rtol, atol=atol)
         assert untouched(call)
 
 
@@ -222,8 +224,8 @@ def test_which_calls_go_by_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     halves, floats, narrow = (
         make(t, (1, 1), 9, 0, 0, width=w) for t, w in ((torch.float16, 64), (torch.float32, 64), (torch.float16, 16))
     )
-    for capability, able in (((0, 0), False), ((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
-        monkeypatch.setattr(launch, "capability", lambda _, capability=capability: capability)
+    for has, able in (((0, 0), False), ((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(launch, "capability", lambda _, has=has: has)
         assert [able, able, False] == [launch.in_8_bits(halves, word) for word in ("auto", "fp8", "exact")]
         assert not launch.in_8_bits(floats, "auto")
         assert not launch.in_8_bits(narrow, "fp8")
@@ -331,7 +333,7 @@ def test_the_kernel_for_hopper_finds_what_the_portable_one_does(
     """The same numbers in 8 bits, multiplied by the same instructions."""
     call = make(torch.bfloat16, (6, 2), q_len, before, 0, width=width, **HOPPERS[name])
     call = evolve(call, sinks=torch.linspace(-3, 5, 6, device=DEVICE))
-    if launch.capability(call.q.device) != (9, 0):
+    if capability(call.q.device) != (9, 0):
         pytest.skip("no Hopper here")
     for most in (1, MAXIMA):
         monkeypatch.setattr(launch, "MAXIMA", most)
