@@ -118,7 +118,8 @@ def _floor(
                 j = (key - start) // rule.tile_k
                 lost[n][j] = lost[n].get(j, 0.0) + share
         before[n] = math.fsum(kept)
-        chosen[n] = _chosen(lost[n], before[n], position // rule.tile_k, rule)
+        every = set(range(-(-call.kv_len // rule.tile_k)))  # also behind the row, for others of its query tile
+        chosen[n] = every if rule.target >= 1 else _chosen(lost[n], before[n], position // rule.tile_k, rule)
     here = [tile for tile in tiles if tile in inhabited]
     wanted: dict[tuple[int, int], float] = {}
     total = have = keys = 0
@@ -146,8 +147,6 @@ def _floor(
 
 
 def _chosen(lost: Mapping[int, float], before: float, own: int, rule: Rule) -> set[int]:
-    if rule.target >= 1:
-        return set(range(own + 1))
     found: set[int] = set()
     gained = 0.0
     for j in sorted(lost, key=lambda j: (-lost[j], -j)):
