@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,10 +91,10 @@ def sampled(geometry: Geometry, tile: int, share: float, tiles: slice = slice(No
 
 def workspace(call: AttentionCall, share: float) -> int:
     """Bytes: masses of some rows by key tile at a time, and of each row what it keeps."""
-    geometry = call.geometry
-    pairs, tile = geometry.batch * geometry.heads, 128
-    at_once = max(_entries(call), pairs * tile * geometry.tile_columns(tile))
-    return EACH * at_once + pairs * (16 * geometry.q_len + at_once // pairs)
+    geometry, tile = call.geometry, 128
+    pairs, rows = geometry.batch * geometry.heads, -(-tile // stride_of(share, tile))
+    at_once = max(_entries(call), pairs * rows * geometry.tile_columns(tile))
+    return EACH * at_once + 16 * pairs * rows * geometry.tile_rows(tile)
 
 
 def raised(call: AttentionCall, held: Held, share: float, each_row: float, target: float) -> tuple[SampledRows, Raised]:
@@ -139,7 +140,7 @@ def _masses(call: AttentionCall, held: Held, share: float) -> Iterator[tuple[sli
 def _smallest(lost: Tensor, need: Tensor) -> Tensor:
     """``[B, Hq, n, 1]``: a mass, such that what a row loses in tiles of no smaller one is no less than it needs."""
     high = lost.amax(-1, keepdim=True).log2()  # of these alone it may be too little
-    low = high + torch.tensor(SMALLEST, device=lost.device).log2()
+    low = high + math.log2(SMALLEST)
     all_ = torch.where(lost >= low.exp2(), lost, 0.0).sum(-1, keepdim=True) < need
     for _ in range(HALVINGS):
         middle = (low + high) / 2
