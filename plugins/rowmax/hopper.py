@@ -20,7 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparseprefill.kernels.hopper.arguments import Sizes
 from sparseprefill.kernels.hopper.gluon import barrier, load_block
+from sparseprefill.kernels.hopper.requests import batch_row
 from sparseprefill.kernels.hopper.ring import advance
 from sparseprefill.kernels.settings import FUSED, power_of_two
 
@@ -252,13 +254,8 @@ def hopper_maxima_kernel(
     b = pair // kv_heads
     kv = pair % kv_heads
     h = kv * kv_group + member
-    start = 0
-    if starts_ptr is not None:
-        start = gl.load(starts_ptr + b)
-    length = kv_len - start
-    if lengths_ptr is not None:
-        length = gl.load(lengths_ptr + b)
-    first = q_offset - start
+    sizes = Sizes(starts_ptr, lengths_ptr, q_offset, q_len, kv_len, blocks, both, heads, kv_group, None)
+    _, length, first = batch_row(sizes, b)
     tile = first // TILE
     if first < 0:
         tile = -((TILE - 1 - first) // TILE)
