@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
@@ -50,6 +50,24 @@ def sizes(lengths: Iterable[int], chunk: int | None) -> list[tuple[int, int]]:
         raise ParameterError(f"chunk is {chunk}: pass a number of rows, or None")
     chunks = [] if chunk is None else [(chunk, keys) for keys in whole if keys >= 2 * chunk]
     return sorted([*((n, n) for n in whole), *chunks])
+
+
+def joined(before: HeadShape, now: HeadShape) -> HeadShape:
+    """A shape's earlier figures with those measured now: all sizes of both, and all methods.
+
+    A method that was not timed now keeps its speed-up over dense attention: its seconds are scaled by dense attention's
+    change, since a gate compares the two.
+    """
+    points = {(one.queries, one.keys): one for one in before.points}
+    for one in now.points:
+        old = points.get((one.queries, one.keys), one)
+        scale = one.dense / old.dense
+        kept = {
+            name: evolve(time, seconds=time.seconds * scale, estimate=time.estimate * scale)
+            for name, time in old.methods.items()
+        }
+        points[one.queries, one.keys] = evolve(one, methods={**kept, **one.methods})
+    return evolve(now, points=tuple(points[size] for size in sorted(points)))
 
 
 def calibrate(

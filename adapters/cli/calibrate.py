@@ -67,7 +67,14 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "--out", "-o", help="Write the table to this file.")] = Path(
         "breakeven.json"
     ),
-    append: Annotated[bool, typer.Option("--append", help="Keep the other shapes that the file holds.")] = False,
+    append: Annotated[
+        bool,
+        typer.Option(
+            "--append",
+            help="Keep the file's other shapes, and this shape's other methods and sizes. Methods that were not timed "
+            "now keep their speed-up.",
+        ),
+    ] = False,
     device: Device = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; use as many as your calls will have.")] = 1,
     json: Json = False,
@@ -103,7 +110,9 @@ def calibrate(
     pipelines = {name: default_registry().build(name, **given) for name, given in parameters.items()}
     with bars(1) as shown, place.threaded(), shown.contender(str(shape)) as progress:
         found = measure.calibrate(shape, sizes, pipelines, clock, progress)
-    how = {"parameters": {name: given for name, given in parameters.items() if given}, "repeats": clock.rounds}
+    told = {} if before is None else before.measured.get("parameters", {})
+    now = {name: given for name, given in parameters.items() if given}
+    how = {"parameters": {**told, **now}, "repeats": clock.rounds}
     if place.device.type == "cpu":
         how["threads"] = threads
     made = _table(found.shape, place.device, how, before)
@@ -146,11 +155,18 @@ def _before(path: Path, device: torch.device) -> BreakEven:
 def _table(shape: HeadShape, device: torch.device, how: dict[str, Any], before: BreakEven | None) -> BreakEven:
     from sparseprefill.breakeven.table import BreakEven, device_kind
 
+    from ..calibration import measure
+
     kind = device_kind(device)
     kind = kind if kind.name else evolve(kind, name=platform.machine())
     same = (shape.heads, shape.kv_heads, shape.head_dim, shape.dtype)
     others = () if before is None else before.shapes
-    kept = [one for one in others if (one.heads, one.kv_heads, one.head_dim, one.dtype) != same]
+    kept = []
+    for one in others:
+        if (one.heads, one.kv_heads, one.head_dim, one.dtype) == same:
+            shape = measure.joined(one, shape)
+        else:
+            kept.append(one)
     return BreakEven(device=kind, shapes=(*kept, shape), versions=_versions(kind), measured=how)
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.bench.shape import HeadSizes
-from sparseprefill.adapters.calibration.measure import calibrate, sizes
+from sparseprefill.adapters.calibration.measure import calibrate, joined, sizes
 from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from sparseprefill.breakeven.points import HeadShape, MethodTime, Point
 from sparseprefill.breakeven.table import BreakEven
 
 from .test_cli import refused
@@ -110,6 +111,42 @@ def test_append_keeps_the_other_shapes(tmp_path: Path) -> None:
         done = invoke(*OPTIONS, "--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--append", "--out", path)
         assert done.exit_code == 0, done.output
     assert [(2, 1, 32), (4, 2, 64)] == [(one.heads, one.kv_heads, one.head_dim) for one in BreakEven.load(path).shapes]
+
+
+def test_append_adds_a_method_and_keeps_the_speed_up_of_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    first = invoke(*OPTIONS, *SHAPE, "--set", "streaming.window=32", "--out", path)
+    assert first.exit_code == 0, first.output
+    before = BreakEven.load(path).shapes[0]
+    options = [one if one != "streaming" else "bfla" for one in OPTIONS]
+    done = invoke(*options, *SHAPE, "--append", "--out", path)
+    assert done.exit_code == 0, done.output
+    table = BreakEven.load(path)
+    assert table.measured["parameters"] == {"streaming": {"window": 32}}
+    (shape,) = table.shapes
+    assert len(shape.points) == len(before.points)
+    for old, new in zip(before.points, shape.points, strict=True):
+        assert {"streaming", "bfla"} == set(new.methods)
+        assert new.dense / new.methods["streaming"].seconds == pytest.approx(
+            old.dense / old.methods["streaming"].seconds
+        )
+        assert new.methods["streaming"].density == old.methods["streaming"].density
+
+
+def test_sizes_of_both_runs_stay() -> None:
+    def point(size: int, dense: float, **methods: float) -> Point:
+        return Point(
+            queries=size,
+            keys=size,
+            dense=dense,
+            methods={name: MethodTime(seconds=time, estimate=time / 2, density=0.5) for name, time in methods.items()},
+        )
+
+    heads: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 32, "dtype": "float32"}
+    before = HeadShape(**heads, points=(point(64, 2.0, a=1.0), point(256, 8.0, a=2.0)))
+    now = HeadShape(**heads, points=(point(64, 4.0, b=3.0), point(128, 5.0, b=4.0)))
+    found = joined(before, now)
+    assert found.points == (point(64, 4.0, a=2.0, b=3.0), point(128, 5.0, b=4.0), point(256, 8.0, a=2.0))
 
 
 def test_json_and_parameters(tmp_path: Path) -> None:
