@@ -120,6 +120,15 @@ def test_a_gate_that_lets_nothing_pass(model: Any, caplog: pytest.LogCaptureFixt
     assert [] == caplog.records
 
 
+def test_what_the_gate_says_of_the_longest_call_is_told() -> None:
+    class Never:
+        def judge(self, call: sp.AttentionCall, method: str) -> sp.Verdict:
+            return sp.Verdict(False, 2.0, f"{call.kv_len} keys are too few")
+
+    found = prospects(sp.gated(sp.build("streaming", **STREAMING), Never()), LAYERS, Bounds(min_query=16, keys=64))
+    assert found.doubts == ("up to 64 tokens every call stays dense: 64 keys are too few",)
+
+
 def test_layers_of_the_host_and_layers_without_any() -> None:
     def never(layers: dict[int, Any], **options: Any) -> str:
         return prospects(FULL, layers, Bounds(min_query=16), **options).never

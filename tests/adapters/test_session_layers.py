@@ -56,6 +56,7 @@ def test_a_wrong_filter_is_refused(layers: object) -> None:
 
 def test_no_model_has_more_layers_than_a_filter_may_name() -> None:
     """An iterator without an end is refused as well, and read no further than it takes to know."""
+    assert MOST_LAYERS == 65536
     endless = itertools.count()
     assert Session(METHOD, layers=range(MOST_LAYERS)).layers == frozenset(range(MOST_LAYERS))
     for layers in (range(MOST_LAYERS + 1), endless):

@@ -216,8 +216,13 @@ def test_what_a_gate_says_without_objecting_is_noted() -> None:
     session = Session(METHOD, gate=from_length(16, dtype="float64"))
     assert isinstance(session.run(CALL, Prefill()), sp.Result)
     assert [1] == list(session.report("h", "i").notes.values())
-    none = Session(METHOD, gate=False)
-    assert none.route.gate is None
+    for none in (None, False):
+        assert Session(METHOD, gate=none).route.gate is None
+
+
+def test_a_gate_that_is_none_is_refused() -> None:
+    with pytest.raises(sp.ParameterError, match="gate is True"):
+        Session(METHOD, gate=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("warn", [True, False])

@@ -33,7 +33,7 @@ PACE = {
     "core/sparseprefill/executors/proxy.py": {"ENTRIES", "ENTRIES_ON_CPU"},
     "core/sparseprefill/mask/count.py": {"ENTRIES"},
     "core/sparseprefill/mask/priority.py": {"ENTRIES"},
-    "core/sparseprefill/pipeline.py": {"KEPT"},
+    "core/sparseprefill/pipeline.py": {"KEPT", "SHARE"},
     "core/sparseprefill/refiners/fit.py": {"ENTRIES", "CELLS", "BLOCKS"},
     "core/sparseprefill/refiners/priority.py": {"ENTRIES"},
 }
@@ -120,7 +120,8 @@ class _Map:
     @cached_property
     def excluded(self) -> list[tuple[Spot, Spot]]:
         """What changes no result on a CPU: annotations, what type checkers read, wording of texts, results kept for the
-        next time, `PACE`, a check of the code's own lists (the `strict` of a zip), and the way of a GPU, which has
+        next time, `PACE`, the numbers in a `workspace`, which is an estimate that tests hold to what a call takes and
+        to a few times that, a check of the code's own lists (the `strict` of a zip), and the way of a GPU, which has
         tests of its own: what `kernels.serve` lets in, and `_by_kernels`.
         """
         found: list[ast.AST | None] = []
@@ -131,6 +132,7 @@ class _Map:
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     found.append(node.returns)
                     found += node.body if node.name == "_by_kernels" else []
+                    found += _numbers(node) if node.name == "workspace" else []
                 case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                     found += [node.test, *node.body]
                 case ast.If() if _asks_for_kernels(node.test):
@@ -215,6 +217,11 @@ def _asks_for_kernels(test: ast.expr) -> bool:
     """Whether a condition holds on a GPU alone: `kernels.serve(...)`, or that and more."""
     first = test.values[0] if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else test
     return isinstance(first, ast.Call) and ast.unparse(first.func).startswith("kernels.serve")
+
+
+def _numbers(function: ast.AST) -> list[ast.AST]:
+    """The numbers that stand in a function."""
+    return [one for one in ast.walk(function) if isinstance(one, ast.Constant) and isinstance(one.value, int | float)]
 
 
 def _last_word(node: ast.expr) -> str:

@@ -16,7 +16,7 @@ from attrs import fields
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill import refiners
-from sparseprefill.config import REFINERS
+from sparseprefill.config import REFINERS, inner_method
 from sparseprefill.errors import ParameterError, UnknownMethodError
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange, Profile
@@ -270,6 +270,19 @@ def test_unions_without_end() -> None:
         table = {"union": [table]}
     with pytest.raises(ParameterError, match="is nested too deeply: use at most 32"):
         sp.from_config(table)
+
+
+def test_an_inner_method_is_a_name_a_table_a_pipeline_or_an_estimator() -> None:
+    method = sp.build("streaming", sink=4)
+    assert inner_method(method, "") is method
+    named, listed = inner_method("streaming", ""), inner_method({"method": "streaming", "parameters": {"sink": 4}}, "")
+    alone = inner_method(method.estimator, "")
+    assert isinstance(named, sp.Pipeline)
+    assert isinstance(listed, sp.Pipeline)
+    assert isinstance(alone, sp.Pipeline)
+    assert sp.build("streaming").estimator == named.estimator
+    assert method.estimator == listed.estimator
+    assert (method.estimator, type(method.estimator).__name__) == (alone.estimator, alone.name)
 
 
 def test_a_parameter_called_self() -> None:

@@ -589,7 +589,7 @@ class _States:
         if room is None or room.numel() < size:
             room = self._rooms[name] = source.new_empty(size)
         torch.index_select(source.view(-1, width), 0, index.flatten(), out=room[:size].view(-1, width))
-        return room[:size].view(index.shape[0], -1, source.shape[-1])
+        return room[:size].view(index.shape[0], -1, source.shape[1])
 
     def kv_head(self, head: Tensor) -> Tensor:
         """Of query heads."""

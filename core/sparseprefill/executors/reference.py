@@ -242,16 +242,14 @@ class _TileKeys:
 
     def _positions(self, batch: int, head: int, row: int, group: int) -> Tensor:
         """int64, ascending and distinct: key positions that the lists name."""
-        parts: list[Tensor] = []
+        parts = [torch.zeros(0, dtype=torch.int64, device=self.mask.geometry.device)]
         if self._tiles is not None:
             tiles, size = self._tiles.row(batch, head, row)[:, None].to(torch.int64), self.mask.tile_k
             parts.append((tiles * size + torch.arange(size, device=tiles.device)).reshape(-1))
         if self._stripes is not None:
             parts.append(self._stripes.row(batch, head, group).to(torch.int64))
-        if len(parts) == 2:
-            union: Tensor = torch.unique(torch.cat(parts))
-            return union
-        return parts[0] if parts else torch.zeros(0, dtype=torch.int64, device=self.mask.geometry.device)
+        union: Tensor = torch.unique(torch.cat(parts))
+        return union
 
 
 @frozen(eq=False)

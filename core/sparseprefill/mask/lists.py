@@ -117,7 +117,7 @@ class IndexLists:
             from sparseprefill.kernels.lists.launch import decode
 
             return decode((self.counts, self.offsets, self.indices), columns)
-        width = int(self.counts.max()) if self.counts.device.type == "cpu" and self.counts.numel() else columns
+        width = int(self.counts.max()) if self.counts.is_cpu and self.counts.numel() else columns
         entry, index = self.padded(min(width, columns))
         keep = torch.zeros(*self.counts.shape, columns + 1, dtype=torch.bool, device=self.counts.device)
         inside = entry & (index >= 0) & (index < columns)

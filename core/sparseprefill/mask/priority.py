@@ -78,13 +78,14 @@ class PriorityScores(Priority):
 
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
         """See `Priority`."""
-        if self.tiles is None or self.tile_q is None or self.tile_k is None:
+        if self.tiles is None:
             return tiles_of_columns(self, call, self.rows, tile_q, tile_k)
-        geometry, scores = call.geometry, self._scores("tiles", self.tiles, call) / self.tile_k
-        rows = regrid(geometry, scores, self.tile_q, tile_q)
-        if self.tile_k == tile_k:
+        old_q, old_k = cast(tuple[int, int], (self.tile_q, self.tile_k))
+        geometry, scores = call.geometry, self._scores("tiles", self.tiles, call) / old_k
+        rows = regrid(geometry, scores, old_q, tile_q)
+        if old_k == tile_k:
             return rows
-        column = torch.arange(geometry.tile_columns(tile_k), device=geometry.device) * tile_k // self.tile_k
+        column = torch.arange(geometry.tile_columns(tile_k), device=geometry.device) * tile_k // old_k
         return rows[..., column.clamp(max=rows.shape[3] - 1)]
 
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from attrs import evolve
 
 from helpers.build import int32, make
+from sparseprefill.mask.geometry import diagonal_map
 from sparseprefill.testing import allowed_pairs
 
 
@@ -107,3 +108,13 @@ def test_description_names_the_padding() -> None:
 
 def test_description_names_the_sizes() -> None:
     assert "[B=1, Hq=2, Nq=4, Nkv=6, q_offset=2]" == make(4, 6).geometry.describe()
+
+
+@pytest.mark.parametrize(("tile_q", "tile_k"), [(8, 8), (16, 4), (4, 16), (8, 5)])
+def test_diagonal_tiles_are_those_that_hold_a_rows_own_position(tile_q: int, tile_k: int) -> None:
+    geometry = make(40, 72).geometry  # query positions 32..71
+    expected = torch.zeros(1, geometry.tile_rows(tile_q), geometry.tile_columns(tile_k), dtype=torch.bool)
+    for row, tile in enumerate(geometry.tiles(tile_q)[0].tolist()):
+        own = range(tile * tile_q // tile_k, ((tile + 1) * tile_q - 1) // tile_k + 1)
+        expected[0, row, own.start : own.stop] = True
+    assert torch.equal(expected, diagonal_map(geometry, tile_q, tile_k))

@@ -28,6 +28,20 @@ def test_empty_lists() -> None:
     assert 0 == int(IndexLists.empty(1, 2, 3, torch.device("cpu")).to_map(4).sum())
 
 
+def test_on_a_cpu_a_map_is_made_from_lists_no_wider_than_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = torch.zeros(1, 1, 3, 1000, dtype=torch.bool)
+    keep[..., 1, [3, 500]] = True
+    made, padded, widths = IndexLists.from_map(keep), IndexLists.padded, []
+
+    def noted(lists: IndexLists, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        widths.append(width)
+        return padded(lists, width)
+
+    monkeypatch.setattr(IndexLists, "padded", noted)
+    assert torch.equal(keep, made.to_map(1000))
+    assert [2] == widths
+
+
 def test_narrow_is_one_head() -> None:
     keep = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)) < 0.5
     assert torch.equal(keep[1:, 2:], IndexLists.from_map(keep).narrow(1, 2).to_map(5))

@@ -100,6 +100,11 @@ def test_a_layer_that_the_profile_keeps_dense_runs_dense_at_its_lengths_alone() 
     assert not route.run(make(20, layer=1)).dense
     assert "the profile keeps layer 1 dense: vertical-slash is not" in route.run(make(60, layer=1)).dense
     assert not route.run(make(60, layer=0)).dense
+    chosen = {layer: route.choose(make(60, layer=layer)) for layer in (0, 1)}
+    assert (chosen[0].of_layer, chosen[1].of_layer) == (False, True)
+    nothing = sp.build("streaming", profile=profile(SHORT, None)).choose(make(50))
+    assert nothing.dense
+    assert not nothing.of_layer  # no layer runs sparse at this length
 
 
 def test_each_range_is_judged_under_its_own_method() -> None:
