@@ -19,8 +19,7 @@ from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallErr
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import SHARE, Pipeline
-from sparseprefill.plan import Plan, Planned, Result
-from sparseprefill.refiners.skip import SHORT
+from sparseprefill.plan import Plan, Planned, Remark, Result
 from sparseprefill.route import Route, gated
 from sparseprefill.validate import MOST_ROWS
 
@@ -406,8 +405,9 @@ class Session:
     def _account(self, record: LayerRecord, result: Result) -> None:
         if result.plan.skip_below is not None and result.skipped is None:
             self._notes["the executor cannot skip tiles by their logits; it computed the whole mask"] += 1
-        if SHORT in result.plan.notes:
-            self._notes[str(result.plan.notes[SHORT])] += 1
+        for note in result.plan.notes.values():
+            if isinstance(note, Remark):
+                self._notes[str(note)] += 1
         uncounted = Uncounted.of(result)
         if self._measure:
             record.measure(uncounted)

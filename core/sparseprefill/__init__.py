@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sparseprefill.metrics import output_error, recall
     from sparseprefill.pages import Pages
     from sparseprefill.pipeline import Pipeline
-    from sparseprefill.plan import Carry, Plan, Result, Skipped
+    from sparseprefill.plan import Carry, Plan, Remark, Result, Skipped
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
     from sparseprefill.refiners.decay import PositionDecay
@@ -101,6 +101,7 @@ __all__ = [
     "ReferenceExecutor",
     "Registry",
     "RelativeThreshold",
+    "Remark",
     "Result",
     "Route",
     "Sink",
@@ -161,7 +162,7 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "metrics": ("output_error", "recall"),
     "pages": ("Pages",),
     "pipeline": ("Pipeline",),
-    "plan": ("Carry", "Plan", "Result", "Skipped"),
+    "plan": ("Carry", "Plan", "Remark", "Result", "Skipped"),
     "profiles.profile": ("Profile",),
     "refiners.budget": ("BudgetCeiling", "BudgetFloor"),
     "refiners.decay": ("PositionDecay",),

@@ -47,6 +47,12 @@ class _Empty(Mapping[str, Any]):
 EMPTY: Mapping[str, Any] = _Empty()
 
 
+class Remark(str):
+    """A note of a plan that reports show to the user, such as why a slower kernel served."""
+
+    __slots__ = ()
+
+
 @frozen(eq=False)
 class Carry:
     """Attention that an estimator has computed already: its softmax state and the region it covers.
@@ -75,7 +81,7 @@ class Plan:
     whose largest logit lies so far below the running maximum of their rows that ``exp`` of the difference is less
     (`SkipSoftmax`). 0: of this batch row none is left out; so is a row of 1 and more, which is refused where the host
     can see it. None: nothing is ever left out. On the call's device.
-    notes: evidence that a method keeps for its own observer.
+    notes: evidence that a method keeps for its own observer, and each `Remark` for the user.
 
     Raises MaskError, naming the field, for a mask that is none, a carry of another call, a probe of other heads, a
     priority that is none, or thresholds that are none; where a function makes the mask, when it is first read.

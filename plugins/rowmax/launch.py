@@ -73,6 +73,14 @@ class Operand:
     itemsize: int
 
 
+def remark(call: AttentionCall, config: RowMaxConfig) -> str:
+    """Why the portable kernel chooses where the one for Hopper would; empty elsewhere."""
+    if not FAILED or not _for_hopper(call, in_8_bits=in_8_bits(call, config.precision), tile=config.block):
+        return ""
+    error = FAILED[0]
+    return f"rowmax's kernel for Hopper does not work here, the portable one serves: {type(error).__name__}: {error}"
+
+
 def kept_tiles(call: AttentionCall, config: RowMaxConfig) -> Tensor:
     """bool ``[B, h, R, C]``: see `stages.RowMaxEstimator.kept`."""
     return _chosen(call, config, torch.bool)
@@ -166,9 +174,14 @@ def _find(
 
 def _hopper(call: AttentionCall, operand: Operand, tile: int) -> Any:
     """The module of the kernel for Hopper, where it serves this call; else None."""
+    return _module() if not FAILED and _for_hopper(call, in_8_bits=operand.itemsize == 1, tile=tile) else None
+
+
+def _for_hopper(call: AttentionCall, *, in_8_bits: bool, tile: int) -> bool:
+    """Whether the kernel for Hopper can serve a call."""
     narrow = block(call.q.shape[3]) <= 128 and call.q.shape[3] >= 64
-    plain = operand.itemsize == 1 and call.geometry.window is None and tile == kernels.HOPPER_TILE and narrow
-    return _module() if plain and not FAILED and capability(call.q.device) == (9, 0) else None
+    plain = in_8_bits and call.geometry.window is None and tile == kernels.HOPPER_TILE and narrow
+    return plain and capability(call.q.device) == (9, 0)
 
 
 @cache

@@ -13,11 +13,13 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Plan
+from sparseprefill.plan import Plan, Remark
 
 from .maxima import sampling, shares, workspace
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
@@ -64,7 +66,8 @@ class RowMaxEstimator:
         if self.config.eps <= 0.0:
             return Plan(SparseMask.full(call, self.config.block), priority=priority)
         rules = {"keep": self.kept(call), "band": 0, "sink": int(self.config.sink)}
-        return Plan(SparseMask.from_rules(call, self.config.block, **rules), priority=priority)
+        mask = SparseMask.from_rules(call, self.config.block, **rules)
+        return Plan(mask, priority=priority, notes=self._notes(call))
 
     def kept(self, call: AttentionCall) -> Tensor:
         """bool ``[B, Hq, R, C]``, or of KV heads under a union: tiles of a large enough share."""
@@ -82,6 +85,15 @@ class RowMaxEstimator:
 
             return launch.tile_shares(call, self.config)
         return self._plain_shares(call)
+
+    def _notes(self, call: AttentionCall) -> Mapping[str, Remark]:
+        """What a report says of the kernels that chose."""
+        if not _by_kernels(call):
+            return {}
+        from . import launch
+
+        said = launch.remark(call, self.config)
+        return {"rowmax": Remark(said)} if said else {}
 
     def _plain_shares(self, call: AttentionCall) -> Tensor:
         geometry = call.geometry

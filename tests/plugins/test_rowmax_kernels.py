@@ -12,7 +12,8 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.rowmax import kernels, launch, maxima
+from sparseprefill.adapters.session.session import Prefill, Session
+from sparseprefill.plugins.rowmax import kernels, launch, maxima, stages
 from sparseprefill.plugins.rowmax.config import RowMaxConfig
 from sparseprefill.plugins.rowmax.maxima import MAXIMA
 from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
@@ -358,3 +359,23 @@ def test_nothing_recompiles_when_only_the_length_changes(precision: str) -> None
         used = (kernels.round_keys_kernel, kernels.maxima_kernel, kernels.choose_kernel)
         compiled.append([len(cache[0]) for kernel in used for cache in kernel.device_caches.values()])
     assert all(some == compiled[0] for some in compiled), compiled
+
+
+def test_a_report_says_why_the_portable_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel for Hopper would serve: on other devices and for other tiles there is nothing to say."""
+    call = make(torch.float32, (1, 1), 256, 0, 0, width=64)
+    monkeypatch.setattr(launch, "FAILED", [AttributeError("no such name")])
+    monkeypatch.setattr(launch, "in_8_bits", lambda *_: True)
+    monkeypatch.setattr(stages, "_by_kernels", lambda _: True)
+    monkeypatch.setattr(stages.RowMaxEstimator, "kept", lambda *_: torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    config = RowMaxConfig(every=1)
+    for known, said in (((9, 0), True), ((8, 9), False)):
+        monkeypatch.setattr(launch, "capability", lambda _, found=known: found)
+        session = Session(sp.Pipeline(stages.RowMaxEstimator(config), name="rowmax"), tail=0)
+        session.run(call, Prefill())
+        notes = session.report("h", "i").notes
+        assert said == any("portable one serves: AttributeError: no such name" in note for note in notes)
+    monkeypatch.setattr(launch, "capability", lambda _: (9, 0))
+    assert launch.remark(call, RowMaxConfig(block=64)) == ""
+    monkeypatch.setattr(launch, "FAILED", [])
+    assert launch.remark(call, config) == ""

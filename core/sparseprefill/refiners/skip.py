@@ -9,6 +9,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import ParameterError
+from sparseprefill.plan import Remark
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan
 
-SHORT = "skip_short"
-"""In a plan's notes: why nothing is skipped, where the host can tell that a prompt is too short."""
 MOST = 1e12
 """The largest `below`: no prompt is longer."""
 
@@ -35,7 +34,7 @@ class SkipSoftmax:
     below: c, in tokens; the threshold is c over the prompt's length, for all chunks of the prompt where the call knows
     it (`AttentionCall.prompt_lengths`), else over what there is of it so far. 0 leaves the plan as it is, bit by bit. A
     threshold of 1 or more would leave out nearly everything: of prompts that are no longer than c nothing is skipped,
-    and the plan's notes say so (`SHORT`) where the host knows the length.
+    and a `Remark` in the plan's notes says so where the host knows the length.
     grain: tokens at whose multiples a prompt may be cut, a multiple of the plan's query tile: rows of a tile vote
     together. None: no grain.
 
@@ -71,7 +70,7 @@ class SkipSoftmax:
             return evolve(plan, skip_below=torch.where(threshold < 1, threshold, 0.0).to(torch.float32))
         if self.below >= length:
             why = f"below is {self.below:g} and the prompt is not longer, so nothing is skipped"
-            return evolve(plan, notes={**plan.notes, SHORT: f"SkipSoftmax: {why}"})
+            return evolve(plan, notes={**plan.notes, "skip-softmax": Remark(f"SkipSoftmax: {why}")})
         options: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
         return evolve(plan, skip_below=torch.full((call.q.shape[0],), self.below / length, **options))
 
