@@ -24,7 +24,7 @@ logger = logging.getLogger("experiments.training.evaluate")
 def main(arguments: list[str] | None = None) -> None:
     """Run the evaluation from the command line."""
     parser = argparse.ArgumentParser(description="Evaluate the embedded model.")
-    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of a checkpoint of `train`")
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of a trained checkpoint")
     parser.add_argument("--tasks", type=int, default=64, help="tasks of each family and length")
     parser.add_argument(
         "--ruler", type=int, default=0, help="tasks of each kind of RULER's; if any, also ask long questions"

@@ -1,8 +1,9 @@
 """What dense last rows bring and cost: answers by method, number of dense rows, and how the question is asked.
 
-Run as ``python -m experiments.training.tails --tokens 8192``, with ``--model DIR`` for another checkpoint of
-`train`. Each prompt is one prefill, question included. A question is short (about 20 tokens), or as a person asks (20
-to 60 tokens), or it stands before the text, so that only the beginning of the answer's sentence stands behind it.
+Run as ``python -m experiments.training.tails --tokens 8192``, with ``--model DIR`` for another checkpoint that
+`experiments.training` made. Each prompt is one prefill, question included. A question is short (about 20 tokens), or as
+a person asks (20 to 60 tokens), or it stands before the text, so that only the beginning of the answer's sentence
+stands behind it.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def table(found: Sequence[Row], each: int) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run it from the command line."""
     parser = argparse.ArgumentParser(description="Answers by method, dense last rows, and how the question is asked.")
-    parser.add_argument("--model", type=Path, help="folder of a checkpoint of `train`; by default the embedded model")
+    parser.add_argument("--model", type=Path, help="folder of a trained checkpoint; by default the embedded model")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the longest prompt with its answer")
     parser.add_argument("--tasks", type=int, default=8, help="prompts of each family and way of asking")
     parser.add_argument("--tails", type=int, nargs="+", default=TAILS, help="numbers of dense last rows to try")
