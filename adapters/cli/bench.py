@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from . import render
-from .group import CommandError
 from .shared_options import SEEDS, Configs, Device, Dtype, Methods, Settings, Threads, Type
 
 DEPTH = 32
@@ -67,9 +66,6 @@ def bench(
     ] = None,
     page: Annotated[int, typer.Option(min=0, help="Tokens in a page of the KV cache; 0 for plain tensors.")] = 0,
     inputs: Annotated[Input | None, typer.Option("--input", help="Inputs for the methods; by default heads.")] = None,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Compare the executor with other packages' kernels on the same masks.")
-    ] = False,
     gate: Annotated[bool, typer.Option("--gate", help="Let the break-even gate choose dense attention.")] = False,
     ttft: Annotated[bool, typer.Option("--ttft", help="Time a whole model's prefill instead of one layer.")] = False,
     layers: Annotated[
@@ -105,7 +101,7 @@ def bench(
     from sparseprefill.registry import default_registry
 
     from ..bench.clock import Clock
-    from . import bench_peers, bench_run
+    from . import bench_run
     from .bench_options import Files, Wanted
     from .setup import Place
 
@@ -127,11 +123,7 @@ def bench(
         place=place,
         sizes={"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name, "batch": batch},
     )
-    if ttft and peers:
-        raise CommandError("--peers cannot be combined with --ttft; leave one of them out")
-    if peers:
-        failed = bench_peers.peers(wanted, place, files, Clock(place.device, rounds, seconds), seed)
-    elif ttft:
+    if ttft:
         failed = bench_run.models(wanted, registry, place, files, layers or DEPTH, structure.value, rounds, seed)
     else:
         failed = bench_run.layers(wanted, registry, place, files, Clock(place.device, rounds, seconds), seed)

@@ -15,8 +15,8 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
 from sparseprefill.route import Route
 
-from ..bench import scoreboard, tables
-from ..bench.case import Case, Part, Shape, of_mask, parse_mask
+from ..bench import tables
+from ..bench.case import Case, Shape, of_mask
 from .files import check_writable
 from .group import CommandError
 from .options import setting
@@ -64,23 +64,8 @@ class Wanted:
                 raise CommandError(f"{option} cannot be combined with --ttft; leave one of them out")
         if self.sizes["batch"] != 1:
             raise CommandError(f"--batch {self.sizes['batch']}: --ttft times one prompt; pass 1")
-        cases = self._methods(registry, [self._shape(16)])
+        cases = self._methods(registry, [self.shape(16)])
         return [(case.label, case.pipeline) for case in cases if case.pipeline is not None]
-
-    def scoreboard(self, device: str) -> tuple[list[tuple[Part, ...]], list[Shape]]:
-        """The masks and shapes on which other kernels are measured beside ours; errors as those of `cases`."""
-        given = {"--table": self.tables, "--method": self.methods, "--set": self.settings, "--config": self.configs}
-        for option, value in {**given, "--input": self.input, "--gate": self.gate, **self._chunked}.items():
-            if value:
-                raise CommandError(f"{option} cannot be combined with --peers; leave one of them out")
-        if self.sizes["batch"] != 1:
-            raise CommandError(f"--batch {self.sizes['batch']}: --peers measures one prompt; pass 1")
-        try:
-            masks = [parse_mask(text) for text in dict.fromkeys(self.masks or scoreboard.MASKS)]
-        except ParameterError as error:
-            raise CommandError(str(error)) from error
-        lengths = dict.fromkeys(self.lengths or LENGTHS.get(device, LENGTHS["cpu"]))
-        return masks, [self._shape(length) for length in lengths]
 
     def _of_tables(self, registry: Registry, device: str) -> list[Case]:
         given = {"--set": self.settings, "--config": self.configs, "--executor": self.masks, "--input": self.input}
@@ -95,7 +80,7 @@ class Wanted:
         made = []
         for name in names:
             sizes = product(self.lengths or tables.lengths(name, device), dict.fromkeys(self.news) or [None])
-            made += tables.cases(name, registry, [self._shape(*one) for one in sizes])
+            made += tables.cases(name, registry, [self.shape(*one) for one in sizes])
         wanted = [registry.get(name).name for name in self.methods]
         kept = [case for case in made if not wanted or case.name in wanted]
         if not kept:
@@ -106,7 +91,7 @@ class Wanted:
 
     def _chosen(self, registry: Registry, device: str) -> list[Case]:
         lengths = self.lengths or LENGTHS.get(device, LENGTHS["cpu"])
-        shapes = [self._shape(*sizes) for sizes in product(lengths, dict.fromkeys(self.news) or [None])]
+        shapes = [self.shape(*sizes) for sizes in product(lengths, dict.fromkeys(self.news) or [None])]
         masks = [of_mask(mask, shape) for shape in shapes for mask in self.masks]
         if self.masks and not (self.methods or self.configs or self.settings):
             return masks
@@ -148,7 +133,8 @@ class Wanted:
         """Options of calls behind cached tokens."""
         return {"--new": self.news, "--page": self.page}
 
-    def _shape(self, length: int, new: int | None = None) -> Shape:
+    def shape(self, length: int, new: int | None = None) -> Shape:
+        """The shape of a call of so many tokens; CommandError for one that cannot be or does not fit."""
         try:
             shape = Shape(length=length, new=new, page=self.page, **self.sizes)
         except ParameterError as error:

@@ -19,7 +19,7 @@ def load_model(
     Args:
         dtype: The type to compute in; by default that of the checkpoint, bfloat16.
         device: Where the model goes.
-        folder: A checkpoint of `train` instead of the shipped one.
+        folder: A checkpoint of your own training instead of the shipped one.
 
     Raises:
         ImportError: ``transformers`` is not installed.
@@ -37,7 +37,7 @@ def load_config() -> Any:
 
 
 def load_tokenizer(folder: Path | None = None) -> Any:
-    """Load the tokenizer of the embedded model, or of another checkpoint of `train`.
+    """Load the tokenizer of the embedded model, or of a checkpoint of your own training.
 
     Raises:
         ImportError: ``transformers`` is not installed.

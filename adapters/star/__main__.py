@@ -1,4 +1,4 @@
-"""``torchrun --nproc-per-node N -m sparseprefill.adapters.star ask|demo|bench``."""
+"""``torchrun --nproc-per-node N -m sparseprefill.adapters.star ask|demo``."""
 
 from __future__ import annotations
 
@@ -34,12 +34,6 @@ def parser() -> ArgumentParser:
     demo = commands.add_parser("demo", parents=[shared], help="needles in a long text, by the embedded model")
     demo.add_argument("--tokens", type=int, default=8192)
     demo.add_argument("--questions", type=int, default=4, help="of each family")
-    bench = commands.add_parser("bench", help="times of one layer's attention against ring attention, on GPUs")
-    bench.add_argument("--tokens", type=int, nargs="+", default=[131072, 262144, 524288, 1048576])
-    bench.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="a CPU tries the script out")
-    bench.add_argument("--seconds", type=float, default=180.0, help="start no row that may end later (180)")
-    bench.add_argument("--rows", default="", help="only rows whose name contains this regular expression")
-    bench.add_argument("--json", help="a file to which each row is added, one JSON object a line")
     return made
 
 
@@ -49,14 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     given = parser().parse_args(arguments)
     try:
-        if given.command == "bench":
-            from .bench.run import bench
+        from . import commands
 
-            bench(given)
-        else:
-            from . import commands
-
-            {"ask": commands.ask, "demo": commands.demo}[given.command](given)
+        {"ask": commands.ask, "demo": commands.demo}[given.command](given)
     except (SparsePrefillError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.stdout.flush()

@@ -182,7 +182,6 @@ def test_a_name_that_is_no_folder_here_is_told_so() -> None:
         (f"bench --length {HUGE}", (f"--length {HUGE}", "GB, and cpu has", "or less")),
         (f"bench --length 16 --length {HUGE} --method bfla", (f"--length {HUGE}", "or less")),
         (f"bench --table long --length {HUGE}", (f"--length {HUGE}", "or less")),
-        (f"bench --peers --length {HUGE}", (f"--length {HUGE}", "or less")),
         (f"bench --ttft --length {HUGE}", (f"--length {HUGE}", "a prefill of so many", "or less")),
         (f"bench --page {HUGE}", (f"--page {HUGE}", "or less")),
         (f"bench --new {HUGE}", (f"new is {HUGE}", "pass at most")),

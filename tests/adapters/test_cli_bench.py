@@ -64,32 +64,6 @@ def test_first_token_of_a_model() -> None:
     assert "made-up heads" in " ".join(result.stdout.split())
 
 
-def test_kernels_of_others(tmp_path: Path) -> None:
-    paths = {name: tmp_path / f"peers.{name}" for name in ("md", "json")}
-    written = ("--markdown", str(paths["md"]), "--json", str(paths["json"]))
-    masks = ("--executor", "tiles:0.2", "--executor", "diagonal+stripes:0.1", "--length", "200")
-    result = invoke(*TINY, "--peers", *masks, *written)
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.stdout.split())
-    assert "200 tokens, 4 / 2 heads, d 32, float32, inputs random" in text
-    assert "fastest dense (SDPA)" in text
-    assert "times on a CPU" in text
-    assert 'pip install --pre "flash-attn-4[cu13]"' in text
-    page = paths["md"].read_text()
-    assert "| FlexAttention | tiles 0.2 |" in page
-    assert "| kernel | causal | GQA | paged | LSE | stripes | fp8 | waits |" in page
-    found = json.loads(paths["json"].read_text())
-    assert set(found) == {"version", "machine", "seed", "rounds", "scores", "peers"}
-    rows = [(one["length"], one["kernel"], one["mask"]) for one in found["scores"]]
-    kernels = ("sparseprefill", "FlexAttention")
-    wanted = [("SDPA", "full"), *((name, mask) for mask in ("tiles 0.2", "diagonal + stripes 0.1") for name in kernels)]
-    assert rows == [(length, *one) for length in (300, 200) for one in wanted]
-    assert all(one["error"] is None and one["seconds"] > 0 for one in found["scores"])
-    absent = {one["kernel"]: one["missing"] for one in found["peers"]}
-    assert absent["sparseprefill"] is absent["FlexAttention"] is None
-    assert absent["FlashAttention-4"] == "needs a CUDA device"
-
-
 def test_new_tokens_behind_cached_ones_as_a_table(tmp_path: Path) -> None:
     path = tmp_path / "chunks.json"
     sizes = ("--length", "300", "--new", "40", "--new", "70", "--page", "16", "--heads", "4", "--kv-heads", "2")
@@ -128,17 +102,9 @@ def test_a_method_that_fails_ends_with_1() -> None:
         (("--ttft", "--table", "long"), "--table cannot be combined with --ttft"),
         (("--ttft", "--plot", "a.png"), "--plot cannot be combined with --ttft"),
         (("--ttft", "--batch", "2"), "--batch 2"),
-        (("--peers", "--ttft"), "--peers cannot be combined with --ttft"),
-        (("--peers", "--table", "long"), "--table cannot be combined with --peers"),
-        (("--peers", "--method", "bfla"), "--method cannot be combined with --peers"),
         (("--table", "executor", "--new", "64"), "--new cannot be combined with --table"),
         (("--ttft", "--page", "16"), "--page cannot be combined with --ttft"),
-        (("--peers", "--new", "64"), "--new cannot be combined with --peers"),
         (("--length", "256", "--new", "257", "--method", "bfla"), "new is 257"),
-        (("--peers", "--gate"), "--gate cannot be combined with --peers"),
-        (("--peers", "--plot", "a.png"), "--plot cannot be combined with --peers"),
-        (("--peers", "--batch", "2"), "--batch 2"),
-        (("--peers", "--executor", "rows:1"), "diagonal, tiles:SHARE"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: tuple[str, ...], words: str) -> None:

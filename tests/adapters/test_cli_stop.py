@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 from sparseprefill.adapters.bench.measure import Bench
-from sparseprefill.adapters.bench.scoreboard import Scoreboard
 from sparseprefill.adapters.bench.ttft import Prefill
 from sparseprefill.adapters.calibration import measure
 from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.cli import kept
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.evaluation import runs
-from sparseprefill.adapters.vllm.bench.app import app as vllm_bench
-from sparseprefill.adapters.vllm.bench.several import Several
 from typer.testing import CliRunner, Result
 
+from experiments.vllm.app import app as vllm_bench
+from experiments.vllm.several import Several
 from helpers.terminal import Terminal
 from sparseprefill.profiles.profile import Profile
 
@@ -87,14 +86,6 @@ def test_bench_of_models_shows_the_lengths_that_it_has(monkeypatch: pytest.Monke
     assert result.exit_code == 130, result.output
     assert {64} == {one["tokens"] for one in json.loads(result.stdout)["ttft"]}
     assert "stopped after 1 of 2 lengths; nothing was written" in words(result)
-
-
-def test_bench_of_peers_shows_the_lengths_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scoreboard, "run", after(1, Scoreboard.run))
-    result = run(*BENCH, "--peers", "--executor", "full", "--length", "128", "--markdown", "peers.md")
-    assert result.exit_code == 130, result.output
-    assert Path("peers.md").is_file()
-    assert "stopped after 1 of 2 lengths; written: peers.md" in words(result)
 
 
 def test_demo_shows_the_readings_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

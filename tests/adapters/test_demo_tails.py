@@ -11,10 +11,10 @@ import torch
 from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.demo.formats import parted
 from sparseprefill.adapters.demo.model import load_model, load_tokenizer
-from sparseprefill.adapters.demo.tails import WAYS, Row, main, prompts, rows, table
 from sparseprefill.adapters.demo.tasks import make_task
 
 import sparseprefill as sp
+from experiments.training.tails import WAYS, Row, main, prompts, rows, table
 
 
 @pytest.fixture(scope="module")

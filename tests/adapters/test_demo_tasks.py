@@ -21,8 +21,9 @@ LENGTHS = (512, 1024, 4096)
 
 @pytest.fixture(scope="session")
 def raw_tokenizer() -> Any:
-    from sparseprefill.adapters.demo.training.tokenizer import train_tokenizer
     from tokenizers import Tokenizer
+
+    from experiments.training.tokenizer import train_tokenizer
 
     shipped = model.CHECKPOINT / "tokenizer.json"
     return Tokenizer.from_file(str(shipped)) if shipped.is_file() else train_tokenizer(text_lines())

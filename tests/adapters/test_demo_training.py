@@ -16,20 +16,23 @@ import torch
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
-from sparseprefill.adapters.demo import formats, model, ruler, train
-from sparseprefill.adapters.demo.lexicon import text_words
+from sparseprefill.adapters.demo import formats, model
 from sparseprefill.adapters.demo.text import text_lines
-from sparseprefill.adapters.demo.training.batches import Batches
-from sparseprefill.adapters.demo.training.card import RECORD, compare
-from sparseprefill.adapters.demo.training.checkpoint import save_network, save_tokenizer
-from sparseprefill.adapters.demo.training.evaluate import answer_text, logits_gap
-from sparseprefill.adapters.demo.training.loop import STATE, Budget, Trainer
-from sparseprefill.adapters.demo.training.network import Network, Shape
-from sparseprefill.adapters.demo.training.plan import FAMILIES, SIZES, Family, Mix, Stage
-from sparseprefill.adapters.demo.training.pools import Pools
-from sparseprefill.adapters.demo.training.schedule import LEAST, Schedule, Settings
-from sparseprefill.adapters.demo.training.templates import ANSWER, IGNORED, TEXT, Template
-from sparseprefill.adapters.demo.training.tokenizer import train_tokenizer
+
+from experiments.training import __main__ as train
+from experiments.training import ruler
+from experiments.training.batches import Batches
+from experiments.training.card import RECORD, compare
+from experiments.training.cells import answer_text, logits_gap
+from experiments.training.checkpoint import save_network, save_tokenizer
+from experiments.training.lexicon import text_words
+from experiments.training.loop import STATE, Budget, Trainer
+from experiments.training.network import Network, Shape
+from experiments.training.plan import FAMILIES, SIZES, Family, Mix, Stage
+from experiments.training.pools import Pools
+from experiments.training.schedule import LEAST, Schedule, Settings
+from experiments.training.templates import ANSWER, IGNORED, TEXT, Template
+from experiments.training.tokenizer import train_tokenizer
 
 CPU = torch.device("cpu")
 TINY = Shape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, inner=16)
@@ -450,8 +453,8 @@ def test_the_command_compares_and_refuses(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_record_names_no_folder() -> None:
-    assert train._command(["--out", "/somewhere/x", "--seed", "1"]).endswith("train --out DIR --seed 1")
-    assert train._command(["--out=/somewhere/x"]).endswith("train --out=DIR")
+    assert train._command(["--out", "/somewhere/x", "--seed", "1"]).endswith("training --out DIR --seed 1")
+    assert train._command(["--out=/somewhere/x"]).endswith("training --out=DIR")
 
 
 class Canned:

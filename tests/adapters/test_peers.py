@@ -1,34 +1,43 @@
-"""The scoreboard of `bench --peers`: what is measured, what is compared before a time counts, how others fail in it."""
+"""`python -m experiments.peers`: what is measured, what is compared before a time counts, how others fail in it."""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.adapters.bench import peers, score_tables
 from sparseprefill.adapters.bench.baseline import FLASH4
 from sparseprefill.adapters.bench.case import Part, Shape, parse_mask
 from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.bench.inputs import call_of
 from sparseprefill.adapters.bench.masks import random_mask
-from sparseprefill.adapters.bench.peers import FULL, OURS, PEERS, Features, Mask, Peer, Work
-from sparseprefill.adapters.bench.scoreboard import MASKS, Score, Scoreboard, exact
 from torch import Tensor
+from typer.testing import CliRunner, Result
 
+from experiments.peers import peers, tables
+from experiments.peers.app import app
+from experiments.peers.peers import FULL, OURS, PEERS, Features, Mask, Peer, Work
+from experiments.peers.scoreboard import MASKS, Score, Scoreboard, exact
 from sparseprefill import AttentionCall, SparseMask, UnsupportedCallError
 from sparseprefill.testing import attention, tensors
 
 CPU = torch.device("cpu")
 SHAPE = Shape(length=300, heads=4, kv_heads=2, head_dim=32, dtype="float32")
 QUICK = Clock(CPU, rounds=1, budget=0.01)
+TINY = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--rounds", "1", "--length", "300", "--device", "cpu")
 SOME = [FULL, parse_mask("tiles:0.2"), parse_mask("diagonal+stripes:0.2")]
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
 
 
 def named(name: str) -> Peer:
@@ -92,8 +101,8 @@ def test_an_output_that_is_off_has_no_time() -> None:
     assert score.off == pytest.approx(0.05, rel=1e-3)
     assert (score.seconds, score.efficiency, score.flops) == (0.0, 0.0, 0.0)
     assert "is off by 0.05" in score.error
-    assert score_tables.cells(score)[3] == "off"
-    fact = score_tables.fact(score)
+    assert tables.cells(score)[3] == "off"
+    fact = tables.fact(score)
     assert fact["error"] == score.error
     assert "seconds" not in fact
     *_, close = measured(named("SDPA"), evolve(fake(1.05), within=0.1), masks=[parse_mask("tiles:0.3")])
@@ -119,8 +128,8 @@ def test_what_others_raise_is_told(error: Exception, refused: bool, text: str) -
     assert (score.refused, score.error) == ((text, "") if refused else ("", text))
     assert ours.counts
     word = "does not take" if refused else "failed on"
-    assert f"other {word} tiles 0.1: {text}" in list(score_tables.remarks([score, ours]))
-    assert ([ours] if refused else [score, ours]) == score_tables.shown([score, ours])
+    assert f"other {word} tiles 0.1: {text}" in list(tables.remarks([score, ours]))
+    assert ([ours] if refused else [score, ours]) == tables.shown([score, ours])
 
 
 def test_without_any_dense_kernel_there_is_no_share() -> None:
@@ -145,17 +154,17 @@ def test_what_is_absent_is_listed_with_the_way_to_get_it() -> None:
     other = Peer(name="other", features=Features(), make=fake().make, load=load, device="", install="pip install other")
     assert not Scoreboard(QUICK, SOME, peers=[other]).present
     line = "not here: other (ImportError: No module named 'other'): pip install other"
-    assert [line] == score_tables.absent([other, named(OURS)], CPU)
-    (fact, _) = score_tables.features([other, named(OURS)], [], CPU)
+    assert [line] == tables.absent([other, named(OURS)], CPU)
+    (fact, _) = tables.features([other, named(OURS)], [], CPU)
     assert (fact["missing"], fact["install"]) == ("ImportError: No module named 'other'", "pip install other")
     for words in ("flash-attn-4[cu13]", "nvidia-cudnn-frontend[cutedsl]", "flash-sparse-attn"):
-        assert any(words in text for text in score_tables.absent(PEERS, CPU))
+        assert any(words in text for text in tables.absent(PEERS, CPU))
 
 
 def test_a_gpu_has_no_stand_in() -> None:
     cuda = torch.device("cuda")
-    assert "SDPA" not in [row[0] for row in score_tables.feature_cells(PEERS, [], cuda)]
-    assert "SDPA" in [row[0] for row in score_tables.feature_cells(PEERS, [], CPU)]
+    assert "SDPA" not in [row[0] for row in tables.feature_cells(PEERS, [], cuda)]
+    assert "SDPA" in [row[0] for row in tables.feature_cells(PEERS, [], CPU)]
     assert named("SDPA").missing(cuda)
 
 
@@ -293,3 +302,60 @@ def test_kernels_on_a_gpu() -> None:
     assert [True] * 3 == [score.counts for score in ours]
     assert {0} == {score.syncs for score in ours}
     assert {"cuDNN", "FlashAttention", "FlexAttention"} <= {score.kernel for score in scores if score.counts}
+
+
+def test_the_command_writes_what_it_measures(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"peers.{name}" for name in ("md", "json")}
+    written = ("--markdown", str(paths["md"]), "--json", str(paths["json"]))
+    masks = ("--executor", "tiles:0.2", "--executor", "diagonal+stripes:0.1", "--length", "200")
+    result = invoke(*TINY, *masks, *written)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "200 tokens, 4 / 2 heads, d 32, float32, inputs random" in text
+    assert "fastest dense (SDPA)" in text
+    assert "times on a CPU" in text
+    assert 'pip install --pre "flash-attn-4[cu13]"' in text
+    page = paths["md"].read_text()
+    assert "| FlexAttention | tiles 0.2 |" in page
+    assert "| kernel | causal | GQA | paged | LSE | stripes | fp8 | waits |" in page
+    found = json.loads(paths["json"].read_text())
+    assert set(found) == {"version", "machine", "seed", "rounds", "scores", "peers"}
+    rows = [(one["length"], one["kernel"], one["mask"]) for one in found["scores"]]
+    kernels = ("sparseprefill", "FlexAttention")
+    wanted = [("SDPA", "full"), *((name, mask) for mask in ("tiles 0.2", "diagonal + stripes 0.1") for name in kernels)]
+    assert rows == [(length, *one) for length in (300, 200) for one in wanted]
+    assert all(one["error"] is None and one["seconds"] > 0 for one in found["scores"])
+    absent = {one["kernel"]: one["missing"] for one in found["peers"]}
+    assert absent["sparseprefill"] is absent["FlexAttention"] is None
+    assert absent["FlashAttention-4"] == "needs a CUDA device"
+
+
+def test_the_command_shows_the_lengths_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(board: Scoreboard, shape: Shape, *arguments: Any) -> list[Score]:
+        if shape.length == 128:
+            raise KeyboardInterrupt
+        return real(board, shape, *arguments)
+
+    real = Scoreboard.run
+    monkeypatch.setattr(Scoreboard, "run", run)
+    page = tmp_path / "peers.md"
+    result = invoke(*TINY, "--executor", "full", "--length", "128", "--markdown", str(page))
+    assert 130 == result.exit_code, result.output
+    assert page.is_file()
+    assert f"stopped after 1 of 2 lengths; written: {page}" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--executor", "rows:1"), "diagonal, tiles:SHARE"),
+        (("--length", "1000000000"), "or less"),
+        (("--heads", "5"), "heads is 5"),
+        (("--json", "/nowhere/a.json"), "there is no folder /nowhere; make it"),
+    ],
+)
+def test_the_command_refuses_what_does_not_fit(arguments: tuple[str, ...], words: str) -> None:
+    result = invoke("--device", "cpu", *arguments)
+    assert (1, "") == (result.exit_code, result.stdout), result.output
+    assert words in result.stderr
+    assert 1 == len(result.stderr.splitlines())

@@ -10,10 +10,10 @@ import torch
 from attrs import evolve
 from sparseprefill.adapters.bench.clock import Run
 from sparseprefill.adapters.star import RankError, ranks
-from sparseprefill.adapters.star.bench import layer, model
-from sparseprefill.adapters.star.bench.run import Rows
-from sparseprefill.adapters.star.bench.table import Table
 
+from experiments.star import layer, model
+from experiments.star.run import Rows
+from experiments.star.table import Table
 from helpers.patience import patient
 
 CPU = torch.device("cpu")

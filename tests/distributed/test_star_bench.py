@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sparseprefill.adapters.star.bench.cost import Cost
-from sparseprefill.adapters.star.bench.inner import Seen
 from sparseprefill.adapters.star.layout import Sizes
 
 import sparseprefill as sp
 from distributed import bench_jobs, world
+from experiments.star.cost import Cost
+from experiments.star.inner import Seen
 from helpers.build import make, one_lookup
 from sparseprefill.metrics import sample_rows
 

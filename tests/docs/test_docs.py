@@ -133,8 +133,18 @@ def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text()
     files = re.findall(r"`((?:core|plugins|adapters)/[\w/]+\.py)`", text)
     assert [file for file in files if not (ROOT / file).exists()] == []
-    gone = [module for module in re.findall(r"`(sparseprefill(?:\.\w+)+)`", text) if not there(module)]
+    gone = [module for module in re.findall(r"`((?:sparseprefill|experiments)(?:\.\w+)+)`", text) if not there(module)]
     assert gone == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_modules_that_a_page_runs_are_there(page: Path) -> None:
+    """Those of the package from anywhere, those of the repository in its folder tests."""
+    run = set(re.findall(r"-m ((?:sparseprefill|experiments|helpers|mutation)\b[\w.]*)", page.read_text()))
+    found = {module: find_spec(module) for module in run}
+    assert [module for module, spec in found.items() if spec is None] == []
+    packages = [module for module, spec in found.items() if spec and spec.submodule_search_locations is not None]
+    assert [module for module in packages if find_spec(f"{module}.__main__") is None] == []
 
 
 def there(dotted: str) -> bool:

@@ -1,4 +1,4 @@
-"""The package list by hand against the folders on disk, and what is built of them."""
+"""What is built: every package is found by itself, and nothing else is shipped."""
 
 from __future__ import annotations
 
@@ -28,18 +28,32 @@ NOT_SHIPPED = (".git", ".github")
 """What the sdist leaves out, besides what git ignores."""
 
 
-def packages_on_disk() -> list[str]:
-    """Folders with an `__init__.py` under the three places that the mapping names."""
-    found = []
-    for prefix, folder in SETUP["package-dir"].items():
-        place = ROOT / folder
-        for init in place.rglob("__init__.py"):
-            found.append(".".join([prefix, *init.parent.relative_to(place).parts]))
-    return sorted(found)
+def setup_file() -> ModuleType:
+    """setup.py, which builds nothing when it is imported."""
+    spec = importlib.util.spec_from_file_location("setup_of_sparseprefill", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_package_list_equals_the_folders() -> None:
-    assert packages_on_disk() == sorted(SETUP["packages"])
+def packages() -> list[str]:
+    """What setup.py finds."""
+    found: list[str] = setup_file().packages(SETUP["package-dir"])
+    return found
+
+
+def test_every_package_is_found_once() -> None:
+    """Folders with an `__init__.py` under the three places that the mapping names; no list is kept by hand."""
+    on_disk = [
+        ".".join([prefix, *init.parent.relative_to(ROOT / folder).parts])
+        for prefix, folder in SETUP["package-dir"].items()
+        for init in (ROOT / folder).rglob("__init__.py")
+    ]
+    assert "packages" not in SETUP
+    assert sorted(on_disk) == sorted(packages())
+    assert set(SETUP["package-data"]) <= set(on_disk)
 
 
 def test_every_folder_with_code_is_a_package() -> None:
@@ -54,7 +68,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 def test_entry_points_name_packages() -> None:
     for target in PROJECT["project"]["entry-points"]["sparseprefill"].values():
-        assert target in SETUP["packages"]
+        assert target in packages()
 
 
 def test_typing_marker_is_shipped() -> None:
@@ -167,17 +181,6 @@ def test_an_index_can_show_the_readme(wheel: zipfile.ZipFile) -> None:
     assert re.findall(r"\]\((?!https?:)[^)]*\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)) == []
 
 
-@pytest.fixture
-def setup_file() -> ModuleType:
-    """setup.py, which builds nothing when it is imported."""
-    spec = importlib.util.spec_from_file_location("setup_of_sparseprefill", ROOT / "setup.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 README = """[one](docs/one.md#there), [two](https://two.example), ![picture](docs/picture.png)
 
 and
@@ -187,15 +190,15 @@ and
 """
 
 
-def test_links_of_the_readme_lead_to_the_source_once_it_has_an_address(setup_file: ModuleType) -> None:
+def test_links_of_the_readme_lead_to_the_source_once_it_has_an_address() -> None:
     expected = README.replace("(docs/one.md", "(https://host.example/us/blob/main/docs/one.md")
     expected = expected.replace("(docs/picture", "(https://host.example/us/raw/main/docs/picture")
-    assert expected == setup_file.described(README, "https://host.example/us/")
+    assert expected == setup_file().described(README, "https://host.example/us/")
 
 
-def test_without_an_address_the_readme_has_texts_for_links_and_no_pictures(setup_file: ModuleType) -> None:
+def test_without_an_address_the_readme_has_texts_for_links_and_no_pictures() -> None:
     expected = README.replace("[one](docs/one.md#there)", "one").replace("![picture](docs/picture.png)\n\n", "")
-    assert expected == setup_file.described(README, None)
+    assert expected == setup_file().described(README, None)
 
 
 def test_pythons_are_the_same_everywhere() -> None:

@@ -28,21 +28,21 @@ PATIENCE = 900.0  # seconds; a machine may be busy
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of such a process."""
+    """The environment of such a process, which finds tests/ on its path."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "TRITON_"))}
-    return {**inherited, **ENVIRONMENT, **more}
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), inherited.get("PYTHONPATH")]))
+    return {**inherited, **ENVIRONMENT, "PYTHONPATH": path, **more}
 
 
 def run(jobs: list[dict[str, Any]], folder: Path, *flags: str, **more: str) -> list[dict[str, Any]]:
     """The answers of `engine_process` to the jobs, run one after the other in one process; more: environment."""
     asked, answered, log = folder / "jobs.json", folder / "answers.json", folder / "log.txt"
     asked.write_text(json.dumps(jobs))
-    tests = str(Path(__file__).parents[2])
     with log.open("w") as out:
         done = subprocess.run(
             [sys.executable, "-m", "adapters.vllm.engine_process", str(asked), str(answered), *flags],
             cwd=folder,
-            env=environment(PYTHONPATH=os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")])), **more),
+            env=environment(**more),
             stdout=out,
             stderr=subprocess.STDOUT,
             timeout=PATIENCE,

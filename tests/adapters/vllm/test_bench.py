@@ -18,20 +18,20 @@ import torch
 from sparseprefill.adapters.bench.model import ModelShape
 from sparseprefill.adapters.cli.bench_options import Files
 from sparseprefill.adapters.cli.group import CommandError
-from sparseprefill.adapters.vllm.bench import engine as bench_engine
-from sparseprefill.adapters.vllm.bench import options, paging, weights
-from sparseprefill.adapters.vllm.bench.app import app
-from sparseprefill.adapters.vllm.bench.compare import Answer, Compared, differ
-from sparseprefill.adapters.vllm.bench.equality import Equality
-from sparseprefill.adapters.vllm.bench.equality import form as equal_form
-from sparseprefill.adapters.vllm.bench.first_token import FirstToken, Timed
-from sparseprefill.adapters.vllm.bench.first_token_form import form as first_token_form
-from sparseprefill.adapters.vllm.bench.sheet import Sheet
-from sparseprefill.adapters.vllm.bench.structure import Structure
 from sparseprefill.adapters.vllm.pages import pages_of
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from experiments.vllm import engine as bench_engine
+from experiments.vllm import options, paging, weights
+from experiments.vllm.app import app
+from experiments.vllm.compare import Answer, Compared, differ
+from experiments.vllm.equality import Equality
+from experiments.vllm.equality import form as equal_form
+from experiments.vllm.first_token import FirstToken, Timed
+from experiments.vllm.first_token_form import form as first_token_form
+from experiments.vllm.sheet import Sheet
+from experiments.vllm.structure import Structure
 from sparseprefill.executors.auto import AutoExecutor
 
 from . import engine
@@ -54,7 +54,7 @@ def command(folder: Path, *arguments: str, sizes: Sequence[str] = ENGINE) -> tup
     figures, table = folder / "figures.json", folder / "table.md"
     written = ("--json", str(figures), "--markdown", str(table))
     done = subprocess.run(
-        [sys.executable, "-m", "sparseprefill.adapters.vllm.bench", *arguments, *sizes, *written],
+        [sys.executable, "-m", "experiments.vllm", *arguments, *sizes, *written],
         cwd=folder,
         env=engine.environment(VLLM_CPU_KVCACHE_SPACE="1"),
         capture_output=True,

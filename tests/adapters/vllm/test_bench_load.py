@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.cli.group import CommandError
-from sparseprefill.adapters.vllm.bench import answering
-from sparseprefill.adapters.vllm.bench.answering import Answered
-from sparseprefill.adapters.vllm.bench.answering_form import form as answering_form
-from sparseprefill.adapters.vllm.bench.decoding import DECODE, MIXED, Decoding, Steps
-from sparseprefill.adapters.vllm.bench.decoding_form import form as decoding_form
-from sparseprefill.adapters.vllm.bench.positions import Positions
-from sparseprefill.adapters.vllm.bench.shapes import Shape
-from sparseprefill.adapters.vllm.bench.traffic import Desk, Life, arrivals, percentile
-from sparseprefill.adapters.vllm.bench.under_load import Loaded, Times, UnderLoad
-from sparseprefill.adapters.vllm.bench.under_load_form import form as load_form
 
 import sparseprefill as sp
+from experiments.vllm import answering
+from experiments.vllm.answering import Answered
+from experiments.vllm.answering_form import form as answering_form
+from experiments.vllm.decoding import DECODE, MIXED, Decoding, Steps
+from experiments.vllm.decoding_form import form as decoding_form
+from experiments.vllm.positions import Positions
+from experiments.vllm.shapes import Shape
+from experiments.vllm.traffic import Desk, Life, arrivals, percentile
+from experiments.vllm.under_load import Loaded, Times, UnderLoad
+from experiments.vllm.under_load_form import form as load_form
 
 from . import engine
 from .test_bench import CPU, ENGINE, SETUP, SHAPE, STREAMING, Attention, command, invoke

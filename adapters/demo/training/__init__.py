@@ -1,1 +1,0 @@
-"""Training of the embedded model; nothing here is needed to use it."""

@@ -1,0 +1,95 @@
+"""The command `ttft`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from attrs import asdict
+from sparseprefill.adapters.bench.model import ModelShape
+from sparseprefill.adapters.cli.bench_options import Files
+from sparseprefill.adapters.cli.kept import Stop
+from sparseprefill.adapters.cli.progress import bars
+
+from . import options
+from .engine import Setup, check
+from .first_token import CHUNK, LENGTHS, Contender, FirstToken
+from .first_token_form import form
+from .sheet import Sheet
+from .structure import Structure
+
+DENSE = "dense"
+
+
+class Inputs(StrEnum):
+    """On what the layers compute their attention."""
+
+    HEADS = "heads"
+    MODEL = "model"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(ttft)
+
+
+def ttft(
+    length: Annotated[list[int] | None, typer.Option(min=16, help="Tokens of the prompt; repeat for several.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Also time this method; repeat for several.")] = None,
+    settings: options.Set = None,
+    chunk: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help=f"Tokens of a step, 0 for all at once; repeat for several. By default 0 and {CHUNK}."),
+    ] = None,
+    gate: Annotated[bool, typer.Option("--gate", help="Let the break-even gate keep small calls dense.")] = False,
+    structure: Annotated[
+        Inputs, typer.Option(help="What attention runs on: made-up heads, or the random model's own q and k.")
+    ] = Inputs.HEADS,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each, after one to warm up; the median counts.")] = 3,
+    layers: options.Layers = 2,
+    stock: options.Stock = "TRITON_ATTN",
+    dtype: options.Dtype = "bfloat16",
+    vocab: options.Vocabulary = 32000,
+    seed: options.Seed = 0,
+    engine: options.More = "{}",
+    markdown: options.Markdown = None,
+    json: options.Json = None,
+    hidden: options.Hidden = 4096,
+    inner: options.Inner = 14336,
+    heads: options.Heads = 32,
+    kv_heads: options.KvHeads = 8,
+    head_dim: options.HeadDim = 128,
+) -> None:
+    """Time the first token of one prompt: vLLM's own attention, ours with every key (dense), and each --method."""
+    check()
+    files = Files(markdown=markdown, json=json)
+    shape = ModelShape(
+        layers=layers,
+        hidden=hidden,
+        inner=inner,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=vocab,
+        dtype=dtype,
+    )
+    wanted = [Contender(stock), *options.contenders([DENSE, *(method or ())], settings or (), gate)]
+    setup = Setup(shape=shape, stock=stock, seed=seed, more=options.more(engine))
+    work = FirstToken(
+        setup=setup,
+        structure=Structure(shape, options.device(), heads=structure is Inputs.HEADS, seed=seed),
+        lengths=sorted(set(length or LENGTHS)),
+        chunks=[one or None for one in chunk or (0, CHUNK)],
+        rounds=rounds,
+    )
+    asked = {"command": "ttft", "stock": stock, "seed": seed, "rounds": rounds, "structure": structure.value}
+    sheet = Sheet(
+        form(work), files, {**asked, "gate": gate, "model": asdict(shape), "engine": dict(setup.more)}, options.device()
+    )
+    with bars(len(wanted)) as shown, Stop() as stop:
+        for one in wanted:
+            with shown.contender(one.name) as progress:
+                for row in work.run(one, progress):
+                    sheet.add(row)
+    sheet.end(stop, len(wanted) * len(work.cases()))
