@@ -41,7 +41,7 @@ from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.sampled import launch as sampled
 from sparseprefill.kernels.settings import settings
 from sparseprefill.kernels.statistics.key_means import key_means
-from sparseprefill.kernels.statistics.value_norms import value_norms
+from sparseprefill.plugins.stem.kernels import value_norms
 from sparseprefill.mask.held import KeptKeys
 from sparseprefill.refiners.stretches import Stretches
 from sparseprefill.statistics.sampled import last_rows

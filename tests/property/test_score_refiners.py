@@ -20,7 +20,7 @@ from helpers.tile_sets import Tiles, Worth, each, grid, paint, prioritised, stri
 from oracles.flashprefill import above
 from oracles.stem import bonuses, budget, decayed, tile_weight
 from sparseprefill.refiners import threshold
-from sparseprefill.refiners.values import WeightedPriority
+from sparseprefill.plugins.stem.values import WeightedPriority
 from sparseprefill.testing import calls
 
 DATA = st.data()
