@@ -66,7 +66,13 @@ def show(
     render.table(
         ("parameter", "type", "default", "bounds", "meaning"),
         [
-            (one["name"], one["type"], "required" if one["required"] else str(one["default"]), one["bounds"], one["doc"])
+            (
+                one["name"],
+                one["type"],
+                "required" if one["required"] else str(one["default"]),
+                one["bounds"],
+                one["doc"],
+            )
             for one in facts["parameters"]
         ],
         drop=("type", "bounds"),

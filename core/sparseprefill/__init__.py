@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.plan import Carry, Plan, Result, Skipped
     from sparseprefill.plugins.delta.corrector import Delta
+    from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
     from sparseprefill.plugins.proxy.corrector import Proxy
     from sparseprefill.plugins.stem.decay import PositionDecay
-    from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
     from sparseprefill.plugins.stem.values import ValueWeights
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
@@ -161,9 +161,9 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "pipeline": ("Pipeline",),
     "plan": ("Carry", "Plan", "Result", "Skipped"),
     "plugins.delta.corrector": ("Delta",),
+    "plugins.flashprefill.threshold": ("RelativeThreshold",),
     "plugins.proxy.corrector": ("Proxy",),
     "plugins.stem.decay": ("PositionDecay",),
-    "plugins.flashprefill.threshold": ("RelativeThreshold",),
     "plugins.stem.values": ("ValueWeights",),
     "profiles.profile": ("Profile",),
     "refiners.budget": ("BudgetCeiling", "BudgetFloor"),

@@ -299,9 +299,39 @@ def test_show_a_method_with_a_required_parameter(registry: Registry) -> None:
     assert "required" in invoke("show", "odd").stdout
 
 
+PARTS = [(kind, name) for kind in ("refiner", "corrector") for name in registries.default_registry().offered(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), PARTS, ids=[name for _, name in PARTS])
+def test_show_every_refiner_and_corrector(kind: str, name: str) -> None:
+    facts = json.loads(invoke("show", name, "--kind", kind, "--json").stdout)
+    assert set(facts) == {"name", "kind", "summary", "class", "from", "parameters"}
+    assert (facts["name"], facts["kind"]) == (name, kind)
+    assert facts["summary"]
+    assert facts["from"].startswith("plugin '")
+    assert all(parameter["bounds"] for parameter in facts["parameters"])
+    text = invoke("show", name, "--kind", kind).stdout
+    assert f"{kind}: {facts['class']}, from plugin" in text
+
+
+def test_show_says_what_else_has_the_name() -> None:
+    text = " ".join(invoke("show", "skip-softmax").stdout.split())
+    assert "There is a refiner of this name too: sparseprefill show skip-softmax --kind refiner" in text
+    assert "of this name too" not in invoke("show", "sink").stdout
+
+
+def test_show_of_a_kind_that_is_none() -> None:
+    refused(invoke("show", "sink", "--kind", "refinr"), "--kind refinr: it is none; did you mean 'refiner'?")
+    refused(invoke("show", "sink", "--kind", "method"), "no method is named 'sink'")
+    refused(invoke("show", "sinc"), "no method, refiner or corrector is named 'sinc'; did you mean 'sink'?")
+
+
 def test_plugins() -> None:
     rows = json.loads(invoke("plugins", "--json").stdout)
-    assert all(set(row) == {"name", "distribution", "version", "methods", "error"} for row in rows)
+    keys = {"name", "distribution", "version", "methods", "refiners", "correctors", "error"}
+    assert all(set(row) == keys for row in rows)
+    stem = next(row for row in rows if row["name"] == "stem")
+    assert (stem["methods"], stem["refiners"]) == ([], ["position-decay", "value-weights"])
     classic = next(row for row in rows if row["name"] == "classic")
     assert classic["distribution"] == "sparseprefill"
     assert classic["methods"] == ["dense", "streaming", "vertical-slash"]
