@@ -198,11 +198,19 @@ def test_the_environment_variable_leaves_the_refiner_out(site: Path) -> None:
     assert "excluded by SPARSEPREFILL_PLUGINS" in done.stderr
 
 
-def test_the_demo_takes_the_method_like_any_other(site: Path) -> None:
+def test_the_demo_takes_the_method_and_the_refiner_like_any_other(site: Path) -> None:
     command = ("demo", "--tokens", "512", "--questions", "1", "--threads", "1", "--device", "cpu", "--json")
     method = ("--method", "last-block", "--set", "last-block.keep=16", "--set", "last-block.band=64")
-    done = run(site, "-m", "sparseprefill", *command, *method, "--tail", "0", SPARSEPREFILL_PLUGINS="last-block")
-    assert done.returncode == 0, done.stderr
-    stock, ours = json.loads(done.stdout)["methods"]
-    assert (stock["method"], ours["method"]) == ("stock", "last-block")
-    assert 0 < ours["density"] < stock["density"] == 1
+    plugins = "last-block,first-layers"
+    densities = []
+    for layers in ((), ("--set", 'last-block.refiners=[{"name": "first-layers", "layers": 3}]')):
+        done = run(
+            site, "-m", "sparseprefill", *command, *method, *layers, "--tail", "0", SPARSEPREFILL_PLUGINS=plugins
+        )
+        assert done.returncode == 0, done.stderr
+        stock, ours = json.loads(done.stdout)["methods"]
+        assert (stock["method"], ours["method"]) == ("stock", "last-block")
+        densities.append(ours["density"])
+    bare, refined = densities
+    assert 0 < bare < refined < stock["density"] == 1
+    assert refined == pytest.approx((bare + 1) / 2, abs=0.05)  # three of the model's six layers

@@ -73,12 +73,12 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
 
 
 LAWS_OF_REFINERS: Mapping[str, Callable[[Trial], None]] = {
-    **LAWS,
     "the same plan again": laws.repeatable,
     "memory is read only": laws.memory_is_read_only,
     "no host synchronisation": laws.waits_for_nothing,
+    **LAWS,
 }
-"""Those of methods, and what a refiner alone could break."""
+"""What a refiner alone could break, and the laws of methods."""
 OF_THE_MASK = frozenset(
     {"result == softmax over its own mask", "causality", "NaN of an unselected key stays out", "density in (0, 1]"}
 )
