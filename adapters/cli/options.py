@@ -65,7 +65,8 @@ def _built(registry: Registry, name: str, given: Mapping[str, Any]) -> Pipeline 
     """A method with its parameters, and with the refiners and corrector that stand among them."""
     own = fields_dict(registry.get(name).config)
     if not any(key in given and key not in own for key in AROUND):
-        return registry.build(name, **given)
+        made: Pipeline | Route = registry.build(name, **given)
+        return made
     from sparseprefill.config import from_config
     from sparseprefill.method import FLOOR
 

@@ -26,14 +26,14 @@ def test_every_key_has_its_row() -> None:
 
 
 def test_every_refiners_row_has_its_parameters() -> None:
-    for name, kind in sp.default_registry().refiners().items():
+    for name, kind in sp.default_registry().offered("refiner").items():
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
         words = re.findall(r"`([\w-]+)`", row)
         assert [name, kind.__name__, *[one.alias for one in fields(kind)]] == words
 
 
 def test_every_corrector_has_its_row() -> None:
-    for name, kind in sp.default_registry().correctors().items():
+    for name, kind in sp.default_registry().offered("corrector").items():
         words = " | ".join(f"`{one.alias}`" for one in fields(kind))
         assert f'| "{name}" | `{kind.__name__}` | {words} |' in PAGE.splitlines()
 

@@ -198,7 +198,7 @@ BAD_PROBE = Bad(
 
 def refiners() -> Iterator[Bad]:
     """Every parameter of every refiner that a configuration may name, by class and by configuration."""
-    for name, kind in sp.default_registry().refiners().items():
+    for name, kind in sp.default_registry().offered("refiner").items():
         known = [one for one in fields(kind) if one.init]
         needed = {str(one.alias): 1 for one in known if one.default is NOTHING}
         for one in known:
