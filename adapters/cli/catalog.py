@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from attrs import asdict
 
-from sparseprefill.errors import told
+from sparseprefill.errors import ParameterError, nearest, told
 
 from . import describe, render
 
 if TYPE_CHECKING:
-    from sparseprefill.registry import PluginRecord
+    from sparseprefill.registry import PluginRecord, Registry
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
@@ -36,37 +36,81 @@ def methods(json: Json = False) -> None:
     render.broken(registry)
 
 
-def show(name: Annotated[str, typer.Argument(help="A method's name.")], json: Json = False) -> None:
-    """Show a method: stages, parameters with defaults and bounds, grain, paper."""
+def show(
+    name: Annotated[str, typer.Argument(help="Name of a method, refiner or corrector.")],
+    kind: Annotated[
+        str | None, typer.Option(help="method, refiner or corrector, where several have the name.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show a method, refiner or corrector: parameters with defaults and bounds; a method's stages, grain, paper."""
     from sparseprefill.method import FLOOR
-    from sparseprefill.registry import default_registry
+    from sparseprefill.registry import KINDS, default_registry
 
-    method = default_registry().get(name)
-    stages, grain = describe.stages(method)
-    parameters = describe.parameters(method)
+    registry = default_registry()
+    if kind is not None and kind not in KINDS:
+        raise ParameterError(f"--kind {kind}: it is none{nearest(kind, KINDS)}")
+    kinds = registry.kinds(name) if kind is None else (kind,)
+    facts = _method(registry, name) if kinds[0] == "method" else _stage(registry, kinds[0], name)
     if json:
-        facts: dict[str, Any] = {"name": method.name, "summary": method.summary, "paper": method.paper, "grain": grain}
-        facts["stages"] = [asdict(stage) for stage in stages]
-        facts["parameters"] = [asdict(parameter) for parameter in parameters]
         render.write_json(facts)
         return
-    render.line(f"{method.name}: {method.summary}", "bold")
-    render.line(f"paper: {method.paper or 'none'}")
-    render.line(f"grain: {_grain(grain)}")
-    render.table(("stage", "class", "what it does"), [(one.role, one.name, one.doc) for one in stages], drop=("class",))
+    render.line(f"{name}: {facts['summary']}", "bold")
+    if kinds[0] == "method":
+        render.line(f"paper: {facts['paper'] or 'none'}")
+        render.line(f"grain: {_grain(facts['grain'])}")
+        rows = [tuple(stage.values()) for stage in facts["stages"]]
+        render.table(("stage", "class", "what it does"), rows, drop=("class",))
+    else:
+        render.line(f"{kinds[0]}: {facts['class']}, from {facts['from']}")
     render.table(
         ("parameter", "type", "default", "bounds", "meaning"),
         [
-            (one.name, one.type, "required" if one.required else str(one.default), one.bounds, one.doc)
-            for one in parameters
+            (
+                one["name"],
+                one["type"],
+                "required" if one["required"] else str(one["default"]),
+                one["bounds"],
+                one["doc"],
+            )
+            for one in facts["parameters"]
         ],
         drop=("type", "bounds"),
     )
-    render.line(f"Every method also takes {FLOOR}, such as {FLOOR}=0.95: the recall that each head has to reach.")
+    if kinds[0] == "method":
+        render.line(f"Every method also takes {FLOOR}, such as {FLOOR}=0.95: the recall that each head has to reach.")
+    for other in kinds[1:]:
+        render.line(f"There is a {other} of this name too: sparseprefill show {name} --kind {other}")
+
+
+def _method(registry: Registry, name: str) -> dict[str, Any]:
+    method = registry.get(name)
+    stages, grain = describe.stages(method)
+    return {
+        "name": method.name,
+        "summary": method.summary,
+        "paper": method.paper,
+        "grain": grain,
+        "stages": [asdict(stage) for stage in stages],
+        "parameters": [asdict(parameter) for parameter in describe.parameters(method.config)],
+    }
+
+
+def _stage(registry: Registry, kind: str, name: str) -> dict[str, Any]:
+    """A refiner or corrector."""
+    found = registry.find(kind, name)
+    return {
+        "name": name,
+        "kind": kind,
+        "summary": describe.summary(found),
+        "class": found.__name__,
+        "from": registry.owner(kind, name).source,
+        "parameters": [asdict(parameter) for parameter in describe.parameters(found)],
+    }
 
 
 def plugins(json: Json = False) -> None:
-    """List every plugin found: its distribution, version and methods, and the error if it failed to load."""
+    """List every plugin found: its distribution, version, what it offers, and the error if it failed to load."""
     from sparseprefill.registry import default_registry
 
     found = default_registry().plugins()
@@ -75,8 +119,19 @@ def plugins(json: Json = False) -> None:
         render.write_json([{**fact, "error": _error(one) or None} for fact, one in zip(facts, found, strict=True)])
         return
     render.table(
-        ("plugin", "distribution", "version", "methods", "error"),
-        [(one.name, one.distribution, one.version, ", ".join(one.methods), _error(one)) for one in found],
+        ("plugin", "distribution", "version", "methods", "refiners", "correctors", "error"),
+        [
+            (
+                one.name,
+                one.distribution,
+                one.version,
+                ", ".join(one.methods),
+                ", ".join(one.refiners),
+                ", ".join(one.correctors),
+                _error(one),
+            )
+            for one in found
+        ],
         drop=("version", "distribution"),
     )
 

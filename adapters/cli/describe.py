@@ -1,4 +1,4 @@
-"""What a method is, as plain data: stages, parameters with defaults and bounds, grain, paper."""
+"""What a method, refiner or corrector is, as plain data: stages, parameters with defaults and bounds, grain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULTS = "defaults"
 
 @frozen
 class Parameter:
-    """One parameter of a method, in words. `required`: it has no default."""
+    """One parameter of a method, refiner or corrector, in words. `required`: it has no default."""
 
     name: str
     type: str
@@ -45,10 +45,10 @@ def told(given: Mapping[str, Any], nothing: str = DEFAULTS) -> str:
     return ", ".join(parts) or nothing
 
 
-def parameters(method: Method) -> list[Parameter]:
-    """The fields of the method's config. Its docstring describes them as ``name: text. other: text.``"""
-    fields = {name: one for name, one in fields_dict(method.config).items() if one.init}
-    docs = _documented(method.config.__doc__ or "", list(fields))
+def parameters(kind: type) -> list[Parameter]:
+    """The fields of a method's config, or of a refiner or corrector, described in its docstring as ``name: text.``"""
+    fields = {str(one.alias): one for one in fields_dict(kind).values() if one.init}
+    docs = _documented(inspect.getdoc(kind) or "", list(fields))
     return [
         Parameter(name, _type(one), _default(one), _bounds(one.validator), docs.get(name, ""), one.default is NOTHING)
         for name, one in fields.items()
@@ -57,7 +57,7 @@ def parameters(method: Method) -> list[Parameter]:
 
 def stages(method: Method) -> tuple[list[Stage], int | None]:
     """The stages in the order in which they run, and the pipeline's grain. Parameters without default: none."""
-    if any(one.required for one in parameters(method)):
+    if any(one.required for one in parameters(method.config)):
         return [], None
     pipeline = method.pipeline()
     listed = [("estimator", pipeline.estimator), *(("refiner", refiner) for refiner in pipeline.refiners)]
@@ -65,7 +65,12 @@ def stages(method: Method) -> tuple[list[Stage], int | None]:
     if pipeline.corrector is not None:
         listed.append(("corrector", pipeline.corrector))
     listed += [("observer", observer) for observer in pipeline.observers]
-    return [Stage(role, type(stage).__name__, _first_line(stage)) for role, stage in listed], pipeline.grain
+    return [Stage(role, type(stage).__name__, summary(type(stage))) for role, stage in listed], pipeline.grain
+
+
+def summary(kind: type) -> str:
+    """The first line of a class's docstring."""
+    return (inspect.getdoc(kind) or "").strip().split("\n")[0]
 
 
 def plain(value: Any) -> Any:
@@ -80,10 +85,16 @@ def plain(value: Any) -> Any:
 
 
 def _documented(text: str, names: list[str]) -> dict[str, str]:
+    """What a docstring says of each name: from ``name: `` to the next one, or to the end of the paragraph."""
     if not names:
         return {}
-    parts = re.split(rf"(?<!\S)({'|'.join(map(re.escape, names))}): ", " ".join(text.split()))
-    return {name: doc.strip() for name, doc in zip(parts[1::2], parts[2::2], strict=True)}
+    one = "|".join(map(re.escape, names))
+    found = {}
+    for paragraph in text.split("\n\n"):
+        parts = re.split(rf"(?<!\S)((?:{one})(?:, (?:{one}))*): ", " ".join(paragraph.split()))
+        for named, doc in zip(parts[1::2], parts[2::2], strict=True):
+            found.update(dict.fromkeys(named.split(", "), doc.strip()))
+    return found
 
 
 def _type(attribute: Attribute[Any]) -> str:
@@ -105,8 +116,3 @@ def _bounds(validator: object) -> str:
         return ""
     doc = validator.__doc__ if isinstance(validator, FunctionType) else repr(validator)
     return (doc or "").strip()
-
-
-def _first_line(stage: object) -> str:
-    doc = inspect.getdoc(type(stage)) or ""
-    return doc.strip().split("\n")[0]

@@ -85,7 +85,8 @@ def _check_free(name: str) -> None:
 
     for record in default_registry().plugins():
         if name in (record.name, *record.methods):
-            raise CommandError(f"a method {name!r} is installed already, from {record.source}; pass another name")
+            what = "method" if name in record.methods else "plugin"
+            raise CommandError(f"a {what} {name!r} is installed already, from {record.source}; pass another name")
 
 
 def _write(folder: Path, name: str) -> None:

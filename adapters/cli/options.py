@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attrs import fields_dict
+
 from sparseprefill import json_text
 from sparseprefill.errors import ParameterError, nearest
 
@@ -14,10 +16,14 @@ from ..session.defaults import TAIL
 from .group import CommandError
 
 if TYPE_CHECKING:
+    from sparseprefill.pipeline import Pipeline
     from sparseprefill.registry import Registry
+    from sparseprefill.route import Route
 
     from ..evaluation.contender import Contender
 
+AROUND = ("refiners", "corrector")
+"""What a configuration puts around a method; ``--set`` takes it like a parameter."""
 DENSE = "dense"
 """The registry's method that computes the same, through the sparse executor; left out unless it is named."""
 
@@ -32,9 +38,10 @@ def contenders(
 ) -> list[Contender]:
     """The methods to compare, built: those named, or every one that is registered.
 
-    suited: parameters that suit the model, by method. settings: texts ``name.parameter=value``, over them. tail: last
-    rows that get every key, as of `attach`. floor: of the recall of every method but dense, unless it has a setting of
-    its own. Raises CommandError or the library's own errors for what does not fit.
+    suited: parameters that suit the model, by method. settings: texts ``name.parameter=value``, over them; refiners and
+    a corrector may be set like parameters, as in a configuration. tail: last rows that get every key, as of `attach`.
+    floor: of the recall of every method but dense, unless it has a setting of its own. Raises CommandError or the
+    library's own errors for what does not fit.
     """
     from ..evaluation.contender import Contender
 
@@ -50,8 +57,22 @@ def contenders(
     made = []
     for name, changed in changes.items():
         parameters = {**(suited or {}).get(name, {}), **floored(name, floor), **changed}
-        made.append(Contender(name, registry.build(name, **parameters), parameters, tail))
+        made.append(Contender(name, _built(registry, name, parameters), parameters, tail))
     return made
+
+
+def _built(registry: Registry, name: str, given: Mapping[str, Any]) -> Pipeline | Route:
+    """A method with its parameters, and with the refiners and corrector that stand among them."""
+    own = fields_dict(registry.get(name).config)
+    if not any(key in given and key not in own for key in AROUND):
+        made: Pipeline | Route = registry.build(name, **given)
+        return made
+    from sparseprefill.config import from_config
+    from sparseprefill.method import FLOOR
+
+    around = {key: given[key] for key in (*AROUND, FLOOR) if key in given and key not in own}
+    parameters = {key: value for key, value in given.items() if key not in around}
+    return from_config({"method": name, "parameters": parameters, **around}, registry=registry, at=name)
 
 
 def floored(name: str, floor: Any) -> dict[str, Any]:

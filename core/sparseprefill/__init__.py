@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     )
     from sparseprefill.executors.auto import AutoExecutor
     from sparseprefill.executors.cpu import CpuExecutor
-    from sparseprefill.executors.delta import Delta
-    from sparseprefill.executors.proxy import Proxy
     from sparseprefill.executors.reference import ReferenceExecutor
     from sparseprefill.hookspecs import hookimpl
     from sparseprefill.mask.geometry import Geometry
@@ -42,17 +40,19 @@ if TYPE_CHECKING:
     from sparseprefill.pages import Pages
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.plan import Carry, Plan, Remark, Result, Skipped
+    from sparseprefill.plugins.delta.corrector import Delta
+    from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
+    from sparseprefill.plugins.proxy.corrector import Proxy
+    from sparseprefill.plugins.stem.decay import PositionDecay
+    from sparseprefill.plugins.stem.values import ValueWeights
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
-    from sparseprefill.refiners.decay import PositionDecay
     from sparseprefill.refiners.heads import GqaUnion
     from sparseprefill.refiners.recall import Recall, RecallFloor
     from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
     from sparseprefill.refiners.rows import DenseRows
     from sparseprefill.refiners.skip import SkipSoftmax
-    from sparseprefill.refiners.threshold import RelativeThreshold
     from sparseprefill.refiners.union import UnionEstimator
-    from sparseprefill.refiners.values import ValueWeights
     from sparseprefill.registry import PluginRecord, Registry, default_registry
     from sparseprefill.route import Route, gated
     from sparseprefill.softmax import SoftmaxState
@@ -149,8 +149,6 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     ),
     "executors.auto": ("AutoExecutor",),
     "executors.cpu": ("CpuExecutor",),
-    "executors.delta": ("Delta",),
-    "executors.proxy": ("Proxy",),
     "executors.reference": ("ReferenceExecutor",),
     "hookspecs": ("hookimpl",),
     "mask.geometry": ("Geometry",),
@@ -163,17 +161,19 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "pages": ("Pages",),
     "pipeline": ("Pipeline",),
     "plan": ("Carry", "Plan", "Remark", "Result", "Skipped"),
+    "plugins.delta.corrector": ("Delta",),
+    "plugins.flashprefill.threshold": ("RelativeThreshold",),
+    "plugins.proxy.corrector": ("Proxy",),
+    "plugins.stem.decay": ("PositionDecay",),
+    "plugins.stem.values": ("ValueWeights",),
     "profiles.profile": ("Profile",),
     "refiners.budget": ("BudgetCeiling", "BudgetFloor"),
-    "refiners.decay": ("PositionDecay",),
     "refiners.heads": ("GqaUnion",),
     "refiners.recall": ("RecallFloor",),
     "refiners.rescue": ("LocalBand", "RandomRescue", "Sink", "StrideRescue"),
     "refiners.rows": ("DenseRows",),
     "refiners.skip": ("SkipSoftmax",),
-    "refiners.threshold": ("RelativeThreshold",),
     "refiners.union": ("UnionEstimator",),
-    "refiners.values": ("ValueWeights",),
     "registry": ("PluginRecord", "Registry", "default_registry"),
     "route": ("Route", "gated"),
     "softmax": ("SoftmaxState",),

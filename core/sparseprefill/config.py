@@ -13,43 +13,16 @@ from attrs import NOTHING, evolve, fields, frozen
 from sparseprefill import json_text
 from sparseprefill.breakeven.gate import AUTO
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, printed
-from sparseprefill.executors.delta import Delta
-from sparseprefill.executors.proxy import Proxy
-from sparseprefill.method import FLOOR
+from sparseprefill.method import FLOOR, configured
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
-from sparseprefill.refiners.decay import PositionDecay
-from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.recall import RecallFloor, floor_of
-from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
-from sparseprefill.refiners.rows import DenseRows
 from sparseprefill.refiners.skip import SkipSoftmax
-from sparseprefill.refiners.threshold import RelativeThreshold
 from sparseprefill.refiners.union import UnionEstimator
-from sparseprefill.refiners.values import ValueWeights
-from sparseprefill.registry import Registry, default_registry
+from sparseprefill.registry import KEY, Registry, default_registry
 from sparseprefill.route import Route, gated
-from sparseprefill.stages import Corrector, MaskRefiner, Observer, PatternEstimator
+from sparseprefill.stages import Observer, PatternEstimator
 from sparseprefill.validate import FILE
 
-REFINERS: Mapping[str, type] = {
-    "budget-ceiling": BudgetCeiling,
-    "budget-floor": BudgetFloor,
-    "dense-rows": DenseRows,
-    "gqa-union": GqaUnion,
-    "local-band": LocalBand,
-    "position-decay": PositionDecay,
-    "random-rescue": RandomRescue,
-    "recall-floor": RecallFloor,
-    "relative-threshold": RelativeThreshold,
-    "sink": Sink,
-    "skip-softmax": SkipSoftmax,
-    "stride-rescue": StrideRescue,
-    "value-weights": ValueWeights,
-}
-"""The refiners that a configuration may name."""
-CORRECTORS: Mapping[str, type] = {"delta": Delta, "proxy": Proxy}
-"""The correctors that a configuration may name."""
 DEEPEST = 32
 """Unions within unions."""
 KEYS = ("corrector", "gate", "method", "name", "parameters", "profile", "recall", "refiners", "union")
@@ -141,7 +114,9 @@ class _Reader:
             both = f"both {one} and union" if alone else "neither method nor union"
             raise ParameterError(f"{at or 'the configuration'} has {both}: give one of them")
         made = self._union(table, at, (*above, given)) if "union" in table else self._method(table, at)
-        refiners = [_refiner(one, _join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
+        refiners = [
+            self._stage("refiner", one, _join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)
+        ]
         name = _text(table["name"], _join(at, "name")) if "name" in table else made.name
 
         def composed(one: Pipeline) -> Pipeline:
@@ -149,7 +124,7 @@ class _Reader:
 
         made = composed(made) if isinstance(made, Pipeline) else made.each(composed)
         made = made.with_recall(_floor(table["recall"], at)) if "recall" in table else made
-        made = made.with_corrector(_corrector(table["corrector"], at)) if "corrector" in table else made
+        made = made.with_corrector(self._corrector(table["corrector"], at)) if "corrector" in table else made
         return self._gated(made, table["gate"], at) if "gate" in table else made
 
     def _gated(self, made: Pipeline | Route, given: Any, at: str) -> Pipeline | Route:
@@ -162,6 +137,39 @@ class _Reader:
             return gated(made, AUTO if given == AUTO else self.folder / given)
         except ParameterError as error:
             raise ParameterError(f"{here}: {error}") from error
+
+    def _corrector(self, given: Any, at: str) -> Any:
+        """A corrector by its name, or by a table of it and its parameters."""
+        here = _join(at, "corrector")
+        if isinstance(given, str):
+            self._class("corrector", given, here)
+            given = {KEY: given}
+        return self._stage("corrector", given, here)
+
+    def _stage(self, kind: str, table: Any, at: str) -> Any:
+        """A refiner or corrector of the class that a table names, with the table's parameters."""
+        table = _table(table, at)
+        here = _join(at, KEY)
+        if KEY not in table:
+            raise ParameterError(f"{here} is missing{nearest('', self.registry.offered(kind))}")
+        name = _text(table[KEY], here)
+        made = self._class(kind, name, here)
+        parameters = {key: value for key, value in table.items() if key != KEY}
+        _known(parameters, _names(made), at)
+        lacking = [key for key in _names(made, required=True) if key not in parameters]
+        if lacking:
+            raise ParameterError(f"{_join(at, lacking[0])} is missing: {name} needs it")
+        try:
+            return configured(name, made, parameters)
+        except ParameterError as error:
+            raise _located(error, parameters, at) from error
+
+    def _class(self, kind: str, name: str, at: str) -> type:
+        try:
+            found: type = self.registry.find(kind, name)
+        except ParameterError as error:
+            raise ParameterError(f"{at}: {error}") from error
+        return found
 
     def _method(self, table: Mapping[str, Any], at: str) -> Pipeline | Route:
         here = _join(at, "parameters")
@@ -224,40 +232,6 @@ def _observers(part: Pipeline | Route) -> tuple[Observer, ...]:
     if isinstance(part, Pipeline):
         return part.observers
     return (part,) if part.remembers else ()
-
-
-def _refiner(table: Any, at: str) -> MaskRefiner:
-    made: MaskRefiner = _named(REFINERS, table, at)
-    return made
-
-
-def _corrector(given: Any, at: str) -> Corrector:
-    """A corrector by its name, or by a table of it and its parameters."""
-    here = _join(at, "corrector")
-    if isinstance(given, str) and given not in CORRECTORS:
-        raise ParameterError(f"{here} is {printed(given)}{nearest(given, CORRECTORS)}")
-    made: Corrector = _named(CORRECTORS, {"name": given} if isinstance(given, str) else given, here)
-    return made
-
-
-def _named(kinds: Mapping[str, type], table: Any, at: str) -> Any:
-    """An object of the class that a table names, with the table's parameters."""
-    table = _table(table, at)
-    if "name" not in table:
-        raise ParameterError(f"{_join(at, 'name')} is missing{nearest('', kinds)}")
-    name = _text(table["name"], _join(at, "name"))
-    if name not in kinds:
-        raise ParameterError(f"{_join(at, 'name')} is {printed(name)}{nearest(name, kinds)}")
-    kind = kinds[name]
-    parameters = {key: value for key, value in table.items() if key != "name"}
-    _known(parameters, _names(kind), at)
-    lacking = [key for key in _names(kind, required=True) if key not in parameters]
-    if lacking:
-        raise ParameterError(f"{_join(at, lacking[0])} is missing: {name} needs it")
-    try:
-        return kind(**parameters)
-    except ParameterError as error:
-        raise _located(error, parameters, at) from error
 
 
 def _floor(given: Any, at: str) -> RecallFloor | None:

@@ -17,6 +17,8 @@ from sparseprefill.stages import Answer, Guard
 PIPELINE = Answer.of(Pipeline)
 
 
+NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+"""Names of methods, refiners and correctors."""
 FLOOR = "recall"
 """A parameter that every method has besides its own: see `Pipeline.with_recall`."""
 
@@ -31,7 +33,7 @@ def _check_config(_: object, __: object, value: Any) -> None:
 
 
 def _check_name(_: object, __: object, value: Any) -> None:
-    if not isinstance(value, str) or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", value):
+    if not isinstance(value, str) or not NAME.fullmatch(value):
         raise ParameterError(
             f"Method.name is {printed(value)}: use lower-case words joined by hyphens, such as 'my-method'"
         )
@@ -74,13 +76,7 @@ class Method:
         for name in parameters:
             if name not in known:
                 raise ParameterError(f"{self.name} has no parameter {printed(name)}{nearest(name, known)}")
-        try:
-            return self.config(**parameters)
-        except Exception as error:  # a plugin's own validator may raise anything
-            if isinstance(error, SparsePrefillError) and printable(error):
-                raise
-            shown = ", ".join(f"{name}={printed(value)}" for name, value in parameters.items())
-            raise ParameterError(f"{self.name}({shown}): {told(error)}") from error
+        return configured(self.name, self.config, parameters)
 
     def pipeline(self, /, **parameters: Any) -> Pipeline:
         """Validate the parameters and build; StageError where the plugin's `build` raises or returns nonsense.
@@ -89,3 +85,14 @@ class Method:
         """
         pipeline: Pipeline = Guard(self, self.name).ask("build", PIPELINE, self.configure(parameters))
         return pipeline.with_recall(parameters.get(FLOOR))
+
+
+def configured(name: str, kind: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
+    """An object of a plugin's class; ParameterError whatever its validators raise. name: of whom, for messages."""
+    try:
+        return kind(**parameters)
+    except Exception as error:  # a plugin's own validator may raise anything
+        if isinstance(error, SparsePrefillError) and printable(error):
+            raise
+        shown = ", ".join(f"{key}={printed(value)}" for key, value in parameters.items())
+        raise ParameterError(f"{name}({shown}): {told(error)}") from error

@@ -1,4 +1,4 @@
-"""Registry: finds plugins, keeps a record of each, and builds pipelines by name."""
+"""Registry: finds plugins, keeps a record of each, finds what they offer by name, and builds pipelines."""
 
 from __future__ import annotations
 
@@ -11,36 +11,47 @@ from pathlib import Path
 from typing import Any, overload
 
 import pluggy
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen, has
 
 from sparseprefill import hookspecs
 from sparseprefill.errors import (
     MethodCollisionError,
+    ParameterError,
     PluginLoadError,
     UnknownMethodError,
     nearest,
     printed,
     told,
 )
-from sparseprefill.method import Method
+from sparseprefill.method import NAME, Method
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.profiles.profile import Profile
+from sparseprefill.refiners import shared
 from sparseprefill.route import Route
+from sparseprefill.stages import Corrector, MaskRefiner, missing
 
 GROUP = hookspecs.PROJECT
 ONLY = "SPARSEPREFILL_PLUGINS"
 REMEDY = f"uninstall one, or name the plugins to load in {ONLY}"
+CORE = "core"
+"""The plugin that every registry begins with: the refiners of core itself."""
+KINDS: Mapping[str, type] = {"method": Method, "refiner": MaskRefiner, "corrector": Corrector}
+"""What plugins offer by name, each kind through a hook of its own: Methods, or classes of stages."""
+KEY = "name"
+"""What a table of a configuration calls its refiner or corrector by, beside the parameters."""
 log = logging.getLogger(__name__)
 
 
 @frozen
 class PluginRecord:
-    """What became of one plugin: its name, distribution, version, methods, and the error that stopped it."""
+    """What became of one plugin: its name, distribution, version, what it offers, and the error that stopped it."""
 
     name: str
     distribution: str
     version: str
     methods: tuple[str, ...] = ()
+    refiners: tuple[str, ...] = ()
+    correctors: tuple[str, ...] = ()
     error: BaseException | None = None
 
     @property
@@ -48,23 +59,32 @@ class PluginRecord:
         """Where it comes from, for messages."""
         return f"plugin {self.name!r} of {self.distribution} {self.version}".rstrip()
 
+    def offers(self, kind: str) -> tuple[str, ...]:
+        """The names of one kind: "method", "refiner" or "corrector"."""
+        names: tuple[str, ...] = getattr(self, f"{kind}s")
+        return names
+
 
 class Registry:
-    """Owns a PluginManager of its own; `default_registry()` is the one that the public functions use."""
+    """Owns a PluginManager of its own; `default_registry()` is the one that the public functions use.
+
+    It begins with one plugin, ``core``: the refiners that belong to no single paper.
+    """
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hookspecs)
-        self._methods: dict[str, Method] = {}
+        self._known: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
         self._records: list[PluginRecord] = []
         self._left_out: set[str] = set()
+        self.register(shared, CORE, hookspecs.PROJECT)
 
     def load_entry_points(self, points: Iterable[EntryPoint] | None = None) -> None:
         """Load every installed plugin of the group. A broken one is recorded and never takes the others down.
 
         The environment variable SPARSEPREFILL_PLUGINS narrows what loads: names of entry points, comma-separated.
         Plugins that are loaded already stay as they are.
-        Raises MethodCollisionError where two of them offer one method or go by one name.
+        Raises MethodCollisionError where two of them offer one method, refiner or corrector, or go by one name.
         """
         found = list(entry_points(group=GROUP) if points is None else points)
         only = os.environ.get(ONLY)
@@ -94,26 +114,32 @@ class Registry:
         """Register a module or object with a hook implementation. Nothing stays registered if it fails.
 
         Registering the same object under the same name again changes nothing. Raises MethodCollisionError if its
-        name or one of its methods is taken, PluginLoadError if it implements no hook, misspells it, raises, or
-        offers something that is no Method.
+        name or one that it offers is taken, PluginLoadError if it implements no hook, misspells it, raises, or
+        offers something that is no Method, and no class of a refiner or corrector.
         """
         record = PluginRecord(name, distribution, version)
-        known = self._known(plugin, record)
+        known = self._loaded(plugin, record)
         if known is not None:
             return known
         try:
             self._manager.register(plugin, name)
             self._manager.check_pending()
-            offered = self._offered(name)
-            self._check_free(offered, record)
+            answers = self._answers(name)
+            self._check_free(answers, record)
         except BaseException as error:
             if self._manager.get_plugin(name) is plugin:  # pluggy keeps a plugin whose validation failed
                 self._manager.unregister(plugin)
             if isinstance(error, PluginLoadError | MethodCollisionError) or not isinstance(error, Exception):
                 raise
             raise PluginLoadError(f"{record.source}: {type(error).__name__}: {told(error)}") from error
-        self._methods.update({method.name: method for method in offered})
-        record = evolve(record, methods=tuple(method.name for method in offered))
+        for kind, found in answers.items():
+            self._known[kind].update(found)
+        record = evolve(
+            record,
+            methods=tuple(answers.get("method", ())),
+            refiners=tuple(answers.get("refiner", ())),
+            correctors=tuple(answers.get("corrector", ())),
+        )
         self._keep(record)
         return record
 
@@ -123,7 +149,7 @@ class Registry:
         self._records = [old for old in self._records if old.error is None or (old.name, old.distribution) != same]
         self._records.append(record)
 
-    def _known(self, plugin: object, record: PluginRecord) -> PluginRecord | None:
+    def _loaded(self, plugin: object, record: PluginRecord) -> PluginRecord | None:
         taken = self._manager.get_name(plugin) or record.name
         for known in self._records:
             if known.error is not None or known.name != taken:
@@ -134,36 +160,32 @@ class Registry:
             raise MethodCollisionError(f"{known.source} and {record.source} {what}: {REMEDY}")
         return None
 
-    def _offered(self, name: str) -> list[Method]:
-        hooks = self._manager.hook.sparseprefill_methods.get_hookimpls()
-        impls = [impl for impl in hooks if impl.plugin_name == name]
-        if not impls:
-            raise PluginLoadError(f"plugin {name!r} implements no hook: add @hookimpl def sparseprefill_methods()")
-        answer = impls[0].function()
-        offered: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
-        for method in offered:
-            if not isinstance(method, Method):
-                raise PluginLoadError(
-                    f"plugin {name!r} offers {printed(method)}: sparseprefill_methods() must return Methods"
-                )
-        names = [method.name for method in offered]
-        if len(set(names)) < len(names):
-            raise PluginLoadError(f"plugin {name!r} offers the same name twice: {', '.join(sorted(names))}")
-        return offered
+    def _answers(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """What a plugin's hooks offer: by kind, then by name."""
+        answers: dict[str, Mapping[str, Any]] = {}
+        for kind in KINDS:
+            hooks = getattr(self._manager.hook, _hook(kind)).get_hookimpls()
+            for hook in (one for one in hooks if one.plugin_name == name):
+                answers[kind] = (_methods if kind == "method" else _classes)(hook.function(), kind, name)
+        if not answers:
+            hooks = ", ".join(f"{_hook(kind)}()" for kind in KINDS)
+            raise PluginLoadError(f"plugin {name!r} implements no hook: add @hookimpl to one of {hooks}")
+        return answers
 
-    def _check_free(self, offered: Iterable[Method], record: PluginRecord) -> None:
-        for method in offered:
-            if method.name in self._methods:
-                owner = next(known for known in self._records if method.name in known.methods)
-                both = f"{owner.source} and by {record.source}"
-                raise MethodCollisionError(f"method {method.name!r} is offered by {both}: {REMEDY}")
+    def _check_free(self, answers: Mapping[str, Iterable[str]], record: PluginRecord) -> None:
+        for kind, names in answers.items():
+            for name in names:
+                if name in self._known[kind]:
+                    both = f"{self.owner(kind, name).source} and by {record.source}"
+                    raise MethodCollisionError(f"{kind} {name!r} is offered by {both}: {REMEDY}")
 
     def unregister(self, name: str) -> None:
-        """Forget a plugin and its methods."""
+        """Forget a plugin and what it offers."""
         for record in self._records:
             if record.name == name:
-                for method in record.methods:
-                    del self._methods[method]
+                for kind, known in self._known.items():
+                    for one in record.offers(kind):
+                        del known[one]
         self._records = [record for record in self._records if record.name != name]
         plugin = self._manager.get_plugin(name)
         if plugin is not None:
@@ -173,28 +195,69 @@ class Registry:
         """Every plugin found, in order of loading, broken ones with their error."""
         return tuple(self._records)
 
+    def offered(self, kind: str) -> Mapping[str, Any]:
+        """Everything of one kind, "method", "refiner" or "corrector", by name, sorted."""
+        return dict(sorted(self._known[kind].items()))
+
     def methods(self) -> Mapping[str, Method]:
         """Method by name, sorted."""
-        return dict(sorted(self._methods.items()))
+        return self.offered("method")
+
+    def refiners(self) -> Mapping[str, type[MaskRefiner]]:
+        """Class of a refiner by name, sorted."""
+        return self.offered("refiner")
+
+    def correctors(self) -> Mapping[str, type[Corrector]]:
+        """Class of a corrector by name, sorted."""
+        return self.offered("corrector")
 
     def get(self, name: str | None) -> Method:
         """The method of this name; UnknownMethodError lists the nearest, PluginLoadError a plugin that broke.
 
         A plugin that failed to load could not say what it offers: it answers for the method of its own name.
         """
+        method: Method = self.find("method", name)
+        return method
+
+    def find(self, kind: str, name: object) -> Any:
+        """What a name of one kind stands for: a Method, or the class of a refiner or corrector.
+
+        Errors as of `get`; for a refiner or corrector of which nothing is known ParameterError.
+        """
+        known = self._known[kind]
+        if not isinstance(name, str) or name not in known:
+            raise self._unknown((kind,), name)
+        return known[name]
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """Which of "method", "refiner" and "corrector" have this name; errors as of `get` where none has."""
+        found = tuple(kind for kind, known in self._known.items() if name in known)
+        if not found:
+            raise self._unknown(tuple(KINDS), name)
+        return found
+
+    def owner(self, kind: str, name: str) -> PluginRecord:
+        """The plugin that offers a name that `kinds` knows."""
+        return next(record for record in self._records if name in record.offers(kind))
+
+    def _unknown(self, kinds: tuple[str, ...], name: object) -> Exception:
+        """The error for a name that no method, refiner or corrector has, whichever were asked for."""
+        error = UnknownMethodError if "method" in kinds else ParameterError
+        words = " or ".join([", ".join(kinds[:-1]), kinds[-1]] if kinds[1:] else kinds)
+        known = {one for kind in kinds for one in self._known[kind]}
         if not isinstance(name, str):
-            raise UnknownMethodError(f"name is {printed(name)}: pass the name of a method{nearest('', self._methods)}")
-        if name in self._methods:
-            return self._methods[name]
+            return error(f"name is {printed(name)}: pass the name of a {words}{nearest('', known)}")
         broken = [record for record in self._records if record.error is not None]
         for record in broken:
-            if str(name).replace("_", "-") == record.name.replace("_", "-"):
+            if name.replace("_", "-") == record.name.replace("_", "-"):
                 shown = f"{type(record.error).__name__}: {told(record.error)}"
-                raise PluginLoadError(f"method {name!r}: {record.source} failed to load: {shown}") from record.error
+                failed = PluginLoadError(f"{words} {name!r}: {record.source} failed to load: {shown}")
+                failed.__cause__ = record.error
+                return failed
         more = f" (failed to load: {'; '.join(record.source for record in broken)})" if broken else ""
         if self._left_out:
             more += f" (excluded by {ONLY}: {', '.join(sorted(self._left_out))})"
-        raise UnknownMethodError(f"no method is named {name!r}{nearest(str(name), self._methods)}{more}")
+        return error(f"no {words} is named {name!r}{nearest(name, known)}{more}")
 
     @overload
     def build(self, /, name: str, *, profile: None = None, **parameters: Any) -> Pipeline: ...
@@ -228,3 +291,40 @@ def default_registry() -> Registry:
     registry = Registry()
     registry.load_entry_points()
     return registry
+
+
+def _hook(kind: str) -> str:
+    """The name of the hook through which a plugin offers one kind."""
+    return f"sparseprefill_{kind}s"
+
+
+def _methods(answer: Any, kind: str, plugin: str) -> Mapping[str, Method]:
+    """Methods by name; PluginLoadError for an answer that holds something else."""
+    given: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
+    for method in given:
+        if not isinstance(method, Method):
+            raise PluginLoadError(f"plugin {plugin!r} offers {printed(method)}: {_hook(kind)}() must return Methods")
+    names = [method.name for method in given]
+    if len(set(names)) < len(names):
+        raise PluginLoadError(f"plugin {plugin!r} offers the same name twice: {', '.join(sorted(names))}")
+    return {method.name: method for method in given}
+
+
+def _classes(answer: Any, kind: str, plugin: str) -> Mapping[str, type]:
+    """Classes of stages by name; PluginLoadError for an answer that holds something else."""
+    if not isinstance(answer, Mapping):
+        words = "must return a dict of classes by name"
+        raise PluginLoadError(f"plugin {plugin!r} offers {printed(answer)}: {_hook(kind)}() {words}")
+    for name, stage in answer.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            words = f"lower-case words joined by hyphens, such as 'my-{kind}'"
+            raise PluginLoadError(f"plugin {plugin!r} offers a {kind} named {printed(name)}: use {words}")
+        given = f"plugin {plugin!r} offers {printed(stage)} as {kind} {name!r}"
+        if not isinstance(stage, type) or not has(stage):
+            raise PluginLoadError(f"{given}: pass an attrs class (frozen) whose fields are the parameters")
+        lacking = missing(stage, KINDS[kind])
+        if lacking:
+            raise PluginLoadError(f"{given}: the class has no method {lacking[0]}(), which a {kind} needs")
+        if KEY in (one.alias for one in fields(stage) if one.init):
+            raise PluginLoadError(f"{given}: it has the field {KEY!r}, by which configurations call it: rename it")
+    return dict(answer)

@@ -10,9 +10,10 @@ from sparseprefill.validate import number, whole
 
 @frozen(kw_only=True)
 class SkipSoftmaxConfig:
-    """skip_below: c, in tokens: a tile is skipped where exp(its largest logit - the running maximum) < c / length.
+    """Settings of `skip-softmax`.
 
-    0 skips nothing, and so does a prompt of c tokens or fewer. block: tile size in tokens.
+    skip_below: c, in tokens: a tile is skipped where exp(its largest logit - the running maximum) < c / length. 0 skips
+    nothing, and so does a prompt of c tokens or fewer. block: tile size in tokens.
     """
 
     skip_below: float = field(default=587.0, validator=number(0.0, MOST))

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from attrs import field, frozen
 from sparseprefill.adapters.cli import app as start
+from sparseprefill.adapters.cli import options
 from sparseprefill.adapters.cli.commands import app
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from helpers.harness_tasks import need_harness
-from sparseprefill import Method, MethodCollisionError, Registry, hookimpl
+from sparseprefill import Method, MethodCollisionError, ParameterError, Pipeline, RecallFloor, Registry, Sink, hookimpl
 from sparseprefill import registry as registries
 
 
@@ -298,9 +299,56 @@ def test_show_a_method_with_a_required_parameter(registry: Registry) -> None:
     assert "required" in invoke("show", "odd").stdout
 
 
+PARTS = [(kind, name) for kind in ("refiner", "corrector") for name in registries.default_registry().offered(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), PARTS, ids=[name for _, name in PARTS])
+def test_show_every_refiner_and_corrector(kind: str, name: str) -> None:
+    facts = json.loads(invoke("show", name, "--kind", kind, "--json").stdout)
+    assert set(facts) == {"name", "kind", "summary", "class", "from", "parameters"}
+    assert (facts["name"], facts["kind"]) == (name, kind)
+    assert facts["summary"]
+    assert facts["from"].startswith("plugin '")
+    assert all(parameter["bounds"] for parameter in facts["parameters"])
+    text = invoke("show", name, "--kind", kind).stdout
+    assert f"{kind}: {facts['class']}, from plugin" in text
+
+
+def test_show_says_what_else_has_the_name() -> None:
+    text = " ".join(invoke("show", "skip-softmax").stdout.split())
+    assert "There is a refiner of this name too: sparseprefill show skip-softmax --kind refiner" in text
+    assert "of this name too" not in invoke("show", "sink").stdout
+
+
+def test_show_of_a_kind_that_is_none() -> None:
+    refused(invoke("show", "sink", "--kind", "refinr"), "--kind refinr: it is none; did you mean 'refiner'?")
+    refused(invoke("show", "sink", "--kind", "method"), "no method is named 'sink'")
+    refused(invoke("show", "sinc"), "no method, refiner or corrector is named 'sinc'; did you mean 'sink'?")
+
+
+def test_set_takes_refiners_and_a_corrector() -> None:
+    known = registries.default_registry()
+    texts = ["streaming.sink=64", 'streaming.refiners=[{"name": "sink", "tiles": 2}]', "streaming.corrector=delta"]
+    (made,) = options.contenders(known, ["streaming"], texts, floor=0.9)
+    pipeline = made.pipeline
+    assert isinstance(pipeline, Pipeline)
+    assert pipeline.refiners == (Sink(2), RecallFloor(target=0.9))  # the floor stands behind all of them
+    assert pipeline.corrector == known.find("corrector", "delta")()
+    for text, message in {
+        'streaming.refiners=[{"name": "sinc"}]': r"streaming\.refiners\[0\]\.name: no refiner is named 'sinc'",
+        "streaming.corrector=delt": r"streaming\.corrector: no corrector is named 'delt'; did you mean 'delta'",
+        "streaming.refinres=[]": "streaming has no parameter 'refinres'",
+    }.items():
+        with pytest.raises(ParameterError, match=message):
+            options.contenders(known, ["streaming"], [text])
+
+
 def test_plugins() -> None:
     rows = json.loads(invoke("plugins", "--json").stdout)
-    assert all(set(row) == {"name", "distribution", "version", "methods", "error"} for row in rows)
+    keys = {"name", "distribution", "version", "methods", "refiners", "correctors", "error"}
+    assert all(set(row) == keys for row in rows)
+    stem = next(row for row in rows if row["name"] == "stem")
+    assert (stem["methods"], stem["refiners"]) == ([], ["position-decay", "value-weights"])
     classic = next(row for row in rows if row["name"] == "classic")
     assert classic["distribution"] == "sparseprefill"
     assert classic["methods"] == ["dense", "streaming", "vertical-slash"]

@@ -15,25 +15,25 @@ from sparseprefill.plugins.share_prefill.stages import Share
 
 import sparseprefill as sp
 from docs.pages import ROOT, blocks, section
-from sparseprefill.config import CORRECTORS, KEYS, REFINERS
+from sparseprefill.config import KEYS
 
 PAGE = (ROOT / "docs" / "config.md").read_text()
 
 
 def test_every_key_has_its_row() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \|", section(PAGE, "Keys"), flags=re.M)
-    assert sorted([*KEYS, *REFINERS]) == sorted(rows)
+    assert sorted([*KEYS, *sp.default_registry().refiners()]) == sorted(rows)
 
 
 def test_every_refiners_row_has_its_parameters() -> None:
-    for name, kind in REFINERS.items():
+    for name, kind in sp.default_registry().offered("refiner").items():
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
         words = re.findall(r"`([\w-]+)`", row)
         assert [name, kind.__name__, *[one.alias for one in fields(kind)]] == words
 
 
 def test_every_corrector_has_its_row() -> None:
-    for name, kind in CORRECTORS.items():
+    for name, kind in sp.default_registry().offered("corrector").items():
         words = " | ".join(f"`{one.alias}`" for one in fields(kind))
         assert f'| "{name}" | `{kind.__name__}` | {words} |' in PAGE.splitlines()
 

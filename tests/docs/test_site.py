@@ -66,11 +66,15 @@ ATTRS = sorted(name for name in sp.__all__ if isinstance(getattr(sp, name), type
 
 
 @pytest.fixture(scope="module")
-def griffe_core() -> Any:
-    """Core as the site reads it."""
+def griffe_core(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The package as the site reads it: core, with the plugins where they are imported."""
     griffe = pytest.importorskip("griffe")
+    laid_out = tmp_path_factory.mktemp("sources")
+    (laid_out / "sparseprefill").mkdir()
+    for one in [*(ROOT / "core" / "sparseprefill").iterdir(), ROOT / "plugins"]:
+        (laid_out / "sparseprefill" / one.name).symlink_to(one)
     extensions = griffe.load_extensions(str(DOCS / "tools" / "docstrings.py"))
-    return griffe.load("sparseprefill", search_paths=[ROOT / "core"], extensions=extensions, allow_inspection=False)
+    return griffe.load("sparseprefill", search_paths=[laid_out], extensions=extensions, allow_inspection=False)
 
 
 @pytest.mark.parametrize("name", ATTRS)

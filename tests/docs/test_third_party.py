@@ -13,9 +13,17 @@ from typing import Any
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-PACKAGES = ("sparseprefill-last-block", "sparseprefill-broken")
+PACKAGES = ("sparseprefill-last-block", "sparseprefill-first-layers", "sparseprefill-broken")
 PIP = ("pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
 
+TOML = """
+method = "streaming"
+parameters = { sink = 16, window = 32, block = 16 }
+
+[[refiners]]
+name = "first-layers"
+layers = 1
+"""
 SCRIPT = """
 import json, logging
 import torch
@@ -29,17 +37,22 @@ truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True
 full = sp.build("last-block", keep=300)(q, k, v)
 dense = sp.build("dense")(q, k, v)
 
+with open("refined.toml", "w") as file:
+    file.write(TOML)
+refined = sp.from_config("refined.toml")
+densities = [refined.run(sp.AttentionCall(q, k, v, layer=layer)).density for layer in (0, 1)]
 
-def failure(name, **parameters):
+
+def failure(name, build=sp.build, **parameters):
     try:
-        sp.build(name, **parameters)
+        build(name, **parameters)
     except sp.SparsePrefillError as error:
         cause = error.__cause__
         return [type(error).__name__, str(error), None if cause is None else type(cause).__name__]
 
 
 records = {
-    record.name: [record.distribution, record.version, list(record.methods), repr(record.error)]
+    record.name: [record.distribution, record.version, [*record.methods, *record.refiners], repr(record.error)]
     for record in sp.default_registry().plugins()
 }
 answer = {
@@ -52,6 +65,10 @@ answer = {
     "broken": failure("broken-example"),
     "unknown": failure("last-blok"),
     "parameter": failure("last-block", keep=-1),
+    "refiners": [repr(one) for one in refined.refiners],
+    "densities": densities,
+    "refiner": failure({"method": "dense", "refiners": [{"name": "first-layer"}]}, sp.from_config),
+    "refiner's": failure({"method": "dense", "refiners": [{"name": "first-layers", "layers": -1}]}, sp.from_config),
 }
 print(json.dumps(answer))
 """
@@ -68,7 +85,7 @@ def run(site: Path, *arguments: str, **environment: str) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with both packages installed in it."""
+    """A directory with the packages installed in it."""
     folder = tmp_path_factory.mktemp("third_party")
     sources = []
     for name in PACKAGES:  # pip builds in place: never in the working tree
@@ -82,8 +99,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answer(site: Path) -> dict[str, Any]:
-    """What a user sees with both packages installed."""
-    done = run(site, "-c", SCRIPT)
+    """What a user sees with the packages installed."""
+    done = run(site, "-c", f"TOML = {TOML!r}\n{SCRIPT}")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -103,6 +120,37 @@ def test_the_method_runs(answer: dict[str, Any]) -> None:
 
 def test_the_methods_parameters_are_checked(answer: dict[str, Any]) -> None:
     assert answer["parameter"][:2] == ["ParameterError", "keep is -1: pass an integer >= 0"]
+
+
+def test_the_refiner_runs_from_toml(answer: dict[str, Any]) -> None:
+    assert answer["refiners"] == ["FirstLayers(layers=1)"]
+    assert answer["records"]["first-layers"] == ["sparseprefill-first-layers", "0.1.0", ["first-layers"], "None"]
+    first, second = answer["densities"]
+    assert second < 0.5 < first == 1
+
+
+def test_the_refiners_name_and_parameters_are_checked(answer: dict[str, Any]) -> None:
+    kind, message, _ = answer["refiner"]
+    assert kind == "ParameterError"
+    assert "refiners[0].name: no refiner is named 'first-layer'; did you mean 'first-layers'?" in message
+    assert answer["refiner's"][:2] == ["ParameterError", "refiners[0].layers is -1: pass an integer >= 0"]
+
+
+def test_the_command_line_shows_the_refiner(site: Path) -> None:
+    done = run(site, "-m", "sparseprefill", "show", "first-layers", "--json")
+    facts = json.loads(done.stdout)
+    (layers,) = facts.pop("parameters")
+    assert (layers["name"], layers["default"], layers["bounds"]) == ("layers", 2, "integer >= 0")
+    assert layers["doc"] == "so many layers get every key."
+    assert facts == {
+        "name": "first-layers",
+        "kind": "refiner",
+        "summary": "Gives the first layers every key.",
+        "class": "FirstLayers",
+        "from": "plugin 'first-layers' of sparseprefill-first-layers 0.1.0",
+    }
+    text = " ".join(run(site, "-m", "sparseprefill", "show", "first-layers").stdout.split())
+    assert "refiner: FirstLayers, from plugin 'first-layers' of sparseprefill-first-layers 0.1.0" in text
 
 
 def test_the_broken_package_is_listed_with_its_error(answer: dict[str, Any]) -> None:
@@ -129,8 +177,9 @@ def test_an_unknown_name_gets_the_nearest_and_mentions_the_broken_package(answer
     assert "plugin 'broken-example' of sparseprefill-broken 0.1.0" in message
 
 
-def test_the_examples_own_contract_test_passes(site: Path) -> None:
-    tests = site.parent / "source" / "sparseprefill-last-block" / "tests"
+@pytest.mark.parametrize("package", ["sparseprefill-last-block", "sparseprefill-first-layers"])
+def test_the_examples_own_contract_test_passes(site: Path, package: str) -> None:
+    tests = site.parent / "source" / package / "tests"
     done = run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
@@ -139,14 +188,29 @@ def test_the_examples_own_contract_test_passes(site: Path) -> None:
 def test_the_environment_variable_leaves_the_broken_package_out(site: Path) -> None:
     listing = "import sparseprefill as sp; print([r.name for r in sp.default_registry().plugins()])"
     done = run(site, "-c", listing, SPARSEPREFILL_PLUGINS="last-block")
-    assert (done.stdout, done.stderr) == ("['last-block']\n", "")
+    assert (done.stdout, done.stderr) == ("['core', 'last-block']\n", "")
 
 
-def test_the_demo_takes_the_method_like_any_other(site: Path) -> None:
+def test_the_environment_variable_leaves_the_refiner_out(site: Path) -> None:
+    done = run(site, "-m", "sparseprefill", "show", "first-layers", SPARSEPREFILL_PLUGINS="last-block")
+    assert done.returncode == 1
+    assert "no method, refiner or corrector is named 'first-layers'" in done.stderr
+    assert "excluded by SPARSEPREFILL_PLUGINS" in done.stderr
+
+
+def test_the_demo_takes_the_method_and_the_refiner_like_any_other(site: Path) -> None:
     command = ("demo", "--tokens", "512", "--questions", "1", "--threads", "1", "--device", "cpu", "--json")
     method = ("--method", "last-block", "--set", "last-block.keep=16", "--set", "last-block.band=64")
-    done = run(site, "-m", "sparseprefill", *command, *method, "--tail", "0", SPARSEPREFILL_PLUGINS="last-block")
-    assert done.returncode == 0, done.stderr
-    stock, ours = json.loads(done.stdout)["methods"]
-    assert (stock["method"], ours["method"]) == ("stock", "last-block")
-    assert 0 < ours["density"] < stock["density"] == 1
+    plugins = "last-block,first-layers"
+    densities = []
+    for layers in ((), ("--set", 'last-block.refiners=[{"name": "first-layers", "layers": 3}]')):
+        done = run(
+            site, "-m", "sparseprefill", *command, *method, *layers, "--tail", "0", SPARSEPREFILL_PLUGINS=plugins
+        )
+        assert done.returncode == 0, done.stderr
+        stock, ours = json.loads(done.stdout)["methods"]
+        assert (stock["method"], ours["method"]) == ("stock", "last-block")
+        densities.append(ours["density"])
+    bare, refined = densities
+    assert 0 < bare < refined < stock["density"] == 1
+    assert refined == pytest.approx((bare + 1) / 2, abs=0.05)  # three of the model's six layers

@@ -26,7 +26,6 @@ from helpers.build import make
 from sparseprefill import json_text
 from sparseprefill.breakeven.gate import shipped
 from sparseprefill.breakeven.points import DeviceKind
-from sparseprefill.config import REFINERS
 from sparseprefill.profiles import anchors, cluster_file
 
 
@@ -199,7 +198,7 @@ BAD_PROBE = Bad(
 
 def refiners() -> Iterator[Bad]:
     """Every parameter of every refiner that a configuration may name, by class and by configuration."""
-    for name, kind in REFINERS.items():
+    for name, kind in sp.default_registry().offered("refiner").items():
         known = [one for one in fields(kind) if one.init]
         needed = {str(one.alias): 1 for one in known if one.default is NOTHING}
         for one in known:

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from sparseprefill.hookspecs import hookimpl
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Plan
+from sparseprefill.plan import Plan, Result
 from sparseprefill.registry import Registry
 
 
@@ -44,6 +44,37 @@ def plugin(*names: str, answer: Any = None, hook: str = "sparseprefill_methods")
 
     module = ModuleType("plugin_of_" + "_".join(names))
     setattr(module, hook, hookimpl(implementation))
+    return module
+
+
+@frozen
+class Refiner:
+    """A refiner that changes nothing."""
+
+    size: int = 3
+
+    def __attrs_post_init__(self) -> None:
+        if self.size == 0:
+            raise KeyError("size")
+
+    def refine(self, call: Any, plan: Plan, memory: Any) -> Plan:
+        return plan
+
+
+@frozen
+class Corrector:
+    """A corrector that changes nothing."""
+
+    size: int = 3
+
+    def correct(self, call: Any, plan: Plan, result: Result, memory: Any) -> Result:
+        return result
+
+
+def offering(kind: str, answer: Any = None, **parts: Any) -> ModuleType:
+    """A plugin module that offers refiners or correctors by these names, or `answer`."""
+    module = ModuleType(f"plugin_of_{kind}s")
+    setattr(module, f"sparseprefill_{kind}s", hookimpl(lambda: parts if answer is None else answer))
     return module
 
 

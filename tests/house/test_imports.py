@@ -66,6 +66,15 @@ def test_the_face_alone_imports_no_torch() -> None:
     assert (0, "True\n", "") == run("import sys; from sparseprefill import Plan; print('torch' in sys.modules)")
 
 
+def test_core_imports_no_plugin_until_one_is_asked_for() -> None:
+    script = (
+        "import sys, sparseprefill as sp; sp.Pipeline, sp.Registry(), sp.from_config; "
+        "found = [name for name in sys.modules if name.startswith('sparseprefill.plugins')]; "
+        "print(found, sp.Delta.__module__)"
+    )
+    assert (0, "[] sparseprefill.plugins.delta.corrector\n", "") == run(script)
+
+
 def test_a_name_that_is_none_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'sparseprefill' has no attribute 'Piplan'"):
         _ = sp.Piplan  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -26,6 +26,7 @@ from sparseprefill.plugins.kascade import launch as kascade
 from sparseprefill.plugins.kascade.rows import Rows
 from sparseprefill.plugins.rowmax import launch as rowmax
 from sparseprefill.plugins.rowmax.config import RowMaxConfig
+from sparseprefill.plugins.stem.kernels import value_norms
 from sparseprefill.plugins.xattention import launch as xattention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
@@ -41,7 +42,6 @@ from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.sampled import launch as sampled
 from sparseprefill.kernels.settings import settings
 from sparseprefill.kernels.statistics.key_means import key_means
-from sparseprefill.kernels.statistics.value_norms import value_norms
 from sparseprefill.mask.held import KeptKeys
 from sparseprefill.refiners.stretches import Stretches
 from sparseprefill.statistics.sampled import last_rows

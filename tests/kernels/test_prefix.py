@@ -13,6 +13,9 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
+from sparseprefill.plugins.stem.kernels import value_norms
+from sparseprefill.plugins.stem.values import largest_norms
 from torch import Tensor
 
 from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
@@ -21,11 +24,8 @@ from sparseprefill import AttentionCall, Memory, ValueWeights, build, kernels
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.kernels.groups import launch as group_keys
 from sparseprefill.kernels.statistics.key_means import key_means
-from sparseprefill.kernels.statistics.value_norms import value_norms
 from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.refiners.threshold import RelativeThreshold
-from sparseprefill.refiners.values import largest_norms
 from sparseprefill.registry import default_registry
 from sparseprefill.statistics.prefix import PrefixTiles
 from sparseprefill.testing import calls, tensors

@@ -257,3 +257,69 @@ def test_long_grain_gets_a_call_of_its_own() -> None:
     assert {"chunk invariance at the grain": 1} == testing.assert_chunk_invariant(pipeline).cases
     too_long = testing.assert_chunk_invariant(sp.build("anchor-attention"))
     assert "grain 2048" in too_long.skipped["chunk invariance at the grain"]
+
+
+@frozen
+class Refined:
+    """A refiner made of a function."""
+
+    answer: Callable[[AttentionCall, Plan, Memory], Plan]
+    grain: ClassVar[int] = 1
+
+    def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        return self.answer(call, plan, memory)
+
+
+def emptied(call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+    keep = torch.zeros(1, 1, 1, call.geometry.tile_columns(16), dtype=torch.bool)
+    return Plan(SparseMask.from_tiles(call, keep, 16, diagonal=False))
+
+
+def remembering(call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+    memory.put("seen", plan)
+    return plan
+
+
+class Alternating:
+    """Gives every key at each second call."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        self.count += 1
+        return plan.widen(SparseMask.full(call, plan.grid())) if self.count % 2 else plan
+
+
+@pytest.mark.parametrize(
+    ("answer", "law"),
+    [
+        (emptied, "no empty row"),
+        (remembering, "memory is read only"),
+        (Alternating(), "the same plan again"),
+        (lambda call, plan, memory: 3, "returned int"),
+    ],
+    ids=["empties", "remembers", "alternates", "answers nonsense"],
+)
+def test_a_broken_refiner_is_caught(answer: Any, law: str) -> None:
+    with pytest.raises(AssertionError, match=f"Refined behind streaming: law .*{law}"):
+        testing.check_refiner(Refined, behind=("streaming",), parameters={"answer": answer}, calls=CALLS)
+
+
+def test_a_refiner_passes_by_name_and_by_class() -> None:
+    report = testing.check_refiner("sink", parameters={"tiles": 1}, full={}, calls=CALLS)
+    assert "sink" == report.method
+    assert len(CALLS) * len(contracts.BEHIND) == report.cases["full mask == dense"] == report.cases["no empty row"]
+    assert {"no host synchronisation"} <= set(report.skipped)
+    assert report.cases == testing.check_refiner(sp.Sink, parameters={"tiles": 1}, full={}, calls=CALLS).cases
+
+
+def test_what_a_refiner_refuses_is_told() -> None:
+    report = testing.check_refiner("position-decay", behind=("dense", "bfla"), calls=CALLS)
+    assert "use BudgetCeiling" in report.skipped["behind dense"]
+    with pytest.raises(
+        AssertionError, match=r"position-decay: no law could be tried; behind dense: .*use BudgetCeiling"
+    ):
+        testing.check_refiner("position-decay", behind=("dense",), calls=CALLS)
+    with pytest.raises(sp.ParameterError, match="no refiner is named 'sinc'; did you mean 'sink'"):
+        testing.check_refiner("sinc")

@@ -12,6 +12,8 @@ import torch
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
+from sparseprefill.plugins.flashprefill import threshold
+from sparseprefill.plugins.stem.values import WeightedPriority
 
 import sparseprefill as sp
 from helpers.build import make
@@ -19,8 +21,6 @@ from helpers.plans import CALLS, KINDS, Positions, refined, whole
 from helpers.tile_sets import Tiles, Worth, each, grid, paint, prioritised, stripes_of
 from oracles.flashprefill import above
 from oracles.stem import bonuses, budget, decayed, tile_weight
-from sparseprefill.refiners import threshold
-from sparseprefill.refiners.values import WeightedPriority
 from sparseprefill.testing import calls
 
 DATA = st.data()

@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from attrs import fields
 
 import sparseprefill as sp
 from helpers.build import make
-from sparseprefill import refiners
-from sparseprefill.config import REFINERS, inner_method
+from sparseprefill.config import inner_method
 from sparseprefill.errors import ParameterError, UnknownMethodError
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange, Profile
@@ -174,7 +173,7 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
         ({"method": "dense", "refiners": [{}]}, r"refiners\[0\].name is missing"),
         (
             {"method": "dense", "refiners": [{"name": "stride"}]},
-            r"refiners\[0\].name is 'stride'; did you mean 'stride-",
+            r"refiners\[0\].name: no refiner is named 'stride'; did you mean 'stride-",
         ),
         ({"method": "dense", "refiners": [{"name": "sink"}]}, r"refiners\[0\].tiles is missing: sink needs it"),
         (
@@ -189,7 +188,7 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
             {"method": "dense", "refiners": [{"name": "budget-floor"}]},
             r"refiners\[0\]: BudgetFloor\(.*pass either tiles or share",
         ),
-        ({"method": "dense", "corrector": "proxi"}, "corrector is 'proxi'; did you mean 'proxy'"),
+        ({"method": "dense", "corrector": "proxi"}, "corrector: no corrector is named 'proxi'; did you mean 'proxy'"),
         ({"method": "dense", "corrector": {"tile": 4}}, "corrector.name is missing"),
         ({"method": "dense", "corrector": {"name": "delta", "gamma": 0}}, "corrector.gamma is 0: pass an integer >= 1"),
         ({"method": "dense", "corrector": {"name": "delta", "tile": 1}}, "corrector.tile is unknown"),
@@ -220,14 +219,18 @@ def test_the_key_at_fault_is_named(table: Any, message: str) -> None:
         sp.from_config(table)
 
 
-def test_every_refiner_of_the_core_has_its_name() -> None:
+def test_every_public_refiner_and_corrector_has_its_name() -> None:
     public = [getattr(sp, name) for name in sp.__all__]  # not vars(sp): names are loaded when they are first used
-    kinds = {value for value in public if isinstance(value, type) and callable(getattr(value, "refine", None))}
-    assert kinds - {sp.MaskRefiner} == set(REFINERS.values())
-    for name, kind in REFINERS.items():
-        assert kind.__module__.startswith(refiners.__name__)
-        assert name.replace("-", "") == kind.__name__.lower()
-        assert "name" not in [attribute.alias for attribute in fields(kind)]
+    registry = sp.default_registry()
+    offered: list[tuple[str, Any, Mapping[str, type]]] = [
+        ("refine", sp.MaskRefiner, registry.refiners()),
+        ("correct", sp.Corrector, registry.correctors()),
+    ]
+    for verb, interface, known in offered:
+        kinds = {one for one in public if isinstance(one, type) and callable(getattr(one, verb, None))}
+        assert kinds - {interface} == set(known.values())
+        for name, kind in known.items():
+            assert name.replace("-", "") == kind.__name__.lower()
 
 
 DEEP = "[" * 100000

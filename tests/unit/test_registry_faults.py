@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
+from attrs import frozen
 
-from helpers.registry_plugins import Config, Point, load, method, plugin
+from helpers.registry_plugins import Config, Corrector, Point, Refiner, load, method, offering, plugin
+from sparseprefill.config import from_config
 from sparseprefill.errors import (
     MethodCollisionError,
     ParameterError,
@@ -18,6 +21,7 @@ from sparseprefill.errors import (
     UnknownMethodError,
 )
 from sparseprefill.hookspecs import hookimpl
+from sparseprefill.plan import Plan
 from sparseprefill.registry import Registry
 
 
@@ -31,7 +35,7 @@ def test_a_broken_plugin_is_recorded_and_takes_nothing_down(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         registry = load(Point("one", plugin("alpha")), Point("bad", original), Point("two", plugin("beta")))
     assert list(registry.methods()) == ["alpha", "beta"]
-    assert [None, original, None] == [record.error for record in registry.plugins()]
+    assert [None, None, original, None] == [record.error for record in registry.plugins()]
     assert "plugin 'bad' of some-dist 1.2 failed to load: ImportError: no such kernel" in caplog.text
 
 
@@ -52,7 +56,7 @@ def test_another_unknown_name_mentions_the_broken_plugin() -> None:
 def test_a_broken_plugin_never_hides_a_sound_one_of_the_same_name() -> None:
     registry = load(Point("one", plugin("alpha"), "first-dist"), Point("one", ImportError("x"), "second-dist"))
     assert list(registry.methods()) == ["alpha"]
-    assert [(record.distribution, record.error is not None) for record in registry.plugins()] == [
+    assert [(record.distribution, record.error is not None) for record in registry.plugins()][1:] == [
         ("first-dist", False),
         ("second-dist", True),
     ]
@@ -63,7 +67,7 @@ def test_a_broken_plugin_never_hides_a_sound_one_of_the_same_name() -> None:
 def test_a_repaired_plugin_replaces_its_failure() -> None:
     registry = load(Point("one", ImportError("x")))
     registry.load_entry_points([Point("one", plugin("alpha"))])  # type: ignore[list-item]
-    assert [record.error for record in registry.plugins()] == [None]
+    assert [record.error for record in registry.plugins()] == [None, None]
 
 
 BROKEN: dict[str, tuple[ModuleType, str]] = {
@@ -85,9 +89,62 @@ def test_a_faulty_plugin_is_refused_and_leaves_nothing_behind(kind: str) -> None
     registry = Registry()
     with pytest.raises(PluginLoadError, match=message):
         registry.register(module, "mine")
-    assert registry.plugins() == ()
+    assert [record.name for record in registry.plugins()] == ["core"]
     registry.register(plugin("alpha"), "mine")
     assert list(registry.methods()) == ["alpha"]
+
+
+@frozen
+class Named:
+    name: str = "a"
+
+    def refine(self, call: Any, plan: Plan, memory: Any) -> Plan:
+        return plan
+
+
+class Bare:
+    refine = Named.refine
+
+
+NO_REFINERS: dict[str, tuple[Any, str]] = {
+    "a list": ([Refiner], "must return a dict of classes by name"),
+    "a class": (Refiner, "must return a dict"),
+    "an object": ({"alpha": Refiner()}, "offers Refiner.* as refiner 'alpha': pass an attrs class"),
+    "no attrs class": ({"alpha": Bare}, "pass an attrs class"),
+    "another stage": ({"alpha": Corrector}, r"the class has no method refine\(\), which a refiner needs"),
+    "a method": ({"alpha": method("alpha")}, "pass an attrs class"),
+    "a bad name": ({"My Refiner": Refiner}, "a refiner named 'My Refiner': use lower-case words"),
+    "no name": ({3: Refiner}, "a refiner named 3"),
+    "a field that tables use": ({"alpha": Named}, "it has the field 'name', by which configurations call it"),
+}
+
+
+@pytest.mark.parametrize("answer", NO_REFINERS.values(), ids=NO_REFINERS)
+def test_what_is_no_refiner_is_refused_and_recorded(answer: tuple[Any, str]) -> None:
+    given, message = answer
+    faulty = plugin("alpha")
+    faulty.sparseprefill_refiners = hookimpl(lambda: given)  # type: ignore[attr-defined]
+    registry = load(Point("bad", faulty), Point("one", offering("refiner", beta=Refiner)))
+    assert [None, PluginLoadError, None] == [record.error and type(record.error) for record in registry.plugins()]
+    assert registry.kinds("beta") == ("refiner",)
+    assert list(registry.methods()) == []  # nothing of it stays
+    for ask in (registry.get, registry.kinds, partial(registry.find, "refiner"), partial(registry.find, "corrector")):
+        with pytest.raises(PluginLoadError, match=message):
+            ask("bad")
+    with pytest.raises(ParameterError, match=r"'betta'; did you mean 'beta'.*failed to load: plugin 'bad'"):
+        registry.find("refiner", "betta")
+
+
+def test_a_refiner_whose_validator_raises_anything_is_a_parameter_error() -> None:
+    registry = load(Point("mine", offering("refiner", alpha=Refiner)), Point("one", plugin("method")))
+    with pytest.raises(ParameterError, match=r"refiners\[0\]: alpha\(size=0\): 'size'"):
+        from_config({"method": "method", "refiners": [{"name": "alpha", "size": 0}]}, registry=registry)
+
+
+@pytest.mark.parametrize("name", [None, 3, ["sink"]])
+def test_a_refiners_name_of_another_kind_is_unknown(name: Any) -> None:
+    with pytest.raises(ParameterError, match=r"name is .*: pass the name of a refiner\. Known: .*sink"):
+        Registry().find("refiner", name)
 
 
 def test_a_single_method_needs_no_list() -> None:

@@ -15,6 +15,7 @@ from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted
 from sparseprefill.adapters.session.prospects import Bounds
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import Prefill
+from sparseprefill.plugins.stem import values
 
 import sparseprefill as sp
 from helpers import tables
@@ -31,7 +32,7 @@ from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.priority import BestOf, PriorityScores
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Carry, Parts, Plan, Planned, Result, Skipped
-from sparseprefill.refiners import fit, narrow, values
+from sparseprefill.refiners import fit, narrow
 from sparseprefill.refiners.fit import Tiles, _Maker
 from sparseprefill.refiners.recall import SampledRecall
 from sparseprefill.refiners.stretches import Stretches

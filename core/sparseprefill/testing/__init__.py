@@ -23,6 +23,7 @@ from sparseprefill.testing.contracts import (
     assert_no_nan,
     assert_parts_equal_whole,
     check_method,
+    check_refiner,
 )
 from sparseprefill.testing.heads import head_tensors
 from sparseprefill.testing.inputs import tensors
@@ -48,6 +49,7 @@ __all__ = [
     "attention",
     "calls",
     "check_method",
+    "check_refiner",
     "head_tensors",
     "masks",
     "standard_calls",

@@ -7,24 +7,31 @@
 
 Each takes a Method, its registered name, a Pipeline, or a function that makes one from keyword arguments, and raises
 AssertionError with the method, the law and the shape. Calls with a feature that the pipeline declares unsupported are
-left out.
+left out. A refiner is put behind a few methods with `check_refiner`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import StageError
+from sparseprefill.errors import ParameterError, StageError
+from sparseprefill.method import configured
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import EMPTY
+from sparseprefill.registry import default_registry
+from sparseprefill.stages import MaskRefiner
 from sparseprefill.testing import laws, laws_change
 from sparseprefill.testing.cases import chunked_call, describe, standard_calls
 from sparseprefill.testing.trial import BreachError, Candidate, NotApplicableError, Subject, Trial
 
 LONGEST_GRAIN = 1024
+BEHIND = ("streaming", "vertical-slash", "bfla")
+"""Methods behind which a refiner is tried: a mask of tiles, one with stripes, and one with scores."""
 
 
 class Options(TypedDict, total=False):
@@ -65,6 +72,13 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
 }
 
 
+LAWS_OF_REFINERS: Mapping[str, Callable[[Trial], None]] = {
+    "the same plan again": laws.repeatable,
+    "memory is read only": laws.memory_is_read_only,
+    "no host synchronisation": laws.waits_for_nothing,
+    **LAWS,
+}
+"""What a refiner alone could break, and the laws of methods."""
 OF_THE_MASK = frozenset(
     {"result == softmax over its own mask", "causality", "NaN of an unselected key stays out", "density in (0, 1]"}
 )
@@ -75,6 +89,54 @@ it. What it gives back without seeing the future is held by the laws of padding 
 def check_method(candidate: Candidate, **options: Unpack[Options]) -> Report:
     """Every law. The report says how many calls each held on, and which law was skipped and why."""
     return check_laws(candidate, tuple(LAWS), **options)
+
+
+def check_refiner(
+    refiner: str | type[MaskRefiner], *, behind: Sequence[str] = BEHIND, **options: Unpack[Options]
+) -> Report:
+    """Every law, of the refiner behind each of some methods; the mask that is held to them is the one that it leaves.
+
+    refiner: its registered name, or its class. behind: names of methods. parameters: the refiner's own. full: its
+    parameters at which it takes nothing away, {} for one that only adds; None: the law of the full mask is not tried.
+    A method whose plans it refuses with a ParameterError, such as one without scores, is left out, and the report says
+    so; AssertionError where that leaves none.
+    """
+    kind = default_registry().find("refiner", refiner) if isinstance(refiner, str) else refiner
+    name = refiner if isinstance(refiner, str) else kind.__name__
+    cases: dict[str, int] = {}
+    skipped: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for method in behind:
+        subject = _refined(name, kind, method, options.get("parameters", EMPTY), options.get("full"))
+        try:
+            report = _check(subject, LAWS_OF_REFINERS, options)
+        except ParameterError as refusal:
+            refused[f"behind {method}"] = str(refusal)
+            continue
+        skipped.update(report.skipped)
+        for law, count in report.cases.items():
+            cases[law] = cases.get(law, 0) + count
+    if not cases:
+        reasons = "; ".join(f"{place}: {reason}" for place, reason in {**refused, **skipped}.items())
+        raise AssertionError(f"{name}: no law could be tried; {reasons}")
+    return Report(name, cases, refused | {law: reason for law, reason in skipped.items() if law not in cases})
+
+
+def _refined(name: str, kind: type, method: str, small: Mapping[str, Any], full: Mapping[str, Any] | None) -> Subject:
+    """A refiner behind a method: with sparse parameters, and with those at which both keep everything."""
+    before = default_registry().get(method)
+
+    def build(given: Mapping[str, Any], own: Mapping[str, Any]) -> Pipeline:
+        made = before.pipeline(**given)
+        return evolve(made, refiners=(*made.refiners, configured(name, kind, own)), name=f"{name} behind {method}")
+
+    everything = {"given": {**before.small, **before.full}, "own": {**small, **(full or {})}}
+    return Subject(
+        f"{name} behind {method}",
+        build,
+        {"given": before.small, "own": small},
+        everything if full is not None else None,
+    )
 
 
 def assert_full_mask_is_dense(candidate: Candidate, **options: Unpack[Options]) -> Report:
@@ -135,14 +197,18 @@ def assert_parts_equal_whole(candidate: Candidate, **options: Unpack[Options]) -
 def check_laws(candidate: Candidate, names: tuple[str, ...], **options: Unpack[Options]) -> Report:
     """The laws of these names; see `LAWS`."""
     subject = Subject.of(candidate, options.get("parameters"), options.get("full"))
+    return _check(subject, {name: LAWS[name] for name in names}, options)
+
+
+def _check(subject: Subject, tried: Mapping[str, Callable[[Trial], None]], options: Options) -> Report:
     trials, refused = _trials(subject, options)
     cases: dict[str, int] = {}
     skipped: dict[str, str] = {}
-    for name in names:
+    for name, law in tried.items():
         reasons = list(refused)
         for trial in trials:
             try:
-                LAWS[name](trial.uncorrected if name in OF_THE_MASK else trial)
+                law(trial.uncorrected if name in OF_THE_MASK else trial)
             except (BreachError, StageError) as breach:
                 message = f"{subject.name}: law '{name}' is broken on {describe(trial.call)}: {breach}"
                 raise AssertionError(message) from breach

@@ -6,8 +6,10 @@ import torch
 from attrs import evolve
 
 from sparseprefill.errors import MaskError
+from sparseprefill.memory import Memory
 from sparseprefill.testing.trial import BreachError, NotApplicableError, Trial, require
 from sparseprefill.testing.truth import attention
+from sparseprefill.testing.votes import computed
 
 
 def full_mask_is_dense(trial: Trial) -> None:
@@ -83,3 +85,33 @@ def disjoint(trial: Trial) -> None:
     if plan.carry is not None:
         both = plan.mask.to_dense() & plan.carry.region.to_dense()
         require(~both, f"{int(both.sum())} pairs lie in the carry region and in the remaining mask")
+
+
+def repeatable(trial: Trial) -> None:
+    """The same call again gets the same mask, and the same output bit by bit."""
+    again = trial.run(trial.call)
+    changed = computed(trial.call, again) ^ trial.keep
+    require(~changed, f"{int(changed.sum())} pairs of the mask are others when the call runs again")
+    require(torch.equal(again.out, trial.result.out), "the output is another one when the call runs again")
+
+
+def memory_is_read_only(trial: Trial) -> None:
+    """Where no observer is, nothing is written to the memory of the request."""
+    if trial.pipeline.observers:
+        raise NotApplicableError("the method has observers, which write to memory")
+    memory = Memory()
+    trial.pipeline.run(trial.call, memory)
+    require(len(memory) == 0, f"{len(memory)} values were put into memory: only observers do so")
+
+
+def waits_for_nothing(trial: Trial) -> None:
+    """On a GPU no value is read on the host."""
+    if not trial.call.q.is_cuda:
+        raise NotApplicableError("shows on a GPU alone: pass device='cuda'")
+    _ = trial.result  # what is compiled, and kept by size, is there now
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trial.run(trial.call)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -161,7 +161,7 @@ def largest_norms(call: AttentionCall, pool: int, kept: Tensor | None = None, po
     """
     geometry = call.geometry
     if kernels.serve(call.q) and call.q.dtype != torch.float64:
-        from sparseprefill.kernels.statistics.value_norms import value_norms
+        from .kernels import value_norms
 
         return value_norms(call, pool, kept, pools)
     if pools and call.pages is not None:  # of which no others are copied
