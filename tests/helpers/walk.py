@@ -1,4 +1,7 @@
-"""Which files of the package a call passes: `python -m helpers.walk` (from tests/) prints the counts."""
+"""Which files of the package a call passes, and how often control passes from one to another.
+
+`python -m helpers.walk` (from tests/) prints the files; `python -m house.moves` prints the moves.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from attrs import define, field
 
 import sparseprefill as sp
 
@@ -26,39 +30,56 @@ def place(path: str) -> str | None:
     return None
 
 
+@define
+class Walk:
+    """What was seen of a call: the files that it ran in, and each move: from which file to which, and by which function.
+
+    Functions of others, and code that attrs or Triton generates, are passed through: a move goes from the file of ours
+    that was left to the next one of ours. A return is a move, too.
+    """
+
+    moves: list[tuple[str, str, str]] = field(factory=list)
+    files: set[str] = field(factory=set)
+    _open: list[str] = field(factory=list)
+
+    def watch(self, frame: FrameType, event: str, _: Any) -> None:
+        """For `sys.setprofile`."""
+        if event not in ("call", "return"):
+            return
+        before = self._open[-1] if self._open else ""
+        if event == "call":
+            self._open.append(place(frame.f_code.co_filename) or before)
+        elif self._open:
+            self._open.pop()
+        now = self._open[-1] if self._open else ""
+        self.files |= {now} - {""}
+        if now not in (before, ""):
+            self.moves.append((before, now, frame.f_code.co_qualname))
+
+
 @contextmanager
-def watched() -> Iterator[set[str]]:
-    """Collects the files in which a function runs meanwhile; code that attrs or Triton generates has none."""
-    seen: set[str] = set()
-
-    def watch(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and (found := place(frame.f_code.co_filename)) is not None:
-            seen.add(found)
-
-    sys.setprofile(watch)
+def watched() -> Iterator[Walk]:
+    """Watches what runs meanwhile."""
+    seen = Walk()
+    sys.setprofile(seen.watch)
     try:
         yield seen
     finally:
         sys.setprofile(None)
 
 
-def walk(run: Callable[[], object]) -> set[str]:
-    """The files that a second run passes; the first one imports, compiles, and keeps what sizes alone decide."""
-    run()
+def pipeline_walk(name: str, device: str = "cpu", tokens: int = 1024) -> Walk:
+    """Of the second ``pipeline(q, k, v)``, 4 / 2 heads of 64; the first imports, and keeps what sizes alone decide."""
+    q, k, v = (torch.randn(1, heads, tokens, 64, device=device) for heads in (4, 2, 2))
+    pipeline = sp.build(name)
+    pipeline(q, k, v)
     with watched() as seen:
-        run()
+        pipeline(q, k, v)
     return seen
 
 
-def pipeline_files(name: str, device: str = "cpu") -> set[str]:
-    """Of ``pipeline(q, k, v)``: 4 / 2 heads of 64, 1,024 tokens."""
-    q, k, v = (torch.randn(1, heads, 1024, 64, device=device) for heads in (4, 2, 2))
-    pipeline = sp.build(name)
-    return walk(lambda: pipeline(q, k, v))
-
-
-def layer_files(name: str, device: str = "cpu") -> set[str]:
-    """Of one layer's attention in the prefill of a Llama, 1,024 tokens: 4 / 2 heads of 64."""
+def layer_walk(name: str, device: str = "cpu", tokens: int = 1024) -> Walk:
+    """Of one layer's attention in the second prefill of a Llama, 4 / 2 heads of 64."""
     from sparseprefill.adapters.huggingface import attach
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -66,26 +87,25 @@ def layer_files(name: str, device: str = "cpu") -> set[str]:
     config = LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)  # type: ignore[arg-type]
     model: Any = LlamaForCausalLM(config).eval()
     model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
-    ids, seen = torch.randint(0, 64, (1, 1024), device=device), set[str]()
+    ids, found = torch.randint(0, 64, (1, tokens), device=device), Walk()
     layer = model.model.layers[1].self_attn
     forward = layer.forward
 
     def watch(*arguments: Any, **options: Any) -> Any:
-        with watched() as files:
-            made = forward(*arguments, **options)
-        seen.update(files)
-        return made
+        nonlocal found
+        with watched() as found:
+            return forward(*arguments, **options)
 
     with torch.no_grad(), attach(model, name, gate=None):
         model(ids, use_cache=False)
         layer.forward = watch
         model(ids, use_cache=False)
-    return seen
+    return found
 
 
 if __name__ == "__main__":
     at = "cuda" if torch.cuda.is_available() else "cpu"
     for method in ("streaming", "bfla"):
-        for label, files in (("pipeline", pipeline_files(method, at)), ("transformers", layer_files(method, at))):
-            print(f"{label} {method} {at}: {len(files)} files")  # noqa: T201
-            print("  " + "\n  ".join(sorted(files)))  # noqa: T201
+        for label, walk in (("pipeline", pipeline_walk(method, at)), ("transformers", layer_walk(method, at))):
+            print(f"{label} {method} {at}: {len(walk.files)} files")  # noqa: T201
+            print("  " + "\n  ".join(sorted(walk.files)))  # noqa: T201

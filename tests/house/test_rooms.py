@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.walk import layer_files, pipeline_files
+from helpers.walk import layer_walk, pipeline_walk
 from house.test_layers import FILES, PLACES, imported, module_name
 
 MODULES = {module_name(layer, path): path for layer, path in FILES}
@@ -75,7 +75,7 @@ def test_core_has_few_rooms() -> None:
 
 @pytest.mark.parametrize(("method", "most"), [("streaming", 13), ("bfla", 18)])
 def test_a_call_on_a_cpu_passes_few_files(method: str, most: int) -> None:
-    files = pipeline_files(method)
+    files = pipeline_walk(method).files
     assert len(files) <= most, sorted(files)
 
 
@@ -83,7 +83,7 @@ def test_a_call_on_a_cpu_passes_few_files(method: str, most: int) -> None:
 @pytest.mark.parametrize(("method", "most"), [("streaming", 28), ("bfla", 32)])
 def test_a_layer_of_transformers_on_a_gpu_passes_few_files(method: str, most: int) -> None:
     assert torch.cuda.is_available()
-    files = layer_files(method, "cuda")
+    files = layer_walk(method, "cuda").files
     assert len(files) <= most, sorted(files)
 
 
