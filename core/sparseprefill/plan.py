@@ -17,6 +17,7 @@ from sparseprefill.mask.count import Selected, share
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
+from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
@@ -69,6 +70,23 @@ class Carry:
 
 
 @frozen(eq=False)
+class _Ruled:
+    """A mask, and rules on its grid that are waiting to be united with it, apart from what a carry's region holds."""
+
+    mask: SparseMask
+    region: SparseMask | None
+    rules: tuple[TileMap, ...] = ()
+
+    @cached_property
+    def united(self) -> SparseMask:
+        """All of them together."""
+        return self.mask.with_rules(self.rules, self.region)
+
+    def __call__(self) -> SparseMask:
+        return self.united
+
+
+@frozen(eq=False)
 class Plan:
     """What an executor shall compute.
 
@@ -95,7 +113,7 @@ class Plan:
     notes: Mapping[str, Any] = field(default=EMPTY, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        mask = self._mask
+        mask = self._mask.mask if isinstance(self._mask, _Ruled) else self._mask
         if isinstance(mask, SparseMask):
             self._check_rest(mask)
         elif isinstance(mask, type) or not callable(mask):
@@ -125,9 +143,21 @@ class Plan:
         if isinstance(self._mask, SparseMask):
             return self._mask
         made = self._mask()
-        _check("Plan.mask", made, SparseMask)
-        self._check_rest(made)
+        if not isinstance(self._mask, _Ruled):
+            _check("Plan.mask", made, SparseMask)
+            self._check_rest(made)
         return made
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the call that the mask is made for; rules that wait stay apart."""
+        return self._base.geometry
+
+    @property
+    def _base(self) -> SparseMask:
+        """The mask without rules that wait."""
+        given = self._mask
+        return given.mask if isinstance(given, _Ruled) else given if isinstance(given, SparseMask) else self.mask
 
     def computed(self) -> tuple[SparseMask, ...]:
         """Every mask that is computed, the carry's region included, as lists alone: maps of tiles are let go.
@@ -145,7 +175,7 @@ class Plan:
 
     def grid(self, tile: int | None = None) -> tuple[int, int]:
         """Tokens of a query tile and of a key tile: the mask's own, or those of a square tile."""
-        return (self.mask.tile_q, self.mask.tile_k) if tile is None else (tile, tile)
+        return (self._base.tile_q, self._base.tile_k) if tile is None else (tile, tile)
 
     def common_grid(self) -> tuple[int, int]:
         """The mask's tiles; where a carry's region lies on others, the largest that divide both."""
@@ -153,6 +183,23 @@ class Plan:
             return self.mask.tile_q, self.mask.tile_k
         region = self.carry.region
         return math.gcd(self.mask.tile_q, region.tile_q), math.gcd(self.mask.tile_k, region.tile_k)
+
+    def keep(self, tile: int | None = None, **rules: Any) -> Plan:
+        """The plan with the tiles of rules, such as ``sink=2`` or ``band=1``, those that the carry holds left out.
+
+        Rules are collected, and united with the mask once, when it is first read. tile: tokens of the square tiles that
+        they speak of; None for the plan's own, and of others they are united at once. rules: fields of `TileMap`.
+        Raises MaskError for values that are none, TypeError for a rule that there is not.
+        """
+        mask, given = self._base, self._mask
+        region = None if self.carry is None else self.carry.region
+        apart = tile is not None and (tile, tile) != (mask.tile_q, mask.tile_k)
+        if apart or (region is not None and (region.tile_q, region.tile_k) != (mask.tile_q, mask.tile_k)):
+            return self.widen(SparseMask.from_rules(mask.geometry, self.grid(tile), **rules))
+        if not isinstance(given, _Ruled) or given.region is not region:
+            given = _Ruled(self.mask, region)
+        more = TileMap(geometry=mask.geometry, tile_q=mask.tile_q, tile_k=mask.tile_k, **rules)
+        return evolve(self, mask=evolve(given, rules=(*given.rules, more)))
 
     def widen(self, extra: SparseMask) -> Plan:
         """The plan with the pairs of one more mask, those that the carry holds already left out."""
@@ -289,13 +336,13 @@ def check_plan(call: object, plan: object) -> None:
     given = check_call(call)
     if not isinstance(plan, Plan):
         raise ParameterError(f"plan is {_shown(plan)}: pass a Plan, such as Plan(SparseMask.full(call))")
-    check_mask(given, plan.mask, "plan has")
+    check_geometry(given, plan.geometry, "plan has")
 
 
-def check_mask(call: AttentionCall, mask: SparseMask, who: str) -> None:
-    """MaskError for the mask of another call. who: begins the message, as in ``plan has``."""
-    if not mask.geometry.fits(call.geometry):
-        made, wanted = mask.geometry.describe(), call.geometry.describe()
+def check_geometry(call: AttentionCall, geometry: Geometry, who: str) -> None:
+    """MaskError for the mask of another call, by its geometry. who: begins the message, as in ``plan has``."""
+    if geometry is not call.geometry and not geometry.fits(call.geometry):
+        made, wanted = geometry.describe(), call.geometry.describe()
         raise MaskError(f"{who} a mask for {made}; the call is {wanted}: it must be made for this call")
 
 

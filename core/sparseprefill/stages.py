@@ -48,7 +48,7 @@ from torch import Tensor
 
 from sparseprefill.errors import SparsePrefillError, StageError, printable, printed, told
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import Plan, Result, check_mask
+from sparseprefill.plan import Plan, Result, check_geometry
 from sparseprefill.softmax import SoftmaxState
 from sparseprefill.validate import WIDEST
 
@@ -311,7 +311,9 @@ class Stage(Guard):
         self.ask("observe", NOTHING, call, plan, result, memory)
 
     def _planned(self, verb: str, call: AttentionCall, plan: Plan) -> Plan:
-        check_mask(call, self.run(f"{verb}().mask", lambda: plan.mask), f"{self.place} returned")
+        geometry = self.run(f"{verb}().mask", lambda: plan.geometry)
+        if geometry is not call.geometry:
+            check_geometry(call, geometry, f"{self.place} returned")
         return plan
 
     def _computed(self, verb: str, call: AttentionCall, result: Result) -> Result:

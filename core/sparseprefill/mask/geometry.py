@@ -101,6 +101,10 @@ class Geometry:
         """Number of key tiles of `tile` tokens."""
         return -(-self.kv_len // tile)
 
+    def map_shape(self, tile_q: int, tile_k: int) -> tuple[int, int, int, int]:
+        """Of a map of all tiles: batch rows, heads, query tiles, key tiles."""
+        return self.batch, self.heads, self.tile_rows(tile_q), self.tile_columns(tile_k)
+
     def first_tile(self, tile: int) -> Tensor:
         """int64 [B]: index on each row's grid of query tile 0 of this call (floor, so negative for padding)."""
         return torch.div(self.first_position(), tile, rounding_mode="floor")
@@ -108,6 +112,11 @@ class Geometry:
     def tiles(self, tile: int) -> Tensor:
         """int64 [B, R]: index on each row's grid of every query tile of this call."""
         return self.first_tile(tile)[:, None] + torch.arange(self.tile_rows(tile), device=self.device)
+
+    def token_range(self) -> tuple[Tensor, Tensor, Tensor]:
+        """int64 [B] each: position of query row 0, and the half-open range of positions whose rows are tokens."""
+        first = self.first_position()
+        return first, first.clamp(min=0), torch.minimum(first + self.q_len, self.key_counts())
 
     def real_queries(self) -> Tensor:
         """bool [B, Nq]: query rows that are tokens, not padding."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,17 +56,18 @@ class SparseMask:
     def __attrs_post_init__(self) -> None:
         for name in ("tile_q", "tile_k", "group"):
             _check_size(name, getattr(self, name))
-        for name, lists, rows in (
-            ("tiles", self._tiles, self.geometry.tile_rows(self.tile_q)),
-            ("stripes", self.stripes, self.geometry.tile_rows(self.group_rows)),
-        ):
-            wanted = (self.geometry.batch, self.geometry.heads, rows)
-            if lists is not None and lists.shape != wanted:
-                raise MaskError(f"SparseMask.{name} has lists {lists.shape}: the call needs [B, Hq, rows] = {wanted}")
-        mine = (self.tile_q, self.tile_k)
-        if isinstance(self._tiles, TileMap) and (self._tiles.tile_q, self._tiles.tile_k) != mine:
-            theirs = (self._tiles.tile_q, self._tiles.tile_k)
+        mine, tiles = (self.tile_q, self.tile_k), self._tiles
+        if isinstance(tiles, TileMap) and (tiles.tile_q, tiles.tile_k) != mine:
+            theirs = (tiles.tile_q, tiles.tile_k)
             raise MaskError(f"SparseMask.tiles is a map of {theirs} tokens per tile: the mask has {mine}")
+        if isinstance(tiles, TileMap) and tiles.geometry is self.geometry:
+            tiles = None  # of the very call
+        for name, lists, tile in (("tiles", tiles, self.tile_q), ("stripes", self.stripes, self.group_rows)):
+            if lists is None:
+                continue
+            wanted = (self.geometry.batch, self.geometry.heads, self.geometry.tile_rows(tile))
+            if lists.shape != wanted:
+                raise MaskError(f"SparseMask.{name} has lists {lists.shape}: the call needs [B, Hq, rows] = {wanted}")
 
     @property
     def tiles(self) -> IndexLists | None:
@@ -139,12 +142,8 @@ class SparseMask:
         may see are left out. The map is read when the mask is used: nobody may write to it after this.
         """
         geometry, (tile_q, tile_k) = _geometry(call), _pair(tile)
-        shape = (geometry.batch, geometry.heads, geometry.tile_rows(tile_q), geometry.tile_columns(tile_k))
-        keep = _broadcast(keep, shape, "query tiles, key tiles")
-        band = 0 if diagonal else None
-        return cls(
-            geometry, tile_q, tile_k, TileMap(geometry=geometry, tile_q=tile_q, tile_k=tile_k, keep=keep, band=band)
-        )
+        keep = _broadcast(keep, geometry.map_shape(tile_q, tile_k), "query tiles, key tiles")
+        return cls.from_rules(geometry, (tile_q, tile_k), keep=keep, band=0 if diagonal else None)
 
     @classmethod
     def from_rules(cls, call: AttentionCall | Geometry, tile: int | tuple[int, int] = 128, **rules: Any) -> SparseMask:
@@ -193,6 +192,22 @@ class SparseMask:
             return NotImplemented
         self._check_same_call(other, "subtract")
         return _difference(self, other)
+
+    def with_rules(self, rules: Sequence[TileMap], exclude: SparseMask | None = None) -> SparseMask:
+        """The union with maps of this mask's grid, apart from what `exclude` selects, which is disjoint from it.
+
+        All of them are united at once; what `exclude` selects is taken from their union.
+        """
+        if exclude is None and self.stripes is None and isinstance(self._tiles, TileMap):
+            return evolve(self, tiles=reduce(or_, rules, self._tiles), group=1, disjoint=False)
+        mask, tiles = self, [one for one in rules if not one.rows_alone]
+        if tiles:
+            extra = SparseMask(self.geometry, self.tile_q, self.tile_k, reduce(or_, tiles))
+            mask = mask | (extra if exclude is None else extra - exclude)
+        for one in rules:
+            if one.rows_alone and one.dense is not None:
+                mask = mask.with_dense_rows(one.dense, exclude)
+        return mask
 
     def with_dense_rows(self, rows: Rows, exclude: SparseMask | None = None) -> SparseMask:
         """The mask with every key for some query tiles, apart from what `exclude` selects, which is disjoint from it.
@@ -291,12 +306,11 @@ class SparseMask:
     def tile_map(self) -> Tensor:
         """bool ``[B, Hq, R, C]``; may be what the mask itself holds, so not to be written to."""
         geometry = self.geometry
-        shape = (geometry.batch, geometry.heads, geometry.tile_rows(self.tile_q), geometry.tile_columns(self.tile_k))
         if isinstance(self._tiles, TileMap):
             return self._tiles.resolved
         if self._tiles is None:
-            return torch.zeros(shape, dtype=torch.bool, device=geometry.device)
-        return self._tiles.to_map(shape[-1])
+            return torch.zeros(geometry.map_shape(self.tile_q, self.tile_k), dtype=torch.bool, device=geometry.device)
+        return self._tiles.to_map(geometry.tile_columns(self.tile_k))
 
     def stripe_map(self) -> Tensor:
         """bool ``[B, Hq, G, Nkv]``."""
@@ -492,13 +506,12 @@ def _union(a: SparseMask, b: SparseMask) -> SparseMask:
     tile_q, tile_k = math.gcd(a.tile_q, b.tile_q), math.gcd(a.tile_k, b.tile_k)
     maps = [_map_on(mask, tile_q, tile_k) for mask in (a, b) if mask.has_tiles]
     tiles_of_both = (maps[0] | maps[-1] if len(maps) == 2 else maps[0]) if maps else None
-    mask = evolve(a, tile_q=tile_q, tile_k=tile_k, tiles=tiles_of_both, group=1, stripes=None, disjoint=False)
+    striped = b if a.stripes is None else a
+    stripes, group_rows = striped.stripes, striped.group_rows
     if a.stripes is not None and b.stripes is not None:
         group_rows = math.gcd(a.group_rows, b.group_rows)
-        keep = a.stripes_on(group_rows) | b.stripes_on(group_rows)
-        return evolve(mask, group=group_rows // tile_q, stripes=IndexLists.from_map(keep))
-    striped = b if a.stripes is None else a
-    return evolve(mask, group=striped.group_rows // tile_q, stripes=striped.stripes)
+        stripes = IndexLists.from_map(a.stripes_on(group_rows) | b.stripes_on(group_rows))
+    return SparseMask(a.geometry, tile_q, tile_k, tiles_of_both, group_rows // tile_q, stripes)
 
 
 def _difference(a: SparseMask, b: SparseMask) -> SparseMask:

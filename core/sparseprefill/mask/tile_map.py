@@ -6,11 +6,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.errors import MaskError
+from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import hashing
 from sparseprefill.mask.geometry import Geometry, Sizes, diagonal_map, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
@@ -34,11 +34,6 @@ class Random:
 
     bound: int
     state: int
-
-
-def _first_head(keep: Tensor | None) -> Tensor | None:
-    """One head for heads that are views of one."""
-    return keep[:, :1] if keep is not None and keep.dim() == 4 and keep.stride(1) == 0 else keep
 
 
 def _differ(one: object, other: object) -> bool:
@@ -84,7 +79,7 @@ class TileMap:
     geometry: Geometry
     tile_q: int
     tile_k: int
-    keep: Tensor | None = field(default=None, converter=_first_head)
+    keep: Tensor | None = None
     per_row: int = 1
     per_column: int = 1
     band: int | None = None
@@ -95,19 +90,28 @@ class TileMap:
     first_head: int = 0
 
     def __attrs_post_init__(self) -> None:
+        for name, value in (("band", self.band or 0), ("sink", self.sink)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise MaskError(f"TileMap.{name} is {printed(value)}: pass a number of tiles, an integer from 0")
         if self.keep is None:
             return
-        rows = self.geometry.tile_rows(self.tile_q * self.per_row)
-        columns = self.geometry.tile_columns(self.tile_k * self.per_column)
-        shape, heads = tuple(self.keep.shape), self.geometry.heads
-        if len(shape) != 4 or (shape[0], *shape[2:]) != (self.geometry.batch, rows, columns) or heads % shape[1]:
-            wanted = f"[{self.geometry.batch}, {heads} or a divisor, {rows}, {columns}]"
-            raise MaskError(f"TileMap.keep has shape {shape}: pass {wanted}")
+        wanted = self.geometry.map_shape(self.tile_q * self.per_row, self.tile_k * self.per_column)
+        (batch, heads, rows, columns), shape = wanted, tuple(self.keep.shape)
+        if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, rows, columns) or heads % shape[1]:
+            raise MaskError(f"TileMap.keep has shape {shape}: pass [{batch}, {heads} or a divisor, {rows}, {columns}]")
+        if self.keep.stride(1) == 0:  # heads that are views of one
+            object.__setattr__(self, "keep", self.keep[:, :1])
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Batch rows, heads, query tiles."""
         return self.geometry.batch, self.geometry.heads, self.geometry.tile_rows(self.tile_q)
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether it keeps dense query tiles and nothing else."""
+        others = self.keep is None and self.band is None and not self.sink and not self.by_head
+        return others and self.dense is not None
 
     @property
     def by_head(self) -> bool:
@@ -198,7 +202,7 @@ class TileMap:
     def _by_rules(self) -> Tensor:
         """bool ``[B, H, R, C]`` in plain PyTorch, what is out of reach included."""
         geometry, (tile_q, tile_k) = self.geometry, (self.tile_q, self.tile_k)
-        shape = (*self.shape, geometry.tile_columns(tile_k))
+        shape = geometry.map_shape(tile_q, tile_k)
         column = torch.arange(shape[3], device=geometry.device)
         kept = (column < self.sink).expand(shape)
         if self.keep is not None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import field, frozen
 
 from sparseprefill.mask import hashing
-from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import Random, Stride
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
@@ -35,7 +34,7 @@ class LocalBand:
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the band."""
-        return plan.widen(SparseMask.from_rules(call, plan.grid(self.tile), band=self.tiles))
+        return plan.keep(self.tile, band=self.tiles)
 
 
 @frozen
@@ -49,7 +48,7 @@ class Sink:
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the first tiles."""
-        return plan.widen(SparseMask.from_rules(call, plan.grid(self.tile), sink=self.tiles))
+        return plan.keep(self.tile, sink=self.tiles)
 
 
 @frozen
@@ -69,7 +68,7 @@ class StrideRescue:
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds a tile in `every`."""
         rule = Stride(self.every, hashing.begin(hashing.STRIDE, self.seed, call.layer))
-        return plan.widen(SparseMask.from_rules(call, plan.grid(self.tile), stride=rule, first_head=call.first_head))
+        return plan.keep(self.tile, stride=rule, first_head=call.first_head)
 
 
 @frozen
@@ -92,4 +91,4 @@ class RandomRescue:
         if bound == 0:
             return plan
         rule = Random(bound, hashing.begin(hashing.RANDOM, self.seed, call.layer))
-        return plan.widen(SparseMask.from_rules(call, plan.grid(self.tile), random=rule, first_head=call.first_head))
+        return plan.keep(self.tile, random=rule, first_head=call.first_head)

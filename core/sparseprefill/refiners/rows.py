@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 from torch import Tensor
 
-from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import Rows
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, whole
@@ -57,14 +56,10 @@ class DenseRows:
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds all tiles of the last rows; where none of them is in the call, the plan itself."""
-        grid = plan.grid(self.tile)
-        rows = self._tiles(call, grid[0])
+        rows = self._tiles(call, plan.grid(self.tile)[0])
         if not isinstance(rows, Tensor) and rows[0] >= rows[1]:
             return plan
-        if grid != plan.grid():
-            return plan.widen(SparseMask.from_rules(call, grid, dense=rows))
-        region = None if plan.carry is None else plan.carry.region
-        return evolve(plan, mask=plan.mask.with_dense_rows(rows, region))
+        return plan.keep(self.tile, dense=rows)
 
     def _tiles(self, call: AttentionCall, tile: int) -> Rows:
         """The query tiles that become dense. Nothing is read on the host: numbers where sizes tell, else a tensor."""
