@@ -83,12 +83,12 @@ class AttentionCall:
         """Where K and V stand in pages; None where they are tensors."""
         return self._k if isinstance(self._k, Pages) and self._k is self._v else None
 
-    @property
+    @cached_property
     def k(self) -> Tensor:
         """Keys ``[B, Hkv, Nkv, D]``; of pages a copy, made once."""
         return self._k.keys() if isinstance(self._k, Pages) else self._k
 
-    @property
+    @cached_property
     def v(self) -> Tensor:
         """Values ``[B, Hkv, Nkv, Dv]``; of pages a copy, made once."""
         return self._v.values() if isinstance(self._v, Pages) else self._v
@@ -98,17 +98,17 @@ class AttentionCall:
         """Heads of K and V."""
         return self._k.shape[1]
 
-    @property
+    @cached_property
     def kv_len(self) -> int:
         """Keys of a batch row, padding included."""
         return self._k.shape[2]
 
-    @property
+    @cached_property
     def value_dim(self) -> int:
         """Head dimension of V and of the output."""
         return self._v.value_dim if isinstance(self._v, Pages) else self._v.shape[3]
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.q.shape[1] // self.kv_heads

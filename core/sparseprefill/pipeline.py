@@ -32,6 +32,8 @@ from sparseprefill.stages import (
     Stage,
     common_grain,
     missing,
+    objections,
+    planned_by,
     widest_scope,
 )
 from sparseprefill.statistics.prefix import KEPT_BYTES
@@ -175,7 +177,7 @@ class Pipeline(Runner):
     executing: ExecutorStage = field(default=Factory(_ask_executor, takes_self=True), init=False, repr=False)
     _correcting: tuple[Stage, ...] = field(default=Factory(_ask_corrector, takes_self=True), init=False, repr=False)
     _observing: tuple[Stage, ...] = field(default=Factory(_ask_observers, takes_self=True), init=False, repr=False)
-    _cuts: dict[Hashable, tuple[tuple[Part, ...], int]] = field(factory=dict, init=False, repr=False)
+    _cuts: dict[Hashable, tuple[tuple[Part, ...], bool]] = field(factory=dict, init=False, repr=False)
 
     @property
     def _asked(self) -> tuple[Stage, ...]:
@@ -248,15 +250,11 @@ class Pipeline(Runner):
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
         """Why this pipeline cannot honour the call: one reason per stage that objects; empty if it can."""
-        return _objections(self._asked, call)
+        return objections(self._asked, call)
 
     def unsupported_plan(self, call: AttentionCall) -> tuple[str, ...]:
         """The objections of estimator and refiners alone, for stages that hold a pipeline and run its plan only."""
-        return _objections(self._planning, call)
-
-    def unsupported_execution(self, call: AttentionCall) -> tuple[str, ...]:
-        """The objections of the executor alone, for hosts that run dense attention through it."""
-        return _objections((self.executing,), call)
+        return objections(self._planning, call)
 
     def plan_bound(self, call: AttentionCall) -> int:
         """Bytes that making a plan may hold at once: the estimator's, and of the refiners the largest."""
@@ -301,17 +299,14 @@ class Pipeline(Runner):
         """The first step of `run`: the call with its plan, for `execute` together with others, and then `finish`.
 
         Of different requests, and at most `SHARE` at a time: what they hold is within the workspace then. The result
-        itself, of a call that may hold more than its share, runs in parts, or is corrected. Errors as of `run`.
+        itself, of a call that may hold more than its share, or runs in parts. Errors as of `run`.
         """
         memory = self._accepted(call, memory)
         with torch.cuda.device_of(call.q):
-            cut, bound = self._cut(call)
+            cut, waits = self._cut(call)
             if len(cut) > 1:
                 return self._run_parts(call, memory, cut)
-            limit = limit_of(self.workspace, call.q.device)
-            if self._correcting or (limit is not None and bound > limit // SHARE):
-                return self._run_whole(call, memory)
-            return Planned(call, self.plan(call, memory), memory)
+            return Planned(call, self.plan(call, memory), memory) if waits else self._run_whole(call, memory)
 
     def execute(self, planned: Sequence[Planned]) -> list[Result]:
         """The second step: what the executor computes for calls that `begin` planned; errors as of `run`."""
@@ -321,26 +316,27 @@ class Pipeline(Runner):
             return self.executing.execute_many([one.call for one in planned], [one.plan for one in planned])
 
     def finish(self, planned: Planned, computed: Result) -> Result:
-        """The last step: the call's result, seen by the observers; errors as of `run`."""
+        """The last step: the call's result, corrected, and seen by the observers; errors as of `run`."""
         with torch.cuda.device_of(planned.call.q):
-            self.observe(planned.call, planned.plan, computed, planned.memory)
-        return computed
+            return self._finish(planned, computed)
 
     def _accepted(self, call: AttentionCall, memory: Memory | None) -> Memory:
-        check_call(call)
-        reasons = self.unsupported(call)
-        if reasons:
+        if not isinstance(call, AttentionCall):
+            check_call(call)
+        if reasons := self.unsupported(call):
             raise UnsupportedCallError(reasons)
-        return _memory(memory)
+        if memory is not None and not isinstance(memory, Memory):
+            raise ParameterError(f"memory is {printed(memory)}: pass a Memory, or None for a call on its own")
+        return Memory() if memory is None else memory
 
-    def _cut(self, call: AttentionCall) -> tuple[tuple[Part, ...], int]:
-        """The parts of a call, none where there is no limit, and its bound.
+    def _cut(self, call: AttentionCall) -> tuple[tuple[Part, ...], bool]:
+        """The parts of a call, none where there is no limit, and whether it may wait for others.
 
         By sizes alone; remembered, since the layers of a model ask with the same ones.
         """
         limit = limit_of(self.workspace, call.q.device)
         if limit is None:
-            return (), 0
+            return (), True
         sizes = (call.q.shape, call.kv_heads, call.kv_len, call.value_dim, call.geometry.q_offset, call.window)
         padded = (call.starts is None, call.lengths is None, call.pages is None)
         key = (sizes, padded, call.q.dtype, call.q.device, call.softcap is None, call.sinks is None)
@@ -348,13 +344,18 @@ class Pipeline(Runner):
         if found is None:
             if len(self._cuts) >= KEPT:
                 self._cuts.clear()
-            found = self._cuts[key] = parts(self, call, limit), self.bound(call)
+            found = self._cuts[key] = parts(self, call, limit), self.bound(call) <= limit // SHARE
         return found
 
     def _run_whole(self, call: AttentionCall, memory: Memory) -> Result:
-        plan = self.plan(call, memory)
-        result = self._correct(call, plan, self.executing.execute(call, plan), memory)
-        self.observe(call, plan, result, memory)
+        planned = Planned(call, self.plan(call, memory), memory)
+        return self._finish(planned, self.executing.execute(call, planned.plan))
+
+    def _finish(self, planned: Planned, computed: Result) -> Result:
+        result = computed
+        for corrector in self._correcting:
+            result = corrector.correct(planned.call, planned.plan, result, planned.memory)
+        self.observe(planned.call, planned.plan, result, planned.memory)
         return result
 
     def _run_parts(self, call: AttentionCall, memory: Memory, cut: tuple[Part, ...]) -> Result:
@@ -376,18 +377,12 @@ class Pipeline(Runner):
     def _run_part(
         self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor
     ) -> tuple[tuple[SparseMask, ...], tuple[Kernel, ...], Skipped | None]:
-        plan = self.plan(call, memory)
-        computed = self.executing.execute_into(call, plan, out, lse)
-        result = self._correct(call, plan, computed, memory)
+        planned = Planned(call, self.plan(call, memory), memory)
+        computed = self.executing.execute_into(call, planned.plan, out, lse)
+        result = self._finish(planned, computed)
         if result.out is not computed.out:
             out.copy_(result.out)
-        self.observe(call, plan, result, memory)
-        return plan.computed(), result.kernels, result.skipped
-
-    def _correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
-        for corrector in self._correcting:
-            result = corrector.correct(call, plan, result, memory)
-        return result
+        return planned.plan.computed(), result.kernels, result.skipped
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Let the observers see a layer's result; errors as of `run`."""
@@ -396,21 +391,6 @@ class Pipeline(Runner):
 
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:
         """What `run` would execute: the estimate, refined. For stages that hold a pipeline; errors as of `run`."""
-        estimator, *refiners = self._planning
         memory.prefix.most = self.kept_bytes
-        plan = estimator.estimate(call, memory)
-        for refiner in refiners:
-            plan = refiner.refine(call, plan, memory)
-        return plan
+        return planned_by(self._planning, call, memory)
 
-
-def _memory(given: Memory | None) -> Memory:
-    if given is not None and not isinstance(given, Memory):
-        raise ParameterError(f"memory is {printed(given)}: pass a Memory, or None for a call on its own")
-    return Memory() if given is None else given
-
-
-def _objections(stages: Iterable[Stage], call: AttentionCall) -> tuple[str, ...]:
-    """``stage: reason`` of each stage that objects to a call, each once."""
-    reasons = ((stage, stage.objection(call)) for stage in stages)
-    return tuple(dict.fromkeys(f"{stage.name}: {reason}" for stage, reason in reasons if reason))

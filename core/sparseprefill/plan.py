@@ -123,7 +123,7 @@ class Plan:
         if self.carry is not None:
             _check("Plan.carry", self.carry, Carry)
             region = self.carry.region.geometry
-            if not mask.geometry.fits(region):
+            if region is not mask.geometry and not mask.geometry.fits(region):
                 mine, theirs = mask.geometry.describe(), region.describe()
                 raise MaskError(f"Plan.carry covers {theirs}, the mask is for {mine}: make both for one call")
         if self.probe is not None:
@@ -333,15 +333,16 @@ def check_plan(call: object, plan: object) -> None:
 
     ParameterError for anything that is no AttentionCall, or no Plan; MaskError for the plan of another call.
     """
-    given = check_call(call)
+    given = call if isinstance(call, AttentionCall) else check_call(call)
     if not isinstance(plan, Plan):
         raise ParameterError(f"plan is {_shown(plan)}: pass a Plan, such as Plan(SparseMask.full(call))")
-    check_geometry(given, plan.geometry, "plan has")
+    if plan.geometry is not given.geometry:
+        check_geometry(given, plan.geometry, "plan has")
 
 
 def check_geometry(call: AttentionCall, geometry: Geometry, who: str) -> None:
     """MaskError for the mask of another call, by its geometry. who: begins the message, as in ``plan has``."""
-    if geometry is not call.geometry and not geometry.fits(call.geometry):
+    if not geometry.fits(call.geometry):
         made, wanted = geometry.describe(), call.geometry.describe()
         raise MaskError(f"{who} a mask for {made}; the call is {wanted}: it must be made for this call")
 

@@ -370,6 +370,21 @@ class ExecutorStage(Stage):
         return state
 
 
+def planned_by(stages: Sequence[Stage], call: AttentionCall, memory: Memory) -> Plan:
+    """The plan of an estimator, which comes first, and of refiners, in their order."""
+    estimator, *refiners = stages
+    plan = estimator.estimate(call, memory)
+    for refiner in refiners:
+        plan = refiner.refine(call, plan, memory)
+    return plan
+
+
+def objections(stages: Iterable[Stage], call: AttentionCall) -> tuple[str, ...]:
+    """``stage: reason`` of each stage that objects to a call, each once."""
+    reasons = ((stage, stage.objection(call)) for stage in stages)
+    return tuple(dict.fromkeys(f"{stage.name}: {reason}" for stage, reason in reasons if reason))
+
+
 def common_grain(grains: Iterable[int | None]) -> int | None:
     """The least common multiple of grains, None where one stage has none."""
     known = list(grains)

@@ -7,6 +7,8 @@ of a chunk.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -35,7 +37,7 @@ class Geometry:
     lengths: Tensor | None = None
     window: int | None = None
 
-    @property
+    @cached_property
     def sizes(self) -> Sizes | None:
         """All there is to know of a geometry whose tiles do not depend on padding, hashable: its arguments but lengths.
 
