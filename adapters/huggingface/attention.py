@@ -15,7 +15,7 @@ from sparseprefill.errors import InvalidCallError
 
 from ..session.session import Fallback
 from . import reasons
-from .autocast import autocast_off
+from .autocast import autocast_off, lowered
 from .eager import eagerly
 from .masks import Compact, LazyMask, Order, classify, stock
 from .original import Original
@@ -183,8 +183,9 @@ def _result(
     if (small := forward.small.get(sizes)) is not None:
         session.again(layer, small, (query.shape[0], query.shape[2], compact.used))
         return None
-    with autocast_off(query) as lower:
-        call = _call(attached, layer, lower(query), lower(key), lower(value), compact, kwargs)
+    cast = lowered(query, key, value)
+    with autocast_off(query.device):
+        call = _call(attached, layer, *cast, compact, kwargs)
         if not isinstance(call, AttentionCall):
             session.decline(layer, call, shape)
             return None

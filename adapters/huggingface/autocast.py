@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -14,19 +13,15 @@ def autocast_type(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-@contextmanager
-def autocast_off(like: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Within, autocast is off on the tensor's device; gives what casts queries, keys and values as it does.
-
-    An estimator's sums, and an executor's, are no operations of the model: autocast would round them.
-    """
-    dtype = autocast_type(like.device)
+def lowered(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as autocast casts them; themselves where it is off."""
+    dtype = autocast_type(q.device)
     if dtype is None:
-        yield _same
-        return
-    with torch.autocast(like.device.type, enabled=False):
-        yield lambda x: x if x.dtype == torch.float64 else x.to(dtype)
+        return q, k, v
+    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
+def autocast_off(device: torch.device) -> AbstractContextManager[object]:
+    """Within, autocast is off on a device: it would round an estimator's sums, and an executor's."""
+    return nullcontext() if autocast_type(device) is None else torch.autocast(device.type, enabled=False)

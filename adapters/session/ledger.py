@@ -16,7 +16,6 @@ from .report import LayerRecall, LayerReport, Mode
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparseprefill.call import AttentionCall
     from sparseprefill.mask.count import Selected
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.plan import Result
@@ -112,10 +111,12 @@ class LayerRecord:
     skips: bool = False
     skipped: tuple[int, int] = (0, 0)
 
-    def count(self, mode: Mode, sizes: tuple[int, int, int]) -> None:
-        """One call ran in `mode`; sizes: batch rows, queries, keys."""
+    def count(self, mode: Mode, sizes: tuple[int, int, int], serial: int | None = None) -> None:
+        """One call ran in `mode`; sizes: batch rows, queries, keys. serial: the prefill that begins or goes on."""
         self.modes[mode] += 1
         self.last, self.sizes = mode, sizes
+        if serial is not None:
+            self.begin(serial)
 
     def begin(self, serial: int) -> None:
         """Forget the results of the prefill before, if `serial` is another."""
@@ -138,8 +139,9 @@ class LayerRecord:
     def keep(self, result: Uncounted, most: float = math.inf) -> None:
         """Count the pairs when a report asks. Where the room would hold more than `most` bytes then, the device counts
         them at once, and nothing waits for that; what it cannot count then is lost."""
-        if self.room.held + result.held <= most:
-            self._hold(self.held + result.held)
+        held = result.held
+        if self.room.held + held <= most:
+            self._hold(self.held + held)
         else:
             try:
                 found = None if recording() else result.counted()
@@ -191,11 +193,6 @@ class LayerRecord:
 def recording() -> bool:
     """Whether a CUDA graph is captured: nothing may be asked of the device then, and figures would be no figures."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def sizes(call: AttentionCall) -> tuple[int, int, int]:
-    """Batch rows, queries and keys of a call."""
-    return call.q.shape[0], call.q.shape[2], call.kv_len
 
 
 def _add(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:

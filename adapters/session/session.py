@@ -24,7 +24,7 @@ from sparseprefill.route import Route, gated
 from sparseprefill.validate import MOST_ROWS
 
 from .defaults import MIN_QUERY, TAIL
-from .ledger import LayerRecord, Room, Uncounted, sizes
+from .ledger import LayerRecord, Room, Uncounted
 from .prospects import NOT_CHOSEN, Bounds, prospects
 from .report import Report
 from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
@@ -356,8 +356,7 @@ class Session:
         """Record a call that ran sparse."""
         with self._lock:
             record = self._record(call.layer)
-            record.count("sparse", sizes(call))
-            record.begin(prefill.serial)
+            record.count("sparse", sizes(call), prefill.serial)
             self._account(record, result)
             self._count(result, pipeline.executor)
         self._look(call, result, prefill)
@@ -419,6 +418,11 @@ class Session:
         if found is None:
             found = self._records[layer] = LayerRecord(layer, self._room)
         return found
+
+
+def sizes(call: AttentionCall) -> tuple[int, int, int]:
+    """Batch rows, queries and keys of a call."""
+    return call.q.shape[0], call.q.shape[2], call.kv_len
 
 
 def _tried(run: Callable[[], T]) -> T | Exception:

@@ -299,14 +299,16 @@ class Pipeline(Runner):
         """The first step of `run`: the call with its plan, for `execute` together with others, and then `finish`.
 
         Of different requests, and at most `SHARE` at a time: what they hold is within the workspace then. The result
-        itself, of a call that may hold more than its share, or runs in parts. Errors as of `run`.
+        itself, of a call that may hold more than its share, runs in parts, or is corrected. Errors as of `run`.
         """
         memory = self._accepted(call, memory)
         with torch.cuda.device_of(call.q):
             cut, waits = self._cut(call)
             if len(cut) > 1:
                 return self._run_parts(call, memory, cut)
-            return Planned(call, self.plan(call, memory), memory) if waits else self._run_whole(call, memory)
+            if self._correcting or not waits:
+                return self._run_whole(call, memory)
+            return Planned(call, self.plan(call, memory), memory)
 
     def execute(self, planned: Sequence[Planned]) -> list[Result]:
         """The second step: what the executor computes for calls that `begin` planned; errors as of `run`."""
@@ -393,4 +395,3 @@ class Pipeline(Runner):
         """What `run` would execute: the estimate, refined. For stages that hold a pipeline; errors as of `run`."""
         memory.prefix.most = self.kept_bytes
         return planned_by(self._planning, call, memory)
-

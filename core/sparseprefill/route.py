@@ -25,7 +25,6 @@ from sparseprefill.stages import (
     ExecutorStage,
     Guard,
     HeadScope,
-    SparseExecutor,
     common_grain,
     widest_scope,
 )
@@ -193,13 +192,8 @@ class Route(Runner):
         """Whether the gate lets `run` run the call sparse; StageError as of `choose`."""
         return self._judge(call).worth
 
-    def executor(self, call: AttentionCall) -> SparseExecutor:
-        """The executor for this call, for hosts that run all its keys; the usual one where the profile has none."""
-        found = self._of_length(call)
-        return AutoExecutor() if found is None else found.executor
-
     def executing(self, call: AttentionCall) -> ExecutorStage:
-        """The same behind its guard: see `Pipeline.executing`."""
+        """The executor for this call, for hosts that run all its keys; the usual one where the profile has none."""
         found = self._of_length(call)
         return ExecutorStage.of(AutoExecutor(), self.name) if found is None else found.executing
 

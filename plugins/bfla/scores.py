@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 HALVES = (torch.float16, torch.bfloat16)
+Range = tuple[Tensor, Tensor, Tensor]
+"""int64 ``[B]`` each: the position of row 0 of a tensor, and the half-open range of positions that hold a token."""
 CHUNK = 1 << 23
 """Scores of groups at a time: enough to fill a GPU, and few enough that most of what is not causal is left out."""
 
@@ -27,17 +29,17 @@ def block_scores(call: AttentionCall, block: int, size: int, entries: int | None
     blocks behind a chunk. K is not repeated for GQA.
     """
     entries = entries or (CHUNK if call.q.is_cuda else CHUNK >> 2)
-    geometry, per = call.geometry, block // size
-    rows, behind = geometry.tile_rows(block), (geometry.q_offset + geometry.q_len - 1) // block + 1
-    keys = key_groups(call, size, behind * block)
+    geometry, per, at = call.geometry, block // size, call.geometry.token_range()
+    behind = (geometry.q_offset + geometry.q_len - 1) // block + 1
+    keys = key_groups(call, at, size, behind * block)
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    shape = (geometry.batch, geometry.heads, rows, geometry.tile_columns(block))
-    scores = torch.full(shape, -torch.inf, dtype=dtype, device=geometry.device)
-    step = max(1, entries // (geometry.batch * geometry.heads * per * per * behind))
+    batch, heads, rows, columns = geometry.map_shape(block, block)
+    scores = torch.full((batch, heads, rows, columns), -torch.inf, dtype=dtype, device=geometry.device)
+    step = max(1, entries // (batch * heads * per * per * behind))
     for first in range(0, rows, step):
         blocks = range(first, min(first + step, rows))
         end = min(behind, geometry.q_offset // block + blocks.stop)
-        queries, seen = query_groups(call, block, size, blocks), keys.head(end * per)
+        queries, seen = query_groups(call, at, block, size, blocks), keys.head(end * per)
         pairs = _products(queries.vectors, seen.vectors, dtype)
         pairs.masked_fill_(~queries.meets(seen)[:, None], -torch.inf)
         scores[:, :, first : blocks.stop, :end] = pairs.unflatten(3, (end, per)).unflatten(2, (-1, per)).amax((3, 5))
@@ -79,35 +81,30 @@ class Groups:
         return Groups(self.vectors[:, :, :count], self.low[:, :count], self.high[:, :count])
 
 
-def query_groups(call: AttentionCall, block: int, size: int, blocks: range) -> Groups:
+def query_groups(call: AttentionCall, at: Range, block: int, size: int, blocks: range) -> Groups:
     """Groups of `size` queries of the query blocks `blocks`, counted from the first that the call touches."""
     geometry = call.geometry
-    first = geometry.first_position()
-    high = torch.minimum(first + geometry.q_len, geometry.key_counts())
-    start = (geometry.first_tile(block) + blocks.start) * block
+    start = (torch.div(at[0], block, rounding_mode="floor") + blocks.start) * block
     plain = geometry.starts is None and geometry.lengths is None
     shift = blocks.start * block - geometry.q_offset % block if plain else None
-    return _groups(call.q, start, first, first.clamp(min=0), high, len(blocks) * block, size, shift)
+    return _groups(call.q, start, at, len(blocks) * block, size, shift)
 
 
-def key_groups(call: AttentionCall, size: int, tokens: int) -> Groups:
+def key_groups(call: AttentionCall, at: Range, size: int, tokens: int) -> Groups:
     """Groups of `size` keys of the positions 0 to `tokens` - 1. Keys after the call's last query do not count."""
     geometry, end = call.geometry, call.geometry.q_offset + call.geometry.q_len
-    zero = torch.zeros_like(geometry.first_position())
+    zero = torch.zeros_like(at[0])
     row_zero = zero if geometry.starts is None else -geometry.starts.to(torch.int64)
     plain = geometry.starts is None and geometry.lengths is None
-    high = torch.minimum(geometry.first_position() + geometry.q_len, geometry.key_counts())
-    return _groups(call.k[:, :, :end], zero, row_zero, zero, high, tokens, size, 0 if plain else None)
+    return _groups(call.k[:, :, :end], zero, (row_zero, zero, at[2]), tokens, size, 0 if plain else None)
 
 
-def _groups(
-    x: Tensor, start: Tensor, row_zero: Tensor, low: Tensor, high: Tensor, tokens: int, size: int, shift: int | None
-) -> Groups:
-    """Groups of x ``[B, H, N, C]`` over the `tokens` positions from `start`.
+def _groups(x: Tensor, start: Tensor, at: Range, tokens: int, size: int, shift: int | None) -> Groups:
+    """Groups of x ``[B, H, N, C]`` over the `tokens` positions from `start`, int64 ``[B]``.
 
-    start: int64 ``[B]``. row_zero: int64 ``[B]``, position of row 0 of x. low, high: int64 ``[B]``, half-open range of
-    the positions that hold a token. shift: the row of x at `start`, on the host, where all rows of x are tokens.
+    shift: the row of x at `start`, on the host, where all rows of x are tokens.
     """
+    row_zero, low, high = at
     if shift is None:
         position = start[:, None] + torch.arange(tokens, device=x.device)
         real = (position >= low[:, None]) & (position < high[:, None])

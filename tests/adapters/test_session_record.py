@@ -13,10 +13,10 @@ from attrs import evolve
 from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as module
 from sparseprefill.adapters.session.defaults import MIN_QUERY
-from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted, sizes
+from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
-from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session
+from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Session, sizes
 from sparseprefill.adapters.session.watch import CallRecall
 
 import sparseprefill as sp
@@ -342,12 +342,6 @@ def test_prefills_have_numbers_of_their_own() -> None:
     for prefill in (first, second, second):
         session.run(CALL, prefill)
     assert 2 == len(session._records[0].waiting)
-
-
-def test_sizes_are_batch_rows_queries_and_keys() -> None:
-    from sparseprefill.adapters.session.ledger import sizes
-
-    assert (3, 5, 7) == sizes(make(5, 7, batch=3, heads=2))
 
 
 def test_a_layer_without_calls_is_not_known_to_be_causal() -> None:

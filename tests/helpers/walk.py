@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +32,7 @@ def place(path: str) -> str | None:
 
 @define
 class Walk:
-    """What was seen of a call: the files that it ran in, and each move: from which file to which, and by which function.
+    """What was seen of a call: the files that it ran in, and each move: between which files, by which function.
 
     Functions of others, and code that attrs or Triton generates, are passed through: a move goes from the file of ours
     that was left to the next one of ours. A return is a move, too.

@@ -156,7 +156,6 @@ def test_objections_of_all_of_the_plan_and_of_the_executor() -> None:
     )  # fmt: skip
     assert tuple(f"Asked: {one}" for one in "abcd") == made.unsupported(CALL)
     assert ("Asked: a", "Asked: b") == made.unsupported_plan(CALL)
-    assert ("Asked: c",) == made.unsupported_execution(CALL)
     route = Route.of(made)
     assert (made.unsupported(CALL), made.unsupported_plan(CALL)) == (
         route.unsupported(CALL), route.unsupported_plan(CALL)
@@ -268,13 +267,13 @@ def test_routes_of_several_lengths() -> None:
 
 def test_a_length_without_a_setting() -> None:
     none = Route("m", (None,))
-    assert isinstance(none.executor(CALL), AutoExecutor)
+    assert isinstance(none.executing(CALL).given, AutoExecutor)
     assert 0 == none.plan_bound(CALL)
     assert ("no pipeline",) == none.unsupported(CALL) == none.unsupported_plan(CALL)
     with pytest.raises(UnsupportedCallError, match="no pipeline"):
         none.choose(CALL)
     mine = sp.ReferenceExecutor()
-    assert Route.of(sp.Pipeline(Estimate(), executor=mine)).executor(CALL) is mine
+    assert Route.of(sp.Pipeline(Estimate(), executor=mine)).executing(CALL).given is mine
 
 
 class Says:

@@ -224,22 +224,21 @@ class _Row:
     ) -> _Row | None:
         """The rows that are tokens; None where there are none."""
         g = call.geometry
-        position, count = int(g.first_position()[batch]), int(g.key_counts()[batch])
-        first, last = max(position, 0), min(position + g.q_len, count)
+        position, first, last = (int(x[batch]) for x in g.token_range())
         if first >= last:
             return None
         begin = 0 if g.starts is None else int(g.starts[batch])
         k, v = (x[batch, :, begin : begin + last].to(dtype) for x in (call.k, call.v))
         q = call.q[batch, :, first - position : last - position].to(dtype)
         start, end = first // mask.tile_q, (last - 1) // mask.tile_q + 1
-        row = start - int(g.first_tile(mask.tile_q)[batch])
+        row = start - position // mask.tile_q
         columns = -(-last // mask.tile_k)
         tiles = mask.tile_map()[batch, :, row : row + end - start, :columns]
         stripes = mask.stripes
         if stripes is not None:
             one = slice(batch, batch + 1)
             stripes = IndexLists(stripes.counts[one], stripes.offsets[one], stripes.indices)
-        group = int(g.first_tile(mask.group_rows)[batch])
+        group = position // (mask.tile_q * mask.group)
         at = (call.softmax_scale, first - position, first, start, row)
         return cls(q, k, v, mask, *at, tiles, stripes, group, call.softcap, most)
 

@@ -199,7 +199,7 @@ class SparseMask:
         All of them are united at once; what `exclude` selects is taken from their union.
         """
         if exclude is None and self.stripes is None and isinstance(self._tiles, TileMap):
-            return evolve(self, tiles=reduce(or_, rules, self._tiles), group=1, disjoint=False)
+            return evolve(self, tiles=self._tiles.joined(rules), group=1, disjoint=False)
         mask, tiles = self, [one for one in rules if not one.rows_alone]
         if tiles:
             extra = SparseMask(self.geometry, self.tile_q, self.tile_k, reduce(or_, tiles))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import hashing
-from sparseprefill.mask.geometry import Geometry, Sizes, diagonal_map, reachable_map, regrid
+from sparseprefill.mask.geometry import Geometry, Sizes, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.statistics.kept import kept
 
@@ -146,6 +148,10 @@ class TileMap:
             return self
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=self.by_group(group))
 
+    def joined(self, others: Sequence[TileMap]) -> TileMap:
+        """The union with one or more others, all on one grid; rules meet before maps do."""
+        return self | reduce(or_, others)
+
     def __or__(self, other: TileMap) -> TileMap:
         """The union; both on one grid."""
         differ = any(_differ(getattr(self, name), getattr(other, name)) for name in ("stride", "random", "dense"))
@@ -208,13 +214,14 @@ class TileMap:
         if self.keep is not None:
             keep = self.keep.repeat_interleave(shape[1] // self.keep.shape[1], dim=1)
             keep = keep.repeat_interleave(self.per_column, dim=-1)[..., : shape[3]]
-            kept = kept | regrid(geometry, keep, tile_q * self.per_row, tile_q)
+            kept = kept | (keep if self.per_row == 1 else regrid(geometry, keep, tile_q * self.per_row, tile_q))
         if self.dense is not None:
             kept = kept | rows_map(geometry, tile_q, self.dense)[:, None, :, None]
         if self.band is not None:
-            first = torch.div(geometry.tiles(tile_q) * tile_q, tile_k, rounding_mode="floor")[..., None]
-            before = (column < first) & (column >= first - self.band)
-            kept = kept | (before | diagonal_map(geometry, tile_q, tile_k))[:, None]
+            tiles = geometry.tiles(tile_q)[..., None]
+            first = torch.div(tiles * tile_q, tile_k, rounding_mode="floor") - self.band
+            last = torch.div((tiles + 1) * tile_q - 1, tile_k, rounding_mode="floor")
+            kept = kept | ((column >= first) & (column <= last))[:, None]
         if self.stride is not None:
             every = self.stride.every
             phase = hashing.row_hash(geometry, tile_q, self.stride.state, self.first_head) % every
