@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.walk import layer_walk, pipeline_walk
+from house.moves import layer_moves, pipeline_moves
 from house.test_layers import FILES, PLACES, imported, module_name
 
 MODULES = {module_name(layer, path): path for layer, path in FILES}
@@ -103,3 +104,19 @@ def test_the_attention_kernels_arguments_stand_once() -> None:
     for other in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(other, ast.FunctionDef) and other.name != kernel.name:
             assert len(flat & {argument.arg for argument in other.args.args}) < len(flat) / 2
+
+
+PIPELINE = {"dense": 70, "rowmax": 100, "anchor-attention": 130, "flexprefill": 150, "bfla": 130}
+LAYER = {"dense": 115, "rowmax": 170, "anchor-attention": 285, "flexprefill": 230, "bfla": 200}
+
+
+@pytest.mark.parametrize("method", PIPELINE)
+def test_a_call_is_handed_on_few_times(method: str) -> None:
+    walk = pipeline_moves(method)
+    assert len(walk.moves) <= PIPELINE[method], walk.moves
+
+
+@pytest.mark.parametrize("method", LAYER)
+def test_a_layer_of_transformers_is_handed_on_few_times(method: str) -> None:
+    walk = layer_moves(method)
+    assert len(walk.moves) <= LAYER[method], walk.moves
