@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from attrs import Attribute, Factory, evolve, field, frozen
+from attrs.validators import deep_iterable, optional
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall, check_call
@@ -71,24 +72,6 @@ def _implements(interface: type) -> Callable[[Any, Attribute[Any], object], None
     return check
 
 
-def _each(interface: type) -> Callable[[Any, Attribute[Any], Iterable[object]], None]:
-    one = _implements(interface)
-
-    def check(owner: object, attribute: Attribute[Any], values: Iterable[object]) -> None:
-        for value in values:
-            one(owner, attribute, value)
-
-    return check
-
-
-def _maybe(inner: Callable[[Any, Attribute[Any], object], None]) -> Callable[[Any, Attribute[Any], object], None]:
-    def check(owner: object, attribute: Attribute[Any], value: object) -> None:
-        if value is not None:
-            inner(owner, attribute, value)
-
-    return check
-
-
 def _limit(_: object, attribute: Attribute[Any], value: object) -> None:
     known = value is None or (isinstance(value, str) and value == "auto")
     known = known or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
@@ -107,20 +90,19 @@ def _text(_: object, attribute: Attribute[Any], value: object) -> None:
         raise ParameterError(f"Pipeline.{attribute.name} is {printed(value)}: pass a string")
 
 
-def _ask_planning(pipeline: Pipeline) -> tuple[Stage, ...]:
-    return tuple(Stage.of(stage, pipeline.name) for stage in (pipeline.estimator, *pipeline.refiners))
+def _asked(stages: Callable[[Pipeline], Iterable[object]]) -> Any:
+    """The default of a field: what stages of a pipeline say of themselves, asked once, when it is built."""
+
+    def ask(pipeline: Pipeline) -> tuple[Stage, ...]:
+        return tuple(Stage.of(stage, pipeline.name) for stage in stages(pipeline))
+
+    return Factory(ask, takes_self=True)
 
 
-def _ask_executor(pipeline: Pipeline) -> ExecutorStage:
-    return ExecutorStage.of(pipeline.executor, pipeline.name)
-
-
-def _ask_corrector(pipeline: Pipeline) -> tuple[Stage, ...]:
-    return () if pipeline.corrector is None else (Stage.of(pipeline.corrector, pipeline.name),)
-
-
-def _ask_observers(pipeline: Pipeline) -> tuple[Stage, ...]:
-    return tuple(Stage.of(stage, pipeline.name) for stage in pipeline.observers)
+EXECUTING: Any = Factory(lambda pipeline: ExecutorStage.of(pipeline.executor, pipeline.name), takes_self=True)
+PLANNING = _asked(lambda pipeline: (pipeline.estimator, *pipeline.refiners))
+CORRECTING = _asked(lambda pipeline: () if pipeline.corrector is None else (pipeline.corrector,))
+OBSERVING = _asked(lambda pipeline: pipeline.observers)
 
 
 class Runner:
@@ -166,38 +148,45 @@ class Pipeline(Runner):
     """
 
     estimator: PatternEstimator = field(validator=_implements(PatternEstimator))
-    refiners: tuple[MaskRefiner, ...] = field(default=(), converter=_refiners, validator=_each(MaskRefiner))
+    refiners: tuple[MaskRefiner, ...] = field(
+        default=(), converter=_refiners, validator=deep_iterable(_implements(MaskRefiner))
+    )
     executor: SparseExecutor = field(factory=AutoExecutor, validator=_implements(SparseExecutor))
-    observers: tuple[Observer, ...] = field(default=(), converter=_observers, validator=_each(Observer))
+    observers: tuple[Observer, ...] = field(
+        default=(), converter=_observers, validator=deep_iterable(_implements(Observer))
+    )
     name: str = field(default="pipeline", validator=_text)
-    corrector: Corrector | None = field(default=None, kw_only=True, validator=_maybe(_implements(Corrector)))
+    corrector: Corrector | None = field(default=None, kw_only=True, validator=optional(_implements(Corrector)))
     workspace: Limit = field(default="auto", kw_only=True, validator=_limit)
     kept_bytes: int = field(default=KEPT_BYTES, kw_only=True, validator=_bytes)
-    _planning: tuple[Stage, ...] = field(default=Factory(_ask_planning, takes_self=True), init=False, repr=False)
-    executing: ExecutorStage = field(default=Factory(_ask_executor, takes_self=True), init=False, repr=False)
-    _correcting: tuple[Stage, ...] = field(default=Factory(_ask_corrector, takes_self=True), init=False, repr=False)
-    _observing: tuple[Stage, ...] = field(default=Factory(_ask_observers, takes_self=True), init=False, repr=False)
+    _planning: tuple[Stage, ...] = field(default=PLANNING, init=False, repr=False)
+    executing: ExecutorStage = field(default=EXECUTING, init=False, repr=False)
+    _correcting: tuple[Stage, ...] = field(default=CORRECTING, init=False, repr=False)
+    _observing: tuple[Stage, ...] = field(default=OBSERVING, init=False, repr=False)
     _cuts: dict[Hashable, tuple[tuple[Part, ...], bool]] = field(factory=dict, init=False, repr=False)
 
     @property
-    def _asked(self) -> tuple[Stage, ...]:
+    def _deciding(self) -> tuple[Stage, ...]:
+        return (*self._planning, *self._correcting, *self._observing)
+
+    @property
+    def _all(self) -> tuple[Stage, ...]:
         return (*self._planning, self.executing, *self._correcting, *self._observing)
 
     @property
     def stages(self) -> tuple[object, ...]:
         """Every stage, in the order in which they run."""
-        corrector = () if self.corrector is None else (self.corrector,)
-        return (self.estimator, *self.refiners, self.executor, *corrector, *self.observers)
+        return tuple(stage.given for stage in self._all)
 
     @property
     def grain(self) -> int | None:
         """Tokens at whose multiples a prompt may be cut into chunks without changing the result, or None."""
-        return common_grain(stage.grain for stage in (*self._planning, *self._correcting, *self._observing))
+        return common_grain(stage.grain for stage in self._deciding)
 
     @property
     def head_scope(self) -> HeadScope | None:
         """What its stages look at when they decide for a head: "head", "group" (of a KV head), or None, all heads."""
-        return widest_scope(stage.head_scope for stage in (*self._planning, *self._correcting, *self._observing))
+        return widest_scope(stage.head_scope for stage in self._deciding)
 
     @property
     def tail(self) -> int:
@@ -241,16 +230,16 @@ class Pipeline(Runner):
     @property
     def asks_model(self) -> bool:
         """Whether a stage wants to know the model that it runs in: `check_model`."""
-        return any(stage.asks_model for stage in self._asked)
+        return any(stage.asks_model for stage in self._all)
 
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError where a stage was made for another model."""
-        for stage in self._asked:
+        for stage in self._all:
             stage.check_model(model)
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
         """Why this pipeline cannot honour the call: one reason per stage that objects; empty if it can."""
-        return objections(self._asked, call)
+        return objections(self._all, call)
 
     def unsupported_plan(self, call: AttentionCall) -> tuple[str, ...]:
         """The objections of estimator and refiners alone, for stages that hold a pipeline and run its plan only."""
@@ -263,8 +252,7 @@ class Pipeline(Runner):
 
     def bound(self, call: AttentionCall) -> int:
         """Bytes that the pipeline may hold for a call at once: the plan, and the stage that works on it."""
-        first, *refiners = self._planning
-        after = (*refiners, self.executing, *self._correcting, *self._observing)
+        first, *after = self._all
         return first.workspace(call) + max(stage.workspace(call) for stage in after)
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:

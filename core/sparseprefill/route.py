@@ -234,8 +234,11 @@ class Route(Runner):
 
     def each(self, change: Callable[[Pipeline], Pipeline]) -> Route:
         """The route with every pipeline changed, such as ``route.each(lambda one: evolve(one, refiners=...))``."""
-        made = tuple(None if one is None else change(one) for one in self.pipelines)
-        return evolve(self, pipelines=made, name=next((one.name for one in made if one is not None), self.name))
+        made = self._changed(change)
+        return evolve(made, name=next((one.name for one in made.known), self.name))
+
+    def _changed(self, change: Callable[[Pipeline], Pipeline]) -> Route:
+        return evolve(self, pipelines=tuple(None if one is None else change(one) for one in self.pipelines))
 
     @property
     def tail(self) -> int:
@@ -244,13 +247,12 @@ class Route(Runner):
 
     def with_tail(self, rows: int) -> Route:
         """The route whose pipelines all give a prompt's last rows every key: see `Pipeline.with_tail`."""
-        return evolve(self, pipelines=tuple(None if one is None else one.with_tail(rows) for one in self.pipelines))
+        return self._changed(lambda one: one.with_tail(rows))
 
     def with_recall(self, recall: Recall) -> Route:
         """The route whose pipelines all keep so much of sampled rows' attention mass: see `Pipeline.with_recall`."""
         floor = floor_of(recall)
-        made = tuple(None if one is None else one.with_recall(floor) for one in self.pipelines)
-        return self if floor is None else evolve(self, pipelines=made)
+        return self if floor is None else self._changed(lambda one: one.with_recall(floor))
 
     @property
     def corrects(self) -> bool:
@@ -259,9 +261,7 @@ class Route(Runner):
 
     def with_corrector(self, corrector: Corrector | None) -> Route:
         """The route whose pipelines all have this corrector: see `Pipeline.with_corrector`."""
-        return evolve(
-            self, pipelines=tuple(None if one is None else one.with_corrector(corrector) for one in self.pipelines)
-        )
+        return self._changed(lambda one: one.with_corrector(corrector))
 
     @property
     def asks_model(self) -> bool:

@@ -507,11 +507,11 @@ def _union(a: SparseMask, b: SparseMask) -> SparseMask:
     maps = [_map_on(mask, tile_q, tile_k) for mask in (a, b) if mask.has_tiles]
     tiles_of_both = (maps[0] | maps[-1] if len(maps) == 2 else maps[0]) if maps else None
     striped = b if a.stripes is None else a
-    stripes, group_rows = striped.stripes, striped.group_rows
+    lists, group_rows = striped.stripes, striped.group_rows
     if a.stripes is not None and b.stripes is not None:
         group_rows = math.gcd(a.group_rows, b.group_rows)
-        stripes = IndexLists.from_map(a.stripes_on(group_rows) | b.stripes_on(group_rows))
-    return SparseMask(a.geometry, tile_q, tile_k, tiles_of_both, group_rows // tile_q, stripes)
+        lists = IndexLists.from_map(a.stripes_on(group_rows) | b.stripes_on(group_rows))
+    return SparseMask(a.geometry, tile_q, tile_k, tiles_of_both, group_rows // tile_q, lists)
 
 
 def _difference(a: SparseMask, b: SparseMask) -> SparseMask:
