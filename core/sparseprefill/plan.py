@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any, Never
 
 import torch
@@ -159,19 +160,18 @@ class Plan:
         given = self._mask
         return given.mask if isinstance(given, _Ruled) else given if isinstance(given, SparseMask) else self.mask
 
-    def computed(self) -> tuple[SparseMask, ...]:
-        """Every mask that is computed, the carry's region included, as lists alone: maps of tiles are let go.
+    @property
+    def masks(self) -> tuple[SparseMask, ...]:
+        """Every mask that is computed, the carry's region first; no pair is in two of them."""
+        return (self.mask,) if self.carry is None else (self.carry.region, self.mask)
 
-        They are disjoint, so no union has to be built to count them.
-        """
-        masks = (self.mask,) if self.carry is None else (self.carry.region, self.mask)
-        return tuple(evolve(mask, tiles=mask.tiles) for mask in masks)
+    def computed(self) -> tuple[SparseMask, ...]:
+        """The same as lists alone: maps of tiles are let go. No union has to be built to count them."""
+        return tuple(evolve(mask, tiles=mask.tiles) for mask in self.masks)
 
     def selected(self) -> tuple[Selected, ...]:
         """The same as lists to be counted, which is all that a record keeps of a plan."""
-        if self.carry is None:
-            return (self.mask.selected(),)
-        return self.carry.region.selected(), self.mask.selected()
+        return tuple(mask.selected() for mask in self.masks)
 
     def grid(self, tile: int | None = None) -> tuple[int, int]:
         """Tokens of a query tile and of a key tile: the mask's own, or those of a square tile."""
@@ -179,10 +179,12 @@ class Plan:
 
     def common_grid(self) -> tuple[int, int]:
         """The mask's tiles; where a carry's region lies on others, the largest that divide both."""
-        if self.carry is None:
-            return self.mask.tile_q, self.mask.tile_k
-        region = self.carry.region
-        return math.gcd(self.mask.tile_q, region.tile_q), math.gcd(self.mask.tile_k, region.tile_k)
+        return math.gcd(*(mask.tile_q for mask in self.masks)), math.gcd(*(mask.tile_k for mask in self.masks))
+
+    def tiles_on(self, tile_q: int, tile_k: int) -> Tensor:
+        """bool ``[B, Hq, R, C]``: the key tiles of all masks, on a grid that divides theirs; not to be written to."""
+        found = [mask.tiles_on(tile_q, tile_k) for mask in self.masks if mask.has_tiles]
+        return reduce(or_, found) if found else self._base.tiles_on(tile_q, tile_k)
 
     def keep(self, tile: int | None = None, **rules: Any) -> Plan:
         """The plan with the tiles of rules, such as ``sink=2`` or ``band=1``, those that the carry holds left out.

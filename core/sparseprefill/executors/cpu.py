@@ -278,6 +278,23 @@ class _Row:
         """int64 [R]: position of the first row of each query tile."""
         return (self.start + torch.arange(self.tiles.shape[1])) * self.mask.tile_q
 
+    @property
+    def before(self) -> int:
+        """Rows of the first query tile that come before these."""
+        return self.first - self.start * self.mask.tile_q
+
+    def tiled(self, x: Tensor, value: float = 0.0) -> Tensor:
+        """Of rows ``[Hq, n, *]`` query tiles ``[Hq * R, Tq, *]``; `value` where a tile reaches beyond the rows."""
+        heads, rows = self.tiles.shape[:2]
+        edges = (self.before, rows * self.mask.tile_q - self.before - x.shape[1])
+        padded = functional.pad(x, (0, 0) * (x.dim() - 2) + edges, value=value)
+        return padded.reshape(heads * rows, self.mask.tile_q, *x.shape[2:])
+
+    def untiled(self, x: Tensor) -> Tensor:
+        """The rows ``[Hq, n, *]`` of query tiles ``[Hq * R, Tq, *]``."""
+        whole = x.reshape(self.tiles.shape[0], -1, *x.shape[2:])
+        return whole[:, self.before : self.before + self.q.shape[1]]
+
     def _dense(self) -> tuple[Tensor, Tensor, Tensor]:
         out, lse = self.dense(slice(0, self.q.shape[0]), 0, self.q.shape[1])
         return out, lse, torch.full_like(lse, -torch.inf)
@@ -318,8 +335,7 @@ class _States:
         """Nothing attended to yet."""
         heads, rows, columns = row.tiles.shape
         tile_q, tile_k = row.mask.tile_q, row.mask.tile_k
-        before = row.first - row.start * tile_q
-        q = _padded(row.q, before, rows * tile_q - before - row.q.shape[1])
+        q = _padded(row.q, row.before, rows * tile_q - row.before - row.q.shape[1])
         k, v = (_padded(x, 0, columns * tile_k - x.shape[1]).flatten(0, 1).contiguous() for x in (row.k, row.v))
         q = q.reshape(heads * rows, tile_q, -1)
         lse, most = (torch.full(q.shape[:2], -torch.inf, dtype=q.dtype) for _ in range(2))
@@ -327,14 +343,7 @@ class _States:
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Those of the rows themselves: ``[Hq, n, Dv]`` and twice ``[Hq, n]``."""
-        row = self.row
-        heads, rows = row.tiles.shape[:2]
-        before = row.first - row.start * row.mask.tile_q
-        at = slice(before, before + row.q.shape[1])
-        out, lse, most = (
-            x.reshape(heads, rows * row.mask.tile_q, *x.shape[2:])[:, at] for x in (self.out, self.lse, self.most)
-        )
-        return out, lse, most
+        return self.row.untiled(self.out), self.row.untiled(self.lse), self.row.untiled(self.most)
 
     def add_dense(self) -> Tensor:
         """Neighbouring query tiles that have every key in reach, where they are enough work; the tiles that are left.
@@ -368,12 +377,9 @@ class _States:
 
         lse: ``[Hq, n]`` of the rows. asked: bool ``[Hq, R, C]``.
         """
-        row, (tile_q, tile_k) = self.row, (self.row.mask.tile_q, self.row.mask.tile_k)
+        row, tile_k = self.row, self.row.mask.tile_k
         heads, rows, columns = asked.shape
-        before = row.first - row.start * tile_q
-        after = rows * tile_q - before - lse.shape[1]
-        lse = torch.where(lse == -torch.inf, 0.0, lse)
-        base = functional.pad(lse, (before, after), value=torch.inf).reshape(heads * rows, tile_q)
+        base = row.tiled(torch.where(lse == -torch.inf, 0.0, lse), torch.inf)
         real = (base < torch.inf).sum(-1)
         found = torch.zeros(heads * rows, columns)
         for piece in self._pieces(asked, max(1, MASS // tile_k)):
@@ -640,24 +646,14 @@ class _Votes:
     @classmethod
     def of(cls, row: _Row, state: SoftmaxState, bound: float) -> _Votes:
         """From a state of its rows, ``[Hq, n]`` and ``[Hq, n, Dv]``."""
-        states = _States.of(row)
-        heads, rows = row.tiles.shape[:2]
-        before, size = row.first - row.start * row.mask.tile_q, rows * row.mask.tile_q
-        after = size - before - row.q.shape[1]
-        m = functional.pad(state.m, (before, after), value=-torch.inf).reshape(heads * rows, -1)
-        l = functional.pad(state.l, (before, after)).reshape(heads * rows, -1)  # noqa: E741
-        acc = functional.pad(state.acc, (0, 0, before, after)).reshape(heads * rows, row.mask.tile_q, -1)
-        real = functional.pad(torch.ones_like(state.m, dtype=torch.bool), (before, after)).reshape(heads * rows, -1)
-        return cls(states, m, l, acc, real, bound, torch.zeros(heads * rows, dtype=torch.int64))
+        m, l, acc = row.tiled(state.m, -torch.inf), row.tiled(state.l), row.tiled(state.acc)  # noqa: E741
+        real = row.tiled(torch.ones_like(state.m, dtype=torch.bool))
+        return cls(_States.of(row), m, l, acc, real, bound, torch.zeros(m.shape[0], dtype=torch.int64))
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """m, l and acc of the rows."""
         row = self.states.row
-        heads, rows = row.tiles.shape[:2]
-        before = row.first - row.start * row.mask.tile_q
-        at = slice(before, before + row.q.shape[1])
-        m, l, acc = (x.reshape(heads, rows * row.mask.tile_q, *x.shape[2:])[:, at] for x in (self.m, self.l, self.acc))  # noqa: E741
-        return m, l, acc
+        return row.untiled(self.m), row.untiled(self.l), row.untiled(self.acc)
 
     def run(self) -> None:
         """Tiles in their order, then stripes."""

@@ -57,14 +57,9 @@ class Held:
     @classmethod
     def of(cls, plan: Plan, tile_k: int | None = None) -> Held:
         """On the plan's own grid, or with key tiles of fewer tokens, which divide its own."""
-        masks = (plan.mask,) if plan.carry is None else (plan.mask, plan.carry.region)
         tile_q, own = plan.common_grid()
         grid = (tile_q, own if tile_k is None else tile_k)
-        geometry = plan.mask.geometry
-        shape = (geometry.batch, geometry.heads, geometry.tile_rows(grid[0]), geometry.tile_columns(grid[1]))
-        none = torch.zeros((), dtype=torch.bool, device=geometry.device).expand(shape)
-        found = [mask.tiles_on(*grid) for mask in masks if mask.has_tiles]
-        return cls(geometry, grid, reduce(or_, found) if found else none, masks)
+        return cls(plan.geometry, grid, plan.tiles_on(*grid), plan.masks)
 
     def tiles(self, tile: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the key tiles of query tiles, int64 ``[B, n]``, by their index on each row's grid."""

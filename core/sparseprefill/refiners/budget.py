@@ -62,9 +62,7 @@ class BudgetFloor(_Budget):
         """Adds the tiles of highest priority."""
         geometry, grid = call.geometry, plan.common_grid()
         reach = reachable_map(geometry, *grid)[:, None]
-        have = plan.mask.tiles_on(*grid)
-        if plan.carry is not None:
-            have = have | plan.carry.region.tiles_on(*grid)
+        have = plan.tiles_on(*grid)
         wanted = torch.ceil(self._exact(reach.sum(-1))).to(torch.int64)
         added = highest(tile_worth(plan, call, *grid), reach & ~have, wanted - have.sum(-1))
         return plan.widen(SparseMask.from_rules(call, grid, keep=added))

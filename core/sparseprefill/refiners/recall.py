@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
 
 import torch
@@ -187,9 +185,7 @@ class RecallFloor:
         if self.span is not None and self.span % grid[0]:
             remedy = f"pass a multiple of {grid[0]}, the tokens of the plan's query tiles"
             raise ParameterError(f"RecallFloor.span is {self.span}: {remedy}")
-        masks = (plan.mask,) if plan.carry is None else (plan.mask, plan.carry.region)
-        maps = [mask.tiles_on(*grid) for mask in masks if mask.has_tiles]
-        have = reduce(or_, maps) if maps else _none(geometry, grid)
+        masks, have = plan.masks, plan.tiles_on(*grid)
         if self.of_share:
             return self._of_share(call, plan, row_floor.Held(grid, have, _reach(geometry, grid), masks))
         at = Stretches.deal(geometry, grid[0], int(self.rows), self.span)
@@ -381,11 +377,6 @@ def _reach(geometry: Geometry, grid: tuple[int, int]) -> Tensor:
     """bool ``[B, 1, R, C]``: tiles that hold at least one allowed pair; one launch on a GPU."""
     every = TileMap(geometry=geometry, tile_q=grid[0], tile_k=grid[1], sink=geometry.tile_columns(grid[1]))
     return every.by_group(geometry.heads)
-
-
-def _none(geometry: Geometry, grid: tuple[int, int]) -> Tensor:
-    shape = (geometry.batch, geometry.heads, geometry.tile_rows(grid[0]), geometry.tile_columns(grid[1]))
-    return torch.zeros((), dtype=torch.bool, device=geometry.device).expand(shape)
 
 
 def _own_tiles(at: Stretches, grid: tuple[int, int], columns: int) -> Tensor:

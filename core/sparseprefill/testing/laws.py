@@ -73,8 +73,7 @@ def density_in_bounds(trial: Trial) -> None:
 def disjoint(trial: Trial) -> None:
     """Carry region and remaining mask share no pair; lists are ascending; a mask marked disjoint is."""
     plan = trial.result.plan
-    masks = [plan.mask] if plan.carry is None else [plan.mask, plan.carry.region]
-    for mask in masks:
+    for mask in plan.masks:
         try:
             mask.check()
         except MaskError as error:
