@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
     from sparseprefill.refiners.heads import GqaUnion
     from sparseprefill.refiners.recall import Recall, RecallFloor
-    from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
-    from sparseprefill.refiners.rows import DenseRows
+    from sparseprefill.refiners.rescue import DenseRows, LocalBand, RandomRescue, Sink, StrideRescue
     from sparseprefill.refiners.skip import SkipSoftmax
     from sparseprefill.refiners.union import UnionEstimator
     from sparseprefill.registry import PluginRecord, Registry, default_registry
@@ -170,8 +169,7 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "refiners.budget": ("BudgetCeiling", "BudgetFloor"),
     "refiners.heads": ("GqaUnion",),
     "refiners.recall": ("RecallFloor",),
-    "refiners.rescue": ("LocalBand", "RandomRescue", "Sink", "StrideRescue"),
-    "refiners.rows": ("DenseRows",),
+    "refiners.rescue": ("DenseRows", "LocalBand", "RandomRescue", "Sink", "StrideRescue"),
     "refiners.skip": ("SkipSoftmax",),
     "refiners.union": ("UnionEstimator",),
     "registry": ("PluginRecord", "Registry", "default_registry"),

@@ -20,7 +20,7 @@ from sparseprefill.parts.split import Limit, Part, limit_of, parts
 from sparseprefill.plan import Kernel, Parts, Plan, Planned, Result, Skipped
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.refiners.recall import KeptWhole, Recall, RecallFloor, floor_of
-from sparseprefill.refiners.rows import DenseRows
+from sparseprefill.refiners.rescue import DenseRows
 from sparseprefill.stages import (
     ALL_ROWS,
     Corrector,

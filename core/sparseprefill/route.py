@@ -151,15 +151,12 @@ class Route(Runner):
         Raises UnsupportedCallError where the profile is for another model; StageError, naming the gate, where it raises
         or returns no Verdict.
         """
-        verdict = self._judge(call)
-        found = self._of_length(call)
-        if not verdict.worth:
-            return Choice(Pipeline(_Nothing()) if found is None else found, dense=verdict.reason or UNSAID)
-        reason = self._objection(call)
-        if reason is not None:
+        verdict, found = self._judge(call), self._of_length(call)
+        if verdict.worth and (reason := self._objection(call)):
             raise UnsupportedCallError([reason])
-        if left := self.left_dense(call):
-            return Choice(Pipeline(_Nothing()) if found is None else found, left, of_layer=found is not None)
+        if left := self.left_dense(call) if verdict.worth else verdict.reason or UNSAID:
+            of_layer = verdict.worth and found is not None
+            return Choice(Pipeline(_Nothing()) if found is None else found, left, of_layer=of_layer)
         if found is None:
             raise UnsupportedCallError(["no pipeline"])
         return Choice(found, note=verdict.reason)

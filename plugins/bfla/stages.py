@@ -24,7 +24,7 @@ from .scores import block_scores
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
-    from sparseprefill.stages import HeadScope, MaskRefiner
+    from sparseprefill.stages import HeadScope
 
     from .config import BflaConfig
 
@@ -102,17 +102,13 @@ def keep_blocks(scores: Tensor, causal: Tensor, keep_mass: float) -> tuple[Tenso
 
 def pipeline(config: BflaConfig) -> Pipeline:
     """Build `bfla`."""
-    refiners: list[MaskRefiner] = []
-    if config.local_tiles:
-        refiners.append(LocalBand(config.local_tiles))
-    if config.sink_tiles:
-        refiners.append(Sink(config.sink_tiles))
-    if config.stride is not None:
-        refiners.append(StrideRescue(config.stride, config.seed))
-    if config.random:
-        refiners.append(RandomRescue(config.random, config.seed))
-    if config.gqa_union:
-        refiners.append(GqaUnion())
+    refiners = (
+        LocalBand(config.local_tiles) if config.local_tiles else None,
+        Sink(config.sink_tiles) if config.sink_tiles else None,
+        StrideRescue(config.stride, config.seed) if config.stride is not None else None,
+        RandomRescue(config.random, config.seed) if config.random else None,
+        GqaUnion() if config.gqa_union else None,
+    )
     mean = config.score_norm == "mean"
     estimator = BflaEstimator(config.block, config.group, config.keep_mass, mean, config.tile)
-    return Pipeline(estimator, refiners=tuple(refiners), name="bfla")
+    return Pipeline(estimator, refiners=tuple(one for one in refiners if one is not None), name="bfla")

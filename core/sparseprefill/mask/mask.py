@@ -200,13 +200,13 @@ class SparseMask:
         """
         if exclude is None and self.stripes is None and isinstance(self._tiles, TileMap):
             return evolve(self, tiles=self._tiles.joined(rules), group=1, disjoint=False)
-        mask, tiles = self, [one for one in rules if not one.rows_alone]
+        mask, tiles = self, [one for one in rules if one.rows_alone is None]
         if tiles:
             extra = SparseMask(self.geometry, self.tile_q, self.tile_k, reduce(or_, tiles))
             mask = mask | (extra if exclude is None else extra - exclude)
         for one in rules:
-            if one.rows_alone and one.dense is not None:
-                mask = mask.with_dense_rows(one.dense, exclude)
+            if one.rows_alone is not None:
+                mask = mask.with_dense_rows(one.rows_alone, exclude)
         return mask
 
     def with_dense_rows(self, rows: Rows, exclude: SparseMask | None = None) -> SparseMask:
@@ -215,7 +215,8 @@ class SparseMask:
         rows: a range of query tiles of this mask's grid. Cheaper than the union with a mask of these rows: a map gets a
         rule, lists get a few rows, and where no stripe lies in a tile, that stays so: stripes go from the rows.
         """
-        if exclude is not None and (exclude.stripes is not None or _grid(exclude) != _grid(self)):
+        mine = self.tile_q, self.tile_k
+        if exclude is not None and (exclude.stripes is not None or (exclude.tile_q, exclude.tile_k) != mine):
             every = TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
             return self | (evolve(self, tiles=every, group=1, stripes=None, disjoint=True) - exclude)
         mask = self._without_stripes(rows) if self.disjoint else self
@@ -550,10 +551,6 @@ def _groups_of(geometry: Geometry, rows: int, ratio: int, count: int) -> Tensor:
 @kept
 def _kept_groups_of(sizes: Sizes, rows: int, ratio: int, count: int) -> Tensor:
     return _groups_of(Geometry(*sizes), rows, ratio, count)
-
-
-def _grid(mask: SparseMask) -> tuple[int, int]:
-    return mask.tile_q, mask.tile_k
 
 
 def _one_map(lists: IndexLists, columns: int) -> Tensor:

@@ -110,10 +110,10 @@ class TileMap:
         return self.geometry.batch, self.geometry.heads, self.geometry.tile_rows(self.tile_q)
 
     @property
-    def rows_alone(self) -> bool:
-        """Whether it keeps dense query tiles and nothing else."""
-        others = self.keep is None and self.band is None and not self.sink and not self.by_head
-        return others and self.dense is not None
+    def rows_alone(self) -> Rows | None:
+        """Its dense query tiles, where it keeps nothing else."""
+        others = self.keep is not None or self.band is not None or self.sink or self.by_head
+        return None if others else self.dense
 
     @property
     def by_head(self) -> bool:

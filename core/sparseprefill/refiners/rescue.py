@@ -1,17 +1,19 @@
-"""Tiles kept whatever the estimator says: local band, sink, stride, random (BFLA, section 3.3).
+"""Tiles kept whatever the estimator says: local band, sink, stride, random (BFLA, section 3.3), and the last rows.
 
 Every rule looks at absolute tile indices alone, so the rescued set does not depend on how a prompt is cut into chunks.
-Each takes `tile`: its tile size in tokens, by default the tiles of the plan.
+Each takes `tile`: its tile size in tokens, by default the tiles of the plan. A plan collects rules (`Plan.keep`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from attrs import field, frozen
+from torch import Tensor
 
 from sparseprefill.mask import hashing
-from sparseprefill.mask.tile_map import Random, Stride
+from sparseprefill.mask.tile_map import Random, Rows, Stride
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
 
@@ -21,16 +23,24 @@ if TYPE_CHECKING:
     from sparseprefill.plan import Plan
 
 SEEDS = whole(0, 2**63 - 1)
+PER_TILE, PER_PAIR = 64, 16
+"""Bytes of `DenseRows.workspace`: of a head for each query tile, and of all heads for each pair of tiles."""
 
 
 @frozen
-class LocalBand:
+class _Rule:
+    """Decides for each head and tile by its place."""
+
+    grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "head"
+
+
+@frozen
+class LocalBand(_Rule):
     """Keeps the diagonal and the `tiles` key tiles before it (BFLA, eq. 15)."""
 
     tiles: int = field(validator=whole(0))
     tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
-    grain: ClassVar[int] = 1
-    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the band."""
@@ -38,13 +48,11 @@ class LocalBand:
 
 
 @frozen
-class Sink:
+class Sink(_Rule):
     """Keeps the first `tiles` key tiles (BFLA, eq. 16)."""
 
     tiles: int = field(validator=whole(0))
     tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
-    grain: ClassVar[int] = 1
-    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the first tiles."""
@@ -52,7 +60,7 @@ class Sink:
 
 
 @frozen
-class StrideRescue:
+class StrideRescue(_Rule):
     """Keeps every `every`-th key tile of each query tile, from a phase of its own (BFLA, eq. 18).
 
     The tile (i, j) of a head is kept where ``(j + hash(seed, layer, head, i)) % every == 0``. So one of any `every`
@@ -62,8 +70,6 @@ class StrideRescue:
     every: int = field(validator=whole())
     seed: int = field(default=0, validator=SEEDS)
     tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
-    grain: ClassVar[int] = 1
-    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds a tile in `every`."""
@@ -72,7 +78,7 @@ class StrideRescue:
 
 
 @frozen
-class RandomRescue:
+class RandomRescue(_Rule):
     """Keeps a `share` of the tiles, by an integer hash (BFLA, eq. 19).
 
     The tile (i, j) of a head is kept where ``hash(seed, layer, head, i, j) < share * 2**32``: the same bits on every
@@ -82,8 +88,6 @@ class RandomRescue:
     share: float = field(validator=number(0.0, 1.0))
     seed: int = field(default=0, validator=SEEDS)
     tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
-    grain: ClassVar[int] = 1
-    head_scope: ClassVar[HeadScope] = "head"
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds the share."""
@@ -92,3 +96,54 @@ class RandomRescue:
             return plan
         rule = Random(bound, hashing.begin(hashing.RANDOM, self.seed, call.layer))
         return plan.keep(self.tile, random=rule, first_head=call.first_head)
+
+
+@frozen
+class DenseRows(_Rule):
+    """Gives every key to the last `last` query rows of each batch row's prompt, and to real rows behind it.
+
+    Whole query tiles are rounded up: with tiles of 128 tokens, 1 to 128 rows make one tile dense where the prompt ends
+    with a tile, and two where the rows reach into the one before. tile: size in tokens, by default the tiles of the
+    plan, on which it is cheapest.
+
+    The prompt ends where the call says (`AttentionCall.prompt_lengths`). Then a prompt in chunks gets the mask of the
+    whole prompt, wherever it is cut: hence the grain. Of a call that does not say, the last rows become dense, so in
+    chunks those of every chunk.
+    """
+
+    last: int = field(validator=whole())
+    tile: int | None = field(default=None, kw_only=True, validator=maybe(whole()))
+
+    @property
+    def tail(self) -> int:
+        """See `stages`: adapters need not add these rows."""
+        return self.last
+
+    def workspace(self, call: AttentionCall) -> int:
+        """One map of tiles for all heads, and for each head where its lists begin.
+
+        What differs by head is a rule of the estimator's own map, or lists, whose bound it is.
+        """
+        geometry, size = call.geometry, 128 if self.tile is None else self.tile
+        rows = geometry.tile_rows(size)
+        each = rows * (geometry.tile_columns(size) * PER_PAIR + geometry.heads * PER_TILE)
+        return geometry.batch * each
+
+    def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        """Adds all tiles of the last rows; where none of them is in the call, the plan itself."""
+        rows = self._tiles(call, plan.grid(self.tile)[0])
+        if not isinstance(rows, Tensor) and rows[0] >= rows[1]:
+            return plan
+        return plan.keep(self.tile, dense=rows)
+
+    def _tiles(self, call: AttentionCall, tile: int) -> Rows:
+        """The query tiles that become dense. Nothing is read on the host: numbers where sizes tell, else a tensor."""
+        geometry, prompt = call.geometry, call.prompt_lengths
+        if geometry.starts is None and geometry.lengths is None and not isinstance(prompt, Tensor):
+            behind = geometry.q_offset + geometry.q_len
+            first = (behind if prompt is None else prompt) - self.last
+            return max(first // tile, 0), -(-behind // tile)
+        end = torch.minimum(geometry.first_position() + geometry.q_len, geometry.key_counts())
+        begin = torch.zeros_like(end) + (end if prompt is None else prompt) - self.last
+        ends = torch.stack([begin, end + tile - 1], -1)
+        return torch.div(ends, tile, rounding_mode="floor").clamp(min=0).to(torch.int32)

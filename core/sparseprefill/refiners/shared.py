@@ -9,8 +9,7 @@ from sparseprefill.hookspecs import hookimpl
 from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
 from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.recall import RecallFloor
-from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
-from sparseprefill.refiners.rows import DenseRows
+from sparseprefill.refiners.rescue import DenseRows, LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.refiners.skip import SkipSoftmax
 
 if TYPE_CHECKING:

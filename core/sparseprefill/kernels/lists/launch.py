@@ -49,8 +49,7 @@ def encode(
 
     They lie as close as causality (or the window) allows; neighbouring heads with one list share it.
     """
-    batch, heads, rows = geometry.batch, geometry.heads, geometry.tile_rows(tile_q)
-    columns = geometry.tile_columns(tile_k)
+    batch, heads, rows, columns = geometry.map_shape(tile_q, tile_k)
     by_head = rules.every is not None or rules.random_last is not None
     share = 1 if by_head else heads if keep is None else heads // keep.shape[1]
     kind, per, room, storage = _storage(geometry, tile_q, tile_k)
@@ -69,8 +68,7 @@ def resolve(
     per_column: int = 1, unite: int = 1,
 ) -> Tensor:  # fmt: skip
     """bool ``[B, H // unite, R, C]``: the tiles kept, within reach; those of any of `unite` neighbouring heads."""
-    batch, heads, rows = geometry.batch, geometry.heads, geometry.tile_rows(tile_q)
-    columns = geometry.tile_columns(tile_k)
+    batch, heads, rows, columns = geometry.map_shape(tile_q, tile_k)
     out = torch.empty(batch, heads // unite, rows, columns, dtype=torch.bool, device=geometry.device)
     resolve_kernel[(batch * (heads // unite) * rows,)](
         keep, geometry.starts, out, *_where(keep, heads), rows, columns, heads, unite,
