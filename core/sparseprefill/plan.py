@@ -195,9 +195,11 @@ class Plan:
         """
         mask, given = self._base, self._mask
         region = None if self.carry is None else self.carry.region
-        apart = tile is not None and (tile, tile) != (mask.tile_q, mask.tile_k)
-        if apart or (region is not None and (region.tile_q, region.tile_k) != (mask.tile_q, mask.tile_k)):
-            return self.widen(SparseMask.from_rules(mask.geometry, self.grid(tile), **rules))
+        grid = mask.tile_q, mask.tile_k
+        if tile is not None and (tile, tile) != grid:
+            return self.widen(SparseMask.from_rules(mask.geometry, tile, **rules))
+        if region is not None and (region.tile_q, region.tile_k) != grid:
+            return self.widen(SparseMask.from_rules(mask.geometry, grid, **rules))
         if not isinstance(given, _Ruled) or given.region is not region:
             given = _Ruled(self.mask, region)
         more = TileMap(geometry=mask.geometry, tile_q=mask.tile_q, tile_k=mask.tile_k, **rules)
