@@ -63,8 +63,8 @@ class Options:
     tail: last query rows of a prompt that get every key; 0 for none.
     recall_every: of how many prefills the recall of one is measured; 0 for none. strict_recall: below which a measured
     call is counted, and the first is logged as a warning; None for neither.
-    warm_up: compile the kernels at start; None to do as the server does. log_level: of the library's messages in the server's
-    log.
+    warm_up: compile the kernels at start; None to do as the server
+    does. log_level: of the library's messages in the server's log.
     """
 
     source: Source

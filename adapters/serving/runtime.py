@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
-from attrs import define, evolve, field
+from attrs import asdict, define, evolve, field
 
 from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
 from sparseprefill.route import Route
@@ -220,6 +220,18 @@ class Runtime:
             return report
         means = served.tally.means()
         return evolve(report, layers=tuple(evolve(x, mean_density=means.get(x.layer)) for x in report.layers))
+
+    def answer(self) -> dict[str, Any]:
+        """Every report as plain data, with its ``text``; that of the profiles under ``profiles``."""
+        others = {name: plain(self.report(name)) for name in self.profiles}
+        return {**plain(self.report()), "worker": self.tally.owner.worker, "profiles": others}
+
+
+def plain(report: Report) -> dict[str, Any]:
+    """A report as plain data, with what follows from it, and its ``text``."""
+    names = ("density", "fallbacks", "recall", "least_recall", "row_p1", "row_lowest")
+    derived = {name: getattr(report, name) for name in names}
+    return {**asdict(report), **derived, "text": str(report)}
 
 
 def _served(source: Source, options: Options, model: Model, owner: Owner, summary: Summary) -> Served:
