@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+from sparseprefill.pages import STORED
 
 from ..serving.layer import WINDOW, Heads, Layer
 
@@ -27,9 +27,8 @@ def heads_of(layer: Any, first: int) -> Heads:
 
 def objection(extra: Mapping[str, object]) -> str | None:
     """Why a call with these further arguments runs dense, or None."""
-    said = sorted(
-        name for name, value in extra.items() if name not in KNOWN and value is not None and value is not False
-    )
+    given = {name for name, value in extra.items() if value is not None and value is not False}
+    said = sorted(given.difference(KNOWN))
     return f"the layer is called with {', '.join(said)}, which the methods do not know" if said else None
 
 
@@ -59,12 +58,6 @@ def _unread(layer: Any, pool: Any) -> str | None:
     if getattr(inner, "is_quantized_kv_cache", False) or getattr(inner, "use_hnd", False):
         return POOL.format(what="keys in another layout")
     k = pool.get_key_buffer(layer.layer_id)
-    if k.dim() != 3 or k.dtype not in (
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    ):
+    if k.dim() != 3 or k.dtype not in STORED:
         return POOL.format(what=f"{k.dtype} of {k.dim()} dimensions")
     return None
