@@ -44,7 +44,7 @@ def run(
     """
     if layer.reason is not None:
         for part in parts:
-            _decline(runtime, layer, part, layer.reason)
+            decline(runtime, layer, part, layer.reason)
         return False
     waiting: list[tuple[Part, AttentionCall]] = []
 
@@ -75,7 +75,7 @@ def run(
 def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) -> AttentionCall | None:
     """What the session is asked for a part, or None where the host shall compute it."""
     if part.prefill is None or part.reason is not None:
-        _decline(runtime, layer, part, part.reason or "the request is unknown")
+        decline(runtime, layer, part, part.reason or "the request is unknown")
         return None
     try:
         found = read(part)
@@ -135,10 +135,11 @@ def _fail(runtime: Runtime, layer: Layer, part: Part, error: Exception) -> None:
     if ends_engine(error):
         raise error
     log.debug("layer %d", layer.index, exc_info=error)
-    _decline(runtime, layer, part, reason(error))
+    decline(runtime, layer, part, reason(error))
 
 
-def _decline(runtime: Runtime, layer: Layer, part: Part, reason: str) -> None:
+def decline(runtime: Runtime, layer: Layer, part: Part, reason: str) -> None:
+    """Leave a part to the host in this layer, and record why."""
     if part.row is not None:
         served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
         _count(served, layer, part, served.session.decline(layer.index, reason, shape).reason)

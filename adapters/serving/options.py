@@ -55,7 +55,7 @@ class Options:
     """The adapter's own options, and where its pipelines come from.
 
     source: of the pipeline for requests that ask for nothing. profiles: the same by name, for those that ask for one.
-    chunk: tokens of a prompt between two cuts into chunks, whatever else is in the batch; None to cut as the server does.
+    chunk: tokens of a prompt between two cuts into chunks, whatever else is in a batch; None to cut as the server does.
     copies: whether kernels may copy K and V of a layer out of their pages where that is faster.
     log_interval: seconds between two summary lines in the log; 0 for none, None for the server's own interval.
     min_query: query rows from which a request's chunk runs sparse. layers: indices to run sparse; None for all.

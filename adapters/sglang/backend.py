@@ -18,10 +18,11 @@ from torch import Tensor
 from sparseprefill.errors import AttachError
 from sparseprefill.pages import Pages
 
-from ..serving.attend import run
+from ..serving.attend import decline, run
 from ..serving.layer import Layer
 from ..serving.parts import Part
 from ..serving.wishes import SWITCH
+from ..session.prospects import NOT_CHOSEN
 from .layer import layer_of, objection
 from .options import BACKEND, VARIABLE, given
 from .pages import pages_of, scale_of
@@ -68,6 +69,7 @@ class SparseExtend(Host):
     until the whole step is over.
     """
 
+    __slots__ = ()  # an object of the host's class becomes one of ours
     sparse: State
     use_captured_forward_metadata_for_breakable_cuda_graph = False
 
@@ -102,7 +104,8 @@ class SparseExtend(Host):
         state, facts = self.sparse, self.sparse.layer(layer, kwargs)
         chosen = state.runtime.options.layers
         if facts.reason is not None or (chosen is not None and facts.index not in chosen):
-            _leave(state.runtime, facts, step)
+            for part in step.parts:
+                decline(state.runtime, facts, part, facts.reason or NOT_CHOSEN)
             return dense(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         if save_kv_cache and k is not None:
             _write(state.runner, layer, forward_batch, k, v)
@@ -155,18 +158,6 @@ def make(runner: Any) -> Any:
     host.__class__ = type(f"Sparse{type(host).__name__}", (SparseExtend, type(host)), {})
     host.sparse = State(runtime, runner, another)
     return host
-
-
-def _leave(runtime: Runtime, facts: Layer, step: Step) -> None:
-    """A layer that no request of the step runs sparse."""
-    for part in step.parts:
-        if part.row is not None and part.served is not None:
-            shape = (1, part.end - part.begin, part.row.end)
-            why = facts.reason or "the layer is not among those asked for"
-            why = part.served.session.decline(facts.index, why, shape).reason
-            part.served.tally.fallback(facts.index, why)
-            if part.chunk is not None:
-                part.chunk.reasons[why] += 1
 
 
 def _write(runner: Any, layer: Any, batch: Any, k: Tensor, v: Tensor) -> None:
