@@ -9,8 +9,8 @@ from .runtime import runtimes
 
 
 def add(result: Any, *args: object, **kwargs: object) -> None:
-    """After SGLang's ``Scheduler.get_internal_state``: adds ``sparseprefill``, a report for each model runner (host
-    sync: densities that wait are counted)."""
-    found = [one.answer() for one in runtimes()]
+    """After SGLang's ``Scheduler.get_internal_state``: adds ``sparseprefill``, a report for each model runner, and how
+    many prefills are in progress (host sync: densities that wait are counted)."""
+    found = [{**one.answer(), "in_progress": len(one.requests)} for one in runtimes()]
     if found:
         result.internal_state[SWITCH] = found

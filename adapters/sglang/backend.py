@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import define, evolve, field
 from torch import Tensor
@@ -30,11 +30,6 @@ from .plan import Step, plan
 from .runtime import Runtime, make_runtime
 
 log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    Host = Any
-else:
-    Host = object
 
 
 @define(eq=False)
@@ -62,78 +57,89 @@ class State:
         return found
 
 
-class SparseExtend(Host):
-    """Mixed into SGLang's own backend, ahead of it.
+def prefilling(host: Any) -> Any:
+    """A subclass of a backend's class, for an object of it to become one of. host: the class."""
 
-    Its kernels read the block table of the requests for as long as they run: SGLang's scheduler must not write there
-    until the whole step is over.
-    """
+    class Sparse(host):
+        """The host's, but for prefill.
 
-    __slots__ = ()  # an object of the host's class becomes one of ours
-    sparse: State
-    use_captured_forward_metadata_for_breakable_cuda_graph = False
+        Its kernels read the block table of the requests for as long as they run, so SGLang's scheduler must not write
+        there until the whole step is over.
+        """
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """See AttentionBackend: once a step, ahead of its layers."""
-        super().init_forward_metadata(forward_batch)
-        state = self.sparse
-        pool = state.runner.req_to_token_pool.req_to_token
-        state.step = plan(state.runtime, forward_batch, pool, int(state.runner.page_size))
-        if state.step is not None and state.step.rest is not None:
-            if state.rest is None:
-                state.rest = state.another()
-            state.rest.init_forward_metadata(state.step.rest.batch)
+        sparse: State
+        use_captured_forward_metadata_for_breakable_cuda_graph = False
 
-    def shared_read_ends(self, fm: Any) -> Any:
-        """See AttentionBackend."""
-        from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            """See AttentionBackend: once a step, ahead of its layers."""
+            super().init_forward_metadata(forward_batch)
+            state = self.sparse
+            pool = state.runner.req_to_token_pool.req_to_token
+            state.step = plan(state.runtime, forward_batch, pool, int(state.runner.page_size))
+            if state.step is not None and state.step.rest is not None:
+                if state.rest is None:
+                    state.rest = state.another()
+                state.rest.init_forward_metadata(state.step.rest.batch)
 
-        return SharedReadEnds.UNKNOWN if fm.is_extend() else super().shared_read_ends(fm)
+        def shared_read_ends(self, fm: Any) -> Any:
+            """See AttentionBackend."""
+            from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
-    def _snapshot_prefill_shared_reads(self, forward_batch: Any, *, num_qo_tokens: int) -> Any:
-        super()._snapshot_prefill_shared_reads(forward_batch, num_qo_tokens=num_qo_tokens)
-        return self.shared_read_ends(forward_batch.forward_mode)
+            return SharedReadEnds.UNKNOWN if fm.is_extend() else super().shared_read_ends(fm)
 
-    def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> Any:
-        """See AttentionBackend: ``[tokens, Hq * D]``. Writes the new keys and values into the pool."""
-        step, dense = self.sparse.step, super().forward_extend
-        if step is None:
-            return dense(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        state, facts = self.sparse, self.sparse.layer(layer, kwargs)
-        chosen = state.runtime.options.layers
-        if facts.reason is not None or (chosen is not None and facts.index not in chosen):
-            for part in step.parts:
-                decline(state.runtime, facts, part, facts.reason or NOT_CHOSEN)
-            return dense(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if save_kv_cache and k is not None:
-            _write(state.runner, layer, forward_batch, k, v)
-        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        output = query.new_empty(query.shape)
-        whole: list[Tensor] = []
+        def _snapshot_prefill_shared_reads(self, forward_batch: Any, *, num_qo_tokens: int) -> Any:
+            super()._snapshot_prefill_shared_reads(forward_batch, num_qo_tokens=num_qo_tokens)
+            return self.shared_read_ends(forward_batch.forward_mode)
 
-        def stock(part: Part, rows: Tensor, out: Tensor) -> None:
-            if not whole:
-                found = dense(q, k, v, layer, forward_batch, False, **kwargs)
-                whole.append(found.view(output.shape))
-            out.copy_(whole[0][part.begin : part.end])
+        def forward_extend(
+            self,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            layer: Any,
+            forward_batch: Any,
+            save_kv_cache: bool = True,
+            **kwargs: Any,
+        ) -> Any:
+            """See AttentionBackend: ``[tokens, Hq * D]``. Writes the new keys and values into the pool."""
+            step, dense = self.sparse.step, super().forward_extend
+            if step is None:
+                return dense(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            state, facts = self.sparse, self.sparse.layer(layer, kwargs)
+            chosen = state.runtime.options.layers
+            if facts.reason is not None or (chosen is not None and facts.index not in chosen):
+                for part in step.parts:
+                    decline(state.runtime, facts, part, facts.reason or NOT_CHOSEN)
+                return dense(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            if save_kv_cache and k is not None:
+                _write(state.runner, layer, forward_batch, k, v)
+            query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            output = query.new_empty(query.shape)
+            whole: list[Tensor] = []
 
-        read = _reader(state, layer, step, q)
-        run(state.runtime, facts, step.parts, query, output, read, stock, slow=True)
-        if step.rest is not None:
-            rows = step.rest.rows
-            if whole:
-                rows.put_tokens(rows.take_tokens(whole[0]), output)
-            else:
-                some = (None if x is None else rows.take_tokens(x) for x in (q, k, v))
-                found = state.rest.forward_extend(*some, layer, step.rest.batch, False, **kwargs)
-                rows.put_tokens(found.view(-1, *output.shape[1:]), output)
-        output[step.tokens :].zero_()
-        if facts.index == state.runtime.last:
-            for name in step.complete:
-                state.runtime.requests.end(name)
-        return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+            def stock(part: Part, rows: Tensor, out: Tensor) -> None:
+                if not whole:
+                    found = dense(q, k, v, layer, forward_batch, False, **kwargs)
+                    whole.append(found.view(output.shape))
+                out.copy_(whole[0][part.begin : part.end])
+
+            read = _reader(state, layer, step, q)
+            run(state.runtime, facts, step.parts, query, output, read, stock, slow=True)
+            if step.rest is not None:
+                rows = step.rest.rows
+                if whole:
+                    rows.put_tokens(rows.take_tokens(whole[0]), output)
+                else:
+                    some = (None if x is None else rows.take_tokens(x) for x in (q, k, v))
+                    found = state.rest.forward_extend(*some, layer, step.rest.batch, False, **kwargs)
+                    rows.put_tokens(found.view(-1, *output.shape[1:]), output)
+            output[step.tokens :].zero_()
+            if facts.index == state.runtime.last:
+                for name in step.complete:
+                    state.runtime.requests.end(name)
+            return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    return Sparse
 
 
 def make(runner: Any) -> Any:
@@ -155,7 +161,7 @@ def make(runner: Any) -> Any:
         return another()
     runtime = make_runtime(runner, told.options, name)
     host = another()
-    host.__class__ = type(f"Sparse{type(host).__name__}", (SparseExtend, type(host)), {})
+    host.__class__ = prefilling(type(host))
     host.sparse = State(runtime, runner, another)
     return host
 
