@@ -12,8 +12,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-ABSENT = ("torchvision", "vllm")
-"""`torchvision` is imported for images, `vllm` for a rotary embedding that the CPU's own path does without."""
+ABSENT = ("soundfile", "torchvision", "vllm")
+"""The first two are imported for sound and images, the last for a rotary embedding that the CPU's path does without."""
 
 
 class _Anything(type):
