@@ -32,17 +32,19 @@ def main(asked: str, answered: str) -> None:
 
 
 def _ask(engine: Any, turn: dict[str, Any]) -> Any:
-    """turn: `prompts`, and what they ask for (`asks`, custom parameters of each)."""
+    """turn: `prompts`, and what they ask for (`asks`, custom parameters of each). `mixed`: without log probabilities,
+    which SGLang never computes while prompts share a batch with rows that decode."""
+    told = not turn.get("mixed")
     asks = turn.get("asks") or [None] * len(turn["prompts"])
     params = [{**SAMPLED, **turn.get("params", {}), **({"custom_params": one} if one else {})} for one in asks]
     try:
-        found = engine.generate(input_ids=turn["prompts"], sampling_params=params, return_logprob=True)
+        found = engine.generate(input_ids=turn["prompts"], sampling_params=params, return_logprob=told)
     except ValueError as error:
         return {"error": str(error)}
     return [
         {
             "tokens": one["output_ids"],
-            "logprobs": [step[0] for step in one["meta_info"]["output_token_logprobs"]],
+            "logprobs": [step[0] for step in one["meta_info"].get("output_token_logprobs", [])],
             "cached": one["meta_info"]["cached_tokens"],
         }
         for one in found
