@@ -29,6 +29,8 @@ from .pages import pages_of, scale_of
 from .plan import Step, plan
 from .runtime import Runtime, make_runtime
 
+EAGER = ("breakable", "disabled")
+"""SGLang's CUDA graphs of prefill that leave attention out."""
 log = logging.getLogger(__name__)
 
 
@@ -81,6 +83,11 @@ def prefilling(host: Any) -> Any:
                     state.rest = state.another()
                 state.rest.init_forward_metadata(state.step.rest.batch)
 
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            """See AttentionBackend: alone for what a graph records or replays, which is the host's."""
+            self.sparse.step = None
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
         def shared_read_ends(self, fm: Any) -> Any:
             """See AttentionBackend."""
             from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
@@ -88,7 +95,6 @@ def prefilling(host: Any) -> Any:
             return SharedReadEnds.UNKNOWN if fm.is_extend() else super().shared_read_ends(fm)
 
         def _snapshot_prefill_shared_reads(self, forward_batch: Any, *, num_qo_tokens: int) -> Any:
-            super()._snapshot_prefill_shared_reads(forward_batch, num_qo_tokens=num_qo_tokens)
             return self.shared_read_ends(forward_batch.forward_mode)
 
         def forward_extend(
@@ -145,6 +151,7 @@ def prefilling(host: Any) -> Any:
 def make(runner: Any) -> Any:
     """SGLang's factory of the backend ``sparseprefill``; what wrong options raise ends the server's start."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.runtime_context import get_exec
 
     told = given()
     name = told.backend or runner.decode_attention_backend_str
@@ -156,6 +163,11 @@ def make(runner: Any) -> Any:
     def another() -> Any:
         return ATTENTION_BACKENDS[name](runner)
 
+    recorded = get_exec().graph.cuda_graph_config.prefill.backend
+    if recorded not in EAGER:
+        raise AttachError(
+            f"--cuda-graph-backend-prefill is {recorded!r}, whose graphs record attention: use {' or '.join(EAGER)}"
+        )
     if runner.is_draft_worker:
         log.info("sparseprefill: what a draft model computes is %s's alone", name)
         return another()

@@ -62,6 +62,9 @@ class Backend:
         self.calls = 0
 
     def init_forward_metadata(self, batch: Any) -> None:
+        self.init_forward_metadata_out_graph(batch)
+
+    def init_forward_metadata_out_graph(self, batch: Any, in_capture: bool = False) -> None:
         self.batch = batch
         self.seen.append(batch.batch_size)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from sparseprefill.adapters.sglang import backend as module
 from sparseprefill.adapters.sglang import known
+from sparseprefill.adapters.sglang.pages import pages_of
 from sparseprefill.adapters.sglang.plan import plan
 from torch import Tensor
 
@@ -113,14 +114,14 @@ def test_layers_that_are_not_asked_for_are_the_host_s() -> None:
 
 def test_a_request_that_fails_is_the_host_s_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     host = backend(FULL)
-    first, given = True, module.pages_of
+    first = True
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         nonlocal first
         if first:
             first = False
             raise ValueError("no pages")
-        return given(*args, **kwargs)
+        return pages_of(*args, **kwargs)
 
     monkeypatch.setattr(module, "pages_of", fail)
     some = [(Req("a", 40), 0, 40), (Req("b", 5), 0, 5), (Req("c", 30), 0, 30)]
@@ -191,3 +192,14 @@ def test_a_request_with_another_wish_runs_dense_and_has_a_salt_of_its_own() -> N
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     assert [1] == host.sparse.rest.seen
     assert 1 == host.sparse.runtime.report().notes["the request asks for it (sparseprefill: off)"]
+
+
+def test_what_a_graph_replays_is_the_host_s() -> None:
+    host = backend(FULL)
+    given = batch(host, [(Req("a", 40), 0, 40)])
+    host.init_forward_metadata(given)
+    host.init_forward_metadata_out_graph(given)
+    q, kv = torch.randn(40, HEADS * SIZE), torch.randn(2, 40, KV_HEADS, SIZE)
+    host.forward_extend(q, *kv, radix_layer(), given)
+    assert 1 == host.calls
+    assert not host.sparse.runtime.report().layers
