@@ -75,6 +75,19 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"engine": {**STOCK, "chunked_prefill_size": 256, "kv_cache_dtype": "fp8_e5m2"}, "turns": TURNS[:2]},
     ),
+    "both": (
+        "qwen3",
+        {
+            "table": {**FULL, "backend": "torch_native"},
+            "engine": {
+                "attention_backend": "sparseprefill",
+                "prefill_attention_backend": None,
+                "decode_attention_backend": None,
+                "chunked_prefill_size": 256,
+            },
+            "turns": TURNS[:1],
+        },
+    ),
     "wrong": ("qwen3", {"table": {"method": "bfla", "tail": -1}, "turns": []}),
 }  # fmt: skip
 Ask = Callable[[str], dict[str, Any]]
@@ -173,6 +186,12 @@ def test_layers_with_a_window_stay_with_sglang(ask: Ask) -> None:
 def test_a_pool_of_fp8_is_read_in_place(ask: Ask) -> None:
     for expected, actual in zip(turns(ask, "fp8 stock"), turns(ask, "fp8"), strict=True):
         same(expected, actual)
+
+
+def test_one_backend_for_prefill_and_decoding(ask: Ask) -> None:
+    same(turns(ask, "stock")[0], turns(ask, "both")[0])
+    (report,) = ask("both")["reports"]
+    assert {"sparse"} == {layer["mode"] for layer in report["layers"]}
 
 
 def test_a_server_with_wrong_options_does_not_start(ask: Ask) -> None:
