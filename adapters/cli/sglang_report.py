@@ -31,12 +31,10 @@ def sglang_report(
 def reports(url: str, timeout: float) -> list[Mapping[str, Any]]:
     """One report for each of the server's data-parallel ranks. CommandError says what is wrong, and what would do."""
     states = ask(url, PATH, None, timeout, example=EXAMPLE, refused=_refused).get("internal_states")
-    found = [one for state in states for one in state.get("sparseprefill", [])] if _states(states) else None
+    if not isinstance(states, list) or not all(isinstance(one, Mapping) for one in states):
+        states = None
+    found = None if states is None else [one for state in states for one in state.get("sparseprefill", [])]
     return checked(url, found, "SGLang", REMEDY)
-
-
-def _states(found: object) -> bool:
-    return isinstance(found, list) and all(isinstance(one, Mapping) for one in found)
 
 
 def _refused(status: int) -> str:

@@ -1,5 +1,8 @@
 """The state of one of SGLang's model runners: options, sessions, requests, and what the report is asked for."""
 
+# SGLang is not there where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,8 @@
 """The runtimes of vLLM's engines, each found by the configuration of its engine."""
 
+# vLLM is not there where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import logging

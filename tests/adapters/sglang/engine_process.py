@@ -3,6 +3,9 @@
 Not a test module. SGLang starts processes and kills them all where one fails, whoever called among them.
 """
 
+# SGLang is not there where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio
@@ -60,6 +63,7 @@ def _abort(engine: Any, prompt: list[int]) -> Any:
         engine.tokenizer_manager.abort_request(rid)
         return await running
 
+    found, ended = dict[str, Any](), dict[str, Any]()
     for n in range(8):
         found = engine.loop.run_until_complete(attempt(f"abort-{n}", 0.02 * (n + 1)))
         ended = found["meta_info"]["finish_reason"]
