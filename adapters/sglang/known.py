@@ -34,7 +34,7 @@ def meet(_: object, request: Any, *args: object, **kwargs: object) -> None:
     asked = _arguments(request)
     request.cache_salt = salt(asked, request.cache_salt)
     _requests[request.rid] = request
-    weakref.finalize(request, _left, request.rid)
+    weakref.finalize(request, _left, request.rid).atexit = False
 
 
 def refuse(manager: Any, one: Any, *args: object, **kwargs: object) -> None:

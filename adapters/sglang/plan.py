@@ -17,6 +17,9 @@ from .narrow import Rows, narrow, objection
 from .pages import table_of
 from .runtime import Runtime
 
+SERVED, UNSERVED = ("EXTEND", "MIXED"), ("SPLIT_PREFILL", "DLLM_EXTEND")
+"""SGLang's modes of batches with prompts; all others are of drafts, or decode."""
+
 
 @frozen(eq=False)
 class Rest:
@@ -47,7 +50,10 @@ def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
     slots: int32 ``[requests, context]``, SGLang's ``req_to_token``. page: slots of a page.
     """
     rids, starts, counts = batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-    if rids is None or starts is None or counts is None or not _prefills(batch.forward_mode):
+    mode = str(batch.forward_mode.name)
+    if rids is None or starts is None or counts is None or mode not in SERVED:
+        if mode in UNSERVED:
+            runtime.leave(f"batches of mode {mode}: no method knows them")
         return None
     why = objection(batch)
     requests = [known.find(rid) for rid in rids]
@@ -77,10 +83,6 @@ def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
         left = Rows.of(others, bounds)
         step.rest = Rest(left, narrow(batch, left))
     return step
-
-
-def _prefills(mode: Any) -> bool:
-    return str(mode.name) in ("EXTEND", "MIXED")
 
 
 def _decoding(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,14 @@ def test_a_batch_of_another_kind_is_the_host_s(field: str) -> None:
     found, expected = step(host, batch(host, [(Req("a", 40), 0, 40)], **{field: 1}), radix_layer())
     assert torch.equal(expected, found)
     assert {f"the batch has {field}": 1} == host.sparse.runtime.report().notes
+
+
+def test_a_mode_that_no_method_knows_is_the_host_s() -> None:
+    host = backend(FULL)
+    mode = SimpleNamespace(name="SPLIT_PREFILL")
+    found, expected = step(host, batch(host, [(Req("a", 40), 0, 40)], forward_mode=mode), radix_layer())
+    assert torch.equal(expected, found)
+    assert {"batches of mode SPLIT_PREFILL: no method knows them": 1} == host.sparse.runtime.report().notes
 
 
 def test_a_batch_of_nobody_is_the_host_s() -> None:
