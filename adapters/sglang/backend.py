@@ -51,12 +51,12 @@ class State:
 
     def layer(self, layer: Any, extra: dict[str, Any]) -> Layer:
         """What a layer asks of a call with these further arguments."""
-        found = self.layers.get(layer.layer_id)
-        if found is None:
+        found, sinks = self.layers.get(layer.layer_id), extra.get("sinks")
+        if found is None or found.sinks is not sinks:
             found = layer_of(layer, self.runner.token_to_kv_pool)
-            why = found.reason or objection(extra)
-            found = self.layers[layer.layer_id] = evolve(found, sinks=extra.get("sinks"), reason=why)
-        return found
+            found = self.layers[layer.layer_id] = evolve(found, sinks=sinks)
+        why = None if found.reason else objection(extra)
+        return found if why is None else evolve(found, reason=why)
 
 
 def prefilling(host: Any) -> Any:
@@ -119,7 +119,7 @@ def prefilling(host: Any) -> Any:
                 return dense(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             if save_kv_cache and k is not None:
                 _write(state.runner, layer, forward_batch, k, v)
-            query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             output = query.new_empty(query.shape)
             whole: list[Tensor] = []
 
