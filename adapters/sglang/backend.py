@@ -151,6 +151,7 @@ def prefilling(host: Any) -> Any:
 def make(runner: Any) -> Any:
     """SGLang's factory of the backend ``sparseprefill``; what wrong options raise ends the server's start."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.runtime_context import get_exec
 
     told = given()
@@ -163,6 +164,8 @@ def make(runner: Any) -> Any:
     def another() -> Any:
         return ATTENTION_BACKENDS[name](runner)
 
+    if not hasattr(Req.__init__, "__wrapped__"):
+        raise AttachError("nobody would know what requests ask for: SGLang did not apply the hook on Req.__init__")
     recorded = get_exec().graph.cuda_graph_config.prefill.backend
     if recorded not in EAGER:
         raise AttachError(

@@ -30,7 +30,9 @@ _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def meet(_: object, request: Any, *args: object, **kwargs: object) -> None:
-    """After SGLang's ``Req.__init__``."""
+    """After SGLang's ``Req.__init__``. Where the backend is not selected, nobody listens, and nothing changes."""
+    if not _listeners:
+        return
     asked = _arguments(request)
     request.cache_salt = salt(asked, request.cache_salt)
     _requests[request.rid] = request

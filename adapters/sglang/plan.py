@@ -89,7 +89,8 @@ def _decoding(
     rids: list[str], starts: list[int], places: list[int]
 ) -> Callable[[Iterable[str | None]], Mapping[str | None, int]]:
     """The first tokens of a step's rows that are no prefill, by their requests."""
-    at = {rid: starts[i] for i, rid in enumerate(rids) if i not in places}
+    prefills = set(places)
+    at = {rid: starts[i] for i, rid in enumerate(rids) if i not in prefills}
     return lambda wanted: {name: at[name] for name in wanted if name in at}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.sglang import known, plugin
+from sparseprefill.adapters.sglang.backend import make
 from sparseprefill.adapters.sglang.narrow import Rows
 from sparseprefill.adapters.sglang.options import VARIABLE, given
 from sparseprefill.adapters.sglang.pages import pages_of, scale_of, table_of
@@ -58,6 +59,58 @@ def test_a_model_with_latent_attention_is_refused_by_name() -> None:
     runner: Any = SimpleNamespace(use_mla_backend=True, model_config=SimpleNamespace(model_path="DeepSeek"))
     with pytest.raises(AttachError, match=r"MLA.* has its own backends: use one of SGLang's for DeepSeek"):
         make_runtime(runner, given('{"method": "streaming"}').options, "fa3")
+
+
+@pytest.mark.parametrize(
+    ("decoding", "table", "graph", "hooked", "said"),
+    [
+        ("sparseprefill", {}, "disabled", True, "is 'sparseprefill': pass one of SGLang's own by --decode-attention-"),
+        ("fa3", {"backend": "fa9"}, "disabled", True, "is 'fa9': pass one of SGLang's own by"),
+        (
+            "fa3",
+            {},
+            "full",
+            True,
+            "--cuda-graph-backend-prefill is 'full', whose graphs record attention: use",
+        ),
+        ("fa3", {}, "disabled", False, "SGLang did not apply the hook on Req.__init__"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_start(
+    decoding: str, table: dict[str, str], graph: str, hooked: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Req:
+        def __init__(self) -> None:
+            """As SGLang's."""
+
+    if hooked:
+        Req.__init__.__wrapped__ = None  # type: ignore[attr-defined]
+    config = SimpleNamespace(
+        graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend=graph)))
+    )
+    fakes = {
+        "sglang.srt.layers.attention.attention_registry": {"ATTENTION_BACKENDS": {"fa3": None, "sparseprefill": None}},
+        "sglang.srt.managers.schedule_batch": {"Req": Req},
+        "sglang.srt.runtime_context": {"get_exec": lambda: config},
+    }
+    for path, content in fakes.items():
+        module: Any = ModuleType(path)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, path, module)
+    monkeypatch.setenv(VARIABLE, json.dumps({"method": "streaming", **table}))
+    with pytest.raises(AttachError) as error:
+        make(SimpleNamespace(decode_attention_backend_str=decoding))
+    assert said in str(error.value)
+
+
+def test_where_the_backend_is_not_selected_requests_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "_listeners", set())
+    request = SimpleNamespace(
+        rid="a", cache_salt=None, sampling_params=SimpleNamespace(custom_params={"sparseprefill": "x"})
+    )
+    known.meet(None, request)
+    assert None is request.cache_salt
+    assert None is known.find("a")
 
 
 @pytest.mark.parametrize("page", [1, 16])

@@ -116,6 +116,7 @@ class Layer:
             digest="",
         )  # fmt: skip
         runtime = Runtime.made(given(json.dumps(table)).options, Model(whole, whole, "M", "none", 0), Owner())
+        known.tell(runtime)
         host: Any = Nobody()
         host.__class__ = prefilling(Nobody)
         host.sparse = State(runtime, runner, Nobody)
