@@ -11,7 +11,7 @@ from sparseprefill.pages import FP8, Pages
 
 
 def table_of(row: Tensor, length: int, page: int) -> Tensor:
-    """int32 ``[n]``, the pages of a request: of slots 0 and up a view, where a page is a slot.
+    """int32 ``[n]``, the pages of a request's first `length` keys; a view where a page is one slot.
 
     row: int32 ``[context]``, the request's slots (``req_to_token``), which fill its pages in order. page: slots each.
     """

@@ -45,7 +45,7 @@ class Step:
 
 
 def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
-    """None where SGLang's own attention computes all of a batch.
+    """What runs sparse of a batch; None where SGLang's own attention computes all of it.
 
     slots: int32 ``[requests, context]``, SGLang's ``req_to_token``. page: slots of a page.
     """
