@@ -68,7 +68,11 @@ def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
     runtime.coming = frozenset(row.name for row in rows if row.name is not None)
     found = runtime.prefills(object(), rows, _decoding(rids, starts, places))
     sparse = {i: n for n, i in enumerate(places) if runtime.chunks[n] is not None}
-    if not sparse or why is not None:
+    ending = {one.rid: i in sparse for i, one in enumerate(requests) if one is not None and known.complete(one)}
+    for rid, needed in ending.items():
+        if not needed:  # such as a prompt whose last chunk is too short
+            runtime.requests.end(rid)
+    if not sparse:
         return None
     bounds = [0, *accumulate(counts)]
     parts, tables = list[Part](), dict[int, Tensor]()
@@ -76,8 +80,7 @@ def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
         part = Part(i, i + 1, bounds[i], bounds[i + 1], rows[n], found[n], runtime.chunks[n], runtime.serving(rows[n]))
         parts.append(part)
         tables[i] = table_of(_slots(slots, batch, requests[i], i), rows[n].end, page)
-    over = [request for i, request in enumerate(requests) if i in sparse and request is not None]
-    step = Step(parts, tables, bounds[-1], tuple(one.rid for one in over if known.complete(one)))
+    step = Step(parts, tables, bounds[-1], tuple(rid for rid, needed in ending.items() if needed))
     others = gaps(list(sparse), len(counts))
     if others:
         left = Rows.of(others, bounds)

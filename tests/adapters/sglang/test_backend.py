@@ -182,6 +182,13 @@ def test_chunks_of_a_prompt_share_a_memory_until_its_last_layer() -> None:
     assert plan(host.sparse.runtime, batch(host, [(request, 0, 40)]), rows, 1) is not None, "it was retracted"
 
 
+def test_a_last_chunk_that_is_too_short_ends_a_prefill_too() -> None:
+    host, request = backend(FULL), Req("a", 49)
+    for start, end, going in ((0, 40, ("a",)), (40, 49, ())):
+        host.init_forward_metadata(batch(host, [(request, start, end)]))
+        assert going == host.sparse.runtime.requests.names
+
+
 def test_a_request_that_is_gone_leaves_nothing() -> None:
     host = backend(FULL)
     request = Req("a", 90)
