@@ -44,7 +44,7 @@ def environment(table: object = None) -> dict[str, str]:
 
 
 def run(job: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """The answer of `engine_process` to a job: `model`, `engine` (arguments), `table` (options), `turns`.
+    """The answer of `engine_process` to a job: `model`, `engine` (arguments), `table` (options), `turns`, `environment`.
 
     Where SGLang fails it kills the processes above it, so the answer is ``{"failed": its log}`` then.
     """
@@ -54,7 +54,7 @@ def run(job: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
         process = subprocess.Popen(
             [sys.executable, "-m", "adapters.sglang.engine_process", str(asked), str(answered)],
             cwd=folder,
-            env=environment(job.get("table")),
+            env={**environment(job.get("table")), **job.get("environment", {})},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -88,6 +88,15 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
             "turns": TURNS[:1],
         },
     ),
+    "two": (
+        "qwen3",
+        {
+            "table": FULL,
+            "engine": {"chunked_prefill_size": 256, "tp_size": 2, "disable_overlap_schedule": False},
+            "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},  # else a NUMA node is needed for each
+            "turns": TURNS[:2],
+        },
+    ),
     "wrong": ("qwen3", {"table": {"method": "bfla", "tail": -1}, "turns": []}),
 }  # fmt: skip
 Ask = Callable[[str], dict[str, Any]]
@@ -186,6 +195,13 @@ def test_layers_with_a_window_stay_with_sglang(ask: Ask) -> None:
 def test_a_pool_of_fp8_is_read_in_place(ask: Ask) -> None:
     for expected, actual in zip(turns(ask, "fp8 stock"), turns(ask, "fp8"), strict=True):
         same(expected, actual)
+
+
+def test_two_processes_with_half_of_the_heads_each(ask: Ask) -> None:
+    for expected, actual in zip(turns(ask, "stock"), turns(ask, "two"), strict=False):
+        same(expected, actual)
+    (report,) = ask("two")["reports"]
+    assert {"sparse"} == {layer["mode"] for layer in report["layers"]}
 
 
 def test_one_backend_for_prefill_and_decoding(ask: Ask) -> None:

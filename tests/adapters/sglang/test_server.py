@@ -35,7 +35,6 @@ FLAGS = (
     *(
         "--cuda-graph-backend-decode",
         "disabled",
-        "--disable-overlap-schedule",
         "--skip-server-warmup",
         "--enable-metrics",
     ),
