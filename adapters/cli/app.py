@@ -6,8 +6,8 @@ import sys
 from importlib.util import find_spec
 
 NEEDED = ("typer", "rich", "matplotlib", "jinja2")
-LIGHT = ("vllm-report", "vllm-check")
-"""Commands for servers: they draw nothing, and vLLM brings the two libraries that they need."""
+LIGHT = ("vllm-report", "vllm-check", "sglang-report")
+"""Commands for servers: they draw nothing."""
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     light = sys.argv[1:2] and sys.argv[1] in LIGHT
     lacking = [name for name in (NEEDED[:2] if light else NEEDED) if find_spec(name) is None]
     if lacking:
-        extra = "vllm" if light else "cli"
+        extra = sys.argv[1].partition("-")[0] if light else "cli"
         sys.exit(f'error: the command line needs {", ".join(lacking)}: pip install "sparseprefill[{extra}]"')
     from .commands import app
 

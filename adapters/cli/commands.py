@@ -24,14 +24,15 @@ from . import (
     fit,
     frontier,
     new,
+    sglang_report,
     tune,
     vllm_check,
     vllm_report,
 )
 from .group import Group
 
-VLLM = (vllm_check, vllm_report)
-MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, new, tune, cluster, anchors, calibrate, *VLLM)
+SERVERS = (vllm_check, vllm_report, sglang_report)
+MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, new, tune, cluster, anchors, calibrate, *SERVERS)
 """Modules of commands, in the order of the help text."""
 
 app = typer.Typer(

@@ -18,7 +18,7 @@ from typing import Any
 
 from sparseprefill.errors import AttachError
 
-from .names import SWITCH, mistyped
+from ..serving.wishes import SWITCH, mistyped, salt
 from .options import parse
 from .runtime import selected
 
@@ -84,7 +84,7 @@ def _salting(making: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(making)
     def from_engine_core_request(cls: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         own = request.cache_salt
-        request.cache_salt = _salt(getattr(request.sampling_params, "extra_args", None) or {}, own)
+        request.cache_salt = salt(getattr(request.sampling_params, "extra_args", None) or {}, own)
         try:
             return making(cls, request, *args, **kwargs)
         finally:
@@ -92,10 +92,3 @@ def _salting(making: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(from_engine_core_request, MARK, True)
     return from_engine_core_request
-
-
-def _salt(extra: Any, own: str | None) -> str | None:
-    """The salt of a request's blocks: its own, and what it asks for; so that no other request can have the same."""
-    if SWITCH in extra or mistyped(extra) is not None:
-        return f"{SWITCH}={extra.get(SWITCH)!r};{own or ''}"
-    return f"{SWITCH};{own}" if own and own.startswith(SWITCH) else own

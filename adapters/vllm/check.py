@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from ..serving.layer import LATENT, unsupported
 from .chunks import SCHEDULER
-from .layer import LATENT, Layer, unsupported
+from .layer import heads_of, layer_of
 from .options import parse
 from .runtime import make_runtime
 
@@ -104,7 +105,7 @@ def _reason(route: Any, text: Any, index: int, impl: Any, sizes: Any) -> str | N
     """Why a layer would stay dense, or None; stages are asked about this machine's device."""
     if getattr(text, "kv_lora_rank", None):
         return LATENT
-    layer = Layer.of(f"layers.{index}", impl)
+    layer = layer_of(f"layers.{index}", impl)
     if layer.reason is not None:
         return layer.reason
     impl.num_heads, impl.num_kv_heads, impl.head_size = sizes.heads, sizes.kv_heads, sizes.head_dim
@@ -112,4 +113,4 @@ def _reason(route: Any, text: Any, index: int, impl: Any, sizes: Any) -> str | N
     longest = int(getattr(text, "max_position_embeddings", None) or 1 << 15)
     dtype = getattr(text, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    return unsupported(route, layer, impl, dtype, device, keys=longest, first_head=0)
+    return unsupported(route, layer, heads_of(impl, 0), dtype, device, keys=longest)

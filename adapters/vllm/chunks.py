@@ -7,7 +7,7 @@ from typing import Any
 from sparseprefill.errors import AttachError, ParameterError
 from sparseprefill.route import Route
 
-from .options import TABLE, Options
+from ..serving.options import TABLE, Options
 
 SCHEDULER = "sparseprefill.adapters.vllm.scheduler.fixed_chunks"
 

@@ -17,9 +17,9 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from ..serving.parts import Part
 from . import packing
 from .shared import SparseBuilder, SparseImpl
-from .split import Part
 
 STOCK = "CPU_ATTN"
 

@@ -24,10 +24,10 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from sparseprefill.pages import Pages
 
+from ..serving.parts import Part
 from .pages import pages_of
 from .runtime import NAME
 from .shared import SparseBuilder, SparseImpl
-from .split import Part
 
 STOCK = "TRITON_ATTN"
 

@@ -10,20 +10,23 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.request import Request
 
 from sparseprefill.errors import AttachError
+from sparseprefill.pages import Pages
 
+from ..serving.failures import reason as failed
+from ..serving.layer import Layer, unsupported
+from ..serving.warm import Sizes, warm_engine
 from .admission import check_apart
-from .failures import reason as failed
-from .layer import Layer, index_of, unsupported
+from .layer import heads_of, index_of, layer_of
 from .names import Names
 from .runtime import DRAFTS, KEYLESS, Runtime
 from .split import check_fields
-from .warm import Sizes, warm_engine
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
     found = get_layers_from_vllm_config(config, Attention, builder.layer_names).items()
     mine = [(name, one) for name, one in found if getattr(one.impl, "runtime", None) is runtime]  # no draft model's
     able = [(name, module) for name, module in mine if _reason(runtime, builder, name, module) is None]
-    layers = [(Layer.of(name, module.impl), module) for name, module in able]
+    layers = [(layer_of(name, module.impl), module) for name, module in able]
     return [(one, module) for one, module in layers if chosen is None or one.index in chosen]
 
 
@@ -79,15 +82,15 @@ def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | Non
     config = builder.vllm_config
     model, longest = config.model_config, int(config.model_config.max_model_len)
     step, least = _step(config, runtime), runtime.options.min_query
-    layer = Layer.of(name, module.impl)
+    layer = layer_of(name, module.impl)
     if layer.reason is not None:
         return layer.reason
     if least > step:
         bound = "max_num_batched_tokens" if runtime.options.chunk is None else "chunk"
         return f"min_query is {least}, but no chunk has more than {step} tokens ({bound})"
-    sizes = {"keys": longest, "first_head": runtime.model.first_head}
+    heads = heads_of(module.impl, runtime.model.first_head)
     try:
-        return unsupported(runtime.session.route, layer, module.impl, model.dtype, builder.device, **sizes)
+        return unsupported(runtime.session.route, layer, heads, model.dtype, builder.device, keys=longest)
     except Exception as error:
         method = runtime.session.route.name
         raise AttachError(f"layer {layer.index}: {method} cannot say what it supports: {failed(error)}") from error
@@ -106,7 +109,8 @@ def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]])
     wanted = runtime.options.warm_up
     if not layers or not (getattr(kernels, "enable_jit_warmup", True) if wanted is None else wanted):
         return
-    impl, spec = layers[0][1].impl, builder.kv_cache_spec
+    module, dtype = layers[0][1], config.model_config.dtype
+    impl, spec = module.impl, builder.kv_cache_spec
     layout = str(getattr(config.cache_config, "kv_cache_layout", None) or "LBNHC")
     longest = int(config.model_config.max_model_len)
     sizes = Sizes(
@@ -115,11 +119,16 @@ def warm_up(runtime: Runtime, builder: Any, layers: Sequence[tuple[Layer, Any]])
         head_dim=int(impl.head_size),
         page=int(builder.block_size),
         stored=spec.dtype,
-        dtype=config.model_config.dtype,
+        dtype=dtype,
         outside=layout.index("H") < layout.index("N"),
         step=_step(config, runtime),
         longest=longest,
         small=runtime.options.min_query if impl.slow and runtime.session.route.gate is not None else 0,
         device=builder.device,
     )
-    warm_engine(runtime, layers, sizes)
+
+    def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
+        found: Pages = impl.read(module, cache, table, keys, dtype)
+        return found
+
+    warm_engine(runtime, [layer for layer, _ in layers], sizes, pages)

@@ -1,36 +1,22 @@
-"""One attention layer of the host: what it asks of a call, and why it may have to stay dense."""
+"""What vLLM says of one attention layer."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-import torch
-from attrs import frozen
-
-from sparseprefill.call import AttentionCall
-from sparseprefill.errors import InvalidCallError
-from sparseprefill.route import Route
-
-WINDOW = "the layer has a sliding window"
-LATENT = "multi-head latent attention (MLA) has its own backends"
+from ..serving.layer import WINDOW, Heads, Layer
 
 
-@frozen(eq=False)
-class Layer:
-    """index: among the model's. scale, softcap, sinks: see AttentionCall. reason: why it stays dense, or None."""
+def layer_of(name: str, impl: Any) -> Layer:
+    """name: such as ``model.layers.3.self_attn.attn``. impl: the host's AttentionImpl."""
+    softcap = float(getattr(impl, "logits_soft_cap", 0) or 0)
+    return Layer(index_of(name), float(impl.scale), softcap or None, impl.sinks, _reason(name, impl))
 
-    index: int
-    scale: float
-    softcap: float | None
-    sinks: torch.Tensor | None
-    reason: str | None
 
-    @classmethod
-    def of(cls, name: str, impl: Any) -> Layer:
-        """name: such as ``model.layers.3.self_attn.attn``. impl: the host's AttentionImpl."""
-        softcap = float(getattr(impl, "logits_soft_cap", 0) or 0)
-        return cls(index_of(name), float(impl.scale), softcap or None, impl.sinks, _reason(name, impl))
+def heads_of(impl: Any, first: int) -> Heads:
+    """first: index of the first of the model's heads that is in this process."""
+    return Heads(int(impl.num_heads), int(impl.num_kv_heads), int(impl.head_size), first)
 
 
 def index_of(name: str) -> int:
@@ -56,26 +42,3 @@ def _reason(name: str, impl: Any) -> str | None:
     if index_of(name) < 0:
         return f"the layer's name {name!r} has no index"
     return None
-
-
-def unsupported(
-    route: Route, layer: Layer, impl: Any, dtype: torch.dtype, device: torch.device, *, keys: int, first_head: int
-) -> str | None:
-    """Why the method objects to this layer's longest call, of `keys` keys, or None: asked with a call of no data."""
-    zero = torch.zeros(1, dtype=dtype, device=device)
-    q = zero.expand(1, impl.num_heads, min(keys, 16), impl.head_size)
-    k = zero.expand(1, impl.num_kv_heads, keys, impl.head_size)
-    try:
-        call = AttentionCall(
-            q,
-            k,
-            k,
-            scale=layer.scale,
-            layer=layer.index,
-            softcap=layer.softcap,
-            sinks=layer.sinks,
-            first_head=first_head,
-        )
-    except InvalidCallError as error:
-        return str(error)
-    return "; ".join(route.unsupported(call)) or None

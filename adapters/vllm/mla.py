@@ -14,7 +14,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-from .layer import LATENT
+from ..serving.layer import LATENT
 from .runtime import runtime_of
 
 

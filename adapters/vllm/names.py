@@ -18,24 +18,18 @@ Where none of this is found, as on a later vLLM that is made otherwise, rows hav
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from attrs import define, field, frozen
 
-from sparseprefill.errors import printed
+from ..serving.wishes import SWITCH, Unknown, wish
 
 SLOTS = "req_idx"
 """The field of vLLM's metadata that holds each row's slot, with runner V2."""
-SWITCH = "sparseprefill"
-"""The extra argument (``vllm_xargs``) by which a request asks for a profile."""
-ALIKE = 0.8
-"""How much of `SWITCH` another argument's name may share before it is taken for a mistyped one."""
 UNKNOWN = "this vLLM's model runner is unknown"
 DEAF = (
     "this vLLM's model runner V2 does not tell its model_state of requests and rows; VLLM_USE_V2_MODEL_RUNNER=0 does "
@@ -44,45 +38,10 @@ DEAF = (
 HALVES = "model runner V1 cuts batches in two (--enable-dbo), and does not say which request a row belongs to"
 UNNAMED = "vLLM does not say which request it belongs to, so what it asks for is unknown"
 SILENT = "vLLM does not say what the request asks for"
-MISTYPED = f"the request has an argument that looks like {SWITCH} and is another"
-EMPTY = f"the request asks for nothing by name ({SWITCH}: null)"
-
-
-@frozen
-class Unknown:
-    """In the place of what a request asks for, where that cannot be told: it runs dense.
-
-    why: for report and metrics, without the request's own words. detail: for the log, with them.
-    """
-
-    why: str
-    detail: str = ""
-
-
-def wish(extra: Mapping[str, object] | None) -> object:
-    """What a request's extra arguments ask for: None for nothing, Unknown where it cannot be made out."""
-    if not extra:
-        return None
-    why = mistyped(extra)
-    if why is not None:
-        return Unknown(MISTYPED, why)
-    return Unknown(EMPTY) if SWITCH in extra and extra[SWITCH] is None else extra.get(SWITCH)
-
-
-def mistyped(extra: Iterable[str]) -> str | None:
-    """Why a request is refused one of whose arguments looks like `SWITCH` and is another, or None."""
-    found = next((key for key in extra if key != SWITCH and _resembles(str(key))), None)
-    return None if found is None else f"{printed(found)} is no argument of a request; did you mean {SWITCH!r}?"
-
-
-@functools.lru_cache(256)
-def _resembles(key: str) -> bool:
-    letters = re.sub("[^a-z]", "", key.lower())
-    return letters.startswith(SWITCH) or bool(get_close_matches(letters, [SWITCH], cutoff=ALIKE))
 
 
 def _asked(request: object) -> object:
-    """The same of the host's record of a request. One of a pooling model has no sampling parameters."""
+    """What vLLM's record of a request asks for. One of a pooling model has no sampling parameters."""
     try:
         params: Any = request.sampling_params  # type: ignore[attr-defined]
         return None if params is None else wish(params.extra_args)

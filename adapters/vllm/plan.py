@@ -11,10 +11,11 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
-from .names import Unknown
-from .requests import Row
+from ..serving.parts import Part, gaps, runs
+from ..serving.requests import Row
+from ..serving.wishes import Unknown
 from .runtime import Runtime
-from .split import Part, gaps, narrow, objection, runs
+from .split import narrow, objection
 
 
 def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Part] | None:

@@ -14,12 +14,13 @@ from vllm.config import get_current_vllm_config
 
 from sparseprefill.pages import Pages
 
-from .attend import run
+from ..serving.attend import Read, Stock, run
+from ..serving.layer import Layer
+from ..serving.parts import Part
 from .groups import announce, warm_up
-from .layer import Layer
+from .layer import layer_of
 from .plan import plan
 from .runtime import layer_runtime, runtime_of
-from .split import Part
 
 if TYPE_CHECKING:
     Host = Any
@@ -55,16 +56,29 @@ class SparseImpl(Host):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """See AttentionImpl. This step's keys and values are in the cache when it is called."""
-
-        def read(part: Part) -> tuple[Tensor, Tensor] | Pages:
-            length = 0 if part.row is None else part.row.end
-            return self.read(layer, kv_cache, attn_metadata.block_table[part.first], length, query.dtype)
-
-        if run(self, layer, query, kv_cache, attn_metadata, output, read):
-            return output
+        parts = getattr(attn_metadata, "parts", None)
+        runtime = self.runtime
+        if parts is not None and runtime is not None:
+            if self.facts is None:
+                self.facts = layer_of(layer.layer_name, self)
+            read, stock = self._hands(layer, kv_cache, attn_metadata, query.dtype)
+            if run(runtime, self.facts, parts, query, output, read, stock, slow=self.slow):
+                return output
         scales = (output_scale, output_block_scale)
         self.stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         return output
+
+    def _hands(self, layer: Any, cache: Tensor, metadata: Any, dtype: torch.dtype) -> tuple[Read, Stock]:
+        """What reads the keys of a part, and what computes it as the host does."""
+
+        def read(part: Part) -> tuple[Tensor, Tensor] | Pages:
+            length = 0 if part.row is None else part.row.end
+            return self.read(layer, cache, metadata.block_table[part.first], length, dtype)
+
+        def stock(part: Part, rows: Tensor, out: Tensor) -> None:
+            self.stock(layer, rows, None, None, cache, part.metadata(), out)
+
+        return read, stock
 
     @abstractmethod
     def read(

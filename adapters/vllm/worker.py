@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attrs import asdict
-
+from ..serving.runtime import plain
 from ..session.report import Report
 from .runtime import NAME, existing, selected
 
@@ -23,15 +22,8 @@ class ReportExtension:
         config = getattr(self, "vllm_config", None)
         runtime = existing(config)
         if runtime is not None:
-            others = {name: _data(runtime.report(name)) for name in runtime.profiles}
-            return {**_data(runtime.report()), "worker": runtime.tally.owner.worker, "profiles": others}
+            return runtime.answer()
         if config is None or not selected(config):
             return {}
         name = str(config.model_config.model)
-        return _data(Report(method=NAME, host=name, implementation="vLLM", min_query=0, notes={NOBODY: 1}))
-
-
-def _data(report: Report) -> dict[str, Any]:
-    names = ("density", "fallbacks", "recall", "least_recall", "row_p1", "row_lowest")
-    derived = {name: getattr(report, name) for name in names}
-    return {**asdict(report), **derived, "text": str(report)}
+        return plain(Report(method=NAME, host=name, implementation="vLLM", min_query=0, notes={NOBODY: 1}))

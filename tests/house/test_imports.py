@@ -13,7 +13,7 @@ import pytest
 
 import sparseprefill as sp
 
-HEAVY = ("transformers", "triton", "matplotlib", "hypothesis", "rich", "typer", "vllm")
+HEAVY = ("transformers", "triton", "matplotlib", "hypothesis", "rich", "typer", "vllm", "sglang")
 STEPS = (
     "import sparseprefill as sp",
     "assert 'dense' in sp.methods(); sp.default_registry().plugins()",

@@ -85,6 +85,16 @@ def test_modules_import_from_the_file_that_defines_a_name(layer: str, path: Path
     assert [] == from_face
 
 
+SERVERS = ("vllm", "sglang")
+
+
+@pytest.mark.parametrize("path", sorted((PLACES["adapters"] / "serving").glob("*.py")), ids=lambda path: path.name)
+def test_what_servers_share_imports_none(path: Path) -> None:
+    names = imported(path.read_text(encoding="utf-8"), module_name("adapters", path), path.name == "__init__.py")
+    theirs = (*SERVERS, *(f"{PREFIX['adapters']}.{server}" for server in SERVERS))
+    assert [] == [name for name in names if any(within(name, one) for one in theirs)]
+
+
 @pytest.mark.parametrize(
     ("layer", "module", "source", "bad"),
     [

@@ -21,7 +21,7 @@ from sparseprefill.testing import calls, masks, tensors
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TRITON, REFERENCE = TritonExecutor(), ReferenceExecutor()
-PAGES = (16, 32, 48, 64, 128)
+PAGES = (1, 16, 32, 48, 64, 128)
 LENGTHS = [(1, 1), (127, 127), (20, 128), (129, 129), (33, 131), (7, 211)]
 TILE = (32, 16)
 

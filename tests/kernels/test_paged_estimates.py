@@ -31,7 +31,7 @@ from sparseprefill.testing import calls, tensors
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-PAGES = (16, 48, 128)
+PAGES = (1, 16, 48, 128)
 LENGTHS = [(1, 1), (1, 129), (127, 127), (20, 128), (129, 129), (33, 251)]
 FEATURES: list[dict[str, Any]] = [
     {},

@@ -25,7 +25,7 @@ from sparseprefill.parts.split import Part
 # numpy, which the interpreter computes with, warns of the infinities and NaNs that belong here
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SIZES = (1, 4, 8, 16)
-PAGES = (16, 48, 128)
+PAGES = (1, 16, 48, 128)
 LENGTHS = [(1, 0), (127, 0), (50, 79), (33, 218)]
 """Queries, and keys before them."""
 

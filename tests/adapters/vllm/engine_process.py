@@ -234,7 +234,7 @@ def pretend_cuda() -> None:
         def is_active() -> bool:
             return True
 
-    from sparseprefill.adapters.vllm import warm
+    from sparseprefill.adapters.serving import warm
 
     torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
     torch.cuda.synchronize = lambda *_: None

@@ -42,7 +42,7 @@ def expected(given: Pages, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("order", [HEADS_FIRST, TOKENS_FIRST])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("length", "page", "size"), [(1, 16, 64), (127, 16, 80), (128, 128, 64), (129, 32, 96), (211, 48, 64)]
+    ("length", "page", "size"), [(1, 16, 64), (130, 1, 64), (127, 16, 80), (128, 128, 64), (129, 32, 96), (211, 48, 64)]
 )
 def test_pages_are_copied_bit_for_bit(
     length: int, page: int, size: int, dtype: torch.dtype, order: tuple[int, ...]

@@ -14,23 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sparseprefill.adapters.serving.model import Model
+from sparseprefill.adapters.serving.parts import Part
+from sparseprefill.adapters.serving.runtime import ENDLESS
+from sparseprefill.adapters.serving.tally import NUMBER, Tally
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm import runtime as module
-from sparseprefill.adapters.vllm.model import Model
 from sparseprefill.adapters.vllm.names import DEAF, HALVES, SILENT, UNNAMED, Names, drafting
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.plan import plan
 from sparseprefill.adapters.vllm.runtime import (
     BLIND,
     DRAFTS,
-    ENDLESS,
     Runtime,
     _runtimes,
     layer_runtime,
     runtime_of,
 )
-from sparseprefill.adapters.vllm.split import KNOWN, Part, check_fields
-from sparseprefill.adapters.vllm.tally import NUMBER, Tally
+from sparseprefill.adapters.vllm.split import KNOWN, check_fields
 from sparseprefill.adapters.vllm.worker import NOBODY, ReportExtension
 
 import sparseprefill as sp

@@ -13,16 +13,17 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from sparseprefill.adapters.serving import tally
+from sparseprefill.adapters.serving import warm as warming
+from sparseprefill.adapters.serving.model import Model
+from sparseprefill.adapters.serving.runtime import NOT_COUNTED
+from sparseprefill.adapters.serving.tally import DENSITIES, OWNER, RECALLS, ROW_RECALLS, Owner, Tally
 from sparseprefill.adapters.session import ledger
 from sparseprefill.adapters.session import session as sessions
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.session.watch import CallRecall
 from sparseprefill.adapters.vllm import runtime as module
-from sparseprefill.adapters.vllm import tally
-from sparseprefill.adapters.vllm import warm as warming
-from sparseprefill.adapters.vllm.model import Model
 from sparseprefill.adapters.vllm.runtime import Runtime
-from sparseprefill.adapters.vllm.tally import DENSITIES, OWNER, RECALLS, ROW_RECALLS, Owner, Tally
 from sparseprefill.adapters.vllm.worker import ReportExtension
 
 import sparseprefill as sp
@@ -31,7 +32,7 @@ from kernels.caches import paged
 from sparseprefill.metrics import SPREAD, watched_recall
 from sparseprefill.profiles.identity import ModelIdentity
 
-from .test_warm import LAYERS, SIZES, pages
+from ..serving.test_warm import LAYERS, SIZES, pages
 
 CALL = make(300, heads=4, kv_heads=2)
 METHOD = {"method": "streaming", "parameters": {"sink": 16, "window": 16, "block": 16}, "gate": False, "tail": 0}
@@ -76,8 +77,8 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> dict[str, Metric]:
 def runtime(monkeypatch: pytest.MonkeyPatch, layers: int = 3, **table: Any) -> Runtime:
     """As the engine makes it, of a model of so many layers."""
     whole = ModelIdentity(name="m", architecture="M", layers=layers, heads=4, kv_heads=2, head_dim=8, digest="d")
-    monkeypatch.setattr(module, "identity", lambda *_: Model(whole, whole, "M", "STOCK", 0))
-    monkeypatch.setattr(module, "show", lambda _: None)
+    monkeypatch.setattr(module, "_model", lambda *_: Model(whole, whole, "M", "STOCK", 0))
+    monkeypatch.setattr(module, "show", lambda *_: None)
     model, parallel = SimpleNamespace(served_model_name=["served", "other"]), SimpleNamespace(rank=1)
     given = {"additional_config": {"sparseprefill": {**METHOD, **table}}}
     return module.make_runtime(SimpleNamespace(**given, model_config=model, parallel_config=parallel), "STOCK")
@@ -136,7 +137,7 @@ def test_a_density_that_was_not_counted_is_said_to_be_so(monkeypatch: pytest.Mon
     """On a device that can count nothing, as while a CUDA graph is captured; else masks too large to keep are counted
     at once."""
     monkeypatch.setattr(sessions, "KEPT_BYTES", 0)
-    for captured, noted in ((False, {}), (True, {module.NOT_COUNTED: 2})):
+    for captured, noted in ((False, {}), (True, {NOT_COUNTED: 2})):
         monkeypatch.setattr(ledger, "recording", lambda captured=captured: captured)
         mine = runtime(monkeypatch, recall_every=0)
         prefill = Prefill()

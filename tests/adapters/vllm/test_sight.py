@@ -14,13 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sparseprefill.adapters.serving import runtime as serving
+from sparseprefill.adapters.serving.runtime import NO_PROFILE
+from sparseprefill.adapters.serving.served import Served
+from sparseprefill.adapters.serving.summary import Summary, every
+from sparseprefill.adapters.serving.tally import METRICS, OWNER, PREFIX, Tally
 from sparseprefill.adapters.session.session import Session
-from sparseprefill.adapters.vllm import runtime as module
 from sparseprefill.adapters.vllm.plan import plan
-from sparseprefill.adapters.vllm.runtime import NO_PROFILE, UNSEEN, Runtime
-from sparseprefill.adapters.vllm.served import Served
-from sparseprefill.adapters.vllm.summary import Summary, every, interval_of_host
-from sparseprefill.adapters.vllm.tally import METRICS, OWNER, PREFIX, Tally
+from sparseprefill.adapters.vllm.runtime import UNSEEN, Runtime, interval_of_host
 
 import sparseprefill as sp
 
@@ -104,7 +105,7 @@ def test_when_the_line_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[float] = []
-    monkeypatch.setattr(module, "every", lambda seconds, owner, tell: seen.append(seconds))
+    monkeypatch.setattr(serving, "every", lambda seconds, owner, tell: seen.append(seconds))
     monkeypatch.delenv("VLLM_LOG_STATS_INTERVAL", raising=False)
     mine = runtime(**table)
     mine.model = SimpleNamespace(first_head=head)  # type: ignore[assignment]

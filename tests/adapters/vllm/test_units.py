@@ -20,16 +20,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sparseprefill.adapters.demo.settings import CLUSTERS
+from sparseprefill.adapters.serving.options import MIN_QUERY
+from sparseprefill.adapters.serving.parts import gaps, runs
+from sparseprefill.adapters.serving.requests import Requests, Row
+from sparseprefill.adapters.serving.tensor_parallel import LocalRegistry
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.vllm import plugin, register
 from sparseprefill.adapters.vllm.admission import check_apart, install, keep_apart
 from sparseprefill.adapters.vllm.chunks import SCHEDULER, check_chunk, check_grain, chunk_end
-from sparseprefill.adapters.vllm.layer import Layer, index_of
-from sparseprefill.adapters.vllm.options import MIN_QUERY, parse
+from sparseprefill.adapters.vllm.layer import index_of, layer_of
+from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.pages import pages_of
-from sparseprefill.adapters.vllm.requests import Requests, Row
-from sparseprefill.adapters.vllm.split import gaps, narrow, runs
-from sparseprefill.adapters.vllm.tensor_parallel import LocalRegistry
+from sparseprefill.adapters.vllm.split import narrow
 
 import sparseprefill as sp
 from sparseprefill.pages import Pages
@@ -278,7 +280,7 @@ def test_index_of_a_layer(name: str, index: int) -> None:
 )
 def test_reasons_of_a_layer(differs: dict[str, Any], words: str | None) -> None:
     usual = {"attn_type": "decoder", "sliding_window": -1, "kv_cache_dtype": "auto", "scale": 0.5, "sinks": None}
-    layer = Layer.of("model.layers.0.attn", SimpleNamespace(**{**usual, "logits_soft_cap": 0, **differs}))
+    layer = layer_of("model.layers.0.attn", SimpleNamespace(**{**usual, "logits_soft_cap": 0, **differs}))
     assert (words is None) == (layer.reason is None)
     assert layer.softcap is None
     assert words is None or words in str(layer.reason)

@@ -1,9 +1,7 @@
-"""The line that says every so often, in vLLM's log, what prefill did since the one before."""
+"""The line that says every so often, in a server's log, what prefill did since the one before."""
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 import time
 import weakref
@@ -12,18 +10,8 @@ from collections.abc import Callable
 
 from attrs import define, field
 
-VARIABLE, SECONDS = "VLLM_LOG_STATS_INTERVAL", 10.0
-"""vLLM's own interval and its default: the line comes as often as vLLM's."""
-log = logging.getLogger(__name__)
-
-
-def interval_of_host() -> float:
-    """Seconds between two of vLLM's own lines."""
-    try:
-        found = float(os.environ.get(VARIABLE, SECONDS))
-    except ValueError:  # which vLLM itself refuses
-        return SECONDS
-    return found if found > 0 else SECONDS
+SECONDS = 10.0
+"""Between two lines, where nothing else is asked for."""
 
 
 @define(eq=False)

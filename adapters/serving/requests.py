@@ -64,7 +64,7 @@ class Requests:
         rows_of = Counter(row.name for row in rows)
         for name, entry in list(self._entries.items()):
             if decoding.get(name, -1) >= entry.end or not alive(name):
-                self._end(name)
+                self.end(name)
             elif name not in rows_of:
                 entry.prefill.memory.prefix.clear()
         alone = {name for name, count in rows_of.items() if count == 1 and name not in decoding}
@@ -84,12 +84,15 @@ class Requests:
             return Prefill()
         known = self._entries.get(name)
         if known is not None and not row.start == known.end > 0:
-            self._end(name)
+            self.end(name)
             known = None
         prefill = Prefill() if known is None else known.prefill
         self._entries[name] = _Entry(prefill, row.end)
         return prefill
 
-    def _end(self, name: str) -> None:
-        self._entries.pop(name).prefill.memory.clear()
-        self.finished += 1
+    def end(self, name: str) -> None:
+        """The prefill of this request is over, if it is in progress."""
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            entry.prefill.memory.clear()
+            self.finished += 1

@@ -11,14 +11,15 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from sparseprefill.adapters.serving.attend import run
+from sparseprefill.adapters.serving.failures import LONGEST, ends_engine, reason
+from sparseprefill.adapters.serving.layer import Layer
+from sparseprefill.adapters.serving.model import Model
+from sparseprefill.adapters.serving.parts import Part
+from sparseprefill.adapters.serving.requests import Row
 from sparseprefill.adapters.session.session import Prefill, Session
-from sparseprefill.adapters.vllm.attend import run
-from sparseprefill.adapters.vllm.failures import LONGEST, ends_engine, reason
-from sparseprefill.adapters.vllm.model import Model
 from sparseprefill.adapters.vllm.options import parse
-from sparseprefill.adapters.vllm.requests import Row
 from sparseprefill.adapters.vllm.runtime import Runtime
-from sparseprefill.adapters.vllm.split import Part
 
 import sparseprefill as sp
 from sparseprefill.profiles.identity import ModelIdentity
@@ -103,12 +104,9 @@ def layer(mine: Runtime, requests: int = 1, prompt: int | None = None) -> torch.
     query = torch.randn(TOKENS * requests, HEADS, SIZE)
     output = torch.full_like(query, float("nan"))
 
-    def stock(*given: Any) -> None:
-        given[-1].fill_(HOSTS)
+    def stock(part: Part, rows: torch.Tensor, out: torch.Tensor) -> None:
+        out.fill_(HOSTS)
 
-    usual = {"attn_type": "decoder", "sliding_window": -1, "kv_cache_dtype": "auto", "scale": 0.25, "sinks": None}
-    impl = SimpleNamespace(runtime=mine, facts=None, stock=stock, slow=False, **usual)
-    module = SimpleNamespace(layer_name="model.layers.0.attn")
     parts = [
         Part(i, i + 1, i * TOKENS, (i + 1) * TOKENS, Row(0, TOKENS, str(i), prompt), Prefill(), make=lambda: None)
         for i in range(requests)
@@ -118,7 +116,7 @@ def layer(mine: Runtime, requests: int = 1, prompt: int | None = None) -> torch.
         kv = torch.randn(2, 1, HEADS, TOKENS, SIZE)
         return kv[0], kv[1]
 
-    assert run(impl, module, query, torch.empty(0), SimpleNamespace(parts=parts), output, read)
+    assert run(mine, Layer(0, 0.25, None, None, None), parts, query, output, read, stock, slow=False)
     return output
 
 
@@ -232,8 +230,8 @@ def test_a_method_that_fails_to_be_built_is_named(monkeypatch: pytest.MonkeyPatc
     registry.register(SimpleNamespace(sparseprefill_methods=sp.hookimpl(lambda: [method])), "broken")
     monkeypatch.setattr("sparseprefill.config.default_registry", lambda: registry)
     config = SimpleNamespace(additional_config={"sparseprefill": {"method": "broken"}})
-    monkeypatch.setattr(module, "show", lambda _: None)
+    monkeypatch.setattr(module, "show", lambda *_: None)
     whole = ModelIdentity(name="m", architecture="M", layers=1, heads=2, kv_heads=2, head_dim=16, digest="d")
-    monkeypatch.setattr(module, "identity", lambda *_: Model(whole, whole, "M", "STOCK", 0))
+    monkeypatch.setattr(module, "_model", lambda *_: Model(whole, whole, "M", "STOCK", 0))
     with pytest.raises(sp.SparsePrefillError, match="by zero"):
         module.make_runtime(config, "STOCK")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from sparseprefill.adapters.serving.layer import Layer
+from sparseprefill.adapters.serving.warm import Sizes, warm, warm_engine
 from sparseprefill.adapters.session.session import Session
-from sparseprefill.adapters.vllm.layer import Layer
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.pages import pages_of
-from sparseprefill.adapters.vllm.warm import Sizes, warm, warm_engine
 from torch import Tensor
 
 from helpers.stubs import Estimate
@@ -143,21 +143,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
-def engine(kept: Kept) -> tuple[Any, list[tuple[Layer, Any]]]:
+def engine(kept: Kept) -> Any:
     session = Session(kept.pipeline)
     served = (SimpleNamespace(session=session),)
-    runtime: Any = SimpleNamespace(session=session, every=served, model=SimpleNamespace(first_head=0), warmed=set())
-    impl = SimpleNamespace(read=lambda layer, cache, table, keys, dtype: pages(cache, table, keys))
-    return runtime, [(layer, SimpleNamespace(impl=impl)) for layer in LAYERS]
+    return SimpleNamespace(session=session, every=served, model=SimpleNamespace(first_head=0), warmed=set())
 
 
 @pytest.mark.usefixtures("device")
 def test_once_for_each_kind_of_layer(caplog: pytest.LogCaptureFixture) -> None:
     kept = Kept()
-    runtime, layers = engine(kept)
+    runtime = engine(kept)
     with caplog.at_level(logging.INFO):
         for sizes in (SIZES, SIZES, evolve(SIZES, page=32)):
-            warm_engine(runtime, layers, sizes)
+            warm_engine(runtime, LAYERS, sizes, pages)
     assert 36 == len(kept.calls), "two kinds, three calls, two layers; and two requests of each"
     assert 2 == caplog.text.count("kernels are ready")
     assert not runtime.session.report("", "").layers, "nobody asked for these calls"
@@ -165,17 +163,17 @@ def test_once_for_each_kind_of_layer(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.usefixtures("device")
 def test_what_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    runtime, layers = engine(Kept(torch.OutOfMemoryError("no room")))
+    runtime = engine(Kept(torch.OutOfMemoryError("no room")))
     with caplog.at_level(logging.INFO):
-        warm_engine(runtime, layers, SIZES)
+        warm_engine(runtime, LAYERS, SIZES, pages)
     assert "failed: OutOfMemoryError: no room" in caplog.text
     assert "ready" not in caplog.text
 
 
 def test_nothing_is_compiled_for_a_cpu() -> None:
     kept = Kept()
-    runtime, layers = engine(kept)
-    warm_engine(runtime, layers, SIZES)
+    runtime = engine(kept)
+    warm_engine(runtime, LAYERS, SIZES, pages)
     assert not kept.calls
 
 

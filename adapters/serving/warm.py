@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from attrs import frozen
@@ -136,23 +135,17 @@ def _made(
     return AttentionCall.of_pages(q, pages(cache, table, keys), **given)
 
 
-def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Sizes) -> None:
-    """The same for an engine's layers and their modules, once for each kind; what goes wrong is logged, no more."""
+def warm_engine(runtime: Runtime, layers: Sequence[Layer], sizes: Sizes, pages: Where) -> None:
+    """The same for an engine's layers, once for each kind; what goes wrong is logged, no more."""
     if not layers or not kernels.serve_device(sizes.device) or sizes in runtime.warmed:
         return
     runtime.warmed.add(sizes)
-    module, begin = layers[0][1], time.perf_counter()
-
-    def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
-        found: Pages = module.impl.read(module, cache, table, keys, sizes.dtype)
-        return found
-
+    begin = time.perf_counter()
     try:
         with torch.inference_mode():
-            some = [layer for layer, _ in layers]
             for session in (one.session for one in runtime.every):
                 for pipeline in session.route.known:
-                    warm(pipeline, some, sizes, pages, runtime.model.first_head, recall=session.measures_recall)
+                    warm(pipeline, layers, sizes, pages, runtime.model.first_head, recall=session.measures_recall)
             torch.cuda.synchronize(sizes.device)
     except Exception as error:  # the engine starts all the same, and a request that fails says why
         if ends_engine(error):
@@ -162,4 +155,4 @@ def warm_engine(runtime: Runtime, layers: Sequence[tuple[Layer, Any]], sizes: Si
     else:
         log.info("sparseprefill: kernels are ready, in %.1f s", time.perf_counter() - begin)
     finally:
-        torch.cuda.empty_cache()  # vLLM has counted this memory as its own
+        torch.cuda.empty_cache()  # the server has counted this memory as its own

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -15,48 +14,54 @@ from sparseprefill.pages import Pages
 from ..session.session import Fallback, Outcome, Prefill
 from .failures import ends_engine, reason
 from .layer import Layer
+from .parts import Part
 from .runtime import Runtime
 from .served import Served
-from .split import Part
 
 log = logging.getLogger(__name__)
 Read = Callable[[Part], tuple[Tensor, Tensor] | Pages]
 """Keys and values of a part's request: ``[1, Hkv, N, D]`` in the query's dtype, or where they stand."""
+Stock = Callable[[Part, Tensor, Tensor], None]
+"""Fills ``[tokens, Hq, D]`` of a part by the host's attention, from its queries; K and V are in the cache already."""
 
 
-def run(impl: Any, module: Any, query: Tensor, cache: Tensor, metadata: Any, output: Tensor, read: Read) -> bool:
+def run(
+    runtime: Runtime,
+    layer: Layer,
+    parts: Sequence[Part],
+    query: Tensor,
+    output: Tensor,
+    read: Read,
+    stock: Stock,
+    *,
+    slow: bool,
+) -> bool:
     """Fill `output` with the attention of `query`, both ``[tokens, Hq, D]``; False if the host shall do all of it.
 
-    impl: the layer's AttentionImpl, with a `runtime`, a `facts` to fill, its `stock` forward, and whether that is
-    `slow`: then calls too small for the method run dense by the library's kernels. module: the layer.
+    slow: whether the host's attention is, so that calls too small for the method run dense by the library's kernels.
     Requests that run sparse share a launch where their calls allow it; each is counted and may fail by itself.
     No reason to stay dense is an error, nor is what a stage, a gate or a plugin raises; only a lost device is.
     """
-    parts = getattr(metadata, "parts", None)
-    if impl.runtime is None or parts is None:
-        return False
-    if impl.facts is None:
-        impl.facts = Layer.of(module.layer_name, impl)
-    if impl.facts.reason is not None:
+    if layer.reason is not None:
         for part in parts:
-            _decline(impl.runtime, impl.facts, part, impl.facts.reason)
+            decline(runtime, layer, part, layer.reason)
         return False
     waiting: list[tuple[Part, AttentionCall]] = []
 
     def settle() -> None:
-        for part, found in _outcomes(impl, waiting):
+        for part, found in _outcomes(runtime, layer, waiting, slow):
             fill(part, found)
         waiting.clear()
 
     def fill(part: Part, found: Tensor | None) -> None:
         rows, out = query[part.begin : part.end], output[part.begin : part.end]
         if found is None:
-            impl.stock(module, rows, None, None, cache, part.metadata(), out)  # K and V are in the cache already
+            stock(part, rows, out)
         else:
             out.copy_(found[0].transpose(0, 1))
 
     for part in parts:
-        call = None if part.row is None else _call(impl, part, query[part.begin : part.end], read)
+        call = None if part.row is None else _call(runtime, layer, part, query[part.begin : part.end], read)
         if call is None:
             fill(part, None)
             continue
@@ -67,12 +72,10 @@ def run(impl: Any, module: Any, query: Tensor, cache: Tensor, metadata: Any, out
     return True
 
 
-def _call(impl: Any, part: Part, rows: Tensor, read: Read) -> AttentionCall | None:
+def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) -> AttentionCall | None:
     """What the session is asked for a part, or None where the host shall compute it."""
-    runtime: Runtime = impl.runtime
-    layer: Layer = impl.facts
     if part.prefill is None or part.reason is not None:
-        _decline(runtime, layer, part, part.reason or "the request is unknown")
+        decline(runtime, layer, part, part.reason or "the request is unknown")
         return None
     try:
         found = read(part)
@@ -93,9 +96,10 @@ def _call(impl: Any, part: Part, rows: Tensor, read: Read) -> AttentionCall | No
         return None
 
 
-def _outcomes(impl: Any, waiting: Sequence[tuple[Part, AttentionCall]]) -> Iterator[tuple[Part, Tensor | None]]:
+def _outcomes(
+    runtime: Runtime, layer: Layer, waiting: Sequence[tuple[Part, AttentionCall]], slow: bool
+) -> Iterator[tuple[Part, Tensor | None]]:
     """``[1, Hq, tokens, D]`` of each part, or None for the host to compute it; what one method serves runs together."""
-    runtime: Runtime = impl.runtime
     by_method: dict[Served, list[tuple[Part, AttentionCall, Prefill]]] = {}
     for part, call in waiting:
         if part.prefill is not None:
@@ -104,19 +108,21 @@ def _outcomes(impl: Any, waiting: Sequence[tuple[Part, AttentionCall]]) -> Itera
         outcomes = served.session.run_many([(call, prefill) for _, call, prefill in some])
         for (part, call, _), outcome in zip(some, outcomes, strict=True):
             try:
-                found = _output(impl, served, part, call, outcome)
+                found = _output(served, layer, part, call, outcome, slow)
             except Exception as error:
-                _fail(runtime, impl.facts, part, error)
+                _fail(runtime, layer, part, error)
                 found = None
             yield part, found
 
 
-def _output(impl: Any, served: Served, part: Part, call: AttentionCall, outcome: Outcome) -> Tensor | None:
+def _output(
+    served: Served, layer: Layer, part: Part, call: AttentionCall, outcome: Outcome, slow: bool
+) -> Tensor | None:
     if isinstance(outcome, Exception):
         raise outcome
     if isinstance(outcome, Fallback):
-        _count(served, impl.facts, part, outcome.reason)
-        return served.session.whole(call) if outcome.chosen and impl.slow else None
+        _count(served, layer, part, outcome.reason)
+        return served.session.whole(call) if outcome.chosen and slow else None
     if outcome.out.shape != call.q.shape:
         raise StageError(f"the output is {tuple(outcome.out.shape)}, and should be {tuple(call.q.shape)}")
     if part.chunk is not None:
@@ -129,10 +135,11 @@ def _fail(runtime: Runtime, layer: Layer, part: Part, error: Exception) -> None:
     if ends_engine(error):
         raise error
     log.debug("layer %d", layer.index, exc_info=error)
-    _decline(runtime, layer, part, reason(error))
+    decline(runtime, layer, part, reason(error))
 
 
-def _decline(runtime: Runtime, layer: Layer, part: Part, reason: str) -> None:
+def decline(runtime: Runtime, layer: Layer, part: Part, reason: str) -> None:
+    """Leave a part to the host in this layer, and record why."""
     if part.row is not None:
         served, shape = part.served or runtime.main, (1, part.end - part.begin, part.row.end)
         _count(served, layer, part, served.session.decline(layer.index, reason, shape).reason)

@@ -1,6 +1,6 @@
-"""For vLLM's metrics endpoint: chunks and tokens of prefill, calls of layers, fallbacks, and what was measured."""
+"""For a server's metrics endpoint: chunks and tokens of prefill, calls of layers, fallbacks, and what was measured."""
 
-# vLLM is not there where types are checked.
+# prometheus_client is not there where types are checked.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUMBER = re.compile(r"(?<![\w.])\d+(\.\d+)?")
 CLASSES = 4
 """Classes of neighbouring layers that figures are told by: each has a time series for every bucket."""
 OWNER = ("model_name", "method", "worker", "profile")
-"""Labels of every metric; the first is called as in vLLM's own."""
+"""Labels of every metric; the first is called as in the servers' own."""
 RECALLS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99, 0.999, 1.0)
 """Upper bounds of the histogram of recall, which is never above 1."""
 ROW_RECALLS = (0.01, 0.03, 0.1, 0.2, *RECALLS)
@@ -63,8 +63,8 @@ log = logging.getLogger(__name__)
 
 @frozen
 class Owner:
-    """Whose figures they are: the served model's name, the method, the number of vLLM's worker, and the profile that
-    requests ask for, empty for those that ask for none."""
+    """Whose figures they are: the served model's name, the method, the worker's number, and the profile that requests
+    ask for, empty for those that ask for none."""
 
     model: str = ""
     method: str = ""
@@ -191,7 +191,7 @@ class Chunk:
 
 @cache
 def _metrics() -> dict[str, Any]:
-    """One set a process; empty, with a warning, where they cannot be kept. prometheus_client comes with vLLM."""
+    """One set a process; empty, with a warning, where they cannot be kept. prometheus_client comes with the servers."""
     try:
         import prometheus_client
 

@@ -1,0 +1,261 @@
+"""One engine's worth of state in one process: the session, the requests, the metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from attrs import asdict, define, evolve, field
+
+from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
+from sparseprefill.route import Route
+
+from ..session.report import Report
+from ..session.session import Prefill, Session
+from .failures import reason
+from .model import Model
+from .options import TABLE, Options, Source
+from .requests import Requests, Row
+from .served import Served
+from .summary import SECONDS, Summary, every
+from .tally import Chunk, Owner, Tally
+from .tensor_parallel import LocalRegistry
+from .wishes import OFF, Unknown
+
+ENDLESS = "chunks of prompts whose length the server does not give: each chunk gets a dense tail"
+ASKED_DENSE = f"the request asks for it ({TABLE}: {OFF})"
+NOT_COUNTED = (
+    "layers whose density was not counted, as a CUDA graph was captured, or memory ran out: "
+    f"{TABLE}.measure counts each call"
+)
+NO_PROFILE = f"the request asks for a profile that this engine does not have ({TABLE})"
+log = logging.getLogger(__name__)
+
+
+@define(eq=False)
+class Runtime:
+    """What the layers and metadata builders of one engine share in one process.
+
+    session, tally: of the requests that ask for nothing, together `main`. profiles: what serves the others, by the name
+    that they ask for. chunks: of the step's prefill rows; None where the host computes the row whatever the layer.
+    A server's adapter says in a subclass which requests it still has.
+    """
+
+    options: Options
+    session: Session
+    model: Model
+    tally: Tally
+    profiles: Mapping[str, Served] = field(factory=dict)
+    main: Served = field(init=False)
+    requests: Requests = field(factory=Requests, init=False)
+    warmed: set[object] = field(factory=set, init=False)
+    surveyed: bool = field(default=False, init=False)
+    chunks: list[Chunk | None] = field(factory=list, init=False)
+    _step: tuple[object, list[Prefill]] | None = field(default=None, init=False)
+    _told: object = field(default=None, init=False)
+    _warned: set[str] = field(factory=set, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.main = Served(self.session, self.tally)
+
+    @classmethod
+    def made(cls, options: Options, model: Model, owner: Owner) -> Self:
+        """What the options ask for. owner: of the metrics. Raises what wrong options raise."""
+        summary = Summary()
+        main = _served(options.source, options, model, owner, summary)
+        profiles = {
+            name: _served(one, options, model, evolve(owner, profile=name), summary)
+            for name, one in options.profiles.items()
+        }
+        return cls(options, main.session, model, main.tally, profiles)
+
+    def alive(self, name: str) -> bool:
+        """Whether the server still has a request of this id, running or waiting for its next chunk."""
+        raise NotImplementedError
+
+    @property
+    def every(self) -> tuple[Served, ...]:
+        """All that may serve a request."""
+        return (self.main, *self.profiles.values())
+
+    def prefills(
+        self, step: object, rows: Sequence[Row], decoding: Callable[[Iterable[str | None]], Mapping[str | None, int]]
+    ) -> list[Prefill]:
+        """The prefills of one step's rows: see Requests. Every group of layers asks with the same `step` object.
+
+        decoding: finds the step's other rows of some requests, and tells the first token of each.
+        """
+        if self._step is None or self._step[0] is not step or len(self._step[1]) != len(rows):
+            for one in self.every:
+                one.session.read_recall()
+            self.settle()
+            finished = self.requests.finished
+            others = decoding([*self.requests.names, *(row.name for row in rows)]) if len(self.requests) else {}
+            self._step = (step, self.requests.step(rows, others, self.alive))
+            self.chunks = [self._begin(row) for row in rows]
+            if self.requests.finished > finished and log.isEnabledFor(logging.DEBUG):
+                self._tell()
+        return self._step[1]
+
+    def serving(self, row: Row) -> Served:
+        """What runs a row sparse."""
+        return self.profiles.get(row.asked, self.main) if isinstance(row.asked, str) else self.main
+
+    def settle(self) -> None:
+        """The step that ran last is through all layers: count its chunks."""
+        chunks, self.chunks = self.chunks, []
+        for chunk in chunks:
+            if chunk is not None:
+                chunk.settle()
+
+    def tell(self) -> None:
+        """Log what prefill did since the last time, as a line; nothing where there was none."""
+        step = None if self._step is None else self._step[0]
+        if step is self._told:  # nothing has come since, so the last step is over
+            self.settle()
+        self._told = step
+        line = self.tally.summary.line()
+        if line is not None:
+            log.info("sparseprefill: %s", line)
+
+    def start(self, usual: float = SECONDS) -> None:
+        """Begin to log the summary, if it is asked for: by the first worker of those that share a layer's heads.
+
+        usual: seconds between two of the server's own lines.
+        """
+        seconds = usual if self.options.log_interval is None else self.options.log_interval
+        if seconds and self.model.first_head == 0 and log.isEnabledFor(logging.INFO):
+            every(seconds, self, self.tell)
+
+    def _begin(self, row: Row) -> Chunk | None:
+        """A row's chunk, if it may run sparse; else it is counted at once."""
+        served, tokens = self.serving(row), row.end - row.start
+        if row.prompt is None and self.options.tail:
+            served.session.note(ENDLESS)
+        if tokens < self.options.min_query:
+            served.session.count_short()
+            served.tally.settle(tokens, f"fewer than {self.options.min_query} tokens")
+            return None
+        dense = self._dense(row.asked)
+        if dense is None:
+            return served.tally.chunk(tokens)
+        why, detail = dense
+        if detail and why not in self._warned:
+            self._warned.add(why)
+            log.warning("sparseprefill: a request runs dense: %s", detail)
+        served.session.note(why)
+        served.tally.settle(tokens, why)
+        return None
+
+    def _dense(self, asked: object) -> tuple[str, str] | None:
+        """Why a request stays dense that asks for this, and what the log says of the first; None where it does not."""
+        if asked is None or (isinstance(asked, str) and asked in self.profiles):
+            return None
+        if isinstance(asked, Unknown):
+            return asked.why, asked.detail or asked.why
+        return (ASKED_DENSE, "") if asked == OFF else (NO_PROFILE, str(self.options.unknown(asked)))
+
+    def expect(self, layers: Sequence[tuple[int, str | None]]) -> None:
+        """Name all layers of this process, and why they will stay dense; say in the log what will run how.
+
+        layers: index and reason of each; an encoder's and a decoder's may have the same index. Where nothing will run
+        sparse that is a warning, and a note in the report. AttachError where a layer will stay dense and `strict` is
+        on; ParameterError where a layer is asked for that the model has not.
+        """
+        chosen = self.options.layers
+        if chosen is not None:
+            outside = sorted(i for i in chosen if not 0 <= i < self.model.identity.layers)
+            if outside:
+                raise ParameterError(f"sparseprefill.layers names {outside[0]}: {self.model.identity.layers} layers")
+        asked = [(i, why) for i, why in layers if chosen is None or i in chosen]
+        dense = sorted((i, why) for i, why in asked if why)
+        if dense and self.options.strict:
+            shown = "; ".join(f"layer {i}: {why}" for i, why in dense)
+            raise AttachError(f"strict: these layers would stay dense: {shown}")
+        for one in self.every:
+            one.session.expect(i for i, _ in layers)
+        self._announce(len(asked), Counter(why for _, why in dense))
+
+    def leave(self, what: str, count: int = 1) -> None:
+        """Note in the reports that so many layers are no concern of the methods: they run as without them."""
+        for _ in range(count):
+            for one in self.every:
+                one.session.note(what)
+
+    def _announce(self, layers: int, dense: Counter[str]) -> None:
+        name, model, host = self.session.route.name, self.model.name, self.model.attention
+        if dense.total() < layers:
+            text = "sparseprefill: %s for prefill chunks of %d tokens and more of %s, %s for the rest"
+            log.info(text, name, self.options.min_query, model, host)
+            for why, count in dense.items():
+                log.info("sparseprefill: %d of %d layers stay dense: %s", count, layers, why)
+        elif layers:
+            self.nothing("; ".join(dense))
+
+    def nothing(self, why: str) -> None:
+        """Say in log and report that nothing can run sparse, and why; AttachError where `strict` is on."""
+        if self.options.strict:
+            raise AttachError(f"strict: nothing can run sparse: {why}")
+        text = f"{self.session.route.name} is selected, but nothing can run sparse: {why}"
+        log.warning("sparseprefill: %s: %s", self.model.name, text)
+        self.session.note(text)
+
+    def _tell(self) -> None:
+        try:
+            log.debug("%s", self.report())
+        except Exception as error:  # such as a mask that cannot be counted: it must not end the engine
+            log.debug("no report: %s", reason(error))
+
+    def report(self, profile: str | None = None) -> Report:
+        """What every layer did, and why (measures densities that wait: host sync). profile: for requests that ask for
+        it; None for those that ask for nothing."""
+        served = self.main if profile is None else self.profiles[profile]
+        report = served.session.report(self.model.name, self.model.attention)
+        lost = sum(one.mode == "sparse" and one.density is None for one in report.layers)
+        if lost:  # as a note it stands in the text, too, and counts the layers
+            report = evolve(report, notes={**report.notes, NOT_COUNTED: lost})
+        if not self.options.measure:
+            return report
+        means = served.tally.means()
+        return evolve(report, layers=tuple(evolve(x, mean_density=means.get(x.layer)) for x in report.layers))
+
+    def answer(self) -> dict[str, Any]:
+        """Every report as plain data, with its ``text``; that of the profiles under ``profiles``."""
+        others = {name: plain(self.report(name)) for name in self.profiles}
+        return {**plain(self.report()), "worker": self.tally.owner.worker, "profiles": others}
+
+
+def plain(report: Report) -> dict[str, Any]:
+    """A report as plain data, with what follows from it, and its ``text``."""
+    names = ("density", "fallbacks", "recall", "least_recall", "row_p1", "row_lowest")
+    derived = {name: getattr(report, name) for name in names}
+    return {**asdict(report), **derived, "text": str(report)}
+
+
+def _served(source: Source, options: Options, model: Model, owner: Owner, summary: Summary) -> Served:
+    whole = model.local is model.identity
+    try:
+        route = Route.of(source.build(None if whole else LocalRegistry(model.identity, model.local)))
+        route.check_model(model.local)
+    except ParameterError as error:
+        here = "" if str(error).startswith(source.at) or source.at == TABLE else f"{source.at}: "
+        raise type(error)(f"{here}{error}") from error
+    except SparsePrefillError:
+        raise
+    except Exception as error:
+        raise AttachError(f"{source.at}: the method's own code failed when it was built: {reason(error)}") from error
+    tally = Tally(options.measure, model.identity.layers, evolve(owner, method=route.name), summary)
+    session = Session(
+        route,
+        min_query=options.min_query,
+        layers=options.layers,
+        observe=tally.observe,
+        gate=source.gate,
+        tail=options.tail,
+        recall_every=options.recall_every,
+        strict_recall=options.strict_recall,
+        hear_recall=tally.recall,
+    )
+    return Served(session, tally)

@@ -1,0 +1,62 @@
+"""What a request may ask for, in the arguments that its server passes on."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from attrs import frozen
+
+from sparseprefill.errors import printed
+
+SWITCH = "sparseprefill"
+"""The argument by which a request asks for a profile."""
+OFF = "off"
+"""What a request asks for that wants the server's own attention."""
+ALIKE = 0.8
+"""How much of `SWITCH` another argument's name may share before it is taken for a mistyped one."""
+MISTYPED = f"the request has an argument that looks like {SWITCH} and is another"
+EMPTY = f"the request asks for nothing by name ({SWITCH}: null)"
+
+
+@frozen
+class Unknown:
+    """In the place of what a request asks for, where that cannot be told: it runs dense.
+
+    why: for report and metrics, without the request's own words. detail: for the log, with them.
+    """
+
+    why: str
+    detail: str = ""
+
+
+def wish(extra: Mapping[str, object] | None) -> object:
+    """What a request's extra arguments ask for: None for nothing, Unknown where it cannot be made out."""
+    if not extra:
+        return None
+    why = mistyped(extra)
+    if why is not None:
+        return Unknown(MISTYPED, why)
+    return Unknown(EMPTY) if SWITCH in extra and extra[SWITCH] is None else extra.get(SWITCH)
+
+
+def mistyped(extra: Iterable[str]) -> str | None:
+    """Why a request is refused one of whose arguments looks like `SWITCH` and is another, or None."""
+    found = next((key for key in extra if key != SWITCH and _resembles(str(key))), None)
+    return None if found is None else f"{printed(found)} is no argument of a request; did you mean {SWITCH!r}?"
+
+
+@functools.lru_cache(256)
+def _resembles(key: str) -> bool:
+    letters = re.sub("[^a-z]", "", key.lower())
+    return letters.startswith(SWITCH) or bool(get_close_matches(letters, [SWITCH], cutoff=ALIKE))
+
+
+def salt(extra: Mapping[str, object], own: str | None) -> str | None:
+    """What keeps a request's keys apart in a prefix cache: its own salt, and what it asks for; so that no other
+    request can have the same."""
+    if SWITCH in extra or mistyped(extra) is not None:
+        return f"{SWITCH}={extra.get(SWITCH)!r};{own or ''}"
+    return f"{SWITCH};{own}" if own and own.startswith(SWITCH) else own

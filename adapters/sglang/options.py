@@ -1,0 +1,68 @@
+"""The options of SGLang's backend: a table in an environment variable, which all processes of a server inherit."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from sparseprefill.errors import ParameterError, printed
+
+from ..serving.options import TABLE, Options, read_table
+
+VARIABLE = "SPARSEPREFILL_SGLANG"
+BACKEND = "backend"
+"""The key for the name of SGLang's own attention that runs the rest."""
+FOREIGN = ("chunk",)
+"""Keys of other servers: SGLang's ``--chunked-prefill-size`` says where prompts are cut."""
+EXAMPLE = f"""{VARIABLE}='{{"method": "bfla"}}'"""
+
+
+@frozen
+class Given:
+    """options: as of every server. backend: name of SGLang's own attention for the rest; None for the decoding's."""
+
+    options: Options
+    backend: str | None
+
+
+def given(text: str | None = None) -> Given:
+    """What the variable says, by default that of this process: a JSON table, or the path of a .json or .toml file.
+
+    ParameterError names the key at fault.
+    """
+    text = os.environ.get(VARIABLE, "") if text is None else text
+    if not text.strip():
+        raise ParameterError(f"the attention backend sparseprefill is selected, but no method: set {EXAMPLE}")
+    table = _table(text.strip())
+    if not isinstance(table, Mapping):
+        raise ParameterError(f"{VARIABLE} is {printed(table)}: give a table of keys and values, such as {EXAMPLE}")
+    if FOREIGN[0] in table:
+        raise ParameterError(f"{TABLE}.{FOREIGN[0]} is for vLLM: SGLang cuts prompts by --chunked-prefill-size")
+    backend = table.get(BACKEND)
+    if backend is not None and (not isinstance(backend, str) or not backend):
+        raise ParameterError(f"{TABLE}.{BACKEND} is {printed(backend)}: give the name of one of SGLang's own, as fa3")
+    return Given(read_table({key: value for key, value in table.items() if key != BACKEND}, FOREIGN), backend)
+
+
+def _table(text: str) -> Any:
+    if text.startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ParameterError(f"{VARIABLE} is no JSON: {error}") from error
+    try:
+        held = Path(text).read_text(encoding="utf-8")
+        return tomllib.loads(held) if text.endswith(".toml") else json.loads(held)
+    except OSError as error:
+        remedy = "give a table in JSON, or the path of a .json or .toml file"
+        raise ParameterError(
+            f"{VARIABLE} is {printed(text)}, which cannot be read ({error.strerror}): {remedy}"
+        ) from error
+    except ValueError as error:
+        raise ParameterError(f"{VARIABLE} names {text}, which cannot be parsed: {error}") from error

@@ -1,0 +1,157 @@
+"""The state of one of SGLang's model runners: options, sessions, requests, and what the report is asked for."""
+
+# SGLang is not there where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from sparseprefill.errors import AttachError
+from sparseprefill.pages import Pages
+
+from ..serving import runtime
+from ..serving.failures import reason as failed
+from ..serving.layer import LATENT, Layer, unsupported
+from ..serving.logs import show
+from ..serving.model import model_of
+from ..serving.options import Options
+from ..serving.tally import Owner
+from ..serving.warm import Sizes, warm_engine
+from . import known
+from .layer import heads_of, layer_of
+from .pages import pages_of
+
+log = logging.getLogger(__name__)
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+@define(eq=False)
+class Runtime(runtime.Runtime):
+    """coming: ids of the step's prefills. last: index of the last layer that this process runs sparse."""
+
+    coming: frozenset[str] = field(default=frozenset(), init=False)
+    last: int = field(default=-1, init=False)
+
+    def alive(self, name: str) -> bool:
+        """See the base. A request whose last chunk went by is none of a prefill's any more."""
+        request = known.find(name)
+        return request is not None and (name in self.coming or not (request.finished() or known.complete(request)))
+
+    def forget(self, rid: str) -> None:
+        """The request of this id is gone."""
+        self.requests.end(rid)
+
+
+def runtimes() -> list[Runtime]:
+    """Those of this process."""
+    return list(_runtimes)
+
+
+def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
+    """What a ModelRunner's layers share. host: name of SGLang's attention for the rest.
+
+    Raises what wrong options raise, and AttachError for a model that nothing here can serve.
+    """
+    show(options.log_level)
+    if runner.use_mla_backend:
+        raise AttachError(f"{LATENT}: use one of SGLang's for {runner.model_config.model_path}")
+    layers = _layers(runner)
+    made = Runtime.made(options, _model(runner, layers, host), _owner(runner))
+    made.start()
+    _runtimes.add(made)
+    known.tell(made)
+    able = _survey(made, runner, layers)
+    made.last = max((one.index for one in able), default=-1)
+    if able and (options.warm_up if options.warm_up is not None else not runner.server_args.skip_server_warmup):
+        _warm(made, runner, layers[0], able)
+    return made
+
+
+def _layers(runner: Any) -> list[Any]:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
+
+
+def _survey(made: Runtime, runner: Any, layers: Sequence[Any]) -> list[Layer]:
+    """The layers that can run sparse; what will not is said, or refused, before the server serves anything."""
+    pool, chosen = runner.token_to_kv_pool, made.options.layers
+    found = [layer_of(one, pool) for one in layers]
+    reasons = [_reason(made, runner, facts, one) for facts, one in zip(found, layers, strict=True)]
+    made.expect([(facts.index, why) for facts, why in zip(found, reasons, strict=True)])
+    able = [facts for facts, why in zip(found, reasons, strict=True) if why is None]
+    return [one for one in able if chosen is None or one.index in chosen]
+
+
+def _reason(made: Runtime, runner: Any, facts: Layer, layer: Any) -> str | None:
+    """Why a layer will stay dense, or None. AttachError where a stage cannot be asked."""
+    if facts.reason is not None:
+        return facts.reason
+    least, step = made.options.min_query, _step(runner)
+    if least > step:
+        return f"min_query is {least}, but no chunk has more than {step} tokens (chunked_prefill_size)"
+    heads, keys = heads_of(layer, made.model.first_head), int(runner.model_config.context_len)
+    try:
+        return unsupported(made.session.route, facts, heads, runner.dtype, torch.device(runner.device), keys=keys)
+    except Exception as error:
+        method = made.session.route.name
+        raise AttachError(f"layer {facts.index}: {method} cannot say what it supports: {failed(error)}") from error
+
+
+def _step(runner: Any) -> int:
+    """Tokens of the longest chunk of a prompt that one step computes."""
+    longest, chunk = int(runner.model_config.context_len), int(runner.server_args.chunked_prefill_size or 0)
+    return min(longest, chunk) if chunk > 0 else longest
+
+
+def _model(runner: Any, layers: Sequence[Any], host: str) -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    config, parallel = runner.model_config, get_parallel()
+    names = getattr(config.hf_config, "architectures", None)
+    given = (config.hf_text_config, names, str(config.model_path), host)
+    if parallel.attn_tp_size == 1 or not layers:
+        return model_of(*given)
+    heads = int(layers[0].tp_q_head_num), int(layers[0].tp_k_head_num)
+    return model_of(*given, heads=heads, rank=int(parallel.attn_tp_rank))
+
+
+def _owner(runner: Any) -> Owner:
+    args = runner.server_args
+    name = getattr(args, "served_model_name", None) or args.model_path
+    return Owner(str(name), worker=str(getattr(runner, "gpu_id", 0)))
+
+
+def _warm(made: Runtime, runner: Any, layer: Any, able: Sequence[Layer]) -> None:
+    pool, page = runner.token_to_kv_pool, int(runner.page_size)
+    stored = pool.get_key_buffer(able[0].index).dtype
+    size, device = int(layer.qk_head_dim), torch.device(runner.device)
+    one = torch.ones(1, device=device) if stored.itemsize == 1 else None
+
+    def pages(cache: Tensor, table: Tensor, keys: int) -> Pages:
+        kv = (x.contiguous().flatten(0, 1) for x in cache.transpose(1, 2).split(size, dim=-1))
+        k, v = (x.view(stored) for x in kv)
+        return pages_of(k, v, table, keys, page=page, dtype=runner.dtype, scales=(one, one))
+
+    sizes = Sizes(
+        query_heads=int(layer.tp_q_head_num),
+        kv_heads=int(layer.tp_k_head_num),
+        head_dim=size,
+        page=page,
+        stored=stored,
+        dtype=runner.dtype,
+        outside=False,
+        step=_step(runner),
+        longest=int(runner.model_config.context_len),
+        small=made.options.min_query if made.session.route.gate is not None else 0,
+        device=device,
+    )
+    warm_engine(made, able, sizes, pages)

@@ -1,0 +1,79 @@
+"""An engine with one job: ``python -m adapters.sglang.engine_process JOB ANSWER``.
+
+Not a test module. SGLang starts processes and kills them all where one fails, whoever called among them.
+"""
+
+# SGLang is not there where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from adapters.sglang.engine import USUAL
+
+SAMPLED = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+
+
+def main(asked: str, answered: str) -> None:
+    """Run the turns of a job: lists of requests that come at once, or one that is aborted."""
+    job = json.loads(Path(asked).read_text())
+    import sglang
+
+    given = {**USUAL, "prefill_attention_backend": "sparseprefill", **job.get("engine", {})}
+    engine = sglang.Engine(model_path=job["model"], skip_tokenizer_init=True, **given)
+    turns = [_abort(engine, turn["abort"]) if "abort" in turn else _ask(engine, turn) for turn in job["turns"]]
+    states = engine.get_server_info()["internal_states"]
+    found = {"turns": turns, "reports": [one for state in states for one in state.get("sparseprefill", [])]}
+    Path(answered).write_text(json.dumps(found))
+    engine.shutdown()
+
+
+def _ask(engine: Any, turn: dict[str, Any]) -> Any:
+    """turn: `prompts`, and what they ask for (`asks`, custom parameters of each). `mixed`: without log probabilities,
+    which SGLang never computes while prompts share a batch with rows that decode."""
+    told = not turn.get("mixed")
+    asks = turn.get("asks") or [None] * len(turn["prompts"])
+    params = [{**SAMPLED, **turn.get("params", {}), **({"custom_params": one} if one else {})} for one in asks]
+    try:
+        found = engine.generate(input_ids=turn["prompts"], sampling_params=params, return_logprob=told)
+    except ValueError as error:
+        return {"error": str(error)}
+    return [
+        {
+            "tokens": one["output_ids"],
+            "logprobs": [step[0] for step in one["meta_info"].get("output_token_logprobs", [])],
+            "cached": one["meta_info"]["cached_tokens"],
+        }
+        for one in found
+    ]
+
+
+def _abort(engine: Any, prompt: list[int]) -> Any:
+    """Abort a request while its prompt is computed; how it ended, and how many prefills were in progress after it."""
+
+    async def attempt(rid: str, wait: float) -> Any:
+        running = asyncio.ensure_future(engine.async_generate(input_ids=prompt, sampling_params=SAMPLED, rid=rid))
+        await asyncio.sleep(wait)
+        engine.tokenizer_manager.abort_request(rid)
+        return await running
+
+    found, ended = dict[str, Any](), dict[str, Any]()
+    for n in range(8):
+        found = engine.loop.run_until_complete(attempt(f"abort-{n}", 0.02 * (n + 1)))
+        ended = found["meta_info"]["finish_reason"]
+        if ended["type"] == "abort" and not found["output_ids"]:
+            break
+        prompt = [2 + (one + n) % 250 for one in prompt]  # nothing of it is in the prefix cache
+    time.sleep(0.5)
+    state = engine.get_server_info()["internal_states"][0].get("sparseprefill")
+    return {"ended": ended["type"], "tokens": found["output_ids"], "in_progress": state and state[0]["in_progress"]}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
