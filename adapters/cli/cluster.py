@@ -48,8 +48,6 @@ def cluster(
     """
     if find_spec("scipy") is None:
         raise CommandError('cluster needs scipy: pip install "sparseprefill[cluster]"')
-    from sparseprefill.profiles.cluster_file import dump
-
     from ..clustering.picture import draw
     from ..clustering.table import Settings, clustered
     from ..demo.samples import key_value_prompts
@@ -74,7 +72,7 @@ def cluster(
             one = clustered(found, identity, prompts, settings, progress)
         draw(one.similar, one.heads, one.table, picture)
     table = one.table
-    write("--output", output, dump(table))
+    write("--output", output, table.to_json())
     within, across = _means(one.similar, one.labels)
     if json:
         groups = {"clusters": table.clusters, "noise": table.noise}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import fields_dict
 
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.errors import ParameterError, nearest
 
 from ..demo.hybrids import HYBRIDS
@@ -118,7 +118,7 @@ def setting(text: str) -> tuple[str, str, Any]:
 
 def value_of(text: str) -> Any:
     """JSON where it is JSON, True and False, numbers such as inf, else the text itself."""
-    for read in (json_text.loads, {"True": True, "False": False, "None": None}.__getitem__, float):
+    for read in (structure.loads, {"True": True, "False": False, "None": None}.__getitem__, float):
         try:
             return read(text)
         except ParameterError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.errors import SparsePrefillError
 
 from .group import CommandError
@@ -40,8 +40,7 @@ def fixed_parameters(
     methods: Sequence[Method], given: Sequence[str], model: str | None, floor: Any = None
 ) -> dict[str, dict[str, Any]]:
     """Parameters by method that every setting has: those of --set, the floor, and what suits the embedded model."""
-    from sparseprefill.profiles import anchors
-    from sparseprefill.profiles.cluster_file import dump, load
+    from sparseprefill.profiles import anchors, clusters
 
     from ..demo.settings import PARAMETERS
     from .options import floored, setting
@@ -62,7 +61,7 @@ def fixed_parameters(
     for own in made.values():  # a profile is one file: tables go into it
         table = own.get("clusters")
         if isinstance(table, str) and Path(table).is_file():
-            own["clusters"] = reader.loads(dump(load(table)))
+            own["clusters"] = reader.loads(clusters.load(table).to_json())
         layers = own.get("anchors")
         if isinstance(layers, str) and Path(layers).is_file():
             own["anchors"] = reader.loads(anchors.load(layers).to_json())
@@ -78,7 +77,7 @@ def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]
     from ..calibration.frontier import recommended
 
     try:
-        found = json_text.parsed(json_text.read(path))
+        found = structure.parsed(structure.read(path))
         seeds = range(found["seed"], found["seed"] + found["texts"])
         longest = max(one["tokens"] for one in found["points"])
         points = [one for one in found["points"] if one["tokens"] == longest]
@@ -145,8 +144,6 @@ def _clusters(
     """Clusters of the model's heads as a file has them; None, and why, where there are none."""
     if find_spec("scipy") is None:
         return None, 'it needs a table of clusters, and making one needs scipy: pip install "sparseprefill[cluster]"'
-    from sparseprefill.profiles.cluster_file import dump
-
     from ..clustering.table import Settings, clustered
 
     try:
@@ -156,4 +153,4 @@ def _clusters(
         return None, f"its clusters cannot be made: {error}"
     if not table.clusters:
         return None, "no two heads of this model look alike"
-    return reader.loads(dump(table)), ""
+    return reader.loads(table.to_json()), ""

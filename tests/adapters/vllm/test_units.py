@@ -33,7 +33,7 @@ from sparseprefill.adapters.vllm.tensor_parallel import LocalRegistry
 
 import sparseprefill as sp
 from sparseprefill.pages import Pages
-from sparseprefill.profiles.cluster_file import load
+from sparseprefill.profiles.clusters import load
 from sparseprefill.profiles.profile import LengthRange
 from sparseprefill.route import Route
 
