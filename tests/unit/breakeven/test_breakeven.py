@@ -228,14 +228,14 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (
         ("shapes", 0, "points", 2, "queries"),
         10**400,
-        r"points\[2\].queries is 1000.*: pass an integer from 1 to 1099511627776",
+        r"points\[2\].queries is 1000.*: pass an integer from 1 to 109",
     ),
     (
         ("shapes", 0, "points", 2, "keys"),
         10**400,
-        r"points\[2\].keys is 1000.*: pass an integer from 1 to 1099511627776",
+        r"points\[2\].keys is 1000.*: pass an integer from 1 to 109",
     ),
-    (("shapes", 0, "heads"), 10**400, r"heads is 1000.*: pass an integer from 1 to 1099511627776"),
+    (("shapes", 0, "heads"), 10**400, r"heads is 1000.*: pass an integer from 1 to 109"),
     (("shapes", 0, "points", 2, "methods", "streaming", "density"), 10**400, r"streaming.density is 1000.*: pass a"),
     (("shapes", 0, "points", 2, "dense"), True, r"points\[2\].dense is True"),
     (("shapes", 0, "points", 2, "executor"), None, r"points\[2\].executor is None: pass a list"),
