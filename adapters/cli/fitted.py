@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from attrs import frozen
 
 from sparseprefill.profiles.profile import Profile
 
 from ..calibration.fit import described, figures
 from ..calibration.search import Search, Trial
-from ..evaluation.outcome import Outcome
+from ..evaluation.outcome import Summary
+from ..table import Column, Table
 from . import render
 from .describe import DEFAULTS, told
 from .files import unwritable
 from .kept import wrote
+from .results import COLUMNS, measured
 
 FRONTIER = "The frontier: settings that no other beats in both cost and closeness to dense."
 FAR = "The closest setting of each other method; over: its loss / what the target allows."
@@ -33,17 +38,50 @@ def write(path: Path, profile: Profile) -> None:
     wrote(path)
 
 
+@frozen
+class Shown:
+    """A row: a trial of a search, or, without one, dense attention. over: whether its loss is shown."""
+
+    search: Search
+    trial: Trial | None
+    over: bool = False
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Over the prompts that it has read."""
+        return Summary.of(self.search.stock if self.trial is None else self.trial.outcomes, 0)
+
+    @property
+    def speed_up(self) -> str:
+        """Over dense attention, on the same prompts."""
+        dense = sum(one.seconds for one in self.search.stock[: self.summary.prompts])
+        return f"{dense / self.summary.seconds:.2f}" if self.summary.seconds else ""
+
+    @property
+    def setting(self) -> str:
+        """Or what stopped it."""
+        return "" if self.trial is None else self.trial.error or _setting(self.trial)
+
+
+def _table(rows: Sequence[Shown], title: str, *, tokens: bool = False) -> None:
+    # What is tuned by answers samples too few rows for a recall.
+    asked = any(row.summary.answers[1] for row in rows)
+    heads = [head for head in COLUMNS if head not in (("recall", "rows") if asked else ())]
+    columns: list[Column[Shown]] = [
+        Column("method", lambda row: "dense" if row.trial is None else row.trial.candidate.name),
+        *([Column[Shown]("tokens", lambda row: f"{row.search.tokens:,}")] if tokens else []),
+        Column("setting", lambda row: row.setting, words=True),
+        *measured(lambda row: row.summary, heads),
+        Column("speed-up", lambda row: row.speed_up),
+        Column("prompts", lambda row: str(row.summary.prompts)),
+        Column("over", lambda row: f"{row.trial.shortfall:.2f}" if row.over and row.trial is not None else ""),
+    ]
+    render.show(Table.of(columns, rows, lambda row: row.trial and row.trial.error, title=title, drop=DROP))
+
+
 def chosen(searches: Sequence[Search], title: str, *, on_cpu: bool) -> None:
     """The choice of each length, and why there is none."""
-    heads = ["method", "tokens", "setting", *_HEADS]
-    rows = []
-    for one in searches:
-        if one.chosen is None:
-            rows.append(["dense", f"{one.tokens:,}", "", *_figures(one.stock, one)])
-        else:
-            name = one.chosen.candidate.name
-            rows.append([name, f"{one.tokens:,}", _setting(one.chosen), *_figures(one.chosen.outcomes, one)])
-    _table(heads, rows, title)
+    _table([Shown(one, one.chosen) for one in searches], title, tokens=True)
     for one in searches:
         if one.chosen is not None:
             render.line(lost(one))
@@ -64,19 +102,15 @@ def chosen(searches: Sequence[Search], title: str, *, on_cpu: bool) -> None:
 def frontier(search: Search) -> None:
     """What was seen at one length: the frontier, and the nearest of each method."""
     shown = search.frontier
-    rows = [[one.candidate.name, _setting(one), *_figures(one.outcomes, search)] for one in shown]
-    heads = ["method", "setting", *_HEADS]
-    _table(heads, rows, f"{search.tokens:,} tokens. {FRONTIER}")
+    if shown:
+        _table([Shown(search, one) for one in shown], f"{search.tokens:,} tokens. {FRONTIER}")
     far, seen = [], {one.candidate.name for one in shown}
     for name in dict.fromkeys(one.candidate.name for one in search.trials):
-        if name in seen:
-            continue
         mine = [one for one in search.trials if one.candidate.name == name]
         best = min(mine, key=lambda one: (bool(one.error), -len(one.outcomes), one.shortfall))
-        figures_ = [""] * len(_HEADS) if best.error else _figures(best.outcomes, search)
-        far.append([name, best.error or _setting(best), *figures_, "" if best.error else f"{best.shortfall:.2f}"])
+        far += [] if name in seen else [Shown(search, best, over=True)]
     if far:
-        _table([*heads, "over"], far, f"{search.tokens:,} tokens. {FAR}")
+        _table(far, f"{search.tokens:,} tokens. {FAR}")
 
 
 def as_json(search: Search) -> dict[str, Any]:
@@ -96,28 +130,11 @@ def as_json(search: Search) -> dict[str, Any]:
     }
 
 
-DROP = ("prompts", "prefill", "rows", "recall", "99 %", "over", "density", "KL", "same", "tokens", "end")
+DROP = (
+    *("prompts", "end KL", "lowest", "prefill", "rows", "recall", "99 %", "over", "density", "KL", "same", "tokens"),
+    "end",
+)
 """Columns that a narrow terminal leaves out, in this order."""
-_HEADS = ("inside", "end", "KL", "99 %", "same", "recall", "rows", "density", "prefill", "speed-up", "prompts")
-
-
-def _figures(outcomes: Sequence[Outcome], search: Search) -> list[str]:
-    facts = figures(outcomes)
-    inside, end = facts["inside"], facts["end"]
-    dense = figures(search.stock[: facts["prompts"]])["seconds"]
-    near = ["", "", ""]
-    if "kl" in inside:
-        near = [f"{inside['kl']:.4f}", f"{inside['high']:.3f}", f"{inside['agreement']:.1%}"]
-    return [
-        *(f"{part['right']} / {part['asked']}" if "asked" in part else "" for part in (inside, end)),
-        *near,
-        # What is tuned by answers samples too few rows for a recall.
-        *("" if "asked" in end else f"{facts[name]:.1%}" for name in ("recall", "row_p1")),
-        f"{facts['density']:.1%}",
-        f"{facts['seconds']:.2f} s",
-        f"{dense / facts['seconds']:.2f}" if facts["seconds"] else "",
-        str(facts["prompts"]),
-    ]
 
 
 def lost(search: Search) -> str:
@@ -146,10 +163,3 @@ def _setting(trial: Trial) -> str:
 
 def _times(trial: Trial) -> str:
     return f"at {trial.shortfall:.1f} times what the target allows"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
-    """A table without the columns that no row has anything in."""
-    kept = [i for i, head in enumerate(heads) if head in ("setting", "method") or any(row[i] for row in rows)]
-    shown = [[row[i] for i in kept] for row in rows]
-    render.figures(title, [heads[i] for i in kept], shown, words=("setting",), drop=DROP)

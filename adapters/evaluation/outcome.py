@@ -141,6 +141,10 @@ class Summary:
     answers_inside: tuple[int, int] = (0, 0)
     answers: tuple[int, int] = (0, 0)
 
+    def speed_up(self, stock: Summary) -> float | None:
+        """Stock's prefill time over this one's; None where this one read fewer prompts."""
+        return stock.seconds / self.seconds if self.seconds and self.prompts == stock.prompts else None
+
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], greedy: int) -> Summary:
         """Of one contender's outcomes. greedy: tokens of the greedy continuation."""

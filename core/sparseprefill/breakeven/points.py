@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
@@ -70,6 +70,10 @@ class Ran(NamedTuple):
     seconds: Annotated[float, SECONDS]
 
 
+def _ran(given: Iterable[tuple[float, float]]) -> tuple[Ran, ...]:
+    return tuple(Ran(*one) for one in given)
+
+
 @frozen(kw_only=True)
 class Point:
     """One size of call, batch 1, the queries being the last of the keys.
@@ -83,7 +87,7 @@ class Point:
     queries: int = field(validator=SIZE)
     keys: int = field(validator=SIZE)
     dense: float = field(validator=SECONDS)
-    executor: tuple[Ran, ...] = field(default=(), converter=lambda given: tuple(Ran(*one) for one in given))
+    executor: tuple[Ran, ...] = field(default=(), converter=_ran)
     methods: Mapping[str, MethodTime] = field(factory=dict, hash=False)
 
     def __attrs_post_init__(self) -> None:
