@@ -1,26 +1,38 @@
-"""What `fit` and `tune` write and report: the profile, what was chosen and why, and what else there was."""
+"""What `fit` and `tune` do: search length by length, write the profile, and report what was chosen and why."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from functools import cached_property
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 from sparseprefill.profiles.profile import Profile
+from sparseprefill.registry import Registry, default_registry
 
-from ..calibration.fit import described, figures
-from ..calibration.search import Search, Trial
+from ..bench.clock import Clock
+from ..calibration.candidates import Candidate
+from ..calibration.fit import ModelReadings, break_even, described, figures, ranges, versions
+from ..calibration.search import By, Search, Searcher, Trial
+from ..calibration.target import Target
 from ..evaluation.outcome import Summary
 from ..table import Column, Table
 from . import render
 from .describe import DEFAULTS, told
 from .files import unwritable
-from .kept import wrote
+from .kept import Stop, wrote
 from .results import COLUMNS, measured
+
+if TYPE_CHECKING:
+    from sparseprefill.breakeven.table import BreakEven
+    from sparseprefill.profiles.identity import ModelIdentity
+
+    from .progress import Bars
+    from .setup import Place
 
 FRONTIER = "The frontier: settings that no other beats in both cost and closeness to dense."
 FAR = "The closest setting of each other method; over: its loss / what the target allows."
@@ -38,7 +50,7 @@ def write(path: Path, profile: Profile) -> None:
     wrote(path)
 
 
-@frozen
+@frozen(slots=False)
 class Shown:
     """A row: a trial of a search, or, without one, dense attention. over: whether its loss is shown."""
 
@@ -66,7 +78,7 @@ class Shown:
 def _table(rows: Sequence[Shown], title: str, *, tokens: bool = False) -> None:
     # What is tuned by answers samples too few rows for a recall.
     asked = any(row.summary.answers[1] for row in rows)
-    heads = [head for head in COLUMNS if head not in (("recall", "rows") if asked else ())]
+    heads = [head for head in COLUMNS if head not in ("end KL", "lowest", *(("recall", "rows") if asked else ()))]
     columns: list[Column[Shown]] = [
         Column("method", lambda row: "dense" if row.trial is None else row.trial.candidate.name),
         *([Column[Shown]("tokens", lambda row: f"{row.search.tokens:,}")] if tokens else []),
@@ -130,10 +142,7 @@ def as_json(search: Search) -> dict[str, Any]:
     }
 
 
-DROP = (
-    *("prompts", "end KL", "lowest", "prefill", "rows", "recall", "99 %", "over", "density", "KL", "same", "tokens"),
-    "end",
-)
+DROP = ("prompts", "prefill", "rows", "recall", "99 %", "over", "density", "KL", "same", "tokens", "end")
 """Columns that a narrow terminal leaves out, in this order."""
 
 
@@ -163,3 +172,96 @@ def _setting(trial: Trial) -> str:
 
 def _times(trial: Trial) -> str:
     return f"at {trial.shortfall:.1f} times what the target allows"
+
+
+@define(eq=False, kw_only=True)
+class Run:
+    """A search for a profile, one length of prompts after the other; the file is whole after each of them.
+
+    target, by: see `Searcher`. methods: that are searched. identity: of the model. how: what is told in the file.
+    """
+
+    target: Target
+    by: By
+    methods: Sequence[str]
+    identity: ModelIdentity
+    output: Path
+    place: Place
+    how: dict[str, Any]
+    searches: list[Search] = field(factory=list, init=False)
+
+    def over(
+        self,
+        lengths: Sequence[int],
+        readings: Callable[[int], ModelReadings],
+        candidates: Sequence[Candidate],
+        until: float | None,
+        shown: Bars,
+        **more: Any,
+    ) -> Stop:
+        """Search at every length, and write the profile; Ctrl-C ends it, with what was found.
+
+        until: when to stop, on the clock; each length gets its share of the time. more: options of `Searcher`.
+        """
+        self.how |= {"by": self.by, "settings": len(candidates)}
+        self.how |= {"target": str(self.target), "device": str(self.place.device), "dtype": self.place.dtype_name}
+        shown.expect(len(lengths))
+        stop = Stop()
+        for index, length in enumerate(lengths):
+            now = time.monotonic()
+            ends = None if until is None else now + (until - now) * length / sum(lengths[index:])
+            searcher = Searcher(length, candidates, readings(length), self.target, self.by, until=ends, **more)
+            stop = Stop()
+            with stop, shown.contender(f"{length:,} tokens") as progress:
+                self.searches.append(searcher.run(partial(progress, "settings")))
+            if stop.heard:
+                self.searches = [one for one in (*self.searches, searcher.result()) if one.trials]
+                stop.check(len(self.searches))
+            self.write()
+            if stop.heard:
+                break
+        return stop
+
+    def write(self, table: BreakEven | None = None) -> Profile:
+        """The profile of what was found so far. table: times of what was chosen."""
+        made = Profile(
+            methods=tuple(self.methods),
+            model=self.identity,
+            ranges=ranges(self.searches),
+            break_even=table,
+            versions=versions(self.methods, default_registry()),
+            tuned=self.how,
+        )
+        write(self.output, made)
+        return made
+
+    def time(self, shown: Bars) -> None:
+        """Time what was chosen beside dense attention; the times go into the profile."""
+        made, registry = ranges(self.searches), default_registry()
+        if not any(one.method for one in made):
+            return
+        shown.expect(1)
+        clock = Clock(self.place.device, 10, 1.0)
+        with shown.contender("break-even") as progress:
+            table, failed = break_even(
+                made, self.identity, self.place.dtype_name, clock, registry, self.how["tail"], progress
+            )
+        self.how["not_timed"] = failed
+        self.write(table)
+
+    def report(self, registry: Registry, title: str, *, json: bool, whole: bool = False) -> None:
+        """Print what was chosen and why, or all trials as JSON. whole: the frontiers too."""
+        if json:
+            searched = [as_json(one) for one in self.searches]
+            facts = {"profile": str(self.output), **self.how, "model": self.identity.name, "searches": searched}
+            render.write_json(facts)
+        else:
+            chosen(self.searches, title, on_cpu=self.place.device.type == "cpu")
+            for one in self.searches if whole else ():
+                frontier(one)
+            for name, reason in self.how.get("left_out", {}).items():
+                render.line(f"{name} is left out: {reason}")
+            for name, reason in self.how.get("not_timed", {}).items():
+                render.line(f"the profile has no break-even for {name} at {reason}")
+            render.line(f'profile: {self.output}; use it with attach(model, profile="{self.output}")')
+        render.broken(registry)

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from .setup import Place
 
 DROP = (
-    *("mask", "same", "end KL", "rows", "prefill speed-up", "99 %", "attention", "recall", "lowest", "density", "KL"),
+    *("mask", "end KL", "rows", "prefill speed-up", "99 %", "attention", "recall", "lowest", "density", "KL"),
     "end",
 )
 """Columns that a narrow terminal leaves out, in this order."""
 BEST = "*"
 NOTES = (
     "inside: answers right / asked inside the prompt, which rows before its last ones must find; end: behind the "
-    "prompt, where the dense tail helps. KL, 99 %, same: KL(dense || sparse) of the next token in nats over rows of the"
-    " whole prompt, mean and 99th percentile, and the share of rows where both choose the same token; end KL: the mean "
+    "prompt, where the dense tail helps. KL, 99 %: KL(dense || sparse) of the next token in nats over rows of the"
+    " whole prompt, mean and 99th percentile; end KL: the mean "
     "at its end and behind it. recall: share of the attention mass kept; rows: 1st percentile of the sampled rows; "
     "lowest: lowest mean of a head. density: pairs computed / causal pairs. attention: ms for all layers, on the "
     "model's own queries and keys; mask: the part of it until the masks are there; speed-up: dense attention's time, "
@@ -112,7 +112,7 @@ def table(group: Sequence[Point], where: str = "") -> Table:
     columns: list[Column[Point]] = [
         Column("method", lambda one: one.candidate.name, words=True),
         Column("setting", setting, words=True),
-        *measured(lambda one: one.summary, COLUMNS[:-1]),
+        *measured(lambda one: one.summary, [head for head in COLUMNS if head not in ("same", "prefill")]),
         Column("mask", lambda one: "" if one.time is None else f"{one.time.estimate * 1e3:.2f}"),
         Column("attention", lambda one: "" if one.time is None else f"{one.time.seconds * 1e3:.2f}"),
         Column("speed-up", lambda one: "" if one.time is None else f"{one.time.speedup:.2f}"),
