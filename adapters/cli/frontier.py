@@ -128,13 +128,8 @@ def frontier(
         facts: dict[str, Any] = {
             **{"model": model or "embedded", "tail": tail, "recall_floor": recall_floor, "texts": texts},
             **{"questions": questions, "seed": seed, "from": None if chosen_by is None else str(chosen_by)},
-            **{
-                "minutes": minutes,
-                "rounds": rounds,
-                "dtype": place.dtype_name,
-                "threads": threads,
-                "left_out": left_out,
-            },
+            **{"minutes": minutes, "rounds": rounds, "dtype": place.dtype_name, "threads": threads},
+            "left_out": left_out,
         }
         shown.expect(len(lengths) * len(candidates))
         with Stop() as stop:

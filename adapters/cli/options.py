@@ -44,9 +44,9 @@ def contenders(
     """The methods to compare, built: those named, or every one that is registered.
 
     suiting: parameters that suit the model, by method. settings: texts ``name.parameter=value``, over them; refiners
-    and a corrector may be set like parameters, as in a configuration. tail: last rows that get every key, as of `attach`.
-    floor: of the recall of every method but dense, unless it has a setting of its own. Raises CommandError or the
-    library's own errors for what does not fit.
+    and a corrector may be set like parameters, as in a configuration. tail: last rows that get every key, as of
+    `attach`. floor: of the recall of every method but dense, unless it has a setting of its own. Raises CommandError or
+    the library's own errors for what does not fit.
     """
     from ..evaluation.contender import Contender
 
