@@ -18,7 +18,7 @@ from .shared_options import Configs, Device, DeviceMap, Dtype, Floor, Json, Mode
 if TYPE_CHECKING:
     from sparseprefill.registry import Registry
 
-    from ..evaluation.contender import Contender
+    from ..evaluation.outcome import Contender
     from ..evaluation.scores import Run
 
 

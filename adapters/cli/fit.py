@@ -112,7 +112,7 @@ def fit(
     fixed = fixed_parameters(methods, settings or (), model, recall_floor)
     candidates(without_tables(methods, fixed), fixed, seed)  # all that can be seen of settings that do not fit
     place = Place.of(device, dtype.value, threads)
-    cost = by.of(place)
+    cost = by.of(place.device.type)
     until = time.monotonic() + 60.0 * minutes
     with bars(1) as shown, place.threaded():
         source = Source.of(model, place, device_map)

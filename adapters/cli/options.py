@@ -12,7 +12,7 @@ from attrs import fields_dict
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError, nearest
 
-from ..demo.hybrids import HYBRIDS
+from ..demo.settings import HYBRIDS, PARAMETERS
 from ..session.defaults import TAIL
 from .group import CommandError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sparseprefill.registry import Registry
     from sparseprefill.route import Route
 
-    from ..evaluation.contender import Contender
+    from ..evaluation.outcome import Contender
 
 AROUND = ("refiners", "corrector")
 """What a configuration puts around a method; ``--set`` takes it like a parameter."""
@@ -48,7 +48,7 @@ def contenders(
     `attach`. floor: of the recall of every method but dense, unless it has a setting of its own. Raises CommandError or
     the library's own errors for what does not fit.
     """
-    from ..evaluation.contender import Contender
+    from ..evaluation.outcome import Contender
 
     chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
     made = []
@@ -73,8 +73,6 @@ def changes(names: Sequence[str], settings: Sequence[str], option: str = "--set"
 
 def suited(model: str | None) -> dict[str, Any]:
     """Parameters that suit the embedded model, by method; none for another. model: its path, None for the embedded."""
-    from ..demo.settings import PARAMETERS
-
     return dict(PARAMETERS) if model is None else {}
 
 
@@ -103,7 +101,7 @@ def configured(paths: Sequence[Path], hybrids: bool, tail: int = TAIL) -> list[C
     """Contenders from configuration files, named by their `name` or the file, and the hybrids that ship."""
     from sparseprefill.config import from_config
 
-    from ..evaluation.contender import Contender
+    from ..evaluation.outcome import Contender
 
     tables = HYBRIDS if hybrids else {}
     made = [Contender(name, from_config(dict(table)), table, tail) for name, table in tables.items()]
@@ -117,7 +115,7 @@ def profiled(paths: Sequence[Path], tail: int = TAIL) -> list[Contender]:
     """Contenders from profiles, named by the file."""
     from sparseprefill.registry import default_registry
 
-    from ..evaluation.contender import Contender
+    from ..evaluation.outcome import Contender
 
     return [
         Contender(path.name, default_registry().build(profile=path), {"profile": str(path)}, tail) for path in paths

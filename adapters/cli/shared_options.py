@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from sparseprefill.validate import MOST_ROWS
 
 from .group import CommandError
-
-if TYPE_CHECKING:
-    from .setup import Place
 
 SEEDS = (1 << 32) - 1
 """The largest seed: what every generator takes."""
@@ -38,10 +35,10 @@ class Cost(StrEnum):
     DENSITY = "density"
     SECONDS = "seconds"
 
-    def of(self, place: Place) -> Literal["density", "seconds"]:
-        """What it is where the model runs."""
+    def of(self, device: str) -> Literal["density", "seconds"]:
+        """What it is on a type of device."""
         if self == Cost.AUTO:
-            return "density" if place.device.type == "cpu" else "seconds"
+            return "density" if device == "cpu" else "seconds"
         return "density" if self == Cost.DENSITY else "seconds"
 
 

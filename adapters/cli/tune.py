@@ -102,7 +102,7 @@ def tune(
         identity = identity_of(loaded, model)
         run = Run(
             target=Target(loss=loss, rows="end" if end else "all"),
-            by=by.of(place),
+            by=by.of(place.device.type),
             methods=(method,),
             identity=identity,
             output=path,

@@ -21,9 +21,8 @@ from sparseprefill.adapters.calibration.search import FEWEST, Searcher, halving
 from sparseprefill.adapters.calibration.target import Target
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.text import text_lines
-from sparseprefill.adapters.evaluation.contender import Contender
 from sparseprefill.adapters.evaluation.divergence import Divergence
-from sparseprefill.adapters.evaluation.outcome import Fidelity, Layer, Outcome
+from sparseprefill.adapters.evaluation.outcome import Contender, Fidelity, Layer, Outcome
 from sparseprefill.adapters.huggingface import attach
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
