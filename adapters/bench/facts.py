@@ -1,4 +1,4 @@
-"""What was measured, as plain data and as Markdown."""
+"""What was measured, as plain data and as tables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from attrs import asdict
 
 from sparseprefill import __version__
 
+from ..table import Column, Table
+from .case import Case
 from .measure import Row
 
-COLUMNS = ("what", "ms", "estimate", "density", "speed-up", "efficiency", "recall", "rows", "lowest")
 EXTRA = "extra MiB"
 """Most memory held beyond inputs and result, in Markdown alone."""
+LONG = {"mask": "estimate", "eff.": "efficiency"}
+"""Heads in Markdown, where there is room."""
+DROP = ("mask", "eff.", "rows", "recall", "lowest", "density")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -39,12 +43,6 @@ def about(device: torch.device, **settings: Any) -> dict[str, Any]:
     return {"version": __version__, "machine": machine(device), **settings}
 
 
-def grid(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; all columns but the first are aligned to the right."""
-    ruler = f"| --- |{' ---: |' * (len(heads) - 1)}"
-    return [f"| {' | '.join(heads)} |", ruler, *(f"| {' | '.join(row)} |" for row in rows)]
-
-
 def fact(row: Row) -> dict[str, Any]:
     """One row: sizes, settings and figures; seconds and bytes."""
     case = row.case
@@ -63,19 +61,35 @@ def fact(row: Row) -> dict[str, Any]:
     }
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """One row of a table of `COLUMNS`."""
-    if row.error:
-        return (row.case.label, "failed", *[""] * (len(COLUMNS) - 2))
-    return (
-        row.case.label,
-        f"{row.seconds * 1e3:.2f}",
-        "" if row.estimate is None else f"{row.estimate * 1e3:.2f}",
-        f"{row.density:.4f}",
-        f"{row.speedup:.2f}",
-        f"{row.efficiency:.2f}",
-        *("" if one is None else f"{one:.3f}" for one in (row.recall, row.row_p1, row.lowest)),
-    )
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+COLUMNS: tuple[Column[Row], ...] = (
+    Column("ms", lambda row: f"{row.seconds * 1e3:.4g}"),
+    Column("mask", lambda row: "" if row.estimate is None else f"{row.estimate * 1e3:.3g}"),
+    Column("density", lambda row: f"{row.density * 100:.3g}%"),
+    Column("speed-up", lambda row: f"{row.speedup:.2f}"),
+    Column("eff.", lambda row: f"{row.efficiency:.2f}"),
+    Column("recall", lambda row: _share(row.recall)),
+    Column("rows", lambda row: _share(row.row_p1)),
+    Column("lowest", lambda row: _share(row.lowest)),
+)
+LABEL: Column[Row] = Column("what", lambda row: row.case.label)
+TALL: Column[Row] = Column("what", lambda row: _tall(row.case))
+BYTES: Column[Row] = Column(EXTRA, lambda row: "" if row.extra is None else f"{row.extra / 2**20:.0f}")
+
+
+def _tall(case: Case) -> str:
+    """The label, its parameters under the name."""
+    name = f"{case.name}, gated" if case.gate else case.name
+    return "\n".join([name, *(f"  {key}={value}" for key, value in case.parameters.items())])
+
+
+def table(group: Sequence[Row]) -> Table:
+    """Rows under one title, for a terminal."""
+    columns = (TALL, *COLUMNS)
+    return Table.of(columns, group, lambda row: row.error, title=title(group[0]), drop=DROP, remarks=remarks(group))
 
 
 def title(row: Row) -> str:
@@ -103,14 +117,24 @@ def dense_text(rows: Sequence[Row]) -> str:
     return f"dense ({kernel}): {span} ms beside the rows"
 
 
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """What else is to be said of a table."""
+    made = [dense_text(rows)]
+    for row in rows:
+        made += [f"{row.case.label} failed: {row.error}"] if row.error else []
+        made += [f"{row.case.label} ran dense: {row.note}"] if row.note else []
+    most = max(rows, key=lambda row: row.extra or 0)
+    if most.extra:
+        parts = f", in {most.parts} parts" if most.parts > 1 else ""
+        made.append(f"most memory beyond inputs and result: {most.extra / 2**30:.2f} GiB, {most.case.label}{parts}")
+    return made
+
+
 def markdown(rows: Iterable[Row]) -> str:
     """Tables for docs/benchmarks.md."""
-    lines: list[str] = []
-    for group in grouped(rows):
-        lines += [f"### {title(group[0])}", "", f"{dense_text(group)}.", ""]
-        lines += [*grid((*COLUMNS, EXTRA), ((*cells(row), _extra(row)) for row in group)), ""]
-    return "\n".join(lines)
-
-
-def _extra(row: Row) -> str:
-    return "" if row.extra is None else f"{row.extra / 2**20:.0f}"
+    columns = (LABEL, *COLUMNS, BYTES)
+    made = [
+        Table.of(columns, one, lambda row: row.error, title=title(one[0]), remarks=[dense_text(one)])
+        for one in grouped(rows)
+    ]
+    return "\n".join(one.markdown(LONG) for one in made)

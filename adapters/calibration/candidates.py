@@ -20,7 +20,7 @@ from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange, Profile
 from sparseprefill.route import Route
 
-from ..evaluation.contender import Contender
+from ..evaluation.outcome import Contender
 
 
 @frozen

@@ -8,11 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from sparseprefill import __version__
 from sparseprefill.breakeven.points import HeadShape, Point
-from sparseprefill.breakeven.table import BreakEven, device_kind
+from sparseprefill.breakeven.table import BreakEven
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange
@@ -27,7 +27,7 @@ from ..evaluation.reading import Sizes
 from ..progress import Progress
 from ..session.defaults import TAIL
 from .candidates import Candidate
-from .measure import calibrate, sizes
+from .measure import calibrate, sizes, table_of
 from .search import Search, Trial
 
 SIZES = Sizes(greedy=16)
@@ -156,21 +156,9 @@ def break_even(
         points |= {(point.queries, point.keys): point for point in found.shape.points if point.methods}
     if not any(point.whole for point in points.values()):
         return None, failed
-    kind = device_kind(clock.device)
-    shape = HeadShape(
-        heads=heads.heads,
-        kv_heads=heads.kv_heads,
-        head_dim=heads.head_dim,
-        dtype=dtype,
-        points=tuple(points[at] for at in sorted(points)),
-    )
-    table = BreakEven(
-        device=kind if kind.name else evolve(kind, name=platform.machine()),
-        shapes=(shape,),
-        versions={"sparseprefill": __version__, "torch": torch.__version__},
-        measured={"repeats": clock.rounds},
-    )
-    return table, failed
+    ordered = tuple(points[at] for at in sorted(points))
+    shape = HeadShape(**asdict(heads), points=ordered)
+    return table_of([shape], clock.device, {"repeats": clock.rounds}), failed
 
 
 def versions(methods: Iterable[str], registry: Registry) -> dict[str, str]:

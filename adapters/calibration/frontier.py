@@ -50,8 +50,7 @@ class Point:
     @property
     def prefill_speedup(self) -> float | None:
         """Stock's prefill time over the candidate's; None where it failed on a prompt."""
-        one, stock = self.summary, self.stock
-        return stock.seconds / one.seconds if one.seconds and one.prompts == stock.prompts else None
+        return self.summary.speed_up(self.stock)
 
     @property
     def pointless(self) -> bool:

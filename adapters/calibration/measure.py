@@ -5,7 +5,10 @@ Nothing here knows a method: a caller brings pipelines, and gets the figures of 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -13,7 +16,9 @@ from attrs import evolve, field, frozen
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from sparseprefill import __version__
 from sparseprefill.breakeven.points import HeadShape, MethodTime, Point
+from sparseprefill.breakeven.table import BreakEven, device_kind
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError, SparsePrefillError
 from sparseprefill.executors.auto import AutoExecutor
@@ -68,6 +73,36 @@ def joined(before: HeadShape, now: HeadShape) -> HeadShape:
         }
         points[one.queries, one.keys] = evolve(one, methods={**kept, **one.methods})
     return evolve(now, points=tuple(points[size] for size in sorted(points)))
+
+
+def table_of(
+    shapes: Iterable[HeadShape], device: torch.device, measured: Mapping[str, Any], before: BreakEven | None = None
+) -> BreakEven:
+    """The table of what was measured on a device, and how. before: an earlier one, whose figures it keeps."""
+    kind = device_kind(device)
+    known = {} if before is None else {_sizes(one): one for one in before.shapes}
+    for one in shapes:
+        old = known.pop(_sizes(one), None)
+        known[_sizes(one)] = one if old is None else joined(old, one)
+    return BreakEven(
+        device=kind if kind.name else evolve(kind, name=platform.machine()),
+        shapes=tuple(known.values()),
+        versions=_versions(kind.type),
+        measured=measured,
+    )
+
+
+def _sizes(shape: HeadShape) -> tuple[object, ...]:
+    return shape.heads, shape.kv_heads, shape.head_dim, shape.dtype
+
+
+def _versions(kind: str) -> dict[str, str]:
+    found = {"sparseprefill": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if kind == "cuda":
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        with suppress(PackageNotFoundError):
+            found["triton"] = version("triton")
+    return found
 
 
 def calibrate(

@@ -6,39 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 
-from sparseprefill.errors import ParameterError, printed
+from sparseprefill.errors import ParameterError
+from sparseprefill.validate import maybe, number, one_of
 
 from ..evaluation.outcome import Outcome, Summary
 
 Rows = Literal["all", "end"]
 """Where limits hold."""
-
-
-def _share(_: object, attribute: Attribute[float | None], value: object) -> None:
-    _number(attribute.name, value, 0.0, 1.0)
-
-
-def _loss(_: object, attribute: Attribute[float | None], value: object) -> None:
-    _number(attribute.name, value, 0.0, math.nextafter(1.0, 0.0))
-
-
-def _distance(_: object, attribute: Attribute[float | None], value: object) -> None:
-    _number(attribute.name, value, 0.0, math.inf)
-
-
-def _rows(_: object, attribute: Attribute[Rows], value: object) -> None:
-    if value not in get_args(Rows):
-        raise ParameterError(f"{attribute.name} is {printed(value)}: pass one of {', '.join(get_args(Rows))}")
-
-
-def _number(name: str, value: object, least: float, most: float) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-        below = "" if math.isinf(most) else " to less than 1" if most < 1.0 else " to 1"
-        raise ParameterError(f"{name} is {printed(value)}: pass a number from 0{below}")
 
 
 @frozen(kw_only=True)
@@ -53,11 +29,11 @@ class Target:
     Raises ParameterError for a number out of range, other rows, or where there is no limit at all.
     """
 
-    agreement: float | None = field(default=None, validator=_share)
-    kl: float | None = field(default=None, validator=_distance)
-    recall: float | None = field(default=None, validator=_share)
-    loss: float | None = field(default=None, validator=_loss)
-    rows: Rows = field(default="all", validator=_rows)
+    agreement: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
+    kl: float | None = field(default=None, validator=maybe(number(0.0)))
+    recall: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
+    loss: float | None = field(default=None, validator=maybe(number(0.0, 0.99)))
+    rows: Rows = field(default="all", validator=one_of(*get_args(Rows)))
 
     def __attrs_post_init__(self) -> None:
         if all(one is None for one in (self.agreement, self.kl, self.recall, self.loss)):

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..table import Table
 from . import render
 from .files import check_writable, write
 from .group import CommandError
@@ -76,5 +77,5 @@ def anchors(
         for k, (layers, score) in one.scores.items()
     ]
     title = f"{len(one.layers)} layers of {identity.name}, {samples} samples of {tokens:,} tokens"
-    render.figures(title, ("anchors", "layers", "score", ""), rows, words=("layers", ""))
+    render.show(Table(title=title, heads=("anchors", "layers", "score", ""), rows=rows, words=("layers", "")))
     render.line(f"table: {output}")

@@ -19,7 +19,7 @@ from ..bench import tables
 from ..bench.case import Case, Shape, of_mask
 from .files import check_writable
 from .group import CommandError
-from .options import setting
+from .options import changes
 
 if TYPE_CHECKING:
     from .setup import Place
@@ -99,19 +99,14 @@ class Wanted:
 
     def _methods(self, registry: Registry, shapes: Sequence[Shape]) -> list[Case]:
         names = list(dict.fromkeys(self.methods)) or ([] if self.configs else tables.names(registry))
-        changes: dict[str, dict[str, Any]] = {registry.get(name).name: {} for name in names}
-        for text in self.settings:
-            method, parameter, value = setting(text)
-            if method not in changes:
-                raise CommandError(f"--set {text}: {method!r} is not a method of this run{nearest(method, changes)}")
-            changes[method][parameter] = value
+        changed = changes([registry.get(name).name for name in names], self.settings)
         more: dict[str, Any] = {"input": self.input or "heads", "gate": self.gate, "layers": self.layers}
         configured = [from_config(path) for path in self.configs]
         made = []
         for shape in shapes:
             made += [
                 tables.method_case(registry, name, shape, "", parameters=given, **more)
-                for name, given in changes.items()
+                for name, given in changed.items()
             ]
             made += [
                 Case(

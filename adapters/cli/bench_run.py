@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from attrs import asdict
+
 from sparseprefill.registry import Registry
 from sparseprefill.route import gated
 
 from ..bench import facts, ttft
 from ..bench.clock import Clock
-from ..bench.measure import Bench, Row
+from ..bench.measure import ROWS, Bench, Row
 from ..bench.model import ModelShape
 from ..progress import Progress
-from . import bench_plot, bench_results, render
+from ..table import Column, Table
+from . import bench_plot, render
 from .bench_options import Files, Wanted
 from .files import write
 from .group import CommandError
@@ -28,6 +31,33 @@ LENGTHS = {"cuda": (32768, 65536, 131072), "cpu": (256,)}
 FIXED = 0.1
 """Density of the random tiles that run beside the methods."""
 ROUNDS = 3
+NOTES = (
+    "ms: median time of the whole call, by the device's clock; mask: the part of it until the mask is there. density: "
+    "pairs computed / causal pairs. speed-up: dense attention's time, measured beside the row, / this time. eff.: "
+    "density x speed-up. recall: share of the attention mass kept, exact, mean over heads and {rows} sampled rows; "
+    "rows: 1st percentile of these rows; lowest: lowest mean of a head."
+)
+ON_CPU = (
+    "These are times on a CPU, where PyTorch's own fused attention runs over gathered keys. They say nothing about the "
+    "kernels, which need a GPU."
+)
+TTFT: tuple[Column[ttft.Timed], ...] = (
+    Column("method", lambda one: one.name),
+    Column("seconds", lambda one: f"{one.seconds:.3f}"),
+    Column("speed-up", lambda one: f"{one.speedup:.2f}"),
+    Column("density", lambda one: "" if one.density is None else f"{one.density:.4f}"),
+)
+TTFT_NOTES = {
+    "heads": (
+        "Random weights attend to nothing in particular, so each layer's attention runs on q and k of made-up heads "
+        "instead of its own. speed-up: the stock model's time / this time. density: pairs computed / causal pairs, "
+        "mean over layers."
+    ),
+    "model": (
+        "Random weights attend to nothing in particular, so these are the costs if a method finds no structure. "
+        "speed-up: the stock model's time / this time. density: pairs computed / causal pairs, mean over layers."
+    ),
+}
 
 
 def layers(wanted: Wanted, registry: Registry, place: Place, files: Files, clock: Clock, seed: int) -> bool:
@@ -48,7 +78,9 @@ def layers(wanted: Wanted, registry: Registry, place: Place, files: Files, clock
         write("--markdown", files.markdown, facts.markdown(rows))
     _json(files, rows, (), place, clock.rounds, seed)
     if not files.alone:
-        bench_results.as_tables(rows, place.device.type == "cpu")
+        for group in facts.grouped(rows):
+            render.show(facts.table(group))
+        render.line(NOTES.format(rows=ROWS) + _beware(place), style="dim")
         _written(files)
     stop.end(len(rows), len(cases), "rows")
     return any(row.error for row in rows)
@@ -91,10 +123,32 @@ def models(
     stop.check(len(timed))
     _json(files, (), timed, place, rounds, seed)
     if not files.alone:
-        bench_results.as_ttft(timed, shape, place.device.type == "cpu")
+        for tokens in dict.fromkeys(one.tokens for one in timed):
+            render.show(_ttft([one for one in timed if one.tokens == tokens], shape, _beware(place)))
         _written(files)
     stop.end(len({one.tokens for one in timed}), len(lengths), "lengths")
     return any(one.error for one in timed)
+
+
+def _beware(place: Place) -> str:
+    return f" {ON_CPU}" if place.device.type == "cpu" else ""
+
+
+def _ttft(timed: Sequence[ttft.Timed], shape: ModelShape, beware: str) -> Table:
+    """Times of whole models on prompts of one length."""
+    head = f"first token of {timed[0].tokens:,}, {shape.layers} layers of"
+    width = f"width {shape.hidden}, {shape.dtype}"
+    known = shape.hidden == ModelShape().hidden
+    remarks = [f"{one.name} failed: {one.error}" for one in timed if one.error]
+    remarks += [f"{one.name}: {n} layers ran dense: {why}" for one in timed for why, n in one.dense_layers.items()]
+    return Table.of(
+        TTFT,
+        timed,
+        lambda one: one.error,
+        title=f"{head} Llama-3-8B's shape, {shape.dtype}, random weights" if known else f"{head} {width}",
+        remarks=remarks,
+        notes=TTFT_NOTES[timed[0].structure] + beware,
+    )
 
 
 def _shape(sizes: Any, depth: int) -> ModelShape:
@@ -115,7 +169,9 @@ def _run(prefill: ttft.Prefill, contenders: Sequence[Any], progress: Progress) -
 def _json(files: Files, rows: Sequence[Row], timed: Sequence[ttft.Timed], place: Place, rounds: int, seed: int) -> None:
     if files.json is None:
         return
-    found = bench_results.as_json(rows, timed, {"seed": seed, "rounds": rounds}, place.device)
+    model = [{**asdict(one), "speedup": one.speedup, "error": one.error or None} for one in timed]
+    listed = [facts.fact(row) for row in rows]
+    found = facts.about(place.device, seed=seed, rounds=rounds, rows=listed, ttft=model)
     if files.alone:
         render.write_json(found)
     else:

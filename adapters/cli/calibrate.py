@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from attrs import evolve
-
-from sparseprefill import __version__
 
 from . import render
 from .files import check_writable, write
 from .group import CommandError
-from .options import value_of
+from .options import DENSE, changes
 from .shared_options import Device, Dtype, Json, Methods, Settings, Type
 
 if TYPE_CHECKING:
     import torch
 
-    from sparseprefill.breakeven.points import DeviceKind, HeadShape
     from sparseprefill.breakeven.table import BreakEven
 
-DENSE = "dense"
 HEADS = {"cpu": (4, 2, 64), "cuda": (32, 8, 128)}
 """Query heads, KV heads and head dimension unless told otherwise: the embedded model's, and a common model of 8B."""
 LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536)}
@@ -115,7 +107,7 @@ def calibrate(
     how = {"parameters": {**told, **now}, "repeats": clock.rounds}
     if place.device.type == "cpu":
         how["threads"] = threads
-    made = _table(found.shape, place.device, how, before)
+    made = measure.table_of([found.shape], place.device, how, before)
     write("--output", output, made.to_json())
     if json:
         render.write_json(calibrated.as_json(made, found.shape, list(pipelines), found.failed, output))
@@ -131,16 +123,8 @@ def _parameters(names: Any, settings: Any) -> dict[str, dict[str, Any]]:
 
     registry = default_registry()
     chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
-    made: dict[str, dict[str, Any]] = {registry.get(name).name: dict(NEEDED.get(name, {})) for name in chosen}
-    for text in settings:
-        target, equals, value = text.partition("=")
-        name, dot, parameter = target.strip().rpartition(".")
-        if not (equals and dot and value.strip()):
-            raise CommandError(f"--set {text}: write method.parameter=value, such as --set anchor-attention.theta=4")
-        if name not in made:
-            raise CommandError(f"--set {text}: {name!r} is not among the methods of this run: {', '.join(made)}")
-        made[name][parameter] = value_of(value.strip())
-    return made
+    made = changes([registry.get(name).name for name in chosen], settings)
+    return {name: {**NEEDED.get(name, {}), **given} for name, given in made.items()}
 
 
 def _before(path: Path, device: torch.device) -> BreakEven:
@@ -149,33 +133,4 @@ def _before(path: Path, device: torch.device) -> BreakEven:
     found, here = BreakEven.load(path), device_kind(device)
     if (found.device.type, found.device.capability) != (here.type, here.capability):
         raise CommandError(f"--append: {path} is a {found}, this is {here}: write to another file")
-    return found
-
-
-def _table(shape: HeadShape, device: torch.device, how: dict[str, Any], before: BreakEven | None) -> BreakEven:
-    from sparseprefill.breakeven.table import BreakEven, device_kind
-
-    from ..calibration import measure
-
-    kind = device_kind(device)
-    kind = kind if kind.name else evolve(kind, name=platform.machine())
-    same = (shape.heads, shape.kv_heads, shape.head_dim, shape.dtype)
-    others = () if before is None else before.shapes
-    kept = []
-    for one in others:
-        if (one.heads, one.kv_heads, one.head_dim, one.dtype) == same:
-            shape = measure.joined(one, shape)
-        else:
-            kept.append(one)
-    return BreakEven(device=kind, shapes=(*kept, shape), versions=_versions(kind), measured=how)
-
-
-def _versions(kind: DeviceKind) -> dict[str, str]:
-    import torch
-
-    found = {"sparseprefill": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    if kind.type == "cuda":
-        found["cudnn"] = str(torch.backends.cudnn.version())
-        with suppress(PackageNotFoundError):
-            found["triton"] = version("triton")
     return found

@@ -12,6 +12,7 @@ from sparseprefill.breakeven.points import HeadShape, Point
 from sparseprefill.breakeven.rule import lines, too_dense
 from sparseprefill.breakeven.table import BreakEven
 
+from ..table import Table
 from . import render
 
 DOUBT = (
@@ -27,13 +28,14 @@ def as_table(table: BreakEven, shape: HeadShape, methods: Sequence[str]) -> None
     rows = [("dense, ms", "", *_milliseconds(whole))]
     rows += [(name, _from(table, shape, name), *_speed_ups(shape, name, whole)) for name in methods]
     title = f"{shape} on {table.device}: speed-up over dense"
-    render.figures(title, heads, rows, words=heads[:2], drop=_shortest(heads[2:]))
+    render.show(Table(title=title, heads=heads, rows=rows, words=heads[:2], drop=_shortest(heads[2:])))
     for queries in sorted({point.queries for point in shape.points if not point.whole}):
         points = [point for point in shape.points if point.queries == queries and not point.whole]
         heads = ("method", *(f"{point.keys:,}" for point in points))
         rows = [("dense, ms", *_milliseconds(points))]
         rows += [(name, *_speed_ups(shape, name, points)) for name in methods]
-        render.figures(f"the last {queries:,} rows of a prompt", heads, rows, drop=_shortest(heads[1:]))
+        title = f"the last {queries:,} rows of a prompt"
+        render.show(Table(title=title, heads=heads, rows=rows, drop=_shortest(heads[1:])))
     doubtful = [name for name in methods if too_dense(shape, name)]
     if doubtful:
         render.line(DOUBT.format(methods=", ".join(doubtful)), style="dim")

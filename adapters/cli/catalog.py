@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,12 +10,12 @@ from attrs import asdict
 
 from sparseprefill.errors import ParameterError, nearest, told
 
+from ..table import Table
 from . import describe, render
+from .shared_options import Json
 
 if TYPE_CHECKING:
     from sparseprefill.registry import PluginRecord, Registry
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +33,7 @@ def methods(json: Json = False) -> None:
     if json:
         render.write_json(rows)
     else:
-        render.table(("name", "summary", "paper"), [tuple(row.values()) for row in rows])
+        _show(("name", "summary", "paper"), [tuple(row.values()) for row in rows])
     render.broken(registry)
 
 
@@ -60,23 +61,12 @@ def show(
         render.line(f"paper: {facts['paper'] or 'none'}")
         render.line(f"grain: {_grain(facts['grain'])}")
         rows = [tuple(stage.values()) for stage in facts["stages"]]
-        render.table(("stage", "class", "what it does"), rows, drop=("class",))
+        _show(("stage", "class", "what it does"), rows, drop=("class",))
     else:
         render.line(f"{kinds[0]}: {facts['class']}, from {facts['from']}")
-    render.table(
-        ("parameter", "type", "default", "bounds", "meaning"),
-        [
-            (
-                one["name"],
-                one["type"],
-                "required" if one["required"] else str(one["default"]),
-                one["bounds"],
-                one["doc"],
-            )
-            for one in facts["parameters"]
-        ],
-        drop=("type", "bounds"),
-    )
+    known = [(*one.values(),) for one in facts["parameters"]]
+    lines = [(name, kind, "required" if needed else str(usual), *rest) for name, kind, usual, *rest, needed in known]
+    _show(("parameter", "type", "default", "bounds", "meaning"), lines, drop=("type", "bounds"))
     if kinds[0] == "method":
         render.line(f"Every method also takes {FLOOR}, such as {FLOOR}=0.95: the recall that each head has to reach.")
     for other in kinds[1:]:
@@ -118,22 +108,17 @@ def plugins(json: Json = False) -> None:
         facts = [asdict(one) for one in found]
         render.write_json([{**fact, "error": _error(one) or None} for fact, one in zip(facts, found, strict=True)])
         return
-    render.table(
-        ("plugin", "distribution", "version", "methods", "refiners", "correctors", "error"),
-        [
-            (
-                one.name,
-                one.distribution,
-                one.version,
-                ", ".join(one.methods),
-                ", ".join(one.refiners),
-                ", ".join(one.correctors),
-                _error(one),
-            )
-            for one in found
-        ],
-        drop=("version", "distribution"),
-    )
+    offers = ("methods", "refiners", "correctors")
+    rows = [
+        (one.name, one.distribution, one.version, *(", ".join(getattr(one, kind)) for kind in offers), _error(one))
+        for one in found
+    ]
+    _show(("plugin", "distribution", "version", *offers, "error"), rows, drop=("version", "distribution"))
+
+
+def _show(heads: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str] = ()) -> None:
+    """A table of words."""
+    render.show(Table(heads=heads, rows=rows, words=heads[1:], drop=drop))
 
 
 def _error(record: PluginRecord) -> str:

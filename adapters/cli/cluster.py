@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..table import Table
 from . import render
 from .files import check_writable, write
 from .group import CommandError
@@ -48,8 +49,6 @@ def cluster(
     """
     if find_spec("scipy") is None:
         raise CommandError('cluster needs scipy: pip install "sparseprefill[cluster]"')
-    from sparseprefill.profiles.cluster_file import dump
-
     from ..clustering.picture import draw
     from ..clustering.table import Settings, clustered
     from ..demo.samples import key_value_prompts
@@ -74,7 +73,7 @@ def cluster(
             one = clustered(found, identity, prompts, settings, progress)
         draw(one.similar, one.heads, one.table, picture)
     table = one.table
-    write("--output", output, dump(table))
+    write("--output", output, table.to_json())
     within, across = _means(one.similar, one.labels)
     if json:
         groups = {"clusters": table.clusters, "noise": table.noise}
@@ -86,7 +85,8 @@ def cluster(
     rows = [(str(i), str(len(group)), _words(group)) for i, group in enumerate(table.clusters)]
     rows += [("noise", str(len(table.noise)), _words(table.noise))] if table.noise else []
     title = f"{len(one.heads)} heads of {identity.name}, {samples} samples of {tokens:,} tokens"
-    render.figures(title, ("cluster", "heads", "layer.head"), rows, words=("layer.head",), drop=("heads",))
+    heads = ("cluster", "heads", "layer.head")
+    render.show(Table(title=title, heads=heads, rows=rows, words=("layer.head",), drop=("heads",)))
     render.line(f"similarity of the patterns: {within:.2f} within clusters, {across:.2f} across")
     render.line(f"table: {output}")
     render.line(f"picture: {picture}")

@@ -15,8 +15,7 @@ from . import render
 from .files import check_writable
 from .group import CommandError
 from .kept import Stop, wrote
-from .options import DENSE, configured, contenders, profiled, setting
-from .searched import TABLES
+from .options import DENSE, TABLES, configured, contenders, profiled, setting, suited
 from .shared_options import (
     Configs,
     Device,
@@ -105,7 +104,7 @@ def compare(
         check_writable("--html", html)
     registry = default_registry()
     names, left_out = _names(registry, method or (), settings or (), model)
-    compared = contenders(registry, names, settings or (), _suited(model), tail, recall_floor)
+    compared = contenders(registry, names, settings or (), suited(model), tail, recall_floor)
     compared += configured(config or (), False, tail) + profiled(profile or (), tail)
     place = Place.of(device, dtype.value, threads)
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
@@ -171,14 +170,6 @@ def _names(
             remedy = f"sparseprefill {command} --model {model}, then --set {name}.{parameter}={parameter}.json"
             left_out[name] = f"it needs a table of this model's {whose}: {remedy}"
     return [name for name in names if name not in left_out], left_out
-
-
-def _suited(model: str | None) -> dict[str, Any]:
-    if model is not None:
-        return {}
-    from ..demo.settings import PARAMETERS
-
-    return dict(PARAMETERS)
 
 
 def _prompts(texts: Sequence[Text] | None, source: Source, tokens: int | None, count: int, greedy: int) -> list[Prompt]:

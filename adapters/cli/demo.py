@@ -53,37 +53,40 @@ def demo(
     """
     from sparseprefill.registry import default_registry
 
-    from ..demo.settings import PARAMETERS
+    from ..demo.exam import asker
+    from ..evaluation.reading import Sizes
     from ..evaluation.runs import outcomes
     from . import picture as pictures
     from . import results
+    from .exams import GREEDY, asked_of, exams_of
     from .kept import Stop, wrote
-    from .options import configured, contenders
+    from .options import configured, contenders, suited
     from .progress import bars
-    from .setup import Place, Source, questions_of
+    from .setup import Place, Source
 
     found: list[Outcome] = []
 
     pictures.check_path(picture)
     registry = default_registry()
-    compared = contenders(registry, method or (), settings or (), PARAMETERS, tail, recall_floor)
+    compared = contenders(registry, method or (), settings or (), suited(None), tail, recall_floor)
     compared += configured(config or (), hybrids, tail)
     place = Place.of(device, dtype.value, threads)
     with bars(len(compared) + 1) as shown, place.threaded():
         source = Source.of(None, place)
         source.check_layers(layer, head)
-        exam = questions_of(source, tokens, questions, seed)
+        (exam,) = exams_of(source, [tokens], 1, questions, seed)[tokens]
+        prompt, sizes = asked_of(exam, source, Sizes(greedy=GREEDY))
         model = source.load()
-        ask = exam.asks(model)
+        ask = asker(model, source.tokenizer, exam)
         with Stop() as stop:
-            for one in outcomes(model, [exam.prompt], compared, exam.sizes, shown, (layer, head), ask):
+            for one in outcomes(model, [prompt], compared, sizes, shown, (layer, head), ask):
                 found.append(one)
     stop.check(len(found))
     pictures.draw(found, layer, head, picture)
     wrote(picture)
     facts: dict[str, Any] = {
         "tokens": tokens,
-        "questions": exam.count,
+        "questions": exam.questions,
         "seed": seed,
         "device": str(place.device),
         "dtype": place.dtype_name,
@@ -94,10 +97,10 @@ def demo(
         "picture": {"path": str(picture), "layer": layer, "head": head},
     }
     if json:
-        render.write_json(results.as_json(found, facts, exam.sizes))
+        render.write_json(results.as_json(found, facts, sizes))
     else:
-        title = f"{tokens:,} tokens, {exam.count} questions, seed {seed}, {place}"
-        results.as_table(found, title, exam.sizes, place.device.type == "cpu")
+        title = f"{tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
+        results.as_table(found, title, sizes, place.device.type == "cpu")
         render.line(f"picture of layer {layer}, head {head}: {picture}")
     render.broken(registry)
     stop.end(len(found), len(compared) + 1, "readings")

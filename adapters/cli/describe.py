@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -71,17 +70,6 @@ def stages(method: Method) -> tuple[list[Stage], int | None]:
 def summary(kind: type) -> str:
     """The first line of a class's docstring."""
     return (inspect.getdoc(kind) or "").strip().split("\n")[0]
-
-
-def plain(value: Any) -> Any:
-    """A value that JSON can hold: what it cannot becomes text, infinity ``"inf"``."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(one) for one in value]
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def _documented(text: str, names: list[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from .shared_options import Configs, Device, DeviceMap, Dtype, Floor, Json, Mode
 if TYPE_CHECKING:
     from sparseprefill.registry import Registry
 
-    from ..evaluation.contender import Contender
+    from ..evaluation.outcome import Contender
     from ..evaluation.scores import Run
 
 
@@ -151,7 +151,7 @@ def _contenders(
     tail: int,
     floor: Any,
 ) -> list[Contender]:
-    from .options import configured, contenders, profiled
+    from .options import configured, contenders, profiled, suited
 
     if not (methods or configs or profiles):
         raise CommandError(
@@ -163,13 +163,5 @@ def _contenders(
         settings = [text if "." in text.partition("=")[0] else f"{names[0]}.{text}" for text in settings]
     elif settings and not names:
         raise CommandError(f"--set {settings[0]}: it changes a parameter of a method; pass --method too")
-    made = contenders(registry, names, settings, _suited(model), tail, floor) if names else []
+    made = contenders(registry, names, settings, suited(model), tail, floor) if names else []
     return made + configured(configs, False, tail) + profiled(profiles, tail)
-
-
-def _suited(model: str | None) -> dict[str, Any]:
-    if model is not None:
-        return {}
-    from ..demo.settings import PARAMETERS
-
-    return dict(PARAMETERS)

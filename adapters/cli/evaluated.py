@@ -10,6 +10,7 @@ from attrs import asdict
 from sparseprefill import __version__
 
 from ..evaluation.scores import Run, Score
+from ..table import Column, Table
 from . import render
 
 DROP = ("tokens", "items", "time", "stderr", "won", "density", "lost")
@@ -25,15 +26,27 @@ def as_table(found: Sequence[Run], title: str) -> None:
     """Print the scores, what failed or ran dense, and what the columns mean."""
     stock = {(run.task, run.length): run for run in found if run.contender.pipeline is None}
     named = any(one.metric != str(run.length) for run in found for one in run.scores)
-    heads = ["task", "method", *(["metric"] if named else []), "score", "stderr", *(["lost", "won"] if stock else [])]
-    heads += ["density", "items", "tokens", "time"]
-    rows, before = [], ""
-    for run in found:
-        for score in run.scores:
-            rows.append(_row(run, score, stock.get((run.task, run.length)), named, bool(stock), run.title == before))
-            before = run.title
-    words = heads[: heads.index("score")]
-    render.figures(title, heads, rows, remarks(found), NOTES, words=words, drop=DROP)
+    rows = [(run, score) for run in found for score in run.scores]
+    first = {run.title: (run, score) for run, score in reversed(rows)}
+
+    def changed(one: tuple[Run, Score], which: int) -> str:
+        changes = _changes(*one, stock.get((one[0].task, one[0].length)))
+        return "" if changes is None else str(changes[which])
+
+    columns: list[Column[tuple[Run, Score]]] = [
+        Column("task", lambda one: one[0].title if first[one[0].title] is one else "", words=True),
+        Column("method", lambda one: one[0].contender.label, words=True),
+        *([Column[tuple[Run, Score]]("metric", lambda one: one[1].metric, words=True)] if named else []),
+        Column("score", lambda one: f"{one[1].value:.4f}"),
+        Column("stderr", lambda one: "" if one[1].stderr is None else f"{one[1].stderr:.4f}"),
+        Column("lost", lambda one: changed(one, 0)),
+        Column("won", lambda one: changed(one, 1)),
+        Column("density", lambda one: _density(one[0])),
+        Column("items", lambda one: f"{one[0].items:,}"),
+        Column("tokens", lambda one: f"{one[0].tokens:,.0f}"),
+        Column("time", lambda one: f"{one[0].seconds:.1f} s"),
+    ]
+    render.show(Table.of(columns, rows, title=title, remarks=remarks(found), notes=NOTES, drop=DROP))
 
 
 def as_json(found: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,23 +82,10 @@ def remarks(found: Sequence[Run]) -> list[str]:
     return [f"{', '.join(dict.fromkeys(where))}: {what}" for what, where in made.items()]
 
 
-def _row(run: Run, score: Score, stock: Run | None, named: bool, beside: bool, again: bool) -> tuple[str, ...]:
-    changes = _changes(run, score, stock) or ("", "")
-    density = "" if run.service is None else "dense"
-    if run.service is not None and run.service.density is not None:
-        density = f"{run.service.density:.1%}"
-    return (
-        "" if again else run.title,
-        run.contender.label,
-        *([score.metric] if named else []),
-        f"{score.value:.4f}",
-        "" if score.stderr is None else f"{score.stderr:.4f}",
-        *(map(str, changes) if beside else ()),
-        density,
-        f"{run.items:,}",
-        f"{run.tokens:,.0f}",
-        f"{run.seconds:.1f} s",
-    )
+def _density(run: Run) -> str:
+    if run.service is None:
+        return ""
+    return "dense" if run.service.density is None else f"{run.service.density:.1%}"
 
 
 def _changes(run: Run, score: Score, stock: Run | None) -> tuple[int, int] | None:

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from attrs import evolve
 
 from ..session.defaults import TAIL
-from . import render
 from .files import check_writable
 from .group import CommandError
 from .searched import chosen, fixed_parameters, with_tables, without_tables
-from .shared_options import SEEDS, AtEnd, Device, DeviceMap, Dtype, Floor, Methods, Model, Prompts, Tail, Threads, Type
-from .tune import Cost
+from .shared_options import (
+    SEEDS,
+    AtEnd,
+    Cost,
+    Device,
+    DeviceMap,
+    Dtype,
+    Floor,
+    Least,
+    Lengths,
+    Methods,
+    Model,
+    Prompts,
+    Tail,
+    Threads,
+    Trials,
+    Type,
+)
 
 if TYPE_CHECKING:
-    from sparseprefill.breakeven.table import BreakEven
-    from sparseprefill.profiles.profile import Profile
-
-    from ..calibration.search import Search
     from ..evaluation.prompts import Prompt, Text
-    from .progress import Bars
-    from .setup import Place, Source
+    from .setup import Source
 
 TOKENS = {"cpu": (2048, 8192), "cuda": (4096, 16384, 65536)}
 """Lengths of the built-in prompts unless told otherwise, as far as the model reads them."""
@@ -57,16 +66,12 @@ def fit(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Fix a parameter.")
     ] = None,
-    tokens: Annotated[
-        list[int] | None, typer.Option(min=LEAST, help="Prompt length to fit at; repeat for several.")
-    ] = None,
+    tokens: Lengths = None,
     count: Annotated[int, typer.Option(min=1, help="Maximum number of prompts of each length.")] = 4,
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
-    by: Annotated[
-        Cost, typer.Option(help="What to minimise; by default seconds on a GPU, density on a CPU.")
-    ] = Cost.AUTO,
+    by: Least = Cost.AUTO,
     seed: Annotated[
         int, typer.Option(min=0, max=SEEDS, help="Orders the settings, in case there is no time for all.")
     ] = 0,
@@ -77,7 +82,7 @@ def fit(
     device_map: DeviceMap = None,
     dtype: Type = Dtype.AUTO,
     threads: Threads = 2,
-    json: Annotated[bool, typer.Option("--json", help="Print every trial as JSON and nothing else.")] = False,
+    json: Trials = False,
 ) -> None:
     """Find the best method and setting for a model, and write it as a profile for `attach`, `build` and vLLM.
 
@@ -89,15 +94,13 @@ def fit(
 
     texts = None if prompts is None else read(prompts)  # before the imports that take their time
 
-    from sparseprefill.profiles.profile import Profile
     from sparseprefill.registry import default_registry
 
     from ..calibration.candidates import candidates
-    from ..calibration.fit import SIZES, ModelReadings, ranges, versions
-    from ..calibration.search import Searcher
+    from ..calibration.fit import SIZES, ModelReadings
     from ..calibration.target import Target
     from ..evaluation.comparison import check_length
-    from . import fitted
+    from .fitted import Run
     from .progress import bars
     from .setup import Place, Source, identity_of
 
@@ -109,14 +112,11 @@ def fit(
     fixed = fixed_parameters(methods, settings or (), model, recall_floor)
     candidates(without_tables(methods, fixed), fixed, seed)  # all that can be seen of settings that do not fit
     place = Place.of(device, dtype.value, threads)
-    cost = by.of(place)
-    ends = time.monotonic() + 60.0 * minutes
-    searches: list[Search] = []
-    stopped = False
+    cost = by.of(place.device.type)
+    until = time.monotonic() + 60.0 * minutes
     with bars(1) as shown, place.threaded():
         source = Source.of(model, place, device_map)
-        repeats = 1 if place.device.type == "cpu" or cost == "density" else 3
-        sizes = evolve(SIZES, repeats=repeats)
+        sizes = evolve(SIZES, repeats=1 if place.device.type == "cpu" or cost == "density" else 3)
         groups = _prompts(prompts, texts, source, tokens or (), count, sizes.greedy)
         for one in (one for own in groups.values() for one in own):
             check_length(one, sizes)
@@ -124,73 +124,25 @@ def fit(
         identity = identity_of(loaded, model)
         first = next(iter(groups.values()))
         methods, left_out = with_tables(methods, fixed, loaded, identity, first, shown)
-        tried = candidates(methods, fixed, seed)
-        how: dict[str, Any] = {
-            **{"target": str(target), "by": cost, "settings": len(tried), "minutes": minutes, "seed": seed},
-            **{
-                "tail": tail,
-                "recall_floor": recall_floor,
-                "device": str(place.device),
-                "dtype": place.dtype_name,
-                "left_out": left_out,
-            },
-        }
+        run = Run(
+            target=target,
+            by=cost,
+            methods=[one.name for one in methods],
+            identity=identity,
+            output=output,
+            place=place,
+            how={"minutes": minutes, "seed": seed, "tail": tail, "recall_floor": recall_floor, "left_out": left_out},
+        )
 
-        def profile() -> Profile:
-            return Profile(
-                methods=tuple(one.name for one in methods),
-                model=identity,
-                ranges=ranges(searches),
-                versions=versions([one.name for one in methods], registry),
-                tuned=how,
-            )
+        def readings(length: int) -> ModelReadings:
+            own = groups[length]
+            return ModelReadings(loaded, identity, own, [sizes] * len(own), tail=tail)
 
-        shown.expect(len(groups))
-        for index, (length, own) in enumerate(groups.items()):
-            readings = ModelReadings(loaded, identity, own, [sizes] * len(own), tail=tail)
-            left = sum(list(groups)[index:])
-            until = time.monotonic() + (ends - time.monotonic()) * length / left
-            searcher = Searcher(length, tried, readings, target, cost, until=until)
-            try:
-                with shown.contender(f"{length:,} tokens") as progress:
-                    searches.append(searcher.run(partial(progress, "settings")))
-            except KeyboardInterrupt:
-                stopped = True
-                searches.append(searcher.result())
-                searches = [one for one in searches if one.trials]
-                break
-            fitted.write(output, profile())
-        if not searches:
-            raise typer.Abort
-        made = profile()
-        if cost == "seconds" and not stopped and any(one.method for one in made.ranges):
-            table, how["not_timed"] = _break_even(made, tail, place, shown)
-            made = evolve(profile(), break_even=table)
-    fitted.write(output, made)
-    _report(searches, made, target, output, json=json, on_cpu=place.device.type == "cpu")
-    render.broken(registry)
-    if stopped:
-        render.note(f"stopped: {output} holds what was found so far, for {len(searches)} of {len(groups)} lengths")
-        raise typer.Exit(130)
-
-
-def _report(
-    searches: Sequence[Search], made: Profile, target: object, output: Path, *, json: bool, on_cpu: bool
-) -> None:
-    from . import fitted
-
-    if json:
-        searched = [fitted.as_json(one) for one in searches]
-        render.write_json({"profile": str(output), **made.tuned, "model": made.model.name, "searches": searched})
-        return
-    fitted.chosen(searches, f"{made.model.name}: {target}", on_cpu=on_cpu)
-    for one in searches:
-        fitted.frontier(one)
-    for name, reason in made.tuned["left_out"].items():
-        render.line(f"{name} is left out: {reason}")
-    for name, reason in made.tuned.get("not_timed", {}).items():
-        render.line(f"the profile has no break-even for {name} at {reason}")
-    render.line(f'profile: {output}; use it with attach(model, profile="{output}")')
+        stop = run.over(list(groups), readings, candidates(methods, fixed, seed), until, shown)
+        if cost == "seconds" and not stop.heard:
+            run.time(shown)
+    run.report(registry, f"{identity.name}: {target}", json=json, whole=True)
+    stop.end(len(run.searches), len(groups), "lengths")
 
 
 def _prompts(
@@ -243,15 +195,3 @@ def _grouped(found: list[Prompt], count: int, most: int | None, greedy: int) -> 
             f"no prompt has {LEAST} tokens or more, and shorter ones have nothing to gain: pass longer ones"
         )
     return {int(median(len(one.ids) for one in own)): own[:count] for _, own in sorted(long.items())}
-
-
-def _break_even(made: Profile, tail: int, place: Place, shown: Bars) -> tuple[BreakEven | None, dict[str, str]]:
-    from sparseprefill.registry import default_registry
-
-    from ..bench.clock import Clock
-    from ..calibration.fit import break_even
-
-    shown.expect(1)
-    with shown.contender("break-even") as progress:
-        clock = Clock(place.device, 10, 1.0)
-        return break_even(made.ranges, made.model, place.dtype_name, clock, default_registry(), tail, progress)

@@ -1,21 +1,38 @@
-"""What `fit` and `tune` write and report: the profile, what was chosen and why, and what else there was."""
+"""What `fit` and `tune` do: search length by length, write the profile, and report what was chosen and why."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field, frozen
 
 from sparseprefill.profiles.profile import Profile
+from sparseprefill.registry import Registry, default_registry
 
-from ..calibration.fit import described, figures
-from ..calibration.search import Search, Trial
-from ..evaluation.outcome import Outcome
+from ..bench.clock import Clock
+from ..calibration.candidates import Candidate
+from ..calibration.fit import ModelReadings, break_even, described, figures, ranges, versions
+from ..calibration.search import By, Search, Searcher, Trial
+from ..calibration.target import Target
+from ..evaluation.outcome import Summary
+from ..table import Column, Table
 from . import render
 from .describe import DEFAULTS, told
 from .files import unwritable
-from .kept import wrote
+from .kept import Stop, wrote
+from .results import COLUMNS, measured
+
+if TYPE_CHECKING:
+    from sparseprefill.breakeven.table import BreakEven
+    from sparseprefill.profiles.identity import ModelIdentity
+
+    from .progress import Bars
+    from .setup import Place
 
 FRONTIER = "The frontier: settings that no other beats in both cost and closeness to dense."
 FAR = "The closest setting of each other method; over: its loss / what the target allows."
@@ -33,17 +50,50 @@ def write(path: Path, profile: Profile) -> None:
     wrote(path)
 
 
+@frozen(slots=False)
+class Shown:
+    """A row: a trial of a search, or, without one, dense attention. over: whether its loss is shown."""
+
+    search: Search
+    trial: Trial | None
+    over: bool = False
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Over the prompts that it has read."""
+        return Summary.of(self.search.stock if self.trial is None else self.trial.outcomes, 0)
+
+    @property
+    def speed_up(self) -> str:
+        """Over dense attention, on the same prompts."""
+        dense = sum(one.seconds for one in self.search.stock[: self.summary.prompts])
+        return f"{dense / self.summary.seconds:.2f}" if self.summary.seconds else ""
+
+    @property
+    def setting(self) -> str:
+        """Or what stopped it."""
+        return "" if self.trial is None else self.trial.error or _setting(self.trial)
+
+
+def _table(rows: Sequence[Shown], title: str, *, tokens: bool = False) -> None:
+    # What is tuned by answers samples too few rows for a recall.
+    asked = any(row.summary.answers[1] for row in rows)
+    heads = [head for head in COLUMNS if head not in ("end KL", "lowest", *(("recall", "rows") if asked else ()))]
+    columns: list[Column[Shown]] = [
+        Column("method", lambda row: "dense" if row.trial is None else row.trial.candidate.name),
+        *([Column[Shown]("tokens", lambda row: f"{row.search.tokens:,}")] if tokens else []),
+        Column("setting", lambda row: row.setting, words=True),
+        *measured(lambda row: row.summary, heads),
+        Column("speed-up", lambda row: row.speed_up),
+        Column("prompts", lambda row: str(row.summary.prompts)),
+        Column("over", lambda row: f"{row.trial.shortfall:.2f}" if row.over and row.trial is not None else ""),
+    ]
+    render.show(Table.of(columns, rows, lambda row: row.trial and row.trial.error, title=title, drop=DROP))
+
+
 def chosen(searches: Sequence[Search], title: str, *, on_cpu: bool) -> None:
     """The choice of each length, and why there is none."""
-    heads = ["method", "tokens", "setting", *_HEADS]
-    rows = []
-    for one in searches:
-        if one.chosen is None:
-            rows.append(["dense", f"{one.tokens:,}", "", *_figures(one.stock, one)])
-        else:
-            name = one.chosen.candidate.name
-            rows.append([name, f"{one.tokens:,}", _setting(one.chosen), *_figures(one.chosen.outcomes, one)])
-    _table(heads, rows, title)
+    _table([Shown(one, one.chosen) for one in searches], title, tokens=True)
     for one in searches:
         if one.chosen is not None:
             render.line(lost(one))
@@ -64,19 +114,15 @@ def chosen(searches: Sequence[Search], title: str, *, on_cpu: bool) -> None:
 def frontier(search: Search) -> None:
     """What was seen at one length: the frontier, and the nearest of each method."""
     shown = search.frontier
-    rows = [[one.candidate.name, _setting(one), *_figures(one.outcomes, search)] for one in shown]
-    heads = ["method", "setting", *_HEADS]
-    _table(heads, rows, f"{search.tokens:,} tokens. {FRONTIER}")
+    if shown:
+        _table([Shown(search, one) for one in shown], f"{search.tokens:,} tokens. {FRONTIER}")
     far, seen = [], {one.candidate.name for one in shown}
     for name in dict.fromkeys(one.candidate.name for one in search.trials):
-        if name in seen:
-            continue
         mine = [one for one in search.trials if one.candidate.name == name]
         best = min(mine, key=lambda one: (bool(one.error), -len(one.outcomes), one.shortfall))
-        figures_ = [""] * len(_HEADS) if best.error else _figures(best.outcomes, search)
-        far.append([name, best.error or _setting(best), *figures_, "" if best.error else f"{best.shortfall:.2f}"])
+        far += [] if name in seen else [Shown(search, best, over=True)]
     if far:
-        _table([*heads, "over"], far, f"{search.tokens:,} tokens. {FAR}")
+        _table(far, f"{search.tokens:,} tokens. {FAR}")
 
 
 def as_json(search: Search) -> dict[str, Any]:
@@ -98,26 +144,6 @@ def as_json(search: Search) -> dict[str, Any]:
 
 DROP = ("prompts", "prefill", "rows", "recall", "99 %", "over", "density", "KL", "same", "tokens", "end")
 """Columns that a narrow terminal leaves out, in this order."""
-_HEADS = ("inside", "end", "KL", "99 %", "same", "recall", "rows", "density", "prefill", "speed-up", "prompts")
-
-
-def _figures(outcomes: Sequence[Outcome], search: Search) -> list[str]:
-    facts = figures(outcomes)
-    inside, end = facts["inside"], facts["end"]
-    dense = figures(search.stock[: facts["prompts"]])["seconds"]
-    near = ["", "", ""]
-    if "kl" in inside:
-        near = [f"{inside['kl']:.4f}", f"{inside['high']:.3f}", f"{inside['agreement']:.1%}"]
-    return [
-        *(f"{part['right']} / {part['asked']}" if "asked" in part else "" for part in (inside, end)),
-        *near,
-        # What is tuned by answers samples too few rows for a recall.
-        *("" if "asked" in end else f"{facts[name]:.1%}" for name in ("recall", "row_p1")),
-        f"{facts['density']:.1%}",
-        f"{facts['seconds']:.2f} s",
-        f"{dense / facts['seconds']:.2f}" if facts["seconds"] else "",
-        str(facts["prompts"]),
-    ]
 
 
 def lost(search: Search) -> str:
@@ -148,8 +174,94 @@ def _times(trial: Trial) -> str:
     return f"at {trial.shortfall:.1f} times what the target allows"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
-    """A table without the columns that no row has anything in."""
-    kept = [i for i, head in enumerate(heads) if head in ("setting", "method") or any(row[i] for row in rows)]
-    shown = [[row[i] for i in kept] for row in rows]
-    render.figures(title, [heads[i] for i in kept], shown, words=("setting",), drop=DROP)
+@define(eq=False, kw_only=True)
+class Run:
+    """A search for a profile, one length of prompts after the other; the file is whole after each of them.
+
+    target, by: see `Searcher`. methods: that are searched. identity: of the model. how: what is told in the file.
+    """
+
+    target: Target
+    by: By
+    methods: Sequence[str]
+    identity: ModelIdentity
+    output: Path
+    place: Place
+    how: dict[str, Any]
+    searches: list[Search] = field(factory=list, init=False)
+
+    def over(
+        self,
+        lengths: Sequence[int],
+        readings: Callable[[int], ModelReadings],
+        candidates: Sequence[Candidate],
+        until: float | None,
+        shown: Bars,
+        **more: Any,
+    ) -> Stop:
+        """Search at every length, and write the profile; Ctrl-C ends it, with what was found.
+
+        until: when to stop, on the clock; each length gets its share of the time. more: options of `Searcher`.
+        """
+        self.how |= {"by": self.by, "settings": len(candidates)}
+        self.how |= {"target": str(self.target), "device": str(self.place.device), "dtype": self.place.dtype_name}
+        shown.expect(len(lengths))
+        stop = Stop()
+        for index, length in enumerate(lengths):
+            now = time.monotonic()
+            ends = None if until is None else now + (until - now) * length / sum(lengths[index:])
+            searcher = Searcher(length, candidates, readings(length), self.target, self.by, until=ends, **more)
+            stop = Stop()
+            with stop, shown.contender(f"{length:,} tokens") as progress:
+                self.searches.append(searcher.run(partial(progress, "settings")))
+            if stop.heard:
+                self.searches = [one for one in (*self.searches, searcher.result()) if one.trials]
+                stop.check(len(self.searches))
+            self.write()
+            if stop.heard:
+                break
+        return stop
+
+    def write(self, table: BreakEven | None = None) -> Profile:
+        """The profile of what was found so far. table: times of what was chosen."""
+        made = Profile(
+            methods=tuple(self.methods),
+            model=self.identity,
+            ranges=ranges(self.searches),
+            break_even=table,
+            versions=versions(self.methods, default_registry()),
+            tuned=self.how,
+        )
+        write(self.output, made)
+        return made
+
+    def time(self, shown: Bars) -> None:
+        """Time what was chosen beside dense attention; the times go into the profile."""
+        made, registry = ranges(self.searches), default_registry()
+        if not any(one.method for one in made):
+            return
+        shown.expect(1)
+        clock = Clock(self.place.device, 10, 1.0)
+        with shown.contender("break-even") as progress:
+            table, failed = break_even(
+                made, self.identity, self.place.dtype_name, clock, registry, self.how["tail"], progress
+            )
+        self.how["not_timed"] = failed
+        self.write(table)
+
+    def report(self, registry: Registry, title: str, *, json: bool, whole: bool = False) -> None:
+        """Print what was chosen and why, or all trials as JSON. whole: the frontiers too."""
+        if json:
+            searched = [as_json(one) for one in self.searches]
+            facts = {"profile": str(self.output), **self.how, "model": self.identity.name, "searches": searched}
+            render.write_json(facts)
+        else:
+            chosen(self.searches, title, on_cpu=self.place.device.type == "cpu")
+            for one in self.searches if whole else ():
+                frontier(one)
+            for name, reason in self.how.get("left_out", {}).items():
+                render.line(f"{name} is left out: {reason}")
+            for name, reason in self.how.get("not_timed", {}).items():
+                render.line(f"the profile has no break-even for {name} at {reason}")
+            render.line(f'profile: {self.output}; use it with attach(model, profile="{self.output}")')
+        render.broken(registry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +14,9 @@ from ..session.defaults import TAIL
 from . import render
 from .group import CommandError
 from .kept import Stop
+from .options import changes, setting, suited, value_of
 from .searched import SAMPLED, best_settings, chosen, fixed_parameters, with_tables, without_tables
-from .shared_options import SEEDS, Configs, Device, Dtype, Floor, Methods, Model, Tail, Threads, Type
+from .shared_options import SEEDS, Configs, Device, Dtype, Floor, Lengths, Methods, Minutes, Model, Tail, Threads, Type
 
 if TYPE_CHECKING:
     from sparseprefill.method import Method
@@ -54,7 +56,8 @@ def frontier(
             "--from", help="Run the defaults and each method's best setting in this file, --json of another seed's run."
         ),
     ] = None,
-    tokens: Annotated[list[int] | None, typer.Option(min=256, help="Length of the texts; repeat for several.")] = None,
+    tokens: Lengths = None,
+    minutes: Minutes = None,
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 1,
@@ -88,8 +91,9 @@ def frontier(
     from ..evaluation.reading import Sizes
     from . import frontier_results
     from .bench_options import Files
+    from .exams import GREEDY, asked_of, exams_of, readings_of
     from .progress import bars
-    from .setup import GREEDY, Place, Source, exams_of, identity_of, readings_of
+    from .setup import Place, Source, identity_of
 
     files = Files(plot=plot, markdown=markdown, json=json)
     registry = default_registry()
@@ -98,12 +102,17 @@ def frontier(
     best = None if chosen_by is None else best_settings(chosen_by, seed, texts)
     files_of_settings = [configured(path) for path in config or ()]
     values = _tried(methods, settings or (), tried or ())
-    _candidates(without_tables(methods, fixed), fixed, values, most, best, suited=model is None)  # all that can be seen
+    _candidates(without_tables(methods, fixed), fixed, values, most, best, suited(model))  # all that can be seen
     place = Place.of(device, dtype.value, threads)
     lengths = sorted(set(tokens or TOKENS["cpu" if place.device.type == "cpu" else "cuda"]))
     clock = Clock(place.device, rounds, seconds)
     sizes = Sizes(greedy=GREEDY, repeats=1 if place.device.type == "cpu" else 3)
     found: list[Point] = []
+    until = None if minutes is None else time.monotonic() + 60.0 * minutes
+
+    def late() -> bool:
+        return until is not None and time.monotonic() >= until
+
     with place.threaded(), bars(1) as shown:
         source = Source.of(model, place)
         exams = exams_of(source, lengths, texts, questions, seed)
@@ -111,21 +120,26 @@ def frontier(
         others = exams_of(source, [min(SAMPLED, lengths[0])], CLUSTERED, 1, TUNING)
         loaded = source.load()
         identity = identity_of(loaded, model)
-        readings = readings_of(loaded, source.tokenizer, identity, exams, tail, sizes)
-        prompts = next(iter(readings_of(loaded, source.tokenizer, identity, others, tail).values())).prompts
+        readings = readings_of(loaded, source, identity, exams, tail, sizes)
+        prompts = [asked_of(exam, source)[0] for own in others.values() for exam in own]
         methods, left_out = with_tables(methods, fixed, loaded, identity, prompts, shown)
-        candidates = _candidates(methods, fixed, values, most, best, suited=model is None)
+        candidates = _candidates(methods, fixed, values, most, best, suited(model))
         candidates += files_of_settings
         facts: dict[str, Any] = {
             **{"model": model or "embedded", "tail": tail, "recall_floor": recall_floor, "texts": texts},
             **{"questions": questions, "seed": seed, "from": None if chosen_by is None else str(chosen_by)},
-            **{"rounds": rounds, "dtype": place.dtype_name, "threads": threads, "left_out": left_out},
+            **{"minutes": minutes, "rounds": rounds, "dtype": place.dtype_name, "threads": threads},
+            "left_out": left_out,
         }
         shown.expect(len(lengths) * len(candidates))
         with Stop() as stop:
             for length in lengths:
-                reader = Reader.of(length, readings.pop(length), clock)
+                if found and late():
+                    break
+                reader = Reader.of(length, readings(length), clock)
                 for candidate in candidates:
+                    if found and late():
+                        break
                     with shown.contender(f"{candidate.name}, {length:,} tokens"):
                         found.append(reader.read(candidate))
                     frontier_results.keep(found, {**facts, "stopped": True}, place, files)
@@ -140,22 +154,21 @@ def frontier(
                 "inside the texts and behind them"
             )
     render.broken(registry)
-    stop.end(len(found), len(lengths) * len(candidates), "settings")
+    every = len(lengths) * len(candidates)
+    stop.end(len(found), every, "settings")
+    if len(found) < every:
+        render.note(f"there was no time for {every - len(found)} more settings")
     if any(one.error for one in found):
         raise typer.Exit(1)
 
 
 def _tried(methods: Sequence[Method], settings: Sequence[str], tried: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
     """The values of --try by method and parameter."""
-    from .options import setting, value_of
-
-    taken = {setting(text)[:2] for text in settings}
-    values: dict[str, dict[str, list[Any]]] = {one.name: {} for one in methods}
+    names = [one.name for one in methods]
+    taken, values = changes(names, settings), changes(names, tried, "--try")
     for text in tried:
-        name, parameter, _ = setting(text)
-        if name not in values:
-            raise CommandError(f"--try {text}: {name!r} is not among the methods of this run: {', '.join(values)}")
-        if (name, parameter) in taken:
+        name, parameter, _ = setting(text, "--try")
+        if parameter in taken[name]:
             raise CommandError(f"--set {name}.{parameter}: --try names it too; leave one of them out")
         values[name][parameter] = [value_of(part) for part in text.partition("=")[2].split(",")]
     return values
@@ -167,23 +180,21 @@ def _candidates(
     values: Mapping[str, Mapping[str, list[Any]]],
     most: int,
     best: Mapping[str, Mapping[str, Any]] | None,
-    *,
-    suited: bool,
+    usual: Mapping[str, Any],
 ) -> list[Candidate]:
     """Each method's defaults, what suits the embedded model, and the best of another run or, where there was none,
-    settings spread over the search space."""
+    settings spread over the search space. usual: what suits the model, by method."""
     from ..calibration.candidates import Candidate
     from ..calibration.candidates import settings as space
     from ..calibration.frontier import spread
-    from ..demo.settings import PARAMETERS
 
     made = []
     for one in methods:
         searched = values[one.name]
         given = {name: value for name, value in fixed[one.name].items() if name not in searched}
         own: list[dict[str, Any]] = [] if searched else [dict(given)]
-        if suited and not searched and one.name in PARAMETERS:
-            own.append({**PARAMETERS[one.name], **given})
+        if not searched and one.name in usual:
+            own.append({**usual[one.name], **given})
         if best is not None and not searched:
             own += [{**best[one.name], **given}] if one.name in best else []
         elif searched or set(one.search) - set(given):

@@ -11,23 +11,19 @@ from matplotlib.figure import Figure
 
 from ..bench import facts
 from ..calibration.frontier import Point, frontier
+from ..table import Column, Table
 from . import render
 from .bench_options import Files
 from .bench_plot import MARKS, dress
 from .describe import told
 from .files import write
 from .kept import wrote
-from .results import TOO_SHORT, cannot
+from .results import COLUMNS, TOO_SHORT, cannot, measured, of
 
 if TYPE_CHECKING:
     from ..evaluation.divergence import Divergence
     from .setup import Place
 
-COLUMNS = (
-    *("method", "setting", "inside", "end", "KL", "99 %", "end KL", "recall", "rows", "lowest", "density"),
-    *("mask", "attention", "speed-up", "prefill speed-up", ""),
-)
-WORDS = ("method", "setting")
 DROP = (
     *("mask", "end KL", "rows", "prefill speed-up", "99 %", "attention", "recall", "lowest", "density", "KL"),
     "end",
@@ -36,13 +32,14 @@ DROP = (
 BEST = "*"
 NOTES = (
     "inside: answers right / asked inside the prompt, which rows before its last ones must find; end: behind the "
-    "prompt, where the dense tail helps. KL, 99 %: KL(dense || sparse) of the next token in nats over rows of the "
-    "whole prompt, mean and 99th percentile; end KL: the mean at its end and behind it. recall: share of the attention"
-    " mass kept; rows: 1st percentile of the sampled rows; lowest: lowest mean of a head. density: pairs computed / "
-    "causal pairs. attention: ms for all layers, on the model's own queries and keys; mask: the part of it until the "
-    "masks are there; speed-up: dense attention's time, measured beside the row, / this time. prefill speed-up: the "
-    "same for the whole prefill, over the stock model. *: no other row has as many answers inside and behind the "
-    "prompt, as small a KL and as short a time, and is better in one of them."
+    "prompt, where the dense tail helps. KL, 99 %: KL(dense || sparse) of the next token in nats over rows of the"
+    " whole prompt, mean and 99th percentile; end KL: the mean "
+    "at its end and behind it. recall: share of the attention mass kept; rows: 1st percentile of the sampled rows; "
+    "lowest: lowest mean of a head. density: pairs computed / causal pairs. attention: ms for all layers, on the "
+    "model's own queries and keys; mask: the part of it until the masks are there; speed-up: dense attention's time, "
+    "measured beside the row, / this time. prefill speed-up: the same for the whole prefill, over the stock model. *: "
+    "no other row has as many answers inside and behind the prompt, as small a KL and as short a time, and is better in"
+    " one of them."
 )
 NO_KL = 1e-7
 """Where the picture puts a KL of 0, in nats."""
@@ -55,13 +52,13 @@ def report(points: Sequence[Point], about: Mapping[str, Any], place: Place, file
         draw(groups[-1], files.plot)
         wrote(files.plot)
     if files.markdown is not None:
-        write("--markdown", files.markdown, "\n".join(map(markdown, groups)))
+        write("--markdown", files.markdown, "\n".join(markdown(one) for one in groups))
     if files.alone:
         render.write_json(_facts(points, about, place))
         return
     keep(points, about, place, files)
     for group in groups:
-        render.figures(f"{_title(group)}, {place}", COLUMNS, _rows(group), _remarks(group), words=WORDS, drop=DROP)
+        render.show(table(group, f", {place}"))
     render.line(NOTES, style="dim")
     for path in (files.plot, files.markdown, files.json):
         if path is not None:
@@ -104,11 +101,31 @@ def _near(found: Divergence | None, answers: tuple[int, int], dense: tuple[int, 
     }
 
 
+def table(group: Sequence[Point], where: str = "") -> Table:
+    """The points of one length. where: ends the title."""
+    best, common = frontier(group), _common(group)
+
+    def setting(one: Point) -> str:
+        shared = common[one.candidate.name]
+        return told({name: value for name, value in one.candidate.parameters.items() if name not in shared})
+
+    columns: list[Column[Point]] = [
+        Column("method", lambda one: one.candidate.name, words=True),
+        Column("setting", setting, words=True),
+        *measured(lambda one: one.summary, [head for head in COLUMNS if head not in ("same", "prefill")]),
+        Column("mask", lambda one: "" if one.time is None else f"{one.time.estimate * 1e3:.2f}"),
+        Column("attention", lambda one: "" if one.time is None else f"{one.time.seconds * 1e3:.2f}"),
+        Column("speed-up", lambda one: "" if one.time is None else f"{one.time.speedup:.2f}"),
+        Column("prefill speed-up", lambda one: "" if one.prefill_speedup is None else f"{one.prefill_speedup:.2f}"),
+        Column("", lambda one: BEST if any(one is other for other in best) else ""),
+    ]
+    title = f"{_title(group)}{where}"
+    return Table.of(columns, group, lambda one: one.error, title=title, drop=DROP, remarks=_remarks(group))
+
+
 def markdown(group: Sequence[Point]) -> str:
     """The table of one length."""
-    heads = [*COLUMNS[:-1], "best"]
-    lines = [f"### {_title(group)}", "", *[f"{text}." for text in _remarks(group)], ""]
-    return "\n".join([*lines, *facts.grid(heads, _rows(group)), ""])
+    return table(group).markdown({"": "best"})
 
 
 def draw(group: Sequence[Point], path: Path) -> None:
@@ -146,7 +163,7 @@ def _title(group: Sequence[Point]) -> str:
 def _remarks(group: Sequence[Point]) -> list[str]:
     stock = group[0].stock
     times = [one.time for one in group if one.time is not None]
-    scores = f"{_of(stock.answers_inside)} inside, {_of(stock.answers)} at the end"
+    scores = f"{of(stock.answers_inside)} inside, {of(stock.answers)} at the end"
     made = [f"the model's own attention: {scores}, {_prefill(group)}", *cannot([stock])]
     if not stock.answers_inside[1]:
         made.append(TOO_SHORT)
@@ -164,35 +181,6 @@ def _remarks(group: Sequence[Point]) -> list[str]:
 def _prefill(group: Sequence[Point]) -> str:
     stock = group[0].stock
     return f"{stock.seconds / max(1, stock.prompts):.3f} s a prefill"
-
-
-def _rows(group: Sequence[Point]) -> list[tuple[str, ...]]:
-    best, common = frontier(group), _common(group)
-    return [_row(one, common[one.candidate.name], any(one is other for other in best)) for one in group]
-
-
-def _row(point: Point, common: Mapping[str, Any], best: bool) -> tuple[str, ...]:
-    own = {name: value for name, value in point.candidate.parameters.items() if name not in common}
-    name, one, time = point.candidate.name, point.summary, point.time
-    if point.error:
-        return (name, told(own), "failed", *[""] * (len(COLUMNS) - 3))
-    prefill = point.prefill_speedup
-    return (
-        *(name, told(own), _of(one.answers_inside), _of(one.answers)),
-        *(("", "") if one.inside is None else (f"{one.inside.kl:.4f}", f"{one.inside.high:.3f}")),
-        *("" if one.end is None else f"{one.end.kl:.5f}", f"{one.recall:.1%}", f"{one.row_p1:.1%}"),
-        *(f"{_least(point):.1%}", f"{one.density:.1%}"),
-        *(
-            ("", "", "")
-            if time is None
-            else (f"{time.estimate * 1e3:.2f}", f"{time.seconds * 1e3:.2f}", f"{time.speedup:.2f}")
-        ),
-        *("" if prefill is None else f"{prefill:.2f}", BEST if best else ""),
-    )
-
-
-def _of(answers: tuple[int, int]) -> str:
-    return f"{answers[0]} / {answers[1]}" if answers[1] else ""
 
 
 def _least(point: Point) -> float:

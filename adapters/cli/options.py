@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attrs import fields_dict
 
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.errors import ParameterError, nearest
 
-from ..demo.hybrids import HYBRIDS
+from ..demo.settings import HYBRIDS, PARAMETERS
 from ..session.defaults import TAIL
 from .group import CommandError
 
@@ -20,45 +21,59 @@ if TYPE_CHECKING:
     from sparseprefill.registry import Registry
     from sparseprefill.route import Route
 
-    from ..evaluation.contender import Contender
+    from ..evaluation.outcome import Contender
 
 AROUND = ("refiners", "corrector")
 """What a configuration puts around a method; ``--set`` takes it like a parameter."""
 DENSE = "dense"
 """The registry's method that computes the same, through the sparse executor; left out unless it is named."""
+TABLES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {"kascade": ("anchors", "anchors", "layers"), "share-prefill": ("clusters", "cluster", "heads")}
+)
+"""Methods that need a table of the model: the parameter that takes it, the command that makes it, what it is of."""
 
 
 def contenders(
     registry: Registry,
     names: Sequence[str],
     settings: Sequence[str],
-    suited: Mapping[str, Mapping[str, Any]] | None = None,
+    suiting: Mapping[str, Mapping[str, Any]] | None = None,
     tail: int = TAIL,
     floor: Any = None,
 ) -> list[Contender]:
     """The methods to compare, built: those named, or every one that is registered.
 
-    suited: parameters that suit the model, by method. settings: texts ``name.parameter=value``, over them; refiners and
-    a corrector may be set like parameters, as in a configuration. tail: last rows that get every key, as of `attach`.
-    floor: of the recall of every method but dense, unless it has a setting of its own. Raises CommandError or the
-    library's own errors for what does not fit.
+    suiting: parameters that suit the model, by method. settings: texts ``name.parameter=value``, over them; refiners
+    and a corrector may be set like parameters, as in a configuration. tail: last rows that get every key, as of
+    `attach`. floor: of the recall of every method but dense, unless it has a setting of its own. Raises CommandError or
+    the library's own errors for what does not fit.
     """
-    from ..evaluation.contender import Contender
+    from ..evaluation.outcome import Contender
 
     chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
-    changes: dict[str, dict[str, Any]] = {registry.get(name).name: {} for name in chosen}
-    for text in settings:
-        method, parameter, value = setting(text)
-        if method not in changes:
-            raise CommandError(
-                f"--set {text}: {method!r} is not among the methods of this run{nearest(method, changes)}"
-            )
-        changes[method][parameter] = value
     made = []
-    for name, changed in changes.items():
-        parameters = {**(suited or {}).get(name, {}), **floored(name, floor), **changed}
+    for name, changed in changes([registry.get(name).name for name in chosen], settings).items():
+        parameters = {**(suiting or {}).get(name, {}), **floored(name, floor), **changed}
         made.append(Contender(name, _built(registry, name, parameters), parameters, tail))
     return made
+
+
+def changes(names: Sequence[str], settings: Sequence[str], option: str = "--set") -> dict[str, dict[str, Any]]:
+    """What texts ``name.parameter=value`` change, by method and parameter; CommandError where one is of no method."""
+    made: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for text in settings:
+        method, parameter, value = setting(text, option)
+        if method not in made:
+            raise CommandError(
+                f"{option} {text}: {method!r} is not among the methods of this run{nearest(method, made)}"
+            )
+        made[method][parameter] = value
+    return made
+
+
+def suited(model: str | None) -> dict[str, Any]:
+    """Parameters that suit the embedded model, by method; none for another. model: its path, None for the embedded."""
+    return dict(PARAMETERS) if model is None else {}
 
 
 def _built(registry: Registry, name: str, given: Mapping[str, Any]) -> Pipeline | Route:
@@ -86,7 +101,7 @@ def configured(paths: Sequence[Path], hybrids: bool, tail: int = TAIL) -> list[C
     """Contenders from configuration files, named by their `name` or the file, and the hybrids that ship."""
     from sparseprefill.config import from_config
 
-    from ..evaluation.contender import Contender
+    from ..evaluation.outcome import Contender
 
     tables = HYBRIDS if hybrids else {}
     made = [Contender(name, from_config(dict(table)), table, tail) for name, table in tables.items()]
@@ -100,25 +115,25 @@ def profiled(paths: Sequence[Path], tail: int = TAIL) -> list[Contender]:
     """Contenders from profiles, named by the file."""
     from sparseprefill.registry import default_registry
 
-    from ..evaluation.contender import Contender
+    from ..evaluation.outcome import Contender
 
     return [
         Contender(path.name, default_registry().build(profile=path), {"profile": str(path)}, tail) for path in paths
     ]
 
 
-def setting(text: str) -> tuple[str, str, Any]:
+def setting(text: str, option: str = "--set") -> tuple[str, str, Any]:
     """Method, parameter and value of a text ``method.parameter=value``; CommandError for another."""
     target, equals, value = text.partition("=")
     method, dot, parameter = target.strip().rpartition(".")
     if not (equals and dot and method and parameter and value.strip()):
-        raise CommandError(f"--set {text}: write method.parameter=value, such as --set anchor-attention.theta=4")
+        raise CommandError(f"{option} {text}: write method.parameter=value, such as {option} anchor-attention.theta=4")
     return method, parameter, value_of(value.strip())
 
 
 def value_of(text: str) -> Any:
     """JSON where it is JSON, True and False, numbers such as inf, else the text itself."""
-    for read in (json_text.loads, {"True": True, "False": False, "None": None}.__getitem__, float):
+    for read in (structure.loads, {"True": True, "False": False, "None": None}.__getitem__, float):
         try:
             return read(text)
         except ParameterError as error:

@@ -21,7 +21,7 @@ from ..evaluation.outcome import Layer, Outcome, Summary
 from ..evaluation.reading import Sizes
 from .files import write as write_file
 from .picture import INK, SHADES, Panel, sheet
-from .results import NOTES, columns, failures, notes_of, speed_up, summaries
+from .results import NOTES, failures, made, notes_of, summaries
 
 WORST = 4
 """Heads of a method whose masks are shown."""
@@ -30,14 +30,14 @@ WORST = 4
 def write(path: Path, found: Sequence[Outcome], title: str, command: str, sizes: Sizes) -> None:
     """Write the page of outcomes, the stock model's among them."""
     rows = summaries(found, sizes)
-    heads, lines = columns(rows)
+    table = made(rows)
     page = Environment(loader=PackageLoader("sparseprefill.adapters.cli"), autoescape=True, undefined=StrictUndefined)
     text = page.get_template("page.html").render(
         title=title,
         command=command,
         version=__version__,
-        heads=heads,
-        lines=lines,
+        heads=table.heads,
+        lines=table.rows,
         remarks=failures(rows),
         notes=notes_of(NOTES, sizes),
         frontier=_frontier(rows),
@@ -66,7 +66,7 @@ def _frontier(rows: Sequence[Summary]) -> str:
     points = [
         (one.contender.label, times, one.inside.kl)
         for one in rows
-        if one.inside is not None and (times := speed_up(one, rows[0])) is not None
+        if one.inside is not None and (times := one.speed_up(rows[0])) is not None
     ]
     if not points:
         return ""

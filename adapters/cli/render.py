@@ -1,20 +1,31 @@
-"""How results reach the terminal: lines, tables and JSON."""
+"""How results reach the terminal: tables, lines and JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from sparseprefill.errors import told
 
-from .columns import Column, fitted, width
-from .describe import plain
+from ..table import Table, width
 
 if TYPE_CHECKING:
     from sparseprefill.registry import Registry
+
+
+def plain(value: Any) -> Any:
+    """A value that JSON can hold: what it cannot becomes text, infinity ``"inf"``."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def to_json(value: Any) -> str:
@@ -50,61 +61,42 @@ def broken(registry: Registry) -> None:
             note(f"{record.source} failed to load and is left out: {told(record.error)}")
 
 
-def figures(
-    title: str,
-    heads: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    remarks: Iterable[str] = (),
-    notes: str = "",
-    *,
-    words: Sequence[str] = (),
-    drop: Sequence[str] = (),
-) -> None:
-    """A table of what was measured, all but its first column and those of words aligned to the right; below it what
-    else is to be said of its rows, and, dim, what the columns mean. drop: as of `table`."""
-    table(heads, rows, right=[head for head in heads[1:] if head not in words], title=title, drop=drop)
-    for text in remarks:
-        line(text)
-    if notes:
-        line(notes, style="dim")
+def show(table: Table) -> None:
+    """A table on standard output; below it its remarks and, dim, its notes.
 
-
-def table(
-    heads: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    right: Sequence[str] = (),
-    title: str | None = None,
-    drop: Sequence[str] = (),
-) -> None:
-    """A table on standard output; columns named in `right`, those of figures, are aligned to the right.
-
-    On a terminal too narrow for it columns are left out, never a digit: first those that `drop` names, in its order,
-    then from the right. The first column stays. A line below says which are missing. A file has room for all.
+    On a terminal too narrow for it columns are left out, never a digit: first those that `drop` names, then from the
+    right. The first column stays. A line below says which are missing. A file has room for all.
     """
     from rich import box
     from rich.cells import cell_len
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as Drawn
     from rich.text import Text
 
-    lines, console = [*rows], Console()
-    columns = [
-        Column.of(index, head, [row[index] for row in lines], figures=index == 0 or head in right, measure=cell_len)
-        for index, head in enumerate(heads)
-    ]
+    console = Console()
     room = console.width
     if not console.file.isatty():
-        room = max(room, width([one.least for one in columns]))
-    kept = fitted(columns, room, drop)
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+        room = max(room, width([one.least for one, _ in table.fitted(1 << 30, cell_len)]))
+    kept = table.fitted(room, cell_len)
+    made = Drawn(box=box.SIMPLE_HEAD, title=table.title, title_justify="left", pad_edge=False)
     for column, cells in kept:
-        justify: Literal["left", "right"] = "right" if column.head in right else "left"
-        made.add_column(column.head, justify=justify, no_wrap=column.least == column.most, width=cells, overflow="fold")
-    for row in lines:
+        right = column.index > 0 and column.head not in table.words
+        made.add_column(
+            column.head,
+            justify="right" if right else "left",
+            no_wrap=column.least == column.most,
+            width=cells,
+            overflow="fold",
+        )
+    for row in table.rows:
         made.add_row(*(Text(row[column.index]) for column, _ in kept))
     console.width = max(console.width, width([cells for _, cells in kept]))  # what stands beyond it would be cut off
     console.print(made)
-    missing = [one.head for one in columns if one.head and one not in [column for column, _ in kept]]
+    shown = [column.index for column, _ in kept]
+    missing = [head for i, head in enumerate(table.heads) if head and i not in shown]
     if missing:
         line(f"No room for {', '.join(missing)}: a wider terminal shows them, and so does a file.", style="dim")
+    for text in table.remarks:
+        line(text)
+    if table.notes:
+        line(table.notes, style="dim")

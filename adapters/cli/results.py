@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import asdict
+from attrs import asdict, evolve
 
 from sparseprefill import __version__
 
 from ..evaluation.divergence import Divergence
 from ..evaluation.outcome import Fidelity, Layer, Outcome, Summary
 from ..evaluation.reading import APART, Sizes
+from ..table import Column, Item, Table
 from . import render
 
 NOTES = (
@@ -39,14 +40,41 @@ ON_CPU = (
 )
 
 
+MEASURED: Mapping[str, Callable[[Summary], str]] = {
+    "inside": lambda one: of(one.answers_inside),
+    "end": lambda one: of(one.answers),
+    "KL": lambda one: "" if one.inside is None else _small(one.inside.kl),
+    "99 %": lambda one: "" if one.inside is None else _small(one.inside.high),
+    "same": lambda one: "" if one.inside is None else f"{one.inside.agreement:.1%}",
+    "end KL": lambda one: "" if one.end is None else _small(one.end.kl),
+    "recall": lambda one: f"{one.recall:.1%}",
+    "rows": lambda one: f"{one.row_p1:.1%}",
+    "lowest": lambda one: f"{min(one.lowest, one.last_lowest):.1%}",
+    "density": lambda one: f"{one.density:.1%}",
+    "prefill": lambda one: f"{one.seconds / max(1, one.prompts):.2f} s",
+}
+"""Columns of every table of what methods do to a model, and what each says of a contender."""
+COLUMNS = ("inside", "end", "KL", "99 %", "same", "end KL", "recall", "rows", "lowest", "density", "prefill")
+
+
+def measured(summary: Callable[[Item], Summary], heads: Sequence[str] = COLUMNS) -> list[Column[Item]]:
+    """Those columns, for items that have a summary."""
+    return [Column(head, lambda item, cell=MEASURED[head]: cell(summary(item))) for head in heads]  # type: ignore[misc]
+
+
+def of(answers: tuple[int, int]) -> str:
+    """Right and asked; nothing where nothing was asked."""
+    return f"{answers[0]} / {answers[1]}" if answers[1] else ""
+
+
 def as_table(found: Sequence[Outcome], title: str, sizes: Sizes, on_cpu: bool) -> None:
     """Print the table, what failed or ran dense, what could not be asked, and what the columns mean."""
     rows = summaries(found, sizes)
-    heads, lines = columns(rows)
-    notes = [*([ANSWERS] if "end" in heads else []), NOTES, *([ON_CPU] if on_cpu else [])]
-    short = [TOO_SHORT] if "end" in heads and "inside" not in heads else []
+    table = made(rows, title)
+    notes = [*([ANSWERS] if "end" in table.heads else []), NOTES, *([ON_CPU] if on_cpu else [])]
+    short = [TOO_SHORT] if "end" in table.heads and "inside" not in table.heads else []
     remarks = [*short, *failures(rows), *cannot(rows), *_dense_layers(found)]
-    render.figures(title, heads, lines, remarks, notes_of(" ".join(notes), sizes), drop=DROP)
+    render.show(evolve(table, remarks=remarks, notes=notes_of(" ".join(notes), sizes)))
 
 
 def notes_of(text: str, sizes: Sizes) -> str:
@@ -73,40 +101,20 @@ def summaries(found: Sequence[Outcome], sizes: Sizes) -> list[Summary]:
     return summaries(found, sizes.greedy)
 
 
-def speed_up(one: Summary, stock: Summary) -> float | None:
-    """Stock's prefill time over the contender's, of the prompts that it read; None where it read fewer."""
-    return stock.seconds / one.seconds if one.seconds and one.prompts == stock.prompts else None
+def made(rows: Sequence[Summary], title: str = "") -> Table:
+    """A line for each contender that read a prompt. The first is the stock model."""
 
+    def times(one: Summary) -> str:
+        found = one.speed_up(rows[0])
+        return "" if found is None else f"{found:.2f}"
 
-def columns(rows: Sequence[Summary]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Heads of the table's columns, and a line for each contender that read a prompt. The first is the stock model."""
-    inside, asked = any(one.answers_inside[1] for one in rows), any(one.answers[1] for one in rows)
-    extra = any(one.extra_bytes is not None for one in rows)
-    heads = ["method", *(["inside"] if inside else []), *(["end"] if asked else [])]
-    heads += ["KL", "99 %", "same", "end KL", "recall", "rows", "lowest", "density", "prefill", "speed-up"]
-    heads += ["extra"] if extra else []
-    return heads, [_row(one, rows[0], heads) for one in rows if one.prompts]
-
-
-def _row(one: Summary, stock: Summary, heads: Sequence[str]) -> tuple[str, ...]:
-    inside, end, times = one.inside, one.end, speed_up(one, stock)
-    cells = {
-        "method": one.contender.label,
-        "inside": f"{one.answers_inside[0]} / {one.answers_inside[1]}",
-        "end": f"{one.answers[0]} / {one.answers[1]}",
-        "KL": "" if inside is None else _small(inside.kl),
-        "99 %": "" if inside is None else _small(inside.high),
-        "same": "" if inside is None else f"{inside.agreement:.1%}",
-        "end KL": "" if end is None else _small(end.kl),
-        "recall": f"{one.recall:.1%}",
-        "rows": f"{one.row_p1:.1%}",
-        "lowest": f"{min(one.lowest, one.last_lowest):.1%}",
-        "density": f"{one.density:.1%}",
-        "prefill": f"{one.seconds / max(1, one.prompts):.2f} s",
-        "speed-up": "" if times is None else f"{times:.2f}",
-        "extra": "" if one.extra_bytes is None else f"{one.extra_bytes / 2**20:,.0f} MiB",
-    }
-    return tuple(cells[head] for head in heads)
+    columns: list[Column[Summary]] = [
+        Column("method", lambda one: one.contender.label),
+        *measured(lambda one: one),
+        Column("speed-up", times),
+        Column("extra", lambda one: "" if one.extra_bytes is None else f"{one.extra_bytes / 2**20:,.0f} MiB"),
+    ]
+    return Table.of(columns, [one for one in rows if one.prompts], title=title, drop=DROP)
 
 
 def cannot(rows: Sequence[Summary]) -> list[str]:
@@ -168,7 +176,7 @@ def _summary(one: Summary, stock: Summary) -> dict[str, Any]:
         "last_rows_recall": {"mean": one.last_recall, "p5": one.last_p5, "lowest": one.last_lowest},
         "density": one.density,
         "seconds": one.seconds,
-        "speed_up": speed_up(one, stock),
+        "speed_up": one.speed_up(stock),
         "extra_bytes": one.extra_bytes,
     }
 

@@ -6,14 +6,13 @@ import json as reader
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.errors import SparsePrefillError
 
 from .group import CommandError
-from .options import DENSE
+from .options import DENSE, TABLES, changes, floored, suited
 
 if TYPE_CHECKING:
     from sparseprefill.method import Method
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
     from ..evaluation.prompts import Prompt
     from .progress import Bars
 
-TABLES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
-    {"kascade": ("anchors", "anchors", "layers"), "share-prefill": ("clusters", "cluster", "heads")}
-)
-"""Methods that need a table of the model: the parameter that takes it, the command that makes it, what it is of."""
 SAMPLED = 4096
 """Tokens of the prompts that tables are made from, at most."""
 
@@ -40,29 +35,21 @@ def fixed_parameters(
     methods: Sequence[Method], given: Sequence[str], model: str | None, floor: Any = None
 ) -> dict[str, dict[str, Any]]:
     """Parameters by method that every setting has: those of --set, the floor, and what suits the embedded model."""
-    from sparseprefill.profiles import anchors
-    from sparseprefill.profiles.cluster_file import dump, load
+    from sparseprefill.profiles import anchors, clusters
 
-    from ..demo.settings import PARAMETERS
-    from .options import floored, setting
-
-    suited = PARAMETERS if model is None else {}
-    made: dict[str, dict[str, Any]] = {
+    usual, changed = suited(model), changes([one.name for one in methods], given)
+    made = {
         one.name: {
-            **{name: value for name, value in suited.get(one.name, {}).items() if name not in one.search},
+            **{name: value for name, value in usual.get(one.name, {}).items() if name not in one.search},
             **floored(one.name, floor),
+            **changed[one.name],
         }
         for one in methods
     }
-    for text in given:
-        name, parameter, value = setting(text)
-        if name not in made:
-            raise CommandError(f"--set {text}: {name!r} is not among the methods of this run: {', '.join(made)}")
-        made[name][parameter] = value
     for own in made.values():  # a profile is one file: tables go into it
         table = own.get("clusters")
         if isinstance(table, str) and Path(table).is_file():
-            own["clusters"] = reader.loads(dump(load(table)))
+            own["clusters"] = reader.loads(clusters.load(table).to_json())
         layers = own.get("anchors")
         if isinstance(layers, str) and Path(layers).is_file():
             own["anchors"] = reader.loads(anchors.load(layers).to_json())
@@ -78,7 +65,7 @@ def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]
     from ..calibration.frontier import recommended
 
     try:
-        found = json_text.parsed(json_text.read(path))
+        found = structure.parsed(structure.read(path))
         seeds = range(found["seed"], found["seed"] + found["texts"])
         longest = max(one["tokens"] for one in found["points"])
         points = [one for one in found["points"] if one["tokens"] == longest]
@@ -145,8 +132,6 @@ def _clusters(
     """Clusters of the model's heads as a file has them; None, and why, where there are none."""
     if find_spec("scipy") is None:
         return None, 'it needs a table of clusters, and making one needs scipy: pip install "sparseprefill[cluster]"'
-    from sparseprefill.profiles.cluster_file import dump
-
     from ..clustering.table import Settings, clustered
 
     try:
@@ -156,4 +141,4 @@ def _clusters(
         return None, f"its clusters cannot be made: {error}"
     if not table.clusters:
         return None, "no two heads of this model look alike"
-    return reader.loads(dump(table)), ""
+    return reader.loads(table.to_json()), ""

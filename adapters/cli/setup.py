@@ -1,15 +1,15 @@
-"""Loading what commands run on: the model, its text and questions, the device."""
+"""Loading what commands run on: the model and the device."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
 from .group import CommandError
 from .shared_options import MODELS
@@ -17,15 +17,7 @@ from .shared_options import MODELS
 if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
 
-    from ..calibration.fit import ModelReadings
-    from ..demo.exam import Exam
-    from ..evaluation.comparison import Ask
-    from ..evaluation.prompts import Prompt
-    from ..evaluation.reading import Sizes
-
 EMBEDDED = "embedded"
-GREEDY = 16
-"""Tokens of dense's own continuation that the demo looks at."""
 
 
 @frozen
@@ -167,66 +159,6 @@ class Source:
         ):
             if value >= count:
                 raise CommandError(f"--{option} {value}: the model has {count}; pass 0 to {count - 1}")
-
-
-@frozen
-class Questions:
-    """The questions about one text. asks: of a model that is loaded, what asks them."""
-
-    prompt: Prompt
-    sizes: Sizes
-    exam: Exam
-    tokenizer: Any = field(repr=False)
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return self.exam.questions
-
-    def asks(self, model: Any) -> Ask:
-        """What asks them of the model."""
-        from ..demo.exam import asker
-
-        return asker(model, self.tokenizer, self.exam)
-
-
-def questions_of(source: Source, tokens: int, questions: int, seed: int) -> Questions:
-    """The questions about one text, for a model; CommandError where they do not fit."""
-    from ..demo.exam import prompt_of
-    from ..evaluation.reading import Sizes
-
-    (exam,) = exams_of(source, [tokens], 1, questions, seed)[tokens]
-    prompt, behind = prompt_of(exam, source.tokenizer)
-    return Questions(prompt, Sizes(tail=behind, greedy=GREEDY), exam, source.tokenizer)
-
-
-def exams_of(source: Source, lengths: Sequence[int], texts: int, questions: int, seed: int) -> dict[int, list[Exam]]:
-    """The tasks of every length, for a model. CommandError where they do not fit, or it does not read so much."""
-    from ..demo.exam import make_exam
-
-    for tokens in lengths:
-        source.check_tokens(tokens)
-    made = {}
-    for tokens in lengths:
-        try:
-            made[tokens] = [make_exam(source.tokenizer, tokens, each, questions) for each in range(seed, seed + texts)]
-        except ValueError as error:
-            raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
-    return made
-
-
-def readings_of(
-    found: Any,
-    tokenizer: Any,
-    known: ModelIdentity,
-    exams: Mapping[int, Sequence[Exam]],
-    tail: int,
-    sizes: Sizes | None = None,
-) -> dict[int, ModelReadings]:
-    """A model that reads the tasks of every length. tail: as of `attach`. sizes: what else is looked at of a text."""
-    from ..demo.measure import LITTLE, exam_readings
-
-    return {tokens: exam_readings(found, tokenizer, known, own, tail, sizes or LITTLE) for tokens, own in exams.items()}
 
 
 def identity_of(model: Any, path: str | None) -> ModelIdentity:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -26,6 +26,20 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class Cost(StrEnum):
+    """What a setting should have little of; AUTO is seconds on a GPU, density on a CPU."""
+
+    AUTO = "auto"
+    DENSITY = "density"
+    SECONDS = "seconds"
+
+    def of(self, device: str) -> Literal["density", "seconds"]:
+        """What it is on a type of device."""
+        if self == Cost.AUTO:
+            return "density" if device == "cpu" else "seconds"
+        return "density" if self == Cost.DENSITY else "seconds"
 
 
 def check_model(context: typer.Context, path: str | None) -> str | None:
@@ -99,9 +113,15 @@ DeviceMap = Annotated[
 Type = Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads on a CPU.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Trials = Annotated[bool, typer.Option("--json", help="Print every trial as JSON and nothing else.")]
+Lengths = Annotated[list[int] | None, typer.Option(min=256, help="Length of the texts in tokens; repeat for several.")]
+Minutes = Annotated[
+    float | None, typer.Option(min=0.01, help="Time for the search; by default until everything is tried.")
+]
 AtEnd = Annotated[
     bool,
     typer.Option(
         "--end-only", help="Aim at the prompt's end alone, for prompts that are asked about behind their last row."
     ),
 ]
+Least = Annotated[Cost, typer.Option("--by", help="What to minimise; by default seconds on a GPU, density on a CPU.")]

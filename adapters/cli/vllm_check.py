@@ -12,8 +12,8 @@ import typer
 from attrs import asdict
 
 from . import render
-from .catalog import Json
 from .group import CommandError
+from .shared_options import Json
 
 TABLE = "sparseprefill"
 

@@ -15,17 +15,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError, SparsePrefillError
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.metrics import recall, sample_rows
+from sparseprefill.plan import Result
 
 from ..huggingface import attach
 from ..progress import Progress
-from .attention import LayerWatch
-from .contender import Contender
 from .divergence import compare
-from .outcome import Fidelity, Layer, Outcome
+from .outcome import Contender, Fidelity, Layer, Outcome
 from .prompts import Prompt
 from .reading import Answers, Reader, Sizes, Truth, right_inside
 
@@ -35,6 +37,38 @@ Ask = Callable[[Any, Progress], Answers]
 
 def _silent(what: str, done: int, of: int) -> None:
     """Hears of progress and says nothing."""
+
+
+@define
+class LayerWatch:
+    """Observer of one forward: recall on sampled rows and on the last ones, density, and masks worth a look.
+
+    rows: sampled evenly. last: at the end of the call. pictured: layer and head whose mask is kept. Batch row 0 only.
+    """
+
+    rows: int
+    last: int
+    pictured: tuple[int, int] | None = None
+    found: dict[int, Layer] = field(factory=dict, init=False)
+    mask: SparseMask | None = field(default=None, init=False)
+
+    def __call__(self, call: AttentionCall, result: Result) -> None:
+        """Take the figures of one layer; waits for the device."""
+        q_len = call.q.shape[2]
+        last = torch.arange(max(0, q_len - self.last), q_len, device=call.q.device)
+        spread = sample_rows(call, self.rows)
+        kept = recall(call, result, rows=torch.cat([spread, last]))[0].double()  # [H, rows]
+        rows = kept[:, : spread.numel()].cpu()
+        recalls, ends = _means(rows), _means(kept[:, spread.numel() :])
+        least = min(range(len(recalls)), key=lambda head: min(recalls[head], ends[head]))
+        lowest = (least, result.mask.head(0, least))
+        self.found[call.layer] = Layer(call.layer, min(1.0, result.density), recalls, ends, rows=rows, lowest=lowest)
+        if self.pictured is not None and call.layer == self.pictured[0]:
+            self.mask = result.mask.head(0, self.pictured[1])
+
+
+def _means(kept: Tensor) -> tuple[float, ...]:
+    return tuple(kept.nanmean(-1).nan_to_num(1.0).tolist())
 
 
 @frozen(eq=False)

@@ -36,7 +36,7 @@ from sparseprefill.errors import ParameterError, SparsePrefillError, printed, to
 from ..huggingface import attach
 from ..progress import Progress
 from ..session.session import check_flag
-from .contender import Contender
+from .outcome import Contender
 from .runs import Listener
 from .scores import Run, Score, Service
 

@@ -1,19 +1,40 @@
-"""What one contender did to one prompt, and to several."""
+"""Contenders, and what one did to one prompt, and to several."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
+from typing import Any
 
 import torch
 from attrs import field, frozen
 
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.metrics import lowest_rows
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.route import Route
 
-from .contender import Contender
+from ..session.defaults import TAIL
 from .divergence import Divergence, pooled
+
+
+@frozen
+class Contender:
+    """A pipeline under a name, with the parameters that made it; pipeline None is the stock model.
+
+    dense_tail: last rows of a prompt that get every key, as `attach` does it (`tail`); 0 for the bare pipeline.
+    """
+
+    name: str
+    pipeline: Pipeline | Route | None = None
+    parameters: Mapping[str, Any] = field(factory=dict)
+    dense_tail: int = TAIL
+
+    @property
+    def label(self) -> str:
+        """The name to show."""
+        return self.name if self.pipeline is not None else f"dense ({self.name})"
 
 
 @frozen
@@ -140,6 +161,10 @@ class Summary:
     extra_bytes: int | None = None
     answers_inside: tuple[int, int] = (0, 0)
     answers: tuple[int, int] = (0, 0)
+
+    def speed_up(self, stock: Summary) -> float | None:
+        """Stock's prefill time over this one's; None where this one read fewer prompts."""
+        return stock.seconds / self.seconds if self.seconds and self.prompts == stock.prompts else None
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], greedy: int) -> Summary:

@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import frozen
 
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.errors import ParameterError
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
@@ -136,7 +136,7 @@ def spans_of(
 
 def _of_file(path: Path) -> Iterator[Text]:
     try:
-        text = json_text.read(path, MOST)
+        text = structure.read(path, MOST)
     except ParameterError as error:
         raise ParameterError(f"prompts: {path} cannot be read as UTF-8 text: {error}; pass another file") from error
     if path.suffix.lower() != ".jsonl":
@@ -153,7 +153,7 @@ def _of_file(path: Path) -> Iterator[Text]:
 
 def _of_line(line: str, where: str) -> Text:
     try:
-        entry = json_text.parsed(line)
+        entry = structure.parsed(line)
     except ParameterError as error:
         raise ParameterError(f"prompts: {where} {error}; write one object a line") from error
     given = sorted({"prompt", "messages"} & set(entry)) if isinstance(entry, dict) else []

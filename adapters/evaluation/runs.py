@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from ..progress import Progress
 from .comparison import Ask, Comparison
-from .contender import Contender
-from .outcome import Outcome, Summary
+from .outcome import Contender, Outcome, Summary
 from .prompts import Prompt
 from .reading import Sizes
 

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from attrs import field, frozen
 
 from ..session.report import Report
-from .contender import Contender
+from .outcome import Contender
 
 
 @frozen

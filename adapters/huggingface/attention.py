@@ -15,10 +15,8 @@ from sparseprefill.errors import InvalidCallError
 
 from ..session.session import Fallback
 from . import reasons
-from .autocast import autocast_off, lowered
-from .eager import eagerly
 from .masks import Compact, LazyMask, Order, classify, stock
-from .original import Original
+from .original import Original, autocast_off, eagerly, lowered
 from .state import Attachment, Forward, adopt, is_stock, owner_of, serving, sharing
 from .switch import LOCK, name_of
 

@@ -11,7 +11,7 @@ from attrs import define
 from ..session.session import Prefill
 from . import reasons
 from .drafts import drafted
-from .eager import eagerly
+from .original import eagerly
 from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
 
 NOWHERE = Progress(Prefill(), 0, 0)  # of a forward that does not go through the session

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.errors import ParameterError
 
 from .api import Star
@@ -52,7 +52,7 @@ def ask(given: Namespace) -> None:
 
 def _text(path: str) -> str:
     try:
-        return json_text.read(path, MOST)
+        return structure.read(path, MOST)
     except ParameterError as error:
         raise ParameterError(f"context is {path}: {error}") from error
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import NOTHING, evolve, fields, frozen
 
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.breakeven.gate import AUTO
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, printed
 from sparseprefill.method import FLOOR, configured
@@ -84,11 +84,11 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEsti
 
 
 def _load(path: Path) -> Any:
-    readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json_text.loads}
+    readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": structure.loads}
     if path.suffix not in readers:
         raise ParameterError(f"is a file of kind {printed(path.suffix)}: pass the path of a .toml or .json file")
     try:
-        return json_text.parsed(json_text.read(path), readers[path.suffix], path.suffix[1:].upper())
+        return structure.parsed(structure.read(path), readers[path.suffix], path.suffix[1:].upper())
     except ParameterError as error:
         raise ParameterError(f"cannot be read: {error}") from error
 

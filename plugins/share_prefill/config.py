@@ -11,7 +11,7 @@ from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.profiles.cluster_file import load, parse
+from sparseprefill.profiles.clusters import load, parse
 from sparseprefill.route import Route
 from sparseprefill.stages import PatternEstimator, missing
 from sparseprefill.validate import FILE, number, one_of, whole

@@ -107,7 +107,7 @@ def test_a_mask_is_measured(text: str) -> None:
     assert row.speedup == pytest.approx(row.dense / row.seconds)
     assert row.efficiency == pytest.approx(row.speedup * row.density)
     assert (row.recall, row.row_p1, row.row_lowest, row.estimate) == (None, None, None, None)
-    assert facts.cells(row)[-3:] == ("", "", "")
+    assert facts.table([row]).heads == ["what", "ms", "density", "speed-up", "eff."]
     assert row.baseline == "SDPA"
     if text == "full":
         assert row.density == 1.0
@@ -130,7 +130,7 @@ def test_an_error_is_told_in_the_row() -> None:
         tables.method_case(default_registry(), "streaming", evolve(SMALL, head_dim=64, batch=2), "", input="captured")
     )
     assert "batch is 2" in row.error
-    assert facts.cells(row)[1] == "failed"
+    assert facts.table([row]).rows[0][1] == "failed"
     assert facts.fact(row)["error"] == row.error
 
 
@@ -159,8 +159,9 @@ def test_a_row_of_kascade_is_the_mean_over_the_layers_of_a_prefill() -> None:
     first, lowest = map(float, lowest_rows(kept))
     assert (row.row_p1, row.row_lowest) == pytest.approx((first, lowest), abs=1e-6)
     assert 0 < lowest < first < row.lowest, "of rows of all layers, while heads are means"
-    assert facts.COLUMNS[-3:] == ("recall", "rows", "lowest")
-    assert facts.cells(row)[-3:] == (f"{row.recall:.3f}", f"{first:.3f}", f"{row.lowest:.3f}")
+    table = facts.table([row])
+    assert table.heads[-3:] == ["recall", "rows", "lowest"]
+    assert table.rows[0][-3:] == [f"{row.recall:.3f}", f"{first:.3f}", f"{row.lowest:.3f}"]
     assert (row.row_p1, row.row_lowest) == tuple(facts.fact(row)[name] for name in ("row_p1", "row_lowest"))
     assert facts.fact(row)["layers"] == 4
     assert "mean of 4 layers" in case.label

@@ -11,8 +11,7 @@ import pytest
 from attrs import frozen
 from matplotlib.image import imread
 from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.demo.hybrids import HYBRIDS
-from sparseprefill.adapters.demo.settings import PARAMETERS
+from sparseprefill.adapters.demo.settings import HYBRIDS, PARAMETERS
 from typer.testing import CliRunner, Result
 
 from sparseprefill import (

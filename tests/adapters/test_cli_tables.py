@@ -9,7 +9,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sparseprefill.adapters.cli.columns import Column, fitted, width
+from sparseprefill.adapters.table import Fit, fitted, width
 
 from helpers.terminal import Terminal
 
@@ -21,8 +21,10 @@ ROWS = (
 )  # fmt: skip
 DROP = ("worst", "same", "recall", "prefill", "KL", "density")
 TABLE = f"""
-from sparseprefill.adapters.cli.render import figures
-figures("what was measured", {HEADS!r}, {ROWS!r}, ["a remark"], "what columns mean", words=("setting",), drop={DROP!r})
+from sparseprefill.adapters.cli.render import show
+from sparseprefill.adapters.table import Table
+more = {{"remarks": ["a remark"], "notes": "what columns mean", "words": ("setting",), "drop": {DROP!r}}}
+show(Table(title="what was measured", heads={HEADS!r}, rows={ROWS!r}, **more))
 """
 BARS = """
 import time
@@ -37,8 +39,8 @@ print("done")
 """
 
 
-def columns(*least: int) -> list[Column]:
-    return [Column(i, f"c{i}", cells, cells) for i, cells in enumerate(least)]
+def columns(*least: int) -> list[Fit]:
+    return [Fit(i, f"c{i}", cells, cells) for i, cells in enumerate(least)]
 
 
 def test_what_fits_stays_as_it_is() -> None:
@@ -57,9 +59,9 @@ def test_columns_leave_in_the_order_that_is_given_then_from_the_right() -> None:
 
 
 def test_words_share_what_is_left_over() -> None:
-    one = Column.of(0, "name", ["streaming"], figures=True, measure=len)
-    two = Column.of(1, "setting", ["theta=12.0, step=16, block=128"], figures=False, measure=len)
-    three = Column.of(2, "why", ["few words"], figures=False, measure=len)
+    one = Fit.of(0, "name", ["streaming"], figures=True, measure=len)
+    two = Fit.of(1, "setting", ["theta=12.0, step=16, block=128"], figures=False, measure=len)
+    three = Fit.of(2, "why", ["few words"], figures=False, measure=len)
     assert (one.least, two.least, three.least) == (9, 16, 9)
     assert [cells for _, cells in fitted([one, two, three], width([9, 16, 9]))] == [9, 16, 9]
     assert [cells for _, cells in fitted([one, two, three], width([9, 20, 9]))] == [9, 20, 9]
@@ -68,7 +70,7 @@ def test_words_share_what_is_left_over() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), min_size=1, max_size=8), st.integers(1, 200))
 def test_nothing_is_wider_than_the_room_or_narrower_than_it_can_be(sizes: list[tuple[int, int]], room: int) -> None:
-    made = [Column(i, str(i), least, least + more) for i, (least, more) in enumerate(sizes)]
+    made = [Fit(i, str(i), least, least + more) for i, (least, more) in enumerate(sizes)]
     kept = fitted(made, room)
     assert made[0] == kept[0][0]
     assert all(one.least <= cells <= one.most for one, cells in kept)

@@ -20,7 +20,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from sparseprefill.profiles import cluster_file
+from sparseprefill.profiles import clusters
 
 from .test_cli import refused
 
@@ -102,7 +102,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: 
     facts = json.loads(result.stdout)
     assert (facts["output"], facts["picture"], facts["model"]) == ("clusters.json", "clusters.png", "embedded")
     assert imread("clusters.png").ndim == 3
-    table = cluster_file.load("clusters.json")
+    table = clusters.load("clusters.json")
     heads = [head for heads in (*table.clusters, table.noise) for head in heads]
     assert sorted(heads) == [(layer, head) for layer in range(6) for head in range(4)]
     assert all(len(one) >= 2 for one in table.clusters)
@@ -121,7 +121,7 @@ def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_shipped_table_fits_the_embedded_model(embedded: Any, embedded_tokenizer: Any) -> None:
-    table = cluster_file.load(CLUSTERS)
+    table = clusters.load(CLUSTERS)
     table.check_model(identity(embedded.get_decoder()))
     assert len(table.clusters) >= 2
     ids = torch.tensor(key_value_prompts(embedded_tokenizer, 512, 1, 5))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sparseprefill.adapters.demo.model import CHECKPOINT, load_model
 from sparseprefill.adapters.evaluation import harness
-from sparseprefill.adapters.evaluation.contender import Contender
+from sparseprefill.adapters.evaluation.outcome import Contender
 from sparseprefill.adapters.evaluation.scores import Run, Score
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.huggingface.inspection import find_decoder

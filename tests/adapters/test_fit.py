@@ -21,9 +21,8 @@ from sparseprefill.adapters.calibration.search import FEWEST, Searcher, halving
 from sparseprefill.adapters.calibration.target import Target
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.text import text_lines
-from sparseprefill.adapters.evaluation.contender import Contender
 from sparseprefill.adapters.evaluation.divergence import Divergence
-from sparseprefill.adapters.evaluation.outcome import Fidelity, Layer, Outcome
+from sparseprefill.adapters.evaluation.outcome import Contender, Fidelity, Layer, Outcome
 from sparseprefill.adapters.huggingface import attach
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
@@ -206,8 +205,8 @@ def test_a_target_holds_inside_the_prompt_unless_it_is_for_the_end_alone() -> No
         ({"kl": -1}, "kl is -1: pass a number from 0"),
         ({"kl": math.nan}, "kl is nan"),
         ({"recall": True}, "recall is True"),
-        ({"loss": 1}, "loss is 1: pass a number from 0 to less than 1"),
-        ({"kl": 1, "rows": "last"}, "rows is 'last': pass one of all, end"),
+        ({"loss": 1}, "loss is 1: pass a number from 0 to 0.99"),
+        ({"kl": 1, "rows": "last"}, "rows is 'last': pass 'all' or 'end'"),
     ],
 )
 def test_a_target_that_cannot_be_is_refused(limits: dict[str, Any], words: str) -> None:
@@ -316,9 +315,7 @@ def test_ctrl_c_writes_what_was_found(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fit.ModelReadings, "run", stops)
     result = run("--model", str(folder), "--tokens", "300", "--tokens", "600", "--count", "1", *SMALL, "--kl", "9")
     assert result.exit_code == 130, result.output
-    assert "stopped: model.profile.json holds what was found so far, for 2 of 2 lengths" in " ".join(
-        result.stderr.split()
-    )
+    assert "stopped after 2 of 2 lengths; written: model.profile.json" in " ".join(result.stderr.split())
     first, second = Profile.load("model.profile.json").ranges
     assert first.method is not None
     assert ("streaming", 1) == (second.method, second.measured["prompts"])  # the only one that had read anything

@@ -19,9 +19,8 @@ from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.calibration.frontier import Point, frontier, recommended, spread
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.cli.frontier_results import markdown
-from sparseprefill.adapters.evaluation.contender import Contender
 from sparseprefill.adapters.evaluation.divergence import Divergence
-from sparseprefill.adapters.evaluation.outcome import Summary
+from sparseprefill.adapters.evaluation.outcome import Contender, Summary
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp

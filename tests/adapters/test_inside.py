@@ -12,8 +12,7 @@ from sparseprefill.adapters.demo.exam import Exam, asker, make_exam, prompt_of
 from sparseprefill.adapters.demo.inside import FAMILIES, MOST, SHORTEST, WINDOW, make_passages
 from sparseprefill.adapters.demo.model import load_model, load_tokenizer
 from sparseprefill.adapters.evaluation.comparison import Comparison
-from sparseprefill.adapters.evaluation.contender import Contender
-from sparseprefill.adapters.evaluation.outcome import Outcome
+from sparseprefill.adapters.evaluation.outcome import Contender, Outcome
 from sparseprefill.adapters.evaluation.prompts import Prompt, Span, spans_of
 from sparseprefill.adapters.evaluation.reading import APART, Kept, Sizes, right_inside
 

@@ -16,8 +16,7 @@ from sparseprefill.adapters.bench.measure import Row
 from sparseprefill.adapters.cli import bench_plot, page, picture
 from sparseprefill.adapters.cli.picture import Panel
 from sparseprefill.adapters.clustering import picture as similarity
-from sparseprefill.adapters.evaluation.contender import Contender
-from sparseprefill.adapters.evaluation.outcome import Layer, Outcome
+from sparseprefill.adapters.evaluation.outcome import Contender, Layer, Outcome
 
 import sparseprefill as sp
 from sparseprefill.profiles.clusters import ClusterTable

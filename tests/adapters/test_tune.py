@@ -16,8 +16,7 @@ from sparseprefill.adapters.calibration.fit import ranges
 from sparseprefill.adapters.calibration.search import Search, Searcher
 from sparseprefill.adapters.calibration.target import Target
 from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.evaluation.contender import Contender
-from sparseprefill.adapters.evaluation.outcome import Layer, Outcome
+from sparseprefill.adapters.evaluation.outcome import Contender, Layer, Outcome
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from typer.testing import CliRunner, Result

@@ -23,10 +23,11 @@ from sparseprefill.adapters.session.session import Session
 
 import sparseprefill as sp
 from helpers.build import make
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.breakeven.gate import shipped
 from sparseprefill.breakeven.points import DeviceKind
-from sparseprefill.profiles import anchors, cluster_file
+from sparseprefill.profiles import anchors
+from sparseprefill.profiles.clusters import load as load_clusters
 
 
 class Unprintable:
@@ -384,7 +385,7 @@ def files(folder: Path) -> Iterator[Bad]:
     loaders: dict[str, tuple[Callable[[Any], object], Any]] = {
         "BreakEven.load": (sp.BreakEven.load, json.loads(small.to_json())),
         "Profile.load": (sp.Profile.load, profile),
-        "cluster_file.load": (cluster_file.load, clusters),
+        "clusters.load": (load_clusters, clusters),
         "anchors.load": (anchors.load, layers),
     }
     texts = {
@@ -484,7 +485,7 @@ def _large(folder: Path) -> Path:
     """More than any file of the library has; it takes no room."""
     path = folder / "large.json"
     with path.open("wb") as file:
-        file.truncate(json_text.MOST + 1)
+        file.truncate(structure.MOST + 1)
     return path
 
 

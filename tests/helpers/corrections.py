@@ -20,8 +20,8 @@ from sparseprefill.adapters.bench.layers import layer_calls
 from sparseprefill.adapters.demo.model import load_model, load_tokenizer
 from sparseprefill.adapters.demo.samples import key_value_prompts
 from sparseprefill.adapters.evaluation.comparison import Comparison
-from sparseprefill.adapters.evaluation.contender import Contender
 from sparseprefill.adapters.evaluation.divergence import pooled
+from sparseprefill.adapters.evaluation.outcome import Contender
 from sparseprefill.adapters.evaluation.prompts import Prompt
 from torch import Tensor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import asdict, evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.kascade.records import Chosen, Kept
@@ -321,7 +321,7 @@ GOOD: dict[str, Any] = {"schema": "sparseprefill.anchors", "version": 1, "anchor
         ({"rolling": 1}, "rolling is 1: pass True or False"),
         ({"anchors": []}, "anchors is empty"),
         ({"anchors": [2, 0]}, r"anchors is \[2, 0\]: pass ascending"),
-        ({"anchors": [0, "1"]}, "pass a list of indices"),
+        ({"anchors": [0, "1"]}, r"anchors\[1\] is \'1\': pass an integer from 0"),
         ({"anchors": 3}, "anchors is 3: pass a path"),
         ({"anchors": "nowhere.json"}, "anchors is 'nowhere.json': No such file"),
         ({"anchors": {**GOOD, "version": 2}}, "version is 2"),
@@ -331,8 +331,8 @@ GOOD: dict[str, Any] = {"schema": "sparseprefill.anchors", "version": 1, "anchor
         ({"anchors": {**GOOD, "maps": {"01": [1]}}}, "the key '01'"),
         ({"anchors": {**GOOD, "maps": {"0": [1]}}}, r"maps\[0\] is of a layer that follows no anchor"),
         ({"anchors": {**GOOD, "maps": {"1": []}}}, r"maps\[1\] is \[\]"),
-        ({"anchors": {**GOOD, "model": IDENTITY.to_dict(), "anchors": [0, 9]}}, "layer 9 does not exist"),
-        ({"anchors": {**GOOD, "model": IDENTITY.to_dict(), "maps": {"1": [0, 2]}}}, r"maps\[1\] is \[0, 2\]"),
+        ({"anchors": {**GOOD, "model": asdict(IDENTITY), "anchors": [0, 9]}}, "layer 9 does not exist"),
+        ({"anchors": {**GOOD, "model": asdict(IDENTITY), "maps": {"1": [0, 2]}}}, r"maps\[1\] is \[0, 2\]"),
     ],
     ids=str,
 )

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
 
-from attrs import field, frozen
+from attrs import Attribute, field, frozen
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import ParameterError, printed
+from sparseprefill.validate import Check, one_of, whole
+
+MOST = 1 << 40
+"""No size reaches it; products of sizes up to it are floats still."""
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def _within(least: float, most: float, what: str) -> Check:
+    """A number from `least` to `most`. what: the remedy, in words."""
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise ParameterError(f"{attribute.name} is {printed(value)}: pass {what}")
+
+    return check
+
+
+SIZE = whole(1, MOST)
+SECONDS = _within(1e-12, 1e12, "seconds, a finite number above 0 (1e-12 to 1e12)")
+DENSITY = _within(5e-324, 1, "a share of the causal pairs, above 0 and up to 1")
+
+
+def _capability(_: object, attribute: Attribute[Any], value: Any) -> None:
+    good = isinstance(value, list | tuple) and len(value) == 2
+    if value is not None and not (good and all(type(one) is int and 0 <= one <= MOST for one in value)):
+        raise ParameterError(f"{attribute.name} is {printed(value)}: pass two integers, such as [9, 0], or null")
 
 
 @frozen(kw_only=True)
@@ -19,7 +46,7 @@ class DeviceKind:
     """
 
     type: str
-    capability: tuple[int, int] | None = None
+    capability: tuple[int, int] | None = field(default=None, validator=_capability)
     name: str = ""
 
     def __str__(self) -> str:
@@ -31,9 +58,20 @@ class DeviceKind:
 class MethodTime:
     """One method at one size: seconds of the whole call, of the estimator within, and the density that it chose."""
 
-    seconds: float
-    estimate: float
-    density: float
+    seconds: float = field(validator=SECONDS)
+    estimate: float = field(validator=SECONDS)
+    density: float = field(validator=DENSITY)
+
+
+class Ran(NamedTuple):
+    """What the executor took at a density."""
+
+    density: Annotated[float, DENSITY]
+    seconds: Annotated[float, SECONDS]
+
+
+def _ran(given: Iterable[tuple[float, float]]) -> tuple[Ran, ...]:
+    return tuple(Ran(*one) for one in given)
 
 
 @frozen(kw_only=True)
@@ -42,13 +80,24 @@ class Point:
 
     queries, keys: rows and tokens. dense: seconds of dense attention. executor: (density, seconds) of the sparse
     executor on random tiles, ascending. methods: by name.
+
+    Raises ParameterError where a figure is out of bounds, or densities do not ascend.
     """
 
-    queries: int
-    keys: int
-    dense: float
-    executor: tuple[tuple[float, float], ...] = ()
+    queries: int = field(validator=SIZE)
+    keys: int = field(validator=SIZE)
+    dense: float = field(validator=SECONDS)
+    executor: tuple[Ran, ...] = field(default=(), converter=_ran)
     methods: Mapping[str, MethodTime] = field(factory=dict, hash=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.queries > self.keys:
+            remedy = "there cannot be more queries than keys; pass at most the keys"
+            raise ParameterError(f"queries is {self.queries}: {remedy}")
+        for i, (before, one) in enumerate(pairwise(self.executor), 1):
+            if one.density <= before.density:
+                words = f"densities must ascend, and {before.density} comes before"
+                raise ParameterError(f"executor[{i}].density is {one.density}: {words}")
 
     @property
     def whole(self) -> bool:
@@ -72,16 +121,20 @@ class Point:
 class HeadShape:
     """Points of one shape of heads, by ascending (queries, keys). dtype: PyTorch's name, such as "bfloat16".
 
-    Raises ParameterError where points repeat, do not ascend, or hold no whole prompt.
+    Raises ParameterError where the sizes do not fit, or points repeat, do not ascend, or hold no whole prompt.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
+    heads: int = field(validator=SIZE)
+    kv_heads: int = field(validator=SIZE)
+    head_dim: int = field(validator=SIZE)
+    dtype: str = field(validator=one_of(*DTYPES))
     points: tuple[Point, ...]
 
     def __attrs_post_init__(self) -> None:
+        if not self.points:
+            raise ParameterError("points is []: pass a list with at least one entry")
+        if self.heads % self.kv_heads:
+            raise ParameterError(f"heads is {self.heads}: pass a multiple of the {self.kv_heads} kv_heads")
         for before, one in pairwise(self.points):
             if (before.queries, before.keys) >= (one.queries, one.keys):
                 was, given = f"{before.queries} x {before.keys}", f"{one.queries} x {one.keys}"

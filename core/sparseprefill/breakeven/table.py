@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from attrs import field, frozen
 
-from sparseprefill import json_text
-from sparseprefill.breakeven.file import device_facts, device_of, listed, shape_facts, shape_of, table
+from sparseprefill import structure
 from sparseprefill.breakeven.points import DeviceKind, HeadShape
 from sparseprefill.breakeven.rule import GAIN, Line, Sizes, from_length, lines, nearest, ratio_of
+from sparseprefill.errors import ParameterError
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-SCHEMA = "sparseprefill.breakeven"
-VERSION = 1
 BELOW = "below break-even: dense attention is faster at this size"
 UNKNOWN = "not gated: "
 """How the reason of a verdict begins where a table knows nothing of a call."""
-_FIELDS = ("schema", "version", "device", "versions", "measured", "shapes")
 _KEPT = 4096  # judgements; lengths of prompts differ without end
 
 
@@ -47,10 +44,12 @@ class BreakEven:
     device: what was measured. shapes: the figures. versions, measured: software, and how it was measured, for people.
     """
 
+    SCHEMA: ClassVar = structure.Schema("sparseprefill.breakeven", 1, "calibrate again")
+
     device: DeviceKind
-    shapes: tuple[HeadShape, ...]
     versions: Mapping[str, Any] = field(factory=dict, hash=False)
     measured: Mapping[str, Any] = field(factory=dict, hash=False)
+    shapes: tuple[HeadShape, ...]
     _verdicts: dict[Hashable, Verdict] = field(factory=dict, init=False, eq=False, repr=False)
     _lines: dict[tuple[int, str], tuple[Line, ...]] = field(factory=dict, init=False, eq=False, repr=False)
 
@@ -82,35 +81,22 @@ class BreakEven:
         """The least prompt of a measured shape from which the method is worth it, in tokens; None if none is."""
         return from_length(self._along(shape, method))
 
-    def to_dict(self) -> dict[str, Any]:
-        """What `of` reads: plain data."""
-        return {
-            **{"schema": SCHEMA, "version": VERSION, "device": device_facts(self.device)},
-            **{"versions": dict(self.versions), "measured": dict(self.measured)},
-            "shapes": [shape_facts(shape) for shape in self.shapes],
-        }
-
     def to_json(self) -> str:
         """The text of a file that `load` reads."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        return json.dumps(structure.unstructure(self), indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def load(cls, source: str | Path) -> BreakEven:
         """From a JSON file; ParameterError names the file, the field that does not fit, and what would do."""
-        return json_text.load(source, "break-even table", "pass a file of sparseprefill calibrate", cls.of)
+        return structure.load(source, "break-even table", "pass a file of sparseprefill calibrate", cls.of)
 
     @classmethod
     def of(cls, facts: object) -> BreakEven:
         """From the content of such a file."""
-        facts = table("the file", facts)
-        json_text.check_version(facts, SCHEMA, VERSION, "calibrate again")
-        table("the file", facts, _FIELDS)
-        return cls(
-            device=device_of(facts["device"]),
-            shapes=tuple(shape_of(f"shapes[{i}]", one) for i, one in enumerate(listed("shapes", facts["shapes"]))),
-            versions=table("versions", facts["versions"]),
-            measured=table("measured", facts["measured"]),
-        )
+        made: BreakEven = structure.structure(cls, facts)
+        if not made.shapes:
+            raise ParameterError("shapes is []: pass a list with at least one entry")
+        return made
 
     def __str__(self) -> str:
         return f"break-even table of {self.device}"

@@ -5,20 +5,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from attrs import field, frozen
 
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.validate import whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-SCHEMA = "sparseprefill.anchors"
-VERSION = 1
-_FIELDS = ("schema", "version", "model", "anchors", "maps", "made")
+Indices = tuple[Annotated[int, whole(0, (1 << 31) - 1)], ...]
+"""Of layers, or of heads."""
 
 
 @frozen(kw_only=True)
@@ -31,8 +31,10 @@ class AnchorTable:
     Raises ParameterError, naming the field, for what does not fit together.
     """
 
-    anchors: tuple[int, ...]
-    maps: Mapping[int, tuple[int, ...]] = field(factory=dict, hash=False)
+    SCHEMA: ClassVar = structure.Schema("sparseprefill.anchors", 1, "make one with sparseprefill anchors", short=True)
+
+    anchors: Indices
+    maps: Mapping[int, Indices] = field(factory=dict, hash=False)
     model: ModelIdentity | None = None
     made: Mapping[str, Any] = field(factory=dict, hash=False)
 
@@ -96,20 +98,12 @@ class AnchorTable:
 
     def to_json(self) -> str:
         """The text of a file that `load` reads."""
-        facts = {
-            "schema": SCHEMA,
-            "version": VERSION,
-            "model": None if self.model is None else self.model.to_dict(),
-            "anchors": self.anchors,
-            "maps": {str(layer): heads for layer, heads in sorted(self.maps.items())},
-            "made": dict(self.made),
-        }
-        return json_text.by_lines(facts)
+        return structure.by_lines(self)
 
 
 def load(path: str | Path) -> AnchorTable:
     """From a JSON file; ParameterError names the file and the field that does not fit."""
-    return json_text.load(path, "anchors", "pass the JSON file of a table", parse)
+    return structure.load(path, "anchors", "pass the JSON file of a table", parse)
 
 
 def parse(facts: object) -> AnchorTable:
@@ -117,35 +111,8 @@ def parse(facts: object) -> AnchorTable:
     if isinstance(facts, AnchorTable):
         return facts
     if isinstance(facts, list | tuple):
-        return AnchorTable(anchors=_numbers("anchors", facts))
+        return AnchorTable(anchors=structure.structure(Indices, facts, "anchors"))
     if not isinstance(facts, Mapping):
         raise ParameterError(f"anchors is {printed(facts)}: pass a path, a table, or the indices of the anchor layers")
-    json_text.check_version(facts, SCHEMA, VERSION, "make one with sparseprefill anchors")
-    unknown = sorted(str(name) for name in facts if name not in _FIELDS)
-    if unknown:
-        raise ParameterError(f"{unknown[0]} is not a field of a table of anchors")
-    maps, made = facts.get("maps", {}), facts.get("made", {})
-    for name, value in (("maps", maps), ("made", made)):
-        if not isinstance(value, Mapping):
-            raise ParameterError(f"{name} is {printed(value)}: pass an object")
-    return AnchorTable(
-        anchors=_numbers("anchors", facts.get("anchors")),
-        maps={_layer(key): _numbers(f"maps[{key}]", heads) for key, heads in maps.items()},
-        model=None if facts.get("model") is None else ModelIdentity.of(facts["model"]),
-        made=made,
-    )
-
-
-def _layer(key: object) -> int:
-    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key:
-        return int(key)
-    raise ParameterError(f"maps has the key {printed(key)}: pass the index of a layer")
-
-
-def _numbers(name: str, value: object) -> tuple[int, ...]:
-    good = isinstance(value, list | tuple) and all(
-        isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 31 for one in value
-    )
-    if not good:
-        raise ParameterError(f"{name} is {printed(value)}: pass a list of indices, integers from 0")
-    return tuple(value)  # type: ignore[arg-type]
+    made: AnchorTable = structure.structure(AnchorTable, facts)
+    return made

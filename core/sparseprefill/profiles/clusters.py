@@ -1,21 +1,24 @@
-"""ClusterTable: which attention heads of a model look alike."""
+"""ClusterTable: which attention heads of a model look alike; as a checked JSON file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from attrs import field, frozen
 
+from sparseprefill import structure
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.validate import whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 NOISE = -1
-Spot = tuple[int, int]
+Spot = tuple[Annotated[int, whole(0)], Annotated[int, whole(0)]]
 """(layer, query head)."""
 
 
@@ -26,6 +29,8 @@ class ClusterTable:
     clusters: tuples of heads, each head in one of them or in `noise`. model: whose heads they are; None for a table
     written by hand, where a head without an entry is noise. made: how the table was made, for people.
     """
+
+    SCHEMA: ClassVar = structure.Schema("sparseprefill.clusters", 1, "make one with sparseprefill cluster", short=True)
 
     clusters: tuple[tuple[Spot, ...], ...]
     noise: tuple[Spot, ...] = ()
@@ -65,6 +70,10 @@ class ClusterTable:
         """Index of the head's cluster, or NOISE."""
         return self.labels.get((layer, head), NOISE)
 
+    def to_json(self) -> str:
+        """The text of a file that `load` reads."""
+        return structure.by_lines(self)
+
     def objection(self, call: AttentionCall) -> str | None:
         """Why the table does not fit a call, or None."""
         return None if self.model is None else self.model.objection(call)
@@ -73,6 +82,40 @@ class ClusterTable:
         """ParameterError, naming the field, where the table was made for another model."""
         if self.model is not None:
             self.model.check_same(model, "the cluster table", "make one with sparseprefill cluster")
+
+
+def load(path: str | Path) -> ClusterTable:
+    """From a JSON file; ParameterError names the file and the field that does not fit."""
+    return structure.load(path, "clusters", "pass the JSON file of a cluster table", parse)
+
+
+def parse(facts: object) -> ClusterTable:
+    """From the content of such a file, or from a mapping ``{(layer, head): cluster}``, in which None is noise."""
+    if isinstance(facts, ClusterTable):
+        return facts
+    if not isinstance(facts, Mapping):
+        raise ParameterError(f"clusters is {type(facts).__name__}: pass a path, or a mapping")
+    if not facts:
+        raise ParameterError("clusters is an empty table: pass {(layer, head): cluster}, or what a cluster file holds")
+    if "schema" not in facts and all(isinstance(key, tuple) for key in facts):
+        return _by_hand(facts)
+    made: ClusterTable = structure.structure(ClusterTable, facts)
+    return made
+
+
+def _by_hand(facts: Mapping[Any, Any]) -> ClusterTable:
+    named: dict[int, list[Spot]] = {}
+    noise = []
+    for key, label in facts.items():
+        at = f"clusters[{printed(key)}]"
+        head = structure.structure(Spot, key, at)
+        if label is None or label == NOISE:
+            noise.append(head)
+        elif isinstance(label, int) and not isinstance(label, bool) and label >= 0:
+            named.setdefault(label, []).append(head)
+        else:
+            raise ParameterError(f"{at} is {printed(label)}: pass the number of a cluster, or None for noise")
+    return ClusterTable(clusters=tuple(tuple(named[label]) for label in sorted(named)), noise=tuple(noise))
 
 
 def _words(head: Iterable[int]) -> str:

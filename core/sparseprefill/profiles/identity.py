@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attrs import asdict, fields, frozen
+from attrs import field, fields, frozen
 
 from sparseprefill.errors import ParameterError, printed
+from sparseprefill.validate import whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-MOST = 1 << 31
-"""No size of a model reaches it."""
+_SIZE = whole(1, (1 << 31) - 1)
 
 
 @frozen(kw_only=True)
@@ -26,20 +25,18 @@ class ModelIdentity:
 
     name: str
     architecture: str
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    layers: int = field(validator=_SIZE)
+    heads: int = field(validator=_SIZE)
+    kv_heads: int = field(validator=_SIZE)
+    head_dim: int = field(validator=_SIZE)
     digest: str
 
     def differs(self, other: ModelIdentity) -> str | None:
         """What tells the models apart, such as ``model.layers is 6, here it is 32``; None for one and the same."""
-        for field in fields(type(self)):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name != "name" and mine != theirs:
-                return (
-                    f"model.{field.name} is {printed(mine)} ({self.name}), here it is {printed(theirs)} ({other.name})"
-                )
+        for one in fields(type(self)):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if one.name != "name" and mine != theirs:
+                return f"model.{one.name} is {printed(mine)} ({self.name}), here it is {printed(theirs)} ({other.name})"
         return None
 
     def check_same(self, other: ModelIdentity, what: str, remedy: str) -> None:
@@ -57,21 +54,3 @@ class ModelIdentity:
         if not 0 <= call.layer < self.layers:
             return f"model.layers is {self.layers} ({self.name}), the call is of layer {call.layer}"
         return None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As `of` reads it."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, facts: object) -> ModelIdentity:
-        """From plain data; ParameterError names the field that does not fit."""
-        names = [field.name for field in fields(cls)]
-        if not isinstance(facts, Mapping) or set(facts) != set(names):
-            raise ParameterError(f"model is {printed(facts)}: pass an object with {', '.join(names)}")
-        for name, value in facts.items():
-            if name in ("name", "architecture", "digest"):
-                if not isinstance(value, str):
-                    raise ParameterError(f"model.{name} is {printed(value)}: pass a string")
-            elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MOST:
-                raise ParameterError(f"model.{name} is {printed(value)}: pass a positive integer below 2^31")
-        return cls(**facts)

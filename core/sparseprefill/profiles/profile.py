@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import field, frozen
 
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.breakeven.table import BreakEven
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.profiles.identity import ModelIdentity
-from sparseprefill.validate import WIDEST
+from sparseprefill.structure import KEY, Schema
+from sparseprefill.validate import whole
 
-SCHEMA = "sparseprefill.profile"
-VERSION = 2
 REMEDY = "pass a file of sparseprefill fit or tune"
-_RANGE = ("from", "tokens", "method", "parameters", "dense_layers", "measured")
-_FIELDS = ("schema", "version", "methods", "model", "break_even", "versions", "tuned", "ranges")
-_FIRST = ("schema", "version", "method", "model", "versions", "tuned", "ranges")
-"""Fields of version 1, which had one method, and no layers apart."""
 
 
 @frozen(kw_only=True)
@@ -34,8 +28,8 @@ class LengthRange:
     measured: figures of the tuning, for people.
     """
 
-    least: int
-    tokens: int
+    least: int = field(validator=whole(0), metadata={KEY: "from"})
+    tokens: int = field(validator=whole())
     method: str | None
     parameters: Mapping[str, Any] | None = field(hash=False)
     dense_layers: tuple[int, ...] = ()
@@ -53,12 +47,14 @@ class Profile:
     Raises ParameterError, naming the field, where the ranges do not fit together.
     """
 
+    SCHEMA: ClassVar = Schema("sparseprefill.profile", 2, REMEDY, "1 to 2")
+
     methods: tuple[str, ...]
     model: ModelIdentity
-    ranges: tuple[LengthRange, ...]
     break_even: BreakEven | None = None
     versions: Mapping[str, Any] = field(factory=dict, hash=False)
     tuned: Mapping[str, Any] = field(factory=dict, hash=False)
+    ranges: tuple[LengthRange, ...]
 
     def __attrs_post_init__(self) -> None:
         if not self.methods:
@@ -89,28 +85,7 @@ class Profile:
 
     def to_json(self) -> str:
         """The text of a file that `load` reads."""
-        ranges = [
-            {
-                "from": one.least,
-                "tokens": one.tokens,
-                "method": one.method,
-                "parameters": None if one.parameters is None else dict(one.parameters),
-                "dense_layers": list(one.dense_layers),
-                "measured": dict(one.measured),
-            }
-            for one in self.ranges
-        ]
-        facts = {
-            "schema": SCHEMA,
-            "version": VERSION,
-            "methods": list(self.methods),
-            "model": self.model.to_dict(),
-            "break_even": None if self.break_even is None else self.break_even.to_dict(),
-            "versions": dict(self.versions),
-            "tuned": dict(self.tuned),
-            "ranges": ranges,
-        }
-        return json.dumps(facts, indent=2, allow_nan=False) + "\n"
+        return json.dumps(structure.unstructure(self), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def load(cls, source: str | Path | Profile) -> Profile:
@@ -119,51 +94,56 @@ class Profile:
             return source
         if not isinstance(source, str | Path):
             raise ParameterError(f"profile is {printed(source)}: pass the path of a profile")
-        return json_text.load(source, "profile", REMEDY, cls.of)
+        return structure.load(source, "profile", REMEDY, cls.of)
 
     @classmethod
     def of(cls, facts: object) -> Profile:
         """From the content of such a file, of this version or of version 1."""
-        facts = _object("the file", facts)
-        version = facts.get("version")
-        if facts.get("schema") != SCHEMA:
-            raise ParameterError(
-                f"schema is {printed(facts.get('schema'))}: this library reads {printed(SCHEMA)}; {REMEDY}"
+        first = _First.SCHEMA
+        if isinstance(facts, Mapping) and facts.get("version") == 1 and facts.get("schema") == first.name:
+            old: _First = structure.structure(_First, facts)
+            return old.now()
+        made: Profile = structure.structure(cls, facts)
+        return made
+
+
+@frozen(kw_only=True)
+class _FirstRange:
+    """A range of version 1, which had one method, and no layers apart."""
+
+    least: int = field(validator=whole(0), metadata={KEY: "from"})
+    tokens: int = field(validator=whole())
+    parameters: Mapping[str, Any] | None
+    measured: Mapping[str, Any]
+
+
+@frozen(kw_only=True)
+class _First:
+    """A file of version 1."""
+
+    SCHEMA: ClassVar = Schema("sparseprefill.profile", 1, REMEDY, "1 to 2")
+
+    method: str
+    model: ModelIdentity
+    versions: Mapping[str, Any]
+    tuned: Mapping[str, Any]
+    ranges: tuple[_FirstRange, ...]
+
+    def now(self) -> Profile:
+        """As this version has it."""
+        ranges = tuple(
+            LengthRange(
+                least=one.least,
+                tokens=one.tokens,
+                method=None if one.parameters is None else self.method,
+                parameters=one.parameters,
+                measured=one.measured,
             )
-        if isinstance(version, bool) or version not in (1, VERSION):
-            raise ParameterError(f"version is {printed(version)}: this library reads 1 to {VERSION}; {REMEDY}")
-        _finite("", facts)
-        _exactly("", facts, _FIRST if version == 1 else _FIELDS)
-        if version == 1:
-            facts = _of_first(facts)
-        given = _list("ranges", facts["ranges"])
-        table = facts["break_even"]
-        return cls(
-            methods=tuple(_text(f"methods[{i}]", one) for i, one in enumerate(_list("methods", facts["methods"]))),
-            model=ModelIdentity.of(facts["model"]),
-            ranges=tuple(_range(f"ranges[{i}]", one) for i, one in enumerate(given)),
-            break_even=None if table is None else _break_even(table),
-            versions=_object("versions", facts["versions"]),
-            tuned=_object("tuned", facts["tuned"]),
+            for one in self.ranges
         )
-
-
-def _of_first(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The content of a file of version 1, as this version has it."""
-    method = _text("method", facts["method"])
-    made = []
-    for i, one in enumerate(_list("ranges", facts["ranges"])):
-        at = f"ranges[{i}]"
-        _exactly(f"{at}.", _object(at, one), ("from", "tokens", "parameters", "measured"))
-        made.append({**one, "method": None if one["parameters"] is None else method, "dense_layers": []})
-    return {**facts, "methods": [method], "break_even": None, "ranges": made}
-
-
-def _break_even(facts: object) -> BreakEven:
-    try:
-        return BreakEven.of(facts)
-    except ParameterError as error:
-        raise ParameterError(f"break_even: {error}") from error
+        return Profile(
+            methods=(self.method,), model=self.model, versions=self.versions, tuned=self.tuned, ranges=ranges
+        )
 
 
 def _check_range(at: str, one: LengthRange, profile: Profile) -> None:
@@ -181,63 +161,3 @@ def _check_range(at: str, one: LengthRange, profile: Profile) -> None:
             f"{at}.dense_layers is {printed(list(layers))}: pass ascending indices of the model's "
             f"{profile.model.layers} layers, from 0"
         )
-
-
-def _range(at: str, facts: object) -> LengthRange:
-    facts = _object(at, facts)
-    _exactly(f"{at}.", facts, _RANGE)
-    for name, least in (("from", 0), ("tokens", 1)):
-        value = facts[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < WIDEST:
-            raise ParameterError(f"{at}.{name} is {printed(value)}: pass an integer >= {least}")
-    method, parameters = facts["method"], facts["parameters"]
-    layers = _list(f"{at}.dense_layers", facts["dense_layers"])
-    if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in layers):
-        raise ParameterError(f"{at}.dense_layers is {printed(layers)}: pass indices of layers")
-    return LengthRange(
-        least=facts["from"],
-        tokens=facts["tokens"],
-        method=None if method is None else _text(f"{at}.method", method),
-        parameters=None if parameters is None else _object(f"{at}.parameters", parameters),
-        dense_layers=tuple(layers),
-        measured=_object(f"{at}.measured", facts["measured"]),
-    )
-
-
-def _text(at: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ParameterError(f"{at} is {printed(value)}: pass a name")
-    return value
-
-
-def _list(at: str, value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise ParameterError(f"{at} is {printed(value)}: pass a list")
-    return value
-
-
-def _object(at: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ParameterError(f"{at} is {printed(value)}: pass an object")
-    return value
-
-
-def _exactly(at: str, facts: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    for name in facts:
-        if name not in names:
-            raise ParameterError(f"{at}{name} is not a field of a profile")
-    for name in names:
-        if name not in facts:
-            raise ParameterError(f"{at}{name} is missing")
-
-
-def _finite(at: str, value: object) -> None:
-    """Python reads NaN and Infinity from JSON; a profile holds neither."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ParameterError(f"{at} is {value}: pass a finite number")
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            _finite(f"{at}.{name}" if at else str(name), inner)
-    elif isinstance(value, list | tuple):
-        for i, inner in enumerate(value):
-            _finite(f"{at}[{i}]", inner)

@@ -35,7 +35,7 @@ from sparseprefill.adapters.vllm.split import narrow
 
 import sparseprefill as sp
 from sparseprefill.pages import Pages
-from sparseprefill.profiles.cluster_file import load
+from sparseprefill.profiles.clusters import load
 from sparseprefill.profiles.profile import LengthRange
 from sparseprefill.route import Route
 

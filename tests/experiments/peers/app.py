@@ -18,6 +18,7 @@ from sparseprefill.adapters.cli.kept import Stop
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.setup import Place
 from sparseprefill.adapters.cli.shared_options import SEEDS, Device, Dtype, Threads, Type
+from sparseprefill.adapters.table import Table
 
 from sparseprefill.errors import ParameterError
 
@@ -134,12 +135,13 @@ def _write(scores: Sequence[Score], board: Scoreboard, place: Place, files: File
             return
         write("--json", files.json, render.to_json(found) + "\n")
     for group in tables.by_length(scores):
-        rows = map(tables.cells, tables.shown(group))
-        render.figures(tables.title(group[0]), HEADS, rows, tables.remarks(group), drop=DROP)
+        title, rows = tables.title(group[0]), [*map(tables.cells, tables.shown(group))]
+        render.show(Table(title=title, heads=HEADS, rows=rows, remarks=tables.remarks(group), drop=DROP))
     render.line(NOTES + (f" {ON_CPU}" if device.type == "cpu" else ""), style="dim")
     features = tables.feature_cells(board.peers, scores, device)
     absent = tables.absent(board.peers, device)
-    render.figures("features on Hopper", tables.FEATURES, features, absent, FEATURES)
+    title = "features on Hopper"
+    render.show(Table(title=title, heads=tables.FEATURES, rows=features, remarks=absent, notes=FEATURES))
     for path in (files.markdown, files.json):
         if path is not None:
             render.line(f"written: {path}")

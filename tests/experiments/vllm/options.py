@@ -12,7 +12,7 @@ from sparseprefill.adapters.bench.tables import PARAMETERS
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.cli.options import setting
 
-from sparseprefill import json_text
+from sparseprefill import structure
 from sparseprefill.errors import nearest
 from sparseprefill.registry import default_registry
 
@@ -51,7 +51,7 @@ HeadDim = Annotated[int, typer.Option(min=32, help="Head dimension.", hidden=Tru
 def more(text: str) -> dict[str, Any]:
     """The table in ``--engine``; CommandError for another text."""
     try:
-        found = json_text.parsed(text)
+        found = structure.parsed(text)
     except ValueError as error:
         raise CommandError(f"--engine {text}: {error}; write JSON") from error
     if not isinstance(found, dict):

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import typer
-from attrs import define, field, frozen
-from sparseprefill.adapters.bench.facts import about, grid
+from attrs import define, evolve, field, frozen
+from sparseprefill.adapters.bench.facts import about
 from sparseprefill.adapters.cli import render
 from sparseprefill.adapters.cli.bench_options import Files
 from sparseprefill.adapters.cli.kept import Stop, wrote
+from sparseprefill.adapters.table import Table
 
 ON_CPU = " These are times of a CPU, which try the command out and say nothing about a GPU."
 
@@ -38,9 +39,13 @@ class Form:
         """The remarks of all rows, each text once."""
         return list(dict.fromkeys(text for row in rows for text in self.remarks(row)))
 
+    def table(self, rows: Sequence[Any]) -> Table:
+        """Heads and cells."""
+        return Table(heads=self.heads, rows=[*map(self.cells, rows)])
+
     def markdown(self, rows: Sequence[Any]) -> str:
         """A table for the documentation."""
-        lines = [f"### {self.title}", "", *grid(self.heads, map(self.cells, rows))]
+        lines = [f"### {self.title}", "", *self.table(rows).grid()]
         remarks = [f"- {text}" for text in self.said(rows)]
         return "\n".join([*lines, "", *remarks, *([""] if remarks else []), self.notes(rows), ""])
 
@@ -85,7 +90,7 @@ class Sheet:
             render.write_json(self.facts())
             return
         form, rows = self.form, self.rows
-        render.figures(form.title, form.heads, map(form.cells, rows), form.said(rows), form.notes(rows))
+        render.show(evolve(form.table(rows), title=form.title, remarks=form.said(rows), notes=form.notes(rows)))
 
 
 def remarks(where: str, row: Any) -> list[str]:

@@ -17,8 +17,7 @@ from helpers.build import make
 from helpers.tables import SHAPE, altered, point, shape_of, table, whole
 from sparseprefill.breakeven import rule
 from sparseprefill.breakeven import table as tables
-from sparseprefill.breakeven.file import MOST, _density, _seconds, _whole
-from sparseprefill.breakeven.points import DeviceKind, MethodTime, Point
+from sparseprefill.breakeven.points import MOST, DeviceKind, MethodTime, Point
 from sparseprefill.breakeven.rule import (
     GAIN,
     TELLING,
@@ -33,6 +32,7 @@ from sparseprefill.breakeven.rule import (
 )
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict, device_kind
 from sparseprefill.breakeven.unmeasured import RULES
+from sparseprefill.structure import structure
 
 WHOLE = Line(None, (100, 400), (2.0, 0.5))
 CHUNK = Line(50, (100, 400), (3.0, 1.0))
@@ -325,29 +325,37 @@ def test_points_ascend_by_queries_then_keys() -> None:
     assert (True, False) == (point(8, 8).whole, point(7, 8).whole)
 
 
+def timed(**figures: Any) -> MethodTime:
+    """One method's figures, read as of a file."""
+    made: MethodTime = structure(MethodTime, {"seconds": 1.0, "estimate": 1.0, "density": 0.5, **figures}, "x")
+    return made
+
+
 @pytest.mark.parametrize("value", [1e-12, 1, 1e12])
 def test_seconds_within_bounds(value: float) -> None:
-    found = _seconds("x", value)
+    found = timed(seconds=value).seconds
     assert (float(value), float) == (found, type(found))
 
 
 @pytest.mark.parametrize("value", [0.9e-12, 1.1e12, 0, -1, None, "1", True])
 def test_seconds_out_of_bounds(value: object) -> None:
-    with pytest.raises(sp.ParameterError, match=r"x is .*: pass seconds"):
-        _seconds("x", value)
+    with pytest.raises(sp.ParameterError, match=r"x.seconds is .*: pass seconds"):
+        timed(seconds=value)
 
 
 def test_densities_within_bounds() -> None:
-    assert (1.0, 1e-9) == (_density("x", 1), _density("x", 1e-9))
+    assert (1.0, 1e-9) == (timed(density=1).density, timed(density=1e-9).density)
     for wrong in (0, -0.1, 1.0001, True, None):
-        with pytest.raises(sp.ParameterError, match=r"x is .*: pass a share of the causal pairs"):
-            _density("x", wrong)
+        with pytest.raises(sp.ParameterError, match=r"x.density is .*: pass a share of the causal pairs"):
+            timed(density=wrong)
 
 
 def test_whole_numbers_within_bounds() -> None:
-    assert [True, False, True, False, False, False] == [
-        *(_whole(1, 1), _whole(0, 1), _whole(2**40, 1), _whole(2**40 + 1, 1), _whole(True, 1), _whole(1.0, 1))
-    ]
+    assert [1, 2**40] == [Point(queries=1, keys=keys, dense=1.0).keys for keys in (1, 2**40)]
+    wrong: tuple[Any, ...] = (0, 2**40 + 1, True, 1.0)
+    for keys in wrong:
+        with pytest.raises(sp.ParameterError, match=r"keys is .*: pass an integer from 1 to 1099511627776"):
+            Point(queries=1, keys=keys, dense=1.0)
 
 
 @pytest.mark.parametrize(

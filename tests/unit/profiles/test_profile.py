@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import asdict, evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -167,7 +167,7 @@ def test_a_file_of_the_first_version_is_read_as_ever() -> None:
         {"from": 40, "tokens": 50, "parameters": None, "measured": {}},
     ]
     first = {
-        **{"schema": "sparseprefill.profile", "version": 1, "method": "streaming", "model": MODEL.to_dict()},
+        **{"schema": "sparseprefill.profile", "version": 1, "method": "streaming", "model": asdict(MODEL)},
         **{"versions": {}, "tuned": {}, "ranges": rows},
     }
     found = Profile.of(first)
@@ -239,13 +239,13 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("methods",), "streaming", "methods is 'streaming': pass a list"),
     (("methods",), [], "methods is empty"),
     (("methods", 0), 3, r"methods\[0\] is 3"),
-    (("break_even",), {}, "break_even: schema is None"),
+    (("break_even",), {}, "break_even.schema is None"),
     (("ranges", 0, "method"), 3, r"ranges\[0\].method is 3"),
-    (("ranges", 0, "dense_layers"), [True], r"ranges\[0\].dense_layers is \[True\]"),
+    (("ranges", 0, "dense_layers"), [True], r"ranges\[0\].dense_layers\[0\] is True: pass an integer"),
     (("ranges", 0, "dense_layers"), 0, r"ranges\[0\].dense_layers is 0: pass a list"),
     (("model", "layers"), 0, "model.layers is 0"),
     (("model", "digest"), None, "model.digest is None"),
-    (("model", "more"), 1, "model is"),
+    (("model", "more"), 1, "model.more is not a field"),
     (("ranges",), [], "ranges is empty"),
     (("ranges",), {}, "ranges is {}"),
     (("ranges", 0, "from"), 5, r"ranges\[0\].from is 5: the first range starts at 0"),
