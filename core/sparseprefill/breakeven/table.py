@@ -44,7 +44,7 @@ class BreakEven:
     device: what was measured. shapes: the figures. versions, measured: software, and how it was measured, for people.
     """
 
-    SCHEMA: ClassVar = structure.Schema("sparseprefill.breakeven", 1, "calibrate again")
+    SCHEMA: ClassVar[structure.Schema] = structure.Schema("sparseprefill.breakeven", 1, "calibrate again")
 
     device: DeviceKind
     versions: Mapping[str, Any] = field(factory=dict, hash=False)

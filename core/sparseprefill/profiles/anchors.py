@@ -31,7 +31,9 @@ class AnchorTable:
     Raises ParameterError, naming the field, for what does not fit together.
     """
 
-    SCHEMA: ClassVar = structure.Schema("sparseprefill.anchors", 1, "make one with sparseprefill anchors", short=True)
+    SCHEMA: ClassVar[structure.Schema] = structure.Schema(
+        "sparseprefill.anchors", 1, "make one with sparseprefill anchors", short=True
+    )
 
     anchors: Indices
     maps: Mapping[int, Indices] = field(factory=dict, hash=False)

@@ -30,7 +30,9 @@ class ClusterTable:
     written by hand, where a head without an entry is noise. made: how the table was made, for people.
     """
 
-    SCHEMA: ClassVar = structure.Schema("sparseprefill.clusters", 1, "make one with sparseprefill cluster", short=True)
+    SCHEMA: ClassVar[structure.Schema] = structure.Schema(
+        "sparseprefill.clusters", 1, "make one with sparseprefill cluster", short=True
+    )
 
     clusters: tuple[tuple[Spot, ...], ...]
     noise: tuple[Spot, ...] = ()

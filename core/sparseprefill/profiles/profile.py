@@ -47,7 +47,7 @@ class Profile:
     Raises ParameterError, naming the field, where the ranges do not fit together.
     """
 
-    SCHEMA: ClassVar = Schema("sparseprefill.profile", 2, REMEDY, "1 to 2")
+    SCHEMA: ClassVar[Schema] = Schema("sparseprefill.profile", 2, REMEDY, "1 to 2")
 
     methods: tuple[str, ...]
     model: ModelIdentity
@@ -121,7 +121,7 @@ class _FirstRange:
 class _First:
     """A file of version 1."""
 
-    SCHEMA: ClassVar = Schema("sparseprefill.profile", 1, REMEDY, "1 to 2")
+    SCHEMA: ClassVar[Schema] = Schema("sparseprefill.profile", 1, REMEDY, "1 to 2")
 
     method: str
     model: ModelIdentity

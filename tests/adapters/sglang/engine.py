@@ -44,7 +44,7 @@ def environment(table: object = None) -> dict[str, str]:
 
 
 def run(job: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """The answer of `engine_process` to a job: `model`, `engine` (arguments), `table` (options), `turns`, `environment`.
+    """The answer of `engine_process` to a job: `model`, `engine` (arguments), `table`, `turns`, `environment`.
 
     Where SGLang fails it kills the processes above it, so the answer is ``{"failed": its log}`` then.
     """
