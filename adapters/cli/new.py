@@ -19,15 +19,17 @@ from .kept import wrote
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 """Names of methods, as `Method` takes them, that make names of classes too."""
 PREFIX = "sparseprefill-"
+COMMON = {name: name for name in ("pyproject.toml", "README.md", "tests/test_contract.py", "tests/test_laws.py")}
 FILES = {
-    "pyproject.toml": "pyproject.toml",
-    "README.md": "README.md",
-    "package/__init__.py": "{package}/__init__.py",
-    "package/config.py": "{package}/config.py",
-    "package/stages.py": "{package}/stages.py",
-    "tests/test_contract.py": "tests/test_contract.py",
+    "plugin": {
+        **COMMON,
+        "package/__init__.py": "{package}/__init__.py",
+        "package/config.py": "{package}/config.py",
+        "package/stages.py": "{package}/stages.py",
+    },
+    "refiner": {**COMMON, "module.py": "{package}.py"},
 }
-"""Templates, and where what is made of them goes."""
+"""The templates of each kind of package, and where what is made of them goes."""
 
 
 def register(app: typer.Typer) -> None:
@@ -36,15 +38,17 @@ def register(app: typer.Typer) -> None:
 
 
 def new(
-    name: Annotated[str, typer.Argument(help="The method's name: lower-case words joined by hyphens.")],
+    name: Annotated[str, typer.Argument(help="The name of the method or refiner: lower-case words joined by hyphens.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder to make; by default sparseprefill-NAME here.")
     ] = None,
+    refiner: Annotated[bool, typer.Option("--refiner", help="A refiner instead of a method.")] = False,
 ) -> None:
-    """Write a plugin package with your own method, and a test that checks it against the contract.
+    """Write a plugin package with your own method, with tests: the contract, and a law on drawn calls.
 
     The method works as it is: it keeps the key columns that the last queries look at, and a local band. Change its
-    estimator in stages.py and its parameters in config.py.
+    estimator in stages.py and its parameters in config.py. A refiner works, too: it gives the first layers every key.
+    pytest FOLDER is the one command that checks the package.
     """
     _check_name(name)
     folder = Path(f"{PREFIX}{name}") if output is None else output
@@ -53,7 +57,7 @@ def new(
         raise CommandError(f"{folder} exists; pass another name, or another folder with --output")
     _check_free(name)
     try:
-        _write(folder, name)
+        _write(folder, name, "refiner" if refiner else "plugin")
     except OSError as error:
         raise CommandError(f"{folder}: {error.strerror}; pass a folder that can be made with --output") from error
     wrote(folder)
@@ -74,32 +78,33 @@ def _check_name(name: str) -> None:
     near = near.removeprefix(PREFIX)
     example = near if NAME.fullmatch(near) else "my-method"
     raise CommandError(
-        f"{name!r} is not a name for a method: pass lower-case words joined by hyphens, the first beginning with a "
-        f"letter, without {PREFIX!r}, such as {example}"
+        f"{name!r} is not a name for a method or refiner: pass lower-case words joined by hyphens, the first beginning "
+        f"with a letter, without {PREFIX!r}, such as {example}"
     )
 
 
 def _check_free(name: str) -> None:
-    """CommandError where a method of this name is installed: two of one name stop each other from loading."""
+    """CommandError where a method, a refiner or a plugin has this name: two of one stop each other from loading."""
     from sparseprefill.registry import default_registry
 
     for record in default_registry().plugins():
-        if name in (record.name, *record.methods):
-            what = "method" if name in record.methods else "plugin"
+        offered = {"method": record.methods, "refiner": record.refiners, "plugin": (record.name,)}
+        what = next((what for what, names in offered.items() if name in names), None)
+        if what is not None:
             raise CommandError(f"a {what} {name!r} is installed already, from {record.source}; pass another name")
 
 
-def _write(folder: Path, name: str) -> None:
-    """The package, whole or not at all."""
+def _write(folder: Path, name: str, kind: str) -> None:
+    """A package of a kind, whole or not at all."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    loader = PackageLoader("sparseprefill.adapters.cli", "templates/plugin")
+    loader = PackageLoader("sparseprefill.adapters.cli", f"templates/{kind}")
     made = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
     words = {"name": name, "package": package_of(name), "title": "".join(map(str.capitalize, name.split("-")))}
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
     try:
         root = beside / folder.name
-        for template, target in FILES.items():
+        for template, target in FILES[kind].items():
             path = root / target.format(**words)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(made.get_template(f"{template}.jinja").render(words), encoding="utf-8")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from .test_cli import refused
 
 PIP = ("pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "sparseprefill-last-block"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 def invoke(*arguments: str) -> Result:
@@ -54,7 +54,7 @@ def test_the_package_installs_and_passes_its_own_test() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     done = run("pytest", "-q", "-p", "no:cacheprovider", "sparseprefill-second-2-best")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout
+    assert "2 passed" in done.stdout
     done = run("sparseprefill", "show", "second-2-best")
     assert done.returncode == 0, done.stderr
     assert "Second2BestEstimator" in done.stdout
@@ -63,9 +63,10 @@ def test_the_package_installs_and_passes_its_own_test() -> None:
     assert "is installed already, from plugin 'second-2-best' of sparseprefill-second-2-best 0.1.0" in done.stderr
 
 
-def test_the_example_of_the_documentation_is_what_it_writes() -> None:
-    assert invoke("last-block", "--output", "made").exit_code == 0
-    assert files(EXAMPLE) == files(Path("made"))
+@pytest.mark.parametrize(("name", "options"), [("last-block", ()), ("first-layers", ("--refiner",))])
+def test_the_examples_of_the_documentation_are_what_it_writes(name: str, options: tuple[str, ...]) -> None:
+    assert invoke(name, "--output", "made", *options).exit_code == 0
+    assert files(EXAMPLES / f"sparseprefill-{name}") == files(Path("made"))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_a_folder_that_cannot_be_made_is_refused() -> None:
 
 
 def test_a_package_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(new.FILES, "gone", "gone")
+    monkeypatch.setitem(new.FILES["plugin"], "gone", "gone")
     result = invoke("mine")
     assert result.exit_code == 1
     assert list(Path.cwd().iterdir()) == []
