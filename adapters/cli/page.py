@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from attrs import frozen
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from sparseprefill import __version__
 
@@ -21,10 +23,23 @@ from ..evaluation.outcome import Layer, Outcome, Summary
 from ..evaluation.reading import Sizes
 from .files import write as write_file
 from .picture import INK, SHADES, Panel, sheet
-from .results import NOTES, failures, made, notes_of, summaries
+from .results import ANSWERS, NOTES, cannot, failures, made, notes_of, summaries, verdict
 
 WORST = 4
 """Heads of a method whose masks are shown."""
+NOTHING = 0.9995
+"""Recall above which a mean reads 100.0 %."""
+WIDTH = 4.6
+"""Inches of a picture of recall: two stand side by side on a screen, one on a phone, letters of the same size."""
+
+
+@frozen
+class Picture:
+    """A picture as the page shows it. source: an address that holds it. what: for who cannot see it. said: below it."""
+
+    source: str
+    what: str
+    said: str
 
 
 def write(path: Path, found: Sequence[Outcome], title: str, command: str, sizes: Sizes) -> None:
@@ -34,12 +49,13 @@ def write(path: Path, found: Sequence[Outcome], title: str, command: str, sizes:
     page = Environment(loader=PackageLoader("sparseprefill.adapters.cli"), autoescape=True, undefined=StrictUndefined)
     text = page.get_template("page.html").render(
         title=title,
+        verdict=verdict(rows),
         command=command,
         version=__version__,
         heads=table.heads,
         lines=table.rows,
-        remarks=failures(rows),
-        notes=notes_of(NOTES, sizes),
+        remarks=[*failures(rows), *cannot(rows)],
+        notes=notes_of(f"{ANSWERS} {NOTES}" if "end" in table.heads else NOTES, sizes),
         frontier=_frontier(rows),
         methods=[_method(label, [one for one in found if one.contender.label == label]) for label in _labels(found)],
     )
@@ -70,7 +86,7 @@ def _frontier(rows: Sequence[Summary]) -> str:
     ]
     if not points:
         return ""
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axis = figure.subplots()
     least = 1e-7  # a logarithmic axis has no zero
     for label, times, kl in points:
@@ -86,22 +102,41 @@ def _frontier(rows: Sequence[Summary]) -> str:
     return _embedded(figure)
 
 
-def _recall(found: Sequence[Outcome]) -> str:
-    """Layers x heads: recall over the whole prompt, and over its last rows, averaged over the prompts."""
-    figure = Figure(figsize=(9.6, 0.9 + 0.16 * max(6, len(found[0].layers))), layout="constrained")
-    axes = figure.subplots(1, 2)
-    shades = ScalarMappable(Normalize(0.0, 1.0), SHADES)
-    for axis, name, title in zip(axes, ("recalls", "last"), ("whole prompt", "its last rows"), strict=True):
-        grid = np.nanmean([_grid(one.layers, name) for one in found], axis=0)
+def _recall(found: Sequence[Outcome]) -> list[Picture]:
+    """Layers x heads, means over the prompts: recall over the whole prompt, and over its last rows.
+
+    Both share a scale that begins at the lowest value, so that what is lost can be seen where little is. Where nothing
+    is lost, as with a dense tail, there is no picture.
+    """
+    grids = {
+        "the whole prompt": np.nanmean([_grid(one.layers, "recalls") for one in found], axis=0),
+        "its last rows": np.nanmean([_grid(one.layers, "last") for one in found], axis=0),
+    }
+    lowest = min(0.99, *(float(np.nanmin(grid)) for grid in grids.values()))
+    shades = ScalarMappable(Normalize(lowest, 1.0), SHADES)
+    made = []
+    for where, grid in grids.items():
+        if np.nanmin(grid) > NOTHING:
+            continue
+        figure = Figure(figsize=(WIDTH, 1.2 + 0.16 * max(6, len(found[0].layers))), layout="constrained")
+        axis = figure.subplots()
         axis.imshow(grid, cmap=shades.cmap, norm=shades.norm, aspect="auto", interpolation="nearest")
-        axis.set_title(title, fontsize=9, color=INK)
-        axis.set_xlabel("query head", fontsize=8, color=INK)
-        axis.tick_params(labelsize=7, colors=INK, length=2)
-    axes[0].set_ylabel("layer", fontsize=8, color=INK)
-    bar = figure.colorbar(shades, ax=list(axes), shrink=0.9, aspect=18)
-    bar.set_label("attention mass kept", fontsize=8, color=INK)
-    bar.ax.tick_params(labelsize=7, colors=INK, length=2)
-    return _embedded(figure)
+        axis.set_xlabel("query head", color=INK)
+        axis.set_ylabel("layer", color=INK)
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_locator(MaxNLocator(integer=True))
+        axis.tick_params(labelsize=8, colors=INK, length=2)
+        bar = figure.colorbar(shades, ax=axis, aspect=18)
+        bar.set_label("attention mass kept", color=INK)
+        bar.ax.tick_params(labelsize=8, colors=INK, length=2)
+        made.append(Picture(_embedded(figure), f"Recall over {where}, by layer and head", f"lowest {_lowest(grid)}"))
+    return made
+
+
+def _lowest(grid: Any) -> str:
+    """The lowest value of a grid of layers and heads, and where it stands."""
+    layer, head = np.unravel_index(np.nanargmin(grid), grid.shape)
+    return f"mean of a head: {grid[layer, head]:.1%}, layer {layer}, head {head}"
 
 
 def _grid(layers: Sequence[Layer], name: str) -> Any:
@@ -111,22 +146,20 @@ def _grid(layers: Sequence[Layer], name: str) -> Any:
     return np.array([[*line, *[math.nan] * (width - len(line))] for line in lines])
 
 
-def _masks(outcome: Outcome) -> str:
-    """Masks of the heads with the lowest recall, one a layer; empty where none is at hand."""
+def _masks(outcome: Outcome) -> list[Picture]:
+    """Masks of the heads with the lowest recall, one a layer; none where no mask is at hand."""
     kept = [(layer, *layer.lowest) for layer in outcome.layers if layer.lowest is not None]
     kept.sort(key=lambda one: min(one[0].recalls[one[1]], one[0].last[one[1]] if one[0].last else 1.0))
-    panels = [
-        Panel(
-            f"layer {layer.index}, head {head}",
-            f"density {mask.density:.1%}, recall {layer.recalls[head]:.1%}"
-            + (f", last {layer.last[head]:.0%}" if layer.last else ""),
-            outcome.tokens,
-            mask,
-            f"lowest of its sampled rows: recall {layer.row_lowest[head]:.1%}" if layer.row_lowest else "",
-        )
-        for layer, head, mask in kept[:WORST]
-    ]
-    return _embedded(sheet(panels, "heads with the lowest recall (grey: the future)"), "png") if panels else ""
+    made = []
+    for layer, head, mask in kept[:WORST]:
+        said = f"recall {layer.recalls[head]:.1%}"
+        if layer.last:
+            said += f", {layer.last[head]:.1%} in its last rows"
+        if layer.row_lowest:
+            said += f", {layer.row_lowest[head]:.1%} in the lowest row that was looked at"
+        panel = Panel(f"layer {layer.index}, head {head}", f"density {mask.density:.1%}", outcome.tokens, mask)
+        made.append(Picture(_embedded(sheet([panel]), "png"), f"Mask of layer {layer.index}, head {head}", said))
+    return made
 
 
 def _embedded(figure: Figure, kind: str = "svg") -> str:

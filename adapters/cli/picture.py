@@ -55,9 +55,9 @@ class Panel:
     note: str = ""
 
 
-def sheet(panels: Sequence[Panel], title: str) -> Figure:
-    """Panels side by side, at least one."""
-    return _figure(panels, (title,))
+def sheet(panels: Sequence[Panel]) -> Figure:
+    """Panels side by side, at least one, without a title above all of them."""
+    return _figure(panels, ())
 
 
 def _of_outcome(outcome: Outcome, layer: int, head: int) -> Panel:
@@ -94,7 +94,8 @@ def _figure(shown: Sequence[Panel], title: Sequence[str]) -> Figure:
         images.append(_draw(axis, panel, shares[index], panel.note or _twin(shares, shown, index)))
         axis.set_ylabel("query" if column == 0 else "", fontsize=9, color=INK)
         axes.append(axis)
-    figure.suptitle(("\n" if columns == 1 else " ").join(title), color=INK, fontsize=11)
+    if title:
+        figure.suptitle(("\n" if columns == 1 else " ").join(title), color=INK, fontsize=11)
     bar = figure.colorbar(
         images[0], ax=axes, ticks=TICKS, location="bottom", shrink=min(1.0, 2 / columns), aspect=34, pad=0.02
     )

@@ -117,6 +117,59 @@ def made(rows: Sequence[Summary], title: str = "") -> Table:
     return Table.of(columns, [one for one in rows if one.prompts], title=title, drop=DROP)
 
 
+KEPT = 0.98
+"""Share of dense attention's answers that a method must give to keep them."""
+
+
+def verdict(rows: Sequence[Summary]) -> str:
+    """What a reader should take away, in one sentence: the fastest method that keeps what dense attention finds.
+
+    Where nothing was asked, the method whose next tokens are nearest to dense attention's. The first row is the stock
+    model's; methods that failed on a prompt are left out.
+    """
+    stock, *others = rows
+    whole = [one for one in others if one.inside is not None and one.prompts == stock.prompts]
+    if not whole:
+        return "No method came through every prompt."
+    found = _found(stock)
+    if not found:
+        best = min(whole, key=lambda one: one.inside.kl if one.inside else 0.0)
+        return f"{best.contender.label} changes next tokens least: {_effect(best, stock)}."
+    keeping = [one for one in whole if all(_right(one)[place] >= KEPT * right for place, right in found.items())]
+    if not keeping:
+        best = max(whole, key=lambda one: sum(_right(one)[place] for place in found))
+        return (
+            f"No method keeps {KEPT:.0%} of the answers that dense attention finds; {best.contender.label} keeps most, "
+            f"{_answers(best, found)}."
+        )
+    best = max(keeping, key=lambda one: one.speed_up(stock) or 0.0)
+    also = f"; so do {len(keeping) - 1} more" if len(keeping) > 1 else ", and no other method does"
+    return (
+        f"{best.contender.label} keeps the answers that dense attention finds, {_answers(best, found)}: "
+        f"{_effect(best, stock)}{also}."
+    )
+
+
+def _right(one: Summary) -> dict[str, int]:
+    return {"inside": one.answers_inside[0], "at the end": one.answers[0]}
+
+
+def _found(stock: Summary) -> dict[str, int]:
+    """What dense attention finds, by place, where it finds anything."""
+    return {place: right for place, right in _right(stock).items() if right}
+
+
+def _answers(one: Summary, found: Mapping[str, int]) -> str:
+    return " and ".join(f"{_right(one)[place]} of its {right} {place}" for place, right in found.items())
+
+
+def _effect(one: Summary, stock: Summary) -> str:
+    """How near its next tokens are, and how fast its prefill is."""
+    times = one.speed_up(stock)
+    near = "" if one.inside is None else f"KL {_small(one.inside.kl)}, {one.inside.agreement:.1%} of tokens the same"
+    return near if times is None else f"{near}, prefill {times:.2f} times as fast"
+
+
 def cannot(rows: Sequence[Summary]) -> list[str]:
     """What the model itself cannot do, so that the methods' answers say nothing."""
     stock = rows[0]
