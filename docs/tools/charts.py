@@ -1,4 +1,4 @@
-"""The bars of README and docs/benchmarks.md: `python docs/tools/charts.py` draws them from the tables of that page.
+"""The bars of README and docs/benchmarks.md: `python docs/tools/charts.py` draws them from the tables of the pages.
 
 Nothing is measured here, and no figure stands here: the pictures show the rows that the page has. Each carries a digest
 of its section, by which a test sees that the page has changed since.
@@ -18,7 +18,7 @@ from sparseprefill.adapters.bench.measure import Row as Measured
 from sparseprefill.adapters.cli import bench_plot
 
 DOCS = Path(__file__).parents[1]
-PAGE, SECTION = DOCS / "benchmarks.md", "131,072 tokens"
+PAGES, SECTION = (DOCS / "benchmarks.md", DOCS / "benchmarks-more.md"), "131,072 tokens"
 METHODS = tuple(f"methods: {tokens} tokens, 32 / 8 heads, d 128, bfloat16" for tokens in ("32,768", "131,072"))
 SPEED, BENCH = DOCS / "pictures" / "speed.png", DOCS / "pictures" / "bench.png"
 SOURCE = "Source"
@@ -45,8 +45,8 @@ class Row(NamedTuple):
 
 def section(heading: str) -> str:
     """What stands below the heading, up to the next one of its level."""
-    page = PAGE.read_text(encoding="utf-8")
-    return page.split(f"\n### {heading}\n", 1)[1].split("\n### ", 1)[0]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    return text.split(f"\n### {heading}\n", 1)[1].split("\n### ", 1)[0]
 
 
 def digest(*headings: str) -> str:
@@ -71,7 +71,7 @@ def dense_answers(text: str) -> int:
     """How many answers inside the text the model finds with its own attention."""
     found = re.search(r"finds (\d+) of \d+ answers inside", text)
     if found is None:
-        raise ValueError(f"{PAGE.name}, section {SECTION!r}: no sentence says what the model's own attention finds")
+        raise ValueError(f"section {SECTION!r}: no sentence says what the model's own attention finds")
     return int(found[1])
 
 
