@@ -328,8 +328,8 @@ class Pipeline(Runner):
         if limit is None:
             return (), True
         sizes = (call.q.shape, call.kv_heads, call.kv_len, call.value_dim, call.geometry.q_offset, call.window)
-        padded = (call.starts is None, call.lengths is None, call.pages is None)
-        key = (sizes, padded, call.q.dtype, call.q.device, call.softcap is None, call.sinks is None)
+        kinds = tuple(map(type, (call.starts, call.lengths, call.pages, call.softcap, call.sinks)))
+        key = (sizes, kinds, call.q.dtype, call.q.device)
         found = self._cuts.get(key)
         if found is None:
             if len(self._cuts) >= KEPT:

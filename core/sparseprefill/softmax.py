@@ -35,7 +35,7 @@ class SoftmaxState:
     def merge(self, other: SoftmaxState) -> SoftmaxState:
         """The state over both sets of keys, which must be disjoint. Associative and commutative; -inf safe."""
         m = torch.maximum(self.m, other.m)
-        base = torch.where(m == -torch.inf, 0.0, m)
+        base = torch.where(m.isneginf(), 0.0, m)
         mine, theirs = torch.exp(self.m - base), torch.exp(other.m - base)
         acc = self.acc * mine[..., None] + other.acc * theirs[..., None]
         return SoftmaxState(m, self.l * mine + other.l * theirs, acc)
@@ -45,10 +45,10 @@ class SoftmaxState:
 
         sinks: ``[Hq]`` logits that join the denominator of the output.
         """
-        lse = torch.where(self.m == -torch.inf, -torch.inf, self.m + torch.log(self.l))
+        lse = torch.where(self.m.isneginf(), -torch.inf, self.m + torch.log(self.l))
         total = self.l
         if sinks is not None:
-            base = torch.where(self.m == -torch.inf, 0.0, self.m)
+            base = torch.where(self.m.isneginf(), 0.0, self.m)
             total = total + torch.exp(sinks.to(self.m.dtype)[:, None] - base)
         out = self.acc / torch.where(total == 0, 1.0, total)[..., None]
         return out, lse

@@ -85,7 +85,7 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
     """Scores under the softcap; -inf, where there is no pair, stays."""
     if softcap is None:
         return scores
-    return torch.where(scores == -torch.inf, scores, softcap * torch.tanh(scores / softcap))
+    return torch.where(scores.isneginf(), scores, softcap * torch.tanh(scores / softcap))
 
 
 def keep_blocks(scores: Tensor, causal: Tensor, keep_mass: float) -> tuple[Tensor, Tensor]:

@@ -114,7 +114,7 @@ def _differences(
     total = lse if call.sinks is None else torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
     highest = logits.amax(-1)
     most = torch.maximum(total, highest)
-    base = torch.where(most == -torch.inf, 0.0, most)
+    base = torch.where(most.isneginf(), 0.0, most)
     mine, weights = torch.exp(total - base), torch.exp(logits - base[..., None])
     theirs = weights.sum(-1)
     both = mine + theirs

@@ -30,7 +30,7 @@ def column_sums(call: AttentionCall, rows: Rows, until: int) -> Tensor:
     geometry, (batch, tiles, count) = call.geometry, rows.index.shape
     logits = Logits(call, rows.index.flatten(1), rows.weight.flatten(1) > 0)
     lse = rows.lse(call)
-    base = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
+    base = torch.where(lse.isneginf(), 0.0, lse)[..., None]
     weight = rows.weight.flatten(1)[:, None, :, None]
     pairs = PAIRS_ON_CPU if call.q.device.type == "cpu" else PAIRS
     step = max(64, pairs // (batch * geometry.heads * tiles * count))

@@ -133,7 +133,7 @@ def _corrected(call: AttentionCall, held: Held, keys: _TileKeys, result: Result,
     logits = (logits + weight).masked_fill(~entered, -torch.inf)
     total = lse if call.sinks is None else torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
     most = torch.maximum(total, logits.amax(-1))
-    base = torch.where(most == -torch.inf, 0.0, most)
+    base = torch.where(most.isneginf(), 0.0, most)
     mine, theirs = torch.exp(total - base), torch.exp(logits - base[..., None])
     if kept is None:
         value = _by_group(theirs, mean_value.transpose(-1, -2), call.group)

@@ -125,7 +125,7 @@ def shares(call: AttentionCall, block: int, which: Sampling) -> Iterator[tuple[s
 
 def _shares(call: AttentionCall, top: Tensor, rows: Rows) -> Tensor:
     """Of the largest products ``[B, Hq, n, c]``: neither a scale nor a cap makes another one the largest."""
-    unseen = ~rows.real[..., None] | (top == -torch.inf)
+    unseen = ~rows.real[..., None] | top.isneginf()
     top = top * call.softmax_scale
     if call.softcap is not None:
         top = call.softcap * torch.tanh(top / call.softcap)
@@ -133,7 +133,7 @@ def _shares(call: AttentionCall, top: Tensor, rows: Rows) -> Tensor:
     lse = torch.logsumexp(top, -1)
     if call.sinks is not None:
         lse = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
-    return torch.exp(top - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    return torch.exp(top - torch.where(lse.isneginf(), 0.0, lse)[..., None])
 
 
 def _maxima(q: Tensor, keys: Tensor, tiles: slice, block: int, hidden: Tensor | None) -> Tensor:

@@ -95,7 +95,7 @@ class CpuExecutor:
         probe = None if plan.probe is None else _tile_mass(call, plan, lse)
         if call.sinks is not None:
             share = torch.sigmoid(lse - call.sinks.to(lse.dtype)[:, None])
-            out = out * share.masked_fill_(lse == -torch.inf, 0.0)[..., None]
+            out = out * share.masked_fill_(lse.isneginf(), 0.0)[..., None]
         return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS, skipped=skipped)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
@@ -134,7 +134,7 @@ def _largest(x: Tensor) -> float:
 
 def _state(call: AttentionCall, plan: Plan) -> SoftmaxState:
     out, lse, most = _attend(call, plan.mask, most=True)
-    share = torch.where(lse == -torch.inf, 0.0, (lse - most).exp())
+    share = torch.where(lse.isneginf(), 0.0, (lse - most).exp())
     state = SoftmaxState(most, share, out.mul_(share[..., None]))
     return state if plan.carry is None else plan.carry.state.merge(state)
 
@@ -379,7 +379,7 @@ class _States:
         """
         row, tile_k = self.row, self.row.mask.tile_k
         heads, rows, columns = asked.shape
-        base = row.tiled(torch.where(lse == -torch.inf, 0.0, lse), torch.inf)
+        base = row.tiled(torch.where(lse.isneginf(), 0.0, lse), torch.inf)
         real = (base < torch.inf).sum(-1)
         found = torch.zeros(heads * rows, columns)
         for piece in self._pieces(asked, max(1, MASS // tile_k)):
@@ -588,7 +588,7 @@ class _States:
     def gather(self, name: str, index: Tensor, run: int = 1) -> Tensor:
         """Of k or v, runs of rows by number ``[n, w]``: ``[n, w * run, D]``, in memory that the next ones use again."""
         source: Tensor = getattr(self, name)
-        width = run * source.shape[-1]
+        width = run * source.shape[1]
         size = index.numel() * width
         room = self._rooms.get(name)
         if room is None or room.numel() < size:
@@ -727,7 +727,7 @@ class _Votes:
         if lost.numel():
             logits, most, m, index = logits[wanted], most[wanted], m[wanted], index[wanted]
         highest = torch.maximum(m, most)
-        base = torch.where(highest == -torch.inf, 0.0, highest)
+        base = torch.where(highest.isneginf(), 0.0, highest)
         p, alpha = logits.sub_(base[..., None]).exp_(), (m - base).exp_()
         self.m.index_copy_(0, items, highest)
         self.l.index_copy_(0, items, self.l.index_select(0, items) * alpha + p.sum(-1))
@@ -840,7 +840,7 @@ def _logits(q: Tensor, k: Tensor, row: _Row, seen: Tensor | None) -> Tensor:
 def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[n, Tq, Dv]``, LSE and largest logit ``[n, Tq]`` of logits, which are overwritten, over values."""
     most = logits.amax(-1)
-    logits.sub_(torch.where(most == -torch.inf, 0.0, most)[..., None]).exp_()
+    logits.sub_(torch.where(most.isneginf(), 0.0, most)[..., None]).exp_()
     total = logits.sum(-1)
     out = torch.bmm(logits, v).div_(torch.where(total == 0, 1.0, total)[..., None])
     return out, most + total.log(), most
@@ -857,7 +857,7 @@ def _bias(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _merge(out: Tensor, lse: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE over two disjoint sets of keys; `out` is overwritten."""
     both = torch.logaddexp(lse, more)
-    base = torch.where(both == -torch.inf, 0.0, both)
+    base = torch.where(both.isneginf(), 0.0, both)
     out.mul_((lse - base).exp_()[..., None]).addcmul_(other, (more - base).exp_()[..., None])
     return out, both
 

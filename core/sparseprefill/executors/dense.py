@@ -43,9 +43,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     q, k, v = call.q, call.k, call.v
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         return None
-    keys = k.shape[2] if call.q_offset is None else call.q_offset + q.shape[2]
-    if keys != k.shape[2]:
-        k, v = k[:, :, :keys], v[:, :, :keys]
+    if call.q_offset is not None:  # later keys are seen by no query
+        k, v = (x[:, :, : call.q_offset + q.shape[2]] for x in (k, v))
     if q.is_cuda:
         return _cuda(q, k, v, call.softmax_scale)
     return _cpu(q, k, v, call.softmax_scale) if q.device.type == "cpu" else None

@@ -69,7 +69,7 @@ def _attend(call: AttentionCall, plan: Plan) -> tuple[SoftmaxState, Skipped | No
     state = SoftmaxState.empty(shape, call.value_dim, dtype, call.q.device)
     for (b, h, rows), keys, logits, keep in _tiles(call, plan, dtype):
         m = logits.amax(-1)
-        p = torch.exp(logits - torch.where(m == -torch.inf, 0.0, m)[:, None])
+        p = torch.exp(logits - torch.where(m.isneginf(), 0.0, m)[:, None])
         state.m[b, h, rows], state.l[b, h, rows] = m, p.sum(-1)
         state.acc[b, h, rows] = weigh(p, call.v[b, h // call.group][keys].to(dtype), keep)
     return state if plan.carry is None else plan.carry.state.merge(state), None
@@ -109,7 +109,7 @@ def _skipping(call: AttentionCall, plan: Plan, below: Tensor, dtype: torch.dtype
         state = state.merge(plan.carry.state)  # a copy
     pairs = torch.zeros(shape[:2], dtype=torch.int64, device=call.q.device)
     selection = _TileKeys(plan.mask)
-    bounds = torch.where(below < 1, below, 0.0).to(dtype).log().tolist()
+    bounds = below.to(dtype).log().tolist()
     for b in range(shape[0]):
         for h in range(shape[1]):
             for row in range(selection.rows):
@@ -137,7 +137,7 @@ def _vote(
             gone += int(keep.sum())
             continue
         highest = torch.maximum(m, most)
-        base = torch.where(highest == -torch.inf, 0.0, highest)
+        base = torch.where(highest.isneginf(), 0.0, highest)
         p, alpha = torch.exp(logits - base[:, None]), torch.exp(m - base)
         l.mul_(alpha).add_(p.sum(-1))
         acc.mul_(alpha[:, None]).add_(weigh(p, v[position + start].to(dtype), keep))
@@ -168,7 +168,7 @@ def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
         row = int(query[b, rows.start]) // mask.tile_q - first[b]
         column = torch.div(position[b][keys], mask.tile_k, rounding_mode="floor")
         base = lse[b, h, rows, None]
-        p = torch.exp(logits - torch.where(base == -torch.inf, 0.0, base)).mean(0)
+        p = torch.exp(logits - torch.where(base.isneginf(), 0.0, base)).mean(0)
         mass[b, h, row].index_add_(0, column, p.to(torch.float32))
     return mass * selected
 

@@ -39,7 +39,7 @@ class _Rows:
     @classmethod
     def of(cls, geometry: Geometry, tile_q: int, width: int) -> _Rows:
         tile, start = geometry.tiles(tile_q), geometry.first_position()[:, None]
-        first = torch.maximum(tile * tile_q, start).clamp(min=0)
+        first = torch.maximum(tile * tile_q, start)
         behind = torch.minimum((tile + 1) * tile_q, start + geometry.q_len)
         last = torch.maximum(torch.minimum(behind, geometry.key_counts()[:, None]) - 1, first - 1)
         first, last = first[:, None], last[:, None]

@@ -146,7 +146,7 @@ def _smallest(lost: Tensor, need: Tensor) -> Tensor:
         middle = (low + high) / 2
         enough = torch.where(lost >= middle.exp2(), lost, 0.0).sum(-1, keepdim=True) >= need
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return torch.where(all_, 0.0, low.exp2())
+    return low.exp2() * ~all_
 
 
 def _level(before: Tensor, real: Tensor, least: float, target: float) -> Tensor:

@@ -66,7 +66,7 @@ class SkipSoftmax:
             return plan
         length = prompt_length(call)
         if isinstance(length, Tensor):
-            threshold = self.below / length.to(torch.float64).clamp(min=1)
+            threshold = self.below / length.to(torch.float64)
             return evolve(plan, skip_below=torch.where(threshold < 1, threshold, 0.0).to(torch.float32))
         if self.below >= length:
             why = f"below is {self.below:g} and the prompt is not longer, so nothing is skipped"

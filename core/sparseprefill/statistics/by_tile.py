@@ -48,7 +48,7 @@ def row_mass(call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: K
 def mass_of(by_tile: Tensor, of_mask: Tensor | None) -> RowMass:
     """The same from what `lse_by_tile` returns."""
     lse = torch.logsumexp(by_tile, -1)
-    base = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
+    base = torch.where(lse.isneginf(), 0.0, lse)[..., None]
     mass = (by_tile - base).exp()
     return RowMass(mass, torch.zeros_like(mass) if of_mask is None else (of_mask - base).exp(), lse)
 

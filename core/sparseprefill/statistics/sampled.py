@@ -129,7 +129,7 @@ def _one_sample(
     lse = logits.q.new_full((geometry.batch, geometry.heads, count), -torch.inf)
     for keys in chunks:
         lse = torch.logaddexp(lse, torch.logsumexp(logits.of(keys), -1))
-    base = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
+    base = torch.where(lse.isneginf(), 0.0, lse)[..., None]
     by_key = lse.new_zeros(geometry.batch, geometry.heads, geometry.kv_len)
     by_lag = lse.new_zeros(geometry.batch, geometry.heads, geometry.kv_len + count - 1)
     for keys in chunks:
