@@ -345,7 +345,8 @@ def gated(given: Pipeline | Route, gate: GateChoice = AUTO) -> Pipeline | Route:
     """
     route, found = Route.of(given), gate_of(gate)
     if (gate is None or gate is False) and route.profile is None:
-        return route.known[0]
+        (only,) = route.known
+        return only
     own = None if route.profile is None else route.profile.break_even
     if isinstance(found, AutoGate) and own is not None:
         found = AutoGate(own)

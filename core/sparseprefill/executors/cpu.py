@@ -95,7 +95,7 @@ class CpuExecutor:
         probe = None if plan.probe is None else _tile_mass(call, plan, lse)
         if call.sinks is not None:
             share = torch.sigmoid(lse - call.sinks.to(lse.dtype)[:, None])
-            out = out * share.masked_fill_(lse.isneginf(), 0.0)[..., None]
+            out = torch.where(lse.isneginf()[..., None], out, out * share[..., None])
         return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS, skipped=skipped)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
