@@ -10,6 +10,7 @@ import typer
 from ..demo.seeds import TABLES
 from ..session.defaults import TAIL
 from . import render
+from .group import CommandError
 from .shared_options import SEEDS, Configs, Device, Dtype, Floor, Json, Methods, Settings, Tail, Type
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 LAYER, HEAD = 4, 0
 """Whose mask the picture shows unless told otherwise."""
+SHOWN = ("rowmax", "bfla", "streaming")
+"""The methods of a first look, which takes less than a minute: one that keeps answers inside, two that lose them."""
 
 
 def register(app: typer.Typer) -> None:
@@ -27,6 +30,7 @@ def register(app: typer.Typer) -> None:
 def demo(
     tokens: Annotated[int, typer.Option(min=256, help="Tokens of the text, with a question and its answer.")] = 16384,
     method: Methods = None,
+    full: Annotated[bool, typer.Option("--full", help="Run every method instead of three.")] = False,
     settings: Settings = None,
     hybrids: Annotated[bool, typer.Option("--hybrids", help="Also run hybrids of several methods.")] = False,
     config: Configs = None,
@@ -46,7 +50,7 @@ def demo(
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; use 1 if other work runs there.")] = 2,
     json: Json = False,
 ) -> None:
-    """Compare dense and sparse prefill on the embedded model.
+    """Compare dense and sparse prefill on the embedded model, in less than a minute; --full runs every method.
 
     The model reads a long text with facts hidden in it, once with its own attention and once with each method, and
     then answers questions about it. Ctrl-C stops and shows what was measured so far.
@@ -60,7 +64,7 @@ def demo(
     from . import results
     from .exams import GREEDY, asked_of, exams_of
     from .kept import Stop, wrote
-    from .options import configured, contenders, suited
+    from .options import configured, contenders, named, suited
     from .progress import bars
     from .setup import Place, Source
 
@@ -68,7 +72,10 @@ def demo(
 
     pictures.check_path(picture)
     registry = default_registry()
-    compared = contenders(registry, method or (), settings or (), suited(None), tail, recall_floor)
+    if full and method:
+        raise CommandError("--full runs every method: leave out --method, or --full")
+    names = method or ((*SHOWN, *named(settings or ())) if not full else ())
+    compared = contenders(registry, names, settings or (), suited(None), tail, recall_floor)
     compared += configured(config or (), hybrids, tail)
     place = Place.of(device, dtype.value, threads)
     with bars(len(compared) + 1) as shown, place.threaded():
@@ -81,6 +88,7 @@ def demo(
         with Stop() as stop:
             for one in outcomes(model, [prompt], compared, sizes, shown, (layer, head), ask):
                 found.append(one)
+                shown.finished(results.line_of(found, sizes))
     stop.check(len(found))
     pictures.draw(found, layer, head, picture)
     wrote(picture)

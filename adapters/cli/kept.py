@@ -1,9 +1,12 @@
-"""What a run has to show when Ctrl-C ends it: the files it has written, and what it had measured until then."""
+"""What a run has to show when a signal ends it: the files it has written, and what it had measured until then."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 import typer
 
@@ -26,33 +29,48 @@ def files() -> str:
     return f"written: {', '.join(_files)}" if _files else "nothing was written"
 
 
-class Stop:
-    """Ctrl-C ends the block and not the command, which then shows what it has: ``with Stop() as stop: ...``.
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came, which services and batch systems send where a person presses Ctrl-C."""
 
-    heard: whether it came.
+
+class Stop:
+    """Ctrl-C or SIGTERM ends the block and not the command, which then shows what it has: ``with Stop() as stop: ...``.
+
+    heard: whether one came. code: of the exit, 130 after Ctrl-C and 143 after SIGTERM.
     """
 
     def __init__(self) -> None:
-        self.heard = False
+        self.heard, self.code = False, 130
+        self._before: Any = None
 
     def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._terminated)
         return self
+
+    @staticmethod
+    def _terminated(number: int, frame: FrameType | None) -> None:
+        raise Terminated
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
         self.heard = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if kind is not None and issubclass(kind, Terminated):
+            self.code = 128 + signal.SIGTERM
         return self.heard
 
     def check(self, done: int) -> None:
-        """Ends the command if Ctrl-C came before there was anything to show."""
+        """Ends the command if a signal came before there was anything to show."""
         if self.heard and not done:
-            raise typer.Abort
+            raise typer.Abort if self.code == 130 else typer.Exit(self.code)
 
     def end(self, done: int, of: int, what: str) -> None:
-        """Ends the command if Ctrl-C came, with 130 and a word on how far it got. Call it when the results are out."""
+        """Ends the command if a signal came, with its code and how far it got. Call it when the results are out."""
         from .render import note
 
         if self.heard:
             note(f"stopped after {done} of {of} {what}; {files()}")
-            raise typer.Exit(130)
+            raise typer.Exit(self.code)

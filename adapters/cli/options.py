@@ -58,6 +58,11 @@ def contenders(
     return made
 
 
+def named(settings: Sequence[str]) -> list[str]:
+    """The methods that texts ``name.parameter=value`` are about."""
+    return [setting(text, "--set")[0] for text in settings]
+
+
 def changes(names: Sequence[str], settings: Sequence[str], option: str = "--set") -> dict[str, dict[str, Any]]:
     """What texts ``name.parameter=value`` change, by method and parameter; CommandError where one is of no method."""
     made: dict[str, dict[str, Any]] = {name: {} for name in names}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from rich import progress as rich
 from rich.console import Console
+from rich.text import Text
 
 from ..progress import Progress
 
@@ -44,6 +45,11 @@ class Bars:
 
         yield progress
         self._shown.advance(self._all)
+
+    def finished(self, said: str) -> None:
+        """A line on standard error, above the bars, at once; a file gets it, too."""
+        self._shown.console.print(Text(said, style="dim"), soft_wrap=True)
+        self._shown.console.file.flush()
 
 
 @contextmanager

@@ -67,6 +67,17 @@ def of(answers: tuple[int, int]) -> str:
     return f"{answers[0]} / {answers[1]}" if answers[1] else ""
 
 
+def line_of(found: Sequence[Outcome], sizes: Sizes) -> str:
+    """What the last of some outcomes found, in one line, for those who wait."""
+    last = found[-1]
+    label = last.contender.label
+    if last.error:
+        return f"{label} failed: {last.error}"
+    one = summaries([found[0], last] if last is not found[0] else [last], sizes)[-1]
+    heads = [head for head in ("inside", "end", "KL", "prefill") if MEASURED[head](one)]
+    return f"{label}: {', '.join(f'{head} {MEASURED[head](one)}' for head in heads)}"
+
+
 def as_table(found: Sequence[Outcome], title: str, sizes: Sizes, on_cpu: bool) -> None:
     """Print the table, what failed or ran dense, what could not be asked, and what the columns mean."""
     rows = summaries(found, sizes)
