@@ -74,7 +74,8 @@ def demo(
     registry = default_registry()
     if full and method:
         raise CommandError("--full runs every method: leave out --method, or --full")
-    names = method or ((*SHOWN, *named(settings or ())) if not full else ())
+    others = [name for name in registry.methods() if name != "dense"]
+    names = method or ((*SHOWN, *named(settings or (), others)) if not full else ())
     compared = contenders(registry, names, settings or (), suited(None), tail, recall_floor)
     compared += configured(config or (), hybrids, tail)
     place = Place.of(device, dtype.value, threads)

@@ -27,7 +27,7 @@ def as_table(found: Sequence[Run], title: str) -> None:
     stock = {(run.task, run.length): run for run in found if run.contender.pipeline is None}
     named = any(one.metric != str(run.length) for run in found for one in run.scores)
     rows = [(run, score) for run in found for score in run.scores]
-    first = {run.title: (run, score) for run, score in reversed(rows)}
+    first = {one[0].title: one for one in reversed(rows)}
 
     def changed(one: tuple[Run, Score], which: int) -> str:
         changes = _changes(*one, stock.get((one[0].task, one[0].length)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -58,9 +58,10 @@ def contenders(
     return made
 
 
-def named(settings: Sequence[str]) -> list[str]:
-    """The methods that texts ``name.parameter=value`` are about."""
-    return [setting(text, "--set")[0] for text in settings]
+def named(settings: Sequence[str], known: Collection[str]) -> list[str]:
+    """The methods that texts ``name.parameter=value`` are about, of those known."""
+    names = [setting(text, "--set")[0] for text in settings]
+    return [name for name in names if name in known]
 
 
 def changes(names: Sequence[str], settings: Sequence[str], option: str = "--set") -> dict[str, dict[str, Any]]:

@@ -415,7 +415,7 @@ main()
 
 @pytest.mark.parametrize("command", start.LIGHT)
 def test_commands_for_servers_do_without_what_draws(command: str) -> None:
-    """vLLM brings the other two."""
+    """Their servers bring the other two."""
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys(("matplotlib", "jinja2")))
@@ -429,4 +429,5 @@ main()
     assert command in done.stdout
     lacking = code.format(lacking=("rich",))
     done = subprocess.run([sys.executable, "-c", lacking], capture_output=True, text=True, check=False)
-    assert done.stderr == 'error: the command line needs rich: pip install "sparseprefill[vllm]"\n'
+    extra = command.partition("-")[0]
+    assert done.stderr == f'error: the command line needs rich: pip install "sparseprefill[{extra}]"\n'

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from attrs import frozen
 from matplotlib.image import imread
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.settings import HYBRIDS, PARAMETERS
+from sparseprefill.adapters.evaluation import runs
 from typer.testing import CliRunner, Result
 
 from sparseprefill import (
@@ -46,7 +50,7 @@ def small(_one_tokenizer: None, tmp_path_factory: pytest.TempPathFactory) -> tup
     """One run over everything, as JSON, and its picture."""
     path = tmp_path_factory.mktemp("demo") / "masks.png"
     settings = ("--set", "streaming.window=128", "--set", "anchor-attention.step=2")
-    result = run(*SMALL, "--json", "--picture", str(path), *settings)
+    result = run(*SMALL, "--full", "--json", "--picture", str(path), *settings)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout), path
 
@@ -117,6 +121,36 @@ def test_picture_is_a_png(small: tuple[dict[str, Any], Path]) -> None:
     assert small[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     height, width = imread(small[1]).shape[:2]
     assert width > height > 200
+
+
+def test_a_first_look_runs_three_methods_and_names_each() -> None:
+    result = run(*SMALL, "--json", "--set", "xattention.threshold=0.8")
+    assert result.exit_code == 0, result.output
+    names = [one["method"] for one in json.loads(result.stdout)["methods"]]
+    assert names == ["stock", "rowmax", "bfla", "streaming", "xattention"]
+    lines = [line.split(":")[0] for line in result.stderr.splitlines() if ": " in line]
+    assert lines == ["dense (stock)", *names[1:]]
+    assert "end 10 / 10" in result.stderr
+
+
+def test_a_signal_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = runs.outcomes
+
+    def stops(*arguments: Any, **more: Any) -> Iterator[Any]:
+        for done, outcome in enumerate(whole(*arguments, **more)):
+            yield outcome
+            if done == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(runs, "outcomes", stops)
+    result = run(*SMALL, "--json")
+    assert result.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    facts = json.loads(result.stdout)
+    assert facts["stopped"] is True
+    assert [one["method"] for one in facts["methods"]] == ["stock", "rowmax"]
+    assert "stopped after 2 of 4 readings" in result.stderr
 
 
 def test_table() -> None:
@@ -241,7 +275,7 @@ def test_a_method_that_fails_and_one_that_falls_back(monkeypatch: pytest.MonkeyP
     registry = Registry()
     registry.register(_Plugin(), "mine")
     monkeypatch.setattr(registries, "default_registry", lambda: registry)
-    result = run(*SMALL, "--json", "--layer", "1")
+    result = run(*SMALL, "--full", "--json", "--layer", "1")
     assert result.exit_code == 1
     stock, objects, raises = json.loads(result.stdout)["outcomes"]
     assert stock["error"] is None

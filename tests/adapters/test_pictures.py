@@ -34,7 +34,7 @@ def panel(name: str, mask: sp.SparseMask | None) -> Panel:
 
 @pytest.mark.parametrize(("count", "columns"), [(1, 1), (2, 2), (4, 4), (5, 5), (7, 4), (10, 5), (12, 4)])
 def test_every_place_is_taken(count: int, columns: int) -> None:
-    figure = picture.sheet([panel(f"m{i}", local(64 * (i + 1))) for i in range(count)], "masks")
+    figure = picture.sheet([panel(f"m{i}", local(64 * (i + 1))) for i in range(count)])
     figure.draw_without_rendering()
     *panels, bar = figure.axes
     assert len(panels) == count
@@ -48,7 +48,7 @@ def test_every_place_is_taken(count: int, columns: int) -> None:
 
 
 def test_panels_that_look_alike_say_so() -> None:
-    figure = picture.sheet([panel("a", local(64)), panel("b", local(256)), panel("c", local(64))], "masks")
+    figure = picture.sheet([panel("a", local(64)), panel("b", local(256)), panel("c", local(64))])
     first, second, third = (axis.get_xlabel() for axis in figure.axes[:3])
     assert first == second == "key"
     assert third == "key\nas a in this head:\n100% of the pairs in common"
@@ -72,20 +72,12 @@ def test_a_method_that_skips_while_it_runs_says_so(tmp_path: Path, monkeypatch: 
     assert drawn[1].axes[0].get_title() == "density 100.0%, recall 100.0%"
 
 
-def test_the_page_says_what_the_lowest_row_of_a_head_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Panel] = []
-
-    def sheet(panels: list[Panel], title: str) -> Figure:
-        drawn.extend(panels)
-        return Figure()
-
-    monkeypatch.setattr(page, "sheet", sheet)
+def test_the_page_says_what_the_lowest_row_of_a_head_kept() -> None:
     kept = torch.tensor([[1.0, 0.5], [0.031, 1.0]])
     layer = Layer(3, 0.25, (0.75, 0.5), rows=kept, lowest=(1, sp.SparseMask.full(CALL)))
-    page._masks(Outcome(Contender("m"), tokens=512, layers=(layer,)))
-    assert [(one.figures, one.note) for one in drawn] == [
-        ("density 100.0%, recall 50.0%", "lowest of its sampled rows: recall 3.1%")
-    ]
+    (made,) = page._masks(Outcome(Contender("m"), tokens=512, layers=(layer,)))
+    assert made.what == "Mask of layer 3, head 1"
+    assert made.said == "recall 50.0%, 3.1% in the lowest row that was looked at"
 
 
 def rows(*lengths: int) -> list[Row]:

@@ -180,6 +180,13 @@ def test_stage_without_its_method_is_refused(stages: dict[str, Any], said: str) 
         Pipeline(**given)
 
 
+@pytest.mark.parametrize("name", ["refiners", "observers"])
+@pytest.mark.parametrize("given", [5, "sink", b"sink", torch.zeros(2)])
+def test_stages_that_are_no_tuple_are_refused(name: str, given: object) -> None:
+    with pytest.raises(sp.ParameterError, match=f"Pipeline.{name} is .*: pass a tuple of stages"):
+        sp.Pipeline(sp.build("dense").estimator, **{name: given})  # type: ignore[arg-type]
+
+
 def test_subclass_without_its_method_is_refused_by_python() -> None:
     class Half(sp.SparseExecutor):
         def execute(self, call: Any, plan: Any) -> Any: ...
