@@ -322,8 +322,7 @@ class Result:
         """int64 ``[B, Hq]``: pairs that the mask of each head holds, the skipped ones included; no host sync."""
         if self.parts is not None:
             return self.parts.pairs
-        masks = [mask.pairs() for mask in self.plan.computed()]
-        return masks[0] if len(masks) == 1 else masks[0] + masks[1]
+        return reduce(torch.add, (mask.pairs() for mask in self.plan.computed()))
 
     def into(self, out: Tensor, lse: Tensor) -> Result:
         """The same, copied into tensors of the caller."""

@@ -25,7 +25,6 @@ from sparseprefill.stages import (
     ExecutorStage,
     Guard,
     HeadScope,
-    common_grain,
     widest_scope,
 )
 
@@ -195,7 +194,10 @@ class Route(Runner):
         return ExecutorStage.of(AutoExecutor(), self.name) if found is None else found.executing
 
     def _of_length(self, call: AttentionCall) -> Pipeline | None:
-        return self.pipelines[0 if self.profile is None else self.profile.index(call.kv_len)]
+        if self.profile is None:
+            (only,) = self.pipelines
+            return only
+        return self.pipelines[self.profile.index(call.kv_len)]
 
     def _objection(self, call: AttentionCall) -> str | None:
         """Why the profile cannot serve this call, whatever the chosen pipeline says."""
@@ -212,7 +214,11 @@ class Route(Runner):
     @property
     def method_grain(self) -> int | None:
         """The method's grain, if one pipeline serves all lengths; chunks of one prompt may fall in several ranges."""
-        return common_grain(one.grain for one in self.known) if len(self.pipelines) == len(self.known) == 1 else None
+        match self.pipelines:
+            case (Pipeline() as only,):
+                return only.grain
+            case _:
+                return None
 
     @property
     def grain(self) -> int | None:

@@ -122,7 +122,7 @@ class _Map:
         """What changes no result on a CPU: annotations, what type checkers read, wording of texts, results kept for the
         next time, `PACE`, the numbers in a `workspace`, which is an estimate that tests hold to what a call takes and
         to a few times that, a check of the code's own lists (the `strict` of a zip), and the way of a GPU, which has
-        tests of its own: what `kernels.serve` lets in, and `_by_kernels`.
+        tests of its own: what `kernels.serve` lets in, the device that a `with torch.cuda` names, and `_by_kernels`.
         """
         found: list[ast.AST | None] = []
         for node in ast.walk(self.tree):
@@ -139,6 +139,8 @@ class _Map:
                     found += node.body
                 case ast.IfExp() if _asks_for_kernels(node.test):
                     found.append(node.body)
+                case ast.withitem() if ast.unparse(node).startswith("torch.cuda."):
+                    found.append(node.context_expr)
                 case ast.Call(func=ast.Name(id="zip")):
                     found += [one.value for one in node.keywords if one.arg == "strict"]
                 case ast.Assign() if _names(node) & PACE.get(self.source.path, set()):

@@ -15,7 +15,7 @@ from sparseprefill.plugins.proxy import corrector as proxy
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.mask import priority
-from sparseprefill.refiners import row_floor
+from sparseprefill.refiners import fit, row_floor
 
 LENGTH, HEADS, TILE, DIM = 64, 2, 16, 8
 
@@ -67,6 +67,21 @@ def test_delta_looks_at_some_rows_at_a_time(pieces: Any, rows: float, expected: 
     found = pieces(delta, "_differences", ("ENTRIES", "ENTRIES_ON_CPU"), entries, lambda *a: a[5].shape[1])
     assert torch.allclose(whole, corrected(corrector, given, plan(given, False)), atol=1e-6)
     assert found == expected
+
+
+def test_delta_is_the_papers() -> None:
+    """Every 64th row is dense where nothing is said (Delta Attention, section 4)."""
+    assert sp.Delta().gamma == sp.Delta().grain == 64
+
+
+def test_delta_counts_its_rows_from_the_first_token() -> None:
+    """Padding of more rows than lie between two dense ones changes nothing."""
+    given, corrector, padding = call(), sp.Delta(gamma=4), 13
+    whole = corrected(corrector, given, sp.Plan(sp.SparseMask.from_rules(given, TILE, band=0)))
+    q, k, v = (torch.cat([torch.randn_like(x[:, :, :padding]), x], 2) for x in (given.q, given.k, given.v))
+    padded = sp.AttentionCall(q, k, v, starts=torch.tensor([padding], dtype=torch.int32))
+    shifted = corrected(corrector, padded, sp.Plan(sp.SparseMask.from_rules(padded, TILE, band=0)))[:, :, padding:]
+    assert torch.allclose(whole, shifted, atol=1e-6)
 
 
 @pytest.mark.parametrize("stripes", [False, True])
@@ -150,3 +165,21 @@ def test_a_plan_that_skips_is_the_papers() -> None:
     assert sp.SkipSoftmax().refine(
         padded, sp.Plan(sp.SparseMask.full(padded, 128)), sp.Memory()
     ).skip_below.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("pieces_of", "expected"),
+    [(8.0, [(2, 4)]), (7.999, [(1, 4)] * 2), (3.0, [(1, 3), (1, 1)] * 2), (0.5, [(1, 1)] * 8)],
+)
+def test_a_budget_fits_some_heads_and_tiles_at_a_time(
+    pieces: Any, monkeypatch: pytest.MonkeyPatch, pieces_of: float, expected: list[tuple[int, int]]
+) -> None:
+    given = call()
+    scores = sp.PriorityScores(columns=torch.rand(1, HEADS, 4, LENGTH), rows=TILE)
+    chosen, refiner = evolve(plan(given, True), priority=scores), sp.BudgetCeiling(share=0.4)
+    whole = refiner.refine(given, chosen, sp.Memory()).mask.to_dense()
+    monkeypatch.setattr(fit, "BLOCKS", 1)  # so that the keys are the most that a piece holds
+    monkeypatch.setattr(fit, "ENTRIES", int(pieces_of * LENGTH))
+    found = pieces(fit._Maker, "part", (), 0, lambda *a: (len(range(*a[1].indices(HEADS))), len(a[2])))
+    assert torch.equal(whole, refiner.refine(given, chosen, sp.Memory()).mask.to_dense())
+    assert found == expected

@@ -147,6 +147,7 @@ def test_as_a_refiner_among_others_in_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        (-0.5, "recall is -0.5: pass a number from 0 to 1, a table of options, a RecallFloor, or None"),
         (1.5, "recall is 1.5: pass a number from 0 to 1, a table of options, a RecallFloor, or None"),
         (True, "recall is True: pass a number from 0 to 1"),
         ("high", "recall is 'high': pass a number from 0 to 1"),

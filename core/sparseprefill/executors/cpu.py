@@ -717,7 +717,7 @@ class _Votes:
             seen = seen if there is None else seen & there
         logits = _logits(states.q.index_select(0, items), states.gather("k", index, run), states.row, seen)
         most, m = logits.amax(-1), self.m.index_select(0, items)
-        wanted = (~(most < m + self.bound) & self.real[items]).any(-1)
+        wanted = (~(most < m + self.bound) & self.real[items]).any(1)
         lost = items[~wanted]
         gone = torch.full(lost.shape, logits[0].numel()) if seen is None else seen[~wanted].sum((1, 2))
         self.skipped.index_add_(0, lost, gone)

@@ -95,8 +95,7 @@ def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretc
     tile_at = geometry.tiles(tile)
     inner = (tile_at - base).clamp(min=0)
     inhabited = ((tile_at + 1) * tile > begin[:, None]) & (tile_at * tile < behind[:, None])
-    within = _floor(inner, tiles) if span is not None else torch.zeros_like(inner)
-    of = within * each + _floor((inner - within * tiles) * dealt, tiles)
+    of = _floor(inner * dealt, tiles)  # each tile of a span is dealt alike, so spans need no word here
     own = _floor(position, tile) - tile_at[:, :1]
     return Stretches(
         tile=tile,

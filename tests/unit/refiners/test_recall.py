@@ -226,6 +226,17 @@ def test_a_ceiling_wins_and_says_so() -> None:
     assert bool((held.notes["recall_after"] > held.notes["recall_before"]).all())
 
 
+@pytest.mark.parametrize("columns", [1, 15, 16, 17])
+def test_a_ceiling_rounds_columns_up_to_tiles(columns: int) -> None:
+    """A column more than whole tiles takes the room of one more."""
+    call = make(128, heads=1, kv_heads=1, dtype=torch.float64)
+    keep = torch.zeros(1, 1, 1, 128, dtype=torch.bool)
+    keep[..., :columns] = True
+    plan = sp.Plan(sp.SparseMask.from_stripes(call, keep, 8, 16, diagonal=False))
+    for ceiling in (0.3, 0.5, 0.7, 0.9):
+        assert_oracles(call, plan, options(rows=8, ceiling=ceiling))
+
+
 def test_a_padded_batch_says_nothing_of_rows_that_are_padding() -> None:
     call = make(64, batch=2, starts=int32(0, 64 - 17))
     sample = refined(sp.RecallFloor(rows=4), call, sp.Plan(sp.SparseMask.empty(call, 16))).notes["recall_sample"]
