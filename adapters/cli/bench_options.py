@@ -135,7 +135,7 @@ class Wanted:
         except ParameterError as error:
             raise CommandError(str(error)) from error
         what = "a call of so many"
-        self.place.check_room("--length", length, shape.bytes_per_token, what, least=16)
+        self.place.check_room("--tokens", length, shape.bytes_per_token, what, least=16)
         self.place.check_room("--page", self.page, shape.bytes_per_token, what)
         return shape
 

@@ -107,7 +107,7 @@ def models(
     timed: list[ttft.Timed] = []
     lengths = tuple(dict.fromkeys(wanted.lengths)) or LENGTHS.get(place.device.type, LENGTHS["cpu"])
     for tokens in lengths:
-        place.check_room("--length", tokens, shape.bytes_per_token, "a prefill of so many", least=16)
+        place.check_room("--tokens", tokens, shape.bytes_per_token, "a prefill of so many", least=16)
     with bars(len(lengths)) as shown, place.threaded(), Stop() as stop:
         for tokens in lengths:
             prefill = ttft.Prefill(

@@ -45,9 +45,9 @@ def calibrate(
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads; 8 on a GPU, 2 on a CPU.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Head dimension; 128 on a GPU, 64 on a CPU.")] = None,
     dtype: Type = Dtype.AUTO,
-    length: Annotated[
+    tokens: Annotated[
         list[int] | None,
-        typer.Option(min=16, help="Length in tokens; repeat for several. By default 1K to 64K, on a CPU 512 to 4K."),
+        typer.Option(min=16, help="Tokens of a call; repeat for several. By default 1K to 64K, on a CPU 512 to 4K."),
     ] = None,
     chunk: Annotated[
         int | None,
@@ -95,9 +95,9 @@ def calibrate(
     parameters = _parameters(method or (), settings or ())
     before = _before(output, place.device) if append else None
     rows = CHUNK[kind] if chunk is None else chunk
-    sizes = measure.sizes(length or LENGTHS[kind], rows or None)
-    for tokens in length or LENGTHS[kind]:
-        place.check_room("--length", tokens, shape.bytes_per_token, "a call of so many", least=16)
+    sizes = measure.sizes(tokens or LENGTHS[kind], rows or None)
+    for count in tokens or LENGTHS[kind]:
+        place.check_room("--tokens", count, shape.bytes_per_token, "a call of so many", least=16)
     clock = Clock(place.device, repeats or REPEATS[kind], SECONDS)
     pipelines = {name: default_registry().build(name, **given) for name, given in parameters.items()}
     with bars(1) as shown, place.threaded(), shown.contender(str(shape)) as progress:

@@ -45,9 +45,10 @@ def evaluate(
     tasks: Annotated[
         str | None, typer.Option(metavar="A,B", help="Tasks of the harness; by default RULER's that need no network.")
     ] = None,
-    lengths: Annotated[
-        str, typer.Option(metavar="N,M", help="Lengths of RULER's items in tokens, answer included.")
-    ] = "4096",
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1024, help="Tokens of RULER's items, answer included; repeat for several.  [default: 4096]"),
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first items of each task and length, so many; RULER has 500.")
     ] = None,
@@ -74,7 +75,7 @@ def evaluate(
     from .progress import bars
     from .setup import Place, Source
 
-    names, sizes = _names(tasks) or list(harness.OFFLINE), _sizes(lengths)
+    names, sizes = _names(tasks) or list(harness.OFFLINE), tuple(dict.fromkeys(tokens or (4096,)))
     if output is not None:
         check_writable("--output", output)
     registry = default_registry()
@@ -92,7 +93,7 @@ def evaluate(
         tokenizer = source.tokenizer
         harness.check_tokenizer(source, tokenizer, chat_template=chat_template)
         for length in sizes:
-            source.check_tokens(length, "--lengths")
+            source.check_tokens(length, "--tokens")
         options: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "chat_template": chat_template}
         with bars(len(names)) as shown, harness.loaded(source, tokenizer, names, sizes, limit, shown) as suite:
             loaded = source.load()
@@ -132,13 +133,6 @@ def evaluate(
 
 def _names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.replace("_", "").split(",") if part.strip())
-    except ValueError as error:
-        raise CommandError(f"--lengths {text}: write tokens, such as --lengths 4096,8192") from error
 
 
 def _contenders(

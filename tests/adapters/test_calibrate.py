@@ -24,7 +24,7 @@ from .test_cli import refused
 
 TINY = HeadSizes(heads=2, kv_heads=1, head_dim=32, dtype="float32")
 CLOCK = Clock(torch.device("cpu"), 2, 0.01)
-OPTIONS = ("calibrate", "--method", "streaming", "--length", "64", "--length", "128", "--chunk", "32", "--repeats", "2")
+OPTIONS = ("calibrate", "--method", "streaming", "--tokens", "64", "--tokens", "128", "--chunk", "32", "--repeats", "2")
 SHAPE = ("--heads", "2", "--kv-heads", "1", "--head-dim", "32")
 
 

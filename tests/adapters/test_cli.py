@@ -177,18 +177,17 @@ def test_a_name_that_is_no_folder_here_is_told_so() -> None:
         (f"cluster --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         (f"anchors --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         ("anchors --tokens 256", ("--tokens 256", "pass longer ones than 256")),
-        (f"evaluate --method bfla --lengths {HUGE}", (f"--lengths {HUGE}", "at most 40960; pass that or less")),
-        ("evaluate --method bfla --lengths 512", ("lengths holds 512: pass integers >= 1024",)),
+        (f"evaluate --method bfla --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         ("evaluate --method bfla --chat-template", ("the tokenizer has no chat template",)),
-        (f"bench --length {HUGE}", (f"--length {HUGE}", "GB, and cpu has", "or less")),
-        (f"bench --length 16 --length {HUGE} --method bfla", (f"--length {HUGE}", "or less")),
-        (f"bench --table long --length {HUGE}", (f"--length {HUGE}", "or less")),
-        (f"bench --ttft --length {HUGE}", (f"--length {HUGE}", "a prefill of so many", "or less")),
+        (f"bench --tokens {HUGE}", (f"--tokens {HUGE}", "GB, and cpu has", "or less")),
+        (f"bench --tokens 16 --tokens {HUGE} --method bfla", (f"--tokens {HUGE}", "or less")),
+        (f"bench --table long --tokens {HUGE}", (f"--tokens {HUGE}", "or less")),
+        (f"bench --ttft --tokens {HUGE}", (f"--tokens {HUGE}", "a prefill of so many", "or less")),
         (f"bench --page {HUGE}", (f"--page {HUGE}", "or less")),
         (f"bench --new {HUGE}", (f"new is {HUGE}", "pass at most")),
         (f"bench --heads {HUGE} --kv-heads 1", ("GB, and cpu has", "pass fewer or smaller heads")),
-        (f"bench --length {'9' * 30}", ("9" * 30, "pass an integer from 2 to 2^63 - 1")),
-        (f"calibrate --length {HUGE}", (f"--length {HUGE}", "or less")),
+        (f"bench --tokens {'9' * 30}", ("9" * 30, "pass an integer from 2 to 2^63 - 1")),
+        (f"calibrate --tokens {HUGE}", (f"--tokens {HUGE}", "or less")),
     ],
 )
 def test_what_needs_no_model_is_refused_before_one_is_loaded(command: str, words: tuple[str, ...]) -> None:
@@ -230,7 +229,7 @@ def test_too_little_memory_is_no_traceback(error: Exception, monkeypatch: pytest
 def test_ctrl_c_while_a_model_loads(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if command.startswith("evaluate"):
         need_harness()
-        command += " --tasks niah_single_1 --lengths 1024 --limit 1"
+        command += " --tasks niah_single_1 --tokens 1024 --limit 1"
     elif not command.startswith("compare"):
         command += " --tokens 1024"
 

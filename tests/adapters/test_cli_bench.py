@@ -9,7 +9,7 @@ import pytest
 from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner, Result
 
-TINY = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--rounds", "1", "--length", "300", "--device", "cpu")
+TINY = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--rounds", "1", "--tokens", "300", "--device", "cpu")
 
 
 def invoke(*arguments: str) -> Result:
@@ -66,7 +66,7 @@ def test_first_token_of_a_model() -> None:
 
 def test_new_tokens_behind_cached_ones_as_a_table(tmp_path: Path) -> None:
     path = tmp_path / "chunks.json"
-    sizes = ("--length", "300", "--new", "40", "--new", "70", "--page", "16", "--heads", "4", "--kv-heads", "2")
+    sizes = ("--tokens", "300", "--new", "40", "--new", "70", "--page", "16", "--heads", "4", "--kv-heads", "2")
     little = ("--head-dim", "32", "--rounds", "1", "--seconds", "0.01", "--device", "cpu", "--method", "streaming")
     result = invoke("--table", "chunks", *sizes, *little, "--json", str(path))
     assert result.exit_code == 0, result.output
@@ -104,7 +104,7 @@ def test_a_method_that_fails_ends_with_1() -> None:
         (("--ttft", "--batch", "2"), "--batch 2"),
         (("--table", "executor", "--new", "64"), "--new cannot be combined with --table"),
         (("--ttft", "--page", "16"), "--page cannot be combined with --ttft"),
-        (("--length", "256", "--new", "257", "--method", "bfla"), "new is 257"),
+        (("--tokens", "256", "--new", "257", "--method", "bfla"), "new is 257"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: tuple[str, ...], words: str) -> None:

@@ -23,7 +23,7 @@ from sparseprefill.profiles.profile import LengthRange, Profile
 
 need_harness()
 
-SMALL = ("--tasks", "niah_single_1", "--lengths", "1024", "--limit", "1", "--device", "cpu")
+SMALL = ("--tasks", "niah_single_1", "--tokens", "1024", "--limit", "1", "--device", "cpu")
 PROFILE = Path(__file__).parent / "vllm" / "embedded.profile.json"
 
 
@@ -96,7 +96,7 @@ def test_a_profile_names_its_method_and_what_it_leaves_dense_is_told(folder: Pat
     (one,) = json.loads(result.stdout)["runs"]
     assert one["method"] == "its.profile.json"
     assert (one["service"]["sparse_calls"], one["service"]["dense_calls"]) == (0, 2)
-    result = run(*SMALL, *profile, "--lengths", "1024,2048")
+    result = run(*SMALL, *profile, "--tokens", "1024", "--tokens", "2048")
     text = " ".join(result.stdout.split())
     assert "niah_single_1 1,024: its.profile.json never ran sparse; its score is that of dense attention:" in text
     assert "niah_single_1 2,048: its.profile.json never" not in text
@@ -137,10 +137,9 @@ def test_ctrl_c_keeps_what_is_finished(folder: Path, monkeypatch: pytest.MonkeyP
         (("--method", "anchor"), "no method is named 'anchor'; did you mean 'anchor-attention'?"),
         (("--method", "streaming", "--set", "windov=3"), "streaming has no parameter 'windov'; did you mean 'window'?"),
         (("--config", "c.toml", "--set", "window=3"), "--set window=3: it changes a parameter of a method"),
-        (("--method", "streaming", "--lengths", "4k"), "--lengths 4k: write tokens, such as --lengths 4096,8192"),
         (
-            ("--method", "streaming", "--lengths", "50000"),
-            "--lengths 50000: the model reads at most 40960; pass that or less",
+            ("--method", "streaming", "--tokens", "50000"),
+            "--tokens 50000: the model reads at most 40960; pass that or less",
         ),
         (("--method", "streaming", "--output", "no/x.json"), "--output no/x.json: there is no folder"),
         (("--method", "streaming", "--profile", "none.json"), "profile is 'none.json'"),

@@ -25,7 +25,7 @@ from sparseprefill.profiles.profile import Profile
 from .test_cli import refused
 
 pytestmark = pytest.mark.usefixtures("_one_tokenizer")
-BENCH = ("bench", "--length", "64", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--rounds", "1")
+BENCH = ("bench", "--tokens", "64", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--rounds", "1")
 DEMO = ("demo", "--tokens", "1024", "--questions", "1", "--device", "cpu", "--threads", "1")
 TUNE = (
     "tune",
@@ -81,7 +81,7 @@ def test_bench_shows_the_rows_that_it_has(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_bench_of_models_shows_the_lengths_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Prefill, "run", after(1, Prefill.run))
-    small = ("--ttft", "--layers", "1", "--length", "128", "--method", "streaming")
+    small = ("--ttft", "--layers", "1", "--tokens", "128", "--method", "streaming")
     result = run(*BENCH, *small, "--json", "-")
     assert result.exit_code == 130, result.output
     assert {64} == {one["tokens"] for one in json.loads(result.stdout)["ttft"]}

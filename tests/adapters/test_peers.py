@@ -32,7 +32,7 @@ from sparseprefill.testing import attention, tensors
 CPU = torch.device("cpu")
 SHAPE = Shape(length=300, heads=4, kv_heads=2, head_dim=32, dtype="float32")
 QUICK = Clock(CPU, rounds=1, budget=0.01)
-TINY = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--rounds", "1", "--length", "300", "--device", "cpu")
+TINY = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--rounds", "1", "--tokens", "300", "--device", "cpu")
 SOME = [FULL, parse_mask("tiles:0.2"), parse_mask("diagonal+stripes:0.2")]
 
 
@@ -307,7 +307,7 @@ def test_kernels_on_a_gpu() -> None:
 def test_the_command_writes_what_it_measures(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"peers.{name}" for name in ("md", "json")}
     written = ("--markdown", str(paths["md"]), "--json", str(paths["json"]))
-    masks = ("--executor", "tiles:0.2", "--executor", "diagonal+stripes:0.1", "--length", "200")
+    masks = ("--executor", "tiles:0.2", "--executor", "diagonal+stripes:0.1", "--tokens", "200")
     result = invoke(*TINY, *masks, *written)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
@@ -339,7 +339,7 @@ def test_the_command_shows_the_lengths_that_it_has(monkeypatch: pytest.MonkeyPat
     real = Scoreboard.run
     monkeypatch.setattr(Scoreboard, "run", run)
     page = tmp_path / "peers.md"
-    result = invoke(*TINY, "--executor", "full", "--length", "128", "--markdown", str(page))
+    result = invoke(*TINY, "--executor", "full", "--tokens", "128", "--markdown", str(page))
     assert 130 == result.exit_code, result.output
     assert page.is_file()
     assert f"stopped after 1 of 2 lengths; written: {page}" in " ".join(result.stderr.split())
@@ -349,7 +349,7 @@ def test_the_command_shows_the_lengths_that_it_has(monkeypatch: pytest.MonkeyPat
     ("arguments", "words"),
     [
         (("--executor", "rows:1"), "diagonal, tiles:SHARE"),
-        (("--length", "1000000000"), "or less"),
+        (("--tokens", "1000000000"), "or less"),
         (("--heads", "5"), "heads is 5"),
         (("--json", "/nowhere/a.json"), "there is no folder /nowhere; make it"),
     ],

@@ -61,7 +61,7 @@ def peers(
         list[str] | None,
         typer.Option(metavar="MASK", help="A random mask: full, tiles:0.1, diagonal+stripes:0.05; by default seven."),
     ] = None,
-    length: Annotated[list[int] | None, typer.Option(min=16, help="Tokens of the prompt; repeat for several.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=16, help="Tokens of the prompt; repeat for several.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=32, help="Head dimension.")] = 128,
@@ -86,7 +86,7 @@ def peers(
         masks = [parse_mask(text) for text in dict.fromkeys(executor or MASKS)]
     except ParameterError as error:
         raise CommandError(str(error)) from error
-    lengths = dict.fromkeys(length or LENGTHS.get(place.device.type, LENGTHS["cpu"]))
+    lengths = dict.fromkeys(tokens or LENGTHS.get(place.device.type, LENGTHS["cpu"]))
     shapes = [wanted.shape(one) for one in lengths]
     clock = Clock(place.device, rounds, seconds)
     board = Scoreboard(clock, masks, seed)
