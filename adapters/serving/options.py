@@ -84,11 +84,11 @@ class Options:
 
     @property
     def gate(self) -> GateChoice:
-        """See Source."""
+        """What keeps prompts dense that are too short to gain: see `Source.gate`."""
         return self.source.gate
 
     def build(self, registry: Registry | None = None) -> Pipeline | Route:
-        """See Source."""
+        """The pipeline, or the route by length, that these options ask for: see `Source.build`."""
         return self.source.build(registry)
 
     def unknown(self, asked: object) -> str | None:

@@ -36,7 +36,7 @@ class LayerRecall:
 
 @frozen(kw_only=True)
 class LayerReport:
-    """One attention layer.
+    """What one attention layer did: calls, densities, recall, and why calls ran dense.
 
     mode: how its last prefill call ran: the method's mask (sparse), an exact sliding window (window), the host's own
     attention (dense), or not yet (unused). sparse_calls, window_calls, dense_calls: how many calls ran so.

@@ -41,7 +41,7 @@ class Runtime(runtime.Runtime):
     last: int = field(default=-1, init=False)
 
     def alive(self, name: str) -> bool:
-        """See the base. A request whose last chunk went by is none of a prefill's any more."""
+        """Whether SGLang still has a request of this id whose last chunk is yet to come."""
         request = known.find(name)
         return request is not None and (name in self.coming or not (request.finished() or known.complete(request)))
 

@@ -39,7 +39,7 @@ class Answer:
         self.real = dict.fromkeys(layers, tuple(real))
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """See Phase."""
+        """Output of rows of the question or the answer, over the context's ranks and the tail."""
         real = self.real.pop(call.layer, None)
         if self.owner:
             tail = self.tails.setdefault(call.layer, Tail())

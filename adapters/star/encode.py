@@ -59,7 +59,7 @@ class Block:
     memory: Memory = field(factory=Memory)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """See Phase: keeps the keys, and attends to (anchor, block)."""
+        """Output of a block's rows over (anchor, block), whose keys it keeps."""
         here = self._keep(call)
         if self.sends:
             self.anchor.send(*(x[:, :, : self.anchor.length] for x in here))

@@ -47,7 +47,7 @@ class GroupExchange:
         return dist.get_world_size(self.group)
 
     def gather(self, x: Tensor) -> Tensor:
-        """See Exchange."""
+        """``[R, *x.shape]``: every rank's x, in the order of ranks."""
         out = x.new_empty(self.size * x.numel())
         # torch 2.13 renamed it, and warns of the old name.
         run: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,7 +55,7 @@ class GroupExchange:
         return out.view(self.size, *x.shape)
 
     def swap(self, x: Tensor) -> Tensor:
-        """See Exchange."""
+        """x ``[R, ...]``: slice r goes to rank r; returns the slices that came, in the order of ranks."""
         out = torch.empty_like(x)
         self.wait(dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True), x)
         return out

@@ -61,7 +61,7 @@ class Probe:
     repeated: bool = False
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """See Phase."""
+        """Causal attention of the new tokens over themselves; how many keys and of which kind is noted."""
         k, v = call.k, call.v
         self.repeated |= call.layer in self.layers
         self.layers[call.layer] = Keys(k.shape[1], k.shape[-1], v.shape[-1], k.dtype, k.device)

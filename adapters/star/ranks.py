@@ -60,12 +60,12 @@ class Ranks(GroupExchange):
         self._met, self._failure, self._answered = 0, "", False
 
     def gather(self, x: Tensor) -> Tensor:
-        """See Exchange; counts the bytes that this rank sends."""
+        """Every rank's x, as `Exchange.gather`; counts the bytes that this rank sends."""
         self._count(x)
         return super().gather(x)
 
     def swap(self, x: Tensor) -> Tensor:
-        """See Exchange; counts the bytes that this rank sends."""
+        """Slice r of x to rank r, as `Exchange.swap`; counts the bytes that this rank sends."""
         self._count(x)
         return super().swap(x)
 

@@ -46,7 +46,7 @@ class Runtime(runtime.Runtime):
     names: Names = field(factory=Names.of_nobody, init=False)
 
     def alive(self, name: str) -> bool:
-        """See the base."""
+        """Whether vLLM still has a request of this id, running or waiting for its next chunk."""
         return self.names.alive(name)
 
     def check_names(self) -> None:
@@ -56,7 +56,7 @@ class Runtime(runtime.Runtime):
             raise AttachError(f"{BLIND}: {why}")
 
     def start(self, usual: float | None = None) -> None:
-        """See the base."""
+        """Begin to log the summary, by default as often as vLLM logs its own lines. usual: seconds between two."""
         super().start(interval_of_host() if usual is None else usual)
         if multiprocessing.parent_process() is not None and DIRECTORY not in os.environ:
             log.info("sparseprefill: %s", UNSEEN)

@@ -80,7 +80,7 @@ class AttentionCall:
 
     @property
     def pages(self) -> Pages | None:
-        """Where K and V stand in pages; None where they are tensors."""
+        """The pages that hold K and V; None where K and V are tensors."""
         return self._k if isinstance(self._k, Pages) and self._k is self._v else None
 
     @cached_property
@@ -121,7 +121,7 @@ class AttentionCall:
         return self.k[:, heads, :keys], self.v[:, heads, :keys]
 
     def keys_at(self, index: Tensor) -> Tensor:
-        """Some keys, ``[B, Hkv, n, D]``, by index among the keys, int64 ``[B, n]``; of pages no others are copied.
+        """The keys ``[B, Hkv, n, D]`` at these indices, int64 ``[B, n]``; from pages only these are copied.
 
         InvalidCallError for an index that is none. Values on a device are never read.
         """
@@ -129,7 +129,7 @@ class AttentionCall:
         return self._k.keys_at(index[0]) if isinstance(self._k, Pages) else rows_at(self._k, index)
 
     def values_at(self, index: Tensor) -> Tensor:
-        """Some values, ``[B, Hkv, n, Dv]``, as keys_at()."""
+        """The values ``[B, Hkv, n, Dv]`` at these indices, int64 ``[B, n]``; from pages only these are copied."""
         check_index(index, (self.q.shape[0],), self.kv_len, self.q.device)
         return self._v.values_at(index[0]) if isinstance(self._v, Pages) else rows_at(self._v, index)
 

@@ -65,7 +65,7 @@ class Pages:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of keys(): ``(1, Hkv, length, D)``."""
+        """The shape that `keys` returns: ``(1, Hkv, length, D)``."""
         return 1, self.k.shape[2], self.length, self.k.shape[3]
 
     @property
@@ -75,7 +75,7 @@ class Pages:
 
     @property
     def device(self) -> torch.device:
-        """Where all of it is."""
+        """The device that holds the pages and their table."""
         return self.k.device
 
     @property
@@ -97,7 +97,7 @@ class Pages:
         return self._read("v")
 
     def keys_at(self, index: Tensor) -> Tensor:
-        """Some keys, ``[1, Hkv, n, D]``, by index among the keys, int64 ``[n]``; no others are copied.
+        """The keys ``[1, Hkv, n, D]`` at these indices, int64 ``[n]``; no others are copied.
 
         InvalidCallError for an index that is none. Values on a device are never read.
         """
@@ -105,7 +105,7 @@ class Pages:
         return _at(self.k, self.table, index, self.k_scale, self.dtype)
 
     def values_at(self, index: Tensor) -> Tensor:
-        """Some values, ``[1, Hkv, n, Dv]``, as keys_at()."""
+        """The values ``[1, Hkv, n, Dv]`` at these indices, int64 ``[n]``; no others are copied."""
         check_index(index, (), self.length, self.device)
         return _at(self.v, self.table, index, self.v_scale, self.dtype)
 

@@ -185,12 +185,12 @@ class Pipeline(Runner):
 
     @property
     def head_scope(self) -> HeadScope | None:
-        """What its stages look at when they decide for a head: "head", "group" (of a KV head), or None, all heads."""
+        """What the stages look at when they decide for a head: "head", "group" (of a KV head), or None, all heads."""
         return widest_scope(stage.head_scope for stage in self._deciding)
 
     @property
     def tail(self) -> int:
-        """Of how many last rows of a prompt its plans hold every key, as the stage says that has the last word."""
+        """The number of last rows of a prompt that see every key, as the stage says that has the last word."""
         return self._planning[-1].tail
 
     def with_tail(self, rows: int) -> Pipeline:
@@ -268,7 +268,7 @@ class Pipeline(Runner):
             return self._run_parts(call, memory, cut) if len(cut) > 1 else self._run_whole(call, memory)
 
     def run_many(self, calls: Sequence[AttentionCall], memories: Sequence[Memory | None] | None = None) -> list[Result]:
-        """As `run` of each call, with one launch for several where the executor can: see `begin`. Errors as of `run`.
+        """Run several calls, with one launch for several where the executor can: see `begin`. Errors as of `run`.
 
         memories: of each call's request; None for calls on their own, of different requests.
         """

@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def geometry(self) -> Geometry:
-        """Of the call that the mask is made for; rules that wait stay apart."""
+        """The sizes of the call that the mask is for; rules that wait are not united for it."""
         return self._base.geometry
 
     @property
@@ -166,11 +166,11 @@ class Plan:
         return (self.mask,) if self.carry is None else (self.carry.region, self.mask)
 
     def computed(self) -> tuple[SparseMask, ...]:
-        """The same as lists alone: maps of tiles are let go. No union has to be built to count them."""
+        """The plan's masks as lists alone, without their maps of tiles; no union has to be built to count them."""
         return tuple(evolve(mask, tiles=mask.tiles) for mask in self.masks)
 
     def selected(self) -> tuple[Selected, ...]:
-        """The same as lists to be counted, which is all that a record keeps of a plan."""
+        """The plan's masks as lists to be counted, which is all that a record keeps of a plan."""
         return tuple(mask.selected() for mask in self.masks)
 
     def grid(self, tile: int | None = None) -> tuple[int, int]:
@@ -313,7 +313,7 @@ class Result:
 
     @property
     def skipped_share(self) -> float:
-        """Of the pairs that the mask holds, how many were skipped, from 0 to 1 (host sync)."""
+        """The share of the mask's pairs that were skipped, from 0 to 1 (host sync)."""
         if self.skipped is None:
             return 0.0
         return int(self.skipped.pairs.sum()) / max(1, int(self.pairs().sum()))
@@ -325,7 +325,7 @@ class Result:
         return reduce(torch.add, (mask.pairs() for mask in self.plan.computed()))
 
     def into(self, out: Tensor, lse: Tensor) -> Result:
-        """The same, copied into tensors of the caller."""
+        """The result with `out` and `lse` copied into tensors of the caller."""
         out.copy_(self.out)
         lse.copy_(self.lse)
         return evolve(self, out=out, lse=lse)

@@ -56,7 +56,7 @@ class PluginRecord:
 
     @property
     def source(self) -> str:
-        """Where it comes from, for messages."""
+        """The distribution or entry point that the plugin comes from, for messages."""
         return f"plugin {self.name!r} of {self.distribution} {self.version}".rstrip()
 
     def offers(self, kind: str) -> tuple[str, ...]:
@@ -230,7 +230,7 @@ class Registry:
         return known[name]
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """Which of "method", "refiner" and "corrector" have this name; errors as of `get` where none has."""
+        """The kinds that have this name, of "method", "refiner" and "corrector"; the errors of `get` where none has."""
         found = tuple(kind for kind, known in self._known.items() if name in known)
         if not found:
             raise self._unknown(tuple(KINDS), name)

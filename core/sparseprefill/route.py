@@ -222,7 +222,7 @@ class Route(Runner):
 
     @property
     def grain(self) -> int | None:
-        """As `Pipeline.grain`; None behind a gate, which may judge chunks of other sizes otherwise."""
+        """The same as `Pipeline.grain`; None behind a gate, which may judge chunks of other sizes otherwise."""
         return self.method_grain if self.gate is None else None
 
     @property
@@ -279,13 +279,13 @@ class Route(Runner):
             one.check_model(model)
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
-        """As `Pipeline.unsupported`, of the pipeline for this call, or the profile's objection."""
+        """Why the pipeline for this call cannot serve it, or why the profile cannot; None where both can."""
         if self._objection(call) is None and self.left_dense(call):
             return ()
         return self._asked(call, Pipeline.unsupported)
 
     def unsupported_plan(self, call: AttentionCall) -> tuple[str, ...]:
-        """As `Pipeline.unsupported_plan`; there is none for a call that the profile leaves dense."""
+        """Why the executor cannot run this plan; None where it can, and for a call that the profile leaves dense."""
         left = self.left_dense(call)
         return (left,) if left else self._asked(call, Pipeline.unsupported_plan)
 
@@ -296,12 +296,12 @@ class Route(Runner):
         return ask(found, call)
 
     def plan_bound(self, call: AttentionCall) -> int:
-        """As `Pipeline.plan_bound`."""
+        """The most that a plan of this call may take, in bytes: see `Pipeline.plan_bound`."""
         found = self._of_length(call)
         return 0 if found is None else found.plan_bound(call)
 
     def workspace(self, call: AttentionCall) -> int:
-        """As an observer, which a route can be in a pipeline of several: the bound of a stage that states none."""
+        """The bound of a stage that states none, in bytes; asked where the route is an observer of another pipeline."""
         return default_workspace(call)
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
@@ -313,11 +313,11 @@ class Route(Runner):
         return choice.pipeline.run(call, memory)
 
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:
-        """As `Pipeline.plan`, of the pipeline for this call's length; no gate is asked."""
+        """The plan of the pipeline for this call's length; no gate is asked."""
         return self._planning(call).plan(call, memory)
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
-        """As `Pipeline.observe`, of the pipeline for this call's length; no gate is asked."""
+        """Let the observers of the pipeline for this call's length see the result; no gate is asked."""
         self._planning(call).observe(call, plan, result, memory)
 
     def _planning(self, call: AttentionCall) -> Pipeline:

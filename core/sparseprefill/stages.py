@@ -100,7 +100,7 @@ class SparseExecutor(Protocol):
 
     @abstractmethod
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
-        """The same, left unnormalised: for estimators that compute real output and for merging parts."""
+        """Attention over the plan, left unnormalised: for estimators that compute real output and for merging parts."""
         ...
 
 
@@ -341,11 +341,11 @@ class ExecutorStage(Stage):
         return "execute_many" in self.questions
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
-        """See SparseExecutor; the result has the call's sizes."""
+        """Run the executor, and check that the result has the call's sizes: see `SparseExecutor.execute`."""
         return self._computed("execute", call, self.ask("execute", RESULT, call, plan))
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-        """See above. Where it has no such method, what `execute` returns is copied."""
+        """Run the executor into these tensors; where it has no such method, copy what `execute` returns."""
         if "execute_into" not in self.questions:
             return self.execute(call, plan).into(out, lse)
         result = self._computed("execute_into", call, self.ask("execute_into", RESULT, call, plan, out, lse))
@@ -355,7 +355,7 @@ class ExecutorStage(Stage):
         return result
 
     def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
-        """See above. One by one where it has no such method, and where there is one call."""
+        """Run several calls at once; one by one where the executor has no such method, and where there is one call."""
         if not self.together or len(calls) < 2:
             return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
         made = self.ask("execute_many", RESULTS, calls, plans)

@@ -34,7 +34,7 @@ class AnchorPriority(Priority):
         return tiles_of_columns(self, call, self.regions.group, tile_q, tile_k)
 
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
-        """See `Priority`."""
+        """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
         geometry, regions = call.geometry, self.regions
         chosen = range(geometry.heads)[heads]
         kv = slice(chosen.start // call.group, (chosen.stop - 1) // call.group + 1)

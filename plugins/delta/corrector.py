@@ -53,7 +53,7 @@ class Delta:
 
     @property
     def grain(self) -> int:
-        """See above."""
+        """Tokens at whose multiples a cut changes nothing: `gamma`."""
         return self.gamma
 
     def workspace(self, call: AttentionCall) -> int:

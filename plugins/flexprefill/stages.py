@@ -78,13 +78,13 @@ class FlexPriority(Priority):
     config: FlexConfig
 
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
-        """See `Priority`."""
+        """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
         block = self.config.block
         pooled = PriorityScores(tiles=self._pooled, tile_q=block, tile_k=block).tile_scores(call, tile_q, tile_k)
         return torch.where(self.aware[..., None, None], pooled, self.sampled.tile_scores(call, tile_q, tile_k))
 
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
-        """See `Priority`."""
+        """The worth of each key column: see `Priority`."""
         return self.sampled.column_scores(call, position, heads)
 
     def _pooled(self, call: AttentionCall) -> Tensor:

@@ -110,7 +110,7 @@ class SumsPriority(Priority):
         return tiles_of_columns(self, call, self.tile, tile_q, tile_k)
 
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
-        """See `Priority`."""
+        """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
         chosen = range(call.geometry.heads)[heads]
         kv = slice(chosen.start // call.group, (chosen.stop - 1) // call.group + 1)
         k, v = call.narrow(kv, call.kv_len)

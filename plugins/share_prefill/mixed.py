@@ -62,13 +62,13 @@ class HeadsPriority(Priority):
     other: Priority | None
 
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
-        """See `Priority`."""
+        """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
         own = self.own.tile_scores(call, tile_q, tile_k)
         other = torch.nan if self.other is None else self.other.tile_scores(call, tile_q, tile_k)
         return torch.where(self.chosen[..., None, None], own, other)
 
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
-        """See `Priority`."""
+        """The worth of each key column: see `Priority`."""
         own = self.own.column_scores(call, position, heads)
         other = torch.nan if self.other is None else self.other.column_scores(call, position, heads)
         return torch.where(self.chosen[:, heads, None, None], own, other)

@@ -31,7 +31,7 @@ class StarPriority(Priority):
     inner: Priority | None = None
 
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
-        """See `Priority`."""
+        """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
         near = self._near().tile_scores(call, tile_q, tile_k)
         if self.inner is None:
             return near
@@ -44,7 +44,7 @@ class StarPriority(Priority):
         return self._moved(moved, near, places, mine, source, tile_k)
 
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
-        """See `Priority`."""
+        """The worth of each key column: see `Priority`."""
         near = self._near().column_scores(call, position, heads)
         if self.inner is None:
             return near

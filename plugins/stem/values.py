@@ -80,7 +80,7 @@ class WeightedPriority(Priority):
     _made: list[_Norms] = field(factory=list, init=False, repr=False)
 
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
-        """See `Priority`."""
+        """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
         if tile_k % self.pool:
             remedy = f"pass a divisor of {tile_k}, the tokens of the plan's key tiles"
             raise ParameterError(f"ValueWeights.pool is {self.pool}: {remedy}")
@@ -98,7 +98,7 @@ class WeightedPriority(Priority):
         return self.inner.tile_scores(call, tile_q, tile_k) * weights.repeat_interleave(call.group, 1)
 
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
-        """See `Priority`. The keys before the position count."""
+        """The worth of each key column: see `Priority`. The keys before the position count."""
         head = torch.arange(heads.start, heads.stop, device=call.geometry.device) // call.group
         bonus = self._norms(call).bonus(position, self.beta)[:, head]
         weights = bonus.exp_().repeat_interleave(self.pool, -1)[..., : call.kv_len]

@@ -47,7 +47,7 @@ class AutoGate:
     _said: dict[str, None] = field(factory=dict, init=False, repr=False)
 
     def judge(self, call: AttentionCall, method: str) -> Verdict:
-        """See BreakEven."""
+        """Whether a call gains from running sparse, by the table for its device: see `BreakEven.judge`."""
         device = call.q.device
         if device not in self._tables:
             self._tables[device] = self._find(device)

@@ -87,12 +87,12 @@ class BreakEven:
 
     @classmethod
     def load(cls, source: str | Path) -> BreakEven:
-        """From a JSON file; ParameterError names the file, the field that does not fit, and what would do."""
+        """Read a table from a JSON file; ParameterError names the file, the field, and what would do."""
         return structure.load(source, "break-even table", "pass a file of sparseprefill calibrate", cls.of)
 
     @classmethod
     def of(cls, facts: object) -> BreakEven:
-        """From the content of such a file."""
+        """Make a table from the content of such a file."""
         made: BreakEven = structure.structure(cls, facts)
         if not made.shapes:
             raise ParameterError("shapes is []: pass a list with at least one entry")

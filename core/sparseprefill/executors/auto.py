@@ -47,20 +47,20 @@ class AutoExecutor:
         return self.choose(call).workspace(call)
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
-        """See SparseExecutor."""
+        """Attention of one call over its plan, by the executor that `choose` names: see `SparseExecutor.execute`."""
         return self.choose(call).execute(call, plan)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-        """As `execute`, into tensors of the caller."""
+        """Run `execute`, and leave output and LSE in tensors of the caller."""
         return self.choose(call).execute_into(call, plan, out, lse)
 
     def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
-        """As `execute` of each; together where all are Triton's, see `TritonExecutor.execute_many`."""
+        """Run `execute` for each call; together where Triton serves all: see `TritonExecutor.execute_many`."""
         first = self.choose(calls[0]) if calls and all(call.q.is_cuda for call in calls) else None
         if first is None or isinstance(first, CpuExecutor | ReferenceExecutor):
             return [self.execute(call, plan) for call, plan in zip(calls, plans, strict=True)]
         return first.execute_many(calls, plans)
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
-        """See SparseExecutor."""
+        """The unnormalised state of one call, by the executor that `choose` names: see `SparseExecutor.accumulate`."""
         return self.choose(call).accumulate(call, plan)

@@ -99,7 +99,7 @@ class CpuExecutor:
         return Result(out.to(call.q.dtype), lse, plan, probe, kernels=KERNELS, skipped=skipped)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-        """As `execute`, copied into tensors of the caller."""
+        """Run `execute`, and copy output and LSE into tensors of the caller."""
         return self.execute(call, plan).into(out, lse)
 
     def _objection(self, call: AttentionCall, plan: Plan) -> str:

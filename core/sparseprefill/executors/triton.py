@@ -60,13 +60,13 @@ class TritonExecutor:
         return self._execute(call, plan, None)
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-        """As `execute`, into tensors of the caller; without a copy where rows are contiguous."""
+        """Run `execute` into tensors of the caller; without a copy where rows are contiguous."""
         if out.stride(-1) == 1 and lse.stride(-1) == 1:
             return self._execute(call, plan, (out, lse))
         return self._execute(call, plan, None).into(out, lse)
 
     def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
-        """As `execute` of each, in the same order; calls that `together.key` finds alike share a launch.
+        """Run `execute` for each call, in order; calls that `together.key` finds alike share a launch.
 
         So do requests of one step whose keys and values stand in one cache, where their plans are masks alone, of the
         same tiles: no carry, probe or thresholds. Every other call is launched by itself.

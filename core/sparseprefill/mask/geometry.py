@@ -104,7 +104,7 @@ class Geometry:
         return -(-self.kv_len // tile)
 
     def map_shape(self, tile_q: int, tile_k: int) -> tuple[int, int, int, int]:
-        """Of a map of all tiles: batch rows, heads, query tiles, key tiles."""
+        """The shape of a map of all tiles: batch rows, heads, query tiles, key tiles."""
         return self.batch, self.heads, self.tile_rows(tile_q), self.tile_columns(tile_k)
 
     def first_tile(self, tile: int) -> Tensor:

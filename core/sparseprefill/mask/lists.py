@@ -60,7 +60,7 @@ class IndexLists:
 
     @classmethod
     def from_map(cls, keep: Tensor) -> IndexLists:
-        """From a bool map ``[B, H, R, C]`` with any strides; one launch on a GPU, where lists have room for more."""
+        """Make lists from a bool map ``[B, H, R, C]`` of any strides; one launch on a GPU, with room for more."""
         if kernels.serve(keep):
             from sparseprefill.kernels.lists.launch import encode_map
 
@@ -73,7 +73,7 @@ class IndexLists:
 
     @classmethod
     def from_ranges(cls, first: Tensor, last: Tensor, heads: int, width: int) -> IndexLists:
-        """From half-open ranges, the same for all heads.
+        """Make lists from half-open ranges, the same for all heads.
 
         first, last: int64 ``[B, R, P]``, P ascending, non-overlapping ranges per row (empty where last <= first).
         width: an upper bound on the length of a list, known on the host.

@@ -86,7 +86,7 @@ class SparseMask:
 
     @property
     def arrays(self) -> tuple[Tensor | None, ...]:
-        """As kernels read them: counts, offsets and indices of tiles, then of stripes; None, all three, without any."""
+        """Counts, offsets and indices of tiles, then of stripes, as kernels read them; all three None without any."""
         lists = self.tiles, self.stripes
         return tuple(x for one in lists for x in ((None, None, None) if one is None else one.arrays))
 
@@ -135,7 +135,7 @@ class SparseMask:
         *,
         diagonal: bool = True,
     ) -> SparseMask:
-        """From a bool map of tiles, broadcastable to ``[B, Hq, R, C]``.
+        """Make a mask of tiles from a bool map, broadcastable to ``[B, Hq, R, C]``.
 
         R = `Geometry.tile_rows(tile_q)` query tiles of the call, C = `Geometry.tile_columns(tile_k)` key tiles.
         diagonal: also keep each query tile's own diagonal tiles, so that no row is empty. Tiles that no row of theirs
@@ -161,7 +161,7 @@ class SparseMask:
         *,
         diagonal: bool = True,
     ) -> SparseMask:
-        """From a bool map of key positions, broadcastable to ``[B, Hq, G, Nkv]``.
+        """Make a mask of stripes from a bool map of key positions, broadcastable to ``[B, Hq, G, Nkv]``.
 
         G = `Geometry.tile_rows(tile_q * group)` groups of `group` query tiles. Columns are positions on the row's
         grid. diagonal: also keep each query tile's own diagonal tiles, so that no row is empty.
@@ -240,7 +240,7 @@ class SparseMask:
         return evolve(mask, stripes=evolve(mask.stripes, counts=counts))
 
     def regrouped(self, group: int) -> SparseMask:
-        """The same with stripes for groups of fewer query tiles, which divide its own; lists stay in their storage."""
+        """The mask with stripes for groups of fewer query tiles, which divide its own; lists stay in their storage."""
         g, stripes = self.geometry, self.stripes
         if group == self.group:
             return self
@@ -372,7 +372,7 @@ class SparseMask:
         )
 
     def to_flex(self, block: int | tuple[int, int] = 128) -> BlockMask:
-        """The same pairs as a BlockMask of PyTorch's FlexAttention: tiles and stripes, causality, window and padding.
+        """The mask as a BlockMask of PyTorch's FlexAttention: tiles and stripes, causality, window and padding.
 
         Nothing is lost: pairs of partial blocks are decided one by one by its ``mask_mod``. Its blocks lie on the
         tensors' indices, and full ones are told from partial ones. Heads are one where all have the same lists. It
@@ -387,7 +387,7 @@ class SparseMask:
         return export.to_flex(self._selection(), _pair(block, "block"))
 
     def to_fa4(self, block: int | tuple[int, int] | None = None) -> Fa4Lists:
-        """The same tiles as the block lists of flash-attn-4: counts and indices of partial blocks, and of full ones.
+        """The mask's tiles as the block lists of flash-attn-4: counts and indices of partial blocks, and of full ones.
 
         Its ``mask_mod`` must do what the lists cannot: causality, and the window, inside partial blocks. Rows of right
         padding may get any output; real ones get what our executors give. Nothing is read on the host. Lists are int32

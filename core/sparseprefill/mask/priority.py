@@ -77,7 +77,7 @@ class PriorityScores(Priority):
             raise ParameterError(f"PriorityScores.tiles has {given}: pass the tokens of a tile")
 
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
-        """See `Priority`."""
+        """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
         if self.tiles is None:
             return tiles_of_columns(self, call, self.rows, tile_q, tile_k)
         old_q, old_k = cast(tuple[int, int], (self.tile_q, self.tile_k))
@@ -89,7 +89,7 @@ class PriorityScores(Priority):
         return rows[..., column.clamp(max=rows.shape[3] - 1)]
 
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
-        """See `Priority`."""
+        """The worth of each key column: see `Priority`."""
         geometry = call.geometry
         if self.columns is not None:
             scores, rows = self._scores("columns", self.columns, call), self.rows
@@ -117,11 +117,11 @@ class BestOf(Priority):
     parts: tuple[Priority, ...]
 
     def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
-        """See `Priority`."""
+        """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
         return reduce(torch.fmax, [part.tile_scores(call, tile_q, tile_k) for part in self.parts])
 
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
-        """See `Priority`."""
+        """The worth of each key column: see `Priority`."""
         return reduce(torch.fmax, [part.column_scores(call, position, heads) for part in self.parts])
 
 

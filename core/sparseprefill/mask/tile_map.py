@@ -111,7 +111,7 @@ class TileMap:
 
     @property
     def rows_alone(self) -> Rows | None:
-        """Its dense query tiles, where it keeps nothing else."""
+        """The map's dense query tiles, where it keeps nothing else."""
         others = self.keep is not None or self.band is not None or self.sink or self.by_head
         return None if others else self.dense
 
@@ -122,7 +122,7 @@ class TileMap:
 
     @property
     def shared(self) -> int:
-        """How many neighbouring heads keep the same tiles, whatever the map holds."""
+        """The number of neighbouring heads that keep the same tiles, whatever the map holds."""
         if self.by_head:
             return 1
         return self.geometry.heads // (1 if self.keep is None else self.keep.shape[1])

@@ -72,11 +72,11 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """For messages and reports: the method, or how many there were to choose from."""
+        """What messages and reports call the profile: the method, or how many there were to choose from."""
         return self.methods[0] if len(self.methods) == 1 else f"the best of {len(self.methods)} methods"
 
     def index(self, kv_len: int) -> int:
-        """Which range a call with `kv_len` keys falls in."""
+        """The index of the range that a call with `kv_len` keys falls in."""
         return max(i for i, one in enumerate(self.ranges) if one.least <= kv_len)
 
     def check_model(self, model: ModelIdentity) -> None:
@@ -89,7 +89,7 @@ class Profile:
 
     @classmethod
     def load(cls, source: str | Path | Profile) -> Profile:
-        """From a JSON file, or a Profile as it is; ParameterError names the file and the field that does not fit."""
+        """Read a profile from a JSON file, or take a Profile as it is; ParameterError names the file and the field."""
         if isinstance(source, cls):
             return source
         if not isinstance(source, str | Path):
@@ -98,7 +98,7 @@ class Profile:
 
     @classmethod
     def of(cls, facts: object) -> Profile:
-        """From the content of such a file, of this version or of version 1."""
+        """Make a profile from the content of such a file, of this version or of version 1."""
         first = _First.SCHEMA
         if isinstance(facts, Mapping) and facts.get("version") == 1 and facts.get("schema") == first.name:
             old: _First = structure.structure(_First, facts)

@@ -167,7 +167,7 @@ class RecallFloor:
 
     @property
     def grain(self) -> int | None:
-        """See above."""
+        """Tokens at whose multiples a cut changes nothing: `span`, or None where the rows are spread over each call."""
         return self.span
 
     def workspace(self, call: AttentionCall) -> int:

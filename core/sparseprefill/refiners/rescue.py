@@ -116,11 +116,11 @@ class DenseRows(_Rule):
 
     @property
     def tail(self) -> int:
-        """See `stages`: adapters need not add these rows."""
+        """The rows that this stage makes dense, so that adapters need not add them: see `stages`."""
         return self.last
 
     def workspace(self, call: AttentionCall) -> int:
-        """One map of tiles for all heads, and for each head where its lists begin.
+        """The bytes of one map of tiles for all heads, and of where each head's lists begin.
 
         What differs by head is a rule of the estimator's own map, or lists, whose bound it is.
         """

@@ -140,7 +140,7 @@ def _refined(name: str, kind: type, method: str, small: Mapping[str, Any], full:
 
 
 def assert_full_mask_is_dense(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """At its full parameters the method is dense attention."""
+    """Check that the method is dense attention at its full parameters."""
     return check_laws(candidate, ("full mask == dense",), **options)
 
 
