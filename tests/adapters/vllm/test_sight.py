@@ -1,15 +1,16 @@
-"""What an operator sees: chunks counted once, the line in the log, the dashboard. No engine."""
+"""What an operator sees: chunks counted once, the line in the log, alerts. No engine."""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import re
+import shutil
+import subprocess
 import threading
-from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,9 @@ from sparseprefill.adapters.vllm.runtime import UNSEEN, Runtime, interval_of_hos
 import sparseprefill as sp
 
 from .test_plan import NOTHING, RunnerV1, RunnerV2, common, runtime, stock
+
+ALERTS = Path(__file__).parents[3] / "docs" / "examples" / "vllm" / "alerts.yaml"
+PROMTOOL = shutil.which("promtool")
 
 
 class Clock:
@@ -258,12 +262,6 @@ def test_other_arguments_are_no_business_of_ours(mine: Runtime) -> None:
     assert [mine.session] == served(mine, host.batch([20], [20], [True], "a"))
 
 
-def dashboard() -> dict[str, Any]:
-    text = files("sparseprefill.adapters.vllm").joinpath("dashboard.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
 def exposed() -> dict[str, set[str]]:
     """Labels of every series of ours that Prometheus keeps."""
     found: dict[str, set[str]] = {}
@@ -274,25 +272,26 @@ def exposed() -> dict[str, set[str]]:
     return found
 
 
-def test_the_dashboard_names_series_that_there_are() -> None:
-    page, known = dashboard(), exposed()
-    asked = [target["expr"] for panel in page["panels"] for target in panel["targets"]]
-    asked += [one["query"] for one in page["templating"]["list"] if one["type"] == "query"]
-    named = set()
-    for query in asked:
+def test_alerts_name_series_and_labels_that_there_are() -> None:
+    queries, known = (
+        re.findall(r"expr: (?:\|\n)?(.+?)(?=\n +(?:for|annotations):)", ALERTS.read_text(), re.S),
+        exposed(),
+    )
+    assert len(queries) == 4
+    for query in queries:
         uses = re.findall(r"(sparseprefill:\w+)(?:\{([^}]*)\})?", query)
         assert uses, query
         for series, chosen in uses:
-            named.add(series)
             assert set(re.findall(r"(\w+)=", chosen)) <= known[series], query
         grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")}
         assert all(grouped <= known[series] for series, _ in uses), query
-    metrics = {re.sub(r"_(total|bucket|sum|count)$", "", one).removeprefix(PREFIX) for one in named}
-    assert set(METRICS) == metrics, "each is shown"
 
 
-def test_panels_have_places_of_their_own() -> None:
-    panels = dashboard()["panels"]
-    assert len(panels) == len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels})
-    taken = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
-    assert len(taken) == len(set(taken))
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, which comes with Prometheus")
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    for file in (ALERTS, Path(__file__).with_name("alerts.test.yaml")):
+        shutil.copy(file, tmp_path)
+    done = subprocess.run(
+        [str(PROMTOOL), "test", "rules", "alerts.test.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
