@@ -104,7 +104,8 @@ def test_short_lists_and_dense_rows_are_computed_at_once(data: st.DataObject, jo
     if data.draw(st.booleans()):
         mask = mask.with_dense_rows((data.draw(st.integers(0, 3)), data.draw(st.integers(0, 9))))
     plan = Plan(mask, probe=torch.ones(call.q.shape[:2], dtype=torch.bool))
-    with patch.object(cpu, "RUN", 1), patch.object(cpu, "JOINED", joined), patch.object(cpu, "MASS", mask.tile_k):
+    mass = data.draw(st.sampled_from([mask.tile_k, 1]))  # a tile at a time, also where one is more than it should be
+    with patch.object(cpu, "RUN", 1), patch.object(cpu, "JOINED", joined), patch.object(cpu, "MASS", mass):
         equal(call, plan)
 
 
