@@ -40,6 +40,7 @@ def attach(
     recall: Recall = None,
     recall_every: int = RECALL_EVERY,
     strict_recall: float | None = None,
+    skip_unread: bool = False,
     **parameters: Any,
 ) -> Handle:
     """Run the model's prefill through a sparse method, until the handle is detached.
@@ -64,6 +65,8 @@ def attach(
     recall_every: of how many prefills one is measured, the first among them: what its sparse layers keep of sampled
     query rows, for the report; nothing waits for it. 0 for none. strict_recall: where a head of a measured call keeps
     less, the call is counted, and the first is logged as a warning, with layer and head; None for neither.
+    skip_unread: compute no rows of the last layer's attention that nobody reads: those before the ones that
+    `logits_to_keep` names, as `generate` does for a prompt. Exact; `verify` compares it with the stock model.
 
     Where nothing of the model can ever run sparse (every layer would stay dense), attach refuses; where nothing may, as
     far as can be told (only sliding windows, a `min_query` or a break-even table beyond the model's length), it warns.
@@ -73,6 +76,7 @@ def attach(
     ImportError without transformers.
     """
     check_flag("verify", verify)
+    check_flag("skip_unread", skip_unread)
     profile = None if profile is None else Profile.load(profile)
     given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
     # A route's own gate goes before "auto"; any other choice goes before a route's own.
@@ -89,7 +93,8 @@ def attach(
         strict_recall=strict_recall,
     )
     try:
-        from .dry_run import dry_run
+        from . import unread
+        from .dry_run import compare_unread, dry_run
         from .handle import Handle
         from .identity import identity
         from .inspection import check, declared_layers, find_decoder, trained_length
@@ -119,7 +124,12 @@ def attach(
         if layers or windows:
             host, trained = type(model).__name__, trained_length(decoder)
             session.start(host, layers, windows=windows, trained=trained, certain=False)
-    handle = Handle(model, decoder, session)
+    last = None
+    if skip_unread:
+        last = unread.check(model, decoder, findings.layers if verify else tuple(declared_layers(decoder)[0]))
+        if verify:
+            compare_unread(model, decoder, route, last)
+    handle = Handle(model, decoder, session, last=last)
     handle.bind()
     return handle
 

@@ -112,11 +112,34 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
     return findings
 
 
-def _inputs(model: torch.nn.Module, decoder: PreTrainedModel) -> dict[str, Any]:
+def compare_unread(model: torch.nn.Module, decoder: PreTrainedModel, route: Route, last: int) -> None:
+    """Run 2 x 300 random tokens for the logits of the last alone, with all rows of the last layer and with those read.
+
+    Raises AttachError where the logits differ. A model that takes fewer than 256 tokens leaves out no rows.
+    """
+    inputs = {**_inputs(model, decoder, 300), "logits_to_keep": 1}
+    full = Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
+    found: list[Tensor] = []
+    for layer in (None, last):
+        session = Session(full, min_query=SHORTEST, warn=False, recall_every=0)
+        handle = Handle(model, decoder, session, only=threading.current_thread(), last=layer)
+        with torch.no_grad(), _evaluating(model), handle:
+            found.append(model(**inputs).logits)
+    whole, part = found
+    limit = TOLERANCE.get(whole.dtype, TOLERANCE[torch.bfloat16])
+    if not _apart(part, whole) <= limit:
+        raise AttachError(
+            f"skip_unread is True, but {type(model).__name__} reads more rows of its last layer than logits_to_keep "
+            f"names: its logits differ by {_apart(part, whole):.2g} (relative norm; {limit:g} is allowed); leave "
+            "skip_unread out"
+        )
+
+
+def _inputs(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> dict[str, Any]:
     config = getattr(model, "config", decoder.config)
     low, high = allowed_ids(config if hasattr(config, "get_text_config") else decoder.config)
     room = getattr(decoder.config, "max_position_embeddings", None)
-    tokens = min(TOKENS, room) if isinstance(room, int) and room > 0 else TOKENS
+    tokens = min(most, room) if isinstance(room, int) and room > 0 else most
     ids = torch.randint(low, high, (2, tokens), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, : tokens // 4] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
@@ -26,14 +27,20 @@ class Handle:
     """A model whose prefill runs through a pipeline, until `detach` or the end of the ``with`` block.
 
     Holds the model weakly: the model keeps its attachment, and a model that is dropped takes it along. only: the one
-    thread whose forwards run so; None for all.
+    thread whose forwards run so; None for all. last: the layer whose rows are left out that nobody reads.
     """
 
     def __init__(
-        self, model: torch.nn.Module, decoder: PreTrainedModel, session: Session, only: threading.Thread | None = None
+        self,
+        model: torch.nn.Module,
+        decoder: PreTrainedModel,
+        session: Session,
+        only: threading.Thread | None = None,
+        last: int | None = None,
     ) -> None:
-        self.state = Attachment.of(decoder, session, only)
+        self.state = Attachment.of(decoder, session, only, last)
         self._host = type(model).__name__
+        self._model = None if last is None else weakref.ref(model)
 
     @property
     def session(self) -> Session:
@@ -67,7 +74,7 @@ class Handle:
             state.original = Original(str(named_before(decoder.config._attn_implementation)))
             name = register(state.original, state.session.min_query)
             try:
-                state.hooks = state.hooks or install(state, decoder)
+                state.hooks = state.hooks or install(state, decoder, None if self._model is None else self._model())
                 switch.take(state, name)
             except BaseException:
                 state.switch = switch

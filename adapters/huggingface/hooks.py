@@ -9,7 +9,7 @@ import torch
 from attrs import define
 
 from ..session.session import Prefill
-from . import reasons
+from . import reasons, unread
 from .drafts import drafted
 from .original import eagerly
 from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
@@ -65,14 +65,43 @@ class After(Hook):
             _close(self.attached, self.requests, module, output)
 
 
-def install(attached: Attachment, decoder: torch.nn.Module) -> list[Any]:
-    """Hook the decoder; returns what removes the hooks."""
+@define(eq=False)
+class Reads:
+    """Around the forward of the model that a decoder belongs to: which rows it reads. names: of its arguments.
+
+    decoder: the `id` of the decoder. over: whether the hook comes after the forward.
+    """
+
+    decoder: int
+    names: tuple[str, ...]
+    over: bool = False
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> None:
+        """Note it, or forget it."""
+        if not torch.compiler.is_compiling():
+            unread.note(module, self.decoder, None if self.over else _named(self.names, args, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Idle:
+        return Idle()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Idle, ()
+
+
+def install(attached: Attachment, decoder: torch.nn.Module, model: torch.nn.Module | None = None) -> list[Any]:
+    """Hook the decoder; returns what removes the hooks. model: to be asked which rows it reads."""
     names, requests = tuple(inspect.signature(decoder.forward).parameters), Requests()
     given = (attached, requests, names, attached.session.min_query)
-    return [
+    hooks: list[Any] = [
         decoder.register_forward_pre_hook(Before(*given), with_kwargs=True),
         decoder.register_forward_hook(After(*given), with_kwargs=True, always_call=True),
     ]
+    if model is not None:
+        names = tuple(inspect.signature(model.forward).parameters)
+        before, after = (Reads(id(decoder), names, over) for over in (False, True))
+        hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
+    return hooks
 
 
 def _rows(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -115,7 +144,8 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     if goes_on and ((grain := attached.session.route.method_grain) is None or past % grain):
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
         attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
-    attached.enter(Forward(attached, progress, cache, reasons.of_forward(module, named), draft=draft))
+    read = None if attached.last is None or draft else unread.rows_read(module)
+    attached.enter(Forward(attached, progress, cache, reasons.of_forward(module, named), draft=draft, read=read))
 
 
 @eagerly

@@ -27,6 +27,7 @@ from .defaults import MIN_QUERY, TAIL
 from .ledger import LayerRecord, Room, Uncounted
 from .prospects import NOT_CHOSEN, Bounds, prospects
 from .report import Report
+from .unread import as_whole, read_part
 from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
 
 T = TypeVar("T")
@@ -38,6 +39,9 @@ KEPT_BYTES = 64 << 20
 WHOLE = (
     "calls below break-even, and calls that the profile leaves dense, ran with every key in the pipeline's executor, "
     "not in the host"
+)
+UNREAD = (
+    "layer {layer} computed only the last rows of the prompt, with every key: nobody reads the others (skip_unread)"
 )
 APART = "requests of one step were computed one by one, since together they failed: {error}"
 _serials = itertools.count()
@@ -134,16 +138,22 @@ class Session:
         self._declined: set[str] = set()
         self._short, self._lock = 0, threading.RLock()
 
-    def run(self, call: AttentionCall, prefill: Prefill) -> Result | Fallback:
+    def run(self, call: AttentionCall, prefill: Prefill, read: int | None = None) -> Result | Fallback:
         """One layer's attention, or why the host shall compute it.
 
         A call with a sliding window runs all keys of its window through the executor, never through the method.
+        read: how many of the call's last rows anybody reads; None for all. Where each of them sees every key anyway
+        (`tail`), the others are left out and zeros; the recall of such a call is not measured, and `observe` is told of
+        the rows that were computed.
         Raises UnsupportedCallError if `strict`, and whatever a stage raises: a broken stage is no fallback.
         """
         chosen = self._choose(call)
         if not isinstance(chosen, Pipeline):
             return chosen
         try:
+            part = call if read is None or read > chosen.tail else read_part(call, read)
+            if part is not call:
+                return self._read(call, part, prefill)
             result = chosen.run(call, prefill.memory)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
@@ -362,6 +372,21 @@ class Session:
         self._look(call, result, prefill)
         if self._observe is not None:
             self._observe(call, result)
+        return result
+
+    def _read(self, call: AttentionCall, part: AttentionCall, prefill: Prefill) -> Result:
+        """Every key for the rows that are read, and nothing for the others."""
+        executor = self.route.executing(part)
+        found = executor.execute(part, Plan(SparseMask.full(part)))
+        result = as_whole(found, part, call)
+        self.note(UNREAD.format(layer=call.layer))
+        with self._lock:
+            record = self._record(call.layer)
+            record.count("sparse", sizes(call), prefill.serial)
+            self._account(record, result)
+            self._count(result, executor.given)
+        if self._observe is not None:
+            self._observe(part, found)
         return result
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
