@@ -59,6 +59,20 @@ def _one(below: float) -> sp.Result:
 
 @EACH
 @SMALL
+@given(seed=st.integers(0, 1 << 16), below=BELOW, tile=st.sampled_from([(5, 2), (5, 3), (3, 2), (7, 4)]))
+def test_a_key_tile_may_end_where_a_query_tile_begins(
+    executor: sp.SparseExecutor, seed: int, below: float, tile: tuple[int, int]
+) -> None:
+    """Such a tile has no key behind the first row: it comes in the order of those before, not of those that lead."""
+    made = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 1, 40, 4, generator=made) for _ in range(3))
+    call = sp.AttentionCall(q * 6, k, v)
+    mask = sp.SparseMask.full(call, tile)
+    check_against_oracle(call, executor.execute(call, plan_of(call, mask, below)), below)
+
+
+@EACH
+@SMALL
 @given(call=CALLS, data=st.data())
 def test_a_threshold_of_zero_leaves_nothing_out(
     executor: sp.SparseExecutor, call: sp.AttentionCall, data: st.DataObject

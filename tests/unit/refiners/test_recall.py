@@ -226,15 +226,17 @@ def test_a_ceiling_wins_and_says_so() -> None:
     assert bool((held.notes["recall_after"] > held.notes["recall_before"]).all())
 
 
-@pytest.mark.parametrize("columns", [1, 15, 16, 17])
-def test_a_ceiling_rounds_columns_up_to_tiles(columns: int) -> None:
-    """A column more than whole tiles takes the room of one more."""
+@pytest.mark.parametrize(("columns", "cost"), [(1, 1), (16, 1), (17, 2)])
+@pytest.mark.parametrize("ceiling", [0.3, 0.5, 0.7])
+def test_a_ceiling_rounds_columns_up_to_tiles(columns: int, cost: int, ceiling: float) -> None:
+    """A column more than whole tiles takes the room of one more; all that is left is filled, as heads are flat."""
     call = make(128, heads=1, kv_heads=1, dtype=torch.float64)
+    call = evolve(call, q=call.q * 0.01)
     keep = torch.zeros(1, 1, 1, 128, dtype=torch.bool)
     keep[..., :columns] = True
     plan = sp.Plan(sp.SparseMask.from_stripes(call, keep, 8, 16, diagonal=False))
-    for ceiling in (0.3, 0.5, 0.7, 0.9):
-        assert_oracles(call, plan, options(rows=8, ceiling=ceiling))
+    found = refined(sp.RecallFloor(rows=1, span=16, ceiling=ceiling), call, plan).mask.tiles_on(16, 16).sum((0, 1, 3))
+    assert [max(0, math.floor((tile + 1) * ceiling) - (cost if tile else 1)) for tile in range(8)] == found.tolist()
 
 
 def test_a_padded_batch_says_nothing_of_rows_that_are_padding() -> None:
