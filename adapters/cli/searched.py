@@ -44,9 +44,9 @@ def fixed_parameters(
         for one in methods
     }
     for table, own in ((one.table, made[one.name]) for one in methods):
-        given = None if table is None else own.get(table.parameter)
-        if table is not None and isinstance(given, str) and Path(given).is_file():
-            own[table.parameter] = structure.unstructure(table.read(given))  # a profile is one file: tables go into it
+        path = None if table is None else own.get(table.parameter)
+        if table is not None and isinstance(path, str) and Path(path).is_file():
+            own[table.parameter] = structure.unstructure(table.read(path))  # a profile is one file: tables go into it
     return made
 
 

@@ -132,7 +132,7 @@ def test_its_command_is_listed_and_makes_the_table(tmp_path: Path, embedded: Any
     assert run(tmp_path, "bands", "--shortest", "3").returncode == 2
     made = run(tmp_path, "bands", "--share", "0.9", "--device", "cpu")
     assert made.returncode == 0, made.stderr
-    assert "6 layers of embedded, 1 samples of 512 tokens" in made.stdout
+    assert "6 layers of embedded, 1 samples of 512 tokens" in " ".join(made.stdout.split())
     assert "table: bands.json" in made.stdout
     table = TABLE.read(tmp_path / "bands.json")
     assert table.model == evolve(identity(embedded.get_decoder()), name="embedded")
