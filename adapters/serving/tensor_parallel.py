@@ -41,7 +41,7 @@ class LocalRegistry(Registry):
             table = getattr(config, parameter)
             if isinstance(table, ModelTable):
                 table.check_model(self._whole)
-                config = evolve(config, **{parameter: evolve(table, model=None)})  # type: ignore[misc]
+                config = evolve(config, **{parameter: evolve(table, model=None)})
             return method.build(config)
 
         return evolve(method, build=build)

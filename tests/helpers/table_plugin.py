@@ -28,7 +28,6 @@ class BandTable(ModelTable):
 
     SCHEMA: ClassVar[Schema] = Schema("test.bands", 1, "make one with sparseprefill bands", short=True)
     bands: tuple[Annotated[int, whole()], ...]
-    model: ModelIdentity | None = None
 
 
 @frozen(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,19 +26,16 @@ if TYPE_CHECKING:
     from sparseprefill.plan import Result
 
 
+@frozen(kw_only=True)
 class ModelTable:
-    """Base of the attrs classes (frozen) that hold a table. `SCHEMA` says what its files are.
+    """Base of the attrs classes that hold a table; they say as `SCHEMA` what their files are.
 
-    model: a field of the class: whose table it is; None for one written by hand.
+    model: whose table it is; None for one written by hand.
     """
 
-    __slots__ = ()
     SCHEMA: ClassVar[structure.Schema]
-    if TYPE_CHECKING:
 
-        @property
-        def model(self) -> ModelIdentity | None:
-            """Whose table it is."""
+    model: ModelIdentity | None = None
 
     def to_json(self) -> str:
         """The text of a file that `NeededTable.read` reads."""
@@ -58,13 +56,16 @@ class ModelReader(Protocol):
     """A model that reads samples for whoever makes a table of it."""
 
     @property
+    @abstractmethod
     def identity(self) -> ModelIdentity:
         """Which model it is."""
 
     @property
+    @abstractmethod
     def device(self) -> torch.device:
         """Where it computes."""
 
+    @abstractmethod
     def read(
         self,
         samples: Sequence[Sequence[int]],
