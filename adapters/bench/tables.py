@@ -25,11 +25,6 @@ CHUNKS, CHUNK_MASKS = (2048, 8192), ("full", "tiles:0.1", "diagonal+stripes:0.1"
 BEHIND = "chunks"
 """The table of these, which may be given other numbers of them, and pages."""
 SHAPE_MASKS = ("full", "tiles:0.1", "stripes:0.05")
-PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {"kascade": {"anchors": [0, 2, 8, 13, 14]}, "share-prefill": {"clusters": "single"}}
-)
-"""What differs from a method's defaults: their tables belong to a model, and a made-up layer has none. Kascade's layers
-are those that its authors choose in Llama-3.1-8B."""
 LAYERS: Mapping[str, int] = MappingProxyType({"kascade": 32})
 """Layers of a prefill that are run, where a method does not do the same in each."""
 SWEEPS: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType(
@@ -60,7 +55,7 @@ def method_case(registry: Registry, name: str, shape: Shape, table: str, **more:
     """A method at its defaults, or with ``parameters``, on inputs of several heads; errors as of `Registry.build`."""
     given = more.pop("parameters", {})
     layers = more.pop("layers", None) or LAYERS.get(name, 1)
-    pipeline = registry.build(name, **{**PARAMETERS.get(name, {}), **given})
+    pipeline = registry.build(name, **{**registry.get(name).stand_in, **given})
     return Case(table=table, name=name, shape=shape, pipeline=pipeline, parameters=given, layers=layers, **more)
 
 
@@ -125,7 +120,6 @@ def _captured(registry: Registry, shape: Shape) -> Iterable[Case]:
     from ..demo.settings import PARAMETERS as SUITED
 
     # One call of heads from several layers: tables of the embedded model's own layers mean nothing in it.
-    changes: dict[str, dict[str, Any]] = {name: dict(given) for name, given in PARAMETERS.items()}
     return [
         method_case(
             registry,
@@ -133,7 +127,7 @@ def _captured(registry: Registry, shape: Shape) -> Iterable[Case]:
             shape,
             "captured",
             input="captured",
-            parameters={**SUITED.get(name, {}), **changes.get(name, {})},
+            parameters={**SUITED.get(name, {}), **registry.get(name).stand_in},
         )
         for name in names(registry)
     ]

@@ -25,10 +25,10 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
+from sparseprefill.profiles.progress import Progress
 from sparseprefill.route import Route
 from sparseprefill.validate import one_of, whole
 
-from ..progress import Progress
 from .baseline import ANY, KERNELS, forced
 from .case import Part
 from .clock import middle

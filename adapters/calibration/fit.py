@@ -16,6 +16,7 @@ from sparseprefill.breakeven.table import BreakEven
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange
+from sparseprefill.profiles.progress import Progress
 from sparseprefill.registry import Registry
 
 from ..bench.clock import Clock
@@ -24,7 +25,6 @@ from ..evaluation.comparison import Ask, Comparison
 from ..evaluation.outcome import Outcome, Summary
 from ..evaluation.prompts import Prompt
 from ..evaluation.reading import Sizes
-from ..progress import Progress
 from ..session.defaults import TAIL
 from .candidates import Candidate
 from .measure import calibrate, sizes, table_of

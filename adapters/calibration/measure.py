@@ -27,11 +27,11 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
+from sparseprefill.profiles.progress import Progress
 from sparseprefill.stages import SparseExecutor
 
 from ..bench.clock import Clock
 from ..bench.shape import HeadSizes
-from ..progress import Progress
 
 SHARES = (0.05, 0.25, 0.5)
 """Shares of random tiles that the executor is timed on, besides the diagonal."""

@@ -16,9 +16,9 @@ from typing import Literal, Protocol
 from attrs import define, evolve, field, frozen
 
 from sparseprefill.errors import ParameterError
+from sparseprefill.profiles.progress import Steps
 
 from ..evaluation.outcome import Layer, Outcome
-from ..progress import Steps
 from .candidates import Candidate
 from .target import Target
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
+from sparseprefill.profiles.progress import Progress
 from sparseprefill.registry import Registry
 from sparseprefill.route import gated
 
@@ -14,7 +15,6 @@ from ..bench import facts, ttft
 from ..bench.clock import Clock
 from ..bench.measure import ROWS, Bench, Row
 from ..bench.model import ModelShape
-from ..progress import Progress
 from ..table import Column, Table
 from . import bench_plot, render
 from .bench_options import Files, Wanted

@@ -26,11 +26,8 @@ CHUNK = {"cpu": 1024, "cuda": 2048}
 REPEATS = {"cpu": 3, "cuda": 20}
 SECONDS = 1.0
 """That the runs of one piece of work may take in all; two count in any case."""
-NEEDED: Mapping[str, Mapping[str, Any]] = {
-    "kascade": {"anchors": (0,), "dense_layers": 0},
-    "share-prefill": {"clusters": "single"},
-}
-"""What a method cannot run without, where it has no default. Of kascade it is an anchor layer that is timed."""
+TIMED: Mapping[str, Mapping[str, Any]] = {"kascade": {"dense_layers": 0}}
+"""What else is not the default: of kascade a layer that chooses is timed, and not the dense one."""
 
 
 def register(app: typer.Typer) -> None:
@@ -124,7 +121,7 @@ def _parameters(names: Any, settings: Any) -> dict[str, dict[str, Any]]:
     registry = default_registry()
     chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
     made = changes([registry.get(name).name for name in chosen], settings)
-    return {name: {**NEEDED.get(name, {}), **given} for name, given in made.items()}
+    return {name: {**registry.get(name).stand_in, **TIMED.get(name, {}), **given} for name, given in made.items()}
 
 
 def _before(path: Path, device: torch.device) -> BreakEven:

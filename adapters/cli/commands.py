@@ -1,11 +1,12 @@
 """The application and its commands. A new command is a module with a ``register(app)``, named in MODULES.
 
+Commands that make a table for a method come from the plugins: see `tables`.
+
 None of these modules may import torch or a host's library when it is imported: `--help` and completion wait for them.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Annotated
 
 import typer
@@ -13,11 +14,9 @@ import typer
 from sparseprefill import __version__
 
 from . import (
-    anchors,
     bench,
     calibrate,
     catalog,
-    cluster,
     compare,
     demo,
     evaluate,
@@ -29,15 +28,15 @@ from . import (
     vllm_check,
     vllm_report,
 )
-from .group import Group
+from .tables import WithTables, short
 
 SERVERS = (vllm_check, vllm_report, sglang_report)
-MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, new, tune, cluster, anchors, calibrate, *SERVERS)
+MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, new, tune, calibrate, *SERVERS)
 """Modules of commands, in the order of the help text."""
 
 app = typer.Typer(
     name="sparseprefill",
-    cls=Group,
+    cls=WithTables,
     help="Training-free sparse prefill attention: see what is installed, and what it does to a model.",
     pretty_exceptions_enable=False,
     # Plain text: it wraps at any width, where boxes leave words a third of a narrow terminal, and takes half the time.
@@ -46,9 +45,8 @@ app = typer.Typer(
 )
 for module in MODULES:
     module.register(app)
-for command in app.registered_commands:  # whole, where typer would cut it off with dots
-    first, *_ = (inspect.getdoc(command.callback) or "").split("\n\n")
-    command.short_help = " ".join(first.split())
+for command in app.registered_commands:
+    command.short_help = short((command.callback and command.callback.__doc__) or "")
 
 
 def _version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ from . import render
 from .files import check_writable
 from .group import CommandError
 from .kept import Stop, wrote
-from .options import DENSE, TABLES, configured, contenders, profiled, setting, suited
+from .options import DENSE, configured, contenders, profiled, setting, suited
 from .shared_options import (
     Configs,
     Device,
@@ -165,10 +165,11 @@ def _names(
     given = {setting(text)[:2] for text in settings}
     left_out = {}
     for name in names:
-        if name in TABLES and (name, TABLES[name][0]) not in given:
-            parameter, command, whose = TABLES[name]
-            remedy = f"sparseprefill {command} --model {model}, then --set {name}.{parameter}={parameter}.json"
-            left_out[name] = f"it needs a table of this model's {whose}: {remedy}"
+        table = registry.get(name).table
+        if table is not None and (name, table.parameter) not in given:
+            then = f"--set {name}.{table.parameter}={table.parameter}.json"
+            remedy = f"sparseprefill {table.command} --model {model}, then {then}"
+            left_out[name] = f"it needs a table of this model's {table.of}: {remedy}"
     return [name for name in names if name not in left_out], left_out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attrs import fields_dict
@@ -27,10 +26,6 @@ AROUND = ("refiners", "corrector")
 """What a configuration puts around a method; ``--set`` takes it like a parameter."""
 DENSE = "dense"
 """The registry's method that computes the same, through the sparse executor; left out unless it is named."""
-TABLES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
-    {"kascade": ("anchors", "anchors", "layers"), "share-prefill": ("clusters", "cluster", "heads")}
-)
-"""Methods that need a table of the model: the parameter that takes it, the command that makes it, what it is of."""
 
 
 def contenders(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json as reader
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +10,12 @@ from sparseprefill import structure
 from sparseprefill.errors import SparsePrefillError
 
 from .group import CommandError
-from .options import DENSE, TABLES, changes, floored, suited
+from .options import DENSE, changes, floored, suited
 
 if TYPE_CHECKING:
     from sparseprefill.method import Method
     from sparseprefill.profiles.identity import ModelIdentity
+    from sparseprefill.profiles.table import ModelReader, NeededTable
     from sparseprefill.registry import Registry
 
     from ..evaluation.prompts import Prompt
@@ -35,8 +34,6 @@ def fixed_parameters(
     methods: Sequence[Method], given: Sequence[str], model: str | None, floor: Any = None
 ) -> dict[str, dict[str, Any]]:
     """Parameters by method that every setting has: those of --set, the floor, and what suits the embedded model."""
-    from sparseprefill.profiles import anchors, clusters
-
     usual, changed = suited(model), changes([one.name for one in methods], given)
     made = {
         one.name: {
@@ -46,13 +43,10 @@ def fixed_parameters(
         }
         for one in methods
     }
-    for own in made.values():  # a profile is one file: tables go into it
-        table = own.get("clusters")
-        if isinstance(table, str) and Path(table).is_file():
-            own["clusters"] = reader.loads(clusters.load(table).to_json())
-        layers = own.get("anchors")
-        if isinstance(layers, str) and Path(layers).is_file():
-            own["anchors"] = reader.loads(anchors.load(layers).to_json())
+    for table, own in ((one.table, made[one.name]) for one in methods):
+        path = None if table is None else own.get(table.parameter)
+        if table is not None and isinstance(path, str) and Path(path).is_file():
+            own[table.parameter] = structure.unstructure(table.read(path))  # a profile is one file: tables go into it
     return made
 
 
@@ -85,7 +79,7 @@ def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]
 
 def without_tables(methods: Sequence[Method], fixed: Mapping[str, Mapping[str, Any]]) -> list[Method]:
     """Those that need no table of the model, or are given one: their settings can be checked before it is loaded."""
-    return [one for one in methods if one.name not in TABLES or TABLES[one.name][0] in fixed[one.name]]
+    return [one for one in methods if one.table is None or one.table.parameter in fixed[one.name]]
 
 
 def with_tables(
@@ -97,48 +91,30 @@ def with_tables(
     shown: Bars,
 ) -> tuple[list[Method], dict[str, str]]:
     """The methods, those that need a table of this model with one made on the prompts; or without them, and why."""
+    from ..huggingface.reader import Reader
+
     left_out: dict[str, str] = {}
     length = min(SAMPLED, *(len(one.ids) for one in prompts))
     samples = [one.ids[:length] for one in prompts]
-    for name in (one.name for one in methods if one.name in TABLES):
-        parameter, command, _ = TABLES[name]
-        if parameter in fixed[name]:
+    for name, table in ((one.name, one.table) for one in methods):
+        if table is None or table.parameter in fixed[name]:
             continue
-        make = _clusters if command == "cluster" else _anchors
-        table, reason = make(model, identity, samples, shown)
-        if table is None:
-            left_out[name] = reason
+        if table.lacking:
+            reason = f"it needs a table of {table.parameter}, and making one needs {table.lacking}"
         else:
-            fixed[name][parameter] = table
+            fixed[name][table.parameter], reason = _made(name, table, Reader(model, identity), samples, shown)
+        if reason:
+            left_out[name] = reason
     return [one for one in methods if one.name not in left_out], left_out
 
 
-def _anchors(
-    model: Any, identity: ModelIdentity, prompts: Sequence[Sequence[int]], shown: Bars
-) -> tuple[dict[str, Any] | None, str]:
-    """Anchor layers of the model as a file has them; None, and why, where there are none."""
-    from ..anchors.table import Settings, anchored
-
+def _made(
+    name: str, table: NeededTable, reader: ModelReader, samples: Sequence[Sequence[int]], shown: Bars
+) -> tuple[Any, str]:
+    """A table as a file has it; and why there is none, empty where there is."""
     try:
-        with shown.contender("anchor layers") as progress:
-            return reader.loads(anchored(model, identity, prompts, Settings(), progress).table.to_json()), ""
+        with shown.contender(f"the table of {name}") as progress:
+            made = table.make(reader, samples, table.settings(), progress)
     except SparsePrefillError as error:
-        return None, f"its anchor layers cannot be chosen: {error}"
-
-
-def _clusters(
-    model: Any, identity: ModelIdentity, prompts: Sequence[Sequence[int]], shown: Bars
-) -> tuple[dict[str, Any] | None, str]:
-    """Clusters of the model's heads as a file has them; None, and why, where there are none."""
-    if find_spec("scipy") is None:
-        return None, 'it needs a table of clusters, and making one needs scipy: pip install "sparseprefill[cluster]"'
-    from ..clustering.table import Settings, clustered
-
-    try:
-        with shown.contender("clusters of heads") as progress:
-            table = clustered(model, identity, prompts, Settings(), progress).table
-    except SparsePrefillError as error:
-        return None, f"its clusters cannot be made: {error}"
-    if not table.clusters:
-        return None, "no two heads of this model look alike"
-    return reader.loads(table.to_json()), ""
+        return None, f"its {table.parameter} cannot be made: {error}"
+    return structure.unstructure(made.table), made.useless

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
+from sparseprefill.profiles.progress import Progress
+
 from ..evaluation.prompts import Prompt, spans_of
-from ..progress import Progress
 from ..session.defaults import MIN_QUERY
 from . import formats
 from .haystack import haystack_of

@@ -23,9 +23,9 @@ from sparseprefill.errors import ParameterError, SparsePrefillError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.metrics import recall, sample_rows
 from sparseprefill.plan import Result
+from sparseprefill.profiles.progress import Progress
 
 from ..huggingface import attach
-from ..progress import Progress
 from .divergence import compare
 from .outcome import Contender, Fidelity, Layer, Outcome
 from .prompts import Prompt

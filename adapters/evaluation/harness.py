@@ -32,9 +32,9 @@ from attrs import define, field, frozen
 
 from sparseprefill.breakeven.gate import GateChoice
 from sparseprefill.errors import ParameterError, SparsePrefillError, printed, told
+from sparseprefill.profiles.progress import Progress
 
 from ..huggingface import attach
-from ..progress import Progress
 from ..session.session import check_flag
 from .outcome import Contender
 from .runs import Listener

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from ..progress import Progress
+from sparseprefill.profiles.progress import Progress
+
 from .comparison import Ask, Comparison
 from .outcome import Contender, Outcome, Summary
 from .prompts import Prompt

@@ -72,7 +72,7 @@ def attach(
     far as can be told (only sliding windows, a `min_query` or a break-even table beyond the model's length), it warns.
 
     Raises AttachError if the model cannot be attached or nothing can run sparse, UnknownMethodError or ParameterError
-    for a wrong method, or for a profile or a cluster table of another model, or a break-even table that cannot be read;
+    for a wrong method, or for a profile or a table of another model, or a break-even table that cannot be read;
     ImportError without transformers.
     """
     check_flag("verify", verify)

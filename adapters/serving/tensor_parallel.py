@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, fields
+from attrs import evolve
 
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.profiles.clusters import ClusterTable
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import Profile
+from sparseprefill.profiles.table import ModelTable
 from sparseprefill.registry import Registry, default_registry
 from sparseprefill.route import Route
 
@@ -33,9 +33,16 @@ class LocalRegistry(Registry):
     def get(self, name: str | None) -> Method:
         """The method of this name, whose tables know the model's heads by number alone."""
         method = default_registry().get(name)
+        if method.table is None:
+            return method
+        parameter = method.table.parameter
 
         def build(config: Any) -> Pipeline:
-            return method.build(self._config(config))
+            table = getattr(config, parameter)
+            if isinstance(table, ModelTable):
+                table.check_model(self._whole)
+                config = evolve(config, **{parameter: evolve(table, model=None)})
+            return method.build(config)
 
         return evolve(method, build=build)
 
@@ -50,14 +57,3 @@ class LocalRegistry(Registry):
         loaded = Profile.load(profile)
         loaded.check_model(self._whole)
         return Route.by_length(evolve(loaded, model=self._local), self.get, parameters, name)
-
-    def _config(self, config: Any) -> Any:
-        tables = {
-            str(one.alias): getattr(config, one.name)
-            for one in fields(type(config))
-            if isinstance(getattr(config, one.name), ClusterTable)
-        }
-        for table in tables.values():
-            table.check_model(self._whole)
-        changed = {name: evolve(table, model=None) for name, table in tables.items()}
-        return evolve(config, **changed) if changed else config

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, fields, frozen, has
 
 from sparseprefill.errors import ParameterError, SparsePrefillError, nearest, printable, printed, told
-from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import EMPTY
-from sparseprefill.refiners.recall import floor_of
-from sparseprefill.stages import Answer, Guard
+from sparseprefill.profiles.table import NeededTable
 
-PIPELINE = Answer.of(Pipeline)
-
+# Whoever lists methods, such as `sparseprefill --help`, does not wait for torch: it is imported where one is built.
+if TYPE_CHECKING:
+    from sparseprefill.pipeline import Pipeline
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 """Names of methods, refiners and correctors."""
@@ -44,6 +42,19 @@ def _check_build(_: object, __: object, value: Any) -> None:
         raise ParameterError(f"Method.build is {printed(value)}: pass a function that makes a Pipeline of a config")
 
 
+def _check_table(method: Method, _: object, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, NeededTable):
+        raise ParameterError(f"Method.table is {printed(value)}: pass a NeededTable, or None")
+    if value.parameter not in (one.alias for one in fields(method.config)):
+        raise ParameterError(f"Method.table is of {value.parameter!r}, which {method.config.__name__} does not have")
+    if not NAME.fullmatch(value.command):
+        raise ParameterError(
+            f"Method.table.command is {printed(value.command)}: use lower-case words joined by hyphens"
+        )
+
+
 @frozen(kw_only=True)
 class Method:
     """What a plugin registers.
@@ -54,6 +65,7 @@ class Method:
     full: parameters at which the mask holds every causal key (the property "full mask == dense" uses them).
     small: parameters that make the method sparse on a few hundred tokens, for contract checks.
     search: values to try of each parameter that `sparseprefill tune` may tune; empty if there is nothing to tune.
+    table: what it needs to know of each model, measured once; None if it needs nothing.
     """
 
     name: str = field(validator=_check_name)
@@ -61,16 +73,25 @@ class Method:
     config: type = field(validator=_check_config)
     build: Callable[[Any], Pipeline] = field(validator=_check_build)
     paper: str = ""
-    full: Mapping[str, Any] = EMPTY
-    small: Mapping[str, Any] = EMPTY
-    search: Mapping[str, Sequence[Any]] = EMPTY
+    full: Mapping[str, Any] = field(factory=dict)
+    small: Mapping[str, Any] = field(factory=dict)
+    search: Mapping[str, Sequence[Any]] = field(factory=dict)
+    table: NeededTable | None = field(default=None, validator=_check_table)
+
+    @property
+    def stand_in(self) -> Mapping[str, Any]:
+        """Parameters at which it runs where there is no model: instead of the table that it needs."""
+        return {} if self.table is None else self.table.stand_in
 
     def configure(self, parameters: Mapping[str, Any]) -> Any:
         """A config; ParameterError names an unknown parameter, or the field, bound and value that do not fit.
 
         ``recall``, which every method has (`Pipeline.with_recall`), is checked and is no part of the config.
         """
-        floor_of(parameters.get(FLOOR))
+        if FLOOR in parameters:
+            from sparseprefill.refiners.recall import floor_of
+
+            floor_of(parameters[FLOOR])
         parameters = {name: value for name, value in parameters.items() if name != FLOOR}
         known = [str(attribute.alias) for attribute in fields(self.config) if attribute.init]
         for name in parameters:
@@ -83,7 +104,11 @@ class Method:
 
         Besides the method's own parameters there is ``recall``, a floor under what it keeps: `Pipeline.with_recall`.
         """
-        pipeline: Pipeline = Guard(self, self.name).ask("build", PIPELINE, self.configure(parameters))
+        from sparseprefill.pipeline import Pipeline
+        from sparseprefill.stages import Answer, Guard
+
+        config = self.configure(parameters)
+        pipeline: Pipeline = Guard(self, self.name).ask("build", Answer.of(Pipeline), config)
         return pipeline.with_recall(parameters.get(FLOOR))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import pluggy
 from attrs import evolve, fields, frozen, has
@@ -24,18 +24,19 @@ from sparseprefill.errors import (
     told,
 )
 from sparseprefill.method import NAME, Method
-from sparseprefill.pipeline import Pipeline
-from sparseprefill.profiles.profile import Profile
-from sparseprefill.refiners import shared
-from sparseprefill.route import Route
-from sparseprefill.stages import Corrector, MaskRefiner, missing
+
+if TYPE_CHECKING:
+    from sparseprefill.pipeline import Pipeline
+    from sparseprefill.profiles.profile import Profile
+    from sparseprefill.route import Route
+    from sparseprefill.stages import Corrector, MaskRefiner
 
 GROUP = hookspecs.PROJECT
 ONLY = "SPARSEPREFILL_PLUGINS"
 REMEDY = f"uninstall one, or name the plugins to load in {ONLY}"
 CORE = "core"
 """The plugin that every registry begins with: the refiners of core itself."""
-KINDS: Mapping[str, type] = {"method": Method, "refiner": MaskRefiner, "corrector": Corrector}
+KINDS = ("method", "refiner", "corrector")
 """What plugins offer by name, each kind through a hook of its own: Methods, or classes of stages."""
 KEY = "name"
 """What a table of a configuration calls its refiner or corrector by, beside the parameters."""
@@ -68,16 +69,21 @@ class PluginRecord:
 class Registry:
     """Owns a PluginManager of its own; `default_registry()` is the one that the public functions use.
 
-    It begins with one plugin, ``core``: the refiners that belong to no single paper.
+    It begins with one plugin, ``core``: the refiners that belong to no single paper. kinds: what plugins are asked for,
+    "method", "refiner" and "corrector"; methods alone are listed without importing torch, unless a plugin does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Collection[str] = KINDS) -> None:
+        self._kinds = kinds
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hookspecs)
         self._known: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
         self._records: list[PluginRecord] = []
         self._left_out: set[str] = set()
-        self.register(shared, CORE, hookspecs.PROJECT)
+        if "refiner" in kinds:
+            from sparseprefill.refiners import shared
+
+            self.register(shared, CORE, hookspecs.PROJECT)
 
     def load_entry_points(self, points: Iterable[EntryPoint] | None = None) -> None:
         """Load every installed plugin of the group. A broken one is recorded and never takes the others down.
@@ -162,15 +168,20 @@ class Registry:
 
     def _answers(self, name: str) -> Mapping[str, Mapping[str, Any]]:
         """What a plugin's hooks offer: by kind, then by name."""
-        answers: dict[str, Mapping[str, Any]] = {}
-        for kind in KINDS:
-            hooks = getattr(self._manager.hook, _hook(kind)).get_hookimpls()
-            for hook in (one for one in hooks if one.plugin_name == name):
-                answers[kind] = (_methods if kind == "method" else _classes)(hook.function(), kind, name)
-        if not answers:
-            hooks = ", ".join(f"{_hook(kind)}()" for kind in KINDS)
-            raise PluginLoadError(f"plugin {name!r} implements no hook: add @hookimpl to one of {hooks}")
-        return answers
+        hooks = {
+            kind: one.function
+            for kind in KINDS
+            for one in getattr(self._manager.hook, _hook(kind)).get_hookimpls()
+            if one.plugin_name == name
+        }
+        if not hooks:
+            known = ", ".join(f"{_hook(kind)}()" for kind in KINDS)
+            raise PluginLoadError(f"plugin {name!r} implements no hook: add @hookimpl to one of {known}")
+        return {
+            kind: (_methods if kind == "method" else _classes)(answer(), kind, name)
+            for kind, answer in hooks.items()
+            if kind in self._kinds
+        }
 
     def _check_free(self, answers: Mapping[str, Iterable[str]], record: PluginRecord) -> None:
         for kind, names in answers.items():
@@ -233,7 +244,7 @@ class Registry:
         """The kinds that have this name, of "method", "refiner" and "corrector"; the errors of `get` where none has."""
         found = tuple(kind for kind, known in self._known.items() if name in known)
         if not found:
-            raise self._unknown(tuple(KINDS), name)
+            raise self._unknown(KINDS, name)
         return found
 
     def owner(self, kind: str, name: str) -> PluginRecord:
@@ -280,6 +291,9 @@ class Registry:
         """
         if profile is None:
             return self.get(name).pipeline(**parameters)
+        from sparseprefill.profiles.profile import Profile
+        from sparseprefill.route import Route
+
         if name is not None:
             self.get(name)
         return Route.by_length(Profile.load(profile), self.get, parameters, name)
@@ -312,6 +326,8 @@ def _methods(answer: Any, kind: str, plugin: str) -> Mapping[str, Method]:
 
 def _classes(answer: Any, kind: str, plugin: str) -> Mapping[str, type]:
     """Classes of stages by name; PluginLoadError for an answer that holds something else."""
+    from sparseprefill.stages import Corrector, MaskRefiner, missing
+
     if not isinstance(answer, Mapping):
         words = "must return a dict of classes by name"
         raise PluginLoadError(f"plugin {plugin!r} offers {printed(answer)}: {_hook(kind)}() {words}")
@@ -322,7 +338,7 @@ def _classes(answer: Any, kind: str, plugin: str) -> Mapping[str, type]:
         given = f"plugin {plugin!r} offers {printed(stage)} as {kind} {name!r}"
         if not isinstance(stage, type) or not has(stage):
             raise PluginLoadError(f"{given}: pass an attrs class (frozen) whose fields are the parameters")
-        lacking = missing(stage, KINDS[kind])
+        lacking = missing(stage, MaskRefiner if kind == "refiner" else Corrector)
         if lacking:
             raise PluginLoadError(f"{given}: the class has no method {lacking[0]}(), which a {kind} needs")
         if KEY in (one.alias for one in fields(stage) if one.init):

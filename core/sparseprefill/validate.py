@@ -15,6 +15,8 @@ WIDEST = 1 << 63
 """Integers from it on are none for a device."""
 MOST_ROWS = (1 << 31) - 1
 """The most rows of a tail of dense rows."""
+LONGEST = 1e12
+"""Tokens, as a number: no prompt is longer."""
 FILE = "sparseprefill.file"
 """Metadata of a field that may hold the path of a file: the words that are no paths. `from_config` takes a relative
 path in a configuration file from that file's folder: ``field(default=None, metadata={FILE: ("single",)})``."""
@@ -79,4 +81,14 @@ def maybe(inner: Check) -> Check:
             inner(owner, attribute, value)
 
     check.__doc__ = f"{inner.__doc__}, or none"
+    return check
+
+
+def anything(words: str) -> Check:
+    """Whatever the field's converter has made. words: what that takes, for people."""
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        """Nothing is left to check."""
+
+    check.__doc__ = words
     return check

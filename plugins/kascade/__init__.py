@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sparseprefill.hookspecs import hookimpl
 from sparseprefill.method import Method
 
-from .config import KascadeConfig
+from .config import TABLE, KascadeConfig
 
 if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
@@ -35,5 +35,6 @@ def sparseprefill_methods() -> list[Method]:
                 **{"sampled": 4, "dense_layers": 0},
             },
             search={"topk": (0.02, 0.05, 0.1, 0.2), "sampled": (16, 32, 64)},
+            table=TABLE,
         )
     ]

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 
-from sparseprefill.profiles.anchors import load, parse
-from sparseprefill.validate import FILE, flag, maybe, number, whole
+from sparseprefill.profiles.table import NeededTable
+from sparseprefill.validate import flag, maybe, number, whole
+
+from .table import AnchorTable, Settings, parse
+
+if TYPE_CHECKING:
+    from sparseprefill.profiles.progress import Progress
+    from sparseprefill.profiles.table import MadeTable, ModelReader
 
 
-def _table(value: Any) -> Any:
-    if value is None:
-        return None
-    return load(value) if isinstance(value, str | Path) else parse(value)
+def _make(reader: ModelReader, samples: Sequence[Sequence[int]], settings: Settings, progress: Progress) -> MadeTable:
+    from .anchors.make import anchored
+
+    return anchored(reader, samples, settings, progress)
 
 
-def _is_table(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    """path, table, layers, or none"""
+TABLE = NeededTable(
+    parameter="anchors",
+    kind=AnchorTable,
+    parse=parse,
+    forms="path, table, layers, or none",
+    stand_in={"anchors": [0, 2, 8, 13, 14]},  # the authors' choice for Llama-3.1-8B
+    command="anchors",
+    summary="""Choose the anchor layers of a model for kascade.
+
+    The model reads samples with dense attention. The keys that each layer would keep are compared with the attention of
+    all later layers.
+    """,
+    of="layers",
+    make=_make,
+    settings=Settings,
+    tokens=2048,
+    samples=8,
+)
 
 
 @frozen(kw_only=True)
@@ -33,7 +55,7 @@ class KascadeConfig:
     keep every key; those of them that are anchors choose for the layers behind all the same.
     """
 
-    anchors: Any = field(default=None, converter=_table, validator=_is_table, metadata={FILE: ()})
+    anchors: Any = field(default=None, **TABLE.field)
     topk: float = field(default=0.1, validator=number(0.0, 1.0))
     least: int = field(default=128, validator=whole())
     tile: int = field(default=128, validator=whole())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sparseprefill.hookspecs import hookimpl
 from sparseprefill.method import Method
 
-from .config import SINGLE, ShareConfig
+from .config import SINGLE, TABLE, ShareConfig
 
 if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
@@ -34,5 +34,6 @@ def sparseprefill_methods() -> list[Method]:
             # Random tensors are far from sparse: with the paper's delta most heads would count as ordinary ones.
             small={"clusters": SINGLE, "gamma": 0.6, "tau": 0.3, "delta": 0.5, "block": 16},
             search={"gamma": (0.8, 0.9, 0.95), "tau": (0.1, 0.2), "delta": (0.3, 1.01)},
+            table=TABLE,
         )
     ]

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
-from sparseprefill.pipeline import Pipeline
-from sparseprefill.profiles.clusters import load, parse
-from sparseprefill.route import Route
-from sparseprefill.stages import PatternEstimator, missing
-from sparseprefill.validate import FILE, number, one_of, whole
+from sparseprefill.profiles.table import NeededTable
+from sparseprefill.validate import number, one_of, whole
+
+from .table import ClusterTable, Settings, parse
+
+if TYPE_CHECKING:
+    from sparseprefill.pipeline import Pipeline
+    from sparseprefill.profiles.progress import Progress
+    from sparseprefill.profiles.table import MadeTable, ModelReader
+    from sparseprefill.route import Route
+    from sparseprefill.stages import PatternEstimator
 
 SINGLE = "single"
 """The value of `clusters` that needs no table: all heads of all layers are one cluster."""
 
 
-def _table(value: Any) -> Any:
-    if value is None or value == SINGLE:
-        return value
-    return load(value) if isinstance(value, str | Path) else parse(value)
+def _make(reader: ModelReader, samples: Sequence[Sequence[int]], settings: Settings, progress: Progress) -> MadeTable:
+    from .clustering.make import clustered
+
+    return clustered(reader, samples, settings, progress)
 
 
-def _is_table(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    """path, mapping, 'single', or none"""
+TABLE = NeededTable(
+    parameter="clusters",
+    kind=ClusterTable,
+    parse=parse,
+    words=(SINGLE,),
+    forms="path, mapping, 'single', or none",
+    stand_in={"clusters": SINGLE},
+    command="cluster",
+    summary="""Cluster the attention heads of a model for share-prefill.
+
+    The model reads samples with dense attention. An autoencoder compresses the block maps of its heads, and heads with
+    similar maps are clustered.
+    """,
+    of="heads",
+    make=_make,
+    settings=Settings,
+    picture=True,
+    needs={"scipy": "sparseprefill[cluster]"},
+)
 
 
 def _inner_table(value: Any) -> Any:
@@ -36,7 +58,13 @@ def _inner_table(value: Any) -> Any:
 
 def _inner(_: Any, attribute: Attribute[Any], value: Any) -> None:
     """method name, table, or none"""
-    if value is None or isinstance(value, str | Mapping | Pipeline | Route):
+    if value is None or isinstance(value, str | Mapping):
+        return
+    from sparseprefill.pipeline import Pipeline
+    from sparseprefill.route import Route
+    from sparseprefill.stages import PatternEstimator, missing
+
+    if isinstance(value, Pipeline | Route):
         return
     if isinstance(value, type) or missing(value, PatternEstimator):
         wanted = "a method's name, a table as of sparseprefill.from_config, a Pipeline, an estimator, or None"
@@ -62,7 +90,7 @@ class ShareConfig:
     tau: float = field(default=0.2, validator=number(0.0))
     delta: float = field(default=0.3, validator=number(0.0))
     block: int = field(default=128, validator=whole())
-    clusters: Any = field(default=None, converter=_table, validator=_is_table, metadata={FILE: (SINGLE,)})
+    clusters: Any = field(default=None, **TABLE.field)
     block_score: str = field(default="mass", validator=one_of("mass", "mean_qk"))
     coverage: str = field(default="row", validator=one_of("row", "global"))
     inner: str | Mapping[str, Any] | Pipeline | Route | PatternEstimator | None = field(

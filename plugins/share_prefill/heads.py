@@ -8,7 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from sparseprefill.profiles.clusters import NOISE, ClusterTable
+from .table import NOISE, ClusterTable
 
 
 @frozen

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
-from sparseprefill.refiners.skip import MOST
-from sparseprefill.validate import number, whole
+from sparseprefill.validate import LONGEST, number, whole
 
 
 @frozen(kw_only=True)
@@ -16,5 +15,5 @@ class SkipSoftmaxConfig:
     nothing, and so does a prompt of c tokens or fewer. block: tile size in tokens.
     """
 
-    skip_below: float = field(default=587.0, validator=number(0.0, MOST))
+    skip_below: float = field(default=587.0, validator=number(0.0, LONGEST))
     block: int = field(default=128, validator=whole())

@@ -11,23 +11,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sparseprefill.adapters.anchors import capture, choose
-from sparseprefill.adapters.anchors.table import Settings, anchored
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.model import load_model
 from sparseprefill.adapters.demo.samples import key_value_prompts
 from sparseprefill.adapters.demo.settings import ANCHORS, PARAMETERS
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
+from sparseprefill.adapters.huggingface.reader import Reader
+from sparseprefill.plugins.kascade.anchors import capture, choose
+from sparseprefill.plugins.kascade.anchors.make import anchored
+from sparseprefill.plugins.kascade.config import TABLE
+from sparseprefill.plugins.kascade.table import Settings
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from sparseprefill.profiles import anchors
 
 from .test_cli import refused
 
 pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 SMALL = ("--tokens", "512", "--samples", "1", "--tile", "32", "--columns", "32", "--device", "cpu")
+
+
+def reader(model: Any) -> Reader:
+    return Reader(model, identity(model.get_decoder()))
 
 
 def run(*arguments: str) -> Result:
@@ -36,7 +42,7 @@ def run(*arguments: str) -> Result:
 
 def test_sums_and_weights_are_those_of_the_models_own_attention(embedded: Any, embedded_tokenizer: Any) -> None:
     ids = key_value_prompts(embedded_tokenizer, 200, 1, 3)
-    (reading,) = capture.readings(embedded, ids, 64)
+    (reading,) = capture.readings(reader(embedded), ids, 64)
     stock = load_model(torch.float32)
     stock.set_attn_implementation("eager")
     kept: dict[int, Any] = {}
@@ -116,7 +122,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: 
     result = run(*SMALL, "--count", "2", "--json")
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
-    table = anchors.load("anchors.json")
+    table = TABLE.read("anchors.json")
     assert ("anchors.json", "embedded", list(table.anchors)) == (facts["output"], facts["model"], facts["anchors"])
     assert len(table.anchors) == 2
     assert table.anchors[0] == 0
@@ -128,7 +134,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: 
     shown = run(*SMALL)
     assert shown.exit_code == 0, shown.output
     assert "chosen" in shown.output
-    assert anchors.load("anchors.json").anchors == (0,)  # one in seven
+    assert TABLE.read("anchors.json").anchors == (0,)  # one in seven
 
 
 def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +149,11 @@ def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_shipped_table_fits_the_embedded_model(embedded: Any, embedded_tokenizer: Any) -> None:
-    table = anchors.load(ANCHORS)
+    table = TABLE.read(ANCHORS)
     table.check_model(identity(embedded.get_decoder()))
     ids = key_value_prompts(embedded_tokenizer, table.made["tokens"], table.made["samples"], 0)
     settings = Settings(count=table.made["count"], tile=table.made["tile"], columns=table.made["columns"])
-    again = anchored(embedded, identity(embedded.get_decoder()), ids[:2], settings)
+    again = anchored(reader(embedded), ids[:2], settings)
     assert table.anchors == again.table.anchors
     with (
         torch.inference_mode(),

@@ -76,9 +76,12 @@ def test_a_method_that_fails_is_left_out_with_its_reason() -> None:
 
 
 def test_every_method_can_be_calibrated() -> None:
-    from sparseprefill.adapters.cli.calibrate import NEEDED
+    from sparseprefill.adapters.cli.calibrate import TIMED
 
-    methods = {name: sp.build(name, **NEEDED.get(name, {})) for name in sp.methods()}
+    methods = {
+        name: method.pipeline(**method.stand_in, **TIMED.get(name, {}))
+        for name, method in sp.default_registry().methods().items()
+    }
     found = calibrate(TINY, sizes((128,), None), methods, CLOCK)
     assert {} == found.failed
     assert set(methods) == set(found.shape.points[0].methods)

@@ -79,10 +79,10 @@ def test_help_names_every_command(arguments: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_help_says_each_summary_whole(columns: int) -> None:
     """No summary ends in dots, and no line where the source's does: words go on as far as the terminal does."""
-    commands: Any = get_command(app)
+    group: Any = get_command(app)
     text = _letters(invoke("--help", columns=columns).stdout)
-    for name, command in commands.commands.items():
-        summary, *paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+    for name in group.list_commands(None):
+        summary, *paragraphs = (inspect.getdoc(group.get_command(None, name).callback) or "").split("\n\n")
         assert _letters(f"{name} {summary}") in text
         shown = invoke(name, "--help", columns=columns).stdout
         assert max(map(len, shown.splitlines())) <= columns

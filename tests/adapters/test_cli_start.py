@@ -21,7 +21,7 @@ try:
 finally:
     print("imported:", *sorted(set(sys.modules) & set({heavy!r})), file=sys.stderr)
 """
-COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
+COMMANDS = sorted(get_command(app).list_commands(None))  # type: ignore[attr-defined]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

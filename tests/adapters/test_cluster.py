@@ -10,22 +10,27 @@ import pytest
 import torch
 from matplotlib.image import imread
 from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.clustering import autoencoder, capture, group
 from sparseprefill.adapters.demo.model import load_model
 from sparseprefill.adapters.demo.samples import key_value_prompts
 from sparseprefill.adapters.demo.settings import CLUSTERS, PARAMETERS
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
+from sparseprefill.adapters.huggingface.reader import Reader
+from sparseprefill.plugins.share_prefill.clustering import autoencoder, capture, group
+from sparseprefill.plugins.share_prefill.config import TABLE
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
-from sparseprefill.profiles import clusters
 
 from .test_cli import refused
 
 pytestmark = pytest.mark.usefixtures("_one_tokenizer")
 SMALL = ("--tokens", "512", "--block", "32", "--samples", "1", "--epochs", "20", "--device", "cpu")
+
+
+def reader(model: Any) -> Reader:
+    return Reader(model, identity(model.get_decoder()))
 
 
 def run(*arguments: str) -> Result:
@@ -45,7 +50,7 @@ def kinds() -> Tensor:
 def test_captured_maps_are_the_models_attention(embedded: Any, embedded_tokenizer: Any) -> None:
     """Rows sum to 1, nothing lies in the future, and a block is the mean over rows of the attention's sum."""
     ids = key_value_prompts(embedded_tokenizer, 256, 1, 3)
-    maps = capture.block_maps(embedded, ids, 64)
+    maps = capture.block_maps(reader(embedded), ids, 64)
     assert dict.fromkeys(range(6), (1, 4, 4, 4)) == {layer: tuple(one.shape) for layer, one in maps.items()}
     stock = load_model(torch.float32)
     stock.set_attn_implementation("eager")
@@ -102,7 +107,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: 
     facts = json.loads(result.stdout)
     assert (facts["output"], facts["picture"], facts["model"]) == ("clusters.json", "clusters.png", "embedded")
     assert imread("clusters.png").ndim == 3
-    table = clusters.load("clusters.json")
+    table = TABLE.read("clusters.json")
     heads = [head for heads in (*table.clusters, table.noise) for head in heads]
     assert sorted(heads) == [(layer, head) for layer in range(6) for head in range(4)]
     assert all(len(one) >= 2 for one in table.clusters)
@@ -121,7 +126,7 @@ def test_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_shipped_table_fits_the_embedded_model(embedded: Any, embedded_tokenizer: Any) -> None:
-    table = clusters.load(CLUSTERS)
+    table = TABLE.read(CLUSTERS)
     table.check_model(identity(embedded.get_decoder()))
     assert len(table.clusters) >= 2
     ids = torch.tensor(key_value_prompts(embedded_tokenizer, 512, 1, 5))

@@ -23,7 +23,6 @@ from sparseprefill.adapters.evaluation.prompts import Prompt, load, made
 from sparseprefill.adapters.evaluation.reading import APART, Reader, Sizes
 from sparseprefill.adapters.evaluation.runs import outcomes, summaries
 from sparseprefill.adapters.huggingface import attach
-from sparseprefill.adapters.progress import Progress
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
@@ -34,6 +33,7 @@ from transformers import (
 )
 
 import sparseprefill as sp
+from sparseprefill.profiles.progress import Progress
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,

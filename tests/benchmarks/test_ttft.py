@@ -19,7 +19,7 @@ LENGTHS = (32768, 65536, 131072)
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_first_token(benchmark: BenchmarkFixture, tokens: int) -> None:
     registry = default_registry()
-    methods = [(name, registry.build(name, **tables.PARAMETERS.get(name, {}))) for name in tables.names(registry)]
+    methods = [(name, registry.build(name, **registry.get(name).stand_in)) for name in tables.names(registry)]
     prefill = Prefill(shape=ModelShape(), device=torch.device("cuda"), tokens=tokens)
     rows = benchmark.pedantic(lambda: prefill.run([*methods, ("tiles 0.1", tiles(0.1))]), rounds=1)
     benchmark.extra_info.update({row.name: {**asdict(row), "speedup": row.speedup} for row in rows})

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from attrs import NOTHING, evolve, fields, frozen
 from sparseprefill.adapters.session.session import Session
+from sparseprefill.plugins.kascade.config import TABLE as ANCHORS
+from sparseprefill.plugins.share_prefill.config import TABLE as CLUSTERS
 
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill import structure
 from sparseprefill.breakeven.gate import shipped
 from sparseprefill.breakeven.points import DeviceKind
-from sparseprefill.profiles import anchors
-from sparseprefill.profiles.clusters import load as load_clusters
 
 
 class Unprintable:
@@ -385,8 +385,8 @@ def files(folder: Path) -> Iterator[Bad]:
     loaders: dict[str, tuple[Callable[[Any], object], Any]] = {
         "BreakEven.load": (sp.BreakEven.load, json.loads(small.to_json())),
         "Profile.load": (sp.Profile.load, profile),
-        "clusters.load": (load_clusters, clusters),
-        "anchors.load": (anchors.load, layers),
+        "clusters.load": (CLUSTERS.read, clusters),
+        "anchors.load": (ANCHORS.read, layers),
     }
     texts = {
         **{

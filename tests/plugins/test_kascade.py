@@ -11,14 +11,15 @@ import torch
 from attrs import asdict, evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparseprefill.plugins.kascade.config import TABLE
 from sparseprefill.plugins.kascade.records import Chosen, Kept
 from sparseprefill.plugins.kascade.stages import Kascade
+from sparseprefill.plugins.kascade.table import AnchorTable
 from torch import Tensor
 
 import sparseprefill as sp
 from helpers.layers import Layers, calls, run
 from oracles import kascade as oracle
-from sparseprefill.profiles.anchors import AnchorTable, load
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.testing import check_method
 
@@ -301,7 +302,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     table = AnchorTable(anchors=(0, 2), maps={1: (1, 1), 3: (0, 1)}, model=IDENTITY, made={"tokens": 5})
     path = tmp_path / "anchors.json"
     path.write_text(table.to_json())
-    assert table == load(path)
+    assert table == TABLE.read(path)
     estimator = sp.build("kascade", anchors=str(path)).estimator
     assert isinstance(estimator, Kascade)
     assert table == estimator.anchors

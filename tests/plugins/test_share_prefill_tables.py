@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from sparseprefill.plugins.share_prefill.config import TABLE as NEEDED
+from sparseprefill.plugins.share_prefill.table import ClusterTable
 
 import sparseprefill as sp
-from sparseprefill.profiles.clusters import ClusterTable, load, parse
 from sparseprefill.profiles.identity import ModelIdentity
 
 SIZES = ModelIdentity(
@@ -28,14 +29,14 @@ def call(heads: int = 2, kv_heads: int = 1, head_dim: int = 8, layer: int = 0) -
 def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "clusters.json"
     path.write_text(TABLE.to_json())
-    assert load(path) == TABLE
-    assert parse(json.loads(TABLE.to_json())) == TABLE
+    assert NEEDED.read(path) == TABLE
+    assert NEEDED.read(json.loads(TABLE.to_json())) == TABLE
     for clusters in (path, str(path), TABLE, json.loads(TABLE.to_json())):
         assert sp.build("share-prefill", clusters=clusters).run(call()).density <= 1
 
 
 def test_a_mapping_by_hand() -> None:
-    table = parse({(0, 0): 7, (1, 1): 7, (0, 1): None, (2, 0): 3, (5, 0): -1})
+    table = NEEDED.read({(0, 0): 7, (1, 1): 7, (0, 1): None, (2, 0): 3, (5, 0): -1})
     assert table.clusters == (((2, 0),), ((0, 0), (1, 1)))
     assert [table.label(*head) for head in ((1, 1), (0, 1), (2, 0), (9, 9))] == [1, -1, 0, -1]
 

@@ -11,10 +11,10 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparseprefill.plugins.kascade.table import AnchorTable
 
 import sparseprefill as sp
 from sparseprefill.parts import split
-from sparseprefill.profiles.anchors import AnchorTable
 from sparseprefill.testing import calls
 
 REGISTRY = sp.default_registry()

@@ -17,14 +17,14 @@ from attrs import field, frozen
 import sparseprefill as sp
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError
-from sparseprefill.profiles import anchors, clusters
 from sparseprefill.structure import KEY, Schema
 from sparseprefill.validate import whole
 
+TABLES = {name: method.table for name, method in sp.default_registry().methods().items() if method.table is not None}
 LOADERS: dict[str, Callable[[Any], object]] = {
     "profile": sp.Profile.load,
-    "clusters": clusters.load,
-    "anchors": anchors.load,
+    "clusters": TABLES["share-prefill"].read,
+    "anchors": TABLES["kascade"].read,
     "break-even table": sp.BreakEven.load,
     "configuration": sp.from_config,
     "parameter": lambda path: sp.build("kascade", anchors=str(path)),

@@ -1,1 +1,1 @@
-"""Files made for one model: tuned parameters, clusters of heads, and the identity of the model."""
+"""Files made for one model: tuned parameters, tables that methods need, and the identity of the model."""

@@ -11,15 +11,12 @@ from torch import Tensor
 from sparseprefill.errors import ParameterError
 from sparseprefill.plan import Remark
 from sparseprefill.stages import HeadScope
-from sparseprefill.validate import maybe, number, whole
+from sparseprefill.validate import LONGEST, maybe, number, whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan
-
-MOST = 1e12
-"""The largest `below`: no prompt is longer."""
 
 
 @frozen
@@ -48,7 +45,7 @@ class SkipSoftmax:
     docs/methods/skip-softmax.md which executor has which.
     """
 
-    below: float = field(default=587.0, validator=number(0.0, MOST))
+    below: float = field(default=587.0, validator=number(0.0, LONGEST))
     grain: int | None = field(default=128, kw_only=True, validator=maybe(whole()))
     head_scope: ClassVar[HeadScope] = "head"
 

@@ -32,10 +32,10 @@ from sparseprefill.adapters.vllm.layer import index_of, layer_of
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.pages import pages_of
 from sparseprefill.adapters.vllm.split import narrow
+from sparseprefill.plugins.share_prefill.config import TABLE as NEEDED
 
 import sparseprefill as sp
 from sparseprefill.pages import Pages
-from sparseprefill.profiles.clusters import load
 from sparseprefill.profiles.profile import LengthRange
 from sparseprefill.route import Route
 
@@ -561,7 +561,7 @@ def test_registering_never_raises(
 
 
 def test_tables_serve_a_share_of_the_heads() -> None:
-    table = load(CLUSTERS)
+    table = NEEDED.read(CLUSTERS)
     whole = table.model
     assert whole is not None
     local = attrs.evolve(whole, heads=2, kv_heads=1)
@@ -582,7 +582,7 @@ def test_tables_serve_a_share_of_the_heads() -> None:
 
 
 def test_a_profile_alone_names_the_method(tmp_path: Path) -> None:
-    whole = load(CLUSTERS).model
+    whole = NEEDED.read(CLUSTERS).model
     assert whole is not None
     only = LengthRange(least=0, tokens=9, method="streaming", parameters={"sink": 16, "window": 64}, dense_layers=(1,))
     path = tmp_path / "my.profile.json"
@@ -594,7 +594,7 @@ def test_a_profile_alone_names_the_method(tmp_path: Path) -> None:
 
 
 def test_a_config_is_built_for_a_share_of_the_heads() -> None:
-    whole = load(CLUSTERS).model
+    whole = NEEDED.read(CLUSTERS).model
     assert whole is not None
     registry = LocalRegistry(whole, attrs.evolve(whole, heads=2, kv_heads=1))
     found = options(method="share-prefill", parameters={"clusters": str(CLUSTERS)}).build(registry)

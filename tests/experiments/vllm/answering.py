@@ -13,7 +13,8 @@ from sparseprefill.adapters.bench.model import ModelShape
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.demo.model import CHECKPOINT, load_tokenizer
 from sparseprefill.adapters.demo.tasks import FAMILIES, Task, make_task, score
-from sparseprefill.adapters.progress import Progress
+
+from sparseprefill.profiles.progress import Progress
 
 from .counters import tokens
 from .engine import Engine, Setup, described

@@ -8,7 +8,8 @@ from typing import Any
 
 from attrs import define, field, frozen
 from sparseprefill.adapters.cli.group import CommandError
-from sparseprefill.adapters.progress import Progress
+
+from sparseprefill.profiles.progress import Progress
 
 from .engine import Setup, described, prompt
 from .first_token import Contender

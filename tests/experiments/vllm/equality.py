@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from attrs import asdict, frozen
 from sparseprefill.adapters.cli.group import CommandError
-from sparseprefill.adapters.progress import Progress
+
+from sparseprefill.profiles.progress import Progress
 
 from .compare import Answer, Compared, differ
 from .engine import Engine, Setup, described, prompt

@@ -12,10 +12,10 @@ from attrs import define, evolve, field, frozen
 from sparseprefill.adapters.bench.baseline import baseline
 from sparseprefill.adapters.bench.clock import Clock, middle
 from sparseprefill.adapters.cli.group import CommandError
-from sparseprefill.adapters.progress import Progress
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
+from sparseprefill.profiles.progress import Progress
 
 from .counters import pairs
 from .engine import Engine, Setup, described, prompt

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from sparseprefill.adapters.bench.tables import PARAMETERS
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.cli.options import setting
 
@@ -63,16 +62,17 @@ def contenders(
     methods: Sequence[str],
     settings: Sequence[str],
     gate: bool,
-    usual: Mapping[str, Mapping[str, Any]] = PARAMETERS,
+    usual: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Contender]:
     """The methods as tables of ``additional_config``, each built once to be checked.
 
     settings: texts ``method.parameter=value``. gate: let the adapter's default gate choose vLLM's own attention.
-    usual: parameters of each method that the settings change. CommandError, or the registry's errors, for what does
-    not fit.
+    usual: parameters of each method that the settings change; by default a stand-in for its table. CommandError, or the
+    registry's errors, for what does not fit.
     """
     registry = default_registry()
-    changes = {registry.get(name).name: dict(usual.get(name, {})) for name in methods}
+    found = map(registry.get, methods)
+    changes = {one.name: dict(one.stand_in if usual is None else usual.get(one.name, {})) for one in found}
     for text in settings:
         method, parameter, value = setting(text)
         if method not in changes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from attrs import field, frozen
@@ -12,7 +11,8 @@ from attrs import field, frozen
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.profiles.identity import ModelIdentity
-from sparseprefill.validate import whole
+from sparseprefill.profiles.table import ModelTable
+from sparseprefill.validate import maybe, whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -22,7 +22,7 @@ Indices = tuple[Annotated[int, whole(0, (1 << 31) - 1)], ...]
 
 
 @frozen(kw_only=True)
-class AnchorTable:
+class AnchorTable(ModelTable):
     """Anchor layers, ascending, and for the layers between them which KV head of the anchor each of theirs follows.
 
     maps: by layer; a layer without an entry follows head by head. model: whose layers they are; None for a table
@@ -86,35 +86,42 @@ class AnchorTable:
     def objection(self, call: AttentionCall) -> str | None:
         """Why the table does not fit a call, or None."""
         if self.model is not None:
-            return self.model.objection(call)
+            return super().objection(call)
         known, first = self.maps.get(call.layer), call.first_head // call.group
         if known is None or (len(known) >= first + call.kv_heads and len(known) % call.kv_heads == 0):
             return None  # a call may be one device's share of the heads
         heads = f"KV heads {first} to {first + call.kv_heads - 1}" if first else f"{call.kv_heads} KV heads"
         return f"maps[{call.layer}] is {printed(list(known))}, the call has {heads}: pass one number for each KV head"
 
-    def check_model(self, model: ModelIdentity) -> None:
-        """ParameterError, naming the field, where the table was made for another model."""
-        if self.model is not None:
-            self.model.check_same(model, "the table of anchors", "make one with sparseprefill anchors")
 
-    def to_json(self) -> str:
-        """The text of a file that `load` reads."""
-        return structure.by_lines(self)
-
-
-def load(path: str | Path) -> AnchorTable:
-    """From a JSON file; ParameterError names the file and the field that does not fit."""
-    return structure.load(path, "anchors", "pass the JSON file of a table", parse)
-
-
-def parse(facts: object) -> AnchorTable:
-    """From the content of such a file, or from the indices of the anchor layers, whose followers go head by head."""
-    if isinstance(facts, AnchorTable):
-        return facts
+def parse(facts: object) -> object:
+    """The indices of the anchor layers, whose followers go head by head, as a table; other data as it is."""
     if isinstance(facts, list | tuple):
         return AnchorTable(anchors=structure.structure(Indices, facts, "anchors"))
     if not isinstance(facts, Mapping):
         raise ParameterError(f"anchors is {printed(facts)}: pass a path, a table, or the indices of the anchor layers")
-    made: AnchorTable = structure.structure(AnchorTable, facts)
-    return made
+    return facts
+
+
+@frozen(kw_only=True)
+class Settings:
+    """How anchor layers are chosen.
+
+    count: anchor layers; by default one in seven, such as 5 of 32. tile: tokens of a query tile. columns: keys before a
+    tile by which layers are compared.
+
+    `columns` is by default the fewest that the method ever keeps, where a choice is hardest.
+    """
+
+    count: int | None = field(default=None, validator=maybe(whole()))
+    tile: int = field(default=128, validator=whole(16))
+    columns: int = field(default=128, validator=whole())
+
+    def check(self, tokens: int) -> None:
+        """ParameterError where samples of so many tokens are too short."""
+        least = self.columns + self.tile
+        if tokens <= least:
+            raise ParameterError(
+                f"the shortest prompt has {tokens} tokens: pass longer ones than {least}, or no tile has more keys "
+                "before it than it keeps"
+            )

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from attrs import asdict, evolve
+from sparseprefill.plugins.share_prefill.config import TABLE
+from sparseprefill.plugins.share_prefill.table import ClusterTable
 
 from sparseprefill.errors import ParameterError
-from sparseprefill.profiles.clusters import ClusterTable, load, parse
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import Profile
 
@@ -27,9 +28,9 @@ def facts(**model: Any) -> dict[str, Any]:
 
 def test_a_model_of_billions_of_heads_is_refused_at_once() -> None:
     with pytest.raises(ParameterError, match="clusters: layer 0, head 2 is neither in a cluster nor in noise"):
-        parse(facts(layers=HUGE, heads=HUGE))
+        TABLE.read(facts(layers=HUGE, heads=HUGE))
     with pytest.raises(ParameterError, match="clusters: layer 1, head 1 is neither in a cluster"):
-        parse(facts(layers=HUGE))
+        TABLE.read(facts(layers=HUGE))
 
 
 def test_the_first_head_at_fault_is_named() -> None:
@@ -47,18 +48,18 @@ def test_the_first_head_at_fault_is_named() -> None:
 @pytest.mark.parametrize("name", ["layers", "heads", "kv_heads", "head_dim"])
 def test_sizes_that_no_model_has(name: str, value: int) -> None:
     with pytest.raises(ParameterError, match=rf"model\.{name} is .*: pass an integer from 1 to 2147483647"):
-        parse(facts(**{name: value}))
+        TABLE.read(facts(**{name: value}))
 
 
 def test_an_empty_table_is_none(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(ParameterError, match="clusters is an empty table: pass"):
-        parse({})
+        TABLE.read({})
     with pytest.raises(ParameterError, match="clusters is an empty table: pass"):
-        load(tmp_path / "a.json")
+        TABLE.read(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("read", [load, Profile.load])
+@pytest.mark.parametrize("read", [TABLE.read, Profile.load])
 def test_files_that_python_cannot_hold(tmp_path: Path, read: Any) -> None:
     path = tmp_path / "a.json"
     for text, message in (("[" * 100000, "is nested too deeply"), ("1" * 5000, r"is not JSON \(Exceeds the limit")):

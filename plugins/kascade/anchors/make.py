@@ -3,63 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from attrs import asdict, field, frozen
+from attrs import asdict
 from torch import Tensor
 
 from sparseprefill import __version__
-from sparseprefill.errors import ParameterError
-from sparseprefill.profiles.anchors import AnchorTable
-from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.profiles.table import MadeTable
 
-from ..progress import Progress
+from ..table import AnchorTable, Settings
 from . import capture, choose
+
+if TYPE_CHECKING:
+    from sparseprefill.profiles.progress import Progress
+    from sparseprefill.profiles.table import ModelReader
 
 ONE_IN = 7
 """Layers to an anchor, about, where nobody says how many: 5 of 32, as the authors pick."""
 
 
-@frozen(kw_only=True)
-class Settings:
-    """count: anchor layers, None for one in seven. tile: tokens of a query tile. columns: keys before a tile that are
-    compared: the fewest that the method ever keeps, where a choice is hardest."""
-
-    count: int | None = None
-    tile: int = 128
-    columns: int = 128
-
-    def check(self, tokens: int) -> None:
-        """ParameterError where samples of so many tokens are too short."""
-        least = self.columns + self.tile
-        if tokens <= least:
-            raise ParameterError(
-                f"the shortest prompt has {tokens} tokens: pass longer ones than {least}, or no tile has more keys "
-                "before it than it keeps"
-            )
-
-
-@frozen(eq=False)
-class Anchored:
-    """The table, with what it was made from. layers: those that a method serves. gain: ``[n, n]``, what a layer, the
-    column, has from the choice of an earlier one, the row, its weight included. scores: by number of anchors, the
-    layers and their share of what all would have from themselves.
-    """
-
-    table: AnchorTable
-    layers: tuple[int, ...]
-    gain: Tensor = field(repr=False)
-    scores: dict[int, tuple[tuple[int, ...], float]]
-
-
 def anchored(
-    model: Any,
-    identity: ModelIdentity,
+    reader: ModelReader,
     samples: Sequence[Sequence[int]],
     settings: Settings,
     progress: Progress = lambda what, done, of: None,
-) -> Anchored:
+) -> MadeTable:
     """Let the model read samples densely, and choose its anchor layers.
 
     samples: token ids, longer than a tile with its columns. Raises ParameterError for shorter ones, and as
@@ -68,7 +37,7 @@ def anchored(
     settings.check(min(map(len, samples)))
     similar: dict[tuple[int, int], Tensor] = {}
     weight: dict[int, float] = {}
-    for reading in capture.readings(model, samples, settings.tile, lambda done, of: progress("layers", done, of)):
+    for reading in capture.readings(reader, samples, settings.tile, lambda done, of: progress("layers", done, of)):
         own = {layer: choose.TopKeys.of(sums, settings.columns) for layer, sums in reading.sums.items()}
         for a in own:
             for b in (layer for layer in own if layer >= a):
@@ -80,7 +49,7 @@ def anchored(
     gain = choose.ordered(layers, similar, weight)
     count = -(-len(layers) // ONE_IN) if settings.count is None else min(settings.count, len(layers))
     whole = max(float(gain.diagonal().sum()), torch.finfo(torch.float64).tiny)
-    scores = {}
+    scores: dict[int, tuple[tuple[int, ...], float]] = {}
     for k in range(1, min(max(8, count), len(layers)) + 1):
         chosen, value = choose.best(gain, k)
         scores[k] = (tuple(layers[i] for i in chosen), value / whole)
@@ -94,5 +63,20 @@ def anchored(
         **{"tokens": len(samples[0]), "samples": len(samples), **asdict(settings), "count": count},
         **{"score": round(scores[count][1], 4), "sparseprefill": __version__},
     }
-    table = AnchorTable(anchors=anchors, maps=maps, model=identity, made=made)
-    return Anchored(table, layers, gain, scores)
+    table = AnchorTable(anchors=anchors, maps=maps, model=reader.identity, made=made)
+    return MadeTable(
+        table=table,
+        measured=f"{len(layers)} layers",
+        heads=("anchors", "layers", "score", ""),
+        rows=[
+            (str(k), " ".join(map(str, one)), f"{score:.3f}", "chosen" if one == anchors else "")
+            for k, (one, score) in scores.items()
+        ],
+        words=("layers", ""),
+        facts={
+            **made,
+            "anchors": anchors,
+            "maps": maps,
+            "scores": {k: {"anchors": one, "score": score} for k, (one, score) in scores.items()},
+        },
+    )

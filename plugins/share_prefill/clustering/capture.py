@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
@@ -16,8 +16,9 @@ from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 
-from ..huggingface import attach
-from ..progress import Steps
+if TYPE_CHECKING:
+    from sparseprefill.profiles.progress import Steps
+    from sparseprefill.profiles.table import ModelReader
 
 
 @frozen
@@ -32,17 +33,16 @@ class ProbedDense:
         return Plan(SparseMask.full(call, self.block), probe=heads)
 
 
-@torch.inference_mode()
 def block_maps(
-    model: Any, samples: Sequence[Sequence[int]], block: int, progress: Steps = lambda done, of: None
+    reader: ModelReader, samples: Sequence[Sequence[int]], block: int, progress: Steps = lambda done, of: None
 ) -> dict[int, Tensor]:
     """By layer: float32 ``[S, H, R, R]`` on the CPU, mean over a block's queries of the mass in a block of keys.
 
     samples: token ids of S prompts of one length. Raises UnsupportedCallError where a layer has no such map, as one
-    with a sliding window, and AttachError or ParameterError as `attach` does.
+    with a sliding window, and AttachError or ParameterError as `ModelReader.read` does.
     """
     maps: dict[int, list[Tensor]] = {}
-    total = len(samples) * int(model.config.get_text_config().num_hidden_layers)
+    total = len(samples) * reader.identity.layers
 
     def observe(call: AttentionCall, result: Result) -> None:
         if result.probe is None:
@@ -50,19 +50,9 @@ def block_maps(
         maps.setdefault(call.layer, []).append(result.probe[0].to("cpu", torch.float32))
         progress(sum(map(len, maps.values())), total)
 
-    with attach(
-        model,
-        Pipeline(ProbedDense(block), name="block-maps"),
-        strict=True,
-        observe=observe,
-        gate=None,
-        tail=0,
-        recall_every=0,
-    ) as handle:
-        for ids in samples:
-            model(torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
-        seen = [layer.layer for layer in handle.report().layers]
-    lost = sorted(set(seen) - set(maps))
+    probed = Pipeline(ProbedDense(block), name="block-maps")
+    seen = {layer for layers in reader.read(samples, probed, observe, verify=True) for layer in layers}
+    lost = sorted(seen - set(maps))
     if lost or not maps:
         raise UnsupportedCallError([f"layers {lost}: no block map; layers with a sliding window run without a method"])
     return {layer: torch.stack(found) for layer, found in sorted(maps.items())}

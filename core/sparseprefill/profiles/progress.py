@@ -1,4 +1,4 @@
-"""What hears of progress: a command's bar, a test's list, or nobody."""
+"""What hears of progress where something is measured: a command's bar, a test's list, or nobody."""
 
 from __future__ import annotations
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseprefill.profiles.clusters import ClusterTable, Spot
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.statistics.select import top_mass
+
+from ..table import ClusterTable, Spot
 
 
 def features(codes: Tensor) -> Tensor:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from attrs import field, frozen
 
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.profiles.identity import ModelIdentity
-from sparseprefill.validate import whole
-
-if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
+from sparseprefill.profiles.table import ModelTable
+from sparseprefill.validate import number, whole
 
 NOISE = -1
 Spot = tuple[Annotated[int, whole(0)], Annotated[int, whole(0)]]
@@ -23,7 +20,7 @@ Spot = tuple[Annotated[int, whole(0)], Annotated[int, whole(0)]]
 
 
 @frozen(kw_only=True)
-class ClusterTable:
+class ClusterTable(ModelTable):
     """Clusters of (layer, head), and the noise: heads that are like no other.
 
     clusters: tuples of heads, each head in one of them or in `noise`. model: whose heads they are; None for a table
@@ -72,37 +69,14 @@ class ClusterTable:
         """Index of the head's cluster, or NOISE."""
         return self.labels.get((layer, head), NOISE)
 
-    def to_json(self) -> str:
-        """The text of a file that `load` reads."""
-        return structure.by_lines(self)
 
-    def objection(self, call: AttentionCall) -> str | None:
-        """Why the table does not fit a call, or None."""
-        return None if self.model is None else self.model.objection(call)
-
-    def check_model(self, model: ModelIdentity) -> None:
-        """ParameterError, naming the field, where the table was made for another model."""
-        if self.model is not None:
-            self.model.check_same(model, "the cluster table", "make one with sparseprefill cluster")
-
-
-def load(path: str | Path) -> ClusterTable:
-    """From a JSON file; ParameterError names the file and the field that does not fit."""
-    return structure.load(path, "clusters", "pass the JSON file of a cluster table", parse)
-
-
-def parse(facts: object) -> ClusterTable:
-    """From the content of such a file, or from a mapping ``{(layer, head): cluster}``, in which None is noise."""
-    if isinstance(facts, ClusterTable):
-        return facts
+def parse(facts: object) -> object:
+    """A mapping ``{(layer, head): cluster}``, in which None is noise, as a table; other data as it is."""
     if not isinstance(facts, Mapping):
         raise ParameterError(f"clusters is {type(facts).__name__}: pass a path, or a mapping")
     if not facts:
         raise ParameterError("clusters is an empty table: pass {(layer, head): cluster}, or what a cluster file holds")
-    if "schema" not in facts and all(isinstance(key, tuple) for key in facts):
-        return _by_hand(facts)
-    made: ClusterTable = structure.structure(ClusterTable, facts)
-    return made
+    return _by_hand(facts) if all(isinstance(key, tuple) for key in facts) else facts
 
 
 def _by_hand(facts: Mapping[Any, Any]) -> ClusterTable:
@@ -122,3 +96,20 @@ def _by_hand(facts: Mapping[Any, Any]) -> ClusterTable:
 
 def _words(head: Iterable[int]) -> str:
     return "layer {}, head {}".format(*map(printed, head))
+
+
+@frozen(kw_only=True)
+class Settings:
+    """How heads are clustered.
+
+    block: tokens of a block of the maps. threshold: largest distance of heads in one cluster. min_size: minimum heads
+    in a cluster; smaller ones are noise. latent: numbers that a map is compressed to. epochs: maximum epochs of
+    training for the autoencoder. seed: chooses the samples, and how the training begins.
+    """
+
+    block: int = field(default=128, validator=whole(16))
+    threshold: float = field(default=10.0, validator=number(0.0))
+    min_size: int = field(default=5, validator=whole())
+    latent: int = field(default=64, validator=whole())
+    epochs: int = field(default=1000, validator=whole())
+    seed: int = field(default=0, validator=whole(0))

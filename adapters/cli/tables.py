@@ -1,0 +1,167 @@
+"""Commands that make a table of a model, one for each method that needs one (`Method.table`)."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from attrs import fields
+
+from sparseprefill.errors import MethodCollisionError, ParameterError
+from sparseprefill.profiles.table import NeededTable
+from sparseprefill.registry import Registry
+
+from ..table import Table
+from . import describe, render
+from .files import check_writable, write
+from .group import CommandError, Group
+from .shared_options import SEEDS, Device, Dtype, Json, Model, Threads, Type
+
+SEED = "seed"
+"""The option of the command that chooses the samples; settings with such a field are given it, too."""
+BOUNDS = re.compile(r"(?:integer|number) (?:>= )?(\d+)(?: to (\d+))?")
+"""How the validators of whole numbers and numbers describe themselves."""
+
+
+class WithTables(Group):
+    """The commands, and behind them those that make tables: plugins are asked for them when somebody wants to know."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all."""
+        self._find()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a name, or None."""
+        if cmd_name not in self.commands:
+            self._find()
+        return super().get_command(ctx, cmd_name)
+
+    def _find(self) -> None:
+        made = typer.Typer(rich_markup_mode=None, add_completion=False)
+        for table in needed():
+            if table.command not in self.commands:
+                made.command(table.command, short_help=short(table.summary))(_command(table))
+        self.commands.update(typer.main.get_group(made).commands)
+
+
+def needed() -> Iterator[NeededTable]:
+    """The tables that installed methods need, found without torch; none where two plugins collide."""
+    registry = Registry(kinds=("method",))
+    try:
+        registry.load_entry_points()
+    except MethodCollisionError:  # every command that builds something says so
+        return
+    yield from (one.table for one in registry.methods().values() if one.table is not None)
+
+
+def short(text: str) -> str:
+    """The first paragraph of a docstring in one line: whole, where typer would cut it off with dots."""
+    return " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
+
+
+def _command(table: NeededTable) -> Callable[..., None]:
+    """The command of a table, with the options of its settings among those that all have."""
+
+    def run(**given: Any) -> None:
+        _run(table, **given)
+
+    options = list(_options(table))
+    run.__doc__ = table.summary
+    run.__annotations__ = {one.name: one.annotation for one in options}
+    vars(run)["__signature__"] = inspect.Signature(options)
+    return run
+
+
+def _options(table: NeededTable) -> Iterator[inspect.Parameter]:
+    kinds = get_type_hints(table.settings)
+    known = {one.name: one for one in describe.parameters(table.settings)}
+    helps = {name: one.doc[:1].upper() + one.doc[1:] for name, one in known.items()}
+
+    def one(name: str, default: Any, kind: Any, **more: Any) -> inspect.Parameter:
+        annotation = Annotated[kind, typer.Option(*more.pop("names", ()), **more)] if more else kind
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    yield one("model", None, Model)
+    yield one("tokens", table.tokens, int, min=256, help="Tokens of a sample.")
+    yield one("samples", table.samples, int, min=1, help="Samples to average over.")
+    for name, parameter in known.items():
+        if name != SEED:
+            least, most = _bounds(parameter.bounds, float if kinds[name] is float else int)
+            yield one(name, parameter.default, kinds[name], min=least, max=most, help=helps[name])
+    yield one(SEED, 0, int, min=0, max=SEEDS, help=helps.get(SEED, "Chooses the samples."))
+    file = Path(f"{table.parameter}.json")
+    yield one("output", file, Path, names=("--output", "-o"), help="Write the table to this file.")
+    if table.picture:
+        yield one("picture", file.with_suffix(".png"), Path, help="Write the picture to this file.")
+    yield one("device", "auto", Device)
+    yield one("dtype", Dtype.AUTO, Type)
+    yield one("threads", 1, Threads)
+    yield one("json", False, Json)
+
+
+def _bounds(words: str, kind: type) -> tuple[Any, Any]:
+    found = BOUNDS.match(words)
+    least, most = (None, None) if found is None else found.groups()
+    return least and kind(least), most and kind(most)
+
+
+def _run(
+    table: NeededTable,
+    *,
+    model: str | None,
+    tokens: int,
+    samples: int,
+    seed: int,
+    output: Path,
+    device: str,
+    dtype: Dtype,
+    threads: int,
+    json: bool,
+    picture: Path | None = None,
+    **own: Any,
+) -> None:
+    if table.lacking:
+        raise CommandError(f"{table.command} needs {table.lacking}")
+    from ..demo.samples import key_value_prompts
+    from .progress import bars
+    from .setup import Place, Source, identity_of
+
+    check_writable("--output", output)
+    if picture is not None:
+        check_writable("--picture", picture, ".png")
+    place = Place.of(device, dtype.value, threads)
+    names = [one.name for one in fields(table.settings)]
+    settings = table.settings(**own, **({SEED: seed} if SEED in names else {}))
+    with bars(1) as shown, place.threaded():
+        source = Source.of(model, place)
+        source.check_tokens(tokens)
+        try:
+            if hasattr(settings, "check"):
+                settings.check(tokens)
+            prompts = key_value_prompts(source.tokenizer, tokens, samples, seed)
+        except (ValueError, ParameterError) as error:
+            raise CommandError(f"--tokens {tokens}: {error}") from error
+        found = source.load()
+        from ..huggingface.reader import Reader
+
+        identity = identity_of(found, model)
+        with shown.contender(table.of) as progress:
+            made = table.make(Reader(found, identity), prompts, settings, progress)
+        if picture is not None and made.draw is not None:
+            made.draw(picture)
+    write("--output", output, made.table.to_json())
+    drawn = {} if picture is None else {"picture": picture}
+    if json:
+        render.write_json({"model": identity.name, **made.facts, "output": output, **drawn})
+        return
+    title = f"{made.measured} of {identity.name}, {samples} samples of {tokens:,} tokens"
+    render.show(
+        Table(title=title, heads=made.heads, rows=made.rows, words=made.words, drop=made.drop, remarks=made.remarks)
+    )
+    for what, path in {"table": output, **drawn}.items():
+        render.line(f"{what}: {path}")

@@ -1,0 +1,146 @@
+"""A stranger's method with a table: it is read wherever parameters are, checked, and made by a command of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from sparseprefill.adapters.cli import options
+from sparseprefill.adapters.demo.samples import key_value_prompts
+from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.huggingface.identity import identity
+from sparseprefill.adapters.serving.tensor_parallel import LocalRegistry
+
+import sparseprefill as sp
+from helpers import table_plugin
+from helpers.table_plugin import TABLE, BandTable
+from sparseprefill.profiles.identity import ModelIdentity
+
+TESTS = Path(__file__).parents[1]
+MODEL = ModelIdentity(name="tiny", architecture="Tiny", layers=2, heads=4, kv_heads=2, head_dim=16, digest="01")
+
+
+@pytest.fixture
+def registry() -> Iterator[sp.Registry]:
+    known = sp.default_registry()
+    known.register(table_plugin, "banded")
+    yield known
+    known.unregister("banded")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "bands.json"
+    path.write_text(BandTable(bands=(32, 64), model=MODEL).to_json())
+    return path
+
+
+def density(pipeline: Any, layer: int = 0, heads: int = 4) -> float:
+    q, k = torch.randn(1, heads, 300, 16), torch.randn(1, heads // 2, 300, 16)
+    found: float = pipeline.run(sp.AttentionCall(q, k, k, layer=layer)).density
+    return found
+
+
+@pytest.mark.usefixtures("registry")
+def test_it_is_read_from_set_from_toml_and_from_plain_data(file: Path) -> None:
+    (one,) = options.contenders(sp.default_registry(), ["banded"], [f"banded.bands={file}"])
+    config = file.parent / "mine.toml"
+    config.write_text('method = "banded"\nparameters = { bands = "bands.json" }\n')
+    made = [one.pipeline, sp.from_config(config), sp.build("banded", bands=json.loads(file.read_text()))]
+    assert len({density(pipeline) for pipeline in made}) == 1
+    assert density(made[0]) < density(made[0], layer=1) < 1
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("nowhere.json", "bands is 'nowhere.json': No such file"),
+        (3, "bands is 3: pass a path, or a table"),
+        ({**BandTable.SCHEMA.facts, "bands": [0]}, r"bands\[0\] is 0: pass an integer >= 1"),
+        ({**BandTable.SCHEMA.facts, "version": 2}, "version is 2.*make one with sparseprefill bands"),
+    ],
+)
+def test_what_is_no_table_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(sp.ParameterError, match=words):
+        sp.build("banded", bands=given)
+
+
+def test_a_share_of_the_heads_is_served_and_another_model_is_not(registry: sp.Registry, file: Path) -> None:
+    local = evolve(MODEL, heads=2, kv_heads=1)
+    whole = registry.build("banded", bands=str(file))
+    with pytest.raises(sp.UnsupportedCallError, match=r"model\.heads is 4"):
+        density(whole, heads=2)
+    assert density(LocalRegistry(MODEL, local).build("banded", bands=str(file)), heads=2) < 1
+    with pytest.raises(sp.ParameterError, match=r"the table of bands was made for another model: model\.digest"):
+        LocalRegistry(evolve(MODEL, digest="02"), local).build("banded", bands=str(file))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"parameter": "width"}, "Method.table is of 'width', which Config does not have"),
+        ({"command": "Bands of it"}, "Method.table.command is 'Bands of it': use lower-case words"),
+    ],
+)
+def test_a_declaration_that_does_not_fit(change: dict[str, Any], words: str) -> None:
+    (method,) = table_plugin.sparseprefill_methods()
+    with pytest.raises(sp.ParameterError, match=words):
+        evolve(method, table=evolve(TABLE, **change))
+    with pytest.raises(sp.ParameterError, match=r"Method\.table is 3: pass a NeededTable"):
+        evolve(method, table=3)  # type: ignore[arg-type]
+
+
+HEAVY = """
+import sys
+from sparseprefill.adapters.cli.app import main
+sys.argv = ["sparseprefill", *{arguments!r}]
+try:
+    main()
+finally:
+    print("imported:", *sorted(set(sys.modules) & {{"torch", "rich"}}), file=sys.stderr)
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line where the plugin is installed."""
+    info = folder / "banded-1.0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: banded\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sparseprefill]\nbanded = helpers.table_plugin\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(TESTS)])}
+    command = [sys.executable, "-c", HEAVY.format(arguments=arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+
+
+def test_its_command_is_listed_and_makes_the_table(tmp_path: Path, embedded: Any, embedded_tokenizer: Any) -> None:
+    listed = run(tmp_path, "--help")
+    assert (listed.returncode, listed.stderr) == (0, "imported:\n")
+    assert "bands " in listed.stdout
+    assert TABLE.summary in " ".join(listed.stdout.split())
+    shown = " ".join(run(tmp_path, "bands", "--help").stdout.split())
+    for words in ("--share", "Of the attention that a band has.", "default: 16; 16<=x<=99", "bands.json", "--seed"):
+        assert words in shown
+    assert run(tmp_path, "bands", "--shortest", "3").returncode == 2
+    made = run(tmp_path, "bands", "--share", "0.9", "--device", "cpu")
+    assert made.returncode == 0, made.stderr
+    assert "6 layers of embedded, 1 samples of 512 tokens" in " ".join(made.stdout.split())
+    assert "table: bands.json" in made.stdout
+    table = TABLE.read(tmp_path / "bands.json")
+    assert table.model == evolve(identity(embedded.get_decoder()), name="embedded")
+    facts = json.loads(run(tmp_path, "bands", "--share", "0.9", "--device", "cpu", "--json").stdout)
+    assert (facts["model"], tuple(facts["bands"]), facts["output"]) == ("embedded", table.bands, "bands.json")
+    registry = sp.Registry()
+    registry.register(table_plugin, "banded")
+    pipeline = registry.build("banded", bands=tmp_path / "bands.json")
+    with torch.inference_mode(), attach(embedded, pipeline, strict=True, gate=None) as handle:
+        embedded(torch.tensor(key_value_prompts(embedded_tokenizer, 512, 1, 5)), logits_to_keep=1)
+    assert all(layer.mode == "sparse" for layer in handle.report().layers)
