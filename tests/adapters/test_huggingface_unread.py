@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sparseprefill.adapters.demo.model import load_model
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface import unread as reading
 from transformers import DynamicCache
@@ -174,8 +175,10 @@ def test_a_model_that_reads_more_than_it_says_is_found_out() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["rowmax", "bfla"])
 def test_on_a_gpu(method: str) -> None:
-    model = hf_models.build("llama").to("cuda", torch.bfloat16)
-    ids = hf_models.prompt(4 * LENGTH).cuda()
+    model = load_model(torch.bfloat16).cuda()
+    ids = torch.randint(5, 200, (1, 4 * LENGTH), generator=torch.Generator().manual_seed(0)).cuda()
     whole, part, report = both(model, method, lambda m: m(input_ids=ids, logits_to_keep=1).logits)
-    torch.testing.assert_close(whole, part, atol=0.02, rtol=0.02)
+    # rowmax's mask has the tiles of the part's, each by the same kernel; bfla's others, and so another order of sums.
+    assert method != "rowmax" or torch.equal(whole, part)
+    assert float((whole - part).float().norm() / whole.float().norm()) < 0.02
     assert 1 == skipped(report)
