@@ -36,7 +36,10 @@ def demo(
     config: Configs = None,
     tail: Tail = TAIL,
     recall_floor: Floor = None,
-    questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family.")] = 4,
+    questions: Annotated[
+        int | None,
+        typer.Option(min=1, max=16, help="Questions of each family; by default 2, and 4 with --full or --method."),
+    ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=SEEDS, help="Chooses the text, the needles and their places.")
     ] = TABLES,
@@ -82,7 +85,7 @@ def demo(
     with bars(len(compared) + 1) as shown, place.threaded():
         source = Source.of(None, place)
         source.check_layers(layer, head)
-        (exam,) = exams_of(source, [tokens], 1, questions, seed)[tokens]
+        (exam,) = exams_of(source, [tokens], 1, questions or (4 if full or method else 2), seed)[tokens]
         prompt, sizes = asked_of(exam, source, Sizes(greedy=GREEDY))
         model = source.load()
         ask = asker(model, source.tokenizer, exam)
