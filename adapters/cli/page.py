@@ -113,14 +113,15 @@ def _recall(found: Sequence[Outcome]) -> list[Picture]:
         "its last rows": np.nanmean([_grid(one.layers, "last") for one in found], axis=0),
     }
     lowest = min(0.99, *(float(np.nanmin(grid)) for grid in grids.values()))
-    shades = ScalarMappable(Normalize(lowest, 1.0), SHADES)
+    scale = Normalize(lowest, 1.0)
+    shades = ScalarMappable(scale, SHADES)
     made = []
     for where, grid in grids.items():
         if np.nanmin(grid) > NOTHING:
             continue
         figure = Figure(figsize=(WIDTH, 1.2 + 0.16 * max(6, len(found[0].layers))), layout="constrained")
         axis = figure.subplots()
-        axis.imshow(grid, cmap=shades.cmap, norm=shades.norm, aspect="auto", interpolation="nearest")
+        axis.imshow(grid, cmap=shades.cmap, norm=scale, aspect="auto", interpolation="nearest")
         axis.set_xlabel("query head", color=INK)
         axis.set_ylabel("layer", color=INK)
         for side in (axis.xaxis, axis.yaxis):

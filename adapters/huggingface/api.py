@@ -112,7 +112,8 @@ def attach(
         route.check_model(identity(decoder))
     if verify:
         findings = dry_run(model, decoder, route)
-        session.expect(findings.layers)
+        seen = findings.layers
+        session.expect(seen)
         _check_layers(session, findings.layers)
         if strict:
             _check_strict(session, findings.dense)
@@ -120,13 +121,14 @@ def attach(
         if findings.repeated:
             session.note("layer indices repeat within a forward: methods that remember by layer mix them up")
     else:
-        layers, windows = declared_layers(decoder)
-        if layers or windows:
+        declared, windows = declared_layers(decoder)
+        seen = tuple(declared)
+        if declared or windows:
             host, trained = type(model).__name__, trained_length(decoder)
-            session.start(host, layers, windows=windows, trained=trained, certain=False)
+            session.start(host, declared, windows=windows, trained=trained, certain=False)
     last = None
     if skip_unread:
-        last = unread.check(model, decoder, findings.layers if verify else tuple(declared_layers(decoder)[0]))
+        last = unread.check(model, decoder, seen)
         if verify:
             compare_unread(model, decoder, route, last)
     handle = Handle(model, decoder, session, last=last)

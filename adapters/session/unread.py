@@ -17,8 +17,9 @@ TILE = 128
 def read_part(call: AttentionCall, rows: int) -> AttentionCall:
     """The call's last query rows, `rows` of them and what goes before them in their tile; the call itself where that
     is all of it."""
-    first = (call.q_offset + call.q.shape[2] - rows) // TILE * TILE - call.q_offset
-    return call if first <= 0 else evolve(call, q=call.q[:, :, first:], q_offset=call.q_offset + first)
+    offset = call.geometry.q_offset
+    first = (offset + call.q.shape[2] - rows) // TILE * TILE - offset
+    return call if first <= 0 else evolve(call, q=call.q[:, :, first:], q_offset=offset + first)
 
 
 def as_whole(result: Result, part: AttentionCall, call: AttentionCall) -> Result:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from sparseprefill.errors import AttachError
@@ -28,18 +29,17 @@ log = logging.getLogger(__name__)
 def register() -> None:
     """Offer the attention backend ``sparseprefill`` to SGLang. AttachError where that cannot be, which SGLang logs
     with its traceback; it then refuses to start with ``--prefill-attention-backend sparseprefill``."""
-    import sglang
-
-    why = objection(str(sglang.__version__))
+    version = str(import_module("sglang").__version__)
+    why = objection(version)
     if why is None:
         try:
             why = _register()
         except Exception as error:
             why = f"its interfaces are different: {type(error).__name__}: {error}"
     if why is not None:
-        raise AttachError(f"sparseprefill is not registered with SGLang {sglang.__version__}: {why}")
-    if untested(str(sglang.__version__)):
-        _warn(f"SGLang {sglang.__version__} is not the version that ran ({_text(TRIED)}); see docs/sglang.md")
+        raise AttachError(f"sparseprefill is not registered with SGLang {version}: {why}")
+    if untested(version):
+        _warn(f"SGLang {version} is not the version that ran ({_text(TRIED)}); see docs/sglang.md")
 
 
 def _register() -> str | None:

@@ -79,7 +79,8 @@ def structure(kind: Any, value: Any, at: str = "", *, short: bool = False) -> An
     if has(kind):
         return _object(kind, value, at, short=short)
     if issubclass(kind, tuple):
-        facts = exactly(table(value, at), kind._fields, at)
+        fields: Any = kind  # a NamedTuple
+        facts = exactly(table(value, at), fields._fields, at)
         hints = get_type_hints(kind, include_extras=True)
         return kind(**{name: structure(hints[name], one, _join(at, name)) for name, one in facts.items()})
     good = isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)

@@ -21,7 +21,7 @@ from sparseprefill.adapters.huggingface.reader import Reader
 from sparseprefill.plugins.kascade.anchors import capture, choose
 from sparseprefill.plugins.kascade.anchors.make import anchored
 from sparseprefill.plugins.kascade.config import TABLE
-from sparseprefill.plugins.kascade.table import Settings
+from sparseprefill.plugins.kascade.table import AnchorTable, Settings
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
@@ -154,6 +154,7 @@ def test_the_shipped_table_fits_the_embedded_model(embedded: Any, embedded_token
     ids = key_value_prompts(embedded_tokenizer, table.made["tokens"], table.made["samples"], 0)
     settings = Settings(count=table.made["count"], tile=table.made["tile"], columns=table.made["columns"])
     again = anchored(reader(embedded), ids[:2], settings)
+    assert isinstance(again.table, AnchorTable)
     assert table.anchors == again.table.anchors
     with (
         torch.inference_mode(),

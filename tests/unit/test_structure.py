@@ -95,7 +95,7 @@ def test_a_key_may_come_again_elsewhere() -> None:
 
 class Pair(NamedTuple):
     share: float
-    count: Annotated[int, whole(1)]
+    number: Annotated[int, whole(1)]
 
 
 @frozen(kw_only=True)
@@ -116,7 +116,7 @@ class Outer:
 
 GOOD: dict[str, Any] = {
     **{"schema": "test.outer", "version": 3, "inner": [{"from": 2, "name": None}]},
-    **{"pairs": [{"share": 1, "count": 2}], "by_layer": {"4": [1, 2]}, "free": {"any": [1.5, "x", None]}},
+    **{"pairs": [{"share": 1, "number": 2}], "by_layer": {"4": [1, 2]}, "free": {"any": [1.5, "x", None]}},
 }
 
 
@@ -138,8 +138,8 @@ def test_what_is_written_is_read() -> None:
         ({"inner": [{"from": 1, "name": 2}]}, r"inner\[0\].name is 2: pass a string"),
         ({"inner": [{"from": 1}]}, r"inner\[0\].name is missing: add it"),
         ({"inner": [{"form": 1, "name": None}]}, r"inner\[0\].form is not a field; did you mean 'from'\?"),
-        ({"pairs": [{"share": True, "count": 1}]}, r"pairs\[0\].share is True: pass a number"),
-        ({"pairs": [{"share": 1.0, "count": 0}]}, r"pairs\[0\].count is 0: pass an integer >= 1"),
+        ({"pairs": [{"share": True, "number": 1}]}, r"pairs\[0\].share is True: pass a number"),
+        ({"pairs": [{"share": 1.0, "number": 0}]}, r"pairs\[0\].number is 0: pass an integer >= 1"),
         ({"by_layer": {"04": []}}, "by_layer has the key '04': pass an integer from 0"),
         ({"by_layer": {"4": 1}}, r"by_layer\[4\] is 1: pass a list"),
         ({"free": {"a": [float("nan")]}}, r"free.a\[0\] is nan: pass a finite number"),

@@ -1,5 +1,7 @@
 """Prints how a page stands in a real browser: ``python measure.py PAGE WIDTH``. Needs PyQt6-WebEngine, a Chromium."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import os

@@ -12,6 +12,7 @@ import asyncio
 import json
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,8 @@ SAMPLED = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 def main(asked: str, answered: str) -> None:
     """Run the turns of a job: lists of requests that come at once, or one that is aborted."""
     job = json.loads(Path(asked).read_text())
-    import sglang
-
     given = {**USUAL, "prefill_attention_backend": "sparseprefill", **job.get("engine", {})}
-    engine = sglang.Engine(model_path=job["model"], skip_tokenizer_init=True, **given)
+    engine = import_module("sglang").Engine(model_path=job["model"], skip_tokenizer_init=True, **given)
     turns = [_abort(engine, turn["abort"]) if "abort" in turn else _ask(engine, turn) for turn in job["turns"]]
     states = engine.get_server_info()["internal_states"]
     found = {"turns": turns, "reports": [one for state in states for one in state.get("sparseprefill", [])]}

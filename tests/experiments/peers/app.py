@@ -136,7 +136,7 @@ def _write(scores: Sequence[Score], board: Scoreboard, place: Place, files: File
         write("--json", files.json, render.to_json(found) + "\n")
     for group in tables.by_length(scores):
         title, rows = tables.title(group[0]), [*map(tables.cells, tables.shown(group))]
-        render.show(Table(title=title, heads=HEADS, rows=rows, remarks=tables.remarks(group), drop=DROP))
+        render.show(Table(title=title, heads=HEADS, rows=rows, remarks=[*tables.remarks(group)], drop=DROP))
     render.line(NOTES + (f" {ON_CPU}" if device.type == "cpu" else ""), style="dim")
     features = tables.feature_cells(board.peers, scores, device)
     absent = tables.absent(board.peers, device)
