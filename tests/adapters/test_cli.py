@@ -169,7 +169,7 @@ def test_a_name_that_is_no_folder_here_is_told_so() -> None:
         (f"fit --tokens {HUGE}", (f"--tokens {HUGE}", "pass 40944 or less")),
         ("fit --set bfla.blok=3", ("no parameter 'blok'",)),
         (f"demo --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
-        ("demo --tokens 256", ("--tokens 256 --questions 4", "more tokens")),
+        ("demo --tokens 256", ("--tokens 256 --questions 2", "more tokens")),
         ("demo --tokens 1024 --head 7", ("--head 7: the model has 4; pass 0 to 3",)),
         (f"frontier --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         ("frontier --method bfla --try bfla.grup=8", ("no parameter 'grup'",)),
