@@ -23,8 +23,14 @@ WANTED = "output_hidden_states", "output_router_logits", "output_attentions"
 
 
 def rows_read(decoder: object) -> int | None:
-    """How many last rows of the decoder's forward that begins now are read; None for all of them."""
-    return (_read.get() or {}).get(id(decoder))
+    """How many last rows of the decoder's forward that begins now are read; None for all of them.
+
+    Told once: after a KeyboardInterrupt torch calls no hook that would forget it.
+    """
+    known = {**(_read.get() or {})}
+    rows = known.pop(id(decoder), None)
+    _read.set(known)
+    return rows
 
 
 def check(model: torch.nn.Module, decoder: PreTrainedModel, layers: tuple[int, ...]) -> int:
@@ -40,7 +46,7 @@ def check(model: torch.nn.Module, decoder: PreTrainedModel, layers: tuple[int, .
             "whose forward takes logits_to_keep, or leave skip_unread out"
         )
     if last not in layers:
-        shown = ", ".join(map(str, layers))
+        shown = ", ".join(map(str, layers)) or "none"
         raise AttachError(
             f"skip_unread is True, but the last of {name}'s {last + 1} layers is no attention layer that runs through "
             f"the adapter ({shown} are): leave skip_unread out"

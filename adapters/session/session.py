@@ -152,7 +152,7 @@ class Session:
             return chosen
         try:
             part = call if read is None or read > chosen.tail else read_part(call, read)
-            if part is not call:
+            if part is not call and not self.route.executing(part).objection(part):
                 return self._read(call, part, prefill)
             result = chosen.run(call, prefill.memory)
         except UnsupportedCallError as error:

@@ -135,6 +135,24 @@ def test_a_forward_that_fails_is_forgotten() -> None:
     assert 1 == skipped(handle.report())
 
 
+def test_a_forward_that_is_interrupted_is_forgotten() -> None:
+    """Torch calls no hook behind it; the decoder alone gives every row afterwards."""
+    model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
+
+    def interrupts(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad(), attach(model, "streaming", gate=None, skip_unread=True, **METHODS["streaming"]) as handle:
+        hook = model.model.norm.register_forward_pre_hook(interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids, logits_to_keep=1)
+        hook.remove()
+        found = model.model(input_ids=ids).last_hidden_state
+    assert 1 == skipped(handle.report())
+    with torch.no_grad(), attach(model, "streaming", gate=None, **METHODS["streaming"]):
+        assert torch.equal(model.model(input_ids=ids).last_hidden_state, found)
+
+
 def test_observers_are_told_of_the_rows_that_were_computed() -> None:
     seen: dict[int, tuple[int, int]] = {}
 
