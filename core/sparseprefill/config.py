@@ -17,10 +17,10 @@ from sparseprefill.method import FLOOR, configured
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.refiners.recall import RecallFloor, floor_of
 from sparseprefill.refiners.skip import SkipSoftmax
-from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.registry import KEY, Registry, default_registry
 from sparseprefill.route import Route, gated
 from sparseprefill.stages import Observer, PatternEstimator
+from sparseprefill.union import UnionEstimator
 from sparseprefill.validate import FILE
 
 DEEPEST = 32

@@ -1,11 +1,25 @@
-"""Method: a named pipeline with validated parameters, as plugins offer it."""
+"""What a plugin offers: the hooks, and Method, a named pipeline with validated parameters.
+
+A plugin is a module (or object) that implements one or more hooks, named in the entry-point group ``sparseprefill``:
+
+    from sparseprefill import Method, hookimpl
+
+    @hookimpl
+    def sparseprefill_methods():
+        return [Method(name="my-method", ...)]
+
+    @hookimpl
+    def sparseprefill_refiners():
+        return {"my-refiner": MyRefiner}
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import pluggy
 from attrs import field, fields, frozen, has
 
 from sparseprefill.errors import ParameterError, SparsePrefillError, nearest, printable, printed, told
@@ -14,7 +28,12 @@ from sparseprefill.profiles.table import NeededTable
 # Whoever lists methods, such as `sparseprefill --help`, does not wait for torch: it is imported where one is built.
 if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
+    from sparseprefill.stages import Corrector, MaskRefiner
 
+PROJECT = "sparseprefill"
+"""The entry-point group of plugins, and what the names of hooks begin with."""
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 """Names of methods, refiners and correctors."""
 FLOOR = "recall"
@@ -121,3 +140,22 @@ def configured(name: str, kind: Callable[..., Any], parameters: Mapping[str, Any
             raise
         shown = ", ".join(f"{key}={printed(value)}" for key, value in parameters.items())
         raise ParameterError(f"{name}({shown}): {told(error)}") from error
+
+
+@hookspec
+def sparseprefill_methods() -> Iterable[Method]:  # type: ignore[empty-body]
+    """The methods that this plugin offers. Pure and cheap: import stages and kernels in `Method.build`."""
+
+
+@hookspec
+def sparseprefill_refiners() -> Mapping[str, type[MaskRefiner]]:  # type: ignore[empty-body]
+    """The refiners that this plugin offers, by the name that configurations give them.
+
+    Each is an attrs class whose fields are its parameters; the first line of its docstring is its summary. The classes
+    are imported when this is called: import kernels where they are used.
+    """
+
+
+@hookspec
+def sparseprefill_correctors() -> Mapping[str, type[Corrector]]:  # type: ignore[empty-body]
+    """The correctors that this plugin offers, as `sparseprefill_refiners` does."""

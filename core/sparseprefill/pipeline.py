@@ -14,7 +14,7 @@ from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.memory import Memory
+from sparseprefill.memory import KEPT_BYTES, Memory
 from sparseprefill.parts.record import Recorder
 from sparseprefill.parts.split import Limit, Part, limit_of, parts
 from sparseprefill.plan import Kernel, Parts, Plan, Planned, Result, Skipped
@@ -37,7 +37,6 @@ from sparseprefill.stages import (
     planned_by,
     widest_scope,
 )
-from sparseprefill.statistics.prefix import KEPT_BYTES
 from sparseprefill.validate import MOST_ROWS
 
 KEPT = 256

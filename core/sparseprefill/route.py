@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from attrs import Attribute, Factory, evolve, field, frozen
 
@@ -32,8 +32,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sparseprefill.breakeven.table import BreakEven
-    from sparseprefill.method import Method
     from sparseprefill.profiles.identity import ModelIdentity
+
+
+class Buildable(Protocol):
+    """What makes a pipeline of parameters, such as a Method."""
+
+    def pipeline(self, /, **parameters: Any) -> Pipeline:
+        """The pipeline of these parameters; ParameterError where they do not fit."""
+        ...
+
 
 WORTH = Verdict(True)
 UNSAID = "the gate keeps this call dense and gave no reason"
@@ -114,7 +122,7 @@ class Route(Runner):
     def by_length(
         cls,
         profile: Profile,
-        find: Callable[[str], Method],
+        find: Callable[[str], Buildable],
         parameters: Mapping[str, Any] | None = None,
         method: str | None = None,
     ) -> Route:

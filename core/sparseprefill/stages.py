@@ -48,8 +48,7 @@ from torch import Tensor
 
 from sparseprefill.errors import SparsePrefillError, StageError, printable, printed, told
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import Plan, Result, check_geometry
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import Plan, Result, SoftmaxState, check_geometry
 from sparseprefill.validate import WIDEST
 
 if TYPE_CHECKING:

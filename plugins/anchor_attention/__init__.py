@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Method
+from sparseprefill.method import Method, hookimpl
 
 from .config import AnchorConfig
 

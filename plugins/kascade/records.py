@@ -9,8 +9,8 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.mask.kept import kept
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Method
+from sparseprefill.method import Method, hookimpl
 
 from .config import SINGLE, TABLE, ShareConfig
 

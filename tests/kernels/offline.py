@@ -43,7 +43,7 @@ from sparseprefill.kernels.sampled import launch as sampled
 from sparseprefill.kernels.settings import settings
 from sparseprefill.kernels.statistics.key_means import key_means
 from sparseprefill.mask.held import KeptKeys
-from sparseprefill.refiners.stretches import Stretches
+from sparseprefill.mask.stretches import Stretches
 from sparseprefill.statistics.sampled import last_rows
 
 LENGTH = 256

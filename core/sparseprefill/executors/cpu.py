@@ -15,8 +15,7 @@ from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.reference import REFERENCE
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.workspace import TILE, default_workspace
-from sparseprefill.plan import Kernel, Plan, Result, Skipped, check_plan
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, check_plan
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

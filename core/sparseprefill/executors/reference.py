@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.plan import Kernel, Plan, Result, Skipped, check_plan
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, check_plan
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.plan import Plan
 
 ALIGNED = 16
 """Maps of lists are that wide, or a multiple of it."""
@@ -53,13 +52,6 @@ class Held:
     grid: tuple[int, int]
     map: Tensor
     masks: tuple[SparseMask, ...]
-
-    @classmethod
-    def of(cls, plan: Plan, tile_k: int | None = None) -> Held:
-        """On the plan's own grid, or with key tiles of fewer tokens, which divide its own."""
-        tile_q, own = plan.common_grid()
-        grid = (tile_q, own if tile_k is None else tile_k)
-        return cls(plan.geometry, grid, plan.tiles_on(*grid), plan.masks)
 
     def tiles(self, tile: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the key tiles of query tiles, int64 ``[B, n]``, by their index on each row's grid."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, Sizes, span
-from sparseprefill.statistics.kept import kept
+from sparseprefill.mask.kept import kept
 
 
 @frozen(eq=False)

@@ -16,9 +16,9 @@ from torch.nn import functional
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.count import Selected, share
 from sparseprefill.mask.geometry import Geometry, Sizes, regrid
+from sparseprefill.mask.kept import kept
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
-from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -15,12 +15,12 @@ from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.count import Lists
 from sparseprefill.mask.held import stripes_at
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.stretches import Stretches
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.metrics import lowest_rows
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners import row_floor
 from sparseprefill.refiners.priority import descending
-from sparseprefill.refiners.stretches import Stretches
 from sparseprefill.stages import ALL_ROWS, HeadScope
 from sparseprefill.statistics.by_tile import RowMass, lse_by_tile, mass_of
 from sparseprefill.validate import maybe, number, one_of, whole

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.statistics.kept import kept
+from sparseprefill.mask.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

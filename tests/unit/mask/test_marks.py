@@ -17,7 +17,7 @@ from sparseprefill.errors import MaskError
 from sparseprefill.mask import count
 from sparseprefill.mask import mask as masks
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.held import Held, stripes_at
+from sparseprefill.mask.held import stripes_at
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Random, Stride, TileMap
 
@@ -465,7 +465,7 @@ def test_a_plan_without_tiles_holds_none_on_its_own_grid(tile_k: int | None) -> 
     call = make(24, 40)
     columns = torch.ones(1, 2, 1, 40, dtype=torch.bool)
     mask = sp.SparseMask.from_stripes(call, columns, 8, (8, 4), diagonal=False)
-    held = Held.of(sp.Plan(mask), tile_k)
+    held = sp.Plan(mask).held(tile_k)
     width = 4 if tile_k is None else tile_k
     assert (8, width) == held.grid
     assert (1, 2, call.geometry.tile_rows(8), 40 // width) == tuple(held.map.shape)

@@ -26,7 +26,7 @@ from sparseprefill.plan import Kernel, Skipped
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.softmax import SoftmaxState
+    from sparseprefill.plan import SoftmaxState
 
 
 FAILED: dict[Hashable, Exception] = {}

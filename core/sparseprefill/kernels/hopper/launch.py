@@ -16,14 +16,14 @@ from sparseprefill.kernels.hopper.paging import PANEL
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.kernels.steps import LOG2E
-from sparseprefill.statistics.kept import kept
+from sparseprefill.mask.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.kernels.attention.together import Together
     from sparseprefill.mask.mask import SparseMask
     from sparseprefill.pages import Pages
-    from sparseprefill.softmax import SoftmaxState
+    from sparseprefill.plan import SoftmaxState
 
 BLOCK_M = 128
 """Query rows of a work item: two consumers of 64."""
