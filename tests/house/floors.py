@@ -36,7 +36,7 @@ def between_rooms() -> dict[str, set[str]]:
 
 
 def floors(graph: dict[str, set[str]]) -> dict[str, int]:
-    """The floor of each room, from 1: one above the highest that it imports. CycleError for rooms that form a circle."""
+    """The floor of each room, from 1: one above the highest that it imports. CycleError for a circle of rooms."""
     found: dict[str, int] = {}
     for one in TopologicalSorter(graph).static_order():
         found[one] = 1 + max((found[other] for other in graph.get(one, ())), default=0)
