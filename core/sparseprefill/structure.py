@@ -29,14 +29,13 @@ KINDS: Mapping[type, str] = {int: "an integer", float: "a number", str: "a strin
 class Schema:
     """What tells the files of a class apart; the class has it as `SCHEMA`.
 
-    name, version: stand in the file. remedy: for files of other versions. versions: all that are read, in words. short:
-    whether fields that have a default may be left out.
+    name, version: stand in the file. remedy: for files of other versions. short: whether fields that have a default may
+    be left out.
     """
 
     name: str
     version: int
     remedy: str
-    versions: str = ""
     short: bool = False
 
     @property
@@ -49,9 +48,8 @@ class Schema:
         for name, wanted in self.facts.items():
             found = facts.get(name)
             if found != wanted or isinstance(found, bool):
-                reads = self.versions if self.versions and name == "version" else printed(wanted)
                 path = _join(at, name)
-                raise ParameterError(f"{path} is {printed(found)}: this library reads {reads}; {self.remedy}")
+                raise ParameterError(f"{path} is {printed(found)}: this library reads {wanted!r}; {self.remedy}")
 
 
 def structure(kind: Any, value: Any, at: str = "", *, short: bool = False) -> Any:
