@@ -13,7 +13,7 @@ from house.floors import UPWARD, between_rooms, downward, floors
 
 def test_core_has_few_floors() -> None:
     found = floors(downward())
-    assert max(found.values()) <= 14, found
+    assert max(found.values()) <= 13, found
 
 
 def test_few_imports_run_up() -> None:

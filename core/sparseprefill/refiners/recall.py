@@ -17,7 +17,6 @@ from sparseprefill.mask.held import stripes_at
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.stretches import Stretches
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.metrics import lowest_rows
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners import row_floor
 from sparseprefill.refiners.priority import descending
@@ -44,37 +43,13 @@ class SampledRecall:
     """What a floor saw, row by row, in the notes as ``recall_sample``.
 
     rows: int64 ``[B, n]``, index of the sampled query rows. real: bool ``[B, n]``, which of them exist. before, after:
-    ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now. row_p1, row_lowest: the 1st percentile and
-    the lowest of either over all heads, worked out when asked for; scalars on the device, see `metrics.lowest_rows`.
+    ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now; `metrics.lowest_rows` tells the lowest.
     """
 
     rows: Tensor
     real: Tensor
     before: Tensor
     after: Tensor
-
-    @property
-    def row_p1_before(self) -> Tensor:
-        """1st percentile of what the plan kept of the rows."""
-        return self._lowest(self.before)[0]
-
-    @property
-    def row_p1_after(self) -> Tensor:
-        """1st percentile of what it keeps now."""
-        return self._lowest(self.after)[0]
-
-    @property
-    def row_lowest_before(self) -> Tensor:
-        """What the plan kept of the row of which it kept least."""
-        return self._lowest(self.before)[1]
-
-    @property
-    def row_lowest_after(self) -> Tensor:
-        """What it keeps of the row of which it keeps least now."""
-        return self._lowest(self.after)[1]
-
-    def _lowest(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        return lowest_rows(torch.where(self.real[:, None], kept, torch.nan))
 
 
 class _Raised(NamedTuple):
@@ -129,7 +104,7 @@ class RecallFloor:
     Notes, all on the device: ``recall_before`` and ``recall_after`` ``[B, Hq]``, mean over the sampled rows of a head
     (NaN where it has none, or where queries or keys are NaN); ``recall_dense`` and ``recall_capped``, bool ``[B, Hq]``,
     heads that run dense somewhere, and heads of which the ceiling left a row below the target; ``recall_sample``, a
-    `SampledRecall`, which also tells the 1st percentile and the lowest of the rows, before and after.
+    `SampledRecall`.
 
     Source: none of the papers; for the sampled rows, SampleAttention's stage 1 (arXiv 2406.15486).
     """
@@ -196,20 +171,15 @@ class RecallFloor:
         if raised is None:
             raised = self._raised(mass_of(*by_tile), at, grid, have, reach, masks)
         widened = plan.widen(SparseMask.from_rules(call, grid, keep=raised.added))
-        return evolve(widened, notes={**plan.notes, **self._notes(at, raised)})
+        real, after = at.real, raised.after
+        capped = None if self.ceiling is None else ((after < self.target - SLACK) & real[:, None]).any(-1)
+        return _noted(widened, SampledRecall(at.rows, real, raised.before, after), raised.dense.any(-1), capped)
 
     def _of_share(self, call: AttentionCall, plan: Plan, held: row_floor.Held) -> Plan:
         each_row = self.target if self.each_row is None else self.each_row
         rows, raised = row_floor.raised(call, held, self.rows, each_row, self.target)
         widened = plan.widen(SparseMask.from_rules(call, held.grid, keep=raised.added))
-        sample = SampledRecall(rows.index, rows.real, raised.before, raised.after)
-        none = torch.zeros(raised.before.shape[:2], dtype=torch.bool, device=raised.before.device)
-        notes = {
-            "recall_before": _mean(raised.before, rows.real[:, None]),
-            "recall_after": _mean(raised.after, rows.real[:, None]),
-            **{"recall_dense": none, "recall_capped": none, "recall_sample": sample},
-        }
-        return evolve(widened, notes={**plan.notes, **notes})
+        return _noted(widened, SampledRecall(rows.index, rows.real, raised.before, raised.after))
 
     def _by_kernels(
         self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, grid: tuple[int, int], have: Tensor, reach: Tensor
@@ -280,19 +250,6 @@ class RecallFloor:
         held, bound = at.in_spans(have.sum(-1)), self.dense_from * at.in_spans(reach.sum(-1)).double()
         return (held <= bound) & (held + at.in_spans(added.sum(-1)) > bound)
 
-    def _notes(self, at: Stretches, raised: _Raised) -> dict[str, Any]:
-        before, after = raised.before, raised.after
-        real = at.real[:, None]
-        none = torch.zeros_like(raised.dense[..., 0])
-        capped = none if self.ceiling is None else ((after < self.target - SLACK) & real).any(-1)
-        return {
-            "recall_before": _mean(before, real),
-            "recall_after": _mean(after, real),
-            "recall_dense": raised.dense.any(-1),
-            "recall_capped": capped,
-            "recall_sample": SampledRecall(at.rows, at.real, before, after),
-        }
-
 
 @frozen
 class KeptWhole:
@@ -323,13 +280,7 @@ class KeptWhole:
             at = Stretches.deal(geometry, tile, self.rows, None)
             rows, real = at.rows, at.real
         kept = torch.ones(geometry.batch, geometry.heads, rows.shape[1], device=geometry.device)
-        no = torch.zeros(geometry.batch, geometry.heads, dtype=torch.bool, device=geometry.device)
-        mean = _mean(kept, real[:, None])
-        notes = {
-            **{"recall_before": mean, "recall_after": mean, "recall_dense": no, "recall_capped": no},
-            "recall_sample": SampledRecall(rows, real, kept, kept),
-        }
-        return evolve(plan, notes={**plan.notes, **notes})
+        return _noted(plan, SampledRecall(rows, real, kept, kept))
 
 
 def floor_of(given: object) -> RecallFloor | None:
@@ -350,6 +301,21 @@ def floor_of(given: object) -> RecallFloor | None:
     raise ParameterError(
         f"recall is {printed(given)}: pass a number from 0 to 1, a table of options, a RecallFloor, or None"
     )
+
+
+def _noted(plan: Plan, seen: SampledRecall, dense: Tensor | None = None, capped: Tensor | None = None) -> Plan:
+    """The plan with a floor's notes; dense, capped: None for no head, else as `RecallFloor` says."""
+    real, before = seen.real[:, None], seen.before
+    mean = _mean(before, real)
+    none = torch.zeros_like(mean, dtype=torch.bool)
+    notes = {
+        "recall_before": mean,
+        "recall_after": mean if seen.after is before else _mean(seen.after, real),
+        "recall_dense": none if dense is None else dense,
+        "recall_capped": none if capped is None else capped,
+        "recall_sample": seen,
+    }
+    return evolve(plan, notes={**plan.notes, **notes})
 
 
 def _mean(x: Tensor, real: Tensor) -> Tensor:

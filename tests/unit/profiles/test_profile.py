@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import asdict, evolve
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
