@@ -24,6 +24,7 @@ from attrs import field, fields, frozen, has
 
 from sparseprefill.errors import ParameterError, SparsePrefillError, nearest, printable, printed, told
 from sparseprefill.profiles.table import NeededTable
+from sparseprefill.validate import fitting
 
 # Whoever lists methods, such as `sparseprefill --help`, does not wait for torch: it is imported where one is built.
 if TYPE_CHECKING:
@@ -49,16 +50,8 @@ def _check_config(_: object, __: object, value: Any) -> None:
         raise ParameterError(f"Method.config has the field {FLOOR}, the name of every method's recall floor: rename it")
 
 
-def _check_name(_: object, __: object, value: Any) -> None:
-    if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ParameterError(
-            f"Method.name is {printed(value)}: use lower-case words joined by hyphens, such as 'my-method'"
-        )
-
-
-def _check_build(_: object, __: object, value: Any) -> None:
-    if not callable(value):
-        raise ParameterError(f"Method.build is {printed(value)}: pass a function that makes a Pipeline of a config")
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and NAME.fullmatch(value) is not None
 
 
 def _check_table(method: Method, _: object, value: Any) -> None:
@@ -87,10 +80,12 @@ class Method:
     table: what it needs to know of each model, measured once; None if it needs nothing.
     """
 
-    name: str = field(validator=_check_name)
+    name: str = field(validator=fitting("Method", _is_name, "lower-case words joined by hyphens, such as 'my-method'"))
     summary: str
     config: type = field(validator=_check_config)
-    build: Callable[[Any], Pipeline] = field(validator=_check_build)
+    build: Callable[[Any], Pipeline] = field(
+        validator=fitting("Method", callable, "a function that makes a Pipeline of a config")
+    )
     paper: str = ""
     full: Mapping[str, Any] = field(factory=dict)
     small: Mapping[str, Any] = field(factory=dict)

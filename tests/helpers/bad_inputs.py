@@ -370,28 +370,10 @@ def files(folder: Path) -> Iterator[Bad]:
     assert table is not None
     small = evolve(table, shapes=(evolve(table.shapes[0], points=table.shapes[0].points[:1]),))
     model = {"name": "m", "architecture": "M", "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "digest": "0"}
+    first = {"from": 0, "tokens": 1, "method": "streaming", "parameters": {"block": 16}, "dense_layers": []}
     profile = {
-        **{
-            "schema": "sparseprefill.profile",
-            "version": 2,
-            "methods": ["streaming"],
-            "model": model,
-            "break_even": None,
-        },
-        **{
-            "versions": {},
-            "tuned": {},
-            "ranges": [
-                {
-                    "from": 0,
-                    "tokens": 1,
-                    "method": "streaming",
-                    "parameters": {"block": 16},
-                    "dense_layers": [],
-                    "measured": {},
-                }
-            ],
-        },
+        **{"schema": "sparseprefill.profile", "version": 2, "methods": ["streaming"], "model": model},
+        **{"break_even": None, "versions": {}, "tuned": {}, "ranges": [{**first, "measured": {}}]},
     }
     clusters = {
         **{"schema": "sparseprefill.clusters", "version": 1, "model": model, "clusters": [[[0, 0]]]},
