@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill.mask.lists import IndexLists
@@ -96,14 +96,11 @@ class Places:
         column = torch.arange(columns * (old // new), device=self.geometry.device, dtype=torch.int32)
         prefix = torch.div(self.blocks.prefix, new, rounding_mode="floor").flatten().to(torch.int32)
         jump = torch.div(self.blocks.start, new, rounding_mode="floor").flatten().to(torch.int32) - prefix
-        counts, offsets, indices, length = [], [], [], 0
+        parts = []
         for row in range(geometry.batch):  # one block at a time: a map of all of them would be large
             one = slice(row, row + 1)
             keep = IndexLists(lists.counts[one], lists.offsets[one], lists.indices).to_map(columns)
             inside = (column < prefix[row]) | (column + jump[row] < bound)
             part = IndexLists.from_map(keep.repeat_interleave(old // new, dim=-1) & inside)
-            counts.append(part.counts)
-            offsets.append(part.offsets + length)
-            indices.append(part.indices + torch.where(part.indices < prefix[row], 0, jump[row]))
-            length += part.indices.numel()
-        return IndexLists(torch.cat(counts), torch.cat(offsets), torch.cat(indices))
+            parts.append(evolve(part, indices=part.indices + torch.where(part.indices < prefix[row], 0, jump[row])))
+        return IndexLists.joined(parts, 0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
@@ -110,6 +113,14 @@ class IndexLists:
         """Lists that select nothing."""
         zeros = torch.zeros(batch, heads, rows, dtype=torch.int32, device=device)
         return cls(zeros, zeros.to(torch.int64), zeros.new_zeros(1))
+
+    @classmethod
+    def joined(cls, parts: Sequence[IndexLists], dim: int) -> IndexLists:
+        """Lists side by side: of batch rows (`dim` 0), of heads (1) or of query tiles (2)."""
+        ends = accumulate((part.indices.numel() for part in parts), initial=0)
+        offsets = [part.offsets + end for part, end in zip(parts, ends, strict=False)]
+        counts = [part.counts for part in parts]
+        return cls(torch.cat(counts, dim), torch.cat(offsets, dim), torch.cat([part.indices for part in parts]))
 
     def to_map(self, columns: int) -> Tensor:
         """bool ``[B, H, R, columns]``."""
