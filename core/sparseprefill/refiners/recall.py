@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import torch
 from attrs import Attribute, evolve, field, fields, frozen
@@ -13,13 +13,14 @@ from sparseprefill import kernels
 from sparseprefill.call import rows_at
 from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.count import Lists
-from sparseprefill.mask.held import stripes_at
+from sparseprefill.mask.held import Held, stripes_at
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.stretches import Stretches
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners import row_floor
 from sparseprefill.refiners.priority import descending
+from sparseprefill.refiners.row_floor import Raised
 from sparseprefill.stages import ALL_ROWS, HeadScope
 from sparseprefill.statistics.by_tile import RowMass, lse_by_tile, mass_of
 from sparseprefill.validate import maybe, number, one_of, whole
@@ -50,16 +51,6 @@ class SampledRecall:
     real: Tensor
     before: Tensor
     after: Tensor
-
-
-class _Raised(NamedTuple):
-    """added: bool ``[B, Hq, R, C]``, tiles that the plan gets. before, after: ``[B, Hq, n]``, see `SampledRecall`.
-    dense: bool ``[B, Hq, P]``, spans of heads that get every tile."""
-
-    added: Tensor
-    before: Tensor
-    after: Tensor
-    dense: Tensor
 
 
 def _rows(_: Any, attribute: Attribute[Any], value: Any) -> None:
@@ -160,53 +151,50 @@ class RecallFloor:
         if self.span is not None and self.span % grid[0]:
             remedy = f"pass a multiple of {grid[0]}, the tokens of the plan's query tiles"
             raise ParameterError(f"RecallFloor.span is {self.span}: {remedy}")
-        masks, have = plan.masks, plan.tiles_on(*grid)
+        held, reach = plan.held(), _reach(geometry, grid)
         if self.of_share:
-            return self._of_share(call, plan, row_floor.Held(grid, have, _reach(geometry, grid), masks))
+            return self._of_share(call, plan, held, reach)
         at = Stretches.deal(geometry, grid[0], int(self.rows), self.span)
-        reach = _reach(geometry, grid)
-        stripes = stripes_at(masks, at.position, geometry.tile_columns(grid[1]) * grid[1])
+        stripes = stripes_at(held.masks, at.position, geometry.tile_columns(grid[1]) * grid[1])
         by_tile = lse_by_tile(call, at.rows, at.real, grid[1], stripes)
-        raised = self._by_kernels(by_tile, at, grid, have, reach) if kernels.serve(call.q) else None
+        raised = self._by_kernels(by_tile, at, held, reach) if kernels.serve(call.q) else None
         if raised is None:
-            raised = self._raised(mass_of(*by_tile), at, grid, have, reach, masks)
+            raised = self._raised(mass_of(*by_tile), at, held, reach)
         widened = plan.widen(SparseMask.from_rules(call, grid, keep=raised.added))
         real, after = at.real, raised.after
         capped = None if self.ceiling is None else ((after < self.target - SLACK) & real[:, None]).any(-1)
-        return _noted(widened, SampledRecall(at.rows, real, raised.before, after), raised.dense.any(-1), capped)
+        dense = None if raised.dense is None else raised.dense.any(-1)
+        return _noted(widened, SampledRecall(at.rows, real, raised.before, after), dense, capped)
 
-    def _of_share(self, call: AttentionCall, plan: Plan, held: row_floor.Held) -> Plan:
+    def _of_share(self, call: AttentionCall, plan: Plan, held: Held, reach: Tensor) -> Plan:
         each_row = self.target if self.each_row is None else self.each_row
-        rows, raised = row_floor.raised(call, held, self.rows, each_row, self.target)
+        rows, raised = row_floor.raised(call, held, reach, self.rows, each_row, self.target)
         widened = plan.widen(SparseMask.from_rules(call, held.grid, keep=raised.added))
         return _noted(widened, SampledRecall(rows.index, rows.real, raised.before, raised.after))
 
     def _by_kernels(
-        self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, grid: tuple[int, int], have: Tensor, reach: Tensor
-    ) -> _Raised | None:
+        self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, held: Held, reach: Tensor
+    ) -> Raised | None:
         """The same as `_raised` in a few launches; None for what the kernels do not know."""
         from sparseprefill.kernels.sampled import floor
 
         known = self.ceiling is None and self.speaks_for != "tile" and by_tile[0].dtype == torch.float32
-        if not known or have.shape[-1] > floor.MOST_COLUMNS:
+        if not known or held.map.shape[-1] > floor.MOST_COLUMNS:
             return None
-        held, neighbours = floor.Held(have, reach), self.speaks_for == "neighbours"
-        return _Raised(
+        tiles, neighbours = floor.Held(held.map, reach), self.speaks_for == "neighbours"
+        return Raised(
             *floor.raised(
-                by_tile, at, held, grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
+                by_tile, at, tiles, held.grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
             )
         )
 
-    def _raised(
-        self, mass: RowMass, at: Stretches, grid: tuple[int, int], have: Tensor, reach: Tensor,
-        masks: Sequence[SparseMask],
-    ) -> _Raised:  # fmt: skip
-        """have: the plan's tiles, reach: those with an allowed pair, bool ``[B, Hq, R, C]`` and ``[B, 1, R, C]``."""
-        reach = reach & at.inhabited[:, None, :, None]
-        have, free = have & reach, ~have & reach
-        held = at.at_samples(have)
-        lost = torch.where(held, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
-        before = torch.where(held, mass.tiles, mass.kept).sum(-1)
+    def _raised(self, mass: RowMass, at: Stretches, held: Held, reach: Tensor) -> Raised:
+        """What the floor adds. reach: tiles with an allowed pair, bool ``[B, 1, R, C]``."""
+        grid, reach = held.grid, reach & at.inhabited[:, None, :, None]
+        have, free = held.map & reach, ~held.map & reach
+        own = at.at_samples(have)
+        lost = torch.where(own, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
+        before = torch.where(own, mass.tiles, mass.kept).sum(-1)
         chosen = self._chosen(lost, before, at.real[:, None], _own_tiles(at, grid, have.shape[-1]))
         if self.ceiling is None:
             added = self._spread(chosen, at, grid) & free
@@ -214,9 +202,10 @@ class RecallFloor:
             added = torch.where(at.to_tiles(dense)[..., None], free, added)
         else:
             scores = self._spread(torch.where(chosen, lost, -1.0), at, grid)
-            added = _most_worth(scores, free & (scores >= 0.0), _room(masks, self.ceiling, have, reach, at, grid), at)
-            dense = torch.zeros_like(before[..., :1], dtype=torch.bool)
-        return _Raised(added, before, before + (lost * at.at_samples(added)).sum(-1), dense)
+            room = _room(held.masks, self.ceiling, have, reach, at, grid)
+            added = _most_worth(scores, free & (scores >= 0.0), room, at)
+            dense = None
+        return Raised(added, before, before + (lost * at.at_samples(added)).sum(-1), dense)
 
     def _chosen(self, lost: Tensor, before: Tensor, real: Tensor, own: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the tiles that each sampled row needs, its own among them if it needs any."""
