@@ -186,3 +186,34 @@ def count_up_to(indices_ptr, offset, count, bound):
             else:
                 high = middle
     return low
+
+
+@triton.jit
+def columns_up_to(indices_ptr, offset, count, bound, WIDTH: tl.constexpr):
+    """How many keys of an ascending list of columns, each WIDTH keys wide, are <= bound."""
+    if WIDTH == 1:
+        number = count_up_to(indices_ptr, offset, count, bound)
+    else:
+        number = count_up_to(indices_ptr, offset, count, floor_div(bound, WIDTH))
+        if number > 0:
+            behind = (tl.load(indices_ptr + offset + number - 1) + 1) * WIDTH
+            number = number * WIDTH - tl.maximum(behind - 1 - bound, 0)
+    return number
+
+
+@triton.jit
+def column_keys(list_ptr, first, number, some, WIDTH: tl.constexpr):
+    """Positions of keys `first` + `number` [N] in a list of columns, each WIDTH keys wide; 0 where not `some`, None for
+    all. Columns of one key are read as a list of keys is, by the same instructions."""
+    if WIDTH == 1:
+        if some is None:
+            at = tl.load(list_ptr + first + number)
+        else:
+            at = tl.load(list_ptr + first + number, mask=some, other=0)
+    else:
+        at = first + number
+        if some is None:
+            at = tl.load(list_ptr + at // WIDTH) * WIDTH + at % WIDTH
+        else:
+            at = tl.load(list_ptr + at // WIDTH, mask=some, other=0) * WIDTH + at % WIDTH
+    return at

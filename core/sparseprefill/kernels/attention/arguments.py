@@ -126,12 +126,14 @@ class Outputs(NamedTuple):
 class Shape(NamedTuple):
     """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, tokens a page.
 
-    GROUP: query tiles that share a list of stripes. BLOCK_D: D rounded up to a power of two. PAGE: 0 without pages.
+    GROUP: query tiles that share a list of stripes. WIDTH: keys of a stripe. BLOCK_D: D rounded up to a power of two.
+    PAGE: 0 without pages.
     """
 
     TILE_Q: tl.constexpr
     TILE_K: tl.constexpr
     GROUP: tl.constexpr
+    WIDTH: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     D: tl.constexpr

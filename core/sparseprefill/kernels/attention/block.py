@@ -11,7 +11,8 @@ from sparseprefill.kernels.steps import (
     LN2,
     LOG2E,
     batch_row,
-    count_up_to,
+    column_keys,
+    columns_up_to,
     crossing_steps,
     factor,
     floor_div,
@@ -169,19 +170,22 @@ def attend_stripes(
     offset, seen = stripe_list(rows, mask, bh, S)
     unmasked = 0
     if logits.window is None:
-        unmasked = count_up_to(mask.stripes.indices, offset, seen, rows.low) // S.BLOCK_N
+        entries = seen
+        if S.WIDTH > 1:
+            entries = tl.cdiv(seen, S.WIDTH)
+        unmasked = columns_up_to(mask.stripes.indices, offset, entries, rows.low, S.WIDTH) // S.BLOCK_N
     list_ptr = mask.stripes.indices + offset
     number = tl.arange(0, S.BLOCK_N)
     if mask.bitmap is not None:
         for j in tl.range(0, unmasked):
-            at = tl.load(list_ptr + j * S.BLOCK_N + number)  # [BLOCK_N]
+            at = column_keys(list_ptr, j * S.BLOCK_N, number, None, S.WIDTH)  # [BLOCK_N]
             k = load_keys(keys, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
             v = load_keys(values, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
             free = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K) == 0  # [BLOCK_N]
             acc, l, m = masked_step(acc, l, m, q, k, v, free[None, :], logits, PRECISION, CAREFUL, S.BLOCK_N)
     else:
         for j in tl.range(0, unmasked):
-            at = tl.load(list_ptr + j * S.BLOCK_N + number) + rows.start  # [BLOCK_N]
+            at = column_keys(list_ptr, j * S.BLOCK_N, number, None, S.WIDTH) + rows.start  # [BLOCK_N]
             k = load_keys(keys, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
             v = load_keys(values, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
             acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)

@@ -28,7 +28,7 @@ def sparse_attention_fwd_kernel(
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
     scale, softcap, window, q_offset, q_len, kv_len, tile_rows, group_rows, columns, heads, kv_group, total,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, REPAIR: tl.constexpr,
 ):  # fmt: skip
@@ -67,12 +67,12 @@ def sparse_attention_fwd_kernel(
                         if requests_ptr is not None:
                             attend_request(
                                 block, bh, requests_ptr, queries, keys, values, mask, carry, outputs, sizes, logits,
-                                Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), True, PRECISION,
+                                Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), True, PRECISION,
                             )  # fmt: skip
                         else:
                             attend(
                                 block, bh, queries, keys, values, mask, carry, outputs, sizes, logits,
-                                Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), True, PRECISION,
+                                Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), True, PRECISION,
                             )  # fmt: skip
     else:
         # Long rows first: with causal masks they do most work.
@@ -80,10 +80,10 @@ def sparse_attention_fwd_kernel(
         if requests_ptr is not None:
             attend_request(
                 block, bh, requests_ptr, queries, keys, values, mask, carry, outputs, sizes, logits,
-                Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), False, PRECISION,
+                Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), False, PRECISION,
             )  # fmt: skip
         else:
             attend(
                 block, bh, queries, keys, values, mask, carry, outputs, sizes, logits,
-                Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), False, PRECISION,
+                Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), False, PRECISION,
             )  # fmt: skip

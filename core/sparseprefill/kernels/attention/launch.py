@@ -113,7 +113,8 @@ def variant(call: AttentionCall, mask: SparseMask, *, skips: bool = False, toget
     lists = (mask.has_tiles, mask.stripes is not None, mask.disjoint)
     optional = tuple(x is not None for x in (call.starts, call.lengths, call.sinks))
     page = None if call.pages is None else (call.pages.page, call.pages.k.dtype)
-    made = call.q.dtype, call.q.shape[-1], mask.tile_q, mask.tile_k, mask.group, lists, optional, page, skips
+    grid = mask.tile_q, mask.tile_k, mask.group, mask.stripe_width
+    made = call.q.dtype, call.q.shape[-1], *grid, lists, optional, page, skips
     return (*made, "several requests") if together else made
 
 
@@ -250,8 +251,8 @@ def _launch(
         nonfinite.numel(),
     )  # fmt: skip
     options: dict[str, Any] = {
-        "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, **_blocks(chosen, width, source.page),
-        **chosen.options,
+        "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, "WIDTH": mask.stripe_width,
+        **_blocks(chosen, width, source.page), **chosen.options,
     }  # fmt: skip
     if forward:
         sparse_attention_fwd_kernel[(blocks, batch * heads)](*arguments, **options, REPAIR=False)

@@ -82,5 +82,5 @@ def attend_request(
                 tl.load(request + KV_LEN).to(tl.int32), sizes.heads, sizes.kv_group,
             ),
             logits,
-            Shape(S.TILE_Q, S.TILE_K, S.GROUP, S.BLOCK_M, S.BLOCK_N, S.D, S.BLOCK_D, S.PAGE), CAREFUL, PRECISION,
+            Shape(S.TILE_Q, S.TILE_K, S.GROUP, S.WIDTH, S.BLOCK_M, S.BLOCK_N, S.D, S.BLOCK_D, S.PAGE), CAREFUL, PRECISION,
         )  # fmt: skip

@@ -33,7 +33,7 @@ from sparseprefill.kernels.attention.arguments import State
 class Shape(NamedTuple):
     """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, steps in the ring.
 
-    GROUP: query tiles that share a list of stripes. PAGE: tokens of a page, a power of two; 0 without pages. FP8: what
+    GROUP: query tiles that share a list of stripes. WIDTH: keys of a stripe. PAGE: tokens of a page, a power of two; 0 without pages. FP8: what
     the cache holds, "e4m3" or "e5m2"; None where that is what the kernel computes in. AHEAD: steps that are on their
     way from an fp8 cache at once.
     """
@@ -41,6 +41,7 @@ class Shape(NamedTuple):
     TILE_Q: Any
     TILE_K: Any
     GROUP: Any
+    WIDTH: Any
     BLOCK_M: Any
     BLOCK_N: Any
     D: Any

@@ -40,8 +40,8 @@ def hopper_attention_fwd_kernel(
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale,
     q_offset, q_len, kv_len, blocks, tile_rows, group_rows, columns, items, heads, kv_group, draws,
-    TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
+    TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
     FP8: gl.constexpr, AHEAD: gl.constexpr, DEFER: gl.constexpr,
 ):  # fmt: skip
     """Block-sparse attention: each block of queries over the key tiles and the stripes that its lists name.
@@ -92,7 +92,7 @@ def hopper_attention_fwd_kernel(
         for i in gl.static_range(2 * STAGES):
             mbarrier.init(told.index(i), count=1)
     skip = Skip(below_ptr, skipped_ptr, votes, told)
-    shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, STAGES, PAGE, FP8, AHEAD)
+    shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, STAGES, PAGE, FP8, AHEAD)
     queries = Queries(q_desc, q_smem, q_ready, q_empty)
     ring = Ring(k_smem, v_smem, positions, k_ready, k_empty, v_ready, v_empty, cache_rows)
     work = Work(work_smem, work_ready, work_empty, next_ptr, order_ptr, draws)

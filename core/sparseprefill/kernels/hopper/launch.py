@@ -173,7 +173,8 @@ def launch(
         *kv_strides, *_out_strides(out, lse), call.softmax_scale * LOG2E.value,
         geometry.q_offset, geometry.q_len, geometry.kv_len, blocks, tile_rows, geometry.tile_rows(mask.group_rows),
         geometry.tile_columns(mask.tile_k), items, heads, call.group, draws,
-        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, BLOCK_M=BLOCK_M, BLOCK_N=block_n, D=width,
+        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BLOCK_M=BLOCK_M,
+        BLOCK_N=block_n, D=width,
         STAGES=(STAGES if fp8 is None else STAGES_FP8)[width], PAGE=source.page,
         REGISTERS=REGISTERS if fp8 is None else CONVERTING, FP8=fp8, AHEAD=0 if fp8 is None else AHEAD[width],
         DEFER=DEFER and below is not None, num_warps=4, **FUSED,
@@ -227,8 +228,7 @@ def _uneven(mask: SparseMask, blocks: int) -> bool:
 
 def _keys(mask: SparseMask) -> Tensor:
     """``[items]``: keys in the lists of each query block, as items are numbered: a head's from the last block on."""
-    tiles, stripes = mask.tiles, mask.regrouped(1).stripes
-    counts = [one.counts * size for one, size in ((tiles, mask.tile_k), (stripes, 1)) if one is not None]
+    counts = [one.lists.counts * one.width for one in mask.regrouped(1).blocks]
     keys = sum(counts[1:], counts[0])
     if mask.tile_q > BLOCK_M:
         keys = keys.repeat_interleave(mask.tile_q // BLOCK_M, dim=2)
