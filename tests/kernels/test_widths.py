@@ -136,7 +136,7 @@ def test_star_attention_moves_columns_of_an_inner_method() -> None:
     plans = []
     for width in (16, 1):
         inner = Columns()
-        fine = evolve(Pipeline(inner), refiners=(Narrower(width),))  # type: ignore[arg-type]
+        fine = evolve(Pipeline(inner), refiners=(Narrower(width),))
         plans.append(StarEstimator(Rule(40, None, None, 8), fine).estimate(CALL, Memory()))
     assert plans[0].mask.stripe_width == 8
     assert torch.equal(plans[1].mask.to_dense(), plans[0].mask.to_dense())

@@ -61,8 +61,8 @@ class SparseMask:
         for name in ("tile_q", "tile_k", "group", "stripe_width"):
             _check_size(name, getattr(self, name))
         if self.stripes is not None and self.tile_k % self.stripe_width:
-            wanted = f"a number of tokens that divides tile_k, {self.tile_k}"
-            raise MaskError(f"SparseMask.stripe_width is {self.stripe_width}: pass {wanted}")
+            remedy = f"pass a number of tokens that divides tile_k, {self.tile_k}"
+            raise MaskError(f"SparseMask.stripe_width is {self.stripe_width}: {remedy}")
         mine, tiles = (self.tile_q, self.tile_k), self._tiles
         if isinstance(tiles, TileMap) and (tiles.tile_q, tiles.tile_k) != mine:
             theirs = (tiles.tile_q, tiles.tile_k)

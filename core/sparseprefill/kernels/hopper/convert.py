@@ -70,7 +70,7 @@ def keys_at(j, tiles, seen, tile_ptr, stripe_ptr, number, shape):
         at += entry * shape.TILE_K + (left % parts) * shape.BLOCK_N + number
     if stripe_ptr is not None:
         place = gl.maximum(gl.minimum((j - tiles) * shape.BLOCK_N + number, seen - 1), 0)
-        column = column_keys(stripe_ptr, place, number * 0 < seen, shape.WIDTH)
+        column = column_keys(stripe_ptr, place, shape.WIDTH, some=number * 0 < seen)
         at = gl.where(number * 0 + j >= tiles, column, at)
     return at
 

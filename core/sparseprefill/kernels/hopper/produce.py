@@ -119,7 +119,7 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                     k_base += start.to(gl.int64) * cache.stride_kn
                     v_base += start.to(gl.int64) * cache.stride_vn
                 chunks = gl.cdiv(seen, BLOCK_N)
-                at = column_keys(stripe_ptr, gl.minimum(number, seen - 1), number * 0 < seen, shape.WIDTH)  # [BLOCK_N]
+                at = column_keys(stripe_ptr, gl.minimum(number, seen - 1), shape.WIDTH, some=number * 0 < seen)
                 if shape.PAGE > 0:
                     there = row_in_cache(table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
                 before = 0
@@ -139,7 +139,7 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                         numbers = ring.cache_rows
                     barrier()
                     following = gl.minimum((j + 1) * BLOCK_N + number, seen - 1)
-                    at = column_keys(stripe_ptr, following, None, shape.WIDTH)  # [BLOCK_N]
+                    at = column_keys(stripe_ptr, following, shape.WIDTH)  # [BLOCK_N]
                     gather(ring.k_smem.index(stage), numbers, k_base, cache.stride_kn, dims, by_row, shape)
                     if j > 0:
                         hand_over(ring.k_ready.index(before), 2)

@@ -97,8 +97,11 @@ def take(work, mask, slot, turn):
 
 
 @gluon.jit
-def count_up_to(list_ptr, count, bound):
-    """How many entries of an ascending list are <= bound; one load where all are."""
+def count_up_to(list_ptr, count, bound, WIDTH: gl.constexpr):
+    """How many keys of an ascending list of columns, each WIDTH keys wide, are <= bound; one load where all are."""
+    end = bound
+    if WIDTH > 1:
+        bound = floor_div(end, WIDTH)
     low = 0
     high = count
     if count > 0:
@@ -110,24 +113,15 @@ def count_up_to(list_ptr, count, bound):
                 low = middle + 1
             else:
                 high = middle
+    if WIDTH > 1:  # noqa: SIM102 - the first is known when this is compiled
+        if low > 0:
+            behind = (gl.load(list_ptr + low - 1) + 1) * WIDTH
+            low = low * WIDTH - gl.maximum(behind - 1 - end, 0)
     return low
 
 
 @gluon.jit
-def columns_up_to(list_ptr, count, bound, WIDTH: gl.constexpr):
-    """How many keys of an ascending list of columns, each WIDTH keys wide, are <= bound."""
-    if WIDTH == 1:
-        number = count_up_to(list_ptr, count, bound)
-    else:
-        number = count_up_to(list_ptr, count, floor_div(bound, WIDTH))
-        if number > 0:
-            behind = (gl.load(list_ptr + number - 1) + 1) * WIDTH
-            number = number * WIDTH - gl.maximum(behind - 1 - bound, 0)
-    return number
-
-
-@gluon.jit
-def column_keys(list_ptr, number, some, WIDTH: gl.constexpr):
+def column_keys(list_ptr, number, WIDTH: gl.constexpr, some=None):
     """Positions of keys by their number in a list of columns, each WIDTH keys wide; 0 where not `some`, None for all."""
     if WIDTH == 1:
         if some is None:
@@ -194,12 +188,12 @@ def schedule(queries, work, sizes, mask, shape):
             stripe_list = own(stripe_list, sizes, of, STRIPE_LISTS + 2)
             count = gl.load(own(mask.stripes.counts, sizes, of, STRIPE_LISTS) + row, mask=live, other=0)
             list_ptr = mask.stripes.indices + stripe_list
-            seen = columns_up_to(list_ptr, count, last, shape.WIDTH)
+            seen = count_up_to(list_ptr, count, last, shape.WIDTH)
             if mask.bitmap is None:
                 entries = seen
                 if shape.WIDTH > 1:
                     entries = gl.cdiv(seen, shape.WIDTH)
-                unmasked = columns_up_to(list_ptr, entries, low, shape.WIDTH) // shape.BLOCK_N
+                unmasked = count_up_to(list_ptr, entries, low, shape.WIDTH) // shape.BLOCK_N
         mbarrier.wait(work.empty.index(slot), phase)
         put(work, slot, ITEM, item)
         put(work, slot, TILES, tiles)
