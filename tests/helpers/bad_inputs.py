@@ -177,6 +177,8 @@ def masks() -> Iterator[Bad]:
         yield Bad(
             f"SparseMask.from_stripes(group={name})", "group", partial(sp.SparseMask.from_stripes, CALL, keep, value)
         )
+        stripes = partial(sp.SparseMask.from_stripes, CALL, keep, 1, 8)
+        yield Bad(f"SparseMask.from_stripes(width={name})", "stripe_width", partial(stripes, width=value))
         yield Bad(f"mask.shade({name})", "cells", partial(mask.shade, value))
         yield Bad(f"Plan({name})", "mask", partial(sp.Plan, value)) if name != "function" else BAD_PROBE
         if name != "nothing":
