@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope, SparseExecutor
 
-    from .config import AnchorConfig
+    from . import AnchorConfig
 
 
 @frozen

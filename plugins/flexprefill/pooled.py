@@ -15,7 +15,7 @@ from sparseprefill.statistics.select import top_mass
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-    from .config import FlexConfig
+    from . import FlexConfig
 
 SCORES = 1 << 23
 """Scores that are sorted at once, over batch and heads."""

@@ -19,7 +19,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-    from .config import RowMaxConfig
+    from . import RowMaxConfig
 
 LOGITS = 1 << 26
 """Logits of sampled rows that are in memory at once, over batch and heads, on a GPU."""

@@ -22,8 +22,7 @@ from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mas
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 
-from . import mean_qk, scores
-from .config import SINGLE, ShareConfig
+from . import SINGLE, ShareConfig, mean_qk, scores
 from .decide import choose, pattern_tiles
 from .heads import Clusters, LayerHeads, index, of_heads
 from .mixed import HeadsPriority, carry_of_heads, mixed_mask

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sparseprefill.route import Route
     from sparseprefill.stages import HeadScope
 
-    from .config import StarConfig
+    from . import StarConfig
 
 
 @frozen
