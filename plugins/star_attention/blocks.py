@@ -69,14 +69,8 @@ class Blocks:
         rows = query[..., None] - row[:, None, None] + torch.arange(q_rows, device=g.device)
         k, v = _keys(call, index)
         starts, lengths = (x.flatten().to(torch.int32) for x in (pad, keys))
-        cut: dict[str, Any] = {
-            "starts": starts,
-            "lengths": lengths,
-            "q_offset": None,
-            "prompt_lengths": None,
-            "window": None,
-        }
-        made = evolve(call, q=_gather(call.q, rows), k=k, v=v, **cut)
+        whole: dict[str, Any] = dict.fromkeys(("q_offset", "prompt_lengths", "window"))
+        made = evolve(call, q=_gather(call.q, rows), k=k, v=v, starts=starts, lengths=lengths, **whole)
         return cls(made, start, prefix, first, query, g, block, context, tile)
 
     def find(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
