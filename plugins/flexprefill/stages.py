@@ -17,8 +17,7 @@ from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 
 from . import FlexConfig
-from .pattern import distance
-from .pooled import query_aware_tiles, tile_scores
+from .pooled import distance, query_aware_tiles, tile_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
