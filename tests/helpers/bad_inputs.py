@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from attrs import NOTHING, evolve, fields, frozen
 from sparseprefill.adapters.session.session import Session
-from sparseprefill.plugins.kascade.config import TABLE as ANCHORS
-from sparseprefill.plugins.share_prefill.config import TABLE as CLUSTERS
+from sparseprefill.plugins.kascade import TABLE as ANCHORS
+from sparseprefill.plugins.share_prefill import TABLE as CLUSTERS
 
 import sparseprefill as sp
 from helpers.build import make

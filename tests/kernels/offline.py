@@ -24,8 +24,8 @@ from sparseprefill.plugins.anchor_attention.regions import Regions
 from sparseprefill.plugins.bfla import launch as bfla
 from sparseprefill.plugins.kascade import launch as kascade
 from sparseprefill.plugins.kascade.rows import Rows
+from sparseprefill.plugins.rowmax import RowMaxConfig
 from sparseprefill.plugins.rowmax import launch as rowmax
-from sparseprefill.plugins.rowmax.config import RowMaxConfig
 from sparseprefill.plugins.stem.kernels import value_norms
 from sparseprefill.plugins.xattention import launch as xattention
 from triton.backends.compiler import GPUTarget
