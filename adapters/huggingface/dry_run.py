@@ -23,9 +23,9 @@ from sparseprefill.route import Route
 
 from ..session.report import Report
 from ..session.session import Session
+from .attention import autocast_type
 from .handle import Handle
 from .inspection import allowed_ids, input_device
-from .original import autocast_type
 
 TOKENS, SHORTEST = 64, 16
 # Relative norm of the difference in logits. Rounding stays below, a wrong mask is of the order of one.

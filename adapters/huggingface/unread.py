@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sparseprefill.errors import AttachError
 
-from .original import eagerly
+from .state import eagerly
 
 _read: ContextVar[dict[int, int] | None] = ContextVar("sparseprefill_read", default=None)
 WANTED = "output_hidden_states", "output_router_logits", "output_attentions"
