@@ -25,7 +25,7 @@ from sparseprefill.validate import MOST_ROWS
 
 from .defaults import MIN_QUERY, TAIL
 from .ledger import LayerRecord, Room
-from .prospects import NOT_CHOSEN, Bounds, prospects
+from .prospects import NOT_CHOSEN, prospects
 from .report import Report
 from .unread import as_whole, read_part
 from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
@@ -300,26 +300,20 @@ class Session:
         layers: Mapping[int, AttentionCall | str],
         *,
         windows: Iterable[int] = (),
-        rows: int | None = None,
-        keys: int | None = None,
         trained: int | None = None,
-        certain: bool = True,
     ) -> None:
-        """Say before the first request where nothing can run sparse: see `prospects` and `Bounds` for the arguments.
+        """Say before the first request where nothing can run sparse: see `prospects` for the arguments.
 
         Raises AttachError where nothing ever can. Where nothing may, as far as can be told, the reason is logged as a
-        warning and noted in the report. host: for messages. certain: whether the host knows that the layers are so; if
-        it only guesses, what can never be is a warning, too.
+        warning and noted in the report. host: for messages.
         """
-        bounds = Bounds(min_query=self.min_query, rows=rows, keys=keys, trained=trained)
-        found = prospects(self.route, layers, bounds, windows=windows, chosen=self.layers)
-        if found.never and certain:
+        found = prospects(self.route, layers, self.min_query, windows=windows, trained=trained, chosen=self.layers)
+        if found.never:
             raise AttachError(f"{self.route.name} can never run on {host}: {found.never}")
-        for doubt in (found.never, *found.doubts):
-            if doubt:
-                text = f"{self.route.name} may never run on {host}: {doubt}"
-                log.warning("%s", text)
-                self.note(text)
+        for doubt in found.doubts:
+            text = f"{self.route.name} may never run on {host}: {doubt}"
+            log.warning("%s", text)
+            self.note(text)
 
     def report(self, host: str, implementation: str) -> Report:
         """Everything recorded so far; counts the pairs of the masks that wait, reads measured recall (host sync)."""
