@@ -154,9 +154,10 @@ class Selected:
 
     @property
     def nbytes(self) -> int:
-        """Memory that keeping the lists would hold, in bytes."""
-        tiles, stripes = self.tiles, self.stripes
-        return (0 if tiles is None else tiles.nbytes) + (0 if stripes is None else stripes.nbytes)
+        """Memory that keeping the lists would hold, in bytes: of whole storages, which rows and heads may share."""
+        lists = [one for one in (self.tiles, self.stripes) if one is not None]
+        held = [x for one in lists for x in (one.counts, one.offsets, one.indices)]
+        return sum([x.untyped_storage().nbytes() for x in held])
 
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the lists' device: allowed pairs selected.

@@ -56,14 +56,6 @@ class IndexLists:
             raise MaskError(f"IndexLists shapes are {shapes}: pass counts and offsets [B, H, R] and indices [L]")
 
     @property
-    def nbytes(self) -> int:
-        """Memory that keeping the lists would hold, in bytes: of whole storages, which rows and heads may share."""
-        counts, offsets, indices = self.counts, self.offsets, self.indices
-        return (
-            counts.untyped_storage().nbytes() + offsets.untyped_storage().nbytes() + indices.untyped_storage().nbytes()
-        )
-
-    @property
     def shape(self) -> tuple[int, int, int]:
         """Batch rows, heads, lists of each."""
         batch, heads, rows = self.counts.shape
