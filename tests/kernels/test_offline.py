@@ -26,7 +26,7 @@ ESTIMATES = {
 SCRIPT = Path(__file__).with_name("offline.py")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_variants_compile_for_hopper(tmp_path: Path) -> None:
     pytest.importorskip("triton.experimental.gluon")
     hidden = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(tmp_path)}  # nothing compiled before may stand in
