@@ -8,7 +8,7 @@ from typing import Any
 from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
-from sparseprefill.method import Later, Method, a_method, method_table, hookimpl
+from sparseprefill.method import Later, Method, a_method, hookimpl, method_table
 from sparseprefill.validate import maybe, whole
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import SoftmaxState
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
