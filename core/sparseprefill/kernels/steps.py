@@ -196,18 +196,28 @@ def count_up_to(indices_ptr, offset, count, bound, WIDTH: tl.constexpr = 1):
 
 
 @triton.jit
-def column_keys(list_ptr, first, number, WIDTH: tl.constexpr, some=None):
-    """Positions of keys `first` + `number` [N] in a list of columns, each WIDTH keys wide; 0 where not `some`, None for
-    all. Columns of one key are read as a list of keys is, by the same instructions."""
+def column_keys(list_ptr, first, number, WIDTH: tl.constexpr, seen=None):
+    """Positions of keys `first` + `number` [N] in a list of columns, each WIDTH keys wide; `first` is a multiple of N.
+
+    seen: keys of the list that there are, behind which nothing is read; None where all are there. Columns of one key are
+    read as a list of keys is, by the same instructions. Of wider ones each entry is loaded once and spread: loads of one
+    address by several lanes of a row come out wrong where Triton 3.6 knows that they are (a step that masks its keys had
+    half of a column's positions from the next one).
+    """
+    N: tl.constexpr = number.shape[0]
     if WIDTH == 1:
-        if some is None:
+        if seen is None:
             at = tl.load(list_ptr + first + number)
         else:
-            at = tl.load(list_ptr + first + number, mask=some, other=0)
+            at = tl.load(list_ptr + first + number, mask=first + number < seen, other=0)
+    elif WIDTH >= N:
+        entry = tl.load(list_ptr + first // WIDTH)
+        at = entry * WIDTH + first % WIDTH + number
     else:
-        at = first + number
-        if some is None:
-            at = tl.load(list_ptr + at // WIDTH) * WIDTH + at % WIDTH
+        entry = first // WIDTH + tl.arange(0, N // WIDTH)  # [N / WIDTH]
+        if seen is None:
+            column = tl.load(list_ptr + entry)
         else:
-            at = tl.load(list_ptr + at // WIDTH, mask=some, other=0) * WIDTH + at % WIDTH
+            column = tl.load(list_ptr + entry, mask=entry * WIDTH < seen, other=0)
+        at = tl.reshape(column[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], [N])
     return at

@@ -110,7 +110,7 @@ def stripe_step(list_ptr, j, seen, rows, mask, row_of_lists, logits, S):
     """
     number = tl.arange(0, S.BLOCK_N)
     some = j * S.BLOCK_N + number < seen
-    at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH, some=some)  # [BLOCK_N]
+    at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH, seen)  # [BLOCK_N]
     if mask.bitmap is not None:
         taken = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K, mask=some, other=1)  # [BLOCK_N]
         some = some & (taken == 0)
