@@ -66,17 +66,17 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEsti
     else:
         made = given if isinstance(given, Pipeline | Route) else Pipeline(given, name=type(given).__name__)
     if made.remembers:
-        seen = ", ".join(type(one).__name__ for route in Route.of(made).known for one in route.observers)
+        seen = ", ".join(type(one).__name__ for pipeline in made.known for one in pipeline.observers)
         raise ParameterError(
             f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and {why}; pass a method "
             "without observers"
         )
-    if any(isinstance(one, SkipSoftmax) for route in Route.of(made).known for one in route.refiners):
+    if any(isinstance(one, SkipSoftmax) for pipeline in made.known for one in pipeline.refiners):
         raise ParameterError(
             f"inner: {made.name} skips tiles while its plan is executed, but only its mask is used here; put "
             "SkipSoftmax on the method that takes inner"
         )
-    if Route.of(made).corrects:
+    if made.corrects:
         raise ParameterError(
             f"inner: {made.name} has a corrector, which would not run; put it on the method that takes inner"
         )
@@ -116,11 +116,7 @@ class _Reader:
         made = self._union(table, at, (*above, given)) if "union" in table else self._method(table, at)
         refiners = [self._stage("refiner", one, join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
         name = _text(table["name"], join(at, "name")) if "name" in table else made.name
-
-        def composed(one: Pipeline) -> Pipeline:
-            return evolve(one, refiners=(*one.refiners, *refiners), name=name)
-
-        made = composed(made) if isinstance(made, Pipeline) else made.each(composed)
+        made = made.each(lambda one: evolve(one, refiners=(*one.refiners, *refiners), name=name))
         if "recall" in table:
             with _located(at, ["recall"]):
                 made = made.with_recall(floor_of(table["recall"]))

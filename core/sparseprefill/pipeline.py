@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from attrs import Attribute, Factory, evolve, field, frozen
@@ -90,14 +91,37 @@ CORRECTING = _asked(lambda pipeline: () if pipeline.corrector is None else (pipe
 OBSERVING = _asked(lambda pipeline: pipeline.observers)
 
 
-class Runner:
-    """What runs calls takes tensors as well, like a function."""
+class Runner(ABC):
+    """What runs calls, given as calls or as tensors: a Pipeline, or a Route over several."""
 
     __slots__ = ()
 
+    @property
+    @abstractmethod
+    def known(self) -> tuple[Pipeline, ...]:
+        """Every pipeline there is."""
+
+    @abstractmethod
+    def each(self, change: Callable[[Pipeline], Pipeline]) -> Self:
+        """The same with every pipeline changed, such as ``made.each(lambda one: evolve(one, refiners=...))``."""
+
+    @abstractmethod
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention."""
-        raise NotImplementedError
+
+    @property
+    def corrects(self) -> bool:
+        """Whether any of the pipelines has a corrector."""
+        return any(one.corrector is not None for one in self.known)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether any of the pipelines keeps something from layer to layer, or from chunk to chunk."""
+        return any(one.observers for one in self.known)
+
+    def with_corrector(self, corrector: Corrector | None) -> Self:
+        """The same with this corrector in each pipeline, or with none. ParameterError for what is none."""
+        return self.each(lambda one: evolve(one, corrector=corrector))
 
     def __call__(
         self,
@@ -165,6 +189,15 @@ class Pipeline(Runner):
         return (*self._planning, self.executing, *self._correcting, *self._observing)
 
     @property
+    def known(self) -> tuple[Pipeline]:
+        """The pipeline alone."""
+        return (self,)
+
+    def each(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """The pipeline changed."""
+        return change(self)
+
+    @property
     def stages(self) -> tuple[object, ...]:
         """Every stage, in the order in which they run."""
         return tuple(stage.given for stage in self._all)
@@ -208,15 +241,6 @@ class Pipeline(Runner):
         last = KeptWhole(floor.rows) if self.tail == ALL_ROWS else floor
         others = (one for one in self.refiners if not isinstance(one, RecallFloor | KeptWhole))
         return evolve(self, refiners=(*others, last))
-
-    def with_corrector(self, corrector: Corrector | None) -> Pipeline:
-        """The pipeline with this corrector in place of the one it has; None: without. ParameterError for none."""
-        return evolve(self, corrector=corrector)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether anything is kept from layer to layer, or from chunk to chunk."""
-        return bool(self.observers)
 
     @property
     def asks_model(self) -> bool:

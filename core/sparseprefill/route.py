@@ -14,14 +14,12 @@ from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
-from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline, Runner
 from sparseprefill.plan import Plan, Result
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.recall import Recall, floor_of
 from sparseprefill.stages import (
     Answer,
-    Corrector,
     ExecutorStage,
     Guard,
     HeadScope,
@@ -234,18 +232,12 @@ class Route(Runner):
         """The widest scope of the pipelines."""
         return widest_scope(one.head_scope for one in self.known)
 
-    @property
-    def remembers(self) -> bool:
-        """Whether any of the pipelines keeps something from layer to layer."""
-        return any(one.remembers for one in self.known)
-
     def each(self, change: Callable[[Pipeline], Pipeline]) -> Route:
-        """The route with every pipeline changed, such as ``route.each(lambda one: evolve(one, refiners=...))``."""
-        made = self._changed(change)
-        return evolve(made, name=next((one.name for one in made.known), self.name))
-
-    def _changed(self, change: Callable[[Pipeline], Pipeline]) -> Route:
-        return evolve(self, pipelines=tuple(None if one is None else change(one) for one in self.pipelines))
+        """The route with every pipeline changed; a new name that all of them get is the route's too."""
+        made = evolve(self, pipelines=tuple(None if one is None else change(one) for one in self.pipelines))
+        names = {one.name for one in made.known}
+        renamed = len(names) == 1 and names.isdisjoint(one.name for one in self.known)
+        return evolve(made, name=names.pop()) if renamed else made
 
     @property
     def tail(self) -> int:
@@ -254,21 +246,12 @@ class Route(Runner):
 
     def with_tail(self, rows: int) -> Route:
         """The route whose pipelines all give a prompt's last rows every key: see `Pipeline.with_tail`."""
-        return self._changed(lambda one: one.with_tail(rows))
+        return self.each(lambda one: one.with_tail(rows))
 
     def with_recall(self, recall: Recall) -> Route:
         """The route whose pipelines all keep so much of sampled rows' attention mass: see `Pipeline.with_recall`."""
         floor = floor_of(recall)
-        return self if floor is None else self._changed(lambda one: one.with_recall(floor))
-
-    @property
-    def corrects(self) -> bool:
-        """Whether any of the pipelines has a corrector."""
-        return any(one.corrector is not None for one in self.known)
-
-    def with_corrector(self, corrector: Corrector | None) -> Route:
-        """The route whose pipelines all have this corrector: see `Pipeline.with_corrector`."""
-        return self._changed(lambda one: one.with_corrector(corrector))
+        return self if floor is None else self.each(lambda one: one.with_recall(floor))
 
     @property
     def asks_model(self) -> bool:
@@ -303,10 +286,6 @@ class Route(Runner):
         """The most that a plan of this call may take, in bytes: see `Pipeline.plan_bound`."""
         found = self._of_length(call)
         return 0 if found is None else found.plan_bound(call)
-
-    def workspace(self, call: AttentionCall) -> int:
-        """The bound of a stage that states none, in bytes; asked where the route is an observer of another pipeline."""
-        return default_workspace(call)
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention: see Pipeline. `Result.dense` holds the reason where the call ran dense."""

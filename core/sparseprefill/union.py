@@ -32,7 +32,7 @@ def _parts(given: Iterable[Any]) -> tuple[Pipeline | Route, ...]:
     parts: list[Pipeline | Route] = []
     for i, part in enumerate(given):
         if isinstance(part, Pipeline | Route):
-            if Route.of(part).corrects:
+            if part.corrects:
                 remedy = "add the corrector to the pipeline around the union"
                 raise ParameterError(f"UnionEstimator part {i} has a corrector, which would not run: {remedy}")
             parts.append(part)
