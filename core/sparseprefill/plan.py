@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, field, frozen
@@ -23,30 +23,6 @@ from sparseprefill.mask.tile_map import TileMap
 
 if TYPE_CHECKING:
     from sparseprefill.memory import Memory
-
-
-class _Empty(Mapping[str, Any]):
-    """A mapping that holds nothing and can hold nothing; a copy, or what a pickle brings back, is the very same one."""
-
-    __slots__ = ()
-
-    def __getitem__(self, key: str) -> Never:
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    def __repr__(self) -> str:
-        return "{}"
-
-    def __reduce__(self) -> str:
-        return "EMPTY"
-
-
-EMPTY: Mapping[str, Any] = _Empty()
 
 
 class Remark(str):
@@ -156,7 +132,7 @@ class Plan:
     probe: Tensor | None = field(default=None, kw_only=True)
     priority: Priority | None = field(default=None, kw_only=True)
     skip_below: Tensor | None = field(default=None, kw_only=True)
-    notes: Mapping[str, Any] = field(default=EMPTY, kw_only=True)
+    notes: Mapping[str, Any] = field(factory=dict, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         mask = self._mask.mask if isinstance(self._mask, _Ruled) else self._mask

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import product
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from sparseprefill import pipeline as pipelines
 from sparseprefill.errors import MaskError, ParameterError, UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.plan import EMPTY, Carry, Parts, Plan, Result
+from sparseprefill.plan import Carry, Parts, Plan, Result
 from sparseprefill.route import Choice, Route
 from sparseprefill.stages import common_grain, missing, widest_scope
 
@@ -30,14 +29,6 @@ SINK, BAND = sp.SparseMask.from_rules(CALL, 8, sink=1), sp.SparseMask.from_rules
 
 def carry_of(mask: sp.SparseMask) -> Carry:
     return Carry(sp.ReferenceExecutor().accumulate(CALL, Plan(mask)), mask)
-
-
-def test_notes_are_empty_and_stay_so() -> None:
-    assert (0, [], {}, "{}") == (len(EMPTY), list(EMPTY), dict(EMPTY), repr(EMPTY))
-    with pytest.raises(KeyError):
-        EMPTY["x"]
-    assert copy.deepcopy(EMPTY) is EMPTY
-    assert Plan(FULL).notes is EMPTY
 
 
 def test_what_a_plan_computes_as_lists() -> None:

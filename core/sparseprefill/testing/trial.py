@@ -14,7 +14,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.memory import Memory
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import EMPTY, Result
+from sparseprefill.plan import Result
 from sparseprefill.registry import default_registry
 from sparseprefill.testing.truth import allowed_pairs, difference
 from sparseprefill.testing.votes import computed
@@ -47,7 +47,7 @@ class Subject:
         if isinstance(candidate, Method):
             small = candidate.small if parameters is None else parameters
             return cls(candidate.name, candidate.pipeline, small, candidate.full if full is None else full)
-        small = EMPTY if parameters is None else parameters
+        small = {} if parameters is None else parameters
         if isinstance(candidate, Pipeline):
             return cls(candidate.name, partial(evolve, candidate), small, full)
         name = candidate(**small).name
