@@ -103,7 +103,7 @@ class Runner(ABC):
 
     @abstractmethod
     def each(self, change: Callable[[Pipeline], Pipeline]) -> Self:
-        """The same with every pipeline changed, such as ``made.each(lambda one: evolve(one, refiners=...))``."""
+        """A copy with every pipeline changed, such as ``made.each(lambda one: evolve(one, refiners=...))``."""
 
     @abstractmethod
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
@@ -120,7 +120,7 @@ class Runner(ABC):
         return any(one.observers for one in self.known)
 
     def with_corrector(self, corrector: Corrector | None) -> Self:
-        """The same with this corrector in each pipeline, or with none. ParameterError for what is none."""
+        """A copy with this corrector in each pipeline, None for none. ParameterError for what is no corrector."""
         return self.each(lambda one: evolve(one, corrector=corrector))
 
     def __call__(

@@ -283,7 +283,10 @@ class Skipped:
 
 @frozen(eq=False)
 class Parts:
-    """Of a call that ran in parts: its geometry, how many, and each head's pairs, int64 ``[B, Hq]`` on the device."""
+    """What is known of a call that ran in parts.
+
+    geometry: of the whole call. count: how many parts. pairs: of each head, int64 ``[B, Hq]`` on the device.
+    """
 
     geometry: Geometry
     count: int
@@ -378,7 +381,7 @@ def check_geometry(call: AttentionCall, geometry: Geometry, who: str) -> None:
 
 
 def _check_thresholds(given: object, batch: int) -> None:
-    """Of values on a device none is read."""
+    """MaskError for what are no thresholds `Plan.skip_below`; values on a device are not read."""
     if not isinstance(given, Tensor) or given.dtype != torch.float32 or tuple(given.shape) != (batch,):
         shown = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else _shown(given)
         raise MaskError(f"Plan.skip_below is {shown}: pass a float32 tensor [B] = ({batch},)")

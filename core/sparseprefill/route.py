@@ -224,7 +224,7 @@ class Route(Runner):
 
     @property
     def grain(self) -> int | None:
-        """The same as `Pipeline.grain`; None behind a gate, which may judge chunks of other sizes otherwise."""
+        """What `Pipeline.grain` says; None behind a gate, which may judge chunks of other sizes otherwise."""
         return self.method_grain if self.gate is None else None
 
     @property

@@ -41,7 +41,7 @@ class Subject:
 
     @classmethod
     def of(cls, candidate: Candidate, parameters: Mapping[str, Any] | None, full: Mapping[str, Any] | None) -> Subject:
-        """From a Method, its registered name, a Pipeline, or a function that makes one from keyword arguments."""
+        """The subject for a Method, its registered name, a Pipeline, or a function of keywords that makes one."""
         if isinstance(candidate, str):
             candidate = default_registry().get(candidate)
         if isinstance(candidate, Method):
@@ -64,7 +64,7 @@ class Trial:
 
     @cached_property
     def uncorrected(self) -> Trial:
-        """The same without a corrector; itself where there is none."""
+        """The trial without a corrector; itself where there is none."""
         return self if self.pipeline.corrector is None else evolve(self, pipeline=self.pipeline.with_corrector(None))
 
     @cached_property
