@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
-from attrs import field, fields, frozen, has
+from attrs import Attribute, field, fields, frozen, has
 
 from sparseprefill.errors import ParameterError, SparsePrefillError, nearest, printable, printed, told
 from sparseprefill.profiles.table import NeededTable
@@ -39,6 +41,35 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 """Names of methods, refiners and correctors."""
 FLOOR = "recall"
 """A parameter that every method has besides its own: see `Pipeline.with_recall`."""
+
+
+@frozen
+class Later:
+    """A function of a module that is imported when it is called: so whoever lists methods does not wait for torch."""
+
+    module: str
+    function: str = "pipeline"
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """What the function returns."""
+        return getattr(import_module(self.module), self.function)(*arguments, **named)
+
+
+def method_table(value: Any) -> Any:
+    """The converter of a parameter that takes another method (`a_method`): nobody may write to its table."""
+    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
+
+
+def a_method(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    """method name, table, or none"""
+    if value is None or isinstance(value, str | Mapping):
+        return
+    from sparseprefill.pipeline import Runner
+    from sparseprefill.stages import PatternEstimator, missing
+
+    if isinstance(value, type) or (not isinstance(value, Runner) and missing(value, PatternEstimator)):
+        wanted = "a method's name, a table as of sparseprefill.from_config, a Pipeline, an estimator, or None"
+        raise ParameterError(f"{attribute.name} is {printed(value)}: pass {wanted}")
 
 
 def _check_config(_: object, __: object, value: Any) -> None:
@@ -73,7 +104,7 @@ class Method:
 
     name: how users ask for it. summary: one line. paper: title and section, or a link; empty if there is none.
     config: attrs class of the parameters, with defaults and validators. build: makes the Pipeline of a config; stages
-    and kernels are imported there, so that listing methods stays cheap.
+    and kernels are imported there, so that listing methods stays cheap (see `Later`).
     full: parameters at which the mask holds every causal key (the property "full mask == dense" uses them).
     small: parameters that make the method sparse on a few hundred tokens, for contract checks.
     search: values to try of each parameter that `sparseprefill tune` may tune; empty if there is nothing to tune.

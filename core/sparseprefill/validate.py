@@ -54,6 +54,19 @@ def number(least: float = -math.inf, most: float = math.inf) -> Check:
     return check
 
 
+def multiple_of(other: str) -> Check:
+    """A positive integer that the field `other`, declared before, divides."""
+
+    def check(owner: Any, attribute: Attribute[Any], value: Any) -> None:
+        whole()(owner, attribute, value)
+        if value % getattr(owner, other):
+            remedy = f"pass a multiple of {other}, {getattr(owner, other)}"
+            raise ParameterError(f"{attribute.name} is {printed(value)}: {remedy}")
+
+    check.__doc__ = f"a multiple of {other}"
+    return check
+
+
 def flag() -> Check:
     """True or False."""
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from attrs import NOTHING, evolve, fields, frozen
 from sparseprefill.adapters.session.session import Session
-from sparseprefill.plugins.kascade.config import TABLE as ANCHORS
-from sparseprefill.plugins.share_prefill.config import TABLE as CLUSTERS
+from sparseprefill.plugins.kascade import TABLE as ANCHORS
+from sparseprefill.plugins.share_prefill import TABLE as CLUSTERS
 
 import sparseprefill as sp
 from helpers.build import make
@@ -177,6 +177,8 @@ def masks() -> Iterator[Bad]:
         yield Bad(
             f"SparseMask.from_stripes(group={name})", "group", partial(sp.SparseMask.from_stripes, CALL, keep, value)
         )
+        stripes = partial(sp.SparseMask.from_stripes, CALL, keep, 1, 8)
+        yield Bad(f"SparseMask.from_stripes(width={name})", "stripe_width", partial(stripes, width=value))
         yield Bad(f"mask.shade({name})", "cells", partial(mask.shade, value))
         yield Bad(f"Plan({name})", "mask", partial(sp.Plan, value)) if name != "function" else BAD_PROBE
         if name != "nothing":

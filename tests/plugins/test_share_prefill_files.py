@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from attrs import asdict, evolve
-from sparseprefill.plugins.share_prefill.config import TABLE
+from sparseprefill.plugins.share_prefill import TABLE
 from sparseprefill.plugins.share_prefill.table import ClusterTable
 
 from sparseprefill.errors import ParameterError

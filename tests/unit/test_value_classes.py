@@ -12,7 +12,6 @@ import pytest
 import torch
 from sparseprefill.adapters.session import ledger, session, watch
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted
-from sparseprefill.adapters.session.prospects import Bounds
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.plugins.stem import values
@@ -217,7 +216,7 @@ def test_counts_begin_at_nothing() -> None:
     ("kind", "names"),
     [
         (sp.Proxy, {"tile"}), (sp.Delta, {"gamma"}), (sp.RecallFloor, {"target", "rows", "span"}),
-        (LayerRecall, {"mean", "low_calls"}), (Bounds, {"min_query", "keys"}), (PriorityScores, {"tile_q", "tiles"}),
+        (LayerRecall, {"mean", "low_calls"}), (PriorityScores, {"tile_q", "tiles"}),
         (Unmeasured, {"keys", "work"}), (sp.RelativeThreshold, {"sink", "local"}), (sp.SkipSoftmax, {"grain"}),
     ],
     ids=lambda one: getattr(one, "__name__", ""),

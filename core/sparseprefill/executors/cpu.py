@@ -233,7 +233,7 @@ class _Row:
         row = start - position // mask.tile_q
         columns = -(-last // mask.tile_k)
         tiles = mask.tile_map()[batch, :, row : row + end - start, :columns]
-        stripes = mask.stripes
+        stripes = mask.with_stripe_width(1).stripes
         if stripes is not None:
             one = slice(batch, batch + 1)
             stripes = IndexLists(stripes.counts[one], stripes.offsets[one], stripes.indices)

@@ -77,13 +77,13 @@ def stripes_at(masks: Sequence[SparseMask], position: Tensor, width: int) -> Kep
         lists, geometry = mask.stripes, mask.geometry
         group = torch.div(position, mask.group_rows, rounding_mode="floor")
         index = (group - geometry.first_tile(mask.group_rows)[:, None]).clamp(0, lists.shape[2] - 1)
-        aligned = width + -width % ALIGNED
+        size = (width + -width % ALIGNED, mask.stripe_width)
         if lists.shape[2] <= index.shape[1]:
-            found.append(KeptKeys(lists.to_map(aligned), index))
+            found.append(KeptKeys(lists.to_map(*size), index))
             continue
         each = index[:, None].expand(-1, geometry.heads, -1)
         counts, offsets = (torch.gather(x, 2, each) for x in (lists.counts, lists.offsets))
-        found.append(KeptKeys(IndexLists(counts, offsets, lists.indices).to_map(aligned)))
+        found.append(KeptKeys(IndexLists(counts, offsets, lists.indices).to_map(*size)))
     if len(found) < 2:
         return found[0] if found else None
     return KeptKeys(reduce(or_, [one.by_row for one in found]))

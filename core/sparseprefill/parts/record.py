@@ -79,7 +79,9 @@ class Recorder:
 def _joined(geometry: Geometry, pieces: Sequence[tuple[Part, SparseMask]]) -> SparseMask:
     """One mask of masks by parts, which come rows outside, heads inside; all on one grid, and cut along it."""
     group = math.gcd(*(mask.group for _, mask in pieces))  # refiners split groups, where they widen some of their rows
-    pieces = [(part, mask.regrouped(group)) for part, mask in pieces]
+    widths = [mask.stripe_width for _, mask in pieces if mask.stripes is not None]
+    width = math.gcd(*widths) if widths else 1
+    pieces = [(part, mask.regrouped(group).with_stripe_width(width)) for part, mask in pieces]
     masks = [mask for _, mask in pieces]
     first = masks[0]
     grid = (first.tile_q, first.tile_k, first.group)

@@ -266,6 +266,5 @@ def stripe_map(mask: SparseMask, heads: slice, groups: range) -> Tensor:
     lists, part = mask.stripes, slice(groups.start, groups.stop)
     if lists is None:
         return mask.stripe_map()[:, heads, part]
-    return IndexLists(lists.counts[:, heads, part], lists.offsets[:, heads, part], lists.indices).to_map(
-        mask.geometry.kv_len
-    )
+    lists = IndexLists(lists.counts[:, heads, part], lists.offsets[:, heads, part], lists.indices)
+    return lists.to_map(mask.geometry.kv_len, mask.stripe_width)

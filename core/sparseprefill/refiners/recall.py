@@ -352,11 +352,11 @@ def _room(
         if mask.stripes is None:
             continue
         group = torch.div(tile * tile_q, mask.group_rows, rounding_mode="floor")
-        lists = Lists.of(mask.stripes, slice(None), geometry.kv_len)
+        lists = Lists.of(mask.stripes, slice(None), mask.stripe_width, geometry)
         lists = lists.of_rows(group - geometry.first_tile(mask.group_rows)[:, None])
-        seen = lists.below(((tile + 1) * tile_q)[:, None])
+        seen = lists.keys_below(((tile + 1) * tile_q)[:, None])
         if geometry.window is not None:
-            seen = seen - lists.below((tile * tile_q - geometry.window + 1)[:, None])
+            seen = seen - lists.keys_below((tile * tile_q - geometry.window + 1)[:, None])
         keys = keys + torch.where(at.inhabited[:, None], seen, 0)
     return (most - torch.div(at.in_spans(keys) + tile_k - 1, tile_k, rounding_mode="floor")).clamp(min=0)
 

@@ -32,7 +32,7 @@ from sparseprefill.adapters.vllm.layer import index_of, layer_of
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.pages import pages_of
 from sparseprefill.adapters.vllm.split import narrow
-from sparseprefill.plugins.share_prefill.config import TABLE as NEEDED
+from sparseprefill.plugins.share_prefill import TABLE as NEEDED
 
 import sparseprefill as sp
 from sparseprefill.pages import Pages
@@ -71,11 +71,11 @@ def test_a_file_may_hold_the_pipeline(tmp_path: Any) -> None:
         ({"method": "streaming", "min_query": 1}, "sparseprefill.min_query is 1: pass an integer >= 2"),
         (
             {"method": "streaming", "tail": -1},
-            "sparseprefill.tail is -1: pass a number of query rows from 0 to 2147483647",
+            "sparseprefill.tail is -1: pass an integer from 0 to 2147483647",
         ),
-        ({"method": "streaming", "tail": True}, "sparseprefill.tail is True: pass a number of query rows"),
-        ({"method": "streaming", "tail": 128.0}, "sparseprefill.tail is 128.0: pass a number of query rows"),
-        ({"method": "streaming", "tail": 1 << 31}, "sparseprefill.tail is 2147483648: pass a number of query rows"),
+        ({"method": "streaming", "tail": True}, "sparseprefill.tail is True: pass an integer from 0 to"),
+        ({"method": "streaming", "tail": 128.0}, "sparseprefill.tail is 128.0: pass an integer from 0 to"),
+        ({"method": "streaming", "tail": 1 << 31}, "sparseprefill.tail is 2147483648: pass an integer from 0 to"),
         ({"method": "streaming", "min_query": True}, "sparseprefill.min_query is True"),
         (
             {"method": "streaming", "recall_every": -1},
@@ -90,16 +90,16 @@ def test_a_file_may_hold_the_pipeline(tmp_path: Any) -> None:
             {"method": "streaming", "strict_recall": 0.5, "recall_every": 0},
             "sparseprefill.strict_recall is 0.5, but sparseprefill.recall_every is 0, so nothing is measured: pass 1",
         ),
-        ({"method": "streaming", "layers": 3}, "sparseprefill.layers is 3: give a list"),
-        ({"method": "streaming", "layers": ["1"]}, "sparseprefill.layers is ['1']"),
-        ({"method": "streaming", "strict": "yes"}, "sparseprefill.strict is 'yes': use true or false"),
-        ({"method": "streaming", "copies": 0}, "sparseprefill.copies is 0: use true or false"),
-        ({"method": "streaming", "log_level": "loud"}, "sparseprefill.log_level is 'loud': use debug"),
+        ({"method": "streaming", "layers": 3}, "sparseprefill.layers is 3: pass a list"),
+        ({"method": "streaming", "layers": ["1"]}, "sparseprefill.layers[0] is '1': pass an integer"),
+        ({"method": "streaming", "strict": "yes"}, "sparseprefill.strict is 'yes': pass True or False"),
+        ({"method": "streaming", "copies": 0}, "sparseprefill.copies is 0: pass True or False"),
+        ({"method": "streaming", "log_level": "loud"}, "sparseprefill.log_level is 'loud': pass 'debug' or 'info'"),
         ({"method": "streaming", "config": "x.toml"}, "sparseprefill.config names a file that holds the pipeline"),
         ({"config": 3}, "sparseprefill.config is 3: give the path"),
-        ({"method": "streaming", "chunk": 1}, "sparseprefill.chunk is 1: pass a number of tokens >= 2"),
+        ({"method": "streaming", "chunk": 1}, "sparseprefill.chunk is 1: pass an integer >= 2"),
         ({"method": "streaming", "chunk": "big"}, "sparseprefill.chunk is 'big'"),
-        ({"method": "streaming", "log_interval": -1}, "sparseprefill.log_interval is -1: pass seconds, or 0"),
+        ({"method": "streaming", "log_interval": -1}, "sparseprefill.log_interval is -1: pass a number from 0 to"),
         ({"method": "streaming", "log_interval": float("nan")}, "sparseprefill.log_interval is nan"),
         ({"method": "streaming", "log_interval": True}, "sparseprefill.log_interval is True"),
         ({"method": "streaming", "profiles": ["quick"]}, "sparseprefill.profiles is ['quick']: give a table of names"),
