@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from attrs import Attribute, Factory, evolve, field, frozen
@@ -17,7 +17,7 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import KEPT_BYTES, Memory
 from sparseprefill.parts.record import Recorder
-from sparseprefill.parts.split import Limit, Part, limit_of, parts
+from sparseprefill.parts.split import Part, parts
 from sparseprefill.plan import Kernel, Parts, Plan, Planned, Result, Skipped
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.refiners.recall import KeptWhole, Recall, RecallFloor, floor_of
@@ -40,6 +40,10 @@ from sparseprefill.stages import (
 )
 from sparseprefill.validate import MOST_ROWS, fitting, is_whole
 
+Limit = int | Literal["auto"] | None
+"""Bytes that a call may hold: so many, `LIMIT` on CUDA devices and any number elsewhere ("auto"), or any number."""
+LIMIT = 3 << 30
+"""Bytes on CUDA devices by default: with the LSE, and with what bounds leave out, a layer stays within 4 GiB."""
 KEPT = 256
 """Sizes of calls whose parts a pipeline remembers."""
 SHARE = 8
@@ -270,6 +274,12 @@ class Pipeline(Runner):
         first, *after = self._all
         return first.workspace(call) + max(stage.workspace(call) for stage in after)
 
+    def limit(self, device: torch.device) -> int | None:
+        """Bytes that a call may hold on a device, by `workspace`; None for no limit."""
+        if self.workspace == "auto":
+            return LIMIT if device.type == "cuda" else None
+        return self.workspace
+
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention.
 
@@ -339,7 +349,7 @@ class Pipeline(Runner):
 
         By sizes alone; remembered, since the layers of a model ask with the same ones.
         """
-        limit = limit_of(self.workspace, call.q.device)
+        limit = self.limit(call.q.device)
         if limit is None:
             return (), True
         sizes = (call.q.shape, call.kv_heads, call.kv_len, call.value_dim, call.geometry.q_offset, call.window)

@@ -7,15 +7,11 @@ from itertools import pairwise
 from math import lcm
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
 from attrs import evolve, frozen
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-Limit = int | Literal["auto"] | None
-LIMIT = 3 << 30
-"""Bytes on CUDA devices by default: with the LSE, and with what bounds leave out, a layer stays within 4 GiB."""
 SPARE = 4
 """One part in so many of the limit stays free while a call runs in parts: for the LSE, for counting pairs, and for what
 the part before has not yet let go. A round guess."""
@@ -55,13 +51,6 @@ class Part:
             prompt_lengths=prompt,
             first_head=call.first_head + head,
         )
-
-
-def limit_of(workspace: Limit, device: torch.device) -> int | None:
-    """The limit in bytes on a device; None for none."""
-    if workspace == "auto":
-        return LIMIT if device.type == "cuda" else None
-    return workspace
 
 
 class Cuttable(Protocol):
