@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.plugins.star_attention.sizes import Rule
+from sparseprefill.plugins.star_attention import StarConfig
 from sparseprefill.plugins.star_attention.stages import StarEstimator
 
 from kernels.device import BOUNDS, CUDA, DEVICE
@@ -137,7 +137,7 @@ def test_star_attention_moves_columns_of_an_inner_method() -> None:
     for width in (16, 1):
         inner = Columns()
         fine = evolve(Pipeline(inner), refiners=(Narrower(width),))
-        plans.append(StarEstimator(Rule(40, None, None, 8), fine).estimate(CALL, Memory()))
+        plans.append(StarEstimator(StarConfig(block_size=40, tile=8), fine).estimate(CALL, Memory()))
     assert plans[0].mask.stripe_width == 8
     assert torch.equal(plans[1].mask.to_dense(), plans[0].mask.to_dense())
 

@@ -138,15 +138,12 @@ class Sizes(NamedTuple):
 class Cache(NamedTuple):
     """K and V, ``[B, Hkv, Nkv, D]``: descriptors for tiles, pointers for stripes.
 
-    k_columns, v_columns: descriptors for stripes of `paging.LEAST_BOX` keys and more, which the copy engine fetches, too; else
-    None.     With pages, table names those of the request, of several the first, and stride_kb counts rows, not elements, from one
+    With pages, table names those of the request, of several the first, and stride_kb counts rows, not elements, from one
     page to the next. An fp8 cache has no descriptors; of it, pointers and strides are those of words of four numbers.
     """
 
     k_desc: Any
     v_desc: Any
-    k_columns: Any
-    v_columns: Any
     k: Any
     v: Any
     table: Any

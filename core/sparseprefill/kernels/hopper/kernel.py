@@ -31,7 +31,7 @@ def fill(ring, raw, work, sizes, mask, cache, skip, shape):
 
 @gluon.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("cache_table",))
 def hopper_attention_fwd_kernel(
-    queries, cache_k_desc, cache_v_desc, cache_k_columns, cache_v_columns, cache_k, cache_v, cache_table,
+    queries, cache_k_desc, cache_v_desc, cache_k, cache_v, cache_table,
     cache_stride_kb, cache_stride_kh, cache_stride_kn, cache_stride_vb, cache_stride_vh, cache_stride_vn,
     mask_tiles_counts, mask_tiles_offsets, mask_tiles_indices,
     mask_stripes_counts, mask_stripes_offsets, mask_stripes_indices,
@@ -108,7 +108,7 @@ def hopper_attention_fwd_kernel(
     stripes = Lists(mask_stripes_counts, mask_stripes_offsets, mask_stripes_indices)
     mask = Mask(tiles, stripes, mask_bitmap, mask_tile_rows, mask_group_rows, mask_columns)
     cache = Cache(
-        cache_k_desc, cache_v_desc, cache_k_columns, cache_v_columns, cache_k, cache_v, cache_table,
+        cache_k_desc, cache_v_desc, cache_k, cache_v, cache_table,
         cache_stride_kb, cache_stride_kh, cache_stride_kn, cache_stride_vb, cache_stride_vh, cache_stride_vn,
     )  # fmt: skip
     carry = State(carry_m, carry_l, carry_acc)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparseprefill.kernels.attention.arguments import flat
 from sparseprefill.kernels.hopper.arguments import Arguments, Cache, Outputs, Sizes
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
-from sparseprefill.kernels.hopper.paging import LEAST_BOX, PANEL
+from sparseprefill.kernels.hopper.paging import PANEL
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.mask.kept import kept
@@ -141,7 +141,7 @@ def launch(call: AttentionCall, mask: SparseMask, given: Given, requests: Togeth
     strides = (outputs.stride_ob, outputs.stride_oh, outputs.stride_on, outputs.stride_lb, outputs.stride_lh)
     arguments = Arguments(
         _descriptor(q, BLOCK_M // 2),
-        _cache(source, block_n, mask.stripe_width if mask.stripes is not None else 1),
+        _cache(source, block_n),
         given.mask,
         given.carry,
         Outputs(outputs.out, outputs.lse, outputs.state, nonfinite, outputs.sinks, source.v_scale, *strides),
@@ -232,22 +232,16 @@ def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescr
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, LAYOUT)
 
 
-def _cache(source: Source, block_n: int, stripe: int) -> Cache:
-    """Keys and values as the kernel reads them: of pages, `stride_b` counts rows from one to the next.
-
-    stripe: keys of one.
-    """
+def _cache(source: Source, block_n: int) -> Cache:
+    """Keys and values as the kernel reads them: of pages, `stride_b` counts rows from one to the next."""
     k, v = source.k, source.v
     if not source.page:
-        by_stripe = (stripe, PANEL.value) if LEAST_BOX <= stripe <= block_n else None
-        columns = (None, None) if by_stripe is None else (_descriptor(k, *by_stripe), _descriptor(v, *by_stripe))
-        tiles = _descriptor(k, block_n), _descriptor(v, block_n)
-        return Cache(*tiles, *columns, k, v, None, *strides(k), *strides(v))
+        return Cache(_descriptor(k, block_n), _descriptor(v, block_n), k, v, None, *strides(k), *strides(v))
     if k.dtype in FORMATS:  # words of four numbers
         k, v, descriptors = k.view(torch.int32), v.view(torch.int32), (None, None)
     else:
         descriptors = cache_descriptors(source, block_n)
-    return Cache(*descriptors, None, None, k, v, source.table, *page_strides(k), *page_strides(v))
+    return Cache(*descriptors, k, v, source.table, *page_strides(k), *page_strides(v))
 
 
 def cache_descriptors(source: Source, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -10,11 +10,6 @@ from sparseprefill.kernels.hopper.gluon import load_block, reinterpret
 
 PANEL = gl.constexpr(64)
 """Columns that lie together in shared memory: 128 bytes, the width of its swizzle."""
-LEAST_BOX = 16
-"""Keys of the smallest stripe that the copy engine fetches: two periods of shared memory's swizzle. Single columns, and
-stripes of fewer keys, are gathered by rows."""
-NOWHERE = gl.constexpr(-(1 << 24))
-"""A block of keys before every tensor: the copy engine fills its place with zeros."""
 
 
 @gluon.constexpr_function
@@ -31,38 +26,6 @@ def boxes(smem, shape):
     else:  # noqa: RET505 - what stands behind a branch that returns is compiled, too
         count: gl.constexpr = shape.STAGES * (shape.D // PANEL) * (shape.BLOCK_N // shape.PAGE)
         return reinterpret(smem, smem.dtype, [count, 1, 1, shape.PAGE, PANEL], smem.layout)
-
-
-@gluon.jit
-def column_boxes(smem, shape):
-    """The stages of K or V as the columns' descriptors fill them: the rows of one stripe in one panel of columns."""
-    count: gl.constexpr = shape.STAGES * (shape.D // PANEL) * (shape.BLOCK_N // shape.WIDTH)
-    return reinterpret(smem, smem.dtype, [count, 1, 1, shape.WIDTH, PANEL], smem.layout)
-
-
-@gluon.jit
-def columns_of(list_ptr, step, count, shape):
-    """The key blocks of a step of stripes, NOWHERE behind the list's end."""
-    parts: gl.constexpr = shape.BLOCK_N // shape.WIDTH
-    entries = ()
-    for part in gl.static_range(parts):
-        at = step * parts + part
-        entries += (gl.load(list_ptr + at, mask=at < count, other=NOWHERE),)  # type: ignore[assignment]
-    return entries
-
-
-@gluon.jit
-def load_columns(desc, entries, b, head, start, ready, smem, stage, shape):
-    """Start copying the stripes of a step into the `column_boxes` of a stage. b, start: as `load_step` has them."""
-    parts: gl.constexpr = shape.BLOCK_N // shape.WIDTH
-    panels: gl.constexpr = shape.D // PANEL
-    mbarrier.expect(ready, shape.BLOCK_N * shape.D * 2)
-    for part in gl.static_range(parts):
-        for panel in gl.static_range(panels):
-            box = smem.index(stage * (panels * parts) + panel * parts + part)
-            load_block(
-                desc, [b, head, entries[part] * shape.WIDTH + start, panel * PANEL], ready, box
-            )  # [WIDTH, PANEL]
 
 
 @gluon.jit

@@ -9,15 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sparseprefill.kernels.attention.requests import BITMAP, COLUMNS, TABLE, TILE_ROWS
 from sparseprefill.kernels.hopper.gluon import barrier, load_rows
-from sparseprefill.kernels.hopper.paging import (
-    boxes,
-    column_boxes,
-    columns_of,
-    entries_of,
-    load_columns,
-    load_step,
-    row_in_cache,
-)
+from sparseprefill.kernels.hopper.paging import boxes, entries_of, load_step, row_in_cache
 from sparseprefill.kernels.hopper.requests import batch_row, head_of, keys_of, own, own_size
 from sparseprefill.kernels.hopper.ring import advance
 from sparseprefill.kernels.hopper.skim import fetch
@@ -121,35 +113,12 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                     head = head_of(sizes, bh)
                 if sizes.requests is not None:
                     b = b * 0  # the cache is one
-                chunks = gl.cdiv(seen, BLOCK_N)
-                if cache.k_columns is not None:
-                    k_stripes = column_boxes(ring.k_smem, shape)
-                    v_stripes = column_boxes(ring.v_smem, shape)
-                    blocks = gl.cdiv(seen, shape.WIDTH)
-                    for j in range(chunks):
-                        entries = columns_of(stripe_ptr, j, blocks, shape)  # early, as entries of pages
-                        mbarrier.wait(ring.k_empty.index(stage), phase)
-                        if j >= unmasked:
-                            keep = j * BLOCK_N + number < seen
-                            at = column_keys(stripe_ptr, j * BLOCK_N + number, shape.WIDTH, some=keep)
-                            if mask.bitmap is not None:
-                                tile = query_block(item, sizes) // (shape.TILE_Q // shape.BLOCK_M)
-                                row = head.to(gl.int64) * tile_rows + tile
-                                keep = keep & (gl.load(bitmap + row * columns + at // shape.TILE_K) == 0)
-                            ring.positions.index(stage).store(gl.where(keep, at, at | HIDDEN))
-                            barrier()
-                        ready = ring.k_ready.index(stage)
-                        load_columns(cache.k_columns, entries, b, hk, start, ready, k_stripes, stage, shape)
-                        mbarrier.wait(ring.v_empty.index(stage), phase)
-                        ready = ring.v_ready.index(stage)
-                        load_columns(cache.v_columns, entries, b, hk, start, ready, v_stripes, stage, shape)
-                        stage, phase = advance(stage, phase, shape.STAGES)
-                    chunks = 0
                 k_base = cache.k + b.to(gl.int64) * cache.stride_kb + hk.to(gl.int64) * cache.stride_kh
                 v_base = cache.v + b.to(gl.int64) * cache.stride_vb + hk.to(gl.int64) * cache.stride_vh
                 if sizes.starts is not None:
                     k_base += start.to(gl.int64) * cache.stride_kn
                     v_base += start.to(gl.int64) * cache.stride_vn
+                chunks = gl.cdiv(seen, BLOCK_N)
                 at = column_keys(stripe_ptr, gl.minimum(number, seen - 1), shape.WIDTH, some=number * 0 < seen)
                 if shape.PAGE > 0:
                     there = row_in_cache(table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
