@@ -29,11 +29,10 @@ from sparseprefill.profiles.progress import Progress
 from sparseprefill.route import Route
 from sparseprefill.validate import one_of, whole
 
-from .baseline import ANY, KERNELS, forced
-from .case import Part
+from .case import Part, random_mask
 from .clock import middle
-from .masks import random_mask
-from .model import ModelShape
+from .dense import ANY, KERNELS, forced
+from .shape import ModelShape
 
 STRUCTURES = ("heads", "model")
 logger = logging.getLogger(__name__)

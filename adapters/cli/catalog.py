@@ -10,9 +10,9 @@ from attrs import asdict
 
 from sparseprefill.errors import ParameterError, nearest, told
 
-from ..table import Table
 from . import describe, render
-from .shared_options import Json
+from .options import Json
+from .render import Table
 
 if TYPE_CHECKING:
     from sparseprefill.registry import PluginRecord, Registry

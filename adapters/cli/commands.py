@@ -21,17 +21,12 @@ from . import (
     demo,
     evaluate,
     fit,
-    frontier,
     new,
-    sglang_report,
-    tune,
-    vllm_check,
-    vllm_report,
+    servers,
 )
 from .tables import WithTables, short
 
-SERVERS = (vllm_check, vllm_report, sglang_report)
-MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, new, tune, calibrate, *SERVERS)
+MODULES = (demo, compare, fit, evaluate, bench, catalog, new, calibrate, servers)
 """Modules of commands, in the order of the help text."""
 
 app = typer.Typer(

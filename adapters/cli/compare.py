@@ -13,16 +13,17 @@ import typer
 from ..session.defaults import TAIL
 from . import render
 from .files import check_writable
-from .group import CommandError
-from .kept import Stop, wrote
-from .options import DENSE, configured, contenders, profiled, setting, suited
-from .shared_options import (
+from .group import CommandError, Stop
+from .options import (
+    DENSE,
     Configs,
     Device,
     DeviceMap,
     Dtype,
     Floor,
+    Head,
     Json,
+    Layer,
     Methods,
     Model,
     Profiles,
@@ -31,6 +32,9 @@ from .shared_options import (
     Tail,
     Threads,
     Type,
+    contenders,
+    setting,
+    suited,
 )
 
 if TYPE_CHECKING:
@@ -72,8 +76,8 @@ def compare(
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the table and pictures to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write a picture of one head's masks to this file.")] = None,
-    layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = 0,
-    head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = 0,
+    layer: Layer = 0,
+    head: Head = 0,
     device: Device = "auto",
     device_map: DeviceMap = None,
     dtype: Type = Dtype.AUTO,
@@ -90,22 +94,22 @@ def compare(
 
     from sparseprefill.registry import default_registry
 
-    from ..evaluation.comparison import check_length
+    from ..evaluation.comparison import check_length, outcomes
     from ..evaluation.reading import Sizes
-    from ..evaluation.runs import outcomes
     from . import page, results
     from . import picture as pictures
     from .progress import bars
     from .setup import Place, Source
 
     if picture is not None:
-        pictures.check_path(picture)
+        check_writable("--picture", picture, ".png")
     if html is not None:
         check_writable("--html", html)
     registry = default_registry()
     names, left_out = _names(registry, method or (), settings or (), model)
-    compared = contenders(registry, names, settings or (), suited(model), tail, recall_floor)
-    compared += configured(config or (), False, tail) + profiled(profile or (), tail)
+    compared = contenders(
+        registry, names, settings or (), suited(model), tail, recall_floor, config or (), profile or ()
+    )
     place = Place.of(device, dtype.value, threads)
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
     sizes = Sizes(tail=held_back, greedy=greedy, rows=rows, repeats=repeats)
@@ -122,37 +126,21 @@ def compare(
             for outcome in outcomes(loaded, chosen, compared, sizes, shown, (layer, head)):
                 found.append(outcome)
     stop.check(len(found))
-    name = model or "the embedded model"
-    title = f"{name}: {_described(chosen)}, {place}"
+    title = f"{model or 'the embedded model'}: {_described(chosen)}, {place}"
     facts: dict[str, Any] = {
         "model": model or "embedded",
         "prompts": [{"name": prompt.name, "tokens": len(prompt.ids)} for prompt in chosen],
-        "device": str(place.device),
-        "dtype": place.dtype_name,
-        "threads": threads,
-        "tail": tail,
-        "recall_floor": recall_floor,
-        "left_out": left_out,
-        "stopped": stop.heard,
+        **place.facts,
+        **{"tail": tail, "recall_floor": recall_floor, "left_out": left_out, "stopped": stop.heard},
     }
     if picture is not None:
         pictures.draw([one for one in found if one.prompt == chosen[0].name], layer, head, picture)
-        wrote(picture)
     if html is not None:
         page.write(html, found, title, shlex.join(["sparseprefill", *sys.argv[1:]]), sizes)
-    if json:
-        render.write_json(results.as_json(found, facts, sizes))
-    else:
-        results.as_table(found, title, sizes, place.device.type == "cpu")
-        for what, path in (("picture", picture), ("page", html)):
-            if path is not None:
-                render.line(f"{what}: {path}")
+    results.report(found, sizes, place, title, facts, {"picture": picture, "page": html}, json=json)
     for name, reason in left_out.items():
         render.note(f"{name} is left out: {reason}")
-    render.broken(registry)
-    stop.end(len(found), readings, "readings")
-    if any(outcome.error for outcome in found):
-        raise typer.Exit(1)
+    results.finish(registry, stop, found, readings)
 
 
 def _names(

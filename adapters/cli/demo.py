@@ -9,9 +9,26 @@ import typer
 
 from ..demo.seeds import TABLES
 from ..session.defaults import TAIL
-from . import render
-from .group import CommandError
-from .shared_options import SEEDS, Configs, Device, Dtype, Floor, Json, Methods, Settings, Tail, Type
+from .files import check_writable
+from .group import CommandError, Stop
+from .options import (
+    DENSE,
+    Configs,
+    Device,
+    Dtype,
+    Floor,
+    Head,
+    Json,
+    Layer,
+    Methods,
+    Seed,
+    Settings,
+    Tail,
+    Type,
+    contenders,
+    setting,
+    suited,
+)
 
 if TYPE_CHECKING:
     from ..evaluation.outcome import Outcome
@@ -40,14 +57,12 @@ def demo(
         int | None,
         typer.Option(min=1, max=16, help="Questions of each family; by default 2, and 4 with --full or --method."),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=SEEDS, help="Chooses the text, the needles and their places.")
-    ] = TABLES,
+    seed: Seed = TABLES,
     picture: Annotated[Path, typer.Option(help="Write the picture of the masks to this file.")] = Path(
         "sparseprefill-demo.png"
     ),
-    layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = LAYER,
-    head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = HEAD,
+    layer: Layer = LAYER,
+    head: Head = HEAD,
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; use 1 if other work runs there.")] = 2,
@@ -61,27 +76,27 @@ def demo(
     from sparseprefill.registry import default_registry
 
     from ..demo.exam import asker
+    from ..evaluation.comparison import outcomes
     from ..evaluation.reading import Sizes
-    from ..evaluation.runs import outcomes
     from . import picture as pictures
     from . import results
     from .exams import GREEDY, asked_of, exams_of
-    from .kept import Stop, wrote
-    from .options import configured, contenders, named, suited
     from .progress import bars
     from .setup import Place, Source
 
-    found: list[Outcome] = []
-
-    pictures.check_path(picture)
+    check_writable("--picture", picture, ".png")
     registry = default_registry()
     if full and method:
         raise CommandError("--full runs every method: leave out --method, or --full")
-    others = [name for name in registry.methods() if name != "dense"]
-    names = method or ((*SHOWN, *named(settings or (), others)) if not full else ())
-    compared = contenders(registry, names, settings or (), suited(None), tail, recall_floor)
-    compared += configured(config or (), hybrids, tail)
+    names = method
+    if not (full or method):
+        set_too = [setting(text)[0] for text in settings or ()]
+        names = [*SHOWN, *(name for name in set_too if name in registry.methods() and name != DENSE)]
+    compared = contenders(
+        registry, names, settings or (), suited(None), tail, recall_floor, config or (), hybrids=hybrids
+    )
     place = Place.of(device, dtype.value, threads)
+    found: list[Outcome] = []
     with bars(len(compared) + 1) as shown, place.threaded():
         source = Source.of(None, place)
         source.check_layers(layer, head)
@@ -95,26 +110,13 @@ def demo(
                 shown.finished(results.line_of(found, sizes))
     stop.check(len(found))
     pictures.draw(found, layer, head, picture)
-    wrote(picture)
     facts: dict[str, Any] = {
-        "tokens": tokens,
-        "questions": exam.questions,
-        "seed": seed,
-        "device": str(place.device),
-        "dtype": place.dtype_name,
-        "threads": threads,
-        "tail": tail,
-        "recall_floor": recall_floor,
-        "stopped": stop.heard,
+        **{"tokens": tokens, "questions": exam.questions, "seed": seed},
+        **place.facts,
+        **{"tail": tail, "recall_floor": recall_floor, "stopped": stop.heard},
         "picture": {"path": str(picture), "layer": layer, "head": head},
     }
-    if json:
-        render.write_json(results.as_json(found, facts, sizes))
-    else:
-        title = f"{tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
-        results.as_table(found, title, sizes, place.device.type == "cpu")
-        render.line(f"picture of layer {layer}, head {head}: {picture}")
-    render.broken(registry)
-    stop.end(len(found), len(compared) + 1, "readings")
-    if any(outcome.error for outcome in found):
-        raise typer.Exit(1)
+    title = f"{tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
+    shown_files = {f"picture of layer {layer}, head {head}": picture}
+    results.report(found, sizes, place, title, facts, shown_files, json=json)
+    results.finish(registry, stop, found, len(compared) + 1)

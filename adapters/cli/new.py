@@ -13,8 +13,7 @@ import typer
 
 from . import render
 from .files import check_folder
-from .group import CommandError
-from .kept import wrote
+from .group import CommandError, wrote
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 """Names of methods, as `Method` takes them, that make names of classes too."""

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve, frozen
 
 from .group import CommandError
-from .shared_options import MODELS
+from .options import MODELS
 
 if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
@@ -37,6 +37,11 @@ class Place:
     def dtype_name(self) -> str:
         """Without PyTorch's name."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What JSON says of it."""
+        return {"device": str(self.device), "dtype": self.dtype_name, "threads": self.threads}
 
     @property
     def memory(self) -> int | None:

@@ -15,11 +15,11 @@ from sparseprefill.errors import MethodCollisionError, ParameterError
 from sparseprefill.profiles.table import NeededTable
 from sparseprefill.registry import Registry
 
-from ..table import Table
 from . import describe, render
 from .files import check_writable, write
 from .group import CommandError, Group
-from .shared_options import SEEDS, Device, Dtype, Json, Model, Threads, Type
+from .options import SEEDS, Device, Dtype, Json, Model, Threads, Type
+from .render import Table
 
 SEED = "seed"
 """The option of the command that chooses the samples; settings with such a field are given it, too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -195,6 +195,14 @@ class Summary:
             answers_inside=_total([one.inside_score for one in done]),
             answers=_total([one.score for one in done]),
         )
+
+
+def summaries(found: Iterable[Outcome], greedy: int) -> list[Summary]:
+    """One summary for each contender, in the order in which they came. greedy: tokens of the continuation."""
+    by_contender: dict[str, list[Outcome]] = {}
+    for outcome in found:
+        by_contender.setdefault(outcome.contender.label, []).append(outcome)
+    return [Summary.of(group, greedy) for group in by_contender.values()]
 
 
 def _total(scores: Sequence[tuple[int, int]]) -> tuple[int, int]:

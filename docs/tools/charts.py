@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from sparseprefill.adapters.bench.case import Case, Shape
+from sparseprefill.adapters.bench.case import Case
 from sparseprefill.adapters.bench.measure import Row as Measured
-from sparseprefill.adapters.cli import bench_plot
+from sparseprefill.adapters.bench.shape import Shape
+
+from experiments.bench import plot as bench_plot
 
 DOCS = Path(__file__).parents[1]
 PAGES, SECTION = (DOCS / "benchmarks.md", DOCS / "benchmarks-more.md"), "131,072 tokens"

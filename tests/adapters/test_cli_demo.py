@@ -15,7 +15,7 @@ from attrs import frozen
 from matplotlib.image import imread
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.settings import HYBRIDS, PARAMETERS
-from sparseprefill.adapters.evaluation import runs
+from sparseprefill.adapters.evaluation import comparison
 from typer.testing import CliRunner, Result
 
 from sparseprefill import (
@@ -134,7 +134,7 @@ def test_a_first_look_runs_three_methods_and_names_each() -> None:
 
 
 def test_a_signal_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = runs.outcomes
+    whole = comparison.outcomes
 
     def stops(*arguments: Any, **more: Any) -> Iterator[Any]:
         for done, outcome in enumerate(whole(*arguments, **more)):
@@ -143,7 +143,7 @@ def test_a_signal_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
                 os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(runs, "outcomes", stops)
+    monkeypatch.setattr(comparison, "outcomes", stops)
     result = run(*SMALL, "--json")
     assert result.exit_code == 143
     assert signal.getsignal(signal.SIGTERM) is before
