@@ -10,22 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import render
+from . import options, render
 from .files import check_writable, write
 from .group import CommandError, Stop
-from .options import (
-    DENSE,
-    SEEDS,
-    Configs,
-    Device,
-    Dtype,
-    JsonFile,
-    Methods,
-    Settings,
-    Threads,
-    Type,
-    changes,
-)
 from .render import Column, Table
 
 if TYPE_CHECKING:
@@ -118,18 +105,13 @@ Rounds = Annotated[
 Seconds = Annotated[
     float, typer.Option(min=0.01, help="Time limit for all runs of a case, or of dense attention beside it.")
 ]
-Seed = Annotated[int, typer.Option(min=0, max=SEEDS, help="Chooses inputs and masks.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(bench)
+Seed = Annotated[int, typer.Option(min=0, max=options.SEEDS, help="Chooses inputs and masks.")]
 
 
 def bench(
-    method: Methods = None,
-    settings: Settings = None,
-    config: Configs = None,
+    method: options.Methods = None,
+    settings: options.Settings = None,
+    config: options.Configs = None,
     executor: Annotated[
         list[str] | None,
         typer.Option(
@@ -157,10 +139,10 @@ def bench(
     rounds: Rounds = 10,
     seconds: Seconds = 2.0,
     seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Type = Dtype.AUTO,
-    threads: Threads = 1,
-    json: JsonFile = None,
+    device: options.Device = "auto",
+    dtype: options.Type = options.Dtype.AUTO,
+    threads: options.Threads = 1,
+    json: options.JsonFile = None,
 ) -> None:
     """Measure how long attention takes, and its speed-up over dense attention in the same run.
 
@@ -177,8 +159,8 @@ def bench(
     registry = default_registry()
     place = Place.of(device, dtype.value, threads)
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name, "batch": batch}
-    names = list(dict.fromkeys(method or ())) or ([] if config else [one for one in registry.methods() if one != DENSE])
-    changed = changes([registry.get(name).name for name in names], settings or ())
+    names = list(dict.fromkeys(method or ())) or ([] if config else options.every(registry))
+    changed = options.changes([registry.get(name).name for name in names], settings or ())
     more: dict[str, Any] = {"input": inputs.value, "gate": gate}
     rows: list[Row] = []
     timed: list[Timed] = []

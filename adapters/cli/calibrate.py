@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from attrs import asdict
 
-from . import render
+from . import options, render
 from .files import check_writable, write
 from .group import CommandError
-from .options import DENSE, Device, Dtype, Json, Methods, Settings, Type, changes
 from .render import Column, Table
 
 if TYPE_CHECKING:
@@ -36,18 +35,13 @@ DOUBT = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(calibrate)
-
-
 def calibrate(
-    method: Methods = None,
-    settings: Settings = None,
+    method: options.Methods = None,
+    settings: options.Settings = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads; 32 on a GPU, 4 on a CPU.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads; 8 on a GPU, 2 on a CPU.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Head dimension; 128 on a GPU, 64 on a CPU.")] = None,
-    dtype: Type = Dtype.AUTO,
+    dtype: options.Type = options.Dtype.AUTO,
     tokens: Annotated[
         list[int] | None,
         typer.Option(min=16, help="Tokens of a call; repeat for several. By default 1K to 64K, on a CPU 512 to 4K."),
@@ -70,9 +64,9 @@ def calibrate(
             "now keep their speed-up.",
         ),
     ] = False,
-    device: Device = "auto",
+    device: options.Device = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; use as many as your calls will have.")] = 1,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Measure from which length on each method is faster than dense attention on this machine.
 
@@ -96,10 +90,10 @@ def calibrate(
         heads=heads or usual[0], kv_heads=kv_heads or usual[1], head_dim=head_dim or usual[2], dtype=place.dtype_name
     )
     registry = default_registry()
-    names = [registry.get(name).name for name in method or registry.methods() if method or name != DENSE]
+    names = [registry.get(name).name for name in method or options.every(registry)]
     parameters = {
         name: {**registry.get(name).stand_in, **TIMED.get(name, {}), **given}
-        for name, given in changes(list(dict.fromkeys(names)), settings or ()).items()
+        for name, given in options.changes(list(dict.fromkeys(names)), settings or ()).items()
     }
     before = _before(output, place.device) if append else None
     rows = CHUNK[kind] if chunk is None else chunk

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from sparseprefill.registry import PluginRecord, Registry
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    for command in (methods, show, plugins):
-        app.command()(command)
-
-
 def methods(json: Json = False) -> None:
     """List every installed method with its summary and paper."""
     from sparseprefill.registry import default_registry

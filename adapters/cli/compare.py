@@ -11,31 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..session.defaults import TAIL
-from . import render
+from . import options, render
 from .files import check_writable
 from .group import CommandError, Stop
-from .options import (
-    DENSE,
-    Configs,
-    Device,
-    DeviceMap,
-    Dtype,
-    Floor,
-    Head,
-    Json,
-    Layer,
-    Methods,
-    Model,
-    Profiles,
-    Prompts,
-    Settings,
-    Tail,
-    Threads,
-    Type,
-    contenders,
-    setting,
-    suited,
-)
 
 if TYPE_CHECKING:
     from sparseprefill.registry import Registry
@@ -48,24 +26,19 @@ BUILT_IN = 4096
 """Tokens of a built-in prompt unless told otherwise."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(compare)
-
-
 def compare(
-    model: Model = None,
-    prompts: Prompts = None,
-    method: Methods = None,
-    settings: Settings = None,
-    config: Configs = None,
-    profile: Profiles = None,
+    model: options.Model = None,
+    prompts: options.Prompts = None,
+    method: options.Methods = None,
+    settings: options.Settings = None,
+    config: options.Configs = None,
+    profile: options.Profiles = None,
     tokens: Annotated[
         int | None, typer.Option(min=128, help="Maximum tokens of a prompt; built-in prompts have exactly as many.")
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of prompts: built-in ones, or the first of a file.")] = 4,
-    tail: Tail = TAIL,
-    recall_floor: Floor = None,
+    tail: options.Tail = TAIL,
+    recall_floor: options.Floor = None,
     held_back: Annotated[
         int, typer.Option(min=2, help="Tokens held back from each prompt's end, for the model to predict.")
     ] = 32,
@@ -76,13 +49,13 @@ def compare(
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the table and pictures to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write a picture of one head's masks to this file.")] = None,
-    layer: Layer = 0,
-    head: Head = 0,
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Type = Dtype.AUTO,
-    threads: Threads = 2,
-    json: Json = False,
+    layer: options.Layer = 0,
+    head: options.Head = 0,
+    device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    dtype: options.Type = options.Dtype.AUTO,
+    threads: options.Threads = 2,
+    json: options.Json = False,
 ) -> None:
     """Compare every method with a model's own dense prefill: next tokens, attention and speed.
 
@@ -107,8 +80,8 @@ def compare(
         check_writable("--html", html)
     registry = default_registry()
     names, left_out = _names(registry, method or (), settings or (), model)
-    compared = contenders(
-        registry, names, settings or (), suited(model), tail, recall_floor, config or (), profile or ()
+    compared = options.contenders(
+        registry, names, settings or (), options.suited(model), tail, recall_floor, config or (), profile or ()
     )
     place = Place.of(device, dtype.value, threads)
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
@@ -147,10 +120,10 @@ def _names(
     registry: Registry, named: Sequence[str], settings: Sequence[str], model: str | None
 ) -> tuple[list[str], dict[str, str]]:
     """The methods that run: those that are named, else all that can; and the others, with the reason."""
-    names = list(named) or [name for name in registry.methods() if name != DENSE]
+    names = list(named) or options.every(registry)
     if named or model is None:
         return names, {}
-    given = {setting(text)[:2] for text in settings}
+    given = {options.setting(text)[:2] for text in settings}
     left_out = {}
     for name in names:
         table = registry.get(name).table

@@ -9,26 +9,9 @@ import typer
 
 from ..demo.seeds import TABLES
 from ..session.defaults import TAIL
+from . import options
 from .files import check_writable
 from .group import CommandError, Stop
-from .options import (
-    DENSE,
-    Configs,
-    Device,
-    Dtype,
-    Floor,
-    Head,
-    Json,
-    Layer,
-    Methods,
-    Seed,
-    Settings,
-    Tail,
-    Type,
-    contenders,
-    setting,
-    suited,
-)
 
 if TYPE_CHECKING:
     from ..evaluation.outcome import Outcome
@@ -39,34 +22,28 @@ SHOWN = ("rowmax", "bfla", "streaming")
 """The methods of a first look, which takes less than a minute: one that keeps answers inside, two that lose them."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(demo)
-
-
 def demo(
     tokens: Annotated[int, typer.Option(min=256, help="Tokens of the text, with a question and its answer.")] = 16384,
-    method: Methods = None,
+    method: options.Methods = None,
     full: Annotated[bool, typer.Option("--full", help="Run every method instead of three.")] = False,
-    settings: Settings = None,
-    hybrids: Annotated[bool, typer.Option("--hybrids", help="Also run hybrids of several methods.")] = False,
-    config: Configs = None,
-    tail: Tail = TAIL,
-    recall_floor: Floor = None,
+    settings: options.Settings = None,
+    config: options.Configs = None,
+    tail: options.Tail = TAIL,
+    recall_floor: options.Floor = None,
     questions: Annotated[
         int | None,
         typer.Option(min=1, max=16, help="Questions of each family; by default 2, and 4 with --full or --method."),
     ] = None,
-    seed: Seed = TABLES,
+    seed: options.Seed = TABLES,
     picture: Annotated[Path, typer.Option(help="Write the picture of the masks to this file.")] = Path(
         "sparseprefill-demo.png"
     ),
-    layer: Layer = LAYER,
-    head: Head = HEAD,
-    device: Device = "auto",
-    dtype: Type = Dtype.AUTO,
+    layer: options.Layer = LAYER,
+    head: options.Head = HEAD,
+    device: options.Device = "auto",
+    dtype: options.Type = options.Dtype.AUTO,
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; use 1 if other work runs there.")] = 2,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Compare dense and sparse prefill on the embedded model, in less than a minute; --full runs every method.
 
@@ -90,10 +67,10 @@ def demo(
         raise CommandError("--full runs every method: leave out --method, or --full")
     names = method
     if not (full or method):
-        set_too = [setting(text)[0] for text in settings or ()]
-        names = [*SHOWN, *(name for name in set_too if name in registry.methods() and name != DENSE)]
-    compared = contenders(
-        registry, names, settings or (), suited(None), tail, recall_floor, config or (), hybrids=hybrids
+        set_too = [options.setting(text)[0] for text in settings or ()]
+        names = [*SHOWN, *(name for name in set_too if name in options.every(registry))]
+    compared = options.contenders(
+        registry, names, settings or (), options.suited(None), tail, recall_floor, config or ()
     )
     place = Place.of(device, dtype.value, threads)
     found: list[Outcome] = []

@@ -12,25 +12,9 @@ from attrs import asdict
 from sparseprefill import __version__
 
 from ..session.defaults import TAIL
-from . import render
+from . import options, render
 from .files import check_writable, write
 from .group import CommandError, Stop
-from .options import (
-    Configs,
-    Device,
-    DeviceMap,
-    Dtype,
-    Floor,
-    Json,
-    Model,
-    Profiles,
-    Settings,
-    Tail,
-    Threads,
-    Type,
-    contenders,
-    suited,
-)
 from .render import Column, Table
 
 if TYPE_CHECKING:
@@ -45,19 +29,14 @@ NOTES = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(evaluate)
-
-
 def evaluate(
-    model: Model = None,
+    model: options.Model = None,
     method: Annotated[list[str] | None, typer.Option(help="A method to run; repeat for several.")] = None,
-    settings: Settings = None,
-    config: Configs = None,
-    profile: Profiles = None,
-    tail: Tail = TAIL,
-    recall_floor: Floor = None,
+    settings: options.Settings = None,
+    config: options.Configs = None,
+    profile: options.Profiles = None,
+    tail: options.Tail = TAIL,
+    recall_floor: options.Floor = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="A,B", help="Tasks of the harness; by default RULER's that need no network.")
     ] = None,
@@ -74,11 +53,11 @@ def evaluate(
         bool, typer.Option("--chat-template", help="Put prompts through the tokenizer's chat template.")
     ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON to this file.")] = None,
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Type = Dtype.AUTO,
-    threads: Threads = 2,
-    json: Json = False,
+    device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    dtype: options.Type = options.Dtype.AUTO,
+    threads: options.Threads = 2,
+    json: options.Json = False,
 ) -> None:
     """Score a model on public tasks, with its own attention and with methods, by lm-evaluation-harness.
 
@@ -102,8 +81,8 @@ def evaluate(
         )
     if settings and not method:
         raise CommandError(f"--set {settings[0]}: it changes a parameter of a method; pass --method too")
-    compared = contenders(
-        registry, method or (), settings or (), suited(model), tail, recall_floor, config or (), profile or ()
+    compared = options.contenders(
+        registry, method or (), settings or (), options.suited(model), tail, recall_floor, config or (), profile or ()
     )
     place = Place.of(device, dtype.value, threads)
     try:
@@ -117,20 +96,20 @@ def evaluate(
         harness.check_tokenizer(source, tokenizer, chat_template=chat_template)
         for length in sizes:
             source.check_tokens(length, "--tokens")
-        options: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "chat_template": chat_template}
+        asked: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "chat_template": chat_template}
         with bars(len(names)) as shown:
             suite = harness.loaded(source, tokenizer, names, sizes, limit, shown)
             loaded = source.load()
             total = len(suite) * (len(compared) + stock)
             shown.expect(total)
-            how: dict[str, Any] = {"items": suite, "stock": stock, "listener": shown, **options}
+            how: dict[str, Any] = {"items": suite, "stock": stock, "listener": shown, **asked}
             with Stop() as stop:
                 for run in harness.evaluate(loaded, tokenizer, contenders=compared, **how):
                     found.append(run)
     stop.check(len(found))
     facts: dict[str, Any] = {
         **{"model": model or "embedded", "tasks": names, "lengths": list(sizes)},
-        **options,
+        **asked,
         **place.facts,
         **{"tail": tail, "recall_floor": recall_floor, "stopped": stop.heard},
     }

@@ -18,28 +18,6 @@ from ..session.defaults import TAIL
 from . import options
 from .files import check_writable
 from .group import CommandError
-from .options import (
-    AtEnd,
-    Cost,
-    Device,
-    DeviceMap,
-    Dtype,
-    Floor,
-    Least,
-    Lengths,
-    Methods,
-    Minutes,
-    Model,
-    Prompts,
-    Questions,
-    Seed,
-    Settings,
-    Tail,
-    Threads,
-    Trials,
-    Tried,
-    Type,
-)
 
 if TYPE_CHECKING:
     from ..evaluation.prompts import Prompt, Text
@@ -55,15 +33,9 @@ LEAST = 256
 """Tokens of the shortest prompt worth fitting to."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(fit)
-    app.command()(tune)
-
-
 def fit(
-    model: Model = None,
-    prompts: Prompts = None,
+    model: options.Model = None,
+    prompts: options.Prompts = None,
     agreement: Annotated[
         float | None,
         typer.Option(min=0.0, max=1.0, help="Lowest share of rows with dense's token; by default 0.99."),
@@ -72,26 +44,26 @@ def fit(
     recall: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Lowest recall: share of the attention mass kept.")
     ] = None,
-    end: AtEnd = False,
-    method: Methods = None,
-    settings: Settings = None,
-    tokens: Lengths = None,
+    end: options.AtEnd = False,
+    method: options.Methods = None,
+    settings: options.Settings = None,
+    tokens: options.Lengths = None,
     count: Annotated[int, typer.Option(min=1, help="Maximum number of prompts of each length.")] = 4,
-    tail: Tail = TAIL,
-    recall_floor: Floor = None,
+    tail: options.Tail = TAIL,
+    recall_floor: options.Floor = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
-    by: Least = Cost.AUTO,
+    by: options.Least = options.Cost.AUTO,
     seed: Annotated[
         int, typer.Option(min=0, max=options.SEEDS, help="Orders the settings, in case there is no time for all.")
     ] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the profile to this file.")] = Path(
         "model.profile.json"
     ),
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Type = Dtype.AUTO,
-    threads: Threads = 2,
-    json: Trials = False,
+    device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    dtype: options.Type = options.Dtype.AUTO,
+    threads: options.Threads = 2,
+    json: options.Trials = False,
 ) -> None:
     """Find the best method and setting for a model, and write it as a profile for `attach`, `build` and vLLM.
 
@@ -147,27 +119,27 @@ def fit(
 
 def tune(
     method: Annotated[str, typer.Option(help="The method to tune.")],
-    model: Model = None,
-    tokens: Lengths = None,
-    tried: Tried = None,
-    fixed: Settings = None,
+    model: options.Model = None,
+    tokens: options.Lengths = None,
+    tried: options.Tried = None,
+    fixed: options.Settings = None,
     loss: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of dense's accuracy that you can lose.")] = 0.01,
-    end: AtEnd = False,
-    minutes: Minutes = None,
-    by: Least = Cost.AUTO,
-    tail: Tail = TAIL,
-    recall_floor: Floor = None,
+    end: options.AtEnd = False,
+    minutes: options.Minutes = None,
+    by: options.Least = options.Cost.AUTO,
+    tail: options.Tail = TAIL,
+    recall_floor: options.Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 2,
-    questions: Questions = 4,
-    seed: Seed = TUNING,
+    questions: options.Questions = 4,
+    seed: options.Seed = TUNING,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the profile to this file; by default METHOD.profile.json."),
     ] = None,
-    device: Device = "auto",
-    dtype: Type = Dtype.AUTO,
-    threads: Threads = 1,
-    json: Trials = False,
+    device: options.Device = "auto",
+    dtype: options.Type = options.Dtype.AUTO,
+    threads: options.Threads = 1,
+    json: options.Trials = False,
 ) -> None:
     """Find the cheapest parameters of a method that lose no more than a stated accuracy.
 

@@ -31,11 +31,6 @@ FILES = {
 """The templates of each kind of package, and where what is made of them goes."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(new)
-
-
 def new(
     name: Annotated[str, typer.Argument(help="The name of the method or refiner: lower-case words joined by hyphens.")],
     output: Annotated[

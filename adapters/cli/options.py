@@ -15,7 +15,7 @@ from sparseprefill import structure
 from sparseprefill.errors import ParameterError, nearest
 from sparseprefill.validate import MOST_ROWS
 
-from ..demo.settings import HYBRIDS, PARAMETERS
+from ..demo.settings import PARAMETERS
 from ..session.defaults import TAIL
 from .group import CommandError
 
@@ -165,9 +165,8 @@ def contenders(
     floor: Any = None,
     configs: Sequence[Path] = (),
     profiles: Sequence[Path] = (),
-    hybrids: bool = False,
 ) -> list[Contender]:
-    """Everything to compare, built: methods, the hybrids that ship, configuration files and profiles.
+    """Everything to compare, built: methods, configuration files and profiles.
 
     names: of methods; None for every one that is registered but dense. settings: texts ``name.parameter=value``, where
     refiners and a corrector may be set like parameters, as in a configuration. suiting: parameters that suit the model,
@@ -179,19 +178,22 @@ def contenders(
 
     from ..evaluation.outcome import Contender
 
-    chosen = [name for name in registry.methods() if name != DENSE] if names is None else dict.fromkeys(names)
+    chosen = every(registry) if names is None else dict.fromkeys(names)
     made = []
     for name, changed in changes([registry.get(name).name for name in chosen], settings).items():
         parameters = {**(suiting or {}).get(name, {}), **floored(name, floor), **changed}
         made.append(Contender(name, _built(registry, name, parameters), parameters, tail))
-    for name, table in HYBRIDS.items() if hybrids else ():
-        made.append(Contender(name, from_config(dict(table)), table, tail))
     for path in configs:
         pipeline = from_config(path)
         made.append(Contender(pipeline.name, pipeline, {"config": str(path)}, tail))
     for path in profiles:
         made.append(Contender(path.name, registry.build(profile=path), {"profile": str(path)}, tail))
     return made
+
+
+def every(registry: Registry) -> list[str]:
+    """The names of all methods but dense, which computes what the model itself does."""
+    return [name for name in registry.methods() if name != DENSE]
 
 
 def _built(registry: Registry, name: str, given: Mapping[str, Any]) -> Pipeline | Route:

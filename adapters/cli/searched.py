@@ -26,7 +26,7 @@ from . import render
 from .describe import DEFAULTS, told
 from .files import unwritable
 from .group import Stop, wrote
-from .options import DENSE, changes, floored, suited
+from .options import changes, every, floored, suited
 from .render import Column, Table
 from .results import measured
 
@@ -52,8 +52,8 @@ Shown = tuple[Search, Trial | None]
 
 
 def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
-    """The methods that are named; without names every one but `dense`, which computes what the model itself does."""
-    return [registry.get(name) for name in dict.fromkeys(names or registry.methods()) if names or name != DENSE]
+    """The methods that are named; without names every one but dense."""
+    return [registry.get(name) for name in dict.fromkeys(names or every(registry))]
 
 
 def fixed_parameters(

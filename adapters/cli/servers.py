@@ -24,12 +24,6 @@ TABLE = "sparseprefill"
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for its answer.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (vllm_check, vllm_report, sglang_report):
-        app.command(command.__name__.replace("_", "-"))(command)
-
-
 def vllm_check(
     config: Annotated[
         str, typer.Argument(help="What vLLM gets as --additional-config: JSON, or a .json or .toml file of it.")

@@ -1,4 +1,6 @@
-"""The bars of README and docs/benchmarks.md: `python docs/tools/charts.py` draws them from the tables of the pages.
+"""The bars of README and docs/benchmarks.md, drawn from the tables of the pages.
+
+Run `PYTHONPATH=tests python docs/tools/charts.py` in a clone.
 
 Nothing is measured here, and no figure stands here: the pictures show the rows that the page has. Each carries a digest
 of its section, by which a test sees that the page has changed since.
