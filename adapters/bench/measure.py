@@ -106,7 +106,7 @@ class Ready:
         return Row(case=self.case, seconds=seconds, dense=dense, baseline=self.dense.kernel, **facts, **more)
 
     def _facts(self, call: AttentionCall) -> dict[str, Any]:
-        """Of one layer, whose result is let go."""
+        """Density, memory and recall of one layer, whose result is let go."""
         result, extra = self._once(call)
         facts: dict[str, Any] = {"density": result.density, "extra": extra, "note": result.dense}
         facts["parts"] = 1 if result.parts is None else result.parts.count

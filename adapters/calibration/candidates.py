@@ -30,7 +30,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Of the method."""
+        """The method's name."""
         return self.method.name
 
     def pipeline(self, model: ModelIdentity | None = None) -> Pipeline | Route:
@@ -46,7 +46,7 @@ class Candidate:
         return Route.by_length(profile, lambda _: self.method)
 
     def contender(self, model: ModelIdentity | None = None) -> Contender:
-        """For a comparison."""
+        """What a comparison runs."""
         layers = {"dense_layers": list(self.dense_layers)} if self.dense_layers else {}
         return Contender(self.name, self.pipeline(model), {**self.parameters, **layers})
 

@@ -26,7 +26,7 @@ By = Literal["density", "seconds"]
 FEWEST = 4
 """Candidates that reach the next rung at least."""
 SHARES = (0.5, 0.8)
-"""Of the time, when the first rungs must end; the others may take all."""
+"""Shares of the time after which the first rungs must end; the others may take all."""
 REPAIRED = 3
 """Candidates, at most one a method, for which layers are sought that should stay dense."""
 
@@ -68,7 +68,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Of a prefill, averaged over the prompts."""
+        """Time of a prefill, averaged over the prompts."""
         return fmean(one.seconds for one in self.outcomes)
 
 
@@ -193,7 +193,7 @@ class Searcher:
         return evolve(found, reason=f"{self.target}: {why}" if trials else "nothing was measured")
 
     def _last_resort(self) -> None:
-        """Where none of the last rung reached the target, those that fell out on the way read on, cheapest first."""
+        """Let candidates that fell out on the way read on, cheapest first, if none of the last rung met the target."""
         cost, count = _cost(self.by), self.rungs[-1]
         while self._in_time():
             good = [one for one in self.result().cheaper if one.shortfall <= 1.0]
@@ -298,7 +298,7 @@ def _cost(by: By) -> Callable[[Trial], float]:
 
 
 def _furthest(trials: Iterable[Trial]) -> list[Trial]:
-    """Those that came through on the most prompts, as far as any did."""
+    """The trials that came through on the most prompts, as far as any did."""
     done = [one for one in trials if not one.error]
     most = max((len(one.outcomes) for one in done), default=0)
     return [one for one in done if len(one.outcomes) == most]

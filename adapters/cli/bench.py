@@ -158,7 +158,13 @@ def bench(
     alone = check_json(json)
     registry = default_registry()
     place = Place.of(device, dtype.value, threads)
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name, "batch": batch}
+    sizes: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "dtype": place.dtype_name,
+        "batch": batch,
+    }
     names = list(dict.fromkeys(method or ())) or ([] if config else options.every(registry))
     changed = options.changes([registry.get(name).name for name in names], settings or ())
     more: dict[str, Any] = {"input": inputs.value, "gate": gate}
@@ -203,7 +209,7 @@ def bench(
             render.line(f"written: {json}")
     render.broken(registry)
     stop.end(done, of, what)
-    if any(one.error for one in (*rows, *timed)):
+    if any(row.error for row in rows) or any(one.error for one in timed):
         raise typer.Exit(1)
 
 

@@ -26,7 +26,7 @@ LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 1638
 CHUNK = {"cpu": 1024, "cuda": 2048}
 REPEATS = {"cpu": 3, "cuda": 20}
 SECONDS = 1.0
-"""That the runs of one piece of work may take in all; two count in any case."""
+"""Time that the runs of one piece of work may take in all; two count in any case."""
 TIMED: Mapping[str, Mapping[str, Any]] = {"kascade": {"dense_layers": 0}}
 """What else is not the default: of kascade a layer that chooses is timed, and not the dense one."""
 DOUBT = (

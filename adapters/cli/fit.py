@@ -213,7 +213,7 @@ def _prompts(
 
 
 def _of_length(found: list[Prompt], length: int, path: Path | None) -> list[Prompt]:
-    """Those that have about so many tokens once they are cut."""
+    """The prompts that have about so many tokens once they are cut."""
     near = [one for one in found if 4 * len(one.ids) >= 3 * length]
     if not near:
         longest = max(len(one.ids) for one in found)

@@ -11,7 +11,6 @@ from attrs import asdict, evolve
 
 from sparseprefill import __version__
 
-from ..evaluation.divergence import Divergence
 from ..evaluation.outcome import Outcome, Summary, summaries
 from ..evaluation.reading import APART, Sizes
 from . import render
@@ -191,12 +190,6 @@ def cannot(rows: Sequence[Summary]) -> list[str]:
     ]
 
 
-def near(found: Divergence | None, answers: tuple[int, int]) -> dict[str, Any]:
-    """Distributions and answers at one place as plain data, as far as there are any."""
-    right, asked = answers
-    return {**({"right": right, "asked": asked} if asked else {}), **({} if found is None else found.figures)}
-
-
 def _right(one: Summary) -> dict[str, int]:
     return {"inside": one.answers_inside[0], "at the end": one.answers[0]}
 
@@ -237,8 +230,7 @@ def _summary(one: Summary, stock: Summary) -> dict[str, Any]:
         "parameters": dict(one.contender.parameters),
         "prompts": one.prompts,
         "failed": dict(one.failed),
-        "inside": near(one.inside, one.answers_inside),
-        "end": near(one.end, one.answers),
+        **one.places,
         "perplexity_ratio": one.perplexity_ratio,
         "parted": one.parted,
         "recall": {

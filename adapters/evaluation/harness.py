@@ -54,7 +54,7 @@ CHAINS_EXAMPLE = 500
 """Tokens of ruler_vt's example."""
 _ESSAYS = "lm_eval.tasks.ruler.prepare_niah"
 _USUAL = ("`pretrained` model kwarg is not of type", "Custom kwargs can be passed", "No aggregation function defined")
-"""Of the harness's warnings, those that say nothing here."""
+"""Beginnings of the harness's warnings that say nothing here."""
 log = logging.getLogger(__name__)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from sparseprefill.adapters.bench import facts
@@ -69,11 +69,18 @@ def bench(
     for name in names:
         if name not in tables.TABLES:
             raise CommandError(f"--table {name}: there is no such table{nearest(name, [*tables.TABLES, ALL])}")
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name, "page": page}
+    sizes: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "dtype": place.dtype_name,
+        "page": page,
+    }
     made = []
     for name in names:
-        pairs = product(tokens or tables.lengths(name, place.device.type), dict.fromkeys(new or ()) or [None])
-        made += tables.cases(name, registry, [shipped.shape_of(place, *pair, **sizes) for pair in pairs])
+        lengths, news = tokens or tables.lengths(name, place.device.type), dict.fromkeys(new or ()) or [None]
+        shapes = [shipped.shape_of(place, length, one, **sizes) for length, one in product(lengths, news)]
+        made += tables.cases(name, registry, shapes)
     wanted = [registry.get(name).name for name in method or ()]
     cases = [case for case in made if not wanted or case.name in wanted]
     if not cases:

@@ -80,7 +80,7 @@ def peers(
     """Measure every kernel that is here. Exit status 1 where ours failed on any mask."""
     files = Files(markdown=markdown, json=json)
     place = Place.of(device, dtype.value, threads)
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name}
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name}
     try:
         masks = [parse_mask(text) for text in dict.fromkeys(executor or MASKS)]
     except ParameterError as error:
