@@ -45,15 +45,10 @@ ON_CPU = (
     " These are times on a CPU, where PyTorch's own fused attention runs over gathered keys. They say nothing about "
     "the kernels, which need a GPU."
 )
-TTFT_NOTES = {
-    "heads": (
-        "Random weights attend to nothing in particular, so each layer's attention runs on q and k of made-up heads "
-        "instead of its own."
-    ),
-    "model": "Random weights attend to nothing in particular, so these are the costs if a method finds no structure.",
-}
-TTFT_COLUMNS = (
-    " speed-up: the stock model's time / this time. density: pairs computed / causal pairs, mean over layers."
+TTFT_NOTES = (
+    "Random weights attend to nothing in particular, so each layer's attention runs on q and k of made-up heads instead "
+    "of its own. speed-up: the stock model's time / this time. density: pairs computed / causal pairs, mean over "
+    "layers."
 )
 COLUMNS: tuple[Column[Row], ...] = (
     Column("ms", lambda row: f"{row.seconds * 1e3:.4g}"),
@@ -81,13 +76,6 @@ class Input(StrEnum):
     STRIPES = "stripes"
     SINK = "sink"
     LOCAL = "local"
-
-
-class Structure(StrEnum):
-    """On what a model's layers compute their attention."""
-
-    HEADS = "heads"
-    MODEL = "model"
 
 
 Tokens = Annotated[list[int] | None, typer.Option(min=16, help="Tokens of the prompt; repeat for several.")]
@@ -122,7 +110,6 @@ def bench(
     heads: Heads = 32,
     kv_heads: KvHeads = 8,
     head_dim: HeadDim = 128,
-    batch: Annotated[int, typer.Option(min=1, max=64, help="Batch rows, of unequal lengths.")] = 1,
     new: New = None,
     page: Page = 0,
     inputs: Annotated[Input, typer.Option("--input", help="Inputs for the methods.")] = Input.HEADS,
@@ -132,10 +119,6 @@ def bench(
         int | None,
         typer.Option(min=1, help="With --ttft, layers of the model, by default 32; else layers to average over."),
     ] = None,
-    structure: Annotated[
-        Structure,
-        typer.Option(help="With --ttft, run attention on made-up heads, or on the model's own random q and k."),
-    ] = Structure.HEADS,
     rounds: Rounds = 10,
     seconds: Seconds = 2.0,
     seed: Seed = 0,
@@ -158,13 +141,7 @@ def bench(
     alone = check_json(json)
     registry = default_registry()
     place = Place.of(device, dtype.value, threads)
-    sizes: dict[str, Any] = {
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "dtype": place.dtype_name,
-        "batch": batch,
-    }
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name}
     names = list(dict.fromkeys(method or ())) or ([] if config else options.every(registry))
     changed = options.changes([registry.get(name).name for name in names], settings or ())
     more: dict[str, Any] = {"input": inputs.value, "gate": gate}
@@ -174,13 +151,11 @@ def bench(
         given = {"--executor": executor, "--new": new, "--page": page, "--gate": gate}
         for option in (option for option, value in given.items() if value):
             raise CommandError(f"{option} cannot be combined with --ttft; leave one of them out")
-        if batch != 1:
-            raise CommandError(f"--batch {batch}: --ttft times one prompt; pass 1")
         cases = _methods(registry, changed, config or (), [shape_of(place, 16, **sizes)], None, more)
         fixed = not (method or config)
         model = _model(sizes, layers or DEPTH)
         lengths = dict.fromkeys(tokens or PROMPTS.get(place.device.type, PROMPTS["cpu"]))
-        stop, timed = _prefills(model, cases, lengths, fixed, place, structure.value, min(rounds, ROUNDS), seed)
+        stop, timed = _prefills(model, cases, lengths, fixed, place, min(rounds, ROUNDS), seed)
         done, of, what = len({one.tokens for one in timed}), len(lengths), "lengths"
     else:
         shapes = [
@@ -353,7 +328,6 @@ def _prefills(
     lengths: Iterable[int],
     fixed: bool,
     place: Place,
-    structure: str,
     rounds: int,
     seed: int,
 ) -> tuple[Stop, list[Timed]]:
@@ -369,7 +343,7 @@ def _prefills(
     timed: list[Timed] = []
     for tokens in listed:
         place.check_room("--tokens", tokens, shape.bytes_per_token, "a prefill of so many", least=16)
-    how: dict[str, Any] = {"shape": shape, "device": place.device, "structure": structure, "rounds": rounds}
+    how: dict[str, Any] = {"shape": shape, "device": place.device, "rounds": rounds}
     with bars(len(listed)) as shown, place.threaded(), Stop() as stop:
         for tokens in listed:
             with shown.contender(f"{tokens:,} tokens") as progress:
@@ -386,8 +360,7 @@ def _model(sizes: dict[str, Any], depth: int) -> ModelShape:
     from ..bench.shape import ModelShape
 
     hidden = sizes["heads"] * sizes["head_dim"]
-    heads = {name: sizes[name] for name in ("heads", "kv_heads", "head_dim", "dtype")}
-    return ModelShape(layers=depth, hidden=hidden, inner=hidden * 7 // 2, **heads)
+    return ModelShape(layers=depth, hidden=hidden, inner=hidden * 7 // 2, **sizes)
 
 
 def _timed(one: Timed) -> dict[str, Any]:
@@ -407,5 +380,5 @@ def _ttft(timed: Sequence[Timed], shape: ModelShape, place: Place) -> Table:
         lambda one: one.error,
         title=f"first token of {timed[0].tokens:,}, {shape.layers} layers of {known}, {shape.dtype}, random weights",
         remarks=remarks,
-        notes=TTFT_NOTES[timed[0].structure] + TTFT_COLUMNS + (ON_CPU if place.device.type == "cpu" else ""),
+        notes=TTFT_NOTES + (ON_CPU if place.device.type == "cpu" else ""),
     )

@@ -110,7 +110,6 @@ def test_a_method_that_fails_ends_with_1() -> None:
         (("--set", "bfla.blok=1"), "did you mean 'block'"),
         (("--json", "/nowhere/a.json"), "there is no folder /nowhere; make it"),
         (("--ttft", "--executor", "full"), "--executor cannot be combined with --ttft"),
-        (("--ttft", "--batch", "2"), "--batch 2"),
         (("--ttft", "--page", "16"), "--page cannot be combined with --ttft"),
         (("--tokens", "256", "--new", "257", "--method", "bfla"), "new is 257"),
     ],
