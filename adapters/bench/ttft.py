@@ -73,7 +73,8 @@ def tiles(share: float) -> Pipeline:
 class Timed:
     """One model run. name: of the method, or of the dense kernel. density: mean over layers; None for the stock model.
 
-    dense_layers: reasons of layers that ran dense, with their number. structure: what the attention of its layers ran on, in JSON.
+    dense_layers: reasons of layers that ran dense, with their number. structure: what the attention of its layers ran
+    on.
     """
 
     name: str

@@ -46,9 +46,9 @@ ON_CPU = (
     "the kernels, which need a GPU."
 )
 TTFT_NOTES = (
-    "Random weights attend to nothing in particular, so each layer's attention runs on q and k of made-up heads instead "
-    "of its own. speed-up: the stock model's time / this time. density: pairs computed / causal pairs, mean over "
-    "layers."
+    "Random weights attend to nothing in particular, so each layer's attention runs on q and k of made-up heads "
+    "instead of its own. speed-up: the stock model's time / this time. density: pairs computed / causal pairs, mean "
+    "over layers."
 )
 COLUMNS: tuple[Column[Row], ...] = (
     Column("ms", lambda row: f"{row.seconds * 1e3:.4g}"),
