@@ -75,7 +75,7 @@ def _method(registry: Registry, name: str) -> dict[str, Any]:
         "summary": method.summary,
         "paper": method.paper,
         "grain": grain,
-        "stages": [asdict(stage) for stage in stages],
+        "stages": stages,
         "parameters": [asdict(parameter) for parameter in describe.parameters(method.config)],
     }
 

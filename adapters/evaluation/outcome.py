@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -110,21 +110,17 @@ class Outcome:
     @property
     def score(self) -> tuple[int, int]:
         """Values right and asked behind the prompt."""
-        return _sums(self.answers)
+        return _total(self.answers.values())
 
     @property
     def inside_score(self) -> tuple[int, int]:
         """Answers right and asked inside the prompt."""
-        return _sums(self.inside)
+        return _total(self.inside.values())
 
     @property
     def density(self) -> float:
         """Pairs computed over causal pairs, averaged over the layers; a layer that ran dense counts as 1."""
         return fmean(layer.density for layer in self.layers) if self.layers else 1.0
-
-
-def _sums(answers: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    return sum(right for right, _ in answers.values()), sum(asked for _, asked in answers.values())
 
 
 @frozen
@@ -216,7 +212,7 @@ def summaries(found: Iterable[Outcome], greedy: int) -> list[Summary]:
     return [Summary.of(group, greedy) for group in by_contender.values()]
 
 
-def _total(scores: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def _total(scores: Collection[tuple[int, int]]) -> tuple[int, int]:
     return sum(right for right, _ in scores), sum(asked for _, asked in scores)
 
 
