@@ -88,7 +88,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 
 class Group(TyperGroup):
-    """Exit code 1 for errors of this library, 2 for options that do not parse, 130 for Ctrl-C."""
+    """Commands that exit with 1 for errors of this library, 2 for options that do not parse, 130 for Ctrl-C."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line; see `typer.core.TyperGroup.main`."""

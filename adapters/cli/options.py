@@ -53,7 +53,7 @@ class Cost(StrEnum):
     SECONDS = "seconds"
 
     def of(self, device: str) -> Literal["density", "seconds"]:
-        """What it is on a type of device."""
+        """The cost that counts on a type of device."""
         if self == Cost.AUTO:
             return "density" if device == "cpu" else "seconds"
         return "density" if self == Cost.DENSITY else "seconds"
@@ -170,7 +170,7 @@ def contenders(
 
     names: of methods; None for every one that is registered but dense. settings: texts ``name.parameter=value``, where
     refiners and a corrector may be set like parameters, as in a configuration. suiting: parameters that suit the model,
-    by method, under the settings. tail: last rows that get every key, as of `attach`. floor: of the recall of every
+    by method, under the settings. tail: last rows that get every key, as `attach` takes it. floor: of the recall of every
     method but dense, unless it has a setting of its own. Raises CommandError or the library's own errors for what does
     not fit.
     """
