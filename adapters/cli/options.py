@@ -170,9 +170,9 @@ def contenders(
 
     names: of methods; None for every one that is registered but dense. settings: texts ``name.parameter=value``, where
     refiners and a corrector may be set like parameters, as in a configuration. suiting: parameters that suit the model,
-    by method, under the settings. tail: last rows that get every key, as `attach` takes it. floor: of the recall of every
-    method but dense, unless it has a setting of its own. Raises CommandError or the library's own errors for what does
-    not fit.
+    by method, under the settings. tail: last rows that get every key, as `attach` takes it. floor: of the recall of
+    every method but dense, unless it has a setting of its own. Raises CommandError or the library's own errors for what
+    does not fit.
     """
     from sparseprefill.config import from_config
 
