@@ -1,70 +1,70 @@
-"""What is measured: sizes of a call, inputs, and a mask or a method."""
+"""What is measured: a call's inputs, and a random mask or a method that runs on it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, reduce
+from operator import or_
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from attrs import evolve, field, frozen
 
+from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
+from sparseprefill.registry import Registry
 from sparseprefill.route import Route
-from sparseprefill.validate import maybe, number, one_of, whole
+from sparseprefill.testing.inputs import tensors
+from sparseprefill.validate import number, one_of, whole
 
-from .shape import DTYPES, HeadSizes
+from .shape import Shape
 
-INPUTS = ("heads", "random", "stripes", "sink", "local", "captured")
-"""Kinds of inputs: those of `sparseprefill.testing.tensors`, and q, k, v of the embedded model."""
-SHARE = number(0.0, 1.0)
-WHOLE = ("full", "diagonal")
-"""Parts of a mask that have no share."""
+STRENGTH = 14.0
+"""By how much planted logits stand out in the plain kinds of inputs."""
+TILE, GROUP = 128, 16
+"""Tokens of a random mask's tile; query tiles that share their stripes."""
+LAYERS: Mapping[str, int] = MappingProxyType({"kascade": 32})
+"""Layers of a prefill that are run, where a method does not do the same in each."""
 
 
-@frozen(kw_only=True)
-class Shape(HeadSizes):
-    """Sizes of a causal prefill call. A batch has rows of unequal lengths, the first of `length` tokens.
+@lru_cache(maxsize=1)
+def call_of(shape: Shape, kind: str, seed: int, device: torch.device) -> AttentionCall:
+    """q, k, v of a kind of `sparseprefill.testing.tensors` on a device; the last call made is kept."""
+    q, k, v = tensors(
+        kind,
+        batch=shape.batch,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        q_len=shape.length,
+        kv_len=shape.length,
+        head_dim=shape.head_dim,
+        strength=STRENGTH,
+        seed=seed,
+        device=device,
+        dtype=shape.torch_dtype,
+    )
+    if shape.batch == 1:
+        return AttentionCall(q[:, :, -shape.queries :], k, v)
+    return AttentionCall(q, k, v, lengths=torch.tensor(shape.lengths, dtype=torch.int32, device=device))
 
-    new: how many of the tokens, the last, are queries, behind cached ones; None for all of them. page: tokens of a page
-    of keys and values, which then lie in a cache out of order; 0 for tensors. Both are for one prompt, not for a batch.
-    """
 
-    length: int = field(validator=whole(2))
-    head_dim: int = field(default=128, validator=whole(32))
-    dtype: str = field(default="bfloat16", validator=one_of(*DTYPES))
-    batch: int = field(default=1, validator=whole(1, 64))
-    new: int | None = field(default=None, validator=maybe(whole()))
-    page: int = field(default=0, validator=whole(0))
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if self.new is not None and self.new > self.length:
-            raise ParameterError(f"new is {self.new}: pass at most the {self.length} tokens of the prompt")
-        if self.batch > 1 and (self.new is not None or self.page):
-            raise ParameterError(f"batch is {self.batch}: new tokens and pages are measured for one prompt; pass 1")
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of q, k, v and the output, in every batch row; of a cache in pages too."""
-        pages = 2 * self.kv_heads * self.head_dim * self.torch_dtype.itemsize if self.page else 0
-        return self.batch * super().bytes_per_token + pages
-
-    @property
-    def queries(self) -> int:
-        """Tokens that are queries."""
-        return self.length if self.new is None else self.new
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each batch row: n, n (b - 1) / b, ..., n / b."""
-        return tuple(max(1, self.length * (self.batch - row) // self.batch) for row in range(self.batch))
-
-    def __str__(self) -> str:
-        rows = f"batch {self.batch}, " if self.batch > 1 else ""
-        new = "" if self.new is None else f"{self.new:,} of them new, "
-        pages = f"pages of {self.page}, " if self.page else ""
-        return f"{rows}{new}{pages}{super().__str__()}"
+def in_pages(call: AttentionCall, page: int, seed: int) -> AttentionCall:
+    """The call with K and V side by side in pages of a cache, in random order; heads side by side within a token."""
+    _, heads, length, size = call.k.shape
+    count, value = -(-length // page), call.value_dim
+    source = torch.Generator(call.q.device).manual_seed(seed)
+    table = torch.randperm(count, generator=source, device=call.q.device)
+    cache = call.k.new_zeros(count, page, heads, size + value)
+    token = torch.arange(length, device=table.device)
+    cache[table[token // page], token % page] = torch.cat([call.k, call.v], -1)[0].transpose(0, 1)
+    k, v = cache.split([size, value], -1)
+    pages = Pages(k, v, table.to(torch.int32), length)
+    return evolve(call, k=pages, v=pages)
 
 
 @frozen
@@ -72,10 +72,30 @@ class Part:
     """Tiles of 128 x 128, or columns before each group of 2,048 rows, at random; the diagonal tiles; or everything."""
 
     kind: str = field(validator=one_of("full", "diagonal", "tiles", "stripes"))
-    share: float = field(default=1.0, validator=SHARE)
+    share: float = field(default=1.0, validator=number(0.0, 1.0))
 
     def __str__(self) -> str:
-        return self.kind if self.kind in WHOLE else f"{self.kind} {self.share:.3g}"
+        return self.kind if self.kind in ("full", "diagonal") else f"{self.kind} {self.share:.3g}"
+
+    def mask(self, call: AttentionCall, source: torch.Generator) -> SparseMask:
+        """A mask of this part alone, drawn from a generator on the call's device."""
+        g, device = call.geometry, source.device
+        if self.kind == "full":
+            return SparseMask.full(call, TILE)
+        if self.kind == "diagonal":
+            return SparseMask.from_rules(call, TILE, band=0)
+        if self.kind == "tiles":
+            sizes = (g.batch, g.heads, g.tile_rows(TILE), g.tile_columns(TILE))
+            return SparseMask.from_tiles(call, torch.rand(*sizes, generator=source, device=device) < self.share, TILE)
+        # Columns before each group, as AnchorAttention selects them, without the diagonal.
+        groups = g.tile_rows(TILE * GROUP)
+        keep = torch.empty(g.batch, g.heads, groups, g.kv_len, dtype=torch.bool, device=device)
+        for row in range(g.batch):  # a head at a time: drawn at once, the numbers would take gigabytes
+            for head in range(g.heads):
+                keep[row, head] = torch.rand(groups, g.kv_len, generator=source, device=device) < self.share
+        before = g.tiles(TILE * GROUP)[..., None] * TILE * GROUP
+        keep &= (torch.arange(g.kv_len, device=device) < before)[:, None]
+        return evolve(SparseMask.from_stripes(call, keep, GROUP, diagonal=False), disjoint=True)
 
 
 def parse_mask(text: str) -> tuple[Part, ...]:
@@ -93,20 +113,28 @@ def parse_mask(text: str) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def random_mask(call: AttentionCall, parts: Sequence[Part], seed: int) -> SparseMask:
+    """The union of the parts, always the same for a seed and a device."""
+    source = torch.Generator(call.q.device).manual_seed(seed)
+    mask = reduce(or_, [part.mask(call, source) for part in parts])
+    apart = {part.kind for part in parts} == {"diagonal", "stripes"}  # columns stand before their group's tiles
+    return evolve(mask, disjoint=True) if apart else mask
+
+
 @frozen(kw_only=True)
 class Case:
     """One row of a table: a random mask through the executor alone, or a method's whole call.
 
-    table: that it belongs to. name: of the method, or the mask as text. pipeline: of a method, None for a mask.
-    parameters: those that differ from the method's defaults. gate: whether the break-even gate may choose dense.
-    layers: of a prefill that stand behind the figures, all on the same inputs, which are their mean: for methods whose
-    layers do different things.
+    table: that it belongs to. name: of the method, or the mask as text. input: kind of inputs, of `call_of`. pipeline:
+    of a method, None for a mask. parameters: those that differ from the method's defaults. gate: whether the break-even
+    gate may choose dense. layers: of a prefill that stand behind the figures, all on the same inputs, which are their
+    mean: for methods whose layers do different things.
     """
 
-    table: str
+    table: str = ""
     name: str
     shape: Shape
-    input: str = field(default="heads", validator=one_of(*INPUTS))
+    input: str = "heads"
     mask: tuple[Part, ...] = ()
     pipeline: Pipeline | Route | None = field(default=None, eq=False)
     parameters: Mapping[str, Any] = field(factory=dict, eq=False)
@@ -130,3 +158,11 @@ def of_mask(text: str, shape: Shape, table: str = "") -> Case:
     """A random mask through the executor, on Gaussian inputs; ParameterError for a text that is none."""
     mask = parse_mask(text)
     return Case(table=table, name=" + ".join(map(str, mask)), shape=shape, input="random", mask=mask)
+
+
+def of_method(registry: Registry, name: str, shape: Shape, table: str = "", **more: Any) -> Case:
+    """A method at its defaults, or with ``parameters``, on inputs of several heads; errors as of `Registry.build`."""
+    given = more.pop("parameters", {})
+    layers = more.pop("layers", None) or LAYERS.get(name, 1)
+    pipeline = registry.build(name, **{**registry.get(name).stand_in, **given})
+    return Case(table=table, name=name, shape=shape, pipeline=pipeline, parameters=given, layers=layers, **more)

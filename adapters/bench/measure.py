@@ -13,17 +13,22 @@ from sparseprefill.errors import SparsePrefillError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.memory import Memory
 from sparseprefill.metrics import lowest_rows, recall
+from sparseprefill.parts.split import parts
+from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
-from sparseprefill.route import gated
+from sparseprefill.route import Route, gated
 
-from .baseline import Baseline, baseline
-from .case import Case, Shape
+from .case import Case, call_of, in_pages, random_mask
 from .clock import Clock
-from .inputs import call_of, in_pages, uncopied
-from .layers import memories, plan_only
-from .masks import random_mask
+from .dense import Baseline, baseline
+from .shape import Shape
 
 ROWS = 64
+"""Query rows on which recall is sampled."""
+Dense = Callable[[AttentionCall, Sequence[int]], Baseline]
+"""Gives dense attention for a call and the lengths of its batch rows."""
+Inputs = Callable[[Shape, str, int, torch.device], AttentionCall]
+"""Gives the call of a shape, a kind of inputs, a seed and a device."""
 
 
 @frozen(kw_only=True)
@@ -84,7 +89,7 @@ class Ready:
 
     @property
     def plan(self) -> Callable[[], Any] | None:
-        """The same without the executor; None for masks."""
+        """Plans layer after layer, without the executor; None for masks."""
         planned = self.planned
         return None if planned is None else lambda: [planned(index) for index in range(len(self.calls))]
 
@@ -101,7 +106,7 @@ class Ready:
         return Row(case=self.case, seconds=seconds, dense=dense, baseline=self.dense.kernel, **facts, **more)
 
     def _facts(self, call: AttentionCall) -> dict[str, Any]:
-        """Of one layer, whose result is let go."""
+        """Density, memory and recall of one layer, whose result is let go."""
         result, extra = self._once(call)
         facts: dict[str, Any] = {"density": result.density, "extra": extra, "note": result.dense}
         facts["parts"] = 1 if result.parts is None else result.parts.count
@@ -128,17 +133,18 @@ def _mean(found: Sequence[dict[str, Any]], name: str) -> float:
     return float(sum(one[name] for one in found)) / len(found)
 
 
-def prepare(case: Case, device: torch.device, seed: int = 0) -> Ready:
+def prepare(
+    case: Case, device: torch.device, seed: int = 0, dense: Dense = baseline, inputs: Inputs = call_of
+) -> Ready:
     """Make inputs, mask and yardstick. Raises ParameterError for what cannot be."""
-    call = call_of(case.shape, case.input, seed, device)
-    dense = baseline(call, case.shape.lengths)  # on tensors, whatever the call reads
+    call = inputs(case.shape, case.input, seed, device)
+    beside = dense(call, case.shape.lengths)  # on tensors, whatever the call reads
     if case.shape.page:
         call = in_pages(call, case.shape.page, seed)
     if case.pipeline is None:
         plan, executor = Plan(random_mask(call, case.mask, seed)), AutoExecutor()
-        return Ready(
-            case=case, calls=[call], layer=lambda one: executor.execute(uncopied(one), plan), planned=None, dense=dense
-        )
+        run = lambda one: executor.execute(uncopied(one), plan)  # noqa: E731
+        return Ready(case=case, calls=[call], layer=run, planned=None, dense=beside)
     plain = gated(case.pipeline, None)
     pipeline = gated(plain) if case.gate else plain
     # Of one prefill: what a method remembers of its first layer is there in the layers behind it, and so here.
@@ -150,19 +156,45 @@ def prepare(case: Case, device: torch.device, seed: int = 0) -> Ready:
         calls=calls,
         layer=lambda one: pipeline.run(uncopied(one), memory),
         planned=lambda index: plan_only(plain, uncopied(calls[index]), before[index]),
-        dense=dense,
+        dense=beside,
     )
+
+
+def uncopied(call: AttentionCall) -> AttentionCall:
+    """The call as a server makes it anew: what was copied of its pages is forgotten."""
+    if call.pages is None:
+        return call
+    pages = evolve(call.pages)
+    return evolve(call, k=pages, v=pages)
+
+
+def memories(pipeline: Pipeline | Route, calls: Sequence[AttentionCall]) -> list[Memory]:
+    """What a prefill of these layers remembers when it comes to each: its plan is then what it is in the prefill."""
+    memory, before = Memory(), []
+    for call in calls:
+        before.append(memory.copy())
+        pipeline.run(call, memory)
+    return before
+
+
+def plan_only(given: Pipeline | Route, call: AttentionCall, memory: Memory) -> None:
+    """Estimate and refine, part by part where the whole call runs so."""
+    pipeline = Route.of(given).choose(call).pipeline
+    for part in parts(pipeline, call, pipeline.limit(call.q.device)):
+        pipeline.plan(part.of(call), memory)
 
 
 @frozen
 class Bench:
-    """Measures cases one after the other. seed: of inputs and masks.
+    """Measures cases one after the other. seed: of inputs and masks. dense, inputs: where other ones than ours count.
 
     Dense attention runs beside every case; where it takes longer than the clock's budget, beside the first of a shape.
     """
 
     clock: Clock
     seed: int = 0
+    dense: Dense = baseline
+    inputs: Inputs = call_of
     _known: dict[tuple[Shape, str], float] = field(factory=dict, init=False)
 
     def measure(self, case: Case) -> Row:
@@ -173,7 +205,7 @@ class Bench:
             return Row(case=case, error=str(error).split("\n")[0])
 
     def _row(self, case: Case) -> Row:
-        ready = prepare(case, self.clock.device, self.seed)
+        ready = prepare(case, self.clock.device, self.seed, self.dense, self.inputs)
         known = self._known.get((case.shape, ready.dense.kernel))
         if known is None:
             seconds, dense = self.clock.beside(ready.run, ready.dense.run)

@@ -1,9 +1,8 @@
 """Time to the first token of a model of Llama-3-8B's shape with random weights, through the Hugging Face adapter.
 
 Random weights give attention without any structure: nothing is sparse there, and no method has anything to find. So
-by default every layer computes its attention on q and k of the made-up heads, in place of its own, and on its own v:
-the work is that of a model whose layers look so, while the text that comes out means nothing. With the model's own q
-and k the figures say what a method costs where it finds nothing.
+every layer computes its attention on q and k of made-up heads, in place of its own, and on its own v: the work is that
+of a model whose layers look so, while the text that comes out means nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 from sparseprefill.profiles.progress import Progress
 from sparseprefill.route import Route
-from sparseprefill.validate import one_of, whole
+from sparseprefill.validate import whole
 
-from .baseline import ANY, KERNELS, forced
-from .case import Part
+from .case import Part, random_mask
 from .clock import middle
-from .masks import random_mask
-from .model import ModelShape
+from .dense import ANY, KERNELS, forced
+from .shape import ModelShape
 
-STRUCTURES = ("heads", "model")
 logger = logging.getLogger(__name__)
 
 
@@ -46,7 +43,7 @@ class Injected(Pipeline):
     given: tuple[Tensor, Tensor] = field(kw_only=True)
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
-        """See Pipeline."""
+        """Run the call, on the other queries and keys if it has their shape."""
         q, k = self.given
         same = call.q.shape == q.shape and call.k.shape == k.shape
         return super().run(evolve(call, q=q, k=k) if same else call, memory)
@@ -60,7 +57,7 @@ class RandomTiles:
     _kept: dict[str, SparseMask] = field(factory=dict, init=False)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """The mask."""
+        """A plan with the mask of this shape of calls, drawn once."""
         sizes = call.geometry.describe()
         if sizes not in self._kept:
             self._kept[sizes] = random_mask(call, [Part("tiles", self.share)], seed=0)
@@ -76,12 +73,13 @@ def tiles(share: float) -> Pipeline:
 class Timed:
     """One model run. name: of the method, or of the dense kernel. density: mean over layers; None for the stock model.
 
-    dense_layers: reasons of layers that ran dense, with their number.
+    dense_layers: reasons of layers that ran dense, with their number. structure: what the attention of its layers ran
+    on.
     """
 
     name: str
     tokens: int
-    structure: str
+    structure: str = "heads"
     seconds: float = 0.0
     stock: float = 0.0
     density: float | None = None
@@ -104,7 +102,6 @@ class Prefill:
     shape: ModelShape
     device: torch.device
     tokens: int
-    structure: str = field(default="heads", validator=one_of(*STRUCTURES))
     rounds: int = field(default=3, validator=whole())
     seed: int = 0
 
@@ -116,7 +113,7 @@ class Prefill:
         model = self.shape.build(self.tokens, self.device, self.seed)
         source = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(2, self.shape.vocabulary, (1, self.tokens), generator=source).to(self.device)
-        given = self._given()
+        given = self.shape.structured(self.tokens, self.device, self.seed)
         progress("stock model", 0, len(methods) + 2)
         kernel, stock = self._stock(model, ids)
         rows = []
@@ -125,13 +122,8 @@ class Prefill:
             rows.append(self._attached(model, ids, name, pipeline, given))
         progress("stock model", len(methods) + 1, len(methods) + 2)
         stock = (stock + self._stock(model, ids)[1]) / 2
-        first = Timed(name=f"stock ({kernel})", tokens=self.tokens, structure=self.structure, seconds=stock)
+        first = Timed(name=f"stock ({kernel})", tokens=self.tokens, seconds=stock)
         return [evolve(one, stock=stock) for one in (first, *rows)]
-
-    def _given(self) -> tuple[Tensor, Tensor] | None:
-        if self.structure == "model":
-            return None
-        return self.shape.structured(self.tokens, self.device, self.seed)
 
     def _stock(self, model: Any, ids: Tensor) -> tuple[str, float]:
         for kernel in KERNELS if self.device.type == "cuda" else ():
@@ -145,11 +137,11 @@ class Prefill:
         return ANY, self._median(model, ids)
 
     def _attached(
-        self, model: Any, ids: Tensor, name: str, pipeline: Pipeline | Route, given: tuple[Tensor, Tensor] | None
+        self, model: Any, ids: Tensor, name: str, pipeline: Pipeline | Route, given: tuple[Tensor, Tensor]
     ) -> Timed:
         from ..huggingface import attach
 
-        row = Timed(name=name, tokens=self.tokens, structure=self.structure)
+        row = Timed(name=name, tokens=self.tokens)
         try:
             with attach(model, injected(pipeline, given), verify=False, gate=None, recall_every=0):
                 seconds = self._median(model, ids)
@@ -173,13 +165,12 @@ class Prefill:
         return middle(partial(_forward, model, ids), self.rounds)
 
 
-def injected(pipeline: Pipeline | Route, given: tuple[Tensor, Tensor] | None) -> Route:
-    """The pipeline on other queries and keys (`Injected`); as it is where there are none."""
-    route = Route.of(pipeline)
-    if given is None:
-        return route
+def injected(pipeline: Pipeline | Route, given: tuple[Tensor, Tensor]) -> Route:
+    """The pipeline on other queries and keys (`Injected`)."""
     names = [(str(one.alias), one.name) for one in fields(Pipeline) if one.init]
-    return route.each(lambda one: Injected(**{alias: getattr(one, name) for alias, name in names}, given=given))
+    return Route.of(pipeline).each(
+        lambda one: Injected(**{alias: getattr(one, name) for alias, name in names}, given=given)
+    )
 
 
 @torch.inference_mode()

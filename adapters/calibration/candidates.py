@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, product, zip_longest
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
 
-from sparseprefill.config import from_config
 from sparseprefill.errors import ParameterError
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
@@ -33,7 +30,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Of the method."""
+        """The method's name."""
         return self.method.name
 
     def pipeline(self, model: ModelIdentity | None = None) -> Pipeline | Route:
@@ -49,7 +46,7 @@ class Candidate:
         return Route.by_length(profile, lambda _: self.method)
 
     def contender(self, model: ModelIdentity | None = None) -> Contender:
-        """For a comparison."""
+        """What a comparison runs."""
         layers = {"dense_layers": list(self.dense_layers)} if self.dense_layers else {}
         return Contender(self.name, self.pipeline(model), {**self.parameters, **layers})
 
@@ -92,30 +89,3 @@ def candidates(
         rng.shuffle(own)
         columns.append([Candidate(method, one) for one in [given, *own]])
     return [one for one in chain.from_iterable(zip_longest(*columns)) if one is not None]
-
-
-@frozen(kw_only=True)
-class File:
-    """The one parameter of a candidate that `configured` makes. config: path of a file that `from_config` reads."""
-
-    config: str
-
-
-def configured(path: Path) -> Candidate:
-    """The pipeline of a configuration file, under its own name in lower case and hyphens.
-
-    ParameterError or UnknownMethodError where the file is none, or where it has a profile or a gate, which choose by
-    length what runs.
-    """
-
-    def build(given: File) -> Pipeline:
-        made = from_config(given.config)
-        if not isinstance(made, Pipeline):
-            raise ParameterError(
-                f"{given.config} has a profile or a gate, which make it several settings: leave them out"
-            )
-        return made
-
-    name = re.sub("[^a-z0-9]+", "-", build(File(config=str(path))).name.lower()).strip("-")
-    method = Method(name=name, summary=f"the pipeline of {path}", config=File, build=build)
-    return Candidate(method, {"config": str(path)})

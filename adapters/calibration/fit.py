@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from sparseprefill.profiles.profile import LengthRange
 from sparseprefill.profiles.progress import Progress
 from sparseprefill.registry import Registry
 
+from ..bench import facts
 from ..bench.clock import Clock
 from ..bench.shape import HeadSizes
 from ..evaluation.comparison import Ask, Comparison
@@ -90,10 +90,10 @@ def ranges(found: Iterable[Search]) -> tuple[LengthRange, ...]:
 
 def _measured(search: Search) -> dict[str, Any]:
     chosen = search.chosen
-    facts: dict[str, Any] = {"dense": figures(search.stock), "untried": search.untried}
+    known: dict[str, Any] = {"dense": figures(search.stock), "untried": search.untried}
     if chosen is not None:
-        return {**facts, **figures(chosen.outcomes), "shortfall": chosen.shortfall}
-    return {**facts, "reason": search.reason, "nearest": None if search.nearest is None else described(search.nearest)}
+        return {**known, **figures(chosen.outcomes), "shortfall": chosen.shortfall}
+    return {**known, "reason": search.reason, "nearest": None if search.nearest is None else described(search.nearest)}
 
 
 def described(trial: Trial) -> dict[str, Any]:
@@ -111,18 +111,12 @@ def described(trial: Trial) -> dict[str, Any]:
 def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What was measured on several prompts; seconds of one prefill."""
     one = Summary.of(outcomes, 0)
-    facts: dict[str, Any] = {
+    return {
         **{"prompts": one.prompts, "density": one.density, "seconds": one.seconds / max(1, one.prompts)},
         **{"recall": one.recall, "last_rows_recall": one.last_recall},
         **{"row_p1": one.row_p1, "row_lowest": one.row_lowest},
+        **one.places,
     }
-    for name, near, (right, asked) in (
-        ("inside", one.inside, one.answers_inside),
-        ("end", one.end, one.answers),
-    ):
-        known: dict[str, Any] = {} if near is None else near.figures
-        facts[name] = known | ({"right": right, "asked": asked} if asked else {})
-    return facts
 
 
 def break_even(
@@ -166,9 +160,4 @@ def versions(methods: Iterable[str], registry: Registry) -> dict[str, str]:
     wanted = set(methods)
     owners = {record.distribution for record in registry.plugins() if wanted & set(record.methods)}
     found = {"sparseprefill": __version__, "python": platform.python_version()}
-    for name in sorted({"torch", "transformers"} | owners - set(found)):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return found | facts.versions(*sorted({"torch", "transformers"} | owners - set(found)))

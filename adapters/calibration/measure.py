@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
@@ -31,11 +29,13 @@ from sparseprefill.profiles.progress import Progress
 from sparseprefill.stages import SparseExecutor
 
 from ..bench.clock import Clock
+from ..bench.facts import versions
 from ..bench.shape import HeadSizes
 
 SHARES = (0.05, 0.25, 0.5)
 """Shares of random tiles that the executor is timed on, besides the diagonal."""
 TILE = 128
+"""Tokens of such a tile."""
 
 
 @frozen(eq=False)
@@ -87,22 +87,14 @@ def table_of(
     return BreakEven(
         device=kind if kind.name else evolve(kind, name=platform.machine()),
         shapes=tuple(known.values()),
-        versions=_versions(kind.type),
+        versions={"sparseprefill": __version__, "python": platform.python_version(), "torch": torch.__version__}
+        | ({"cudnn": str(torch.backends.cudnn.version()), **versions("triton")} if kind.type == "cuda" else {}),
         measured=measured,
     )
 
 
 def _sizes(shape: HeadShape) -> tuple[object, ...]:
     return shape.heads, shape.kv_heads, shape.head_dim, shape.dtype
-
-
-def _versions(kind: str) -> dict[str, str]:
-    found = {"sparseprefill": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    if kind == "cuda":
-        found["cudnn"] = str(torch.backends.cudnn.version())
-        with suppress(PackageNotFoundError):
-            found["triton"] = version("triton")
-    return found
 
 
 def calibrate(
@@ -125,9 +117,8 @@ def calibrate(
                 call = AttentionCall(q[:, :, keys - rows :].contiguous(), k, v)
                 points.append(_point(call, methods, clock, failed, lambda what: progress(what, len(points), len(at))))
     progress("done", len(at), len(at))
-    facts = {"heads": heads.heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim, "dtype": heads.dtype}
     ordered = tuple(sorted(points, key=lambda point: (point.queries, point.keys)))
-    return Calibration(HeadShape(**facts, points=ordered), failed)  # type: ignore[arg-type]
+    return Calibration(HeadShape(**asdict(heads), points=ordered), failed)
 
 
 def _point(

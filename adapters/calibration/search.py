@@ -26,7 +26,7 @@ By = Literal["density", "seconds"]
 FEWEST = 4
 """Candidates that reach the next rung at least."""
 SHARES = (0.5, 0.8)
-"""Of the time, when the first rungs must end; the others may take all."""
+"""Shares of the time after which the first rungs must end; the others may take all."""
 REPAIRED = 3
 """Candidates, at most one a method, for which layers are sought that should stay dense."""
 
@@ -66,10 +66,9 @@ class Trial:
         """Pairs computed over causal pairs, averaged over the prompts."""
         return fmean(one.density for one in self.outcomes)
 
-    @property
-    def seconds(self) -> float:
-        """Of a prefill, averaged over the prompts."""
-        return fmean(one.seconds for one in self.outcomes)
+    def cost(self, by: By) -> float:
+        """Density, or the seconds of a prefill, averaged over the prompts."""
+        return self.density if by == "density" else fmean(one.seconds for one in self.outcomes)
 
 
 @frozen(eq=False)
@@ -92,10 +91,9 @@ class Search:
     @property
     def frontier(self) -> list[Trial]:
         """The trials of which none is both cheaper and nearer to dense, by growing cost; of those that read most."""
-        cost = _cost(self.by)
         best = math.inf
         found = []
-        for one in sorted(_furthest(self.trials), key=lambda one: (cost(one), one.shortfall)):
+        for one in sorted(_furthest(self.trials), key=lambda one: (one.cost(self.by), one.shortfall)):
             if one.shortfall < best:
                 best = one.shortfall
                 found.append(one)
@@ -104,12 +102,11 @@ class Search:
     @property
     def cheaper(self) -> list[Trial]:
         """The trials that came through, and cost less than dense on the same prompts."""
-        cost = _cost(self.by)
 
         def dense(prompts: int) -> float:
             return 1.0 if self.by == "density" else fmean(one.seconds for one in self.stock[:prompts])
 
-        return [one for one in self.trials if not one.error and cost(one) < dense(len(one.outcomes))]
+        return [one for one in self.trials if not one.error and one.cost(self.by) < dense(len(one.outcomes))]
 
     @property
     def nearest(self) -> Trial | None:
@@ -184,22 +181,23 @@ class Searcher:
             self.tokens, self.readings.count, self.by, tuple(self._stock), trials, None, "",
             untried=sum(1 for one in self.candidates if one not in self._trials),
         )  # fmt: skip
-        cost = _cost(self.by)
         good = [one for one in found.cheaper if one.shortfall <= 1.0]
         if good:  # one that was stopped before it had read all counts behind those that have
-            return evolve(found, chosen=min(good, key=lambda one: (-len(one.outcomes), cost(one), one.shortfall)))
+            return evolve(
+                found, chosen=min(good, key=lambda one: (-len(one.outcomes), one.cost(self.by), one.shortfall))
+            )
         reached = any(one.shortfall <= 1.0 for one in trials)
         why = "the settings that reach it cost no less than dense" if reached else "no setting reaches it"
         return evolve(found, reason=f"{self.target}: {why}" if trials else "nothing was measured")
 
     def _last_resort(self) -> None:
-        """Where none of the last rung reached the target, those that fell out on the way read on, cheapest first."""
-        cost, count = _cost(self.by), self.rungs[-1]
+        """Let candidates that fell out on the way read on, cheapest first, if none of the last rung met the target."""
+        count = self.rungs[-1]
         while self._in_time():
             good = [one for one in self.result().cheaper if one.shortfall <= 1.0]
             if not good or any(len(one.outcomes) == count for one in good):
                 return
-            self._read(min(good, key=cost), count)
+            self._read(min(good, key=lambda one: one.cost(self.by)), count)
 
     def _ends(self, began: float, rung: int) -> float | None:
         if self.until is None:
@@ -229,14 +227,14 @@ class Searcher:
 
     def _survivors(self, read: Sequence[Trial], prompts: int) -> list[Trial]:
         """The better third, those first that may reach the target: the fewer prompts, the more may still change."""
-        cost, slack = _cost(self.by), 1.0 + 1.0 / math.sqrt(prompts)
+        slack = 1.0 + 1.0 / math.sqrt(prompts)
 
         def rank(one: Trial) -> tuple[bool, float]:
             plausible = one.shortfall <= slack
-            return (not plausible, cost(one) if plausible else one.shortfall)
+            return (not plausible, one.cost(self.by) if plausible else one.shortfall)
 
-        best = min((cost(one) for one in self._trials.values() if self._finished(one)), default=math.inf)
-        going = sorted((one for one in read if not one.error and cost(one) < best), key=rank)
+        best = min((one.cost(self.by) for one in self._trials.values() if self._finished(one)), default=math.inf)
+        going = sorted((one for one in read if not one.error and one.cost(self.by) < best), key=rank)
         return going[: max(FEWEST, math.ceil(len(going) / 3))]
 
     def _finished(self, trial: Trial) -> bool:
@@ -245,13 +243,14 @@ class Searcher:
 
     def _repaired(self, read: Sequence[Trial], prompts: int, ends: float | None) -> list[Trial]:
         """Cheap candidates that miss the target, with as few of their worst layers dense as it takes to reach it."""
-        cost = _cost(self.by)
-        good = min((cost(one) for one in read if one.shortfall <= 1.0), default=math.inf)
-        missing = sorted((one for one in read if not one.error and 1.0 < one.shortfall < math.inf), key=cost)
+        good = min((one.cost(self.by) for one in read if one.shortfall <= 1.0), default=math.inf)
+        missing = sorted(
+            (one for one in read if not one.error and 1.0 < one.shortfall < math.inf), key=lambda one: one.cost(self.by)
+        )
         made: list[Trial] = []
         names: set[str] = set()
         for one in missing:
-            if len(names) == REPAIRED or cost(one) >= good or (ends is not None and self.now() >= ends):
+            if len(names) == REPAIRED or one.cost(self.by) >= good or (ends is not None and self.now() >= ends):
                 break
             if one.candidate.name not in names:
                 names.add(one.candidate.name)
@@ -293,12 +292,8 @@ def _kept(layer: Layer) -> float:
     return min(fmean(layer.recalls), fmean(layer.last or layer.recalls))
 
 
-def _cost(by: By) -> Callable[[Trial], float]:
-    return lambda one: one.density if by == "density" else one.seconds
-
-
 def _furthest(trials: Iterable[Trial]) -> list[Trial]:
-    """Those that came through on the most prompts, as far as any did."""
+    """The trials that came through on the most prompts, as far as any did."""
     done = [one for one in trials if not one.error]
     most = max((len(one.outcomes) for one in done), default=0)
     return [one for one in done if len(one.outcomes) == most]

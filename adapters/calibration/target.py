@@ -14,7 +14,7 @@ from sparseprefill.validate import maybe, number, one_of
 from ..evaluation.outcome import Outcome, Summary
 
 Rows = Literal["all", "end"]
-"""Where limits hold."""
+"""Rows in which limits hold."""
 
 
 @frozen(kw_only=True)

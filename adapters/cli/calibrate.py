@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from attrs import asdict
 
-from . import render
+from . import options, render
 from .files import check_writable, write
 from .group import CommandError
-from .options import DENSE, changes
-from .shared_options import Device, Dtype, Json, Methods, Settings, Type
+from .render import Column, Table
 
 if TYPE_CHECKING:
     import torch
 
+    from sparseprefill.breakeven.points import HeadShape, Point
     from sparseprefill.breakeven.table import BreakEven
 
 HEADS = {"cpu": (4, 2, 64), "cuda": (32, 8, 128)}
@@ -25,23 +26,22 @@ LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 1638
 CHUNK = {"cpu": 1024, "cuda": 2048}
 REPEATS = {"cpu": 3, "cuda": 20}
 SECONDS = 1.0
-"""That the runs of one piece of work may take in all; two count in any case."""
+"""Time that the runs of one piece of work may take in all; two count in any case."""
 TIMED: Mapping[str, Mapping[str, Any]] = {"kascade": {"dense_layers": 0}}
 """What else is not the default: of kascade a layer that chooses is timed, and not the dense one."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(calibrate)
+DOUBT = (
+    "{methods}: too dense on these inputs to be faster at any length, so counted with half of the pairs: density "
+    "depends on your model, not on the length. If you use other parameters, calibrate with --set."
+)
 
 
 def calibrate(
-    method: Methods = None,
-    settings: Settings = None,
+    method: options.Methods = None,
+    settings: options.Settings = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads; 32 on a GPU, 4 on a CPU.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads; 8 on a GPU, 2 on a CPU.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Head dimension; 128 on a GPU, 64 on a CPU.")] = None,
-    dtype: Type = Dtype.AUTO,
+    dtype: options.Type = options.Dtype.AUTO,
     tokens: Annotated[
         list[int] | None,
         typer.Option(min=16, help="Tokens of a call; repeat for several. By default 1K to 64K, on a CPU 512 to 4K."),
@@ -64,21 +64,21 @@ def calibrate(
             "now keep their speed-up.",
         ),
     ] = False,
-    device: Device = "auto",
+    device: options.Device = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; use as many as your calls will have.")] = 1,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Measure from which length on each method is faster than dense attention on this machine.
 
     Times dense attention, the sparse executor and the methods by length, and writes the table by which `attach` and
     `build` decide whether a call is worth running sparse.
     """
+    from sparseprefill.breakeven.rule import lines
     from sparseprefill.registry import default_registry
 
     from ..bench.clock import Clock
     from ..bench.shape import HeadSizes
     from ..calibration import measure
-    from . import calibrated
     from .progress import bars
     from .setup import Place
 
@@ -89,39 +89,47 @@ def calibrate(
     shape = HeadSizes(
         heads=heads or usual[0], kv_heads=kv_heads or usual[1], head_dim=head_dim or usual[2], dtype=place.dtype_name
     )
-    parameters = _parameters(method or (), settings or ())
+    registry = default_registry()
+    names = [registry.get(name).name for name in method or options.every(registry)]
+    parameters = {
+        name: {**registry.get(name).stand_in, **TIMED.get(name, {}), **given}
+        for name, given in options.changes(list(dict.fromkeys(names)), settings or ()).items()
+    }
     before = _before(output, place.device) if append else None
     rows = CHUNK[kind] if chunk is None else chunk
     sizes = measure.sizes(tokens or LENGTHS[kind], rows or None)
     for count in tokens or LENGTHS[kind]:
         place.check_room("--tokens", count, shape.bytes_per_token, "a call of so many", least=16)
     clock = Clock(place.device, repeats or REPEATS[kind], SECONDS)
-    pipelines = {name: default_registry().build(name, **given) for name, given in parameters.items()}
+    pipelines = {name: registry.build(name, **given) for name, given in parameters.items()}
     with bars(1) as shown, place.threaded(), shown.contender(str(shape)) as progress:
         found = measure.calibrate(shape, sizes, pipelines, clock, progress)
     told = {} if before is None else before.measured.get("parameters", {})
-    now = {name: given for name, given in parameters.items() if given}
-    how = {"parameters": {**told, **now}, "repeats": clock.rounds}
-    if place.device.type == "cpu":
-        how["threads"] = threads
+    how: dict[str, Any] = {
+        "parameters": {**told, **{name: given for name, given in parameters.items() if given}},
+        "repeats": clock.rounds,
+        **({"threads": threads} if place.device.type == "cpu" else {}),
+    }
     made = measure.table_of([found.shape], place.device, how, before)
     write("--output", output, made.to_json())
     if json:
-        render.write_json(calibrated.as_json(made, found.shape, list(pipelines), found.failed, output))
+        render.write_json(
+            {
+                "device": str(made.device),
+                "versions": dict(made.versions),
+                "measured": dict(made.measured),
+                **asdict(found.shape, filter=lambda part, _: part.name != "points"),
+                "worth_from": {name: made.length(name, found.shape) for name in pipelines},
+                "ratios": {name: [asdict(one) for one in lines(found.shape, name)] for name in pipelines},
+                "failed": dict(found.failed),
+                "output": str(output),
+            }
+        )
         return
-    calibrated.as_table(made, found.shape, list(pipelines))
+    _show(made, found.shape, list(pipelines))
     for name, reason in found.failed.items():
         render.line(f"{name} failed at {reason}")
     render.line(f"table: {output}")
-
-
-def _parameters(names: Any, settings: Any) -> dict[str, dict[str, Any]]:
-    from sparseprefill.registry import default_registry
-
-    registry = default_registry()
-    chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
-    made = changes([registry.get(name).name for name in chosen], settings)
-    return {name: {**registry.get(name).stand_in, **TIMED.get(name, {}), **given} for name, given in made.items()}
 
 
 def _before(path: Path, device: torch.device) -> BreakEven:
@@ -131,3 +139,47 @@ def _before(path: Path, device: torch.device) -> BreakEven:
     if (found.device.type, found.device.capability) != (here.type, here.capability):
         raise CommandError(f"--append: {path} is a {found}, this is {here}: write to another file")
     return found
+
+
+def _show(table: BreakEven, shape: HeadShape, methods: Sequence[str]) -> None:
+    """Print whole prompts, then chunks: the predicted speed-up over dense attention at the sizes measured."""
+    from sparseprefill.breakeven.rule import too_dense
+
+    whole = [point for point in shape.points if point.whole]
+
+    def worth(name: str) -> str:
+        least = table.length(name, shape)
+        return f"not up to {max(point.keys for point in whole):,}" if least is None else f"from {least:,}"
+
+    first = Column[str]("worth it", lambda name: worth(name) if name else "", words=True)
+    _part(shape, methods, whole, f"{shape} on {table.device}: speed-up over dense", first)
+    for queries in sorted({point.queries for point in shape.points if not point.whole}):
+        points = [point for point in shape.points if point.queries == queries and not point.whole]
+        _part(shape, methods, points, f"the last {queries:,} rows of a prompt")
+    doubtful = [name for name in methods if too_dense(shape, name)]
+    if doubtful:
+        render.line(DOUBT.format(methods=", ".join(doubtful)), style="dim")
+
+
+def _part(shape: HeadShape, methods: Sequence[str], points: Sequence[Point], title: str, *more: Column[str]) -> None:
+    """A table of some sizes: a row for dense attention, whose name is empty, and one for each method."""
+    from sparseprefill.breakeven.rule import lines
+
+    known = {
+        (name, line.queries or keys, keys): f"{1 / ratio:.2f}"
+        for name in methods
+        for line in lines(shape, name)
+        for keys, ratio in zip(line.keys, line.ratios, strict=True)
+    }
+
+    def at(point: Point) -> Column[str]:
+        time = point.dense * 1e3
+        dense = f"{time:.3g}" if time < 1000 else f"{time:,.0f}"
+        return Column(
+            f"{point.keys:,}", lambda name: known.get((name, point.queries, point.keys), "") if name else dense
+        )
+
+    columns = [Column[str]("method", lambda name: name or "dense, ms"), *more, *map(at, points)]
+    # On a narrow terminal the shortest lengths leave first: what counts is what the longest gains.
+    drop = [f"{point.keys:,}" for point in points[:-1]]
+    render.show(Table.of(columns, ["", *methods], title=title, drop=drop))

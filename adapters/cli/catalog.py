@@ -10,18 +10,12 @@ from attrs import asdict
 
 from sparseprefill.errors import ParameterError, nearest, told
 
-from ..table import Table
 from . import describe, render
-from .shared_options import Json
+from .options import Json
+from .render import Table
 
 if TYPE_CHECKING:
     from sparseprefill.registry import PluginRecord, Registry
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    for command in (methods, show, plugins):
-        app.command()(command)
 
 
 def methods(json: Json = False) -> None:
@@ -81,7 +75,7 @@ def _method(registry: Registry, name: str) -> dict[str, Any]:
         "summary": method.summary,
         "paper": method.paper,
         "grain": grain,
-        "stages": [asdict(stage) for stage in stages],
+        "stages": stages,
         "parameters": [asdict(parameter) for parameter in describe.parameters(method.config)],
     }
 

@@ -1,4 +1,4 @@
-"""The application and its commands. A new command is a module with a ``register(app)``, named in MODULES.
+"""The application and its commands. A new command is a function, named in COMMANDS.
 
 Commands that make a table for a method come from the plugins: see `tables`.
 
@@ -13,26 +13,15 @@ import typer
 
 from sparseprefill import __version__
 
-from . import (
-    bench,
-    calibrate,
-    catalog,
-    compare,
-    demo,
-    evaluate,
-    fit,
-    frontier,
-    new,
-    sglang_report,
-    tune,
-    vllm_check,
-    vllm_report,
-)
+from . import bench, calibrate, catalog, compare, demo, evaluate, fit, new, servers
 from .tables import WithTables, short
 
-SERVERS = (vllm_check, vllm_report, sglang_report)
-MODULES = (demo, compare, fit, frontier, evaluate, bench, catalog, new, tune, calibrate, *SERVERS)
-"""Modules of commands, in the order of the help text."""
+COMMANDS = (
+    *(demo.demo, compare.compare, fit.fit, fit.tune, evaluate.evaluate, bench.bench, calibrate.calibrate),
+    *(catalog.methods, catalog.show, catalog.plugins, new.new),
+    *(servers.vllm_check, servers.vllm_report, servers.sglang_report),
+)
+"""In the order of the help text; a command is called as its function is."""
 
 app = typer.Typer(
     name="sparseprefill",
@@ -43,10 +32,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in MODULES:
-    module.register(app)
-for command in app.registered_commands:
-    command.short_help = short((command.callback and command.callback.__doc__) or "")
+for function in COMMANDS:
+    app.command(function.__name__.replace("_", "-"), short_help=short(function.__doc__ or ""))(function)
 
 
 def _version(wanted: bool) -> None:

@@ -11,27 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..session.defaults import TAIL
-from . import render
+from . import options, render
 from .files import check_writable
-from .group import CommandError
-from .kept import Stop, wrote
-from .options import DENSE, configured, contenders, profiled, setting, suited
-from .shared_options import (
-    Configs,
-    Device,
-    DeviceMap,
-    Dtype,
-    Floor,
-    Json,
-    Methods,
-    Model,
-    Profiles,
-    Prompts,
-    Settings,
-    Tail,
-    Threads,
-    Type,
-)
+from .group import CommandError, Stop
 
 if TYPE_CHECKING:
     from sparseprefill.registry import Registry
@@ -44,24 +26,19 @@ BUILT_IN = 4096
 """Tokens of a built-in prompt unless told otherwise."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(compare)
-
-
 def compare(
-    model: Model = None,
-    prompts: Prompts = None,
-    method: Methods = None,
-    settings: Settings = None,
-    config: Configs = None,
-    profile: Profiles = None,
+    model: options.Model = None,
+    prompts: options.Prompts = None,
+    method: options.Methods = None,
+    settings: options.Settings = None,
+    config: options.Configs = None,
+    profile: options.Profiles = None,
     tokens: Annotated[
         int | None, typer.Option(min=128, help="Maximum tokens of a prompt; built-in prompts have exactly as many.")
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of prompts: built-in ones, or the first of a file.")] = 4,
-    tail: Tail = TAIL,
-    recall_floor: Floor = None,
+    tail: options.Tail = TAIL,
+    recall_floor: options.Floor = None,
     held_back: Annotated[
         int, typer.Option(min=2, help="Tokens held back from each prompt's end, for the model to predict.")
     ] = 32,
@@ -72,13 +49,13 @@ def compare(
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the table and pictures to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write a picture of one head's masks to this file.")] = None,
-    layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = 0,
-    head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = 0,
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Type = Dtype.AUTO,
-    threads: Threads = 2,
-    json: Json = False,
+    layer: options.Layer = 0,
+    head: options.Head = 0,
+    device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    dtype: options.Type = options.Dtype.AUTO,
+    threads: options.Threads = 2,
+    json: options.Json = False,
 ) -> None:
     """Compare every method with a model's own dense prefill: next tokens, attention and speed.
 
@@ -90,22 +67,22 @@ def compare(
 
     from sparseprefill.registry import default_registry
 
-    from ..evaluation.comparison import check_length
+    from ..evaluation.comparison import check_length, outcomes
     from ..evaluation.reading import Sizes
-    from ..evaluation.runs import outcomes
     from . import page, results
     from . import picture as pictures
     from .progress import bars
     from .setup import Place, Source
 
     if picture is not None:
-        pictures.check_path(picture)
+        check_writable("--picture", picture, ".png")
     if html is not None:
         check_writable("--html", html)
     registry = default_registry()
     names, left_out = _names(registry, method or (), settings or (), model)
-    compared = contenders(registry, names, settings or (), suited(model), tail, recall_floor)
-    compared += configured(config or (), False, tail) + profiled(profile or (), tail)
+    compared = options.contenders(
+        registry, names, settings or (), options.suited(model), tail, recall_floor, config or (), profile or ()
+    )
     place = Place.of(device, dtype.value, threads)
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
     sizes = Sizes(tail=held_back, greedy=greedy, rows=rows, repeats=repeats)
@@ -122,47 +99,31 @@ def compare(
             for outcome in outcomes(loaded, chosen, compared, sizes, shown, (layer, head)):
                 found.append(outcome)
     stop.check(len(found))
-    name = model or "the embedded model"
-    title = f"{name}: {_described(chosen)}, {place}"
+    title = f"{model or 'the embedded model'}: {_described(chosen)}, {place}"
     facts: dict[str, Any] = {
         "model": model or "embedded",
         "prompts": [{"name": prompt.name, "tokens": len(prompt.ids)} for prompt in chosen],
-        "device": str(place.device),
-        "dtype": place.dtype_name,
-        "threads": threads,
-        "tail": tail,
-        "recall_floor": recall_floor,
-        "left_out": left_out,
-        "stopped": stop.heard,
+        **place.facts,
+        **{"tail": tail, "recall_floor": recall_floor, "left_out": left_out, "stopped": stop.heard},
     }
     if picture is not None:
         pictures.draw([one for one in found if one.prompt == chosen[0].name], layer, head, picture)
-        wrote(picture)
     if html is not None:
         page.write(html, found, title, shlex.join(["sparseprefill", *sys.argv[1:]]), sizes)
-    if json:
-        render.write_json(results.as_json(found, facts, sizes))
-    else:
-        results.as_table(found, title, sizes, place.device.type == "cpu")
-        for what, path in (("picture", picture), ("page", html)):
-            if path is not None:
-                render.line(f"{what}: {path}")
+    results.report(found, sizes, place, title, facts, {"picture": picture, "page": html}, json=json)
     for name, reason in left_out.items():
         render.note(f"{name} is left out: {reason}")
-    render.broken(registry)
-    stop.end(len(found), readings, "readings")
-    if any(outcome.error for outcome in found):
-        raise typer.Exit(1)
+    results.finish(registry, stop, found, readings)
 
 
 def _names(
     registry: Registry, named: Sequence[str], settings: Sequence[str], model: str | None
 ) -> tuple[list[str], dict[str, str]]:
     """The methods that run: those that are named, else all that can; and the others, with the reason."""
-    names = list(named) or [name for name in registry.methods() if name != DENSE]
+    names = list(named) or options.every(registry)
     if named or model is None:
         return names, {}
-    given = {setting(text)[:2] for text in settings}
+    given = {options.setting(text)[:2] for text in settings}
     left_out = {}
     for name in names:
         table = registry.get(name).table

@@ -9,9 +9,9 @@ import typer
 
 from ..demo.seeds import TABLES
 from ..session.defaults import TAIL
-from . import render
-from .group import CommandError
-from .shared_options import SEEDS, Configs, Device, Dtype, Floor, Json, Methods, Settings, Tail, Type
+from . import options
+from .files import check_writable
+from .group import CommandError, Stop
 
 if TYPE_CHECKING:
     from ..evaluation.outcome import Outcome
@@ -22,36 +22,28 @@ SHOWN = ("rowmax", "bfla", "streaming")
 """The methods of a first look, which takes less than a minute: one that keeps answers inside, two that lose them."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(demo)
-
-
 def demo(
     tokens: Annotated[int, typer.Option(min=256, help="Tokens of the text, with a question and its answer.")] = 16384,
-    method: Methods = None,
+    method: options.Methods = None,
     full: Annotated[bool, typer.Option("--full", help="Run every method instead of three.")] = False,
-    settings: Settings = None,
-    hybrids: Annotated[bool, typer.Option("--hybrids", help="Also run hybrids of several methods.")] = False,
-    config: Configs = None,
-    tail: Tail = TAIL,
-    recall_floor: Floor = None,
+    settings: options.Settings = None,
+    config: options.Configs = None,
+    tail: options.Tail = TAIL,
+    recall_floor: options.Floor = None,
     questions: Annotated[
         int | None,
         typer.Option(min=1, max=16, help="Questions of each family; by default 2, and 4 with --full or --method."),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=SEEDS, help="Chooses the text, the needles and their places.")
-    ] = TABLES,
+    seed: options.Seed = TABLES,
     picture: Annotated[Path, typer.Option(help="Write the picture of the masks to this file.")] = Path(
         "sparseprefill-demo.png"
     ),
-    layer: Annotated[int, typer.Option(min=0, help="Layer in the picture.")] = LAYER,
-    head: Annotated[int, typer.Option(min=0, help="Query head in the picture.")] = HEAD,
-    device: Device = "auto",
-    dtype: Type = Dtype.AUTO,
+    layer: options.Layer = LAYER,
+    head: options.Head = HEAD,
+    device: options.Device = "auto",
+    dtype: options.Type = options.Dtype.AUTO,
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU; use 1 if other work runs there.")] = 2,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Compare dense and sparse prefill on the embedded model, in less than a minute; --full runs every method.
 
@@ -61,27 +53,27 @@ def demo(
     from sparseprefill.registry import default_registry
 
     from ..demo.exam import asker
+    from ..evaluation.comparison import outcomes
     from ..evaluation.reading import Sizes
-    from ..evaluation.runs import outcomes
     from . import picture as pictures
     from . import results
     from .exams import GREEDY, asked_of, exams_of
-    from .kept import Stop, wrote
-    from .options import configured, contenders, named, suited
     from .progress import bars
     from .setup import Place, Source
 
-    found: list[Outcome] = []
-
-    pictures.check_path(picture)
+    check_writable("--picture", picture, ".png")
     registry = default_registry()
     if full and method:
         raise CommandError("--full runs every method: leave out --method, or --full")
-    others = [name for name in registry.methods() if name != "dense"]
-    names = method or ((*SHOWN, *named(settings or (), others)) if not full else ())
-    compared = contenders(registry, names, settings or (), suited(None), tail, recall_floor)
-    compared += configured(config or (), hybrids, tail)
+    names = method
+    if not (full or method):
+        set_too = [options.setting(text)[0] for text in settings or ()]
+        names = [*SHOWN, *(name for name in set_too if name in options.every(registry))]
+    compared = options.contenders(
+        registry, names, settings or (), options.suited(None), tail, recall_floor, config or ()
+    )
     place = Place.of(device, dtype.value, threads)
+    found: list[Outcome] = []
     with bars(len(compared) + 1) as shown, place.threaded():
         source = Source.of(None, place)
         source.check_layers(layer, head)
@@ -95,26 +87,13 @@ def demo(
                 shown.finished(results.line_of(found, sizes))
     stop.check(len(found))
     pictures.draw(found, layer, head, picture)
-    wrote(picture)
     facts: dict[str, Any] = {
-        "tokens": tokens,
-        "questions": exam.questions,
-        "seed": seed,
-        "device": str(place.device),
-        "dtype": place.dtype_name,
-        "threads": threads,
-        "tail": tail,
-        "recall_floor": recall_floor,
-        "stopped": stop.heard,
+        **{"tokens": tokens, "questions": exam.questions, "seed": seed},
+        **place.facts,
+        **{"tail": tail, "recall_floor": recall_floor, "stopped": stop.heard},
         "picture": {"path": str(picture), "layer": layer, "head": head},
     }
-    if json:
-        render.write_json(results.as_json(found, facts, sizes))
-    else:
-        title = f"{tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
-        results.as_table(found, title, sizes, place.device.type == "cpu")
-        render.line(f"picture of layer {layer}, head {head}: {picture}")
-    render.broken(registry)
-    stop.end(len(found), len(compared) + 1, "readings")
-    if any(outcome.error for outcome in found):
-        raise typer.Exit(1)
+    title = f"{tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
+    shown_files = {f"picture of layer {layer}, head {head}": picture}
+    results.report(found, sizes, place, title, facts, shown_files, json=json)
+    results.finish(registry, stop, found, len(compared) + 1)

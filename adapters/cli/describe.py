@@ -29,15 +29,6 @@ class Parameter:
     required: bool = False
 
 
-@frozen
-class Stage:
-    """One stage of the pipeline that the defaults build."""
-
-    role: str
-    name: str
-    doc: str
-
-
 def told(given: Mapping[str, Any], nothing: str = DEFAULTS) -> str:
     """Parameters that were given, as ``name=value, ...``, without tables; `nothing` where there are none."""
     parts = [f"{name}={value}" for name, value in given.items() if not isinstance(value, Mapping)]
@@ -54,8 +45,11 @@ def parameters(kind: type) -> list[Parameter]:
     ]
 
 
-def stages(method: Method) -> tuple[list[Stage], int | None]:
-    """The stages in the order in which they run, and the pipeline's grain. Parameters without default: none."""
+def stages(method: Method) -> tuple[list[dict[str, str]], int | None]:
+    """Role, name and doc of the stages that the defaults build, as they run, and the pipeline's grain.
+
+    No stages for a method with parameters that have no default.
+    """
     if any(one.required for one in parameters(method.config)):
         return [], None
     pipeline = method.pipeline()
@@ -64,7 +58,8 @@ def stages(method: Method) -> tuple[list[Stage], int | None]:
     if pipeline.corrector is not None:
         listed.append(("corrector", pipeline.corrector))
     listed += [("observer", observer) for observer in pipeline.observers]
-    return [Stage(role, type(stage).__name__, summary(type(stage))) for role, stage in listed], pipeline.grain
+    found = [{"role": role, "name": type(one).__name__, "doc": summary(type(one))} for role, one in listed]
+    return found, pipeline.grain
 
 
 def summary(kind: type) -> str:

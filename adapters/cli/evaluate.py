@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from attrs import asdict
+
+from sparseprefill import __version__
 
 from ..session.defaults import TAIL
-from . import render
+from . import options, render
 from .files import check_writable, write
-from .group import CommandError
-from .kept import Stop
-from .shared_options import Configs, Device, DeviceMap, Dtype, Floor, Json, Model, Profiles, Tail, Threads, Type
+from .group import CommandError, Stop
+from .render import Column, Table
 
 if TYPE_CHECKING:
-    from sparseprefill.registry import Registry
+    from ..evaluation.scores import Run, Score
 
-    from ..evaluation.outcome import Contender
-    from ..evaluation.scores import Run
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(evaluate)
+DROP = ("tokens", "items", "time", "stderr", "won", "density", "lost")
+"""Columns that a narrow terminal leaves out, in this order."""
+NOTES = (
+    "score: the harness's, over all items; stderr: its standard error. lost, won: items that score lower and higher "
+    "than with the stock model. density: pairs computed / causal pairs of the prefills. items: how many were asked; "
+    "tokens: mean length of a prompt. time: for all items, decoding included."
+)
 
 
 def evaluate(
-    model: Model = None,
+    model: options.Model = None,
     method: Annotated[list[str] | None, typer.Option(help="A method to run; repeat for several.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="[METHOD.]PARAMETER=VALUE",
-            help="Change a parameter; with one method you can leave out its name.",
-        ),
-    ] = None,
-    config: Configs = None,
-    profile: Profiles = None,
-    tail: Tail = TAIL,
-    recall_floor: Floor = None,
+    settings: options.Settings = None,
+    config: options.Configs = None,
+    profile: options.Profiles = None,
+    tail: options.Tail = TAIL,
+    recall_floor: options.Floor = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="A,B", help="Tasks of the harness; by default RULER's that need no network.")
     ] = None,
@@ -58,11 +53,11 @@ def evaluate(
         bool, typer.Option("--chat-template", help="Put prompts through the tokenizer's chat template.")
     ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON to this file.")] = None,
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Type = Dtype.AUTO,
-    threads: Threads = 2,
-    json: Json = False,
+    device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    dtype: options.Type = options.Dtype.AUTO,
+    threads: options.Threads = 2,
+    json: options.Json = False,
 ) -> None:
     """Score a model on public tasks, with its own attention and with methods, by lm-evaluation-harness.
 
@@ -71,16 +66,23 @@ def evaluate(
     from sparseprefill.registry import default_registry
 
     from ..evaluation import harness
-    from . import evaluated
     from .progress import bars
     from .setup import Place, Source
 
-    names, sizes = _names(tasks) or list(harness.OFFLINE), tuple(dict.fromkeys(tokens or (4096,)))
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()] or list(harness.OFFLINE)
+    sizes = tuple(dict.fromkeys(tokens or (4096,)))
     if output is not None:
         check_writable("--output", output)
     registry = default_registry()
-    compared = _contenders(
-        registry, model, method or (), settings or (), config or (), profile or (), tail, recall_floor
+    if not (method or config or profile):
+        raise CommandError(
+            f"nothing to compare with the stock model: pass --method, --config or --profile. Methods: "
+            f"{', '.join(registry.methods())}"
+        )
+    if settings and not method:
+        raise CommandError(f"--set {settings[0]}: it changes a parameter of a method; pass --method too")
+    compared = options.contenders(
+        registry, method or (), settings or (), options.suited(model), tail, recall_floor, config or (), profile or ()
     )
     place = Place.of(device, dtype.value, threads)
     try:
@@ -94,35 +96,30 @@ def evaluate(
         harness.check_tokenizer(source, tokenizer, chat_template=chat_template)
         for length in sizes:
             source.check_tokens(length, "--tokens")
-        options: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "chat_template": chat_template}
-        with bars(len(names)) as shown, harness.loaded(source, tokenizer, names, sizes, limit, shown) as suite:
+        asked: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "chat_template": chat_template}
+        with bars(len(names)) as shown:
+            suite = harness.loaded(source, tokenizer, names, sizes, limit, shown)
             loaded = source.load()
-            harness.check(loaded, compared)
             total = len(suite) * (len(compared) + stock)
             shown.expect(total)
+            how: dict[str, Any] = {"items": suite, "stock": stock, "listener": shown, **asked}
             with Stop() as stop:
-                for run in harness.runs(loaded, tokenizer, suite, compared, stock=stock, listener=shown, **options):
+                for run in harness.evaluate(loaded, tokenizer, contenders=compared, **how):
                     found.append(run)
     stop.check(len(found))
     facts: dict[str, Any] = {
-        "model": model or "embedded",
-        "tasks": names,
-        "lengths": list(sizes),
-        **options,
-        "device": str(place.device),
-        "dtype": place.dtype_name,
-        "threads": threads,
-        "tail": tail,
-        "recall_floor": recall_floor,
-        "stopped": stop.heard,
+        **{"model": model or "embedded", "tasks": names, "lengths": list(sizes)},
+        **asked,
+        **place.facts,
+        **{"tail": tail, "recall_floor": recall_floor, "stopped": stop.heard},
     }
-    whole = evaluated.as_json(found, facts)
+    whole = as_json(found, facts)
     if output is not None:
         write("--output", output, render.to_json(whole) + "\n")
     if json:
         render.write_json(whole)
     else:
-        evaluated.as_table(found, f"{model or 'the embedded model'}: {place}")
+        render.show(_table(found, f"{model or 'the embedded model'}: {place}"))
         if output is not None:
             render.line(f"written: {output}")
     render.broken(registry)
@@ -131,31 +128,90 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
+def as_json(found: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that was measured."""
+    from importlib.metadata import version
+
+    runs = [_facts(run, _stock(run, found)) for run in found]
+    return {"version": __version__, "lm_eval": version("lm_eval"), **facts, "runs": runs}
 
 
-def _contenders(
-    registry: Registry,
-    model: str | None,
-    methods: Sequence[str],
-    settings: Sequence[str],
-    configs: Sequence[Path],
-    profiles: Sequence[Path],
-    tail: int,
-    floor: Any,
-) -> list[Contender]:
-    from .options import configured, contenders, profiled, suited
+def _table(found: Sequence[Run], title: str) -> Table:
+    """The scores, what failed or ran dense, and what the columns mean."""
+    named = any(one.metric != str(run.length) for run in found for one in run.scores)
+    rows = [(run, score) for run in found for score in run.scores]
+    first = {one[0].title: one for one in reversed(rows)}
 
-    if not (methods or configs or profiles):
-        raise CommandError(
-            f"nothing to compare with the stock model: pass --method, --config or --profile. Methods: "
-            f"{', '.join(registry.methods())}"
-        )
-    names = list(dict.fromkeys(methods))
-    if len(names) == 1:
-        settings = [text if "." in text.partition("=")[0] else f"{names[0]}.{text}" for text in settings]
-    elif settings and not names:
-        raise CommandError(f"--set {settings[0]}: it changes a parameter of a method; pass --method too")
-    made = contenders(registry, names, settings, suited(model), tail, floor) if names else []
-    return made + configured(configs, False, tail) + profiled(profiles, tail)
+    def changed(one: tuple[Run, Score], which: int) -> str:
+        changes = _changes(*one, _stock(one[0], found))
+        return "" if changes is None else str(changes[which])
+
+    def density(run: Run) -> str:
+        if run.service is None:
+            return ""
+        return "dense" if run.service.density is None else f"{run.service.density:.1%}"
+
+    columns: list[Column[tuple[Run, Score]]] = [
+        Column("task", lambda one: one[0].title if first[one[0].title] is one else "", words=True),
+        Column("method", lambda one: one[0].contender.label, words=True),
+        *([Column[tuple[Run, Score]]("metric", lambda one: one[1].metric, words=True)] if named else []),
+        Column("score", lambda one: f"{one[1].value:.4f}"),
+        Column("stderr", lambda one: "" if one[1].stderr is None else f"{one[1].stderr:.4f}"),
+        Column("lost", lambda one: changed(one, 0)),
+        Column("won", lambda one: changed(one, 1)),
+        Column("density", lambda one: density(one[0])),
+        Column("items", lambda one: f"{one[0].items:,}"),
+        Column("tokens", lambda one: f"{one[0].tokens:,.0f}"),
+        Column("time", lambda one: f"{one[0].seconds:.1f} s"),
+    ]
+    return Table.of(columns, rows, title=title, remarks=_remarks(found), notes=NOTES, drop=DROP)
+
+
+def _remarks(found: Sequence[Run]) -> list[str]:
+    """What stopped whom, whose prefill was not sparse and why, and what the harness warned of."""
+    made: dict[str, list[str]] = {}
+    for run in found:
+        label, service = run.contender.label, run.service
+        said = [f"{label} failed: {run.error}"] if run.error else []
+        zero = run.scores and all(one.value == 0 and one.higher_is_better for one in run.scores)
+        if run.contender.pipeline is None and zero:
+            said.append(f"{label} scores 0, so a method has nothing to lose")
+        if service is not None:
+            said += [f"{label} {service.doubt}"] if service.doubt else []
+            said += [f"{label}: {text} ({count}x)" for text, count in service.notes.items()]
+        said += [f"the harness warned, {count}x: {text}" for text, count in run.warnings.items()]
+        for text in said:
+            made.setdefault(text, []).append(run.title)
+    return [f"{', '.join(dict.fromkeys(where))}: {what}" for what, where in made.items()]
+
+
+def _stock(run: Run, found: Sequence[Run]) -> Run | None:
+    """The stock model's run of the same task and length; None for this run itself, or where there is none."""
+    return next(
+        (one for one in found if one.contender.pipeline is None and one.title == run.title and one is not run), None
+    )
+
+
+def _changes(run: Run, score: Score, stock: Run | None) -> tuple[int, int] | None:
+    """Items that score lower and higher than with the stock model; None where they are not known."""
+    if stock is None:
+        return None
+    return next((score.beside(other) for other in stock.scores if other.metric == score.metric), None)
+
+
+def _facts(run: Run, stock: Run | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        **{"task": run.task, "length": run.length, "method": run.contender.name},
+        **{"parameters": dict(run.contender.parameters), "error": run.error or None},
+    }
+    if run.error:
+        return facts
+    scores = []
+    for score in run.scores:
+        lost, won = _changes(run, score, stock) or (None, None)
+        scores.append({**asdict(score), "lost": lost, "won": won})
+    return facts | {
+        **{"items": run.items, "tokens": run.tokens, "seconds": run.seconds, "scores": scores},
+        "service": run.service and {**asdict(run.service), "doubt": run.service.doubt},
+        "warnings": dict(run.warnings),
+    }

@@ -49,9 +49,10 @@ def readings_of(
     tail: int,
     sizes: Sizes = LITTLE,
 ) -> Callable[[int], ModelReadings]:
-    """A loaded model that reads the tasks of a length. tail: as of `attach`. sizes: what else is looked at of a text.
+    """A loaded model that reads the tasks of a length.
 
-    Works with any causal language model of transformers that answers the tasks.
+    tail: as `attach` takes it. sizes: what else is looked at of a text. Works with any causal
+    language model of transformers that answers the tasks.
     """
 
     def readings(tokens: int) -> ModelReadings:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .group import CommandError
-from .kept import wrote
+from .group import CommandError, wrote
 
 
 def check_writable(option: str, path: Path, *endings: str) -> None:

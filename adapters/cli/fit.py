@@ -1,8 +1,10 @@
-"""The command `fit`: which method, with which setting, for this model and these prompts; as a profile."""
+"""The commands `fit` and `tune`, which write a profile: the best method and setting by the length of prompts.
+
+`fit` searches all methods by what they do to next tokens, `tune` one method by the answers to questions.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -11,28 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from attrs import evolve
 
+from ..demo.seeds import TUNING
 from ..session.defaults import TAIL
+from . import options
 from .files import check_writable
 from .group import CommandError
-from .searched import chosen, fixed_parameters, with_tables, without_tables
-from .shared_options import (
-    SEEDS,
-    AtEnd,
-    Cost,
-    Device,
-    DeviceMap,
-    Dtype,
-    Floor,
-    Least,
-    Lengths,
-    Methods,
-    Model,
-    Prompts,
-    Tail,
-    Threads,
-    Trials,
-    Type,
-)
 
 if TYPE_CHECKING:
     from ..evaluation.prompts import Prompt, Text
@@ -40,19 +25,17 @@ if TYPE_CHECKING:
 
 TOKENS = {"cpu": (2048, 8192), "cuda": (4096, 16384, 65536)}
 """Lengths of the built-in prompts unless told otherwise, as far as the model reads them."""
+TUNED = (4096, 8192, 16384)
+"""Lengths that a method is tuned at unless told otherwise."""
 AGREEMENT = 0.99
+"""Share of rows with dense's token that a setting must keep, unless told otherwise."""
 LEAST = 256
 """Tokens of the shortest prompt worth fitting to."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(fit)
-
-
 def fit(
-    model: Model = None,
-    prompts: Prompts = None,
+    model: options.Model = None,
+    prompts: options.Prompts = None,
     agreement: Annotated[
         float | None,
         typer.Option(min=0.0, max=1.0, help="Lowest share of rows with dense's token; by default 0.99."),
@@ -61,28 +44,26 @@ def fit(
     recall: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Lowest recall: share of the attention mass kept.")
     ] = None,
-    end: AtEnd = False,
-    method: Methods = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Fix a parameter.")
-    ] = None,
-    tokens: Lengths = None,
+    end: options.AtEnd = False,
+    method: options.Methods = None,
+    settings: options.Settings = None,
+    tokens: options.Lengths = None,
     count: Annotated[int, typer.Option(min=1, help="Maximum number of prompts of each length.")] = 4,
-    tail: Tail = TAIL,
-    recall_floor: Floor = None,
+    tail: options.Tail = TAIL,
+    recall_floor: options.Floor = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
-    by: Least = Cost.AUTO,
+    by: options.Least = options.Cost.AUTO,
     seed: Annotated[
-        int, typer.Option(min=0, max=SEEDS, help="Orders the settings, in case there is no time for all.")
+        int, typer.Option(min=0, max=options.SEEDS, help="Orders the settings, in case there is no time for all.")
     ] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the profile to this file.")] = Path(
         "model.profile.json"
     ),
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Type = Dtype.AUTO,
-    threads: Threads = 2,
-    json: Trials = False,
+    device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    dtype: options.Type = options.Dtype.AUTO,
+    threads: options.Threads = 2,
+    json: options.Trials = False,
 ) -> None:
     """Find the best method and setting for a model, and write it as a profile for `attach`, `build` and vLLM.
 
@@ -100,20 +81,20 @@ def fit(
     from ..calibration.fit import SIZES, ModelReadings
     from ..calibration.target import Target
     from ..evaluation.comparison import check_length
-    from .fitted import Run
     from .progress import bars
+    from .searched import Run, chosen, fixed_parameters, with_tables, without_tables
     from .setup import Place, Source, identity_of
 
     check_writable("--output", output)
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
     target = Target(agreement=default, kl=kl, recall=recall, rows="end" if end else "all")
-    registry = default_registry()
-    methods = chosen(registry, method)
+    methods = chosen(default_registry(), method)
     fixed = fixed_parameters(methods, settings or (), model, recall_floor)
     candidates(without_tables(methods, fixed), fixed, seed)  # all that can be seen of settings that do not fit
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place.device.type)
-    until = time.monotonic() + 60.0 * minutes
+    how = {"seed": seed, "tail": tail, "recall_floor": recall_floor}
+    run = Run(target=target, by=cost, methods=(), output=output, place=place, minutes=minutes, how=how)
     with bars(1) as shown, place.threaded():
         source = Source.of(model, place, device_map)
         sizes = evolve(SIZES, repeats=1 if place.device.type == "cpu" or cost == "density" else 3)
@@ -121,28 +102,89 @@ def fit(
         for one in (one for own in groups.values() for one in own):
             check_length(one, sizes)
         loaded = source.load()
-        identity = identity_of(loaded, model)
+        identity = run.identity = identity_of(loaded, model)
         first = next(iter(groups.values()))
-        methods, left_out = with_tables(methods, fixed, loaded, identity, first, shown)
-        run = Run(
-            target=target,
-            by=cost,
-            methods=[one.name for one in methods],
-            identity=identity,
-            output=output,
-            place=place,
-            how={"minutes": minutes, "seed": seed, "tail": tail, "recall_floor": recall_floor, "left_out": left_out},
-        )
+        methods, run.how["left_out"] = with_tables(methods, fixed, loaded, identity, first, shown)
+        run.methods = [one.name for one in methods]
 
         def readings(length: int) -> ModelReadings:
             own = groups[length]
             return ModelReadings(loaded, identity, own, [sizes] * len(own), tail=tail)
 
-        stop = run.over(list(groups), readings, candidates(methods, fixed, seed), until, shown)
+        stop = run.over(list(groups), readings, candidates(methods, fixed, seed), shown)
         if cost == "seconds" and not stop.heard:
             run.time(shown)
-    run.report(registry, f"{identity.name}: {target}", json=json, whole=True)
-    stop.end(len(run.searches), len(groups), "lengths")
+    run.report(f"{identity.name}: {target}", stop, len(groups), json=json, whole=True)
+
+
+def tune(
+    method: Annotated[str, typer.Option(help="The method to tune.")],
+    model: options.Model = None,
+    tokens: options.Lengths = None,
+    tried: options.Tried = None,
+    fixed: options.Settings = None,
+    loss: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of dense's accuracy that you can lose.")] = 0.01,
+    end: options.AtEnd = False,
+    minutes: options.Minutes = None,
+    by: options.Least = options.Cost.AUTO,
+    tail: options.Tail = TAIL,
+    recall_floor: options.Floor = None,
+    texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 2,
+    questions: options.Questions = 4,
+    seed: options.Seed = TUNING,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the profile to this file; by default METHOD.profile.json."),
+    ] = None,
+    device: options.Device = "auto",
+    dtype: options.Type = options.Dtype.AUTO,
+    threads: options.Threads = 1,
+    json: options.Trials = False,
+) -> None:
+    """Find the cheapest parameters of a method that lose no more than a stated accuracy.
+
+    Every combination of the method's search space answers the tasks of each length, inside the prompt and behind it.
+    The cheapest one whose accuracy stays within the loss in both goes into a profile, which `build` and `attach` load.
+    Ctrl-C stops and writes the best found so far.
+    """
+    from sparseprefill.registry import default_registry
+
+    from ..calibration.candidates import Candidate, settings
+    from ..calibration.target import Target
+    from .exams import exams_of, readings_of
+    from .progress import bars
+    from .searched import Run, fixed_parameters
+    from .setup import Place, Source, identity_of
+
+    one = default_registry().get(method)
+    path = output or Path(f"{method}.profile.json")
+    check_writable("--output", path)
+    values = options.tried([method], fixed or (), tried or ())[method]
+    given = fixed_parameters([one], fixed or (), model, recall_floor)[method]
+    kept = {name: value for name, value in given.items() if name not in values}
+    candidates = [Candidate(one, each) for each in settings(one, values, kept)]
+    lengths = sorted(set(tokens or TUNED))
+    place = Place.of(device, dtype.value, threads)
+    run = Run(
+        target=Target(loss=loss, rows="end" if end else "all"),
+        by=by.of(place.device.type),
+        methods=(method,),
+        output=path,
+        place=place,
+        minutes=minutes,
+        how={
+            **{"loss": loss, "texts": texts, "questions": questions, "seed": seed},
+            **{"tail": tail, "recall_floor": recall_floor},
+        },
+    )
+    with bars(len(lengths)) as shown, place.threaded():
+        source = Source.of(model, place)
+        exams = exams_of(source, lengths, texts, questions, seed)
+        loaded = source.load()
+        run.identity = identity_of(loaded, model)
+        own = readings_of(loaded, source, run.identity, exams, tail)
+        stop = run.over(lengths, own, candidates, shown, rungs=(texts,), repair=False)
+    run.report(f"{method} on {run.identity.name}, {run.target}", stop, len(lengths), json=json)
 
 
 def _prompts(
@@ -171,7 +213,7 @@ def _prompts(
 
 
 def _of_length(found: list[Prompt], length: int, path: Path | None) -> list[Prompt]:
-    """Those that have about so many tokens once they are cut."""
+    """The prompts that have about so many tokens once they are cut."""
     near = [one for one in found if 4 * len(one.ids) >= 3 * length]
     if not near:
         longest = max(len(one.ids) for one in found)

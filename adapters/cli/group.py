@@ -1,9 +1,16 @@
-"""How the command line fails: one line on standard error and an exit code, never a traceback for a user's mistake."""
+"""How a command ends: an error is one line and an exit code, never a traceback; Ctrl-C keeps what there is.
+
+The files that a run has written are remembered here, to be named when a signal ends it.
+"""
 
 from __future__ import annotations
 
 import logging
+import signal
 import sys
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import typer
@@ -11,22 +18,77 @@ from typer.core import TyperGroup
 
 from sparseprefill.errors import SparsePrefillError, nearest
 
-from . import kept
+_SMALLER = "pass shorter lengths or smaller sizes, or free memory"
+_files: list[str] = []
 
 
 class CommandError(SparsePrefillError):
     """A command cannot do what was asked; the message says what would do."""
 
 
-_SMALLER = "pass shorter lengths or smaller sizes, or free memory"
-
-
 class StoppedError(Exception):
     """Ctrl-C, where the command itself did not hear it."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came, which services and batch systems send where a person presses Ctrl-C."""
+
+
+def wrote(path: Path) -> None:
+    """Remember a file that this run has written."""
+    if str(path) not in _files:
+        _files.append(str(path))
+
+
+def written() -> str:
+    """The files of this run, in words."""
+    return f"written: {', '.join(_files)}" if _files else "nothing was written"
+
+
+class Stop:
+    """Ctrl-C or SIGTERM ends the block and not the command, which then shows what it has: ``with Stop() as stop: ...``.
+
+    heard: whether one came. code: of the exit, 130 after Ctrl-C and 143 after SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.heard, self.code = False, 130
+        self._before: Any = None
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, _terminated)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+        self.heard = isinstance(error, KeyboardInterrupt)
+        self.code = 128 + signal.SIGTERM if isinstance(error, Terminated) else 130
+        return self.heard
+
+    def check(self, done: int) -> None:
+        """End the command if a signal came before there was anything to show."""
+        if self.heard and not done:
+            raise typer.Abort if self.code == 130 else typer.Exit(self.code)
+
+    def end(self, done: int, of: int, what: str) -> None:
+        """End the command if a signal came, with its code and how far it got. Call it when the results are out."""
+        from .render import note
+
+        if self.heard:
+            note(f"stopped after {done} of {of} {what}; {written()}")
+            raise typer.Exit(self.code)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
 class Group(TyperGroup):
-    """Exit code 1 for errors of this library, 2 for options that do not parse, 130 for Ctrl-C."""
+    """Commands that exit with 1 for errors of this library, 2 for options that do not parse, 130 for Ctrl-C."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line; see `typer.core.TyperGroup.main`."""
@@ -34,13 +96,13 @@ class Group(TyperGroup):
             return super().main(*args, **extra)
         # Commands report fallbacks and broken plugins themselves; without a handler Python would print them as well.
         logging.getLogger("sparseprefill").addHandler(logging.NullHandler())
-        kept.begin()
+        _files.clear()
         try:
             status = super().main(*args, **{**extra, "standalone_mode": False})
         except SparsePrefillError as error:
             _fail(str(error), 1)
         except (StoppedError, typer.Abort):
-            _fail(f"stopped: {kept.files()}", 130)
+            _fail(f"stopped: {written()}", 130)
         except MemoryError as error:
             _fail(f"{error or 'there is not enough memory'}: {_SMALLER}", 1)
         except RuntimeError as error:  # of PyTorch, on a GPU and on a CPU

@@ -13,8 +13,7 @@ import typer
 
 from . import render
 from .files import check_folder
-from .group import CommandError
-from .kept import wrote
+from .group import CommandError, wrote
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 """Names of methods, as `Method` takes them, that make names of classes too."""
@@ -30,11 +29,6 @@ FILES = {
     "refiner": {**COMMON, "module.py": "{package}.py"},
 }
 """The templates of each kind of package, and where what is made of them goes."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(new)
 
 
 def new(

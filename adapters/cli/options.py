@@ -1,17 +1,21 @@
-"""What the options of `compare` and `demo` mean: contenders and their parameters."""
+"""Options that several commands have, each declared once, and what they mean: contenders and their parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
 from attrs import fields_dict
 
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError, nearest
+from sparseprefill.validate import MOST_ROWS
 
-from ..demo.settings import HYBRIDS, PARAMETERS
+from ..demo.settings import PARAMETERS
 from ..session.defaults import TAIL
 from .group import CommandError
 
@@ -26,55 +30,170 @@ AROUND = ("refiners", "corrector")
 """What a configuration puts around a method; ``--set`` takes it like a parameter."""
 DENSE = "dense"
 """The registry's method that computes the same, through the sparse executor; left out unless it is named."""
+MODELS = "pass the folder of a transformers model, or a name such as Qwen/Qwen3-0.6B"
+"""What --model takes, for errors."""
+SEEDS = (1 << 32) - 1
+"""The largest seed: what every generator takes."""
+
+
+class Dtype(StrEnum):
+    """Types to compute in; AUTO depends on the device."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Cost(StrEnum):
+    """What a setting should have little of; AUTO is seconds on a GPU, density on a CPU."""
+
+    AUTO = "auto"
+    DENSITY = "density"
+    SECONDS = "seconds"
+
+    def of(self, device: str) -> Literal["density", "seconds"]:
+        """The cost that counts on a type of device."""
+        if self == Cost.AUTO:
+            return "density" if device == "cpu" else "seconds"
+        return "density" if self == Cost.DENSITY else "seconds"
+
+
+def check_model(context: typer.Context, path: str | None) -> str | None:
+    """CommandError, before anything is imported, where --model is no folder with a model and cannot be a name."""
+    if path is None or context.resilient_parsing:  # as completion parses
+        return path
+    folder = Path(path)
+    if path and folder.is_dir():
+        if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise CommandError(f"--model {path}: the folder holds no config.json; pass one that save_pretrained wrote")
+    elif path and folder.exists():
+        raise CommandError(f"--model {path}: that is a file; {MODELS}")
+    elif not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
+        raise CommandError(f"--model {path or repr(path)}: there is no such folder; {MODELS}")
+    return path
+
+
+def _floor(text: str) -> Any:
+    """A number, or a table of a floor's options as JSON."""
+    from sparseprefill.refiners.recall import floor_of
+
+    value = value_of(text)
+    try:
+        floor_of(value)
+    except ParameterError as error:
+        raise typer.BadParameter(str(error)) from error
+    return value
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        callback=check_model,
+        help="Folder or name of a transformers model; by default the embedded one.",
+    ),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help="A text file, JSONL with `prompt` or `messages`, or a folder; by default built-in texts."),
+]
+Methods = Annotated[list[str] | None, typer.Option(help="Only this method; repeat for several.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="[METHOD.]PARAMETER=VALUE",
+        help="Change a parameter; with one method you can leave out its name.",
+    ),
+]
+Tried = Annotated[
+    list[str] | None,
+    typer.Option("--try", metavar="[METHOD.]PARAMETER=V1,V2", help="Values to search instead of the method's own."),
+]
+Configs = Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")]
+Profiles = Annotated[
+    list[Path] | None, typer.Option(help="Also run the profile in this file of `sparseprefill fit` or `tune`.")
+]
+Tail = Annotated[
+    int, typer.Option(min=0, max=MOST_ROWS, help="Last rows of a prompt that get every key with every method.")
+]
+Floor = Annotated[
+    Any,
+    typer.Option(
+        "--recall-floor",
+        parser=_floor,
+        metavar="X|TABLE",
+        help="Recall that every method has to reach on sampled rows, such as 0.95, or a floor's options as JSON.",
+    ),
+]
+Questions = Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")]
+Seed = Annotated[int, typer.Option(min=0, max=SEEDS, help="Chooses the text, the needles and their places.")]
+Layer = Annotated[int, typer.Option(min=0, help="Layer in the picture.")]
+Head = Annotated[int, typer.Option(min=0, help="Query head in the picture.")]
+Device = Annotated[str, typer.Option(help="Device, such as cpu or cuda:0; by default a GPU if there is one.")]
+DeviceMap = Annotated[
+    str | None, typer.Option(help="How to spread the model over devices, such as auto (needs accelerate).")
+]
+Type = Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads on a CPU.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="PATH", help="Write the figures to this file as JSON; - prints only them."),
+]
+Trials = Annotated[bool, typer.Option("--json", help="Print every trial as JSON and nothing else.")]
+Lengths = Annotated[list[int] | None, typer.Option(min=256, help="Length of the texts in tokens; repeat for several.")]
+Minutes = Annotated[
+    float | None, typer.Option(min=0.01, help="Time for the search; by default until everything is tried.")
+]
+AtEnd = Annotated[
+    bool,
+    typer.Option(
+        "--end-only", help="Aim at the prompt's end alone, for prompts that are asked about behind their last row."
+    ),
+]
+Least = Annotated[Cost, typer.Option("--by", help="What to minimise; by default seconds on a GPU, density on a CPU.")]
 
 
 def contenders(
     registry: Registry,
-    names: Sequence[str],
+    names: Sequence[str] | None,
     settings: Sequence[str],
     suiting: Mapping[str, Mapping[str, Any]] | None = None,
     tail: int = TAIL,
     floor: Any = None,
+    configs: Sequence[Path] = (),
+    profiles: Sequence[Path] = (),
 ) -> list[Contender]:
-    """The methods to compare, built: those named, or every one that is registered.
+    """Everything to compare, built: methods, configuration files and profiles.
 
-    suiting: parameters that suit the model, by method. settings: texts ``name.parameter=value``, over them; refiners
-    and a corrector may be set like parameters, as in a configuration. tail: last rows that get every key, as of
-    `attach`. floor: of the recall of every method but dense, unless it has a setting of its own. Raises CommandError or
-    the library's own errors for what does not fit.
+    names: of methods; None for every one that is registered but dense. settings: texts ``name.parameter=value``, where
+    refiners and a corrector may be set like parameters, as in a configuration. suiting: parameters that suit the model,
+    by method, under the settings. tail: last rows that get every key, as `attach` takes it. floor: of the recall of
+    every method but dense, unless it has a setting of its own. Raises CommandError or the library's own errors for what
+    does not fit.
     """
+    from sparseprefill.config import from_config
+
     from ..evaluation.outcome import Contender
 
-    chosen = list(dict.fromkeys(names)) or [name for name in registry.methods() if name != DENSE]
+    chosen = every(registry) if names is None else dict.fromkeys(names)
     made = []
     for name, changed in changes([registry.get(name).name for name in chosen], settings).items():
         parameters = {**(suiting or {}).get(name, {}), **floored(name, floor), **changed}
         made.append(Contender(name, _built(registry, name, parameters), parameters, tail))
+    for path in configs:
+        pipeline = from_config(path)
+        made.append(Contender(pipeline.name, pipeline, {"config": str(path)}, tail))
+    for path in profiles:
+        made.append(Contender(path.name, registry.build(profile=path), {"profile": str(path)}, tail))
     return made
 
 
-def named(settings: Sequence[str], known: Collection[str]) -> list[str]:
-    """The methods that texts ``name.parameter=value`` are about, of those known."""
-    names = [setting(text, "--set")[0] for text in settings]
-    return [name for name in names if name in known]
-
-
-def changes(names: Sequence[str], settings: Sequence[str], option: str = "--set") -> dict[str, dict[str, Any]]:
-    """What texts ``name.parameter=value`` change, by method and parameter; CommandError where one is of no method."""
-    made: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for text in settings:
-        method, parameter, value = setting(text, option)
-        if method not in made:
-            raise CommandError(
-                f"{option} {text}: {method!r} is not among the methods of this run{nearest(method, made)}"
-            )
-        made[method][parameter] = value
-    return made
-
-
-def suited(model: str | None) -> dict[str, Any]:
-    """Parameters that suit the embedded model, by method; none for another. model: its path, None for the embedded."""
-    return dict(PARAMETERS) if model is None else {}
+def every(registry: Registry) -> list[str]:
+    """The names of all methods but dense, which computes what the model itself does."""
+    return [name for name in registry.methods() if name != DENSE]
 
 
 def _built(registry: Registry, name: str, given: Mapping[str, Any]) -> Pipeline | Route:
@@ -91,6 +210,40 @@ def _built(registry: Registry, name: str, given: Mapping[str, Any]) -> Pipeline 
     return from_config({"method": name, "parameters": parameters, **around}, registry=registry, at=name)
 
 
+def changes(names: Sequence[str], settings: Sequence[str], option: str = "--set") -> dict[str, dict[str, Any]]:
+    """What texts ``name.parameter=value`` change, by method and parameter; one method's name may be left out.
+
+    CommandError where a text is of none of the methods.
+    """
+    made: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for text in settings:
+        method, parameter, value = setting(text, option, names)
+        if method not in made:
+            raise CommandError(
+                f"{option} {text}: {method!r} is not among the methods of this run{nearest(method, made)}"
+            )
+        made[method][parameter] = value
+    return made
+
+
+def tried(names: Sequence[str], settings: Sequence[str], texts: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
+    """The values of --try by method and parameter; CommandError where --set names one of them too."""
+    values = changes(names, texts, "--try")
+    for text in texts:
+        method, parameter, _ = setting(text, "--try", names)
+        values[method][parameter] = [value_of(part) for part in text.partition("=")[2].split(",")]
+    for text in settings:
+        method, parameter, _ = setting(text, "--set", names)
+        if parameter in values.get(method, ()):
+            raise CommandError(f"--set {text}: --try names it too; leave one of them out")
+    return values
+
+
+def suited(model: str | None) -> dict[str, Any]:
+    """Parameters that suit the embedded model, by method; none for another. model: its path, None for the embedded."""
+    return dict(PARAMETERS) if model is None else {}
+
+
 def floored(name: str, floor: Any) -> dict[str, Any]:
     """The parameter that puts a floor under a method's recall; dense needs none."""
     from sparseprefill.method import FLOOR
@@ -98,36 +251,15 @@ def floored(name: str, floor: Any) -> dict[str, Any]:
     return {} if floor is None or name == DENSE else {FLOOR: floor}
 
 
-def configured(paths: Sequence[Path], hybrids: bool, tail: int = TAIL) -> list[Contender]:
-    """Contenders from configuration files, named by their `name` or the file, and the hybrids that ship."""
-    from sparseprefill.config import from_config
+def setting(text: str, option: str = "--set", names: Sequence[str] = ()) -> tuple[str, str, Any]:
+    """Method, parameter and value of a text ``method.parameter=value``; CommandError for another.
 
-    from ..evaluation.outcome import Contender
-
-    tables = HYBRIDS if hybrids else {}
-    made = [Contender(name, from_config(dict(table)), table, tail) for name, table in tables.items()]
-    for path in paths:
-        pipeline = from_config(path)
-        made.append(Contender(pipeline.name, pipeline, {"config": str(path)}, tail))
-    return made
-
-
-def profiled(paths: Sequence[Path], tail: int = TAIL) -> list[Contender]:
-    """Contenders from profiles, named by the file."""
-    from sparseprefill.registry import default_registry
-
-    from ..evaluation.outcome import Contender
-
-    return [
-        Contender(path.name, default_registry().build(profile=path), {"profile": str(path)}, tail) for path in paths
-    ]
-
-
-def setting(text: str, option: str = "--set") -> tuple[str, str, Any]:
-    """Method, parameter and value of a text ``method.parameter=value``; CommandError for another."""
+    names: of the methods of a run; where there is one, the text may leave it out.
+    """
     target, equals, value = text.partition("=")
-    method, dot, parameter = target.strip().rpartition(".")
-    if not (equals and dot and method and parameter and value.strip()):
+    method, _, parameter = target.strip().rpartition(".")
+    method = method or (names[0] if len(names) == 1 else "")
+    if not (equals and method and parameter and value.strip()):
         raise CommandError(f"{option} {text}: write method.parameter=value, such as {option} anchor-attention.theta=4")
     return method, parameter, value_of(value.strip())
 

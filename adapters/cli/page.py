@@ -19,16 +19,18 @@ from matplotlib.ticker import MaxNLocator
 
 from sparseprefill import __version__
 
-from ..evaluation.outcome import Layer, Outcome, Summary
+from ..evaluation.outcome import Layer, Outcome, Summary, summaries
 from ..evaluation.reading import Sizes
 from .files import write as write_file
 from .picture import INK, SHADES, Panel, sheet
-from .results import ANSWERS, NOTES, cannot, failures, made, notes_of, summaries, verdict
+from .results import table_of, verdict
 
 WORST = 4
 """Heads of a method whose masks are shown."""
 NOTHING = 0.9995
 """Recall above which a mean reads 100.0 %."""
+NO_KL = 1e-7
+"""Where a KL of 0 stands, in nats: a logarithmic axis has no zero."""
 WIDTH = 4.6
 """Inches of a picture of recall: two stand side by side on a screen, one on a phone, letters of the same size."""
 
@@ -44,34 +46,26 @@ class Picture:
 
 def write(path: Path, found: Sequence[Outcome], title: str, command: str, sizes: Sizes) -> None:
     """Write the page of outcomes, the stock model's among them."""
-    rows = summaries(found, sizes)
-    table = made(rows)
+    rows = summaries(found, sizes.greedy)
+    labels = dict.fromkeys(one.contender.label for one in found if one.fidelity is not None and not one.error)
     page = Environment(loader=PackageLoader("sparseprefill.adapters.cli"), autoescape=True, undefined=StrictUndefined)
     text = page.get_template("page.html").render(
         title=title,
         verdict=verdict(rows),
         command=command,
         version=__version__,
-        heads=table.heads,
-        lines=table.rows,
-        remarks=[*failures(rows), *cannot(rows)],
-        notes=notes_of(f"{ANSWERS} {NOTES}" if "end" in table.heads else NOTES, sizes),
+        table=table_of(rows, sizes),
         frontier=_frontier(rows),
-        methods=[_method(label, [one for one in found if one.contender.label == label]) for label in _labels(found)],
+        methods=[_method([one for one in found if one.contender.label == label and not one.error]) for label in labels],
     )
     write_file("--html", path, text)
 
 
-def _labels(found: Sequence[Outcome]) -> list[str]:
-    return list(dict.fromkeys(one.contender.label for one in found if one.fidelity is not None and not one.error))
-
-
-def _method(label: str, found: Sequence[Outcome]) -> dict[str, Any]:
-    done = [one for one in found if not one.error]
-    parameters = done[0].contender.parameters
+def _method(done: Sequence[Outcome]) -> dict[str, Any]:
+    contender = done[0].contender
     return {
-        "name": label,
-        "parameters": ", ".join(f"{name}={value}" for name, value in parameters.items()),
+        "name": contender.label,
+        "parameters": ", ".join(f"{name}={value}" for name, value in contender.parameters.items()),
         "recall": _recall(done),
         "masks": _masks(done[0]),
     }
@@ -80,7 +74,7 @@ def _method(label: str, found: Sequence[Outcome]) -> dict[str, Any]:
 def _frontier(rows: Sequence[Summary]) -> str:
     """Speed-up against KL, a point a method; empty where nothing was measured."""
     points = [
-        (one.contender.label, times, one.inside.kl)
+        (one.contender.label, times, max(one.inside.kl, NO_KL))
         for one in rows
         if one.inside is not None and (times := one.speed_up(rows[0])) is not None
     ]
@@ -88,10 +82,9 @@ def _frontier(rows: Sequence[Summary]) -> str:
         return ""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axis = figure.subplots()
-    least = 1e-7  # a logarithmic axis has no zero
     for label, times, kl in points:
-        axis.plot(times, max(kl, least), "o", color="#3f7fb8", markersize=6)
-        axis.annotate(label, (times, max(kl, least)), textcoords="offset points", xytext=(6, 4), fontsize=8, color=INK)
+        axis.plot(times, kl, "o", color="#3f7fb8", markersize=6)
+        axis.annotate(label, (times, kl), textcoords="offset points", xytext=(6, 4), fontsize=8, color=INK)
     axis.set_yscale("log")
     axis.invert_yaxis()
     axis.axvline(1.0, color="#cccccc", linewidth=1, zorder=0)
@@ -109,8 +102,8 @@ def _recall(found: Sequence[Outcome]) -> list[Picture]:
     is lost, as with a dense tail, there is no picture.
     """
     grids = {
-        "the whole prompt": np.nanmean([_grid(one.layers, "recalls") for one in found], axis=0),
-        "its last rows": np.nanmean([_grid(one.layers, "last") for one in found], axis=0),
+        where: np.nanmean([_grid(one.layers, name) for one in found], axis=0)
+        for where, name in (("the whole prompt", "recalls"), ("its last rows", "last"))
     }
     lowest = min(0.99, *(float(np.nanmin(grid)) for grid in grids.values()))
     scale = Normalize(lowest, 1.0)
@@ -130,14 +123,10 @@ def _recall(found: Sequence[Outcome]) -> list[Picture]:
         bar = figure.colorbar(shades, ax=axis, aspect=18)
         bar.set_label("attention mass kept", color=INK)
         bar.ax.tick_params(labelsize=8, colors=INK, length=2)
-        made.append(Picture(_embedded(figure), f"Recall over {where}, by layer and head", f"lowest {_lowest(grid)}"))
+        layer, head = np.unravel_index(np.nanargmin(grid), grid.shape)
+        said = f"lowest mean of a head: {grid[layer, head]:.1%}, layer {layer}, head {head}"
+        made.append(Picture(_embedded(figure), f"Recall over {where}, by layer and head", said))
     return made
-
-
-def _lowest(grid: Any) -> str:
-    """The lowest value of a grid of layers and heads, and where it stands."""
-    layer, head = np.unravel_index(np.nanargmin(grid), grid.shape)
-    return f"mean of a head: {grid[layer, head]:.1%}, layer {layer}, head {head}"
 
 
 def _grid(layers: Sequence[Layer], name: str) -> Any:

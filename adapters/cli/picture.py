@@ -18,7 +18,7 @@ from sparseprefill.refiners.skip import SkipSoftmax
 from sparseprefill.route import Route
 
 from ..evaluation.outcome import Outcome
-from .files import check_writable
+from .group import wrote
 
 CELLS = 128
 COLUMNS = (4, 5, 3)
@@ -31,17 +31,13 @@ FUTURE, INK = "#ececec", "#333333"
 TICKS = (0.0, 0.01, 0.1, 0.3, 1.0)
 
 
-def check_path(path: Path) -> None:
-    """CommandError, before any work is done, where the picture cannot be written there."""
-    check_writable("--picture", path, ".png")
-
-
 def draw(outcomes: Sequence[Outcome], layer: int, head: int, path: Path) -> None:
     """Write the picture: a panel per contender that came through, queries downwards and keys to the right."""
     shown = [_of_outcome(outcome, layer, head) for outcome in outcomes if not outcome.error]
     if shown:
         where = f"layer {layer}, head {head}, {shown[0].tokens:,} tokens"
-        _figure(shown, ("What each prefill computes:", where)).savefig(path, format="png")
+        sheet(shown, ("What each prefill computes:", where)).savefig(path, format="png")
+        wrote(path)
 
 
 @frozen(eq=False)
@@ -53,11 +49,6 @@ class Panel:
     tokens: int
     mask: SparseMask | None
     note: str = ""
-
-
-def sheet(panels: Sequence[Panel]) -> Figure:
-    """Panels side by side, at least one, without a title above all of them."""
-    return _figure(panels, ())
 
 
 def _of_outcome(outcome: Outcome, layer: int, head: int) -> Panel:
@@ -78,9 +69,9 @@ def _skims(pipeline: Pipeline | Route | None) -> bool:
     return any(isinstance(stage, SkipSoftmax) for one in known for stage in one.refiners)
 
 
-def _figure(shown: Sequence[Panel], title: Sequence[str]) -> Figure:
-    columns = len(shown) if len(shown) < min(COLUMNS) else min(COLUMNS, key=lambda n: -len(shown) % n)
-    columns = min(columns, len(shown))
+def sheet(shown: Sequence[Panel], title: Sequence[str] = ()) -> Figure:
+    """Panels side by side, at least one, below a title in one or two lines."""
+    columns = min(len(shown), min(COLUMNS, key=lambda n: -len(shown) % n) if len(shown) >= min(COLUMNS) else len(shown))
     rows = -(-len(shown) // columns)
     figure = Figure(figsize=(2.75 * columns, 3.05 * rows + 0.9), dpi=160, layout="constrained")
     grid = figure.add_gridspec(rows, 2 * columns)
@@ -121,13 +112,8 @@ def _twin(shares: Sequence[Any], shown: Sequence[Panel], index: int) -> str:
 
 def _draw(axis: Any, panel: Panel, shares: Any, note: str) -> Any:
     tokens = panel.tokens
-    image = axis.imshow(
-        shares,
-        cmap=SHADES,
-        norm=PowerNorm(0.5, 0.0, 1.0),
-        extent=(0, tokens, tokens, 0),
-        interpolation="nearest",
-    )
+    scale = PowerNorm(0.5, 0.0, 1.0)
+    image = axis.imshow(shares, cmap=SHADES, norm=scale, extent=(0, tokens, tokens, 0), interpolation="nearest")
     axis.set_facecolor(FUTURE)
     axis.text(0.5, 1.105, panel.title, transform=axis.transAxes, ha="center", color=INK, weight="bold")
     axis.set_title(panel.figures, fontsize=8.5, color=INK)

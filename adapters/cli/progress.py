@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from attrs import frozen
 from rich import progress as rich
 from rich.console import Console
 from rich.text import Text
@@ -18,20 +19,21 @@ NARROW, WIDE = 60, 80
 """Columns of a terminal from which counts and the time so far are shown, and a bar."""
 
 
+@frozen
 class Bars:
     """One bar for the contenders, with an estimate of the time left, one for what the present contender is doing.
 
-    room: cells for the words before the figures.
+    room: cells for the words before the figures. whole, now: rich's numbers of the two bars.
     """
 
-    def __init__(self, shown: rich.Progress, contenders: int, room: int) -> None:
-        self._shown, self._room = shown, room
-        self._all = shown.add_task("methods", total=contenders)
-        self._now = shown.add_task("loading", total=None)
+    shown: rich.Progress
+    room: int
+    whole: rich.TaskID
+    now: rich.TaskID
 
     def expect(self, contenders: int) -> None:
         """Begin anew, with so many contenders."""
-        self._shown.reset(self._all, total=contenders)
+        self.shown.reset(self.whole, total=contenders)
 
     @contextmanager
     def contender(self, name: str) -> Iterator[Progress]:
@@ -39,17 +41,17 @@ class Bars:
 
         def progress(what: str, done: int, of: int) -> None:
             words = f"{name}: {what}"
-            if len(words) > self._room:  # figures are never cut, so words are
-                words = f"{words[: self._room - 1]}…"
-            self._shown.update(self._now, description=words, completed=done, total=of)
+            if len(words) > self.room:  # figures are never cut, so words are
+                words = f"{words[: self.room - 1]}…"
+            self.shown.update(self.now, description=words, completed=done, total=of)
 
         yield progress
-        self._shown.advance(self._all)
+        self.shown.advance(self.whole)
 
     def finished(self, said: str) -> None:
         """A line on standard error, above the bars, at once; a file gets it, too."""
-        self._shown.console.print(Text(said, style="dim"), soft_wrap=True)
-        self._shown.console.file.flush()
+        self.shown.console.print(Text(said, style="dim"), soft_wrap=True)
+        self.shown.console.file.flush()
 
 
 @contextmanager
@@ -58,14 +60,14 @@ def bars(contenders: int) -> Iterator[Bars]:
     console = Console(file=sys.stderr)  # as it is now: who redirects standard error later hides no bar
     width = console.width
     length = 0 if width < WIDE else min(40, width - WIDE + 10)
-    times = [rich.TextColumn("left:"), rich.TimeRemainingColumn()]
     columns: list[rich.ProgressColumn] = [rich.TextColumn("{task.description}")]
     columns += [rich.BarColumn(length)] if length else []
-    columns += [rich.MofNCompleteColumn()] if width >= NARROW else []
-    columns += [rich.TimeElapsedColumn()] if width >= NARROW else []
+    columns += [rich.MofNCompleteColumn(), rich.TimeElapsedColumn()] if width >= NARROW else []
+    columns += [rich.TextColumn("left:"), rich.TimeRemainingColumn()]
     room = max(8, width - (FIGURES if width >= NARROW else LEFT) - (length + 1 if length else 0))
-    shown = sys.stderr.isatty() and console.is_terminal
+    hidden = not (sys.stderr.isatty() and console.is_terminal)
     with rich.Progress(
-        *columns, *times, console=console, transient=True, disable=not shown, speed_estimate_period=3600
+        *columns, console=console, transient=True, disable=hidden, speed_estimate_period=3600
     ) as progress:
-        yield Bars(progress, contenders, room)
+        whole, now = progress.add_task("methods", total=contenders), progress.add_task("loading", total=None)
+        yield Bars(progress, room, whole, now)

@@ -1,19 +1,26 @@
-"""What `compare` and `demo` report: the table, and the same as JSON."""
+"""What `compare` and `demo` report: a table, the same as JSON, and what a reader should take away."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import typer
 from attrs import asdict, evolve
 
 from sparseprefill import __version__
 
-from ..evaluation.divergence import Divergence
-from ..evaluation.outcome import Fidelity, Layer, Outcome, Summary
+from ..evaluation.outcome import Outcome, Summary, summaries
 from ..evaluation.reading import APART, Sizes
-from ..table import Column, Item, Table
 from . import render
+from .group import Stop
+from .render import Column, Item, Table
+
+if TYPE_CHECKING:
+    from sparseprefill.registry import Registry
+
+    from .setup import Place
 
 NOTES = (
     "KL, 99 %, same: KL(dense || sparse) of the next token in nats, its mean and 99th percentile, and the share of "
@@ -38,11 +45,11 @@ ON_CPU = (
     "On a CPU, PyTorch's own fused attention runs over the keys that a method selects. On a GPU the speed-up is "
     "different."
 )
-
-
+KEPT = 0.98
+"""Share of dense attention's answers that a method must give to keep them."""
 MEASURED: Mapping[str, Callable[[Summary], str]] = {
-    "inside": lambda one: of(one.answers_inside),
-    "end": lambda one: of(one.answers),
+    "inside": lambda one: right_of(one.answers_inside),
+    "end": lambda one: right_of(one.answers),
     "KL": lambda one: "" if one.inside is None else _small(one.inside.kl),
     "99 %": lambda one: "" if one.inside is None else _small(one.inside.high),
     "same": lambda one: "" if one.inside is None else f"{one.inside.agreement:.1%}",
@@ -54,15 +61,15 @@ MEASURED: Mapping[str, Callable[[Summary], str]] = {
     "prefill": lambda one: f"{one.seconds / max(1, one.prompts):.2f} s",
 }
 """Columns of every table of what methods do to a model, and what each says of a contender."""
-COLUMNS = ("inside", "end", "KL", "99 %", "same", "end KL", "recall", "rows", "lowest", "density", "prefill")
 
 
-def measured(summary: Callable[[Item], Summary], heads: Sequence[str] = COLUMNS) -> list[Column[Item]]:
-    """Those columns, for items that have a summary."""
+def measured(summary: Callable[[Item], Summary], without: Sequence[str] = ()) -> list[Column[Item]]:
+    """The columns of `MEASURED` but some, for items that have a summary."""
+    heads = [head for head in MEASURED if head not in without]
     return [Column(head, lambda item, cell=MEASURED[head]: cell(summary(item))) for head in heads]  # type: ignore[misc]
 
 
-def of(answers: tuple[int, int]) -> str:
+def right_of(answers: tuple[int, int]) -> str:
     """Right and asked; nothing where nothing was asked."""
     return f"{answers[0]} / {answers[1]}" if answers[1] else ""
 
@@ -70,50 +77,58 @@ def of(answers: tuple[int, int]) -> str:
 def line_of(found: Sequence[Outcome], sizes: Sizes) -> str:
     """What the last of some outcomes found, in one line, for those who wait."""
     last = found[-1]
-    label = last.contender.label
     if last.error:
-        return f"{label} failed: {last.error}"
-    one = summaries([found[0], last] if last is not found[0] else [last], sizes)[-1]
+        return f"{last.contender.label} failed: {last.error}"
+    one = summaries([found[0], last] if last is not found[0] else [last], sizes.greedy)[-1]
     heads = [head for head in ("inside", "end", "KL", "prefill") if MEASURED[head](one)]
-    return f"{label}: {', '.join(f'{head} {MEASURED[head](one)}' for head in heads)}"
+    return f"{last.contender.label}: {', '.join(f'{head} {MEASURED[head](one)}' for head in heads)}"
 
 
-def as_table(found: Sequence[Outcome], title: str, sizes: Sizes, on_cpu: bool) -> None:
-    """Print the table, what failed or ran dense, what could not be asked, and what the columns mean."""
-    rows = summaries(found, sizes)
-    table = made(rows, title)
-    notes = [*([ANSWERS] if "end" in table.heads else []), NOTES, *([ON_CPU] if on_cpu else [])]
+def report(
+    found: Sequence[Outcome],
+    sizes: Sizes,
+    place: Place,
+    title: str,
+    facts: Mapping[str, Any],
+    files: Mapping[str, Path | None],
+    *,
+    json: bool,
+) -> None:
+    """Print the table, what failed or ran dense, what the columns mean and which files there are; or all as JSON."""
+    rows = summaries(found, sizes.greedy)
+    if json:
+        render.write_json(
+            {
+                "version": __version__,
+                **facts,
+                "sizes": asdict(sizes),
+                "methods": [_summary(one, rows[0]) for one in rows],
+                "outcomes": [_facts(one) for one in found],
+            }
+        )
+        return
+    table = table_of(rows, sizes, title)
     short = [TOO_SHORT] if "end" in table.heads and "inside" not in table.heads else []
-    remarks = [*short, *failures(rows), *cannot(rows), *_dense_layers(found)]
-    render.show(evolve(table, remarks=remarks, notes=notes_of(" ".join(notes), sizes)))
+    beware = f" {ON_CPU}" if place.device.type == "cpu" else ""
+    render.show(evolve(table, remarks=[*short, *table.remarks, *_dense_layers(found)], notes=f"{table.notes}{beware}"))
+    for what, path in files.items():
+        if path is not None:
+            render.line(f"{what}: {path}")
 
 
-def notes_of(text: str, sizes: Sizes) -> str:
-    """What the columns mean, with how much was looked at."""
-    return text.format(**asdict(sizes), apart=APART)
+def finish(registry: Registry, stop: Stop, found: Sequence[Outcome], of: int) -> None:
+    """End the command: with a note on plugins that did not load, with 1 if a reading failed. of: readings of a run."""
+    render.broken(registry)
+    stop.end(len(found), of, "readings")
+    if any(outcome.error for outcome in found):
+        raise typer.Exit(1)
 
 
-def as_json(found: Sequence[Outcome], facts: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Everything that was measured."""
-    rows = summaries(found, sizes)
-    return {
-        "version": __version__,
-        **facts,
-        "sizes": asdict(sizes),
-        "methods": [_summary(one, rows[0]) for one in rows],
-        "outcomes": [_facts(one) for one in found],
-    }
+def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
+    """A line for each contender that read a prompt, with what failed and what the columns mean.
 
-
-def summaries(found: Sequence[Outcome], sizes: Sizes) -> list[Summary]:
-    """One summary a contender; the first is the stock model."""
-    from ..evaluation.runs import summaries
-
-    return summaries(found, sizes.greedy)
-
-
-def made(rows: Sequence[Summary], title: str = "") -> Table:
-    """A line for each contender that read a prompt. The first is the stock model."""
+    rows: the first is the stock model.
+    """
 
     def times(one: Summary) -> str:
         found = one.speed_up(rows[0])
@@ -125,11 +140,9 @@ def made(rows: Sequence[Summary], title: str = "") -> Table:
         Column("speed-up", times),
         Column("extra", lambda one: "" if one.extra_bytes is None else f"{one.extra_bytes / 2**20:,.0f} MiB"),
     ]
-    return Table.of(columns, [one for one in rows if one.prompts], title=title, drop=DROP)
-
-
-KEPT = 0.98
-"""Share of dense attention's answers that a method must give to keep them."""
+    made = Table.of(columns, [one for one in rows if one.prompts], title=title, drop=DROP)
+    notes = f"{ANSWERS} {NOTES}" if "end" in made.heads else NOTES
+    return evolve(made, remarks=[*_failures(rows), *cannot(rows)], notes=notes.format(**asdict(sizes), apart=APART))
 
 
 def verdict(rows: Sequence[Summary]) -> str:
@@ -142,43 +155,27 @@ def verdict(rows: Sequence[Summary]) -> str:
     whole = [one for one in others if one.inside is not None and one.prompts == stock.prompts]
     if not whole:
         return "No method came through every prompt."
-    found = _found(stock)
+    found = {place: right for place, right in _right(stock).items() if right}  # what dense attention finds
     if not found:
         best = min(whole, key=lambda one: one.inside.kl if one.inside else 0.0)
         return f"{best.contender.label} changes next tokens least: {_effect(best, stock)}."
+
+    def answers(one: Summary) -> str:
+        return " and ".join(f"{_right(one)[place]} of its {right} {place}" for place, right in found.items())
+
     keeping = [one for one in whole if all(_right(one)[place] >= KEPT * right for place, right in found.items())]
     if not keeping:
         best = max(whole, key=lambda one: sum(_right(one)[place] for place in found))
         return (
             f"No method keeps {KEPT:.0%} of the answers that dense attention finds; {best.contender.label} keeps most, "
-            f"{_answers(best, found)}."
+            f"{answers(best)}."
         )
     best = max(keeping, key=lambda one: one.speed_up(stock) or 0.0)
     also = f"; so do {len(keeping) - 1} more" if len(keeping) > 1 else ", and no other method does"
     return (
-        f"{best.contender.label} keeps the answers that dense attention finds, {_answers(best, found)}: "
+        f"{best.contender.label} keeps the answers that dense attention finds, {answers(best)}: "
         f"{_effect(best, stock)}{also}."
     )
-
-
-def _right(one: Summary) -> dict[str, int]:
-    return {"inside": one.answers_inside[0], "at the end": one.answers[0]}
-
-
-def _found(stock: Summary) -> dict[str, int]:
-    """What dense attention finds, by place, where it finds anything."""
-    return {place: right for place, right in _right(stock).items() if right}
-
-
-def _answers(one: Summary, found: Mapping[str, int]) -> str:
-    return " and ".join(f"{_right(one)[place]} of its {right} {place}" for place, right in found.items())
-
-
-def _effect(one: Summary, stock: Summary) -> str:
-    """How near its next tokens are, and how fast its prefill is."""
-    times = one.speed_up(stock)
-    near = "" if one.inside is None else f"KL {_small(one.inside.kl)}, {one.inside.agreement:.1%} of tokens the same"
-    return near if times is None else f"{near}, prefill {times:.2f} times as fast"
 
 
 def cannot(rows: Sequence[Summary]) -> list[str]:
@@ -193,31 +190,38 @@ def cannot(rows: Sequence[Summary]) -> list[str]:
     ]
 
 
+def _right(one: Summary) -> dict[str, int]:
+    return {"inside": one.answers_inside[0], "at the end": one.answers[0]}
+
+
+def _effect(one: Summary, stock: Summary) -> str:
+    """How near its next tokens are, and how fast its prefill is."""
+    times = one.speed_up(stock)
+    near = "" if one.inside is None else f"KL {_small(one.inside.kl)}, {one.inside.agreement:.1%} of tokens the same"
+    return near if times is None else f"{near}, prefill {times:.2f} times as fast"
+
+
 def _small(value: float) -> str:
     return f"{value:.4f}" if value < 10 else f"{value:.1f}"
 
 
-def failures(rows: Sequence[Summary]) -> list[str]:
+def _failures(rows: Sequence[Summary]) -> list[str]:
     """What stopped whom on which prompts."""
-    made = []
+    made: dict[tuple[str, str], list[str]] = {}
     for one in rows:
-        reasons = dict[str, list[str]]()
         for prompt, reason in one.failed.items():
-            reasons.setdefault(reason, []).append(prompt)
-        made += [f"{one.contender.label} failed on {', '.join(where)}: {why}" for why, where in reasons.items()]
-    return made
+            made.setdefault((one.contender.label, reason), []).append(prompt)
+    return [f"{label} failed on {', '.join(where)}: {why}" for (label, why), where in made.items()]
 
 
 def _dense_layers(found: Sequence[Outcome]) -> list[str]:
-    reasons: dict[tuple[str, str], set[int]] = {}
+    """Which layers ran dense with whom, and why."""
+    made: dict[tuple[str, str], set[int]] = {}
     for outcome in found:
         for layer in outcome.layers:
             if layer.reason:
-                reasons.setdefault((outcome.contender.label, layer.reason), set()).add(layer.index)
-    return [
-        f"{label}: dense in layers {', '.join(map(str, sorted(layers)))}: {reason}"
-        for (label, reason), layers in reasons.items()
-    ]
+                made.setdefault((outcome.contender.label, layer.reason), set()).add(layer.index)
+    return [f"{label}: dense in layers {', '.join(map(str, sorted(at)))}: {why}" for (label, why), at in made.items()]
 
 
 def _summary(one: Summary, stock: Summary) -> dict[str, Any]:
@@ -226,16 +230,12 @@ def _summary(one: Summary, stock: Summary) -> dict[str, Any]:
         "parameters": dict(one.contender.parameters),
         "prompts": one.prompts,
         "failed": dict(one.failed),
-        "inside": _near(one.inside, one.answers_inside),
-        "end": _near(one.end, one.answers),
+        **one.places,
         "perplexity_ratio": one.perplexity_ratio,
         "parted": one.parted,
         "recall": {
-            "mean": one.recall,
-            "p5": one.p5,
-            "lowest": one.lowest,
-            "row_p1": one.row_p1,
-            "row_lowest": one.row_lowest,
+            **{"mean": one.recall, "p5": one.p5, "lowest": one.lowest},
+            **{"row_p1": one.row_p1, "row_lowest": one.row_lowest},
         },
         "last_rows_recall": {"mean": one.last_recall, "p5": one.last_p5, "lowest": one.last_lowest},
         "density": one.density,
@@ -245,38 +245,29 @@ def _summary(one: Summary, stock: Summary) -> dict[str, Any]:
     }
 
 
-def _near(found: Divergence | None, answers: tuple[int, int]) -> dict[str, Any]:
-    """Distributions and answers, as far as there are any."""
-    right, asked = answers
-    return {**({"right": right, "asked": asked} if asked else {}), **({} if found is None else found.figures)}
-
-
 def _facts(outcome: Outcome) -> dict[str, Any]:
     facts: dict[str, Any] = {"method": outcome.contender.name, "prompt": outcome.prompt, "error": outcome.error or None}
     if outcome.error:
         return facts
-    fidelity = outcome.fidelity
+    found = outcome.fidelity
+    parts = () if found is None else ("inside", "last", "tail", "greedy")
     return facts | {
         "tokens": outcome.tokens,
-        "fidelity": None if fidelity is None else _fidelity(fidelity),
+        "fidelity": found and {**{name: getattr(found, name).figures for name in parts}, "parted": found.parted},
         "seconds": outcome.seconds,
         "extra_bytes": outcome.extra_bytes,
         "density": outcome.density,
         "inside": _families(outcome.inside),
         "families": _families(outcome.answers),
-        "layers": [_layer(one) for one in outcome.layers],
+        "layers": [
+            {
+                **asdict(layer, filter=lambda part, _: part.name not in ("lowest", "rows")),
+                "row_lowest": layer.row_lowest,
+            }
+            for layer in outcome.layers
+        ],
         "notes": dict(outcome.notes),
     }
-
-
-def _layer(layer: Layer) -> dict[str, Any]:
-    shown = asdict(layer, filter=lambda part, _: part.name not in ("lowest", "rows"))
-    return {**shown, "row_lowest": layer.row_lowest}
-
-
-def _fidelity(found: Fidelity) -> dict[str, Any]:
-    parts = {name: getattr(found, name).figures for name in ("inside", "last", "tail", "greedy")}
-    return {**parts, "parted": found.parted}
 
 
 def _families(answers: Mapping[str, tuple[int, int]]) -> dict[str, Any]:

@@ -1,33 +1,59 @@
-"""What commands that try many settings share: the methods, the parameters of all settings, tables of the model."""
+"""What commands that try many settings share: methods with their tables, the search for a profile, its report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attrs import define, field
+
 from sparseprefill import structure
 from sparseprefill.errors import SparsePrefillError
+from sparseprefill.profiles.profile import Profile
+from sparseprefill.registry import Registry, default_registry
 
-from .group import CommandError
-from .options import DENSE, changes, floored, suited
+from ..bench.clock import Clock
+from ..calibration.candidates import Candidate
+from ..calibration.fit import ModelReadings, break_even, described, figures, ranges, versions
+from ..calibration.search import By, Search, Searcher, Trial
+from ..calibration.target import Target
+from ..evaluation.outcome import Summary
+from . import render
+from .describe import DEFAULTS, told
+from .files import unwritable
+from .group import Stop, wrote
+from .options import changes, every, floored, suited
+from .render import Column, Table
+from .results import measured
 
 if TYPE_CHECKING:
+    from sparseprefill.breakeven.table import BreakEven
     from sparseprefill.method import Method
     from sparseprefill.profiles.identity import ModelIdentity
     from sparseprefill.profiles.table import ModelReader, NeededTable
-    from sparseprefill.registry import Registry
 
     from ..evaluation.prompts import Prompt
     from .progress import Bars
+    from .setup import Place
 
 SAMPLED = 4096
 """Tokens of the prompts that tables are made from, at most."""
+FRONTIER = "The frontier: settings that no other beats in both cost and closeness to dense."
+FAR = "The closest setting of each other method; over: its loss / what the target allows."
+ON_CPU = "Settings are chosen by density, because times on a CPU differ from run to run; see --by."
+DROP = ("prompts", "prefill", "rows", "recall", "99 %", "over", "density", "KL", "same", "tokens", "end")
+"""Columns that a narrow terminal leaves out, in this order."""
+Shown = tuple[Search, Trial | None]
+"""A row: a trial of a search, or, without one, dense attention."""
 
 
 def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
-    """The methods that are named; without names every one but `dense`, which computes what the model itself does."""
-    return [registry.get(name) for name in dict.fromkeys(names or registry.methods()) if names or name != DENSE]
+    """The methods that are named; without names every one but dense."""
+    return [registry.get(name) for name in dict.fromkeys(names or every(registry))]
 
 
 def fixed_parameters(
@@ -50,35 +76,8 @@ def fixed_parameters(
     return made
 
 
-def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]]:
-    """Of each method in a file of `frontier --json`, the setting that it recommends at its longest length.
-
-    seed, texts: of the run that wants them; CommandError where its texts are among those of the file, or the file holds
-    something else. Tables, such as clusters, are left to the run.
-    """
-    from ..calibration.frontier import recommended
-
-    try:
-        found = structure.parsed(structure.read(path))
-        seeds = range(found["seed"], found["seed"] + found["texts"])
-        longest = max(one["tokens"] for one in found["points"])
-        points = [one for one in found["points"] if one["tokens"] == longest]
-        names = dict.fromkeys(one["method"] for one in points)
-        best = {name: recommended(one for one in points if one["method"] == name) for name in names}
-        made = {
-            name: {key: value for key, value in one["parameters"].items() if not isinstance(value, dict)}
-            for name, one in best.items()
-            if one is not None
-        }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CommandError(f"--from {path}: {error!r}: pass what `sparseprefill frontier --json FILE` wrote") from error
-    if set(seeds) & set(range(seed, seed + texts)):
-        raise CommandError(f"--from {path}: its settings were found on the same texts: pass a --seed other than {seed}")
-    return made
-
-
 def without_tables(methods: Sequence[Method], fixed: Mapping[str, Mapping[str, Any]]) -> list[Method]:
-    """Those that need no table of the model, or are given one: their settings can be checked before it is loaded."""
+    """Methods that need no table of the model, or are given one: they can be checked before it is loaded."""
     return [one for one in methods if one.table is None or one.table.parameter in fixed[one.name]]
 
 
@@ -118,3 +117,204 @@ def _made(
     except SparsePrefillError as error:
         return None, f"its {table.parameter} cannot be made: {error}"
     return structure.unstructure(made.table), made.useless
+
+
+@define(eq=False, kw_only=True)
+class Run:
+    """A search for a profile, one length of prompts after the other; the file is whole after each of them.
+
+    target, by: see `Searcher`. methods: that are searched. minutes: for the search, None for no limit; counted from
+    when the run is made. how: what is told in the file. identity: of the model, once it is loaded.
+    """
+
+    target: Target
+    by: By
+    methods: Sequence[str]
+    output: Path
+    place: Place
+    minutes: float | None
+    how: dict[str, Any]
+    identity: ModelIdentity = field(init=False)
+    searches: list[Search] = field(factory=list, init=False)
+    began: float = field(factory=time.monotonic, init=False)
+
+    def over(
+        self,
+        lengths: Sequence[int],
+        readings: Callable[[int], ModelReadings],
+        candidates: Sequence[Candidate],
+        shown: Bars,
+        **more: Any,
+    ) -> Stop:
+        """Search at every length, and write the profile; Ctrl-C ends it, with what was found.
+
+        Each length gets its share of the time. more: options of `Searcher`.
+        """
+        self.how |= {"minutes": self.minutes, "by": self.by, "settings": len(candidates), "target": str(self.target)}
+        self.how |= {"device": str(self.place.device), "dtype": self.place.dtype_name}
+        until = None if self.minutes is None else self.began + 60.0 * self.minutes
+        shown.expect(len(lengths))
+        stop = Stop()
+        for index, length in enumerate(lengths):
+            now = time.monotonic()
+            ends = None if until is None else now + (until - now) * length / sum(lengths[index:])
+            searcher = Searcher(length, candidates, readings(length), self.target, self.by, until=ends, **more)
+            stop = Stop()
+            with stop, shown.contender(f"{length:,} tokens") as progress:
+                self.searches.append(searcher.run(partial(progress, "settings")))
+            if stop.heard:
+                self.searches = [one for one in (*self.searches, searcher.result()) if one.trials]
+                stop.check(len(self.searches))
+            self.write()
+            if stop.heard:
+                break
+        return stop
+
+    def write(self, table: BreakEven | None = None) -> None:
+        """Write the profile of what was found so far, whole or not at all. table: times of what was chosen."""
+        made = Profile(
+            methods=tuple(self.methods),
+            model=self.identity,
+            ranges=ranges(self.searches),
+            break_even=table,
+            versions=versions(self.methods, default_registry()),
+            tuned=self.how,
+        )
+        beside = self.output.with_name(f".{self.output.name}.new")
+        try:
+            beside.write_text(made.to_json(), encoding="utf-8")
+            os.replace(beside, self.output)
+        except OSError as error:
+            raise unwritable("--output", self.output, error) from error
+        wrote(self.output)
+
+    def time(self, shown: Bars) -> None:
+        """Time what was chosen beside dense attention; the times go into the profile."""
+        made, clock = ranges(self.searches), Clock(self.place.device, 10, 1.0)
+        if not any(one.method for one in made):
+            return
+        shown.expect(1)
+        with shown.contender("break-even") as progress:
+            table, self.how["not_timed"] = break_even(
+                made, self.identity, self.place.dtype_name, clock, default_registry(), self.how["tail"], progress
+            )
+        self.write(table)
+
+    def report(self, title: str, stop: Stop, of: int, *, json: bool, whole: bool = False) -> None:
+        """Print what was chosen and why, or all trials as JSON, and end the command if a signal came.
+
+        of: lengths of a whole run. whole: the frontiers too.
+        """
+        if json:
+            searched = [as_json(one) for one in self.searches]
+            facts = {"profile": str(self.output), **self.how, "model": self.identity.name, "searches": searched}
+            render.write_json(facts)
+        else:
+            _show([(one, one.chosen) for one in self.searches], title, tokens=True)
+            for text in (*map(_lost, self.searches), *(text for one in self.searches for text in _missed(one))):
+                render.line(text)
+            if self.place.device.type == "cpu":
+                render.line(ON_CPU, style="dim")
+            for one in self.searches if whole else ():
+                _frontier(one)
+            for name, reason in self.how.get("left_out", {}).items():
+                render.line(f"{name} is left out: {reason}")
+            for name, reason in self.how.get("not_timed", {}).items():
+                render.line(f"the profile has no break-even for {name} at {reason}")
+            render.line(f'profile: {self.output}; use it with attach(model, profile="{self.output}")')
+        render.broken(default_registry())
+        stop.end(len(self.searches), of, "lengths")
+
+
+def as_json(search: Search) -> dict[str, Any]:
+    """Everything that was measured at one length."""
+    best, near = search.chosen, search.nearest
+    return {
+        **{"tokens": search.tokens, "by": search.by, "prompts": search.prompts},
+        "dense": figures(search.stock),
+        "chosen": best and described(best),
+        "reason": search.reason,
+        "nearest": near and described(near),
+        "frontier": [described(one) for one in search.frontier],
+        "trials": [described(one) for one in search.trials],
+        "untried": search.untried,
+    }
+
+
+def _show(rows: Sequence[Shown], title: str, *, tokens: bool = False, over: bool = False) -> None:
+    """Print a table of trials. tokens: of which length they are; over: their loss / what the target allows."""
+    summaries = {id(row): Summary.of(row[0].stock if row[1] is None else row[1].outcomes, 0) for row in rows}
+
+    def summary(row: Shown) -> Summary:
+        return summaries[id(row)]
+
+    def speed_up(row: Shown) -> str:
+        dense = sum(one.seconds for one in row[0].stock[: summary(row).prompts])
+        return f"{dense / summary(row).seconds:.2f}" if summary(row).seconds else ""
+
+    # What is tuned by answers samples too few rows for a recall.
+    asked = any(one.answers[1] for one in summaries.values())
+    columns: list[Column[Shown]] = [
+        Column("method", lambda row: "dense" if row[1] is None else row[1].candidate.name),
+        *([Column[Shown]("tokens", lambda row: f"{row[0].tokens:,}")] if tokens else []),
+        Column("setting", lambda row: "" if row[1] is None else row[1].error or _setting(row[1]), words=True),
+        *measured(summary, without=("end KL", "lowest", *(("recall", "rows") if asked else ()))),
+        Column("speed-up", speed_up),
+        Column("prompts", lambda row: str(summary(row).prompts)),
+        *([Column[Shown]("over", lambda row: f"{row[1].shortfall:.2f}" if row[1] else "")] if over else []),
+    ]
+    render.show(Table.of(columns, rows, lambda row: row[1] and row[1].error, title=title, drop=DROP))
+
+
+def _frontier(search: Search) -> None:
+    """Print what was seen at one length: the frontier, and the nearest of each method."""
+    shown = search.frontier
+    if shown:
+        _show([(search, one) for one in shown], f"{search.tokens:,} tokens. {FRONTIER}")
+    far: dict[str, Trial] = {}
+    for one in sorted(search.trials, key=lambda one: (bool(one.error), -len(one.outcomes), one.shortfall)):
+        far.setdefault(one.candidate.name, one)
+    names = dict.fromkeys(one.candidate.name for one in search.trials)
+    others = [(search, far[name]) for name in names if name not in {one.candidate.name for one in shown}]
+    if others:
+        _show(others, f"{search.tokens:,} tokens. {FAR}", over=True)
+
+
+def _lost(search: Search) -> str:
+    """What the choice of one length loses, in one sentence."""
+    if search.chosen is None:
+        return f"{search.tokens:,} tokens: dense loses nothing."
+    facts = figures(search.chosen.outcomes)
+    inside, end = facts["inside"], facts["end"]
+    name = search.chosen.candidate.name
+    words = (
+        f"{search.tokens:,} tokens: in {1.0 - inside['agreement']:.1%} of the rows inside the prompt {name} prefers "
+        f"another token than dense (KL {inside['kl']:.4f}, 99 % of the rows below {inside['high']:.3f}), in "
+        f"{1.0 - end['agreement']:.1%} at its end"
+    )
+    for where, part in (("inside the prompt", inside), ("at its end", end)):
+        if "asked" in part:
+            words += f"; it gives {part['right']} of {part['asked']} answers {where}"
+    return f"{words}."
+
+
+def _missed(search: Search) -> list[str]:
+    """Why one length has no choice, or one that was made early, and what was not tried."""
+    made, where, near = [], f"{search.tokens:,} tokens:", search.nearest
+    if search.chosen is None:
+        miss = f"{where} {search.reason}; calls of this length run dense"
+        if near is not None:
+            miss += f"; the nearest was {near.candidate.name} ({_setting(near)})"
+            miss += f", at {near.shortfall:.1f} times what the target allows"
+        made.append(miss)
+    elif len(search.chosen.outcomes) < search.prompts:
+        made.append(f"{where} stopped early, chosen on {len(search.chosen.outcomes)} of {search.prompts} prompts")
+    if search.untried:
+        made.append(f"{where} there was no time for {search.untried} more settings")
+    return made
+
+
+def _setting(trial: Trial) -> str:
+    one = trial.candidate
+    layers = f"dense layers {', '.join(map(str, one.dense_layers))}" if one.dense_layers else ""
+    return ", ".join(part for part in (told(one.parameters, "" if layers else DEFAULTS), layers) if part)

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve, frozen
 
 from .group import CommandError
-from .shared_options import MODELS
+from .options import MODELS
 
 if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
@@ -35,8 +35,13 @@ class Place:
 
     @property
     def dtype_name(self) -> str:
-        """Without PyTorch's name."""
+        """The dtype's name without PyTorch's."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Device, dtype and threads, as JSON has them."""
+        return {"device": str(self.device), "dtype": self.dtype_name, "threads": self.threads}
 
     @property
     def memory(self) -> int | None:
@@ -76,7 +81,7 @@ class Place:
 
     @classmethod
     def of(cls, device: str, dtype: str, threads: int) -> Place:
-        """From the options; CommandError where there is no such device."""
+        """The place that the options name; CommandError where there is no such device."""
         try:
             found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
             torch.empty(1, device=found)
@@ -104,7 +109,7 @@ class Source:
 
     @classmethod
     def of(cls, path: str | None, place: Place, device_map: str | None = None) -> Source:
-        """Reads its configuration and its tokenizer. CommandError where there is none."""
+        """Reads a model's configuration and its tokenizer. CommandError where there is none."""
         if path is None:
             with _embedded() as model:
                 return cls(None, place, model.load_config(), model.load_tokenizer(), device_map)
@@ -127,7 +132,7 @@ class Source:
 
     @property
     def generation_config(self) -> Any:
-        """How it generates, None where nothing says so."""
+        """How the model generates, None where nothing says so."""
         from transformers import GenerationConfig
 
         try:
@@ -137,12 +142,12 @@ class Source:
 
     @property
     def positions(self) -> int | None:
-        """Tokens that it reads at most, None where its configuration does not say."""
+        """Tokens that the model reads at most, None where its configuration does not say."""
         found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return int(found) if isinstance(found, int) and found > 0 else None
 
     def check_tokens(self, tokens: int, option: str = "--tokens") -> None:
-        """CommandError where it does not read so many."""
+        """CommandError where the model does not read so many."""
         most = self.positions
         if most is not None and tokens > most:
             raise CommandError(f"{option} {tokens}: the model reads at most {most}; pass that or less")
@@ -172,7 +177,7 @@ def identity_of(model: Any, path: str | None) -> ModelIdentity:
 
 @contextmanager
 def _embedded() -> Iterator[Any]:
-    """The module that loads it; CommandError for what stands in its way."""
+    """The module that loads the embedded model; CommandError for what stands in its way."""
     from ..demo import model
 
     try:

@@ -15,11 +15,10 @@ from sparseprefill.errors import MethodCollisionError, ParameterError
 from sparseprefill.profiles.table import NeededTable
 from sparseprefill.registry import Registry
 
-from ..table import Table
-from . import describe, render
+from . import describe, options, render
 from .files import check_writable, write
 from .group import CommandError, Group
-from .shared_options import SEEDS, Device, Dtype, Json, Model, Threads, Type
+from .render import Table
 
 SEED = "seed"
 """The option of the command that chooses the samples; settings with such a field are given it, too."""
@@ -86,22 +85,22 @@ def _options(table: NeededTable) -> Iterator[inspect.Parameter]:
         annotation = Annotated[kind, typer.Option(*more.pop("names", ()), **more)] if more else kind
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
-    yield one("model", None, Model)
+    yield one("model", None, options.Model)
     yield one("tokens", table.tokens, int, min=256, help="Tokens of a sample.")
     yield one("samples", table.samples, int, min=1, help="Samples to average over.")
     for name, parameter in known.items():
         if name != SEED:
             least, most = _bounds(parameter.bounds, float if kinds[name] is float else int)
             yield one(name, parameter.default, kinds[name], min=least, max=most, help=helps[name])
-    yield one(SEED, 0, int, min=0, max=SEEDS, help=helps.get(SEED, "Chooses the samples."))
+    yield one(SEED, 0, int, min=0, max=options.SEEDS, help=helps.get(SEED, "Chooses the samples."))
     file = Path(f"{table.parameter}.json")
     yield one("output", file, Path, names=("--output", "-o"), help="Write the table to this file.")
     if table.picture:
         yield one("picture", file.with_suffix(".png"), Path, help="Write the picture to this file.")
-    yield one("device", "auto", Device)
-    yield one("dtype", Dtype.AUTO, Type)
-    yield one("threads", 1, Threads)
-    yield one("json", False, Json)
+    yield one("device", "auto", options.Device)
+    yield one("dtype", options.Dtype.AUTO, options.Type)
+    yield one("threads", 1, options.Threads)
+    yield one("json", False, options.Json)
 
 
 def _bounds(words: str, kind: type) -> tuple[Any, Any]:
@@ -119,7 +118,7 @@ def _run(
     seed: int,
     output: Path,
     device: str,
-    dtype: Dtype,
+    dtype: options.Dtype,
     threads: int,
     json: bool,
     picture: Path | None = None,

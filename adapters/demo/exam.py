@@ -132,7 +132,7 @@ def _one_thread(model: Any) -> Iterator[None]:
 
 @torch.inference_mode()
 def greedy(model: Any, cache: Any, prompt: list[int], draft: list[int]) -> list[int]:
-    """As many tokens as `draft` has, decoded greedily after the cache and `prompt`; the cache is left as it was.
+    """Decode as many tokens as `draft` has, greedily, after the cache and `prompt`; the cache is left as it was.
 
     The prompt is one forward pass, as a chunk of prefill is. The draft saves time and changes nothing: a forward pass
     over a part of it gives the model's own choice at each place, choices are taken as long as they agree with it, and

@@ -1,9 +1,8 @@
 """The sentences of the tasks: needles, questions and answers.
 
-Every sentence is a line of its own. All families share one answer grammar, in
-which each number directly follows the key that it belongs to, as it does in
-the needle. A question's text ends in a space; its answer starts with a digit
-and ends with a full stop.
+Every sentence is a line of its own. All families share one answer grammar, in which each number directly follows the
+key that it belongs to, as it does in the needle. A question's text ends in a space; its answer starts with a digit and
+ends with a full stop.
 """
 
 from collections.abc import Sequence

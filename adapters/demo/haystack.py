@@ -14,13 +14,9 @@ from .text import text_lines
 
 @frozen
 class Haystack:
-    """Lines of filler text, measured with one tokenizer.
+    """Lines of filler text, measured with one tokenizer, which never merges across a line break.
 
-    Attributes:
-        tokenizer: The tokenizer; it never merges across a line break.
-        lines: The lines.
-        counts: The tokens of each line, its line break included.
-        by_count: For each token count, one line that has it.
+    counts: tokens of each line, its line break included. by_count: for each token count, one line that has it.
     """
 
     tokenizer: Callable[..., Any]
@@ -29,19 +25,14 @@ class Haystack:
     by_count: dict[int, str]
 
     def tokens(self, line: str) -> int:
-        """Return the tokens of a line, without start token or line break."""
+        """How many tokens a line has, without start token or line break."""
         return len(self.tokenizer(line, add_special_tokens=False)["input_ids"])
 
     def bury(self, rng: random.Random, needles: Sequence[tuple[float, str]], length: int) -> str:
-        """Return text of at most ``length`` tokens that holds the needles.
+        """Text of at most ``length`` tokens that holds the needles, each with its depth, from 0 to 1, and its line.
 
-        The text falls short of ``length`` only where no line of filler text
-        has the number of tokens that is left.
-
-        Args:
-            rng: Chooses where the filler text starts.
-            needles: For each needle its depth, from 0 to 1, and its line.
-            length: The most tokens of the text.
+        It falls short of ``length`` only where no line of filler text has the number of tokens that is left. rng:
+        chooses where the filler text starts.
         """
         room = length - sum(self.tokens(line) + 1 for _, line in needles)
         if room < 0:

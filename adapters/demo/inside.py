@@ -22,26 +22,18 @@ from . import formats
 from .words import Key
 
 Family = Literal["restated", "turns", "linked", "lists"]
-"""The families of answers inside a text."""
-
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """All families, in the order of the tables."""
-
 SHORTEST = 4096
 """Tokens of the shortest text: a shorter one has no room to look back beyond `WINDOW` many times."""
-
 WINDOW = 1024
 """Most answers lie farther behind their fact, so that a sliding window of so many tokens cannot find them."""
-
 MOST = 8
 """The most answers of one family."""
-
 _NEAR, _FAR = 288, WINDOW + 256
 """Filler tokens between a fact and its answer at least: of one answer in ten, and of the others."""
-
 _END = 320
 """Filler tokens behind the last answer, so that it stands in no row that a dense tail serves."""
-
 _FACTS = (
     "The special magic number for {key} is {value}.",
     "One of the special magic numbers for {key} is: {value}.",
@@ -60,14 +52,10 @@ _LINKS = (
 
 @frozen
 class Passage:
-    """One line of the text, and the answers in it.
+    """One line of the text, and the answers in it, of a family.
 
-    Attributes:
-        depth: Where it stands in the filler text, from 0 to 1.
-        text: The line.
-        family: Of its answers.
-        answers: First character of each answer, and the one behind its last.
-        ends: The last key of a chain and its value, for a question behind the text.
+    depth: where it stands in the filler text, from 0 to 1. answers: first character of each answer, and the one behind
+    its last. ends: the last key of a chain and its value, for a question behind the text.
     """
 
     depth: float
@@ -89,13 +77,9 @@ class Place:
 def make_passages(keys: Callable[[], Key], rng: random.Random, tokens: int) -> list[Passage]:
     """Make the lines of all families for a text of about so many tokens.
 
-    Args:
-        keys: Gives a key that nothing else in the text has.
-        rng: Chooses values, wordings and places.
-        tokens: Of the text; with 8,192 and more there are `MOST` answers of each family, with fewer fewer.
-
-    Raises:
-        ValueError: The text is too short for an answer to be far from its fact.
+    keys: gives a key that nothing else in the text has. rng: chooses values, wordings and places. tokens: with 8,192
+    and more there are `MOST` answers of each family, with fewer fewer. Raises ValueError where the text is too short
+    for an answer to be far from its fact.
     """
     if tokens < SHORTEST:
         raise ValueError(

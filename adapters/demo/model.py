@@ -14,16 +14,10 @@ CHECKPOINT = Path(__file__).parent / "checkpoint"
 def load_model(
     dtype: "torch.dtype | None" = None, device: "torch.device | str" = "cpu", folder: Path | None = None
 ) -> Any:
-    """Load the embedded model, ready for inference.
+    """Load the embedded model, ready for inference, on a device.
 
-    Args:
-        dtype: The type to compute in; by default that of the checkpoint, bfloat16.
-        device: Where the model goes.
-        folder: A checkpoint of your own training instead of the shipped one.
-
-    Raises:
-        ImportError: ``transformers`` is not installed.
-        FileNotFoundError: The checkpoint is not there.
+    dtype: to compute in; by default that of the checkpoint, bfloat16. folder: a checkpoint of your own training instead
+    of the shipped one. Raises ImportError without transformers, FileNotFoundError where the checkpoint is not there.
     """
     found = _transformers().AutoModelForCausalLM.from_pretrained(
         folder or _checkpoint(), dtype="auto" if dtype is None else dtype
@@ -37,12 +31,7 @@ def load_config() -> Any:
 
 
 def load_tokenizer(folder: Path | None = None) -> Any:
-    """Load the tokenizer of the embedded model, or of a checkpoint of your own training.
-
-    Raises:
-        ImportError: ``transformers`` is not installed.
-        FileNotFoundError: The checkpoint is not there.
-    """
+    """Load the tokenizer of the embedded model, or of your own checkpoint; raises as `load_model` does."""
     return _transformers().AutoTokenizer.from_pretrained(folder or _checkpoint())
 
 

@@ -1,13 +1,13 @@
-"""Parameters of each method that suit the embedded model, and hybrids. A method without an entry runs at its defaults.
+"""Parameters of each method that suit the embedded model. A method without an entry runs at its defaults.
 
 The papers' defaults are made for large models at 128K tokens. This model's prompts are shorter, so that a window of
 8192 keys, or groups of 16 blocks, would keep much of a prompt whatever the method finds: sizes of blocks and windows
-were set by hand. Thresholds come from ``sparseprefill frontier --seed 1000 --tokens 8192 --most 8``, on texts that no
-table is made of: of the settings that answer every question behind the text with a KL of at most 0.0005 there, the one
-of lowest density; answers inside the text had no part in it. None of anchor-attention's does, so it keeps its theta;
-share-prefill's are those with delta=1.01, since with its default no head of this model shares. kascade sums 16 rows of
-a tile, since 64, its default, take a CPU longer than dense attention does. rowmax's eps is the largest of 0.05, 0.1
-and 0.2, all of which found every answer inside one text of 16,384 tokens, ``--seed 1000``.
+were set by hand. Thresholds come from ``python -m experiments.frontier --seed 1000 --tokens 8192 --most 8``, on texts
+that no table is made of: of the settings that answer every question behind the text with a KL of at most 0.0005 there,
+the one of lowest density; answers inside the text had no part in it. None of anchor-attention's does, so it keeps its
+theta; share-prefill's are those with delta=1.01, since with its default no head of this model shares. kascade sums 16
+rows of a tile, since 64, its default, take a CPU longer than dense attention does. rowmax's eps is the largest of 0.05,
+0.1 and 0.2, all of which found every answer inside one text of 16,384 tokens, ``--seed 1000``.
 """
 
 from __future__ import annotations
@@ -40,29 +40,3 @@ PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "xattention": {"stride": 16, "threshold": 0.98, "block": 64},
     }
 )
-
-
-def _method(name: str, **changed: Any) -> dict[str, Any]:
-    return {"method": name, "parameters": {**PARAMETERS[name], **changed}}
-
-
-HYBRIDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "shared + rescued": {
-            **_method("share-prefill"),
-            "refiners": [{"name": "stride-rescue", "every": 16}, {"name": "local-band", "tiles": 4}],
-        },
-        "stripes + slashes": {
-            "union": [_method("anchor-attention", theta=10.0), _method("sample-attention")],
-        },
-        "star, sparse inside": _method("star-attention", inner=_method("anchor-attention")),
-        "streaming + last rows": {**_method("streaming"), "refiners": [{"name": "dense-rows", "last": 64}]},
-        "bfla, 8 to 64 tiles": {
-            **_method("bfla"),
-            "refiners": [{"name": "budget-floor", "tiles": 8}, {"name": "budget-ceiling", "tiles": 64}],
-        },
-    }
-)
-"""By name: SharePrefill's sharing with BFLA's rescue, AnchorAttention's stripes with SampleAttention's slashes, Star
-Attention with AnchorAttention inside its blocks, a method whose last rows are dense, and one with a floor and a
-ceiling."""

@@ -4,13 +4,12 @@ Four families follow the needle tasks of RULER:
 
 - ``single``: one needle, one question;
 - ``multikey``: many needles with different keys, each question asks one;
-- ``multivalue``: one key has several needles, a question asks all its values,
-  in ascending order (the first digits of a key's values differ);
+- ``multivalue``: one key has several needles, a question asks all its values, in ascending order (the first digits of a
+  key's values differ);
 - ``multiquery``: a question asks the values of several keys.
 
-A prompt is ``task.context + question.text``; the context can be prefilled once
-for all questions. Tasks are deterministic: the same tokenizer, text, arguments
-and seed give the same task.
+A prompt is ``task.context + question.text``; the context can be prefilled once for all questions. Tasks are
+deterministic: the same tokenizer, text, arguments and seed give the same task.
 """
 
 import random
@@ -25,11 +24,8 @@ from .haystack import Haystack, haystack_of
 from .words import ADJECTIVES, NOUNS, Key
 
 Family = Literal["single", "multikey", "multivalue", "multiquery"]
-"""The families of tasks."""
-
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """All families, in the order of the tables."""
-
 Wording = Literal["short", "long"]
 """How a question is asked."""
 
@@ -41,10 +37,8 @@ _DISTRACTORS: dict[Family, int] = {"single": 0, "multikey": 15, "multivalue": 4,
 class Question:
     """One question about a context.
 
-    Attributes:
-        text: What follows the context in the prompt; ends in a space.
-        answer: The whole expected continuation, up to its full stop.
-        values: The numbers of the answer, in order.
+    text: what follows the context in the prompt; ends in a space. answer: the whole expected continuation, up to its
+    full stop. values: the numbers of the answer, in order.
     """
 
     text: str
@@ -54,15 +48,10 @@ class Question:
 
 @frozen
 class Task:
-    """A context and the questions about it.
+    """A context and the questions about it, each to be put after the context alone.
 
-    Attributes:
-        family: The family of the task; `linked` is made by `exam` alone.
-        length: The most tokens of a prompt together with its answer.
-        seed: The seed that the task was made with.
-        context: Lines of filler text and needles; ends in a line break.
-        needles: The needle lines, in the order in which they appear.
-        questions: The questions, each to be put after the context alone.
+    family: `linked` is made by `exam` alone. length: the most tokens of a prompt together with its answer. context:
+    lines of filler text and needles; ends in a line break. needles: their lines, in the order in which they appear.
     """
 
     family: Family | Literal["linked"]
@@ -92,26 +81,14 @@ def make_task(
 ) -> Task:
     """Make the task of a family, length and seed.
 
-    Args:
-        tokenizer: The tokenizer of the embedded model.
-        family: One of `FAMILIES`.
-        length: Tokens of the longest prompt with its answer, the start token
-            included. No prompt is longer.
-        seed: Chooses the text, keys, values and places.
-        questions: How many questions to ask; 1 for ``single``.
-        asked: Values asked by one question; by default 4 for ``multivalue``
-            and ``multiquery``. Always 1 for the other two.
-        distractors: Needles with keys that no question asks; by default 0 for
-            ``single``, 15 for ``multikey``, 4 for the other two.
-        depth: Where in the filler text the asked needles lie, from 0 (start)
-            to 1 (end); by default each lies somewhere else.
-        wording: ``long`` asks as a person would, in 20 to 60 tokens; for
-            ``single`` and ``multikey``.
-        lines: Filler text instead of `sparseprefill.adapters.demo.text`.
+    length: tokens of the longest prompt with its answer, the start token included. seed: chooses the text, keys, values
+    and places. questions: how many; 1 for ``single``. asked: values that one question asks; by default 4 for
+    ``multivalue`` and ``multiquery``, always 1 for the other two. distractors: needles with keys that no question asks;
+    by default 0 for ``single``, 15 for ``multikey``, 4 for the other two. depth: where in the filler text the asked
+    needles lie, from 0 (start) to 1 (end); by default each lies somewhere else. wording: ``long`` asks as a person
+    would, in 20 to 60 tokens; for ``single`` and ``multikey``. lines: filler text instead of the built-in one (`text`).
 
-    Raises:
-        ValueError: The arguments contradict each other, or the needles and
-            questions alone are longer than ``length``.
+    Raises ValueError where the arguments contradict each other, or the needles and questions alone are longer.
     """
     asked = _ASKED[family] if asked is None else asked
     distractors = _DISTRACTORS[family] if distractors is None else distractors
@@ -132,16 +109,9 @@ def make_task(
 
 
 def score(task: Task, answers: Sequence[str]) -> tuple[int, int]:
-    """Count the right values.
+    """The number of right values, and of values asked. answers: the text generated after each question's prompt.
 
-    Args:
-        task: The task that was asked.
-        answers: The text generated after each prompt, one for each question.
-
-    Returns:
-        The number of right values and the number of values asked. A value is
-        right when it stands, whole, at its place in the first line of the
-        generated text, before the first full stop.
+    A value is right when it stands, whole, at its place in the first line of the text, before the first full stop.
     """
     if len(answers) != len(task.questions):
         raise ValueError(f"answers holds {len(answers)}: pass one for each question, {len(task.questions)} in all")

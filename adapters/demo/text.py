@@ -1,9 +1,6 @@
-"""Filler text, taken from the Python installation at hand.
+"""Filler text, taken from the Python installation at hand: topics that ``help()`` shows, and docstrings.
 
-The haystack is made of the language reference topics that ``help()`` shows and
-of the docstrings of the standard library. The repository stores none of it.
-Other Python versions give slightly other text, and so other tasks for the same
-seed.
+The repository stores none of it. Other Python versions give slightly other text, and so other tasks for the same seed.
 """
 
 import ast

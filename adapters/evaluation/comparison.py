@@ -10,9 +10,9 @@ logits of some rows only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from attrs import define, field, frozen
@@ -183,6 +183,40 @@ class Comparison:
             compare(truth.greedy, chosen),
             int(parted[0]) if parted.numel() else None,
         )
+
+
+class Listener(Protocol):
+    """Hears which contender is at work."""
+
+    def contender(self, name: str) -> AbstractContextManager[Progress]:
+        """For the time of one contender on one prompt; gives what to call on each step."""
+        ...
+
+
+def outcomes(
+    model: Any,
+    prompts: Sequence[Prompt],
+    contenders: Sequence[Contender],
+    sizes: Sizes,
+    listener: Listener,
+    pictured: tuple[int, int] | None = None,
+    ask: Ask | None = None,
+) -> Iterator[Outcome]:
+    """The stock model and every contender on each prompt, in this order; each is given as soon as it is there.
+
+    Whoever stops listening keeps what came so far. pictured: layer and head whose masks are kept, of the first prompt.
+    ask: asks about each prompt.
+    """
+    for index, prompt in enumerate(prompts):
+        where = f", prompt {index + 1} of {len(prompts)}" if len(prompts) > 1 else ""
+        with listener.contender(f"dense{where}") as progress:
+            kept = None if index else pictured
+            one = Comparison.of(model, prompt, sizes, pictured=kept, ask=ask, progress=progress)
+        yield one.stock
+        for contender in contenders:
+            with listener.contender(f"{contender.label}{where}") as progress:
+                outcome = one.run(contender, progress)
+            yield outcome
 
 
 def check_length(prompt: Prompt, sizes: Sizes) -> None:

@@ -8,8 +8,8 @@ and its progress bars are dropped while it works, for the whole process, and it 
 from __future__ import annotations
 
 import copy
-import io
 import logging
+import os
 import random
 import re
 import sys
@@ -25,7 +25,7 @@ from numbers import Real
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from attrs import define, field, frozen
@@ -36,8 +36,8 @@ from sparseprefill.profiles.progress import Progress
 
 from ..huggingface import attach
 from ..session.session import check_flag
+from .comparison import Listener
 from .outcome import Contender
-from .runs import Listener
 from .scores import Run, Score, Service
 
 OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_fwe")
@@ -54,8 +54,22 @@ CHAINS_EXAMPLE = 500
 """Tokens of ruler_vt's example."""
 _ESSAYS = "lm_eval.tasks.ruler.prepare_niah"
 _USUAL = ("`pretrained` model kwarg is not of type", "Custom kwargs can be passed", "No aggregation function defined")
-"""Of the harness's warnings, those that say nothing here."""
+"""Beginnings of the harness's warnings that say nothing here."""
 log = logging.getLogger(__name__)
+
+
+@frozen(eq=False)
+class Items:
+    """A loaded task of the harness: every contender gets the items that it holds. length: None but for RULER."""
+
+    name: str
+    length: int | None
+    task: Any
+
+    @property
+    def title(self) -> str:
+        """Task and length."""
+        return self.name if self.length is None else f"{self.name} {self.length:,}"
 
 
 def evaluate(
@@ -65,6 +79,7 @@ def evaluate(
     lengths: Sequence[int] = LENGTHS,
     contenders: Sequence[Contender] = (),
     *,
+    items: Sequence[Items] | None = None,
     limit: int | None = None,
     batch_size: int = 1,
     stock: bool = True,
@@ -76,67 +91,33 @@ def evaluate(
 
     model, tokenizer: of transformers, on the model's device. tasks: names of the harness, where groups and tags stand
     for their tasks, or paths of YAML files of its kind. lengths: tokens of RULER's items, answer included; other tasks
-    are asked once. limit: the first so many items of each task and length (RULER has 500). stock: whether the model
-    runs without a method, too. chat_template: put prompts through the tokenizer's template. gate: as of `attach`, but
-    off by default, so that a method runs however short the prompt is.
+    are asked once. items: of `loaded`, in place of tasks and lengths. limit: the first so many items of each task and
+    length (RULER has 500). stock: whether the model runs without a method, too. chat_template: put prompts through the
+    tokenizer's template. gate: as of `attach`, but off by default, so that a method runs however short the prompt is.
 
     Whoever stops listening keeps what came so far. An error of one run is in the run, and the others go on.
 
     Raises ImportError without the extra, ParameterError for wrong arguments and tasks that cannot be loaded, and what
     `attach` raises for a contender that the model cannot run.
     """
-    check(model, contenders, gate)
-    with loaded(model, tokenizer, tasks, lengths, limit) as suite:
-        yield from runs(
-            model,
-            tokenizer,
-            suite,
-            contenders,
-            limit=limit,
-            batch_size=batch_size,
-            stock=stock,
-            chat_template=chat_template,
-            gate=gate,
-            listener=listener,
-        )
-
-
-def runs(
-    model: Any,
-    tokenizer: Any,
-    suite: Suite,
-    contenders: Sequence[Contender],
-    *,
-    limit: int | None = None,
-    batch_size: int = 1,
-    stock: bool = True,
-    chat_template: bool = False,
-    gate: GateChoice = None,
-    listener: Listener | None = None,
-) -> Iterator[Run]:
-    """`evaluate` with tasks that are loaded, and contenders that passed `check`."""
+    for contender in contenders:  # what the model cannot run is refused before anything is asked
+        if contender.pipeline is not None:
+            attach(model, contender.pipeline, gate=gate, tail=contender.dense_tail).detach()
     _check_counts(limit=limit, batch_size=batch_size)
     check_flag("stock", stock)
     check_flag("chat_template", chat_template)
+    made = loaded(model, tokenizer, tasks, lengths, limit, listener) if items is None else items
     check_tokenizer(model, tokenizer, chat_template=chat_template)
     asker = _Asker.of(model, tokenizer, limit, batch_size, chat_template)
-    everyone = [*([Contender("stock")] if stock else []), *contenders]
-    for items in suite:
-        for contender in everyone:
-            with _heard(listener, f"{contender.label}, {items.title}") as progress:
+    for one in made:
+        for contender in [*([Contender("stock")] if stock else []), *contenders]:
+            with _heard(listener, f"{contender.label}, {one.title}") as progress:
                 attached = nullcontext() if contender.pipeline is None else attach(
                     model, contender.pipeline, gate=gate, measure=True, verify=False, tail=contender.dense_tail,
                     recall_every=0,
                 )  # fmt: skip
-                run = asker.run(items, contender, attached, progress)
+                run = asker.run(one, contender, attached, progress)
             yield run
-
-
-def check(model: Any, contenders: Sequence[Contender], gate: GateChoice = None) -> None:
-    """What `attach` raises for a contender that the model cannot run, before anything is asked."""
-    for contender in contenders:
-        if contender.pipeline is not None:
-            attach(model, contender.pipeline, gate=gate, tail=contender.dense_tail).detach()
 
 
 def check_tokenizer(model: Any, tokenizer: Any, *, chat_template: bool = False) -> None:
@@ -175,21 +156,6 @@ def check_names(tasks: Sequence[str]) -> None:
             )
 
 
-@frozen(eq=False)
-class Items:
-    """A loaded task of the harness: every contender gets the items that it holds. length: None but for RULER."""
-
-    name: str
-    length: int | None
-    task: Any
-
-    @property
-    def title(self) -> str:
-        """Task and length."""
-        return self.name if self.length is None else f"{self.name} {self.length:,}"
-
-
-@contextmanager
 def loaded(
     model: Any,
     tokenizer: Any,
@@ -197,12 +163,10 @@ def loaded(
     lengths: Sequence[int] = LENGTHS,
     limit: int | None = None,
     listener: Listener | None = None,
-) -> Iterator[Suite]:
-    """The tasks' items, made with the tokenizer; arguments and errors as those of `evaluate`.
+) -> list[Items]:
+    """The tasks' items, by task and then by length, made with the tokenizer; arguments and errors as of `evaluate`.
 
     model: it, or what has its `config`.
-
-    Every task is loaded once, at the shortest length, before the block begins; further lengths when it is their turn.
     """
     check_names(tasks)
     _check_counts(limit=limit)
@@ -214,78 +178,51 @@ def loaded(
             raise ParameterError(f"lengths holds {printed(length)}: pass integers >= {SHORTEST}")
         if most is not None and length > most:
             raise ParameterError(f"lengths holds {length}: the model reads at most {most} tokens, pass no more")
+    with _quiet():
+        sized = set(_ruler().all_tasks)
+    if not lengths and sized.intersection(tasks):
+        raise ParameterError(f"lengths is empty: pass tokens of RULER's items, such as {LENGTHS[0]}")
+    made: list[Items] = []
     # RULER's tasks load a tokenizer by name, remote code included: they get this one, as it is, from a folder.
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        suite = Suite(folder, tuple(dict.fromkeys(tasks)), tuple(sorted(set(lengths))), limit)
-        suite.load(listener)
-        yield suite
-
-
-@define(eq=False)
-class Suite:
-    """Tasks with their items, by task and then by length. Made by `loaded`; its length is how many there are."""
-
-    _folder: str
-    names: tuple[str, ...]
-    lengths: tuple[int, ...]
-    _limit: int | None = None
-    _sized: set[str] = field(factory=set, init=False)
-    _first: dict[str, list[Items]] = field(factory=dict, init=False)
-    _count: int = field(default=0, init=False)
-
-    def load(self, listener: Listener | None) -> None:
-        """Load every task, RULER's at the shortest length."""
-        with _quiet():
-            self._sized = set(_ruler().all_tasks)
-        if not self.lengths and self._sized.intersection(self.names):
-            raise ParameterError(f"lengths is empty: pass tokens of RULER's items, such as {LENGTHS[0]}")
-        for name in self.names:
+        for name in dict.fromkeys(tasks):
             with _heard(listener, name) as progress:
                 progress("making items", 0, 1)
-                self._first[name] = self._load(name, self._lengths(name)[0])
-        self._count = sum(len(made) * len(self._lengths(name)) for name, made in self._first.items())
+                for each in sorted(set(lengths)) if name in sized else (None,):
+                    made += _load(folder, name, each, limit)
+    return made
 
-    def __len__(self) -> int:
-        return self._count
 
-    def __iter__(self) -> Iterator[Items]:
-        for name in self.names:
-            for length in self._lengths(name):
-                first = self._first.pop(name, None) if length == self._lengths(name)[0] else None
-                yield from first or self._load(name, length)
-
-    def _lengths(self, name: str) -> Sequence[int | None]:
-        return self.lengths if name in self._sized else (None,)
-
-    def _load(self, name: str, length: int | None) -> list[Items]:
-        try:
-            with _quiet(), nullcontext() if length is None else _sentences(name):
-                if name in CHAINS and length is not None:
-                    _check_chains(self._folder, length)
-                _seed()
-                sized = {} if length is None else {"tokenizer": self._folder, "max_seq_lengths": [length]}
-                manager = _ruler(**sized) if sized or _is_file(name) else _all_tasks()
-                with _at_most(self._limit, manager, name):
-                    tasks = manager.load([name])["tasks"]
-        except SparsePrefillError:
-            raise
-        except ImportError as error:
-            raise ParameterError(f"the task {name} lacks a package: {_line(error)}") from error
-        except Exception as error:  # of a task's own program: of a data set, of a network that is not there
-            where = "" if length is None else f" at {length:,} tokens"
+def _load(folder: str, name: str, length: int | None, limit: int | None) -> list[Items]:
+    """One task, or those of a group, at one length. folder: of the tokenizer."""
+    try:
+        with _quiet(), nullcontext() if length is None else _sentences(name):
+            if name in CHAINS and length is not None:
+                _check_chains(folder, length)
+            _seed()
+            sized = {} if length is None else {"tokenizer": folder, "max_seq_lengths": [length]}
+            manager = _ruler(**sized) if sized or _is_file(name) else _all_tasks()
+            with _at_most(limit, manager, name):
+                tasks = manager.load([name])["tasks"]
+    except SparsePrefillError:
+        raise
+    except ImportError as error:
+        raise ParameterError(f"the task {name} lacks a package: {_line(error)}") from error
+    except Exception as error:  # of a task's own program: of a data set, of a network that is not there
+        where = "" if length is None else f" at {length:,} tokens"
+        raise ParameterError(
+            f"the task {name} cannot be loaded{where}: {type(error).__name__}: {_line(error)}. If its data comes "
+            f"from a network that is out of reach: {', '.join(OFFLINE)} need none"
+        ) from error
+    made = [Items(task, length, tasks[task]) for task in tasks]
+    for items in made:
+        if length is not None and not all(items.task.eval_docs["outputs"]):
             raise ParameterError(
-                f"the task {name} cannot be loaded{where}: {type(error).__name__}: {_line(error)}. If its data comes "
-                f"from a network that is out of reach: {', '.join(OFFLINE)} need none"
-            ) from error
-        made = [Items(task, length, tasks[task]) for task in tasks]
-        for items in made:
-            if length is not None and not all(items.task.eval_docs["outputs"]):
-                raise ParameterError(
-                    f"{items.name} does not fit its text into {length:,} tokens of this tokenizer: pass a longer "
-                    f"length, or leave the task out"
-                )
-        return made
+                f"{items.name} does not fit its text into {length:,} tokens of this tokenizer: pass a longer "
+                f"length, or leave the task out"
+            )
+    return made
 
 
 @define(eq=False)
@@ -325,17 +262,10 @@ class _Asker:
         except Exception as error:  # of the task's or the model's own program: the other runs are worth having
             log.debug("%s on %s", contender.label, items.title, exc_info=error)
             return Run(items.name, items.length, contender, error=f"{type(error).__name__}: {_line(error)}")
-        return Run(
-            items.name,
-            items.length,
-            contender,
-            found["n-samples"][items.name]["effective"],
-            tokens,
-            seconds,
-            tuple(_scores(found, items)),
-            None if handle is None else Service.of(handle.report()),
-            dict(warnings),
-        )
+        count = found["n-samples"][items.name]["effective"]
+        service = None if handle is None else Service.of(handle.report())
+        scores = tuple(_scores(found, items))
+        return Run(items.name, items.length, contender, count, tokens, seconds, scores, service, dict(warnings))
 
     def _ask(self, items: Items, progress: Progress) -> Any:
         from lm_eval.defaults import DEFAULT_OTHER_SEED
@@ -512,15 +442,10 @@ def _sentences(name: str) -> Iterator[None]:
             nltk.data.path.remove(folder)
 
 
-class _Nowhere(io.TextIOBase):
+@cache
+def _nowhere() -> TextIO:
     """Takes what is printed; never closed, since a library that is imported meanwhile may keep it."""
-
-    def write(self, text: str) -> int:
-        """Drops it."""
-        return len(text)
-
-
-_NOWHERE = _Nowhere()
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 class _Warned(logging.Handler):
@@ -543,7 +468,8 @@ def _quiet() -> Iterator[Counter[str]]:
     handler, logger = _Warned(), logging.getLogger("lm_eval")
     logger.addHandler(handler)
     try:
-        with redirect_stdout(_NOWHERE), redirect_stderr(_NOWHERE):
+        nowhere = _nowhere()
+        with redirect_stdout(nowhere), redirect_stderr(nowhere):
             yield handler.found
     finally:
         logger.removeHandler(handler)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -79,7 +79,7 @@ class Layer:
 
     @property
     def row_lowest(self) -> tuple[float, ...]:
-        """Of each head what the lowest of `rows` kept, 1 where it has none; empty where the layer ran dense."""
+        """What the lowest of `rows` kept, of each head, 1 where it has none; empty where the layer ran dense."""
         return () if self.rows is None else tuple(self.rows.nan_to_num(nan=1.0).amin(-1).tolist())
 
 
@@ -110,12 +110,12 @@ class Outcome:
     @property
     def score(self) -> tuple[int, int]:
         """Values right and asked behind the prompt."""
-        return _sums(self.answers)
+        return _total(self.answers.values())
 
     @property
     def inside_score(self) -> tuple[int, int]:
         """Answers right and asked inside the prompt."""
-        return _sums(self.inside)
+        return _total(self.inside.values())
 
     @property
     def density(self) -> float:
@@ -123,22 +123,17 @@ class Outcome:
         return fmean(layer.density for layer in self.layers) if self.layers else 1.0
 
 
-def _sums(answers: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    return sum(right for right, _ in answers.values()), sum(asked for _, asked in answers.values())
-
-
 @frozen
 class Summary:
     """What one contender did to several prompts: means, but for what says otherwise.
 
-    prompts: that came through. failed: the first error of the others, by prompt. inside, end: next-token distributions
-    over rows of the whole prompts, and at their ends and behind them; see `Fidelity`. perplexity_ratio: of the text
-    that follows the prompts. answers_inside, answers: right
-    and asked inside the prompts, and behind them. parted: median over the prompts,
-    where one that never parted counts as all its tokens. recall, p5, lowest: over layers, heads and prompts, of
-    the heads' means over sampled rows; the last_ ones, of the prompts' last rows. row_p1, row_lowest: the 1st
-    percentile and the lowest of the sampled rows themselves, of every head; a layer that ran dense has none. seconds:
-    summed over the prompts.
+    prompts: that came through. failed: the first error of the others, by prompt. inside, end: next-token
+    distributions over rows of the whole prompts, and at their ends and behind them; see `Fidelity`.
+    perplexity_ratio: of the text that follows the prompts. answers_inside, answers: right and asked inside the
+    prompts, and behind them. parted: median over the prompts, where one that never parted counts as all its tokens.
+    recall, p5, lowest: over layers, heads and prompts, of the heads' means over sampled rows; the last_ ones, of
+    the prompts' last rows. row_p1, row_lowest: the 1st percentile and the lowest of the sampled rows themselves, of
+    every head; a layer that ran dense has none. seconds: summed over the prompts.
     """
 
     contender: Contender
@@ -162,13 +157,25 @@ class Summary:
     answers_inside: tuple[int, int] = (0, 0)
     answers: tuple[int, int] = (0, 0)
 
+    @property
+    def places(self) -> dict[str, dict[str, Any]]:
+        """Distributions and answers inside the prompts and at their ends, as plain data, as far as there are any."""
+        made = {}
+        for name, found, (right, asked) in (
+            ("inside", self.inside, self.answers_inside),
+            ("end", self.end, self.answers),
+        ):
+            answers = {"right": right, "asked": asked} if asked else {}
+            made[name] = {**answers, **({} if found is None else found.figures)}
+        return made
+
     def speed_up(self, stock: Summary) -> float | None:
         """Stock's prefill time over this one's; None where this one read fewer prompts."""
         return stock.seconds / self.seconds if self.seconds and self.prompts == stock.prompts else None
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], greedy: int) -> Summary:
-        """Of one contender's outcomes. greedy: tokens of the greedy continuation."""
+        """Sum up one contender's outcomes. greedy: tokens of the greedy continuation."""
         done = [one for one in outcomes if not one.error]
         failed = {one.prompt: one.error for one in outcomes if one.error}
         contender = outcomes[0].contender
@@ -197,7 +204,15 @@ class Summary:
         )
 
 
-def _total(scores: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def summaries(found: Iterable[Outcome], greedy: int) -> list[Summary]:
+    """One summary for each contender, in the order in which they came. greedy: tokens of the continuation."""
+    by_contender: dict[str, list[Outcome]] = {}
+    for outcome in found:
+        by_contender.setdefault(outcome.contender.label, []).append(outcome)
+    return [Summary.of(group, greedy) for group in by_contender.values()]
+
+
+def _total(scores: Collection[tuple[int, int]]) -> tuple[int, int]:
     return sum(right for right, _ in scores), sum(asked for _, asked in scores)
 
 

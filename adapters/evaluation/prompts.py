@@ -81,11 +81,6 @@ def tokenized(texts: Iterable[Text], tokenizer: Any, tokens: int | None = None) 
     return [Prompt(one.name, tuple(_cut(_ids_of(one, tokenizer), tokens, middle=one.line))) for one in texts]
 
 
-def load(path: str | Path, tokenizer: Any, tokens: int | None = None) -> list[Prompt]:
-    """The prompts of a file or a folder, see `read`; tokens: the most of one, see `tokenized`."""
-    return tokenized(read(path), tokenizer, tokens)
-
-
 def made(texts: Sequence[str], tokenizer: Any, tokens: int, count: int) -> list[Prompt]:
     """`count` prompts of exactly `tokens` tokens each, out of lines of text, each from another place.
 

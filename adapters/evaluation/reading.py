@@ -38,7 +38,7 @@ class Kept:
 
     @classmethod
     def of(cls, prompt: Prompt, tokens: int, sizes: Sizes) -> Kept:
-        """Of a prefill of the prompt's first tokens, so many."""
+        """The rows to read of a prefill of the prompt's first tokens, so many."""
         most = tokens - APART if tokens > APART else tokens
         count = min(sizes.inside, most)
         inside = torch.linspace(0, most - 1, count, dtype=torch.float64).round().long()

@@ -30,7 +30,7 @@ class Score:
 
     @classmethod
     def of(cls, metric: str, value: float, stderr: float | None, higher: bool, values: tuple[float, ...]) -> Score:
-        """Where the harness knows no standard error and the value is the mean of the items: that of this mean."""
+        """A score; its standard error is that of the items' mean, where this is the value and the harness has none."""
         is_mean = len(values) > 1 and math.isclose(fmean(values), value, abs_tol=1e-9)
         if stderr is None and is_mean:
             stderr = stdev(values) / math.sqrt(len(values))

@@ -1,4 +1,6 @@
-"""The bars of README and docs/benchmarks.md: `python docs/tools/charts.py` draws them from the tables of the pages.
+"""The bars of README and docs/benchmarks.md, drawn from the tables of the pages.
+
+Run `PYTHONPATH=tests python docs/tools/charts.py` in a clone.
 
 Nothing is measured here, and no figure stands here: the pictures show the rows that the page has. Each carries a digest
 of its section, by which a test sees that the page has changed since.
@@ -13,9 +15,11 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from sparseprefill.adapters.bench.case import Case, Shape
+from sparseprefill.adapters.bench.case import Case
 from sparseprefill.adapters.bench.measure import Row as Measured
-from sparseprefill.adapters.cli import bench_plot
+from sparseprefill.adapters.bench.shape import Shape
+
+from experiments.bench import plot as bench_plot
 
 DOCS = Path(__file__).parents[1]
 PAGES, SECTION = (DOCS / "benchmarks.md", DOCS / "benchmarks-more.md"), "131,072 tokens"

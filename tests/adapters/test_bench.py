@@ -7,19 +7,22 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.adapters.bench import facts, tables
-from sparseprefill.adapters.bench.baseline import baseline
-from sparseprefill.adapters.bench.captured import captured_call
-from sparseprefill.adapters.bench.case import Part, Shape, of_mask, parse_mask
+from sparseprefill.adapters.bench import dense, facts
+from sparseprefill.adapters.bench.case import Part, call_of, of_mask, of_method, parse_mask, random_mask
 from sparseprefill.adapters.bench.clock import Clock, middle
-from sparseprefill.adapters.bench.inputs import call_of
-from sparseprefill.adapters.bench.masks import random_mask
-from sparseprefill.adapters.bench.measure import ROWS, Bench, prepare
-from sparseprefill.adapters.bench.model import ModelShape
+from sparseprefill.adapters.bench.measure import ROWS, Bench, memories, prepare
+from sparseprefill.adapters.bench.shape import ModelShape, Shape
 from sparseprefill.adapters.bench.ttft import Prefill, tiles
+from sparseprefill.adapters.cli.bench import table, title
+from sparseprefill.adapters.huggingface import attach
 from torch import Tensor
 
 import sparseprefill as sp
+from experiments.bench import baseline as ours
+from experiments.bench import tables
+from experiments.bench.baseline import baseline
+from experiments.bench.captured import captured_call, inputs
+from experiments.bench.markdown import markdown
 from sparseprefill import ParameterError, ReferenceExecutor, SparseMask, default_registry
 from sparseprefill.metrics import lowest_rows
 from sparseprefill.plan import Plan
@@ -29,7 +32,7 @@ SMALL = Shape(length=320, heads=4, kv_heads=2, head_dim=32, dtype="float32")
 
 
 def quick() -> Bench:
-    return Bench(Clock(CPU, rounds=1, budget=0.01))
+    return Bench(Clock(CPU, rounds=1, budget=0.01), inputs=inputs)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_a_mask_is_measured(text: str) -> None:
     assert row.speedup == pytest.approx(row.dense / row.seconds)
     assert row.efficiency == pytest.approx(row.speedup * row.density)
     assert (row.recall, row.row_p1, row.row_lowest, row.estimate) == (None, None, None, None)
-    assert facts.table([row]).heads == ["what", "ms", "density", "speed-up", "eff."]
+    assert table([row]).heads == ["what", "ms", "density", "speed-up", "eff."]
     assert row.baseline == "SDPA"
     if text == "full":
         assert row.density == 1.0
@@ -115,7 +118,7 @@ def test_a_mask_is_measured(text: str) -> None:
 
 @pytest.mark.parametrize("name", tables.names(default_registry()))
 def test_every_method_is_measured(name: str) -> None:
-    row = quick().measure(tables.method_case(default_registry(), name, SMALL, "methods"))
+    row = quick().measure(of_method(default_registry(), name, SMALL, "methods"))
     assert row.error == ""
     assert row.recall is not None
     assert 0 < row.recall <= 1 + 1e-4
@@ -127,19 +130,19 @@ def test_every_method_is_measured(name: str) -> None:
 
 def test_an_error_is_told_in_the_row() -> None:
     row = quick().measure(
-        tables.method_case(default_registry(), "streaming", evolve(SMALL, head_dim=64, batch=2), "", input="captured")
+        of_method(default_registry(), "streaming", evolve(SMALL, head_dim=64, batch=2), "", input="captured")
     )
     assert "batch is 2" in row.error
-    assert facts.table([row]).rows[0][1] == "failed"
+    assert table([row]).rows[0][1] == "failed"
     assert facts.fact(row)["error"] == row.error
 
 
 def test_a_row_of_kascade_is_the_mean_over_the_layers_of_a_prefill() -> None:
     """A dense layer that chooses, and three that take its choice."""
     given = {"anchors": [0], "tile": 16, "least": 16}
-    case = tables.method_case(default_registry(), "kascade", SMALL, "", parameters=given, layers=4)
-    assert tables.method_case(default_registry(), "kascade", SMALL, "").layers == 32
-    assert tables.method_case(default_registry(), "streaming", SMALL, "").layers == 1
+    case = of_method(default_registry(), "kascade", SMALL, "", parameters=given, layers=4)
+    assert of_method(default_registry(), "kascade", SMALL, "").layers == 32
+    assert of_method(default_registry(), "streaming", SMALL, "").layers == 1
     ready = prepare(case, CPU)
     results = [ready.layer(call) for call in ready.calls]
     densities = [result.density for result in results]
@@ -159,16 +162,15 @@ def test_a_row_of_kascade_is_the_mean_over_the_layers_of_a_prefill() -> None:
     first, lowest = map(float, lowest_rows(kept))
     assert (row.row_p1, row.row_lowest) == pytest.approx((first, lowest), abs=1e-6)
     assert 0 < lowest < first < row.lowest, "of rows of all layers, while heads are means"
-    table = facts.table([row])
-    assert table.heads[-3:] == ["recall", "rows", "lowest"]
-    assert table.rows[0][-3:] == [f"{row.recall:.3f}", f"{first:.3f}", f"{row.lowest:.3f}"]
+    shown = table([row])
+    assert shown.heads[-3:] == ["recall", "rows", "lowest"]
+    assert shown.rows[0][-3:] == [f"{row.recall:.3f}", f"{first:.3f}", f"{row.lowest:.3f}"]
     assert (row.row_p1, row.row_lowest) == tuple(facts.fact(row)[name] for name in ("row_p1", "row_lowest"))
     assert facts.fact(row)["layers"] == 4
     assert "mean of 4 layers" in case.label
 
 
 def test_plans_are_timed_with_the_memory_that_each_layer_finds() -> None:
-    from sparseprefill.adapters.bench.layers import memories
     from sparseprefill.plugins.kascade.records import Chosen
 
     pipeline = default_registry().build("kascade", anchors=[0, 2], tile=16, least=16)
@@ -209,11 +211,7 @@ def test_pages_hold_the_same_call(name: str) -> None:
     rows = []
     for page in (0, 16):
         one = evolve(shape, page=page)
-        case = (
-            of_mask("tiles:0.1", one, "")
-            if name == "tiles 0.1"
-            else tables.method_case(default_registry(), name, one, "")
-        )
+        case = of_mask("tiles:0.1", one, "") if name == "tiles 0.1" else of_method(default_registry(), name, one, "")
         ready = prepare(case, CPU)
         result = ready.run()
         assert (ready.calls[0].pages is not None) == (page > 0)
@@ -223,15 +221,13 @@ def test_pages_hold_the_same_call(name: str) -> None:
     (out, plain), (paged, other) = rows
     torch.testing.assert_close(out, paged)
     assert (plain.density, plain.recall) == (other.density, other.recall)
-    assert "200 of them new, pages of 16" in facts.title(other)
+    assert "200 of them new, pages of 16" in title(other)
 
 
 def test_large_calls_run_dense_by_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparseprefill.adapters.bench import baseline as module
-
     call = call_of(SMALL, "heads", 0, CPU)
     (whole,) = baseline(call, SMALL.lengths).run()
-    monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(dense, "LARGE", 1)
     parts = baseline(call, SMALL.lengths).run()
     assert len(parts) == SMALL.kv_heads
     torch.testing.assert_close(torch.cat(list(parts), 1), whole)
@@ -241,8 +237,6 @@ def test_large_calls_run_dense_by_groups_of_heads(monkeypatch: pytest.MonkeyPatc
 def test_a_kernel_counts_only_with_the_right_output(
     factor: float, found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparseprefill.adapters.bench import baseline as module
-
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> tuple[torch.Tensor, None]:
         assert options == {"softmax_scale": call.softmax_scale, "causal": True}
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -250,9 +244,9 @@ def test_a_kernel_counts_only_with_the_right_output(
         return out.transpose(1, 2) * factor, None
 
     call = call_of(SMALL, "heads", 0, CPU)
-    monkeypatch.setattr(module, "flash4", lambda: attend)
-    able = module._able([(call.q, call.k, call.v)], call.softmax_scale)
-    assert [one.kernel for one in able if one.kernel == module.FLASH4] == found
+    monkeypatch.setattr(ours, "flash4", lambda: attend)
+    able = ours.able_of([(call.q, call.k, call.v)], call.softmax_scale)
+    assert [one.kernel for one in able if one.kernel == ours.FLASH4] == found
 
 
 def test_dense_attention_that_takes_long_runs_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,15 +300,14 @@ def test_captured_inputs_say_what_they_need(change: dict[str, Any], words: str) 
 def test_markdown_has_a_table_for_each_length() -> None:
     bench = quick()
     rows = [bench.measure(of_mask("full", evolve(SMALL, length=length))) for length in (200, 300)]
-    text = facts.markdown(rows)
+    text = markdown(rows)
     assert text.count("| what |") == 2
     assert "### 200 tokens, 4 / 2 heads, d 32, float32, inputs random" in text
 
 
-@pytest.mark.parametrize("structure", ["heads", "model"])
-def test_first_token(structure: str) -> None:
+def test_first_token() -> None:
     shape = ModelShape(layers=2, hidden=64, inner=64, heads=4, kv_heads=2, head_dim=32, vocabulary=64, dtype="float32")
-    prefill = Prefill(shape=shape, device=CPU, tokens=400, structure=structure, rounds=1)
+    prefill = Prefill(shape=shape, device=CPU, tokens=400, rounds=1)
     registry = default_registry()
     streaming = registry.build("streaming", sink=1, window=64, block=32)
     rows = prefill.run([("streaming", streaming), ("tiles", tiles(0.1))])
@@ -333,13 +326,14 @@ def test_layers_run_on_the_heads_that_are_given() -> None:
     """The density is that of the made-up heads and not of the model's own, for a method that looks at them."""
     shape = ModelShape(layers=1, hidden=128, inner=64, heads=4, kv_heads=2, head_dim=32, vocabulary=64, dtype="float32")
     method = default_registry().build("anchor-attention", theta=4.0, step=1, block=32, init_tokens=1)
-    found = {}
-    for structure in ("heads", "model"):
-        prefill = Prefill(shape=shape, device=CPU, tokens=700, structure=structure, rounds=1)
-        found[structure] = prefill.run([("anchor-attention", method)])[1].density
-    assert found["heads"] is not None
-    assert found["model"] is not None
-    assert found["heads"] < 0.6 * found["model"]
+    given = Prefill(shape=shape, device=CPU, tokens=700, rounds=1).run([("anchor-attention", method)])[1].density
+    model = shape.build(700, CPU)
+    with attach(model, method, verify=False, gate=None, measure=True, recall_every=0) as handle, torch.inference_mode():
+        model(torch.randint(2, 64, (1, 700)))
+    own = handle.report().layers[0].density
+    assert given is not None
+    assert own is not None
+    assert given < 0.6 * own
 
 
 def test_a_model_shape_that_cannot_be_is_refused() -> None:

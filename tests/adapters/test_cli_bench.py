@@ -1,4 +1,4 @@
-"""The command `bench` on a CPU: what it prints and writes, and how it refuses."""
+"""The command `bench` on a CPU, and the tables of our pages: what is printed and written, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import pytest
 from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner, Result
 
+from experiments.bench.app import app as tables
+
+from .test_cli import refused
+
 TINY = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--rounds", "1", "--tokens", "300", "--device", "cpu")
 
 
@@ -16,16 +20,18 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["bench", *arguments])
 
 
+def made(*arguments: str) -> Result:
+    return CliRunner().invoke(tables, list(arguments))
+
+
 def test_methods_and_masks(tmp_path: Path) -> None:
-    paths = {name: tmp_path / f"figures.{name}" for name in ("png", "md", "json")}
-    written = ("--plot", str(paths["png"]), "--markdown", str(paths["md"]), "--json", str(paths["json"]))
-    result = invoke(*TINY, "--method", "streaming", "--set", "streaming.window=64", "--executor", "tiles:0.2", *written)
+    path = tmp_path / "figures.json"
+    how = ("--method", "streaming", "--set", "streaming.window=64", "--executor", "tiles:0.2")
+    result = invoke(*TINY, *how, "--json", str(path))
     assert result.exit_code == 0, result.output
     assert "times on a CPU" in result.stdout
     assert "window=64" in result.stdout
-    assert paths["png"].read_bytes().startswith(b"\x89PNG")
-    assert "| tiles 0.2 |" in paths["md"].read_text()
-    found = json.loads(paths["json"].read_text())
+    found = json.loads(path.read_text())
     assert set(found) == {"version", "machine", "seed", "rounds", "rows", "ttft"}
     mask, method = found["rows"]
     assert (mask["kind"], mask["what"], mask["input"]) == ("executor", "tiles 0.2", "random")
@@ -36,8 +42,17 @@ def test_methods_and_masks(tmp_path: Path) -> None:
     assert method["speedup"] == pytest.approx(method["dense_seconds"] / method["seconds"])
 
 
+def test_a_table_with_its_picture_and_as_markdown(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"figures.{name}" for name in ("png", "md")}
+    written = ("--plot", str(paths["png"]), "--markdown", str(paths["md"]))
+    result = made(*TINY, "--table", "executor", *written)
+    assert result.exit_code == 0, result.output
+    assert paths["png"].read_bytes().startswith(b"\x89PNG")
+    assert "| tiles 0.25 |" in paths["md"].read_text()
+
+
 def test_a_table_at_another_length() -> None:
-    result = invoke(*TINY, "--table", "executor", "--json", "-")
+    result = made(*TINY, "--table", "executor", "--json", "-")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
     assert len(rows) == 9
@@ -46,7 +61,7 @@ def test_a_table_at_another_length() -> None:
 
 
 def test_a_table_of_one_method_with_and_without_the_gate() -> None:
-    rows = json.loads(invoke(*TINY, "--table", "short", "--method", "bfla", "--json", "-").stdout)["rows"]
+    rows = json.loads(made(*TINY, "--table", "short", "--method", "bfla", "--json", "-").stdout)["rows"]
     assert [row["gate"] for row in rows] == [False, True]
 
 
@@ -68,20 +83,19 @@ def test_new_tokens_behind_cached_ones_as_a_table(tmp_path: Path) -> None:
     path = tmp_path / "chunks.json"
     sizes = ("--tokens", "300", "--new", "40", "--new", "70", "--page", "16", "--heads", "4", "--kv-heads", "2")
     little = ("--head-dim", "32", "--rounds", "1", "--seconds", "0.01", "--device", "cpu", "--method", "streaming")
-    result = invoke("--table", "chunks", *sizes, *little, "--json", str(path))
+    result = made("--table", "chunks", *sizes, *little, "--json", str(path))
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert "40 of them new, pages of 16" in text
     assert "70 of them new, pages of 16" in text
     rows = json.loads(path.read_text())["rows"]
     assert [(one["table"], one["what"]) for one in rows] == [("chunks", "streaming")] * 2
-    refused = invoke("--table", "chunks", "--table", "long", "--new", "40", "--device", "cpu")
-    assert refused.exit_code == 1
-    assert "--new cannot be combined with --table" in refused.output
+    both = ("--table", "chunks", "--table", "long")
+    refused(made(*both, "--new", "40", "--device", "cpu"), "--new goes with --table chunks alone")
 
 
 def test_a_method_that_fails_ends_with_1() -> None:
-    result = invoke(*TINY, "--method", "streaming", "--input", "captured")
+    result = made(*TINY, "--table", "captured", "--method", "streaming")
     assert result.exit_code == 1
     assert "head_dim is 32" in " ".join(result.stdout.split())
 
@@ -89,27 +103,30 @@ def test_a_method_that_fails_ends_with_1() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--table", "method"), "did you mean 'methods'"),
-        (("--table", "executor", "--gate"), "--gate cannot be combined with --table"),
-        (("--table", "executor", "--method", "bfla"), "--table executor has no case of it"),
         (("--executor", "tile:1"), "tiles:SHARE"),
         (("--heads", "5"), "heads is 5"),
         (("--method", "blfa"), "did you mean 'bfla'"),
         (("--set", "bfla=1"), "method.parameter=value"),
         (("--set", "bfla.blok=1"), "did you mean 'block'"),
-        (("--plot", "a.txt"), ".png"),
         (("--json", "/nowhere/a.json"), "there is no folder /nowhere; make it"),
-        (("--ttft", "--table", "long"), "--table cannot be combined with --ttft"),
-        (("--ttft", "--plot", "a.png"), "--plot cannot be combined with --ttft"),
-        (("--ttft", "--batch", "2"), "--batch 2"),
-        (("--table", "executor", "--new", "64"), "--new cannot be combined with --table"),
+        (("--ttft", "--executor", "full"), "--executor cannot be combined with --ttft"),
         (("--ttft", "--page", "16"), "--page cannot be combined with --ttft"),
         (("--tokens", "256", "--new", "257", "--method", "bfla"), "new is 257"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: tuple[str, ...], words: str) -> None:
-    result = invoke("--device", "cpu", *arguments)
-    assert result.exit_code == 1, result.output
-    assert result.stdout == ""
-    assert words in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    refused(invoke("--device", "cpu", *arguments), words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--table", "method"), "did you mean 'methods'"),
+        (("--table", "executor", "--method", "bfla"), "--table executor has no case of it"),
+        (("--table", "executor", "--plot", "a.txt"), ".png"),
+        (("--table", "executor", "--new", "64"), "--new goes with --table chunks alone"),
+        (("--table", "long", "--tokens", "99999999999"), "or less"),
+    ],
+)
+def test_what_does_not_fit_a_table_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    refused(made("--device", "cpu", *arguments), words)

@@ -14,8 +14,8 @@ import pytest
 from attrs import frozen
 from matplotlib.image import imread
 from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.demo.settings import HYBRIDS, PARAMETERS
-from sparseprefill.adapters.evaluation import runs
+from sparseprefill.adapters.demo.settings import PARAMETERS
+from sparseprefill.adapters.evaluation import comparison
 from typer.testing import CliRunner, Result
 
 from sparseprefill import (
@@ -134,7 +134,7 @@ def test_a_first_look_runs_three_methods_and_names_each() -> None:
 
 
 def test_a_signal_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = runs.outcomes
+    whole = comparison.outcomes
 
     def stops(*arguments: Any, **more: Any) -> Iterator[Any]:
         for done, outcome in enumerate(whole(*arguments, **more)):
@@ -143,7 +143,7 @@ def test_a_signal_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
                 os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(runs, "outcomes", stops)
+    monkeypatch.setattr(comparison, "outcomes", stops)
     result = run(*SMALL, "--json")
     assert result.exit_code == 143
     assert signal.getsignal(signal.SIGTERM) is before
@@ -302,13 +302,13 @@ def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "failed to load and is left out: no module named 'gone'" in " ".join(result.stderr.split())
 
 
-def test_hybrids_and_configured_pipelines_run_beside_methods(tmp_path: Path) -> None:
+def test_configured_pipelines_run_beside_methods(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\nmethod = "streaming"\n\n[parameters]\nwindow = 256\nsink = 128\n')
-    result = run(*SMALL, "--json", "--method", "streaming", "--hybrids", "--config", str(path))
+    result = run(*SMALL, "--json", "--method", "streaming", "--config", str(path))
     assert result.exit_code == 0, result.output
     outcomes = {outcome["method"]: outcome for outcome in json.loads(result.stdout)["outcomes"]}
-    assert {"stock", "streaming", *HYBRIDS, "mine"} == set(outcomes)
+    assert {"stock", "streaming", "mine"} == set(outcomes)
     assert all(0 < outcome["density"] <= 1 for outcome in outcomes.values())
     assert not any(outcome["error"] for outcome in outcomes.values())
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.text import text_lines
-from sparseprefill.adapters.evaluation import runs
+from sparseprefill.adapters.evaluation import comparison
 from typer.testing import CliRunner, Result
 
 from sparseprefill.profiles.profile import Profile
@@ -123,7 +123,7 @@ def test_the_page_holds_everything(folder: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = runs.outcomes
+    whole = comparison.outcomes
 
     def stops(*arguments: Any, **more: Any) -> Iterator[Any]:
         for done, outcome in enumerate(whole(*arguments, **more)):
@@ -131,7 +131,7 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
                 raise KeyboardInterrupt
             yield outcome
 
-    monkeypatch.setattr(runs, "outcomes", stops)
+    monkeypatch.setattr(comparison, "outcomes", stops)
     result = run(*SMALL, "--method", "bfla", "--json")
     assert result.exit_code == 130
     facts = json.loads(result.stdout)

@@ -12,9 +12,9 @@ from sparseprefill.adapters.bench.measure import Bench
 from sparseprefill.adapters.bench.ttft import Prefill
 from sparseprefill.adapters.calibration import measure
 from sparseprefill.adapters.calibration.fit import ModelReadings
-from sparseprefill.adapters.cli import kept
 from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.evaluation import runs
+from sparseprefill.adapters.cli.group import wrote
+from sparseprefill.adapters.evaluation import comparison
 from typer.testing import CliRunner, Result
 
 from experiments.vllm.app import app as vllm_bench
@@ -95,8 +95,8 @@ def test_demo_shows_the_readings_that_it_has(monkeypatch: pytest.MonkeyPatch) ->
         yield next(found)
         raise KeyboardInterrupt
 
-    real = runs.outcomes
-    monkeypatch.setattr(runs, "outcomes", stopped)
+    real = comparison.outcomes
+    monkeypatch.setattr(comparison, "outcomes", stopped)
     result = run(*DEMO, "--method", "streaming", "--method", "bfla", "--json")
     assert result.exit_code == 130, result.output
     facts = json.loads(result.stdout)
@@ -119,7 +119,7 @@ def test_tune_writes_the_best_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     ("owner", "name", "command"),
     [
         (Bench, "measure", (*BENCH, "--executor", "full")),
-        (runs, "outcomes", DEMO),
+        (comparison, "outcomes", DEMO),
         (ModelReadings, "run", (*TUNE, "--tokens", "512")),
         (measure, "calibrate", ("calibrate", "--method", "streaming", "--device", "cpu")),
     ],
@@ -137,9 +137,9 @@ def test_what_a_run_wrote_before_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     """Where Ctrl-C comes when a command no longer waits for it."""
 
     def interrupted(*arguments: Any, **options: Any) -> None:
-        kept.wrote(Path("here.json"))
-        kept.wrote(Path("here.json"))
-        kept.wrote(Path("there.png"))
+        wrote(Path("here.json"))
+        wrote(Path("here.json"))
+        wrote(Path("there.png"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sparseprefill.adapters.cli.render.write_json", interrupted)

@@ -9,7 +9,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sparseprefill.adapters.table import Fit, fitted, width
+from sparseprefill.adapters.cli.render import Table, width
 
 from helpers.terminal import Terminal
 
@@ -22,7 +22,7 @@ ROWS = (
 DROP = ("worst", "same", "recall", "prefill", "KL", "density")
 TABLE = f"""
 from sparseprefill.adapters.cli.render import show
-from sparseprefill.adapters.table import Table
+from sparseprefill.adapters.cli.render import Table
 more = {{"remarks": ["a remark"], "notes": "what columns mean", "words": ("setting",), "drop": {DROP!r}}}
 show(Table(title="what was measured", heads={HEADS!r}, rows={ROWS!r}, **more))
 """
@@ -39,44 +39,42 @@ print("done")
 """
 
 
-def columns(*least: int) -> list[Fit]:
-    return [Fit(i, f"c{i}", cells, cells) for i, cells in enumerate(least)]
+def figures(*least: int, drop: tuple[str, ...] = ()) -> Table:
+    """Columns of figures, so wide."""
+    return Table(heads=[f"c{i}" for i in range(len(least))], rows=[["9" * cells for cells in least]], drop=drop)
 
 
 def test_what_fits_stays_as_it_is() -> None:
-    kept = fitted(columns(5, 6, 7), width([5, 6, 7]))
-    assert [(one.index, cells) for one, cells in kept] == [(0, 5), (1, 6), (2, 7)]
+    assert figures(5, 6, 7).fitted(width([5, 6, 7])) == {0: 5, 1: 6, 2: 7}
 
 
 def test_columns_leave_in_the_order_that_is_given_then_from_the_right() -> None:
-    made = columns(5, 6, 7, 8)
-    order = [
-        [one.index for one, _ in fitted(made, room, drop=("c1", "c0", "gone"))]
-        for room in range(width([5, 6, 7, 8]), 0, -1)
-    ]
+    made = figures(5, 6, 7, 8, drop=("c1", "c0", "gone"))
+    order = [list(made.fitted(room)) for room in range(width([5, 6, 7, 8]), 0, -1)]
     distinct = [one for index, one in enumerate(order) if index == 0 or one != order[index - 1]]
     assert distinct == [[0, 1, 2, 3], [0, 2, 3], [0, 2], [0]]
 
 
 def test_words_share_what_is_left_over() -> None:
-    one = Fit.of(0, "name", ["streaming"], figures=True, measure=len)
-    two = Fit.of(1, "setting", ["theta=12.0, step=16, block=128"], figures=False, measure=len)
-    three = Fit.of(2, "why", ["few words"], figures=False, measure=len)
-    assert (one.least, two.least, three.least) == (9, 16, 9)
-    assert [cells for _, cells in fitted([one, two, three], width([9, 16, 9]))] == [9, 16, 9]
-    assert [cells for _, cells in fitted([one, two, three], width([9, 20, 9]))] == [9, 20, 9]
-    assert [cells for _, cells in fitted([one, two, three], 200)] == [9, 30, 9]
+    rows = [["streaming", "theta=12.0, step=16, block=128", "few words"]]
+    made = Table(heads=["name", "setting", "why"], rows=rows, words=["setting", "why"])
+    for room, cells in ((9, [9]), (width([9, 16, 9]), [9, 16, 9]), (width([9, 20, 9]), [9, 20, 9]), (200, [9, 30, 9])):
+        assert list(made.fitted(room).values()) == cells
 
 
-@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), min_size=1, max_size=8), st.integers(1, 200))
+@given(st.lists(st.tuples(st.integers(2, 30), st.integers(0, 60)), min_size=1, max_size=8), st.integers(1, 200))
 def test_nothing_is_wider_than_the_room_or_narrower_than_it_can_be(sizes: list[tuple[int, int]], room: int) -> None:
-    made = [Fit(i, str(i), least, least + more) for i, (least, more) in enumerate(sizes)]
-    kept = fitted(made, room)
-    assert made[0] == kept[0][0]
-    assert all(one.least <= cells <= one.most for one, cells in kept)
-    assert len(kept) == 1 or width([cells for _, cells in kept]) <= room
-    if len(kept) < len(made):  # one more would not have fitted
-        assert width([one.least for one in made[: len(kept) + 1]]) > room
+    heads = [f"c{i}" for i in range(len(sizes))]
+    rows = [["9" * word + " x" * more for word, more in sizes]]
+    made = Table(heads=heads, rows=rows, words=heads[1:])
+    spans = [(max(word, min(16, word + 2 * more)), word + 2 * more) for word, more in sizes]
+    spans[0] = (spans[0][1], spans[0][1])
+    kept = made.fitted(room)
+    assert next(iter(kept)) == 0
+    assert all(spans[i][0] <= cells <= spans[i][1] for i, cells in kept.items())
+    assert len(kept) == 1 or width(kept.values()) <= room
+    if len(kept) < len(sizes):  # one more would not have fitted
+        assert width(least for least, _ in spans[: len(kept) + 1]) > room
 
 
 def cells(text: str) -> list[list[str]]:

@@ -16,12 +16,11 @@ import torch
 from attrs import evolve
 from sparseprefill.adapters.demo.model import load_tokenizer
 from sparseprefill.adapters.demo.text import text_lines
-from sparseprefill.adapters.evaluation.comparison import Comparison
+from sparseprefill.adapters.evaluation.comparison import Comparison, outcomes
 from sparseprefill.adapters.evaluation.divergence import Divergence, compare, log_probabilities, pooled
-from sparseprefill.adapters.evaluation.outcome import Contender, Fidelity, Layer, Outcome, Summary
-from sparseprefill.adapters.evaluation.prompts import Prompt, load, made
+from sparseprefill.adapters.evaluation.outcome import Contender, Fidelity, Layer, Outcome, Summary, summaries
+from sparseprefill.adapters.evaluation.prompts import Prompt, made, read, tokenized
 from sparseprefill.adapters.evaluation.reading import APART, Reader, Sizes
-from sparseprefill.adapters.evaluation.runs import outcomes, summaries
 from sparseprefill.adapters.huggingface import attach
 from transformers import (
     AutoModelForCausalLM,
@@ -47,6 +46,11 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 SIZES = Sizes(inside=40, last=5, tail=6, greedy=7, rows=9)
+
+
+def load(path: Path, tokenizer: Any, tokens: int | None = None) -> list[Prompt]:
+    """The prompts of a file or a folder, as a command reads them."""
+    return tokenized(read(path), tokenizer, tokens)
 
 
 def model_of(config: Any, seed: int = 0) -> Any:

@@ -12,18 +12,18 @@ import pytest
 import torch
 from attrs import evolve
 from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.layers import Layers, LayersTime
-from sparseprefill.adapters.calibration import frontier as points
 from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.calibration.fit import ModelReadings
-from sparseprefill.adapters.calibration.frontier import Point, frontier, recommended, spread
-from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.cli.frontier_results import markdown
 from sparseprefill.adapters.evaluation.divergence import Divergence
 from sparseprefill.adapters.evaluation.outcome import Contender, Summary
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from experiments.frontier import points
+from experiments.frontier.app import app
+from experiments.frontier.layers import Layers, LayersTime
+from experiments.frontier.points import Point, frontier, recommended, spread
+from experiments.frontier.results import markdown
 from sparseprefill.errors import ParameterError
 
 from .hf_models import build, prompt
@@ -180,7 +180,7 @@ def test_what_is_recommended_keeps_the_answers_inside_and_behind(
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["frontier", *arguments])
+    return CliRunner().invoke(app, list(arguments))
 
 
 def test_the_command_on_the_embedded_model(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_settings_from_a_run_on_other_texts(tmp_path: Path) -> None:
     twice = file.read_text().replace("{", '{"seed": 77, ', 1)
     for text in ("{", "[]", twice, '{"seed": 1, "texts": 1, "points": []}', '{"seed": 1}'):
         file.write_text(text)
-        refused(run(*SHORT, *few), "--from", "pass what `sparseprefill frontier --json FILE` wrote")
+        refused(run(*SHORT, *few), "--from", "pass what --json FILE wrote")
 
 
 def test_configuration_files_beside_methods(tmp_path: Path) -> None:

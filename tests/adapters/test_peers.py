@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.adapters.bench.baseline import FLASH4
-from sparseprefill.adapters.bench.case import Part, Shape, parse_mask
+from sparseprefill.adapters.bench.case import Part, call_of, parse_mask, random_mask
 from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.inputs import call_of
-from sparseprefill.adapters.bench.masks import random_mask
+from sparseprefill.adapters.bench.shape import Shape
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
+from experiments.bench.baseline import FLASH4
 from experiments.peers import peers, tables
 from experiments.peers.app import app
 from experiments.peers.peers import FULL, OURS, PEERS, Features, Mask, Peer, Work

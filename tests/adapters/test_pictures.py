@@ -11,15 +11,17 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from sparseprefill.adapters.bench.case import Case, Shape
+from sparseprefill.adapters.bench.case import Case
 from sparseprefill.adapters.bench.measure import Row
-from sparseprefill.adapters.cli import bench_plot, page, picture
+from sparseprefill.adapters.bench.shape import Shape
+from sparseprefill.adapters.cli import page, picture
 from sparseprefill.adapters.cli.picture import Panel
 from sparseprefill.adapters.evaluation.outcome import Contender, Layer, Outcome
 from sparseprefill.plugins.share_prefill.clustering import picture as similarity
 from sparseprefill.plugins.share_prefill.table import ClusterTable
 
 import sparseprefill as sp
+from experiments.bench import plot as bench_plot
 
 CALL = sp.AttentionCall(*(torch.randn(1, 1, 512, 8) for _ in range(3)))
 

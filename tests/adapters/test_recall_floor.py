@@ -16,6 +16,7 @@ from sparseprefill.adapters.vllm.options import parse
 from typer.testing import CliRunner
 
 import sparseprefill as sp
+from experiments.frontier.app import app as frontier
 from sparseprefill.errors import ParameterError
 from sparseprefill.profiles.profile import Profile
 
@@ -93,7 +94,7 @@ def test_compare_and_fit_take_a_floor_for_every_method(folder: Path) -> None:
 def test_frontier_tries_several_floors(folder: Path) -> None:
     small = ("--tokens", "600", "--questions", "1", "--rounds", "1", "--most", "1", "--seconds", "0.01")
     tried = (*SETS, "--try", "streaming.recall=0.5,0.95")
-    result = CliRunner().invoke(app, ["frontier", "--model", str(folder), *SMALL, *small, *tried, "--json", "-"])
+    result = CliRunner().invoke(frontier, ["--model", str(folder), *SMALL, *small, *tried, "--json", "-"])
     assert 0 == result.exit_code, result.output
     found = [one["parameters"] for one in json.loads(result.stdout)["points"]]
     assert [{"sink": 16, "window": 16, "block": 16, "recall": x} for x in (0.5, 0.95)] == found

@@ -8,6 +8,7 @@ import torch
 from sparseprefill.adapters.bench import facts
 
 from benchmarks.run import ROWS
+from experiments.bench.markdown import markdown
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -16,5 +17,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section("figures")
     found = facts.machine(torch.device("cuda"))
     terminalreporter.write_line(", ".join(f"{name} {value}" for name, value in found.items()))
-    for line in facts.markdown(ROWS).splitlines():
+    for line in markdown(ROWS).splitlines():
         terminalreporter.write_line(line)

@@ -1,4 +1,4 @@
-"""Runs a case of `sparseprefill bench` as a benchmark of pytest, and keeps its row for the summary."""
+"""Runs a case of `experiments.bench` as a benchmark of pytest, and keeps its row for the summary."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from sparseprefill.adapters.bench import facts, tables
-from sparseprefill.adapters.bench.case import Case, Shape
+from sparseprefill.adapters.bench import facts
+from sparseprefill.adapters.bench.case import Case
 from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.bench.measure import Row, prepare
+from sparseprefill.adapters.bench.shape import Shape
+from sparseprefill.adapters.cli.bench import title
 
+from experiments.bench import tables
+from experiments.bench.baseline import baseline
+from experiments.bench.captured import inputs
 from sparseprefill import default_registry
 
 ROWS: list[Row] = []
@@ -29,12 +34,12 @@ def cases(table: str) -> Callable[..., Any]:
 def bench(benchmark: BenchmarkFixture, case: Case) -> Row:
     """Benchmark a case with dense attention before and after it. Figures are by the device's own clock; a round of
     pytest-benchmark holds several runs where they are short (`Clock.in_a_row`)."""
-    ready = prepare(case, CLOCK.device)
+    ready = prepare(case, CLOCK.device, dense=baseline, inputs=inputs)
     first = CLOCK.once(ready.dense.run)
     long = first > CLOCK.budget
     dense = [first] if long else CLOCK.times(ready.dense.run, share=0.5)
     times: list[float] = []
-    benchmark.group = facts.title(Row(case=case))
+    benchmark.group = title(Row(case=case))
     rounds, warm = (1, 1) if long else (CLOCK.rounds, 3)
     count = 1 if long else CLOCK.in_a_row(min(CLOCK.once(ready.run) for _ in range(2)))
     benchmark.pedantic(lambda: times.append(CLOCK.once(ready.run, count)), rounds=rounds, warmup_rounds=warm)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from attrs import asdict
 from pytest_benchmark.fixture import BenchmarkFixture
-from sparseprefill.adapters.bench import tables
-from sparseprefill.adapters.bench.model import ModelShape
+from sparseprefill.adapters.bench.shape import ModelShape
 from sparseprefill.adapters.bench.ttft import Prefill, tiles
 
+from experiments.bench import tables
 from sparseprefill import default_registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -30,7 +30,7 @@ def source(path: Path) -> Any:
 
 
 def test_pictures_are_of_the_tables_as_they_stand(charts: ModuleType) -> None:
-    again = "run `python docs/tools/charts.py`"
+    again = "run `PYTHONPATH=tests python docs/tools/charts.py`"
     assert source(charts.SPEED) == charts.digest(charts.SECTION), again
     assert source(charts.BENCH) == charts.digest(*charts.METHODS), again
 

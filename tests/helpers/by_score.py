@@ -2,7 +2,7 @@
 
 Of two methods, at two densities each: the method itself, and its scores with a threshold relative to the largest, with
 an even budget, with one that falls, and with these where scores are weighted by values. It writes configuration files
-and runs `sparseprefill frontier` with them. The settings are those whose density comes closest to the method's own on
+and runs `experiments.frontier` with them. The settings are those whose density comes closest to the method's own on
 other texts, those of ``--seed 1000``. An argument is another seed.
 """
 
@@ -16,8 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from attrs import frozen
-from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner
+
+from experiments.frontier.app import app
 
 Choice = tuple[str, Sequence[Mapping[str, Any]]]
 
@@ -93,7 +94,7 @@ def rows(method: str, folder: Path, *options: str) -> Iterator[tuple[str, dict[s
         "--try",
         f"{method}.{subject.parameter}={','.join(map(str, subject.tried))}",
     ]
-    ran = CliRunner().invoke(app, ["frontier", "--method", method, *own, *configs, *options, "--json", str(written)])
+    ran = CliRunner().invoke(app, ["--method", method, *own, *configs, *options, "--json", str(written)])
     if ran.exit_code:
         raise SystemExit(ran.output)
     found: list[tuple[float, str, dict[str, Any]]] = []

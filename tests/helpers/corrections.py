@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from sparseprefill.adapters.bench.layers import layer_calls
 from sparseprefill.adapters.demo.model import load_model, load_tokenizer
 from sparseprefill.adapters.demo.samples import key_value_prompts
 from sparseprefill.adapters.evaluation.comparison import Comparison
@@ -26,6 +25,7 @@ from sparseprefill.adapters.evaluation.prompts import Prompt
 from torch import Tensor
 
 import sparseprefill as sp
+from experiments.frontier.layers import layer_calls
 from sparseprefill.executors.dense import dense
 
 METHODS: Mapping[str, Mapping[str, Any]] = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from attrs import asdict, frozen
 from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.model import ModelShape
+from sparseprefill.adapters.bench.shape import ModelShape
 from sparseprefill.adapters.bench.ttft import injected
 from sparseprefill.adapters.session.watch import RECALL_EVERY, RecallWatch
 

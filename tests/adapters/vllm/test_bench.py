@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.bench.model import ModelShape
-from sparseprefill.adapters.cli.bench_options import Files
+from sparseprefill.adapters.bench.shape import ModelShape
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.vllm.pages import pages_of
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from experiments.files import Files
 from experiments.vllm import engine as bench_engine
 from experiments.vllm import options, paging, weights
 from experiments.vllm.app import app

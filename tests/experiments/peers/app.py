@@ -11,15 +11,15 @@ from sparseprefill.adapters.bench import facts
 from sparseprefill.adapters.bench.case import parse_mask
 from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.cli import render
-from sparseprefill.adapters.cli.bench_options import LENGTHS, Files, Wanted
+from sparseprefill.adapters.cli.bench import LENGTHS, shape_of, write_figures
 from sparseprefill.adapters.cli.files import write
-from sparseprefill.adapters.cli.group import CommandError, Group
-from sparseprefill.adapters.cli.kept import Stop
+from sparseprefill.adapters.cli.group import CommandError, Group, Stop
+from sparseprefill.adapters.cli.options import SEEDS, Device, Dtype, Threads, Type
 from sparseprefill.adapters.cli.progress import bars
+from sparseprefill.adapters.cli.render import Table
 from sparseprefill.adapters.cli.setup import Place
-from sparseprefill.adapters.cli.shared_options import SEEDS, Device, Dtype, Threads, Type
-from sparseprefill.adapters.table import Table
 
+from experiments.files import Files
 from sparseprefill.errors import ParameterError
 
 from . import tables
@@ -80,14 +80,13 @@ def peers(
     """Measure every kernel that is here. Exit status 1 where ours failed on any mask."""
     files = Files(markdown=markdown, json=json)
     place = Place.of(device, dtype.value, threads)
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name, "batch": 1}
-    wanted = Wanted(place=place, sizes=sizes)
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": place.dtype_name}
     try:
         masks = [parse_mask(text) for text in dict.fromkeys(executor or MASKS)]
     except ParameterError as error:
         raise CommandError(str(error)) from error
     lengths = dict.fromkeys(tokens or LENGTHS.get(place.device.type, LENGTHS["cpu"]))
-    shapes = [wanted.shape(one) for one in lengths]
+    shapes = [shape_of(place, one, **sizes) for one in lengths]
     clock = Clock(place.device, rounds, seconds)
     board = Scoreboard(clock, masks, seed)
     scores: list[Score] = []
@@ -130,10 +129,9 @@ def _write(scores: Sequence[Score], board: Scoreboard, place: Place, files: File
             scores=[tables.fact(score) for score in scores],
             peers=tables.features(board.peers, scores, device),
         )
+        write_figures(files.json, found)
         if files.alone:
-            render.write_json(found)
             return
-        write("--json", files.json, render.to_json(found) + "\n")
     for group in tables.by_length(scores):
         title, rows = tables.title(group[0]), [*map(tables.cells, tables.shown(group))]
         render.show(Table(title=title, heads=HEADS, rows=rows, remarks=[*tables.remarks(group)], drop=DROP))

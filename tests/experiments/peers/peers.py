@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from sparseprefill.adapters.bench.baseline import ANY, APART, FLASH4, KERNELS, dense_of
 from sparseprefill.adapters.bench.case import Part
+from sparseprefill.adapters.bench.dense import ANY, KERNELS
 from torch import Tensor
 
+from experiments.bench.baseline import APART, FLASH4, dense_of
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor

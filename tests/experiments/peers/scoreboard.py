@@ -10,10 +10,9 @@ from functools import cached_property
 
 import torch
 from attrs import evolve, field, frozen
-from sparseprefill.adapters.bench.case import Part, Shape
+from sparseprefill.adapters.bench.case import Part, call_of, random_mask
 from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.inputs import call_of
-from sparseprefill.adapters.bench.masks import random_mask
+from sparseprefill.adapters.bench.shape import Shape
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from attrs import asdict
-from sparseprefill.adapters.table import Table
+from sparseprefill.adapters.cli.render import Table
+
+from experiments.files import grid
 
 from .peers import Peer
 from .scoreboard import Score
@@ -128,9 +130,9 @@ def markdown(scores: Sequence[Score], peers: Sequence[Peer], device: torch.devic
     """Tables for docs/benchmarks.md."""
     lines: list[str] = []
     for group in by_length(scores):
-        lines += [f"### {title(group[0])}", "", *Table(heads=COLUMNS, rows=[*map(cells, shown(group))]).grid(), ""]
+        lines += [f"### {title(group[0])}", "", *grid(Table(heads=COLUMNS, rows=[*map(cells, shown(group))])), ""]
         lines += [*(f"- {text}" for text in remarks(group)), ""]
-    lines += ["### Features", "", *Table(heads=FEATURES, rows=feature_cells(peers, scores, device)).grid(), ""]
+    lines += ["### Features", "", *grid(Table(heads=FEATURES, rows=feature_cells(peers, scores, device))), ""]
     lines += [f"- {text}" for text in absent(peers, device)]
     return "\n".join([*lines, ""])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from sparseprefill.adapters.bench.clock import Run
-from sparseprefill.adapters.bench.model import ModelShape
+from sparseprefill.adapters.bench.shape import ModelShape
 from sparseprefill.adapters.star.answer import counting_cache
 from sparseprefill.adapters.star.api import Star
 

@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args
 import torch
 from attrs import frozen
 from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.layers import Layers, LayersTime
 from sparseprefill.adapters.demo.exam import greedy
 from sparseprefill.adapters.demo.formats import parted
 from sparseprefill.adapters.demo.model import load_model, load_tokenizer
@@ -26,6 +25,7 @@ from sparseprefill.adapters.demo.seeds import TABLES
 from sparseprefill.adapters.demo.settings import PARAMETERS
 from sparseprefill.adapters.demo.tasks import Family, make_task
 
+from experiments.frontier.layers import Layers, LayersTime
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry
 from sparseprefill.route import Route

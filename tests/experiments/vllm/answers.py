@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 from attrs import asdict
-from sparseprefill.adapters.cli.bench_options import Files
-from sparseprefill.adapters.cli.kept import Stop
+from sparseprefill.adapters.cli.group import Stop
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.demo.settings import PARAMETERS
+
+from experiments.files import Files
 
 from . import options
 from .answering import EMBEDDED, Answering, families, folder_of, questions, shape_of

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from sparseprefill.adapters.bench.model import ModelShape
+from sparseprefill.adapters.bench.shape import ModelShape
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.vllm.plugin import objection, register
 from sparseprefill.adapters.vllm.runtime import NAME, Runtime, existing

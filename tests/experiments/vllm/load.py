@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 from attrs import asdict
-from sparseprefill.adapters.bench.model import ModelShape
-from sparseprefill.adapters.cli.bench_options import Files
-from sparseprefill.adapters.cli.kept import Stop
+from sparseprefill.adapters.bench.shape import ModelShape
+from sparseprefill.adapters.cli.group import Stop
 from sparseprefill.adapters.cli.progress import bars
+
+from experiments.files import Files
 
 from . import options
 from .engine import Setup, check

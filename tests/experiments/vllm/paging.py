@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from sparseprefill.adapters.bench.case import Shape, parse_mask
+from sparseprefill.adapters.bench.case import call_of, parse_mask, random_mask
 from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.inputs import call_of
-from sparseprefill.adapters.bench.masks import random_mask
+from sparseprefill.adapters.bench.shape import Shape
 from sparseprefill.adapters.vllm.pages import pages_of
 from torch import Tensor
 

@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 import typer
 from attrs import asdict
-from sparseprefill.adapters.bench.case import Shape, parse_mask
+from sparseprefill.adapters.bench.case import parse_mask
 from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.cli.bench_options import Files
-from sparseprefill.adapters.cli.kept import Stop
+from sparseprefill.adapters.bench.shape import Shape
+from sparseprefill.adapters.cli.group import Stop
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.setup import Place
+
+from experiments.files import Files
 
 from . import options
 from .several import Case, Several

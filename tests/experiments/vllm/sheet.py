@@ -14,9 +14,10 @@ import typer
 from attrs import define, evolve, field, frozen
 from sparseprefill.adapters.bench.facts import about
 from sparseprefill.adapters.cli import render
-from sparseprefill.adapters.cli.bench_options import Files
-from sparseprefill.adapters.cli.kept import Stop, wrote
-from sparseprefill.adapters.table import Table
+from sparseprefill.adapters.cli.group import Stop, wrote
+from sparseprefill.adapters.cli.render import Table
+
+from experiments.files import Files, grid
 
 ON_CPU = " These are times of a CPU, which try the command out and say nothing about a GPU."
 
@@ -45,7 +46,7 @@ class Form:
 
     def markdown(self, rows: Sequence[Any]) -> str:
         """A table for the documentation."""
-        lines = [f"### {self.title}", "", *self.table(rows).grid()]
+        lines = [f"### {self.title}", "", *grid(self.table(rows))]
         remarks = [f"- {text}" for text in self.said(rows)]
         return "\n".join([*lines, "", *remarks, *([""] if remarks else []), self.notes(rows), ""])
 

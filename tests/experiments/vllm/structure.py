@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from attrs import define, field
-from sparseprefill.adapters.bench.model import ModelShape
+from sparseprefill.adapters.bench.shape import ModelShape
 from torch import Tensor
 
 

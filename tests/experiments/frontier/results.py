@@ -1,4 +1,4 @@
-"""What `frontier` reports: a table for each length, JSON, Markdown, and a picture."""
+"""What the command reports: a table for each length, JSON, Markdown, and a picture."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 from matplotlib.figure import Figure
+from sparseprefill.adapters.bench import facts
+from sparseprefill.adapters.cli import render
+from sparseprefill.adapters.cli.bench import write_figures
+from sparseprefill.adapters.cli.describe import told
+from sparseprefill.adapters.cli.files import write
+from sparseprefill.adapters.cli.group import wrote
+from sparseprefill.adapters.cli.render import Column, Table
+from sparseprefill.adapters.cli.results import TOO_SHORT, cannot, measured
+from sparseprefill.adapters.cli.results import right_of as of
 
-from ..bench import facts
-from ..calibration.frontier import Point, frontier
-from ..table import Column, Table
-from . import render
-from .bench_options import Files
-from .bench_plot import MARKS, dress
-from .describe import told
-from .files import write
-from .kept import wrote
-from .results import COLUMNS, TOO_SHORT, cannot, measured, of
+from experiments import files as written
+from experiments.bench.plot import MARKS, dress
+from experiments.files import Files
+
+from .points import Point, frontier
 
 if TYPE_CHECKING:
-    from ..evaluation.divergence import Divergence
-    from .setup import Place
+    from sparseprefill.adapters.cli.setup import Place
+    from sparseprefill.adapters.evaluation.divergence import Divergence
 
 DROP = (
     *("mask", "end KL", "rows", "prefill speed-up", "99 %", "attention", "recall", "lowest", "density", "KL"),
@@ -68,7 +72,7 @@ def report(points: Sequence[Point], about: Mapping[str, Any], place: Place, file
 def keep(points: Sequence[Point], about: Mapping[str, Any], place: Place, files: Files) -> None:
     """Write the figures to the JSON file, should one be wanted: what a long run has is there if it is killed."""
     if files.json is not None and not files.alone:
-        write("--json", files.json, render.to_json(_facts(points, about, place)) + "\n")
+        write_figures(files.json, _facts(points, about, place))
 
 
 def _facts(points: Sequence[Point], about: Mapping[str, Any], place: Place) -> dict[str, Any]:
@@ -112,7 +116,7 @@ def table(group: Sequence[Point], where: str = "") -> Table:
     columns: list[Column[Point]] = [
         Column("method", lambda one: one.candidate.name, words=True),
         Column("setting", setting, words=True),
-        *measured(lambda one: one.summary, [head for head in COLUMNS if head not in ("same", "prefill")]),
+        *measured(lambda one: one.summary, without=("same", "prefill")),
         Column("mask", lambda one: "" if one.time is None else f"{one.time.estimate * 1e3:.2f}"),
         Column("attention", lambda one: "" if one.time is None else f"{one.time.seconds * 1e3:.2f}"),
         Column("speed-up", lambda one: "" if one.time is None else f"{one.time.speedup:.2f}"),
@@ -125,7 +129,7 @@ def table(group: Sequence[Point], where: str = "") -> Table:
 
 def markdown(group: Sequence[Point]) -> str:
     """The table of one length."""
-    return table(group).markdown({"": "best"})
+    return written.markdown(table(group), {"": "best"})
 
 
 def draw(group: Sequence[Point], path: Path) -> None:

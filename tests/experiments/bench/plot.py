@@ -1,4 +1,4 @@
-"""The picture of `bench`: speed-up over dense attention, and recall against density."""
+"""The picture of a bench: speed-up over dense attention, and recall against density."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-
-from ..bench.measure import Row
+from sparseprefill.adapters.bench.measure import Row
 
 MARKS = "osD^vP*Xhp"
 INK, GRID, DENSE = "#333333", "#e6e6e6", "#999999"

@@ -1,28 +1,51 @@
-"""The command `frontier`: what every setting of the methods costs and keeps on a model."""
+"""The command: what every setting of the methods costs and keeps on a model."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from sparseprefill.adapters.bench.clock import Clock
+from sparseprefill.adapters.calibration.candidates import Candidate
+from sparseprefill.adapters.calibration.candidates import settings as space
+from sparseprefill.adapters.cli import options, render
+from sparseprefill.adapters.cli.exams import GREEDY, asked_of, exams_of, readings_of
+from sparseprefill.adapters.cli.group import Group, Stop
+from sparseprefill.adapters.cli.options import (
+    Configs,
+    Device,
+    Dtype,
+    Floor,
+    JsonFile,
+    Lengths,
+    Methods,
+    Minutes,
+    Model,
+    Questions,
+    Seed,
+    Settings,
+    Tail,
+    Threads,
+    Tried,
+    Type,
+    suited,
+)
+from sparseprefill.adapters.cli.progress import bars
+from sparseprefill.adapters.cli.searched import SAMPLED, chosen, fixed_parameters, with_tables, without_tables
+from sparseprefill.adapters.cli.setup import Place, Source, identity_of
+from sparseprefill.adapters.demo.seeds import TABLES, TUNING
+from sparseprefill.adapters.evaluation.reading import Sizes
+from sparseprefill.adapters.session.defaults import TAIL
 
-from ..demo.seeds import TABLES, TUNING
-from ..session.defaults import TAIL
-from . import render
-from .group import CommandError
-from .kept import Stop
-from .options import changes, setting, suited, value_of
-from .searched import SAMPLED, best_settings, chosen, fixed_parameters, with_tables, without_tables
-from .shared_options import SEEDS, Configs, Device, Dtype, Floor, Lengths, Methods, Minutes, Model, Tail, Threads, Type
+from experiments.files import Files, MarkdownFile
+from sparseprefill.method import Method
+from sparseprefill.registry import default_registry
 
-if TYPE_CHECKING:
-    from sparseprefill.method import Method
-
-    from ..calibration.candidates import Candidate
-    from ..calibration.frontier import Point
+from . import results
+from .points import Point, Reader, best_settings, configured, spread
 
 TOKENS = {"cpu": (4096,), "cuda": (32768,)}
 """Lengths unless told otherwise."""
@@ -30,22 +53,23 @@ CLUSTERED = 4
 """Texts that tables of a model are made from."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(frontier)
+app = typer.Typer(
+    cls=Group,
+    help="Show what settings of the methods cost and keep on a model: answers, fidelity, recall, and time.",
+    subcommand_metavar="",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
+@app.callback(invoke_without_command=True)
 def frontier(
     model: Model = None,
     method: Methods = None,
     config: Configs = None,
-    tried: Annotated[
-        list[str] | None,
-        typer.Option("--try", metavar="METHOD.PARAMETER=V1,V2", help="Values to try instead of the method's own."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="METHOD.PARAMETER=VALUE", help="Fix a parameter.")
-    ] = None,
+    tried: Tried = None,
+    settings: Settings = None,
     most: Annotated[
         int,
         typer.Option(min=0, help="Settings per method besides its defaults, at most; 0 for the whole search space."),
@@ -61,21 +85,16 @@ def frontier(
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 1,
-    questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
-    seed: Annotated[
-        int, typer.Option(min=0, max=SEEDS, help="Chooses the texts, the needles and their places.")
-    ] = TABLES,
+    questions: Questions = 4,
+    seed: Seed = TABLES,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of the attention; the median counts.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time limit for all runs of one measurement.")] = 1.0,
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file as Markdown.")] = None,
+    markdown: MarkdownFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture to this file: KL and answers by speed-up.")] = None,
     device: Device = "auto",
     dtype: Type = Dtype.AUTO,
     threads: Threads = 2,
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="PATH", help="Write the figures to this file as JSON; - prints only them."),
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Show what settings of the methods cost and keep on a model: answers, fidelity, recall, and time.
 
@@ -83,25 +102,13 @@ def frontier(
     of all layers on the model's own queries and keys, beside dense attention in the same run, and the whole prefill.
     Ctrl-C stops and shows what was measured so far.
     """
-    from sparseprefill.registry import default_registry
-
-    from ..bench.clock import Clock
-    from ..calibration.candidates import configured
-    from ..calibration.frontier import Reader
-    from ..evaluation.reading import Sizes
-    from . import frontier_results
-    from .bench_options import Files
-    from .exams import GREEDY, asked_of, exams_of, readings_of
-    from .progress import bars
-    from .setup import Place, Source, identity_of
-
     files = Files(plot=plot, markdown=markdown, json=json)
     registry = default_registry()
     methods = chosen(registry, method)
     fixed = fixed_parameters(methods, settings or (), model, recall_floor)
     best = None if chosen_by is None else best_settings(chosen_by, seed, texts)
     files_of_settings = [configured(path) for path in config or ()]
-    values = _tried(methods, settings or (), tried or ())
+    values = options.tried([one.name for one in methods], settings or (), tried or ())
     _candidates(without_tables(methods, fixed), fixed, values, most, best, suited(model))  # all that can be seen
     place = Place.of(device, dtype.value, threads)
     lengths = sorted(set(tokens or TOKENS["cpu" if place.device.type == "cpu" else "cuda"]))
@@ -142,9 +149,9 @@ def frontier(
                         break
                     with shown.contender(f"{candidate.name}, {length:,} tokens"):
                         found.append(reader.read(candidate))
-                    frontier_results.keep(found, {**facts, "stopped": True}, place, files)
+                    results.keep(found, {**facts, "stopped": True}, place, files)
     stop.check(len(found))
-    frontier_results.report(found, {**facts, "stopped": stop.heard}, place, files)
+    results.report(found, {**facts, "stopped": stop.heard}, place, files)
     for name, reason in left_out.items():
         render.note(f"{name} is left out: {reason}")
     for one in methods:
@@ -162,18 +169,6 @@ def frontier(
         raise typer.Exit(1)
 
 
-def _tried(methods: Sequence[Method], settings: Sequence[str], tried: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-    """The values of --try by method and parameter."""
-    names = [one.name for one in methods]
-    taken, values = changes(names, settings), changes(names, tried, "--try")
-    for text in tried:
-        name, parameter, _ = setting(text, "--try")
-        if parameter in taken[name]:
-            raise CommandError(f"--set {name}.{parameter}: --try names it too; leave one of them out")
-        values[name][parameter] = [value_of(part) for part in text.partition("=")[2].split(",")]
-    return values
-
-
 def _candidates(
     methods: Sequence[Method],
     fixed: dict[str, dict[str, Any]],
@@ -184,10 +179,6 @@ def _candidates(
 ) -> list[Candidate]:
     """Each method's defaults, what suits the embedded model, and the best of another run or, where there was none,
     settings spread over the search space. usual: what suits the model, by method."""
-    from ..calibration.candidates import Candidate
-    from ..calibration.candidates import settings as space
-    from ..calibration.frontier import spread
-
     made = []
     for one in methods:
         searched = values[one.name]

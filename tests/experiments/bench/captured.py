@@ -8,25 +8,39 @@ scale is kept. Nothing is repeated along the prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
+from attrs import evolve
+from sparseprefill.adapters.bench.case import call_of
+from sparseprefill.adapters.bench.shape import Shape
 from torch import Tensor
 from torch.nn import functional
 
+from experiments.frontier.layers import layer_calls
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
 
-from .case import Shape
-from .layers import layer_calls
+
+def inputs(shape: Shape, kind: str, seed: int, device: torch.device) -> AttentionCall:
+    """Captured calls too, besides the kinds of `call_of`."""
+    if kind != "captured":
+        return call_of(shape, kind, seed, device)
+    return _kept(shape, seed, device)
+
+
+@lru_cache(maxsize=1)
+def _kept(shape: Shape, seed: int, device: torch.device) -> AttentionCall:
+    found = captured_call(shape, seed, device)
+    return evolve(found, q=found.q[:, :, -shape.queries :])
 
 
 def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCall:
     """One call of so many heads. ParameterError where the sizes do not suit the model; ImportError without the
     extra ``hf``."""
+    from sparseprefill.adapters.demo.model import load_config, load_model, load_tokenizer
+    from sparseprefill.adapters.demo.samples import key_value_prompts
     from transformers.utils import logging
-
-    from ..demo.model import load_config, load_model, load_tokenizer
-    from ..demo.samples import key_value_prompts
 
     logging.disable_progress_bar()
     config = load_config()

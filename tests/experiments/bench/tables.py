@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve, frozen
+from sparseprefill.adapters.bench.case import Case, of_mask, of_method
+from sparseprefill.adapters.bench.shape import Shape
 
 from sparseprefill.errors import ParameterError, nearest
 from sparseprefill.registry import Registry
-
-from .case import Case, Shape, of_mask
 
 MASKS = (
     "full",
@@ -25,8 +25,6 @@ CHUNKS, CHUNK_MASKS = (2048, 8192), ("full", "tiles:0.1", "diagonal+stripes:0.1"
 BEHIND = "chunks"
 """The table of these, which may be given other numbers of them, and pages."""
 SHAPE_MASKS = ("full", "tiles:0.1", "stripes:0.05")
-LAYERS: Mapping[str, int] = MappingProxyType({"kascade": 32})
-"""Layers of a prefill that are run, where a method does not do the same in each."""
 SWEEPS: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType(
     {
         "anchor-attention": [{"theta": theta} for theta in (8.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0)],
@@ -51,14 +49,6 @@ class Table:
     doc: str
 
 
-def method_case(registry: Registry, name: str, shape: Shape, table: str, **more: Any) -> Case:
-    """A method at its defaults, or with ``parameters``, on inputs of several heads; errors as of `Registry.build`."""
-    given = more.pop("parameters", {})
-    layers = more.pop("layers", None) or LAYERS.get(name, 1)
-    pipeline = registry.build(name, **{**registry.get(name).stand_in, **given})
-    return Case(table=table, name=name, shape=shape, pipeline=pipeline, parameters=given, layers=layers, **more)
-
-
 def names(registry: Registry) -> list[str]:
     """Every method but dense, which is the executor's row of a full mask."""
     return [name for name in registry.methods() if name != "dense"]
@@ -69,12 +59,12 @@ def _executor(registry: Registry, shape: Shape) -> Iterable[Case]:
 
 
 def _methods(registry: Registry, shape: Shape) -> Iterable[Case]:
-    return [method_case(registry, name, shape, "methods") for name in names(registry)]
+    return [of_method(registry, name, shape, "methods") for name in names(registry)]
 
 
 def _curves(registry: Registry, shape: Shape) -> Iterable[Case]:
     return [
-        method_case(registry, name, shape, "curves", parameters=parameters)
+        of_method(registry, name, shape, "curves", parameters=parameters)
         for name, settings in SWEEPS.items()
         for parameters in settings
     ]
@@ -96,11 +86,11 @@ def _shapes(registry: Registry, shape: Shape) -> Iterable[Case]:
 
 def _short(registry: Registry, shape: Shape) -> Iterable[Case]:
     pairs = product(names(registry), (False, True))
-    return [method_case(registry, name, shape, "short", gate=gate) for name, gate in pairs]
+    return [of_method(registry, name, shape, "short", gate=gate) for name, gate in pairs]
 
 
 def _long(registry: Registry, shape: Shape) -> Iterable[Case]:
-    return [method_case(registry, name, shape, "long") for name in names(registry)]
+    return [of_method(registry, name, shape, "long") for name in names(registry)]
 
 
 def _chunks(registry: Registry, shape: Shape) -> Iterable[Case]:
@@ -111,17 +101,17 @@ def _chunks(registry: Registry, shape: Shape) -> Iterable[Case]:
         for one in shapes
         for case in (
             *(of_mask(mask, one, "chunks") for mask in CHUNK_MASKS),
-            *(method_case(registry, name, one, "chunks") for name in names(registry)),
+            *(of_method(registry, name, one, "chunks") for name in names(registry)),
         )
     ]
 
 
 def _captured(registry: Registry, shape: Shape) -> Iterable[Case]:
-    from ..demo.settings import PARAMETERS as SUITED
+    from sparseprefill.adapters.demo.settings import PARAMETERS as SUITED
 
     # One call of heads from several layers: tables of the embedded model's own layers mean nothing in it.
     return [
-        method_case(
+        of_method(
             registry,
             name,
             shape,

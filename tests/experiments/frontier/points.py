@@ -6,19 +6,26 @@ dense attention in the same run; and that of a whole prefill, which also holds e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import field, frozen
+from sparseprefill.adapters.bench.clock import Clock
+from sparseprefill.adapters.calibration.candidates import Candidate
+from sparseprefill.adapters.calibration.fit import ModelReadings
+from sparseprefill.adapters.cli.group import CommandError
+from sparseprefill.adapters.evaluation.outcome import Summary
 
-from sparseprefill.errors import SparsePrefillError
+from sparseprefill import structure
+from sparseprefill.config import from_config
+from sparseprefill.errors import ParameterError, SparsePrefillError
+from sparseprefill.method import Method
+from sparseprefill.pipeline import Pipeline
 
-from ..bench.clock import Clock
-from ..bench.layers import Layers, LayersTime
-from ..evaluation.outcome import Summary
-from .candidates import Candidate
-from .fit import ModelReadings
+from .layers import Layers, LayersTime
 
 KEPT = 0.98
 """Share of dense's right answers, inside the prompt and behind it, that a recommended setting keeps of each."""
@@ -125,7 +132,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def recommended(points: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The setting that a method's points, as `frontier --json` writes them, speak for; None where none keeps enough.
+    """The setting that a method's points, as the command's --json has them, speak for; None where none keeps enough.
 
     Of those that keep `KEPT` of dense's answers inside the prompt, and as much of those behind it, that of the lowest
     density; where several come within a tenth of it, the one whose attention takes the shortest time.
@@ -154,3 +161,55 @@ def spread(settings: Sequence[dict[str, object]], most: int) -> list[dict[str, o
     if most == 1:
         return [settings[len(settings) // 2]]
     return [settings[round(i * (len(settings) - 1) / (most - 1))] for i in range(most)]
+
+
+def best_settings(path: Path, seed: int, texts: int) -> dict[str, dict[str, Any]]:
+    """By method, the setting that a file of --json recommends at its longest length.
+
+    seed, texts: of the run that wants them; CommandError where its texts are among those of the file, or the file holds
+    something else. Tables, such as clusters, are left to the run.
+    """
+    try:
+        found = structure.parsed(structure.read(path))
+        seeds = range(found["seed"], found["seed"] + found["texts"])
+        longest = max(one["tokens"] for one in found["points"])
+        points = [one for one in found["points"] if one["tokens"] == longest]
+        names = dict.fromkeys(one["method"] for one in points)
+        best = {name: recommended(one for one in points if one["method"] == name) for name in names}
+        made = {
+            name: {key: value for key, value in one["parameters"].items() if not isinstance(value, dict)}
+            for name, one in best.items()
+            if one is not None
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CommandError(f"--from {path}: {error!r}: pass what --json FILE wrote") from error
+    if set(seeds) & set(range(seed, seed + texts)):
+        raise CommandError(f"--from {path}: its settings were found on the same texts: pass a --seed other than {seed}")
+    return made
+
+
+@frozen(kw_only=True)
+class File:
+    """The one parameter of a candidate that `configured` makes. config: path of a file that `from_config` reads."""
+
+    config: str
+
+
+def configured(path: Path) -> Candidate:
+    """The pipeline of a configuration file, under its own name in lower case and hyphens.
+
+    ParameterError or UnknownMethodError where the file is none, or where it has a profile or a gate, which choose by
+    length what runs.
+    """
+
+    def build(given: File) -> Pipeline:
+        made = from_config(given.config)
+        if not isinstance(made, Pipeline):
+            raise ParameterError(
+                f"{given.config} has a profile or a gate, which make it several settings: leave them out"
+            )
+        return made
+
+    name = re.sub("[^a-z0-9]+", "-", build(File(config=str(path))).name.lower()).strip("-")
+    method = Method(name=name, summary=f"the pipeline of {path}", config=File, build=build)
+    return Candidate(method, {"config": str(path)})

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from attrs import frozen
+from sparseprefill.adapters.bench.clock import Clock
+from sparseprefill.adapters.bench.dense import Baseline
+from sparseprefill.adapters.bench.measure import memories, plan_only
 from torch import Tensor
 
+from experiments.bench.baseline import baseline
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
 from sparseprefill.memory import Memory
-from sparseprefill.parts.split import parts
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Result
 from sparseprefill.registry import default_registry
 from sparseprefill.route import Route, gated
-
-from .baseline import Baseline, baseline
-from .clock import Clock
 
 _MORE = {"window": "a sliding window", "softcap": "a softcap", "sinks": "attention sinks"}
 
@@ -55,7 +54,7 @@ class Layers:
 
     @classmethod
     def of(cls, model: Any, ids: Tensor) -> Layers:
-        """Those of a prefill of the prompt ``[1, n]``.
+        """The calls of a prefill of the prompt ``[1, n]``.
 
         Raises AttachError, or another of the library's errors, for a model that no method can be attached to, and
         ParameterError for one whose layers compute something other than causal attention: no dense kernel here does.
@@ -89,26 +88,10 @@ class Layers:
             pipeline.run(call, memory)
 
 
-def memories(pipeline: Pipeline | Route, calls: Sequence[AttentionCall]) -> list[Memory]:
-    """What a prefill of these layers remembers when it comes to each: its plan is then what it is in the prefill."""
-    memory, before = Memory(), []
-    for call in calls:
-        before.append(memory.copy())
-        pipeline.run(call, memory)
-    return before
-
-
-def plan_only(given: Pipeline | Route, call: AttentionCall, memory: Memory) -> None:
-    """Estimate and refine, part by part where the whole call runs so."""
-    pipeline = Route.of(given).choose(call).pipeline
-    for part in parts(pipeline, call, pipeline.limit(call.q.device)):
-        pipeline.plan(part.of(call), memory)
-
-
 @torch.inference_mode()
 def layer_calls(model: Any, ids: Tensor) -> list[AttentionCall]:
     """The calls of every layer in a prefill of the prompt ``[1, n]`` with every key; errors as of `attach`, strict."""
-    from ..huggingface import attach
+    from sparseprefill.adapters.huggingface import attach
 
     calls: dict[int, AttentionCall] = {}
 

@@ -1,0 +1,168 @@
+"""The commands for servers: what prefill did in one that runs, and whether vLLM would take a configuration."""
+
+from __future__ import annotations
+
+import json as reading
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from attrs import asdict
+
+from . import render
+from .group import CommandError
+from .options import Json
+
+VLLM, SGLANG = "http://127.0.0.1:8000", "http://127.0.0.1:30000"
+"""Where the servers listen unless told otherwise."""
+NEEDED = "VLLM_SERVER_DEV_MODE=1"
+EXTENSION = "sparseprefill.adapters.vllm.worker.ReportExtension"
+TABLE = "sparseprefill"
+"""The key of our table in vLLM's additional configuration, and of our reports in SGLang's answer."""
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for its answer.")]
+
+
+def vllm_check(
+    config: Annotated[
+        str, typer.Argument(help="What vLLM gets as --additional-config: JSON, or a .json or .toml file of it.")
+    ],
+    model: Annotated[str, typer.Option(help="Folder of the model; its weights are not loaded.")],
+    json: Json = False,
+) -> None:
+    """Check a configuration for vLLM against a model without starting a server: what it would refuse, and run dense."""
+    additional, folder = _read(config), Path(model)
+    if not (folder / "config.json").is_file():
+        raise CommandError(f"--model {model}: there is no {folder / 'config.json'}; pass a folder of a model")
+    try:
+        from transformers import AutoConfig
+
+        from ..vllm.check import check
+    except ImportError as error:
+        raise CommandError(
+            f"the model cannot be read ({error}): install vLLM, or transformers with pip install 'sparseprefill[hf]'"
+        ) from error
+    try:
+        whole = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CommandError(f"--model {model}: transformers cannot read its config.json: {first}") from error
+    found = check(additional, whole, model)
+    if json:
+        render.write_json(asdict(found))
+    else:
+        render.line(found.model, "bold")
+        for one in found.expected:
+            whose = f"profile {one.profile}: " if one.profile else ""
+            keyed = one.sparse + sum(one.dense.values())
+            typer.echo(f"{whose}{one.method} in {one.sparse} of {keyed} layers")
+            for why, count in one.dense.items():
+                typer.echo(f"  {count} dense: {why}")
+        for flag in found.flags:
+            typer.echo(f"the server needs {flag}")
+    if not any(one.sparse for one in found.expected):
+        raise CommandError("nothing would run sparse: choose a method that serves this model, or leave the backend out")
+
+
+def vllm_report(
+    url: Annotated[str, typer.Argument(help=f"Address of the server, such as {VLLM}.")],
+    timeout: Timeout = 30.0,
+    json: Json = False,
+) -> None:
+    """Print the report of a running vLLM server: what each layer did, its density, and why calls ran dense."""
+    path = "/collective_rpc"
+
+    def refused(status: int) -> str:
+        if status in (404, 405):
+            return f"has no {path}: start the server with {NEEDED} in its environment"
+        return f"answers with {status}: start the server with --worker-extension-cls {EXTENSION}; its log says more"
+
+    found = _ask(url, path, {"method": "sparseprefill_report", "timeout": timeout}, timeout, VLLM, refused)
+    start = '--attention-backend CUSTOM and --additional-config \'{"sparseprefill": {"method": ...}}\''
+    _show(url, found.get("results"), "vLLM", start, json)
+
+
+def sglang_report(
+    url: Annotated[str, typer.Argument(help=f"Address of the server, such as {SGLANG}.")],
+    timeout: Timeout = 30.0,
+    json: Json = False,
+) -> None:
+    """Print the report of a running SGLang server: what each layer did, its density, and why calls ran dense."""
+    path = "/server_info"
+    answer = _ask(url, path, None, timeout, SGLANG, lambda status: f"answers {path} with {status}: its log says more")
+    states = answer.get("internal_states")
+    ours = isinstance(states, list) and all(isinstance(one, Mapping) for one in states)
+    found = [one for state in states for one in state.get(TABLE, [])] if ours and states is not None else None
+    start = "--prefill-attention-backend sparseprefill and SPARSEPREFILL_SGLANG='{\"method\": ...}'"
+    _show(url, found, "SGLang", start, json)
+
+
+def _ask(url: str, path: str, body: object, timeout: float, example: str, refused: Any) -> Mapping[str, Any]:
+    """What a server answers to a body in JSON, or to a plain question where that is None; empty for no JSON object.
+
+    refused: says what a status other than 200 means. CommandError says what is wrong, and what would do.
+    """
+    import urllib.error
+    import urllib.parse
+    import urllib.request
+    from http.client import HTTPException
+
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise CommandError(f"{url!r} is not the address of a server: pass one such as {example}")
+    data = None if body is None else reading.dumps(body).encode()
+    request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            found = reading.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        error.close()
+        locked = f"refuses to answer ({error.code}): ask from a place where no key is needed"
+        raise CommandError(f"{url} {locked if error.code in (401, 403) else refused(error.code)}") from error
+    except (OSError, HTTPException) as error:  # URLError is an OSError
+        reason = getattr(error, "reason", error)
+        raise CommandError(
+            f"no server answers at {url} ({reason}): check that it runs, and the address, such as {example}"
+        ) from error
+    except ValueError:
+        found = None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _show(url: str, found: object, server: str, start: str, json: bool) -> None:
+    """Print the reports of a server's workers, or write them as JSON; CommandError where they are none.
+
+    found: a list, empty without the adapter. start: what a server with it is started with.
+    """
+    if not isinstance(found, list):
+        raise CommandError(f"{url} answers, but not as {server} does: check the address")
+    if not all(isinstance(one, Mapping) and "text" in one for one in found) or not found:
+        raise CommandError(f"{url} does not run prefill through sparseprefill: start it with {start}")
+    if json:
+        render.write_json(found)
+        return
+    for number, report in enumerate(found):
+        if len(found) > 1:
+            render.line(f"worker {report.get('worker', number)}", "bold")
+        typer.echo(report["text"])
+        for name, other in report.get("profiles", {}).items():
+            render.line(f"profile {name}", "bold")
+            typer.echo(other["text"])
+
+
+def _read(config: str) -> Mapping[str, Any]:
+    """The additional configuration; the table under ``sparseprefill`` may stand alone."""
+    try:
+        if config.lstrip().startswith("{"):
+            found = reading.loads(config)
+        else:
+            text = Path(config).read_text(encoding="utf-8")
+            found = tomllib.loads(text) if config.endswith(".toml") else reading.loads(text)
+    except OSError as error:
+        raise CommandError(f"{config}: {error.strerror}; pass JSON, or a .json or .toml file") from error
+    except ValueError as error:
+        raise CommandError(f"{config} is no JSON or TOML: {error}") from error
+    if not isinstance(found, Mapping):
+        raise CommandError(f"{config} is {found!r}: give a table with the key {TABLE}")
+    return found if TABLE in found else {TABLE: found}

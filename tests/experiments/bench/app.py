@@ -1,0 +1,104 @@
+"""The command: the cases of a page's table, measured as `sparseprefill bench` does, with Markdown and a picture."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from sparseprefill.adapters.bench import facts
+from sparseprefill.adapters.bench.clock import Clock
+from sparseprefill.adapters.bench.measure import Bench
+from sparseprefill.adapters.cli import bench as shipped
+from sparseprefill.adapters.cli import render
+from sparseprefill.adapters.cli.files import write
+from sparseprefill.adapters.cli.group import CommandError, Group, wrote
+from sparseprefill.adapters.cli.options import Device, Dtype, JsonFile, Methods, Threads, Type
+from sparseprefill.adapters.cli.setup import Place
+
+from experiments.files import Files, MarkdownFile
+from sparseprefill.errors import nearest
+from sparseprefill.registry import default_registry
+
+from . import plot as pictures
+from . import tables
+from .baseline import baseline
+from .captured import inputs
+from .markdown import markdown as written
+
+ALL = "all"
+app = typer.Typer(
+    cls=Group,
+    help="Measure the tables of the benchmark pages.",
+    subcommand_metavar="",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    table: Annotated[list[str], typer.Option(help=f"A table: {', '.join(tables.TABLES)}, or {ALL}.")],
+    method: Methods = None,
+    tokens: shipped.Tokens = None,
+    heads: shipped.Heads = 32,
+    kv_heads: shipped.KvHeads = 8,
+    head_dim: shipped.HeadDim = 128,
+    new: shipped.New = None,
+    page: shipped.Page = 0,
+    rounds: shipped.Rounds = 10,
+    seconds: shipped.Seconds = 2.0,
+    seed: shipped.Seed = 0,
+    device: Device = "auto",
+    dtype: Type = Dtype.AUTO,
+    threads: Threads = 1,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture to this file: speed-up and recall.")] = None,
+    markdown: MarkdownFile = None,
+    json: JsonFile = None,
+) -> None:
+    """Measure how long attention takes in the cases of a table; exit status 1 where one failed."""
+    files = Files(plot=plot, markdown=markdown, json=json)
+    registry = default_registry()
+    place = Place.of(device, dtype.value, threads)
+    names = list(tables.TABLES) if ALL in table else list(dict.fromkeys(table))
+    for option, value in {"--new": new, "--page": page}.items():
+        if value and names != [tables.BEHIND]:
+            raise CommandError(f"{option} goes with --table {tables.BEHIND} alone; leave it out")
+    for name in names:
+        if name not in tables.TABLES:
+            raise CommandError(f"--table {name}: there is no such table{nearest(name, [*tables.TABLES, ALL])}")
+    sizes: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "dtype": place.dtype_name,
+        "page": page,
+    }
+    made = []
+    for name in names:
+        lengths, news = tokens or tables.lengths(name, place.device.type), dict.fromkeys(new or ()) or [None]
+        shapes = [shipped.shape_of(place, length, one, **sizes) for length, one in product(lengths, news)]
+        made += tables.cases(name, registry, shapes)
+    wanted = [registry.get(name).name for name in method or ()]
+    cases = [case for case in made if not wanted or case.name in wanted]
+    if not cases:
+        raise CommandError(f"--method {', '.join(wanted)}: --table {', '.join(names)} has no case of it; leave it out")
+    stop, rows = shipped.run(cases, Bench(Clock(place.device, rounds, seconds), seed, baseline, inputs), place)
+    stop.check(len(rows))
+    if files.plot is not None:
+        pictures.draw(rows, files.plot, facts.machine(place.device)["name"])
+        wrote(files.plot)
+    if files.markdown is not None:
+        write("--markdown", files.markdown, written(rows))
+    figures = [facts.fact(row) for row in rows]
+    shipped.write_figures(files.json, facts.about(place.device, seed=seed, rounds=rounds, rows=figures))
+    if not files.alone:
+        shipped.show(rows, place)
+        for path in (files.plot, files.markdown, files.json):
+            if path is not None:
+                render.line(f"written: {path}")
+    stop.end(len(rows), len(cases), "rows")
+    if any(row.error for row in rows):
+        raise typer.Exit(1)
