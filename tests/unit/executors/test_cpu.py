@@ -96,16 +96,16 @@ def test_pieces_of_any_size_give_the_same(data: st.DataObject, held: int) -> Non
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-10, atol=1e-10)
 
 
-@given(data=st.data(), joined=st.sampled_from([0, 2, 9]))
-def test_short_lists_and_dense_rows_are_computed_at_once(data: st.DataObject, joined: int) -> None:
-    """Every way of putting tiles together, forced upon calls that are too small for it."""
+@given(data=st.data())
+def test_dense_rows_are_computed_at_once(data: st.DataObject) -> None:
+    """Forced upon calls that are too small for it."""
     call = data.draw(calls(max_len=70, max_heads=4, max_batch=2, head_dims=(8,), dtypes=(torch.float64,)))
     mask = data.draw(masks(call))
     if data.draw(st.booleans()):
         mask = mask.with_dense_rows((data.draw(st.integers(0, 3)), data.draw(st.integers(0, 9))))
     plan = Plan(mask, probe=torch.ones(call.q.shape[:2], dtype=torch.bool))
     mass = data.draw(st.sampled_from([mask.tile_k, 1]))  # a tile at a time, also where one is more than it should be
-    with patch.object(cpu, "RUN", 1), patch.object(cpu, "JOINED", joined), patch.object(cpu, "MASS", mass):
+    with patch.object(cpu, "RUN", 1), patch.object(cpu, "MASS", mass):
         equal(call, plan)
 
 
@@ -114,19 +114,13 @@ def test_dense_rows_are_calls_of_their_own() -> None:
     call = make(44, 60, heads=4, kv_heads=2)
     keep = torch.zeros(1, 4, 6, 8, dtype=torch.bool)
     keep[0, 1, 1:3] = keep[0, 2, 5] = keep[0, 3] = True
-    seen, run = [], cpu._Row.dense
-
-    def spy(row: Any, heads: slice, first: int, behind: int) -> Any:
-        seen.append((heads.start, first, behind))
-        return run(row, heads, first, behind)
-
-    with patch.object(cpu, "RUN", 1), patch.object(cpu._Row, "dense", spy):
-        equal(call, Plan(sp.SparseMask.from_tiles(call, keep, 8)))
-    assert [(1, 8, 24), (2, 40, 44), (3, 0, 44)] == seen
-    seen.clear()
-    with patch.object(cpu._Row, "dense", spy):
-        equal(call, Plan(sp.SparseMask.from_tiles(call, keep, 8)))
-    assert [] == seen  # too little work
+    plan = Plan(sp.SparseMask.from_tiles(call, keep, 8))
+    with patch.object(cpu, "RUN", 1):
+        found = fused(call, plan)
+    # Rows 8 to 23 of one head behind 24 keys, the last 4 of another behind 56, and all of a third behind 16.
+    alone = [(1, 4, 4), (1, 4, 56), (1, 16, 16), (1, 16, 24), (1, 44, 16), (1, 44, 44)]
+    assert [*alone, (15, 8, 8)] == found
+    assert all(rows == 8 for _, rows, _ in fused(call, plan)), "too little work"
 
 
 @pytest.mark.parametrize("together", [8, 16, 64])
@@ -239,15 +233,14 @@ def test_what_it_holds_stays_below_what_it_says(kind: str, how: str) -> None:
 
 def test_the_batches_of_lists() -> None:
     """Of about the same length together, the longest first; every entry once."""
-    counts = torch.tensor([3, 0, 40, 38, 1, 3])
-    entries = torch.arange(100, 100 + int(counts.sum()))
-    found = list(cpu._batches(counts, entries, 4))
-    assert [[2, 3], [0, 5], [4]] == [items.tolist() for items, _, _ in found]
+    counts = torch.tensor([3, 40, 38, 1, 3])
+    found = list(cpu._batches(counts, 4))
+    assert [[1, 2], [0, 4], [3]] == [items.tolist() for items, _, _ in found]
     taken = [index if real is None else index[real] for _, index, real in found]
-    assert sorted(torch.cat([one.flatten() for one in taken]).tolist()) == entries.tolist()
+    assert sorted(torch.cat([one.flatten() for one in taken]).tolist()) == list(range(85))
     assert [False, True, True] == [real is None for _, _, real in found]
     first = found[0][1][1]
-    assert list(range(143, 181)) == first[:38].tolist()
+    assert list(range(43, 81)) == first[:38].tolist()
 
 
 def test_methods_name_it() -> None:
@@ -286,25 +279,17 @@ def square(call: sp.AttentionCall, *tiles: tuple[int, int], tile: int | tuple[in
 DIAGONAL = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5))
 
 
-def test_diagonal_tiles_of_short_lists_are_computed_with_the_others() -> None:
-    """Of both heads at once; a list of the diagonal tile alone is one causal call, and a long list is two."""
+def test_diagonal_tiles_are_one_causal_call_and_lists_of_one_length_another() -> None:
+    """Of both heads at once."""
     call = make(96)
     assert [(12, 16, 16)] == fused(call, square(call, *DIAGONAL))
-    assert [(4, 16, 32), (8, 16, 16)] == fused(call, square(call, *DIAGONAL, (3, 0), (4, 1)))
+    assert [(4, 16, 16), (12, 16, 16)] == fused(call, square(call, *DIAGONAL, (3, 0), (4, 1)))
     others = ((1, 0), (2, 0), (3, 0)), ((4, 1), (4, 2), (5, 0), (5, 1))
     found = fused(call, square(call, *DIAGONAL[:4], *others[0], *others[1]))
-    assert [(2, 16, 16), (4, 16, 32), (6, 16, 32)] == found, "without a diagonal tile they are lists like others"
-    plan = square(call, *DIAGONAL, (3, 0), (5, 0), (5, 1), (5, 2))
-    for joined, expected in (
-        (2, [(2, 16, 32), (2, 16, 48), (10, 16, 16)]),
-        (4, [(2, 16, 32), (2, 16, 64), (8, 16, 16)]),
-        (3, [(2, 16, 32), (2, 16, 48), (10, 16, 16)]),
-    ):
-        with patch.object(cpu, "JOINED", joined):
-            assert expected == fused(call, plan)
+    assert [(4, 16, 32), (6, 16, 16), (8, 16, 16)] == found, "without a diagonal tile they are lists like others"
 
 
-def test_tiles_that_are_not_square_or_have_a_window_are_computed_apart() -> None:
+def test_tiles_that_are_not_square_or_have_a_window_are_computed_by_their_distance() -> None:
     call = make(96)
     wide = square(call, (0, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 4), tile=(32, 16))
     assert [(2, 32, 16), (2, 32, 32), (6, 32, 16)] == fused(call, wide)
@@ -319,14 +304,14 @@ def test_a_few_rows_of_a_long_prompt_are_enough_work_for_a_call_of_their_own() -
     keep = torch.zeros(1, 2, 2, 514, dtype=torch.bool)
     keep[:, 0] = keep[:, 1, :, :2] = True
     found = fused(call, Plan(sp.SparseMask.from_tiles(call, keep, 32)))
-    assert [(1, 64, 64), (1, 64, 16384), (2, 32, 96)] == found
+    assert [(1, 64, 64), (1, 64, 16384), (2, 32, 32), (2, 32, 64)] == found
 
 
 def test_a_row_of_a_batch_has_the_tiles_that_it_touches() -> None:
     """Not those of the longest one."""
     call = make(70, 90, batch=3, starts=int32(0, 9, 80), lengths=int32(90, 33, 10))
     mask = sp.SparseMask.full(call, (32, 16))
-    rows = [cpu._Row.of(call, mask, b, torch.float32) for b in range(3)]
+    rows = [cpu._Row.of(call, mask, b) for b in range(3)]
     assert [(2, 3, 6), (2, 2, 3), (2, 1, 1)] == [tuple(row.tiles.shape) for row in rows if row is not None]
 
 
@@ -334,16 +319,15 @@ def test_a_row_of_a_batch_has_the_tiles_that_it_touches() -> None:
 @pytest.mark.parametrize("grid", [(16, 16), (32, 16), (16, 32), (24, 20), (5, 16)])
 def test_which_tiles_are_seen_by_all_rows_and_which_by_some(grid: tuple[int, int], window: int | None) -> None:
     call = make(96, window=window)
-    row = cpu._Row.of(call, sp.SparseMask.full(call, grid), 0, torch.float32)
+    row = cpu._Row.of(call, sp.SparseMask.full(call, grid), 0)
     assert row is not None
-    states = cpu._States.of(row)
-    distance = states._distance()
+    distance = row.tile_starts()[:, None] - torch.arange(row.tiles.shape[2]) * grid[1]
     apart = torch.arange(row.tiles.shape[1] * grid[0])[:, None] - torch.arange(row.tiles.shape[2] * grid[1])
     seen = (apart >= 0) & (apart < (window or 1000))
-    assert torch.equal(seen, states.seen(apart))
+    assert torch.equal(seen, row.seen(apart))
     cells = seen.unflatten(1, (-1, grid[1])).unflatten(0, (-1, grid[0]))
-    assert torch.equal(cells.all(3).all(1), states.full(distance))
-    assert torch.equal(cells.any(3).any(1), states._reachable(distance))
+    assert torch.equal(cells.all(3).all(1), row.full(distance, grid[1], grid[0]))
+    assert torch.equal(cells.any(3).any(1), row.near(distance, grid[1], grid[0]))
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.5}], ids=["fused", "held"])
@@ -355,14 +339,14 @@ def test_pieces_gather_no_more_than_they_may(options: dict[str, Any], bytes_held
     tiles = sp.SparseMask.from_tiles(call, torch.rand(1, 4, 10, 10, generator=source) < 0.5, 16)
     columns = torch.rand(1, 4, 5, 160, generator=source) < 0.1
     stripes = sp.SparseMask.from_stripes(call, columns, 2, 16, diagonal=False)
-    seen, gather = list[tuple[int, int]](), cpu._States.gather
+    seen, gather = list[tuple[int, int]](), cpu._Row.gather
 
-    def spy(states: Any, name: str, index: torch.Tensor, run: int = 1) -> torch.Tensor:
-        found = gather(states, name, index, run)
+    def spy(row: Any, name: str, index: torch.Tensor, width: int) -> torch.Tensor:
+        found = gather(row, name, index, width)
         seen.append((found.shape[0], found.nbytes))
         return found
 
-    with patch.object(cpu, "GATHERED", bytes_held), patch.object(cpu._States, "gather", spy):
+    with patch.object(cpu, "GATHERED", bytes_held), patch.object(cpu._Row, "gather", spy):
         for mask, skip in ((tiles, None), (stripes, None), (tiles | stripes, torch.tensor([0.01]))):
             CPU.execute(call, Plan(mask, skip_below=skip))
             assert seen
