@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.errors import MaskError, printed
-from sparseprefill.mask.count import Selected, share
+from sparseprefill.mask import count
 from sparseprefill.mask.geometry import Geometry, Sizes, regrid
 from sparseprefill.mask.lists import Blocks, IndexLists
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.export import Fa4Lists, Selection
+    from sparseprefill.mask.export import Fa4Lists
 
 LARGEST = 1 << 31
 """No tile, group or picture reaches it."""
@@ -301,30 +301,22 @@ class SparseMask:
 
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host."""
-        return self.selected().pairs()
+        return count.pairs(self)
 
     @property
     def density(self) -> float:
         """Pairs selected / pairs that causality, window and padding allow, over batch and heads (host sync)."""
-        return share(self.pairs(), self.geometry)
+        return count.share(self.pairs(), self.geometry)
 
     @property
     def stripe_density(self) -> float:
         """The share of the allowed pairs that stripes select, apart from tiles (host sync)."""
-        return share(self._selected(None).pairs(), self.geometry)
+        return count.share(evolve(self, tiles=None).pairs(), self.geometry)
 
     @property
     def nbytes(self) -> int:
         """Memory that keeping the lists would hold, in bytes; makes lists of a map."""
-        return self.selected().nbytes
-
-    def selected(self) -> Selected:
-        """The lists alone, to be counted later: a map that the mask holds is let go; lists are made of it here."""
-        return self._selected(self.tiles)
-
-    def _selected(self, tiles: IndexLists | None) -> Selected:
-        of = (self.geometry, self.tile_q, self.tile_k, self.group, self.stripe_width)
-        return Selected(*of, tiles, self.stripes, self.disjoint)
+        return sum(one.lists.nbytes for one in self.blocks)
 
     def tile_map(self) -> Tensor:
         """bool ``[B, Hq, R, C]``; may be what the mask itself holds, so not to be written to."""
@@ -416,7 +408,7 @@ class SparseMask:
         """
         from sparseprefill.mask import export
 
-        return export.to_flex(self._selection(), _pair(block, "block"))
+        return export.to_flex(self, _pair(block, "block"))
 
     def to_fa4(self, block: int | tuple[int, int] | None = None) -> Fa4Lists:
         """The mask's tiles as the block lists of flash-attn-4: counts and indices of partial blocks, and of full ones.
@@ -430,17 +422,7 @@ class SparseMask:
         """
         from sparseprefill.mask import export
 
-        return export.to_fa4(self._selection(), None if block is None else _pair(block, "block"))
-
-    def _selection(self) -> Selection:
-        from sparseprefill.mask.export import Selection
-
-        keep, heads = None, self.geometry.heads
-        if self.has_tiles:
-            tiles = self.as_map()
-            keep = tiles.by_group(heads) if tiles.shared == heads else tiles.resolved
-        of = (self.geometry, self.tile_q, self.tile_k, self.group, self.stripe_width)
-        return Selection(*of, keep, self.stripes)
+        return export.to_fa4(self, None if block is None else _pair(block, "block"))
 
     def check(self) -> None:
         """Read every value and raise MaskError where a list is not ascending, distinct and within bounds.
