@@ -448,8 +448,8 @@ class _Row:
                 part = entries.where(edge & (entries.apart == offset))
                 seen = self.seen(offset + torch.arange(rows)[:, None] - torch.arange(width))
                 causal = offset == 0 and rows == width and self.mask.geometry.window is None
-                for at in _cut(part.item.numel(), size):
-                    yield _Piece(part.item[at], part.index[at, None], seen, causal)
+                for cut in _cut(part.item.numel(), size):
+                    yield _Piece(part.item[cut], part.index[cut, None], seen, causal)
             return
         for some, counts, part in entries.split(edge, most):
             for chosen, at, real in _batches(counts, size):

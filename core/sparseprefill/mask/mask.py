@@ -234,17 +234,17 @@ class SparseMask:
         rows: a range of query tiles of this mask's grid. Cheaper than the union with a mask of these rows: a map gets a
         rule, lists get a few rows, and where no stripe lies in a tile, that stays so: stripes go from the rows.
         """
-        mine = self.tile_q, self.tile_k
+        g, tiles, mine = self.geometry, self._tiles, (self.tile_q, self.tile_k)
+        every = TileMap(geometry=g, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
         if exclude is not None and (exclude.stripes is not None or (exclude.tile_q, exclude.tile_k) != mine):
-            every = TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
             return self | (evolve(self, tiles=every, group=1, stripes=None, disjoint=True) - exclude)
         mask = self._without_stripes(rows) if self.disjoint else self
         if exclude is not None:
-            return evolve(mask, tiles=self.as_map() | _left_of(rows, exclude))
-        if isinstance(self._tiles, TileMap):
-            every = TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
-            return evolve(mask, tiles=self._tiles | every)
-        g, tiles = self.geometry, self._tiles
+            held = exclude.as_map()
+            left = every.by_group(held.shared) & ~held.by_group(held.shared)
+            return evolve(mask, tiles=self.as_map() | evolve(every, dense=None, keep=left))
+        if isinstance(tiles, TileMap):
+            return evolve(mask, tiles=tiles | every)
         if tiles is None:
             tiles = IndexLists.empty(g.batch, g.heads, g.tile_rows(self.tile_q), g.device)
             tiles = evolve(tiles, same_heads=True)
@@ -578,14 +578,6 @@ def _one_map(lists: IndexLists, columns: int) -> Tensor:
     if lists.same_heads:
         lists = IndexLists(lists.counts[:, :1], lists.offsets[:, :1], lists.indices)
     return lists.to_map(columns)
-
-
-def _left_of(rows: Rows, exclude: SparseMask) -> TileMap:
-    """Every tile in reach for a range of query tiles, but those of a mask of tiles."""
-    every = TileMap(geometry=exclude.geometry, tile_q=exclude.tile_q, tile_k=exclude.tile_k, dense=rows)
-    held = exclude.as_map()
-    keep = every.by_group(held.shared) & ~held.by_group(held.shared)
-    return TileMap(geometry=exclude.geometry, tile_q=exclude.tile_q, tile_k=exclude.tile_k, keep=keep)
 
 
 def _map_on(mask: SparseMask, tile_q: int, tile_k: int) -> TileMap:
