@@ -125,13 +125,14 @@ def test_dense_rows_are_calls_of_their_own() -> None:
 
 @pytest.mark.parametrize("together", [8, 16, 64])
 @pytest.mark.parametrize("options", [{}, {"window": 29}, {"softcap": 1.5}, {"starts": int32(0, 9)}])
-def test_query_tiles_that_share_their_stripes(together: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("width", [1, 4, 8])
+def test_query_tiles_that_share_their_stripes(width: int, together: int, options: dict[str, Any]) -> None:
     """Neighbours with one list are computed together, but for keys that only some of their rows see."""
     call = make(90, 101, batch=2, heads=4, kv_heads=2, **options)
     source = torch.Generator().manual_seed(2)
-    columns = torch.rand(2, 4, call.geometry.tile_rows(5 * 8), 101, generator=source) < 0.3
+    columns = torch.rand(2, 4, *call.geometry.map_shape(5 * 8, width)[2:], generator=source) < 0.3
     columns[:, 1, 1] = False
-    mask = sp.SparseMask.from_stripes(call, columns, 5, 8, diagonal=False)
+    mask = sp.SparseMask.from_stripes(call, columns, 5, 8, width=width, diagonal=False)
     with patch.object(cpu, "TOGETHER", together):
         equal(call, Plan(evolve(mask, disjoint=True)))
         equal(call, Plan(evolve(mask, disjoint=True).regrouped(1)))
