@@ -36,14 +36,16 @@ COLUMNS = 1 << 20
 """Stripes whose lists are looked at together, about."""
 ALIKE = 0.9
 """Query tiles are computed together if the shortest of their lists has this part of the longest one's entries."""
+JOINED = 9
+"""Tiles of a list, up to which `ALIKE` means as many: the diagonal tile is then computed with the others."""
 
 
 @frozen
 class CpuExecutor:
     """Query tiles with about as many keys are computed together: their keys are gathered, and PyTorch's fused attention
-    runs over all of them at once. Tiles on the diagonal are one causal call. Neighbouring query tiles that have every
-    key in reach are a call of their own, without gathering, and those with one list of stripes gather them once. What
-    belongs to one row is merged by LSE.
+    runs over all of them at once. Tiles on the diagonal are one causal call, but for short lists, which are computed
+    with theirs. Neighbouring query tiles that have every key in reach are a call of their own, without gathering, and
+    those with one list of stripes gather them once. What belongs to one row is merged by LSE.
 
     The fused kernel knows no softcap, no values of another size than the keys, and tells no row maximum, which
     `accumulate` owes: there, two batched products and a softmax do the same. float64 calls are computed in float64, all
@@ -438,6 +440,15 @@ class _Row:
         width, rows = entries.width, entries.run * self.mask.tile_q
         size = self.bytes_of(width, held, entries.run)
         full, near = self.full(entries.apart, width, rows), self.near(entries.apart, width, rows)
+        if most is None and width == rows == self.mask.tile_k and self.mask.geometry.window is None:
+            short = near & self._short(entries, near)
+            joined = entries.where(short.nonzero()[:, 0].flip(0))  # the diagonal tile is then the first of its list
+            for some, counts, part in joined.split(joined.apart >= 0, None):
+                for chosen, at, _ in _batches(counts, size):  # of one length: see `JOINED`
+                    seen = torch.ones(rows, at.shape[1] * width, dtype=torch.bool)
+                    seen[:, :width].tril_()
+                    yield _Piece(some[chosen], part.index[at], seen)
+            full, near = full & ~short, near & ~short
         for some, counts, part in entries.split(full, most):
             for chosen, at, real in _batches(counts, size):
                 seen = None if real is None else real.repeat_interleave(width, 1)[:, None]
@@ -457,6 +468,12 @@ class _Row:
                 seen = self.seen(apart[:, None] + torch.arange(rows)[:, None])
                 seen = seen if real is None else seen & real.repeat_interleave(width, 1)[:, None]
                 yield _Piece(some[chosen], part.index[at], seen)
+
+    def _short(self, entries: _Entries, near: Tensor) -> Tensor:
+        """bool: blocks of query tiles that have their diagonal tile and a few others, of square tiles."""
+        item, number = entries.item, self.q.shape[0]
+        count, own = (torch.bincount(item[some], minlength=number) for some in (near, entries.apart == 0))
+        return ((own > 0) & (count > 1) & (count <= JOINED))[item]
 
     def _add(self, piece: _Piece, k: Tensor, v: Tensor, run: int) -> None:
         """Attention of a piece's query tiles over keys of their own, ``[n, w, D]``, merged with what was before."""

@@ -96,16 +96,16 @@ def test_pieces_of_any_size_give_the_same(data: st.DataObject, held: int) -> Non
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-10, atol=1e-10)
 
 
-@given(data=st.data())
-def test_dense_rows_are_computed_at_once(data: st.DataObject) -> None:
-    """Forced upon calls that are too small for it."""
+@given(data=st.data(), joined=st.sampled_from([0, 2, 9]))
+def test_short_lists_and_dense_rows_are_computed_at_once(data: st.DataObject, joined: int) -> None:
+    """Every way of putting tiles together, forced upon calls that are too small for it."""
     call = data.draw(calls(max_len=70, max_heads=4, max_batch=2, head_dims=(8,), dtypes=(torch.float64,)))
     mask = data.draw(masks(call))
     if data.draw(st.booleans()):
         mask = mask.with_dense_rows((data.draw(st.integers(0, 3)), data.draw(st.integers(0, 9))))
     plan = Plan(mask, probe=torch.ones(call.q.shape[:2], dtype=torch.bool))
     mass = data.draw(st.sampled_from([mask.tile_k, 1]))  # a tile at a time, also where one is more than it should be
-    with patch.object(cpu, "RUN", 1), patch.object(cpu, "MASS", mass):
+    with patch.object(cpu, "RUN", 1), patch.object(cpu, "JOINED", joined), patch.object(cpu, "MASS", mass):
         equal(call, plan)
 
 
@@ -280,17 +280,25 @@ def square(call: sp.AttentionCall, *tiles: tuple[int, int], tile: int | tuple[in
 DIAGONAL = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5))
 
 
-def test_diagonal_tiles_are_one_causal_call_and_lists_of_one_length_another() -> None:
-    """Of both heads at once."""
+def test_diagonal_tiles_of_short_lists_are_computed_with_the_others() -> None:
+    """Of both heads at once; a list of the diagonal tile alone is one causal call, and a long list is two."""
     call = make(96)
     assert [(12, 16, 16)] == fused(call, square(call, *DIAGONAL))
-    assert [(4, 16, 16), (12, 16, 16)] == fused(call, square(call, *DIAGONAL, (3, 0), (4, 1)))
+    assert [(4, 16, 32), (8, 16, 16)] == fused(call, square(call, *DIAGONAL, (3, 0), (4, 1)))
     others = ((1, 0), (2, 0), (3, 0)), ((4, 1), (4, 2), (5, 0), (5, 1))
     found = fused(call, square(call, *DIAGONAL[:4], *others[0], *others[1]))
-    assert [(4, 16, 32), (6, 16, 16), (8, 16, 16)] == found, "without a diagonal tile they are lists like others"
+    assert [(2, 16, 16), (4, 16, 32), (6, 16, 32)] == found, "without a diagonal tile they are lists like others"
+    plan = square(call, *DIAGONAL, (3, 0), (5, 0), (5, 1), (5, 2))
+    for joined, expected in (
+        (2, [(2, 16, 32), (2, 16, 48), (10, 16, 16)]),
+        (4, [(2, 16, 32), (2, 16, 64), (8, 16, 16)]),
+        (3, [(2, 16, 32), (2, 16, 48), (10, 16, 16)]),
+    ):
+        with patch.object(cpu, "JOINED", joined):
+            assert expected == fused(call, plan)
 
 
-def test_tiles_that_are_not_square_or_have_a_window_are_computed_by_their_distance() -> None:
+def test_tiles_that_are_not_square_or_have_a_window_are_computed_apart() -> None:
     call = make(96)
     wide = square(call, (0, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 4), tile=(32, 16))
     assert [(2, 32, 16), (2, 32, 32), (6, 32, 16)] == fused(call, wide)
@@ -305,7 +313,7 @@ def test_a_few_rows_of_a_long_prompt_are_enough_work_for_a_call_of_their_own() -
     keep = torch.zeros(1, 2, 2, 514, dtype=torch.bool)
     keep[:, 0] = keep[:, 1, :, :2] = True
     found = fused(call, Plan(sp.SparseMask.from_tiles(call, keep, 32)))
-    assert [(1, 64, 64), (1, 64, 16384), (2, 32, 32), (2, 32, 64)] == found
+    assert [(1, 64, 64), (1, 64, 16384), (2, 32, 96)] == found
 
 
 def test_a_row_of_a_batch_has_the_tiles_that_it_touches() -> None:
