@@ -164,11 +164,13 @@ def _attend(call: AttentionCall, mask: SparseMask, *, most: bool = False) -> tup
     """
     dtype, shape = _dtype(call), call.q.shape[:3]
     out = torch.zeros((*shape, call.value_dim), dtype=dtype)
-    lse, largest = (torch.full(shape, -torch.inf, dtype=dtype) for _ in range(2))
+    lse, largest = torch.full((2, *shape), -torch.inf, dtype=dtype)
     for b, row in _rows(call, mask, most):
         row.add(row.tile_entries(row.add_dense() if row.fused else row.tiles))
         for entries in row.stripe_entries():
             row.add(entries)
+        if row.rows == slice(0, shape[2]) and shape[0] == 1:  # spares a copy
+            return row.untiled(row.out)[None], row.untiled(row.lse)[None], row.untiled(row.most)[None]
         for whole, part in ((out, row.out), (lse, row.lse), (largest, row.most)):
             whole[b, :, row.rows] = row.untiled(part)
     return out, lse, largest
@@ -384,7 +386,8 @@ class _Row:
                 if not mask.disjoint:
                     column = torch.div(position, mask.tile_k, rounding_mode="floor").clamp(0, columns - 1)
                     keep &= ~self.tiles.flatten(0, 1)[item, column]
-                item, position = item[keep], position[keep]
+                if not bool(keep.all()):
+                    item, position = item[keep], position[keep]
                 apart = self.tile_starts()[item % rows] - position
                 index = (item // rows // self.share * keys + position) // width
                 yield _Entries(item, index, apart, width, run)
