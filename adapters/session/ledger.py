@@ -16,8 +16,8 @@ from .report import LayerRecall, LayerReport, Mode
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparseprefill.mask.count import Selected
     from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.mask.mask import SparseMask
     from sparseprefill.plan import Result
 
 
@@ -29,7 +29,7 @@ class Uncounted:
     """
 
     geometry: Geometry
-    lists: tuple[Selected, ...] = ()
+    lists: tuple[SparseMask, ...] = ()
     pairs: Tensor | None = None
     skipped: Tensor | None = None
 
@@ -39,7 +39,7 @@ class Uncounted:
         skipped = None if result.skipped is None else result.skipped.pairs
         if result.parts is not None:
             return cls(result.parts.geometry, pairs=result.parts.pairs, skipped=skipped)
-        lists = result.plan.selected()
+        lists = result.plan.computed()
         return cls(lists[0].geometry, lists, skipped=skipped)
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import MaskError, ParameterError
-from sparseprefill.mask.count import Selected, share
+from sparseprefill.mask.count import share
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.held import Held
 from sparseprefill.mask.mask import SparseMask
@@ -187,12 +187,8 @@ class Plan:
         return (self.mask,) if self.carry is None else (self.carry.region, self.mask)
 
     def computed(self) -> tuple[SparseMask, ...]:
-        """The plan's masks as lists alone, without their maps of tiles; no union has to be built to count them."""
+        """The plan's masks as lists alone, without their maps of tiles: what a record keeps, to be counted."""
         return tuple(evolve(mask, tiles=mask.tiles) for mask in self.masks)
-
-    def selected(self) -> tuple[Selected, ...]:
-        """The plan's masks as lists to be counted, which is all that a record keeps of a plan."""
-        return tuple(mask.selected() for mask in self.masks)
 
     def grid(self, tile: int | None = None) -> tuple[int, int]:
         """Tokens of a query tile and of a key tile: the mask's own, or those of a square tile."""

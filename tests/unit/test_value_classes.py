@@ -81,8 +81,8 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
 
 
 KINDS = (
-    *(count.Lists, count._Rows, count.Selected, export.Selection, export._Cells, export._Seen, held.Held),
-    *(held.KeptKeys, cpu._Row, cpu._States, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
+    *(count.Lists, count._Rows, export.Selection, export._Cells, export._Seen, held.Held),
+    *(held.KeptKeys, cpu._Row, cpu._Entries, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
     *(SampledRecall, Stretches, narrow.Choice, Tiles, fit._Order, fit._Table, values.WeightedPriority, values._Norms),
     *(Planned, Skipped, Guard, watch._Arrived, watch._Coming, watch._Layer, watch.RecallWatch, ledger.Room),
     session._Begun,
@@ -192,7 +192,7 @@ def test_defaults() -> None:
     assert "auto" == PIPELINE.workspace
 
 
-WORKING = (PriorityScores, values.WeightedPriority, AutoGate, BreakEven, sp.Pipeline, Route, cpu._States)
+WORKING = (PriorityScores, values.WeightedPriority, AutoGate, BreakEven, sp.Pipeline, Route, cpu._Row)
 
 
 @pytest.mark.parametrize("kind", [*WORKING, watch.RecallWatch], ids=lambda kind: kind.__name__)

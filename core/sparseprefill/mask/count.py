@@ -17,6 +17,7 @@ from sparseprefill import kernels
 if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.mask.lists import IndexLists
+    from sparseprefill.mask.mask import SparseMask
 
 ENTRIES = 1 << 23
 """Numbers of one temporary tensor at most, where a single head does not need more."""
@@ -135,69 +136,41 @@ class Lists:
         return self.indices[where.clamp(0, self.indices.numel() - 1)].to(torch.int64)
 
 
-@frozen(eq=False)
-class Selected:
-    """Lists to count: tiles of ``tile_q x tile_k`` tokens, and stripes of `group` query tiles each; either may be None.
+def pairs(mask: SparseMask) -> Tensor:
+    """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected.
 
-    stripe_width: tokens of a stripe's column, which divide `tile_k`. disjoint: no stripe lies in a selected tile of its
-    query tile group.
+    In plain PyTorch a few heads at a time, so that memory stays at that of a few heads' rows.
     """
+    geometry, tile_q, tile_k, tiles, stripes = mask.geometry, mask.tile_q, mask.tile_k, mask.tiles, mask.stripes
+    if kernels.serve_device(geometry.device):
+        from sparseprefill.kernels.lists.pair_counts import pair_counts
 
-    geometry: Geometry
-    tile_q: int
-    tile_k: int
-    group: int
-    stripe_width: int
-    tiles: IndexLists | None
-    stripes: IndexLists | None
-    disjoint: bool
+        lists = (None if one is None else (one.counts, one.offsets, one.indices) for one in (tiles, stripes))
+        return pair_counts(geometry, (tile_q, tile_k, mask.group, mask.stripe_width), *lists, disjoint=mask.disjoint)
+    if all(one.lists.same_heads for one in mask.blocks):
+        return _of_heads(mask, slice(0, 1)).expand(-1, geometry.heads)
+    rows = geometry.batch * geometry.tile_rows(tile_q)
+    size = max(1, ENTRIES // (rows * (tile_q + 2 * tile_k)))
+    heads = range(0, geometry.heads, size)
+    return torch.cat([_of_heads(mask, slice(h, min(h + size, geometry.heads))) for h in heads], 1)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that keeping the lists would hold, in bytes: of whole storages, which rows and heads may share."""
-        lists = [one for one in (self.tiles, self.stripes) if one is not None]
-        held = [x for one in lists for x in (one.counts, one.offsets, one.indices)]
-        return sum([x.untyped_storage().nbytes() for x in held])
 
-    def pairs(self) -> Tensor:
-        """int64 ``[B, Hq]`` on the lists' device: allowed pairs selected.
-
-        In plain PyTorch a few heads at a time, so that memory stays at that of a few heads' rows.
-        """
-        geometry = self.geometry
-        if kernels.serve_device(geometry.device):
-            from sparseprefill.kernels.lists.pair_counts import pair_counts
-
-            tiles, stripes = (
-                None if one is None else (one.counts, one.offsets, one.indices) for one in (self.tiles, self.stripes)
-            )
-            sizes = (self.tile_q, self.tile_k, self.group, self.stripe_width)
-            return pair_counts(geometry, sizes, tiles, stripes, disjoint=self.disjoint)
-        if all(one.same_heads for one in (self.tiles, self.stripes) if one is not None):
-            return self._of_heads(slice(0, 1)).expand(-1, geometry.heads)
-        rows = geometry.batch * geometry.tile_rows(self.tile_q)
-        size = max(1, ENTRIES // (rows * (self.tile_q + 2 * self.tile_k)))
-        heads = range(0, geometry.heads, size)
-        return torch.cat([self._of_heads(slice(h, min(h + size, geometry.heads))) for h in heads], 1)
-
-    def _of_heads(self, heads: slice) -> Tensor:
-        geometry, tile_q, tile_k = self.geometry, self.tile_q, self.tile_k
-        rows = _Rows.of(geometry, tile_q, tile_k)
-        total = torch.zeros(geometry.batch, heads.stop - heads.start, dtype=torch.int64, device=geometry.device)
-        tiles = None
-        if self.tiles is not None:
-            tiles = Lists.of(self.tiles, heads, tile_k, geometry)
-            total = total + _pairs(rows, tiles)
-        if self.stripes is not None:
-            group = torch.div(geometry.tiles(tile_q), self.group, rounding_mode="floor")
-            group = group - geometry.first_tile(tile_q * self.group)[:, None]
-            stripes = Lists.of(self.stripes, heads, self.stripe_width, geometry)
-            by_tile = stripes.of_rows(group)
-            total = total + _pairs(rows, by_tile)
-            if tiles is not None and not self.disjoint:
-                total = total - _pairs(rows, by_tile, tiles)
-                total = total - _inner_twice(rows, tiles, stripes, group)
-        return total
+def _of_heads(mask: SparseMask, heads: slice) -> Tensor:
+    geometry, tile_q, tile_k = mask.geometry, mask.tile_q, mask.tile_k
+    rows = _Rows.of(geometry, tile_q, tile_k)
+    total = torch.zeros(geometry.batch, heads.stop - heads.start, dtype=torch.int64, device=geometry.device)
+    lists = {name: Lists.of(one, heads, width, geometry) for name, one, _, width in mask.blocks}
+    tiles, stripes = lists.get("tiles"), lists.get("stripes")
+    if tiles is not None:
+        total = total + _pairs(rows, tiles)
+    if stripes is not None:
+        group = torch.div(geometry.tiles(tile_q), mask.group, rounding_mode="floor")
+        group = group - geometry.first_tile(mask.group_rows)[:, None]
+        by_tile = stripes.of_rows(group)
+        total = total + _pairs(rows, by_tile)
+        if tiles is not None and not mask.disjoint:
+            total = total - _pairs(rows, by_tile, tiles) - _inner_twice(rows, tiles, stripes, group)
+    return total
 
 
 def share(pairs: Tensor, geometry: Geometry) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.errors import MaskError, printed
-from sparseprefill.mask.count import Selected, share
+from sparseprefill.mask import count
 from sparseprefill.mask.geometry import Geometry, Sizes, regrid
 from sparseprefill.mask.kept import kept
 from sparseprefill.mask.lists import Blocks, IndexLists
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.export import Fa4Lists, Selection
+    from sparseprefill.mask.export import Fa4Lists
 
 LARGEST = 1 << 31
 """No tile, group or picture reaches it."""
@@ -234,17 +234,17 @@ class SparseMask:
         rows: a range of query tiles of this mask's grid. Cheaper than the union with a mask of these rows: a map gets a
         rule, lists get a few rows, and where no stripe lies in a tile, that stays so: stripes go from the rows.
         """
-        mine = self.tile_q, self.tile_k
+        g, tiles, mine = self.geometry, self._tiles, (self.tile_q, self.tile_k)
+        every = TileMap(geometry=g, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
         if exclude is not None and (exclude.stripes is not None or (exclude.tile_q, exclude.tile_k) != mine):
-            every = TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
             return self | (evolve(self, tiles=every, group=1, stripes=None, disjoint=True) - exclude)
         mask = self._without_stripes(rows) if self.disjoint else self
         if exclude is not None:
-            return evolve(mask, tiles=self.as_map() | _left_of(rows, exclude))
-        if isinstance(self._tiles, TileMap):
-            every = TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
-            return evolve(mask, tiles=self._tiles | every)
-        g, tiles = self.geometry, self._tiles
+            held = exclude.as_map()
+            left = every.by_group(held.shared) & ~held.by_group(held.shared)
+            return evolve(mask, tiles=self.as_map() | evolve(every, dense=None, keep=left))
+        if isinstance(tiles, TileMap):
+            return evolve(mask, tiles=tiles | every)
         if tiles is None:
             tiles = IndexLists.empty(g.batch, g.heads, g.tile_rows(self.tile_q), g.device)
             tiles = evolve(tiles, same_heads=True)
@@ -301,30 +301,22 @@ class SparseMask:
 
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host."""
-        return self.selected().pairs()
+        return count.pairs(self)
 
     @property
     def density(self) -> float:
         """Pairs selected / pairs that causality, window and padding allow, over batch and heads (host sync)."""
-        return share(self.pairs(), self.geometry)
+        return count.share(self.pairs(), self.geometry)
 
     @property
     def stripe_density(self) -> float:
         """The share of the allowed pairs that stripes select, apart from tiles (host sync)."""
-        return share(self._selected(None).pairs(), self.geometry)
+        return count.share(evolve(self, tiles=None).pairs(), self.geometry)
 
     @property
     def nbytes(self) -> int:
         """Memory that keeping the lists would hold, in bytes; makes lists of a map."""
-        return self.selected().nbytes
-
-    def selected(self) -> Selected:
-        """The lists alone, to be counted later: a map that the mask holds is let go; lists are made of it here."""
-        return self._selected(self.tiles)
-
-    def _selected(self, tiles: IndexLists | None) -> Selected:
-        of = (self.geometry, self.tile_q, self.tile_k, self.group, self.stripe_width)
-        return Selected(*of, tiles, self.stripes, self.disjoint)
+        return sum(one.lists.nbytes for one in self.blocks)
 
     def tile_map(self) -> Tensor:
         """bool ``[B, Hq, R, C]``; may be what the mask itself holds, so not to be written to."""
@@ -416,7 +408,7 @@ class SparseMask:
         """
         from sparseprefill.mask import export
 
-        return export.to_flex(self._selection(), _pair(block, "block"))
+        return export.to_flex(self, _pair(block, "block"))
 
     def to_fa4(self, block: int | tuple[int, int] | None = None) -> Fa4Lists:
         """The mask's tiles as the block lists of flash-attn-4: counts and indices of partial blocks, and of full ones.
@@ -430,17 +422,7 @@ class SparseMask:
         """
         from sparseprefill.mask import export
 
-        return export.to_fa4(self._selection(), None if block is None else _pair(block, "block"))
-
-    def _selection(self) -> Selection:
-        from sparseprefill.mask.export import Selection
-
-        keep, heads = None, self.geometry.heads
-        if self.has_tiles:
-            tiles = self.as_map()
-            keep = tiles.by_group(heads) if tiles.shared == heads else tiles.resolved
-        of = (self.geometry, self.tile_q, self.tile_k, self.group, self.stripe_width)
-        return Selection(*of, keep, self.stripes)
+        return export.to_fa4(self, None if block is None else _pair(block, "block"))
 
     def check(self) -> None:
         """Read every value and raise MaskError where a list is not ascending, distinct and within bounds.
@@ -596,14 +578,6 @@ def _one_map(lists: IndexLists, columns: int) -> Tensor:
     if lists.same_heads:
         lists = IndexLists(lists.counts[:, :1], lists.offsets[:, :1], lists.indices)
     return lists.to_map(columns)
-
-
-def _left_of(rows: Rows, exclude: SparseMask) -> TileMap:
-    """Every tile in reach for a range of query tiles, but those of a mask of tiles."""
-    every = TileMap(geometry=exclude.geometry, tile_q=exclude.tile_q, tile_k=exclude.tile_k, dense=rows)
-    held = exclude.as_map()
-    keep = every.by_group(held.shared) & ~held.by_group(held.shared)
-    return TileMap(geometry=exclude.geometry, tile_q=exclude.tile_q, tile_k=exclude.tile_k, keep=keep)
 
 
 def _map_on(mask: SparseMask, tile_q: int, tile_k: int) -> TileMap:

@@ -114,30 +114,25 @@ def test_dense_rows_are_calls_of_their_own() -> None:
     call = make(44, 60, heads=4, kv_heads=2)
     keep = torch.zeros(1, 4, 6, 8, dtype=torch.bool)
     keep[0, 1, 1:3] = keep[0, 2, 5] = keep[0, 3] = True
-    seen, run = [], cpu._Row.dense
-
-    def spy(row: Any, heads: slice, first: int, behind: int) -> Any:
-        seen.append((heads.start, first, behind))
-        return run(row, heads, first, behind)
-
-    with patch.object(cpu, "RUN", 1), patch.object(cpu._Row, "dense", spy):
-        equal(call, Plan(sp.SparseMask.from_tiles(call, keep, 8)))
-    assert [(1, 8, 24), (2, 40, 44), (3, 0, 44)] == seen
-    seen.clear()
-    with patch.object(cpu._Row, "dense", spy):
-        equal(call, Plan(sp.SparseMask.from_tiles(call, keep, 8)))
-    assert [] == seen  # too little work
+    plan = Plan(sp.SparseMask.from_tiles(call, keep, 8))
+    with patch.object(cpu, "RUN", 1):
+        found = fused(call, plan)
+    # Rows 8 to 23 of one head behind 24 keys, the last 4 of another behind 56, and all of a third behind 16.
+    alone = [(1, 4, 4), (1, 4, 56), (1, 16, 16), (1, 16, 24), (1, 44, 16), (1, 44, 44)]
+    assert [*alone, (15, 8, 8)] == found
+    assert all(rows == 8 for _, rows, _ in fused(call, plan)), "too little work"
 
 
 @pytest.mark.parametrize("together", [8, 16, 64])
 @pytest.mark.parametrize("options", [{}, {"window": 29}, {"softcap": 1.5}, {"starts": int32(0, 9)}])
-def test_query_tiles_that_share_their_stripes(together: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("width", [1, 4, 8])
+def test_query_tiles_that_share_their_stripes(width: int, together: int, options: dict[str, Any]) -> None:
     """Neighbours with one list are computed together, but for keys that only some of their rows see."""
     call = make(90, 101, batch=2, heads=4, kv_heads=2, **options)
     source = torch.Generator().manual_seed(2)
-    columns = torch.rand(2, 4, call.geometry.tile_rows(5 * 8), 101, generator=source) < 0.3
+    columns = torch.rand(2, 4, *call.geometry.map_shape(5 * 8, width)[2:], generator=source) < 0.3
     columns[:, 1, 1] = False
-    mask = sp.SparseMask.from_stripes(call, columns, 5, 8, diagonal=False)
+    mask = sp.SparseMask.from_stripes(call, columns, 5, 8, width=width, diagonal=False)
     with patch.object(cpu, "TOGETHER", together):
         equal(call, Plan(evolve(mask, disjoint=True)))
         equal(call, Plan(evolve(mask, disjoint=True).regrouped(1)))
@@ -239,15 +234,14 @@ def test_what_it_holds_stays_below_what_it_says(kind: str, how: str) -> None:
 
 def test_the_batches_of_lists() -> None:
     """Of about the same length together, the longest first; every entry once."""
-    counts = torch.tensor([3, 0, 40, 38, 1, 3])
-    entries = torch.arange(100, 100 + int(counts.sum()))
-    found = list(cpu._batches(counts, entries, 4))
-    assert [[2, 3], [0, 5], [4]] == [items.tolist() for items, _, _ in found]
+    counts = torch.tensor([3, 40, 38, 1, 3])
+    found = list(cpu._batches(counts, 4))
+    assert [[1, 2], [0, 4], [3]] == [items.tolist() for items, _, _ in found]
     taken = [index if real is None else index[real] for _, index, real in found]
-    assert sorted(torch.cat([one.flatten() for one in taken]).tolist()) == entries.tolist()
+    assert sorted(torch.cat([one.flatten() for one in taken]).tolist()) == list(range(85))
     assert [False, True, True] == [real is None for _, _, real in found]
     first = found[0][1][1]
-    assert list(range(143, 181)) == first[:38].tolist()
+    assert list(range(43, 81)) == first[:38].tolist()
 
 
 def test_methods_name_it() -> None:
@@ -326,7 +320,7 @@ def test_a_row_of_a_batch_has_the_tiles_that_it_touches() -> None:
     """Not those of the longest one."""
     call = make(70, 90, batch=3, starts=int32(0, 9, 80), lengths=int32(90, 33, 10))
     mask = sp.SparseMask.full(call, (32, 16))
-    rows = [cpu._Row.of(call, mask, b, torch.float32) for b in range(3)]
+    rows = [cpu._Row.of(call, mask, b) for b in range(3)]
     assert [(2, 3, 6), (2, 2, 3), (2, 1, 1)] == [tuple(row.tiles.shape) for row in rows if row is not None]
 
 
@@ -334,16 +328,15 @@ def test_a_row_of_a_batch_has_the_tiles_that_it_touches() -> None:
 @pytest.mark.parametrize("grid", [(16, 16), (32, 16), (16, 32), (24, 20), (5, 16)])
 def test_which_tiles_are_seen_by_all_rows_and_which_by_some(grid: tuple[int, int], window: int | None) -> None:
     call = make(96, window=window)
-    row = cpu._Row.of(call, sp.SparseMask.full(call, grid), 0, torch.float32)
+    row = cpu._Row.of(call, sp.SparseMask.full(call, grid), 0)
     assert row is not None
-    states = cpu._States.of(row)
-    distance = states._distance()
+    distance = row.tile_starts()[:, None] - torch.arange(row.tiles.shape[2]) * grid[1]
     apart = torch.arange(row.tiles.shape[1] * grid[0])[:, None] - torch.arange(row.tiles.shape[2] * grid[1])
     seen = (apart >= 0) & (apart < (window or 1000))
-    assert torch.equal(seen, states.seen(apart))
+    assert torch.equal(seen, row.seen(apart))
     cells = seen.unflatten(1, (-1, grid[1])).unflatten(0, (-1, grid[0]))
-    assert torch.equal(cells.all(3).all(1), states.full(distance))
-    assert torch.equal(cells.any(3).any(1), states._reachable(distance))
+    assert torch.equal(cells.all(3).all(1), row.full(distance, grid[1], grid[0]))
+    assert torch.equal(cells.any(3).any(1), row.near(distance, grid[1], grid[0]))
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.5}], ids=["fused", "held"])
@@ -355,14 +348,14 @@ def test_pieces_gather_no_more_than_they_may(options: dict[str, Any], bytes_held
     tiles = sp.SparseMask.from_tiles(call, torch.rand(1, 4, 10, 10, generator=source) < 0.5, 16)
     columns = torch.rand(1, 4, 5, 160, generator=source) < 0.1
     stripes = sp.SparseMask.from_stripes(call, columns, 2, 16, diagonal=False)
-    seen, gather = list[tuple[int, int]](), cpu._States.gather
+    seen, gather = list[tuple[int, int]](), cpu._Row.gather
 
-    def spy(states: Any, name: str, index: torch.Tensor, run: int = 1) -> torch.Tensor:
-        found = gather(states, name, index, run)
+    def spy(row: Any, name: str, index: torch.Tensor, width: int) -> torch.Tensor:
+        found = gather(row, name, index, width)
         seen.append((found.shape[0], found.nbytes))
         return found
 
-    with patch.object(cpu, "GATHERED", bytes_held), patch.object(cpu._States, "gather", spy):
+    with patch.object(cpu, "GATHERED", bytes_held), patch.object(cpu._Row, "gather", spy):
         for mask, skip in ((tiles, None), (stripes, None), (tiles | stripes, torch.tensor([0.01]))):
             CPU.execute(call, Plan(mask, skip_below=skip))
             assert seen

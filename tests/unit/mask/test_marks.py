@@ -353,13 +353,13 @@ def test_pairs_of_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = sp.SparseMask.from_stripes(call, bits(1, 6, 4, 64), group=2, tile=8)
     expected = mask.to_dense().sum((2, 3))
     seen: list[int] = []
-    real = count.Selected._of_heads
+    real = count._of_heads
 
-    def of_heads(self: count.Selected, heads: slice) -> torch.Tensor:
+    def of_heads(mask: sp.SparseMask, heads: slice) -> torch.Tensor:
         seen.append(heads.stop - heads.start)
-        return real(self, heads)
+        return real(mask, heads)
 
-    monkeypatch.setattr(count.Selected, "_of_heads", of_heads)
+    monkeypatch.setattr(count, "_of_heads", of_heads)
     rows = 8 * (8 + 2 * 8)
     for entries, sizes in ((1, [1] * 6), (2 * rows - 1, [1] * 6), (2 * rows, [2] * 3), (4 * rows, [4, 2])):
         monkeypatch.setattr(count, "ENTRIES", entries)
@@ -434,7 +434,6 @@ def test_counting_looks_at_few_entries_of_each_list(monkeypatch: pytest.MonkeyPa
 def test_counts_are_of_their_lists_alone() -> None:
     lists = IndexLists.full(CALL.geometry, 4, 4)
     for build in (
-        lambda: count.Selected(CALL.geometry, 4, 4, 1, 1, lists, None, False),
         lambda: count._Rows.of(CALL.geometry, 4, 4),
         lambda: count.Lists.of(lists, slice(0, 1), 4, CALL.geometry),
     ):

@@ -58,12 +58,13 @@ class Plain:
         return y // mask.tile_k in mask.tiles.row(b, h, row).tolist()
 
     def _stripes(self, mask: sp.SparseMask, b: int, h: int, x: int) -> int:
-        if mask.stripes is None:
+        stripes = mask.with_stripe_width(1).stripes
+        if stripes is None:
             return 0
         g = mask.geometry
         row = x // mask.group_rows - int(g.first_tile(mask.group_rows)[b])
         low = 0 if g.window is None else x - g.window + 1
-        return sum(low <= key < x + self.q for key in mask.stripes.row(b, h, row).tolist())
+        return sum(low <= key < x + self.q for key in stripes.row(b, h, row).tolist())
 
 
 @part(6)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sparseprefill.kernels.attention.arguments import Head, Rows, load_keys
-from sparseprefill.kernels.attention.skip import bound_of, skim_stripes, skim_tiles, stripe_list, stripe_step
+from sparseprefill.kernels.attention.skip import bound_of, skim_tiles, visit
 from sparseprefill.kernels.steps import (
     LN2,
     LOG2E,
@@ -70,32 +70,30 @@ def attend(
         l = tl.zeros([S.BLOCK_M], tl.float32)  # noqa: E741
         acc = tl.zeros([S.BLOCK_M, S.BLOCK_D], tl.float32)
 
+    bound = None
     if logits.below is not None:
         bound = bound_of(logits.below, b)
-        skipped = 0
-        if mask.tiles.counts is not None:
+    skipped = 0
+    if mask.tiles.counts is not None:
+        if logits.below is not None:
             acc, l, m, skipped = skim_tiles(
                 acc, l, m, q, rows, k_head, v_head, cache.k.desc, cache.v.desc, mask.tiles, row_of_lists, logits, bound, S,
                 CAREFUL, PRECISION,
             )  # fmt: skip
-        if mask.stripes.counts is not None:
-            acc, l, m, more = skim_stripes(
-                acc, l, m, q, rows, k_head, v_head, mask, bh, row_of_lists, logits, bound, S, CAREFUL, PRECISION
-            )
-            skipped += more
+        else:
+            acc, l, m = attend_tiles(
+                acc, l, m, q, rows, k_head, v_head, cache.k.desc, cache.v.desc, mask.tiles, row_of_lists, logits, S,
+                CAREFUL, PRECISION,
+            )  # fmt: skip
+    if mask.stripes.counts is not None:
+        acc, l, m, more = attend_stripes(
+            acc, l, m, q, rows, k_head, v_head, mask, bh, row_of_lists, logits, bound, S, CAREFUL, PRECISION
+        )
+        skipped += more
+    if logits.below is not None:
         counted = outputs.skipped + 2 * (bh.to(tl.int64) * mask.tile_rows * blocks + block)
         tl.store(counted, skipped)
         tl.store(counted + 1, 0)
-    else:
-        if mask.tiles.counts is not None:
-            acc, l, m = attend_tiles(
-                acc, l, m, q, rows, k_head, v_head, cache.k.desc, cache.v.desc, mask.tiles, row_of_lists, logits, S, CAREFUL,
-                PRECISION,
-            )  # fmt: skip
-        if mask.stripes.counts is not None:
-            acc, l, m = attend_stripes(
-                acc, l, m, q, rows, k_head, v_head, mask, bh, row_of_lists, logits, S, CAREFUL, PRECISION
-            )
 
     if not CAREFUL:
         nonfinite = tl.max(tl.where((acc != acc) & real[:, None], 1, 0))
@@ -153,44 +151,64 @@ def attend_tiles(
         keep = at[None, :] <= rows.position[:, None]  # [BLOCK_M, BLOCK_N]
         if logits.window is not None:
             keep = keep & (rows.position[:, None] - at[None, :] < logits.window)
-        there = at + rows.start < rows.kv_len
-        k = load_keys(keys, at + rows.start, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        v = load_keys(values, at + rows.start, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)
+        acc, l, m, _ = visit(
+            acc, l, m, 0, q, rows, keys, values, at + rows.start, at + rows.start < rows.kv_len, keep, logits, None, S,
+            CAREFUL, PRECISION,
+        )  # fmt: skip
     return acc, l, m
 
 
 @triton.jit
 def attend_stripes(
-    acc, l, m, q, rows, keys, values, mask, bh, row_of_lists, logits, S, CAREFUL: tl.constexpr, PRECISION: tl.constexpr
+    acc, l, m, q, rows, keys, values, mask, bh, row_of_lists, logits, bound, S, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state after the stripes of the query tile group's list, up to the last row; keys of tiles in `bitmap` are
-    left out, since the tiles have them. Steps of keys below every row come first, without a causal mask."""
-    offset, seen = stripe_list(rows, mask, bh, S)
+    """The state after the stripes of the query tile group's list, up to the last row, and the pairs left out.
+
+    Keys of tiles in `bitmap` are left out, since the tiles have them. Steps of keys below every row come first, without a
+    causal mask; where steps may be left out, all have one, and BLOCK_N keys of the list at a time vote as a tile does.
+    """
+    group = floor_div(rows.tile, S.GROUP) - floor_div(rows.first, S.TILE_Q * S.GROUP)
+    row_of_stripes = bh.to(tl.int64) * mask.group_rows + group
+    offset = tl.load(mask.stripes.offsets + row_of_stripes, mask=rows.live, other=0)
+    count = tl.load(mask.stripes.counts + row_of_stripes, mask=rows.live, other=0)
+    seen = count_up_to(mask.stripes.indices, offset, count, rows.last, S.WIDTH)  # of the list's keys by the last row
     unmasked = 0
-    if logits.window is None:
+    if logits.window is None and logits.below is None:
         entries = seen
         if S.WIDTH > 1:
             entries = tl.cdiv(seen, S.WIDTH)
         unmasked = count_up_to(mask.stripes.indices, offset, entries, rows.low, S.WIDTH) // S.BLOCK_N
     list_ptr = mask.stripes.indices + offset
     number = tl.arange(0, S.BLOCK_N)
-    if mask.bitmap is not None:
-        for j in tl.range(0, unmasked):
-            at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH)  # [BLOCK_N]
-            k = load_keys(keys, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            v = load_keys(values, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            free = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K) == 0  # [BLOCK_N]
-            acc, l, m = masked_step(acc, l, m, q, k, v, free[None, :], logits, PRECISION, CAREFUL, S.BLOCK_N)
-    else:
-        for j in tl.range(0, unmasked):
-            at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH) + rows.start  # [BLOCK_N]
-            k = load_keys(keys, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            v = load_keys(values, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)
+    skipped = 0
+    if logits.below is None:
+        if mask.bitmap is not None:
+            for j in tl.range(0, unmasked):
+                at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH)  # [BLOCK_N]
+                k = load_keys(keys, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+                v = load_keys(
+                    values, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D
+                )  # [BLOCK_N, BLOCK_D]
+                free = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K) == 0  # [BLOCK_N]
+                acc, l, m = masked_step(acc, l, m, q, k, v, free[None, :], logits, PRECISION, CAREFUL, S.BLOCK_N)
+        else:
+            for j in tl.range(0, unmasked):
+                at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH) + rows.start  # [BLOCK_N]
+                k = load_keys(keys, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+                v = load_keys(values, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+                acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)
     for j in tl.range(unmasked, tl.cdiv(seen, S.BLOCK_N), num_stages=1):
-        at, some, keep = stripe_step(list_ptr, j, seen, rows, mask, row_of_lists, logits, S)
-        k = load_keys(keys, at + rows.start, some, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        v = load_keys(values, at + rows.start, some, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)
-    return acc, l, m
+        number = tl.arange(0, S.BLOCK_N)
+        some = j * S.BLOCK_N + number < seen
+        at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH, seen)  # [BLOCK_N]
+        if mask.bitmap is not None:
+            taken = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K, mask=some, other=1)  # [BLOCK_N]
+            some = some & (taken == 0)
+        keep = some[None, :] & (at[None, :] <= rows.position[:, None])  # [BLOCK_M, BLOCK_N]
+        if logits.window is not None:
+            keep = keep & (rows.position[:, None] - at[None, :] < logits.window)
+        acc, l, m, skipped = visit(
+            acc, l, m, skipped, q, rows, keys, values, at + rows.start, some, keep, logits, bound, S, CAREFUL, PRECISION
+        )
+    return acc, l, m, skipped

@@ -76,6 +76,7 @@ def sparse_attention_fwd_kernel(
         sizes_requests,
     )  # fmt: skip
     logits = Logits(logits_scale, logits_softcap, logits_window, logits_below)
+    shape: tl.constexpr = Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE)
     blocks = mask_tile_rows * (TILE_Q // BLOCK_M)
     if REPAIR:
         for first in range(tl.program_id(0) * FLAGS, flags, tl.num_programs(0) * FLAGS):
@@ -85,26 +86,19 @@ def sparse_attention_fwd_kernel(
                 for j in range(FLAGS):
                     if tl.max(tl.where(tl.arange(0, FLAGS) == j, raised, 0), 0) > 0:
                         block, bh = (first + j) % blocks, (first + j) // blocks
-                        if sizes_requests is not None:
-                            attend_request(
-                                block, bh, queries, cache, mask, carry, outputs, sizes, logits,
-                                Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), True, PRECISION,
-                            )  # fmt: skip
-                        else:
-                            attend(
-                                block, bh, queries, cache, mask, carry, outputs, sizes, logits,
-                                Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), True, PRECISION,
-                            )  # fmt: skip
+                        run(block, bh, queries, cache, mask, carry, outputs, sizes, logits, shape, True, PRECISION)
     else:
         # Long rows first: with causal masks they do most work.
         block, bh = blocks - 1 - tl.program_id(0), tl.program_id(1)
-        if sizes_requests is not None:
-            attend_request(
-                block, bh, queries, cache, mask, carry, outputs, sizes, logits,
-                Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), False, PRECISION,
-            )  # fmt: skip
-        else:
-            attend(
-                block, bh, queries, cache, mask, carry, outputs, sizes, logits,
-                Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, BLOCK_D, PAGE), False, PRECISION,
-            )  # fmt: skip
+        run(block, bh, queries, cache, mask, carry, outputs, sizes, logits, shape, False, PRECISION)
+
+
+@triton.jit
+def run(
+    block, bh, queries, cache, mask, carry, outputs, sizes, logits, S, CAREFUL: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """`attend`, for a head of a batch row or of a request."""
+    if sizes.requests is not None:
+        attend_request(block, bh, queries, cache, mask, carry, outputs, sizes, logits, S, CAREFUL, PRECISION)
+    else:
+        attend(block, bh, queries, cache, mask, carry, outputs, sizes, logits, S, CAREFUL, PRECISION)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseprefill.kernels.attention.arguments import Cache, Lists, Mask, Outputs, Queries, Shape, Sizes
+from sparseprefill.kernels.attention.arguments import Cache, Lists, Mask, Outputs, Queries, Sizes
 from sparseprefill.kernels.attention.block import attend
 
 Q_BEGIN = tl.constexpr(0)  # its first row in q
@@ -80,5 +80,5 @@ def attend_request(
                 tl.load(request + KV_LEN).to(tl.int32), sizes.heads, sizes.kv_group, None,
             ),
             logits,
-            Shape(S.TILE_Q, S.TILE_K, S.GROUP, S.WIDTH, S.BLOCK_M, S.BLOCK_N, S.D, S.BLOCK_D, S.PAGE), CAREFUL, PRECISION,
+            S, CAREFUL, PRECISION,
         )  # fmt: skip

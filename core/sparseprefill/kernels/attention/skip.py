@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sparseprefill.kernels.attention.arguments import load_keys
-from sparseprefill.kernels.steps import column_keys, count_up_to, crossing_steps, floor_div, masked_step, step
+from sparseprefill.kernels.steps import crossing_steps, masked_step, step
 from sparseprefill.kernels.steps import logits as logits_of
 
 
@@ -39,6 +39,30 @@ def tile_step(j, steps, crossing, PARTS: tl.constexpr):
 
 
 @triton.jit
+def visit(
+    acc, l, m, skipped, q, rows, keys, values, at, there, keep, logits, bound, S, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A masked step over the keys `at` [N], of which some are not `there`: the state, and how many pairs were left out,
+    `skipped` included.
+
+    keep [M, N]: pairs that count. Values are loaded if wanted; without a threshold every step is.
+    """
+    k = load_keys(keys, at, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    if logits.below is None:
+        v = load_keys(values, at, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)
+    else:
+        s = logits_of(q, k, logits.scale, logits.softcap, logits.softcap is not None, PRECISION)  # [BLOCK_M, BLOCK_N]
+        if wanted(tl.where(keep, s, float("-inf")), m, bound, rows.real):
+            v = load_keys(values, at, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)
+        else:
+            skipped += pairs_of(keep, rows.real)
+    return acc, l, m, skipped
+
+
+@triton.jit
 def skim_tiles(
     acc, l, m, q, rows, keys, values, k_desc, v_desc, tiles, row_of_lists, logits, bound, S, CAREFUL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -62,14 +86,10 @@ def skim_tiles(
         keep = at[None, :] <= rows.position[:, None]  # [BLOCK_M, BLOCK_N]
         if logits.window is not None:
             keep = keep & (rows.position[:, None] - at[None, :] < logits.window)
-        there = at + rows.start < rows.kv_len
-        k = load_keys(keys, at + rows.start, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        s = logits_of(q, k, logits.scale, logits.softcap, logits.softcap is not None, PRECISION)  # [BLOCK_M, BLOCK_N]
-        if wanted(tl.where(keep, s, float("-inf")), m, bound, rows.real):
-            v = load_keys(values, at + rows.start, there, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)
-        else:
-            skipped += pairs_of(keep, rows.real)
+        acc, l, m, skipped = visit(
+            acc, l, m, skipped, q, rows, keys, values, at + rows.start, at + rows.start < rows.kv_len, keep, logits,
+            bound, S, CAREFUL, PRECISION,
+        )  # fmt: skip
     whole = tl.sum(rows.real.to(tl.int32), 0) * S.BLOCK_N
     for j in tl.range(masked, steps):
         t = tile_step(j, steps, crossing, parts)
@@ -88,56 +108,6 @@ def skim_tiles(
             acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)
         else:
             skipped += whole
-    return acc, l, m, skipped
-
-
-@triton.jit
-def stripe_list(rows, mask, bh, S):
-    """Of the query tile group's stripes: where the list begins, and how many of its keys the last row sees."""
-    group = floor_div(rows.tile, S.GROUP) - floor_div(rows.first, S.TILE_Q * S.GROUP)
-    row_of_stripes = bh.to(tl.int64) * mask.group_rows + group
-    offset = tl.load(mask.stripes.offsets + row_of_stripes, mask=rows.live, other=0)
-    count = tl.load(mask.stripes.counts + row_of_stripes, mask=rows.live, other=0)
-    seen = count_up_to(mask.stripes.indices, offset, count, rows.last, S.WIDTH)
-    return offset, seen
-
-
-@triton.jit
-def stripe_step(list_ptr, j, seen, rows, mask, row_of_lists, logits, S):
-    """The j-th BLOCK_N stripes: keys and whether there are any ``[BLOCK_N]``, and pairs to keep ``[BLOCK_M, BLOCK_N]``.
-
-    Keys of tiles in `bitmap` are left out, since the tiles have them.
-    """
-    number = tl.arange(0, S.BLOCK_N)
-    some = j * S.BLOCK_N + number < seen
-    at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH, seen)  # [BLOCK_N]
-    if mask.bitmap is not None:
-        taken = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K, mask=some, other=1)  # [BLOCK_N]
-        some = some & (taken == 0)
-    keep = some[None, :] & (at[None, :] <= rows.position[:, None])  # [BLOCK_M, BLOCK_N]
-    if logits.window is not None:
-        keep = keep & (rows.position[:, None] - at[None, :] < logits.window)
-    return at, some, keep
-
-
-@triton.jit
-def skim_stripes(
-    acc, l, m, q, rows, keys, values, mask, bh, row_of_lists, logits, bound, S, CAREFUL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As `attend_stripes`: BLOCK_N columns of the list at a time vote as a tile does. The state, and the pairs left out."""
-    offset, seen = stripe_list(rows, mask, bh, S)
-    list_ptr = mask.stripes.indices + offset
-    skipped = 0
-    for j in tl.range(0, tl.cdiv(seen, S.BLOCK_N), num_stages=1):
-        at, some, keep = stripe_step(list_ptr, j, seen, rows, mask, row_of_lists, logits, S)
-        k = load_keys(keys, at + rows.start, some, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        s = logits_of(q, k, logits.scale, logits.softcap, logits.softcap is not None, PRECISION)  # [BLOCK_M, BLOCK_N]
-        if wanted(tl.where(keep, s, float("-inf")), m, bound, rows.real):
-            v = load_keys(values, at + rows.start, some, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            acc, l, m = masked_step(acc, l, m, q, k, v, keep, logits, PRECISION, CAREFUL, S.BLOCK_N)
-        else:
-            skipped += pairs_of(keep, rows.real)
     return acc, l, m, skipped
 
 

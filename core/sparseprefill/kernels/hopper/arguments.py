@@ -34,9 +34,9 @@ from sparseprefill.kernels.attention.arguments import Mask, State
 class Shape(NamedTuple):
     """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, steps in the ring.
 
-    GROUP: query tiles that share a list of stripes. WIDTH: keys of a stripe. PAGE: tokens of a page, a power of two; 0 without pages. FP8: what
-    the cache holds, "e4m3" or "e5m2"; None where that is what the kernel computes in. AHEAD: steps that are on their
-    way from an fp8 cache at once.
+    GROUP: query tiles that share a list of stripes. WIDTH: keys of a stripe. PAGE: tokens of a page, a power of two; 0
+    without pages. FP8: what the cache holds, "e4m3" or "e5m2"; None where that is what the kernel computes in. AHEAD:
+    steps that are on their way from an fp8 cache at once.
     """
 
     TILE_Q: Any

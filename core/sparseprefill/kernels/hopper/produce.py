@@ -1,4 +1,4 @@
-"""The producer: key tiles through the copy engine, single key columns gathered row by row."""
+"""The producer: key tiles through the copy engine, key columns gathered row by row."""
 
 from __future__ import annotations
 

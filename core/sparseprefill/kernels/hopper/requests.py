@@ -39,19 +39,13 @@ def batch_row(sizes, b):
 @gluon.jit
 def rows_of(sizes, b):
     """Query rows of batch row `b`."""
-    rows = sizes.q_len
-    if sizes.requests is not None:
-        rows = number(sizes, b, Q_LEN)
-    return rows
+    return own_size(sizes.q_len, sizes, b, Q_LEN)
 
 
 @gluon.jit
 def keys_of(sizes, b):
     """Keys of batch row `b`, padding included."""
-    keys = sizes.kv_len
-    if sizes.requests is not None:
-        keys = number(sizes, b, KV_LEN)
-    return keys
+    return own_size(sizes.kv_len, sizes, b, KV_LEN)
 
 
 @gluon.jit
@@ -73,7 +67,7 @@ def own(pointer, sizes, b, field: gl.constexpr):
 
 @gluon.jit
 def own_size(size, sizes, b, field: gl.constexpr):
-    """A size of the mask of batch row `b`."""
+    """A size of batch row `b`: what all have, or a field of the request's."""
     if sizes.requests is not None:
         size = number(sizes, b, field)
     return size
