@@ -41,7 +41,7 @@ def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> Settin
 def stripes(
     call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, use_anchor: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts, offsets and indices of `identify.stripes`, for m ``[B, Hq, Nq]``, the anchor pass's row maxima.
+    """Counts, offsets and indices of `stages.stripes`, for m ``[B, Hq, Nq]``, the anchor pass's row maxima.
 
     Lists have room for every candidate key. Keys are selected as by float32 mean queries and float32 sums.
     """

@@ -65,15 +65,15 @@ def kept_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Tiles of the kept blocks, bool ``[B, Hq, R, C]``, and the softmax mass of each block.
 
-    size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it (`launch`).
+    size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it.
     """
     if kernels.serve(call.q):
         from sparseprefill.kernels.groups.launch import supported
 
         if supported(call, block, size):
-            from . import launch
+            from . import kernels as gpu
 
-            return launch.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
+            return gpu.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
     geometry = call.geometry
     scores = capped(block_scores(call, block, size).mul_(alpha), softcap)
     keep, mass = keep_blocks(scores, reachable_map(geometry, block, block)[:, None], keep_mass)

@@ -1,13 +1,21 @@
-"""Softmax of pooled products, and its distance to the true attention."""
+"""Softmax of pooled products, and its distance to the true attention, in two Triton kernels with their launches."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sparseprefill.kernels.lists.kernels import span
+from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
 from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
 
 TINY = tl.constexpr(1.1754943508222875e-38)
 SQRT_LN2 = tl.constexpr(0.8325546111576977)
@@ -89,3 +97,40 @@ def distance_kernel(
         estimate = tl.math.exp2(_logits(products, c, begin, end, scale, softcap, SOFTCAP) - level) * share
         total += js_terms(estimate, tl.load(true + c, mask=c < columns, other=0.0) / whole)
     tl.store(far_ptr + bh, js_distance(tl.sum(total, 0)) * SQRT_LN2)  # to nats
+
+
+def tile_softmax(call: AttentionCall, products: Tensor, first_row: int, block: int) -> Tensor:
+    """Turns products ``[B, Hq, r, C]``, float32 and contiguous, of the query tiles from `first_row` on into scores."""
+    batch, heads, rows, columns = products.shape
+    numbers, flags = _arguments(call, block)
+    tile_softmax_kernel[(rows, batch * heads)](
+        products, *numbers, first_row, columns, call.window or 0, heads, WIDTH=512, **flags, num_warps=4
+    )
+    return products
+
+
+def distance(call: AttentionCall, products: Tensor, true: Tensor, count: int, block: int) -> Tensor:
+    """float32 ``[B, Hq]``, in nats, of ``[B, Hq, C]`` each. count: sampled queries, the call's last ones."""
+    batch, heads, columns = products.shape
+    far = torch.empty(batch, heads, dtype=torch.float32, device=products.device)
+    numbers, flags = _arguments(call, block)
+    distance_kernel[(batch * heads,)](
+        products, true.contiguous(), far, *numbers, count, columns, call.window or 0, heads,
+        WIDTH=1024, **flags, num_warps=8,
+    )  # fmt: skip
+    return far
+
+
+def _arguments(call: AttentionCall, block: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    geometry = call.geometry
+    numbers = (
+        geometry.starts, geometry.lengths, call.softmax_scale, call.softcap or 0.0,
+        geometry.q_offset, geometry.q_len, geometry.kv_len,
+    )  # fmt: skip
+    flags = {
+        "BLOCK": block,
+        "WINDOW": geometry.window is not None,
+        "SOFTCAP": call.softcap is not None,
+        **FUSED,
+    }
+    return numbers, flags

@@ -13,8 +13,7 @@ from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.priority import Priority, tiles_of_columns
 from sparseprefill.statistics.sampled import PAIRS, PAIRS_ON_CPU, Logits
 
-from .budget import Layout
-from .rows import Rows, sum_type
+from .budget import Layout, Rows, sum_type
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -72,10 +71,10 @@ def choose(call: AttentionCall, budget: Budget, sampled: int) -> IndexLists:
         if until <= 0:
             continue
         if fast:
-            from . import launch
+            from . import kernels as gpu
 
-            sums = launch.column_sums(call, rows.some(part), layout.start[:, part], until)
-            launch.top_columns(sums, layout.start, lists, part)
+            sums = gpu.column_sums(call, rows.some(part), layout.start[:, part], until)
+            gpu.top_columns(sums, layout.start, lists, part)
         else:
             _top_columns(column_sums(call, rows.some(part), until), layout.start[:, part], lists, part)
     return lists

@@ -6,7 +6,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.geometry import Geometry, Sizes
 from sparseprefill.statistics.kept import kept
 
 
@@ -27,9 +27,14 @@ class Samples:
     @classmethod
     def of(cls, geometry: Geometry, block: int, chunk_n: int) -> Samples:
         """T query tiles go to `chunk_n` chunks: tile t to chunk ``t * chunk_n // T``; empty chunks sample nothing."""
+        sizes = geometry.sizes
+        if sizes is not None and geometry.lengths is None:
+            return _kept(sizes, block, chunk_n)
+        return cls._dealt(geometry, block, chunk_n)
+
+    @classmethod
+    def _dealt(cls, geometry: Geometry, block: int, chunk_n: int) -> Samples:
         chunks, count = min(chunk_n, geometry.tile_rows(block)), min(block, geometry.q_len)
-        if geometry.starts is None and geometry.lengths is None:
-            return _plain(geometry.batch, geometry.q_len, geometry.q_offset, block, chunk_n, geometry.device)
         at = geometry.first_position()
         begin = at.clamp(min=0)
         stop = torch.maximum(torch.minimum(at + geometry.q_len, geometry.key_counts()), begin)
@@ -43,25 +48,18 @@ class Samples:
 
 
 @kept
-def _plain(batch: int, q_len: int, q_offset: int, block: int, chunk_n: int, device: torch.device) -> Samples:
-    """Without padding: every batch row alike, known on the host, and the same in every layer."""
-    geometry = Geometry(batch, 1, q_len, q_offset + q_len, q_offset, device)
-    rows = geometry.tile_rows(block)
-    chunks = min(chunk_n, rows)
-    part = torch.arange(rows, device=device) * chunks // rows
-    edge = _edges(chunks, rows, device)[None] + q_offset // block
-    index, real = _last((edge * block).clamp(q_offset, q_offset + q_len), min(block, q_len), q_offset, q_len)
-    part, index, real = part.repeat(batch, 1), index.repeat(batch, 1, 1), real.repeat(batch, 1, 1)
-    return Samples(part, index, real, _reach(geometry, block, chunks))
+def _kept(sizes: Sizes, block: int, chunk_n: int) -> Samples:
+    """Without padding: every batch row alike, and the same in every layer."""
+    return Samples._dealt(Geometry(*sizes), block, chunk_n)
 
 
-def _edges(chunks: int, tiles: Tensor | int, device: torch.device) -> Tensor:
+def _edges(chunks: int, tiles: Tensor, device: torch.device) -> Tensor:
     """First tile of each chunk, and the end of the last: chunk c holds the tiles from ``ceil(c * T / chunks)`` on."""
     number = torch.arange(chunks + 1, device=device) * tiles + chunks - 1
     return torch.div(number, chunks, rounding_mode="floor")
 
 
-def _last(edge: Tensor, count: int, first: Tensor | int, q_len: int) -> tuple[Tensor, Tensor]:
+def _last(edge: Tensor, count: int, first: Tensor, q_len: int) -> tuple[Tensor, Tensor]:
     """The last `count` rows before each edge ``[B, S + 1]`` but the first: their index, and whether they exist."""
     position = edge[:, 1:, None] + torch.arange(-count, 0, device=edge.device)
     return (position - first).clamp(0, q_len - 1), position >= edge[:, :-1, None]

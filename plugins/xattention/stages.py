@@ -74,9 +74,9 @@ def all_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
         from sparseprefill.kernels.groups.launch import supported
 
         if supported(call, block, stride):
-            from . import launch
+            from . import kernels as gpu
 
-            return launch.tile_scores(call, stride, block)
+            return gpu.tile_scores(call, stride, block)
     geometry = call.geometry
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     shape = (geometry.batch, geometry.heads, geometry.tile_rows(block), geometry.tile_columns(block))

@@ -21,13 +21,13 @@ import torch
 from attrs import evolve, field, frozen
 from sparseprefill.plugins.anchor_attention import launch as anchor
 from sparseprefill.plugins.anchor_attention.regions import Regions
-from sparseprefill.plugins.bfla import launch as bfla
-from sparseprefill.plugins.kascade import launch as kascade
-from sparseprefill.plugins.kascade.rows import Rows
+from sparseprefill.plugins.bfla import kernels as bfla
+from sparseprefill.plugins.kascade import kernels as kascade
+from sparseprefill.plugins.kascade.budget import Rows
 from sparseprefill.plugins.rowmax import RowMaxConfig
 from sparseprefill.plugins.rowmax import launch as rowmax
 from sparseprefill.plugins.stem.kernels import value_norms
-from sparseprefill.plugins.xattention import launch as xattention
+from sparseprefill.plugins.xattention import kernels as xattention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import driver

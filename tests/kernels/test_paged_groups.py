@@ -10,8 +10,8 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.bfla import launch as bfla
-from sparseprefill.plugins.xattention import launch as xattention
+from sparseprefill.plugins.bfla import kernels as bfla
+from sparseprefill.plugins.xattention import kernels as xattention
 
 from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.groups import CUDA, DEVICE, DTYPES, TMA, make, small_settings

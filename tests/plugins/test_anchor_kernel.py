@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.plugins.anchor_attention import identify, launch, layout
+from sparseprefill.plugins.anchor_attention import launch, layout, stages
 from sparseprefill.plugins.anchor_attention.kernels import compact_kernel, pool_kernel, score_kernel
 from sparseprefill.plugins.anchor_attention.regions import Regions
 
@@ -44,7 +44,7 @@ def maxima(call: AttentionCall, spread: float = 1.5) -> torch.Tensor:
 
 def same(call: AttentionCall, regions: Regions, m: torch.Tensor, theta: float, **options: Any) -> torch.Tensor:
     """Assert that both find the same lists; their counts."""
-    expected = identify.stripes(call, regions, m, theta, **options)
+    expected = stages.stripes(call, regions, m, theta, **options)
     actual = IndexLists(*launch.stripes(call, regions, m, theta, **options))
     assert torch.equal(expected.counts, actual.counts)
     columns = call.k.shape[2]
@@ -154,7 +154,7 @@ def test_long_calls_find_what_float32_finds(heads: tuple[int, int], dtype: torch
     )  # fmt: skip
     call, regions = AttentionCall(q, k, v), Regions(128, 16, 128)
     m = torch.full(q.shape[:3], 7.0, device="cuda")
-    expected = identify.stripes(call, regions, m, 6.5).to_map(12000)
+    expected = stages.stripes(call, regions, m, 6.5).to_map(12000)
     actual = IndexLists(*launch.stripes(call, regions, m, 6.5)).to_map(12000)
     assert 0.01 < float(expected.float().mean()) < 0.5
     assert int((expected ^ actual).sum()) <= 1e-5 * int(expected.sum())

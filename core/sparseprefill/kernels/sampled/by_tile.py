@@ -22,18 +22,8 @@ if TYPE_CHECKING:
 KEYS = 2048
 """Keys of a program, in whole tiles."""
 RUNTIME = (
-    "q_offset",
-    "kv_len",
-    "count",
-    "kv_heads",
-    "kv_group",
-    "blocks",
-    "columns",
-    "each",
-    "lines",
-    "sixteens",
-    "window",
-)
+    "q_offset", "kv_len", "count", "kv_heads", "kv_group", "blocks", "columns", "each", "lines", "sixteens", "window",
+)  # fmt: skip
 UNALIGNED = ("table_ptr", "k_scale_ptr")
 BIG = tl.constexpr(1 << 30)
 
