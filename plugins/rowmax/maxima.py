@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn import functional
+
+from sparseprefill.statistics.grid import keys_on_grid
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -103,7 +104,7 @@ def shares(call: AttentionCall, block: int, which: Sampling) -> Iterator[tuple[s
     pairs = geometry.batch * geometry.heads * per
     size = max(1, ROWS // pairs)
     width = max(1, (LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS) // (pairs * size * block))
-    keys = _keys(call, columns * block)
+    keys = keys_on_grid(call, columns * block).to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
     before = geometry.q_offset // block
     for first in range(0, rows, size):
         last = min(first + size, rows)
@@ -155,15 +156,3 @@ def _hidden(call: AttentionCall, rows: Rows, tiles: slice, block: int) -> Tensor
 def _queries(call: AttentionCall, rows: Rows, keys: Tensor) -> Tensor:
     """``[B, Hq, n, D]`` in the type of the keys."""
     return torch.gather(call.q, 2, rows.index[..., None].expand(-1, -1, -1, call.q.shape[3])).to(keys.dtype)
-
-
-def _keys(call: AttentionCall, length: int) -> Tensor:
-    """Keys ``[B, Hkv, length, D]`` by position on each batch row's grid, zeros where there is none."""
-    geometry = call.geometry
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    if geometry.starts is None:
-        return functional.pad(call.k.to(dtype), [0, 0, 0, length - geometry.kv_len])
-    position = torch.arange(length, device=call.q.device).expand(geometry.batch, -1)
-    index = position + geometry.starts[:, None]
-    there = (index < geometry.kv_len)[:, None, :, None]
-    return torch.where(there, call.keys_at(index.clamp(max=geometry.kv_len - 1)), 0).to(dtype)

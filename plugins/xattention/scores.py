@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from sparseprefill.statistics.grid import keys_on_grid, queries_on_grid, wide_products
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -23,45 +24,6 @@ PARTIALS = 1 << 27
 
 LEAST, PARTS = 16, 8
 """Query tiles of a part at least, and parts of a call: each part looks at the keys up to its own end alone."""
-
-
-def key_groups(call: AttentionCall, length: int, stride: int) -> Tensor:
-    """Keys at positions 0 to `length`, each group in reverse order: ``[B, Hkv, length / stride, stride, D]``.
-
-    Against queries in their order, one product over ``stride * D`` then sums an antidiagonal.
-    """
-    geometry, k = call.geometry, call.k
-    if geometry.starts is None and geometry.lengths is None:
-        placed = functional.pad(k, [0, 0, 0, length - k.shape[2]])
-    else:
-        position = torch.arange(length, device=k.device).expand(geometry.batch, -1)
-        real = position < geometry.key_counts()[:, None]
-        index = position if geometry.starts is None else position + geometry.starts[:, None]
-        placed = _pick(k, index, real)
-    grouped: Tensor = placed.unflatten(2, (-1, stride))
-    return grouped.flip(3)
-
-
-def query_tiles(call: AttentionCall, first: int, last: int, block: int) -> tuple[Tensor, Tensor]:
-    """Query tiles `first` to `last` of the call: ``[B, Hq, n, D]`` with n tokens, and bool ``[B, n]``, which exist."""
-    geometry, q = call.geometry, call.q
-    if geometry.starts is None and geometry.lengths is None:
-        begin = (geometry.q_offset // block + first) * block - geometry.q_offset
-        end = begin + (last - first) * block
-        front, back = max(0, -begin), max(0, end - geometry.q_len)
-        rows = q[:, :, begin + front : end - back]
-        real = torch.ones(1, rows.shape[2], dtype=torch.bool, device=q.device).expand(geometry.batch, -1)
-        if not front and not back:
-            return rows, real
-        return functional.pad(rows, [0, 0, front, back]), functional.pad(real, [front, back])
-    begins = (geometry.first_tile(block) + first) * block
-    index, real = geometry.locate(begins[:, None] + torch.arange((last - first) * block, device=q.device))
-    return _pick(q, index, real), real
-
-
-def _pick(x: Tensor, index: Tensor, real: Tensor) -> Tensor:
-    where = index.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-    return torch.where(real[:, None, :, None], torch.gather(x, 2, where), 0)
 
 
 def scores_workspace(call: AttentionCall, stride: int, block: int) -> int:
@@ -81,12 +43,14 @@ def tile_scores(call: AttentionCall, stride: int, block: int) -> Iterator[tuple[
     rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
     size = max(1, LOGITS // (geometry.batch * geometry.heads * per_tile * per_tile * columns))
     size = min(size, max(LEAST, -(-rows // PARTS)))
-    keys = key_groups(call, columns * block, stride)
+    # Keys of a group in reverse order: against queries in theirs, one product over stride * D sums an antidiagonal.
+    keys = keys_on_grid(call, columns * block).unflatten(2, (-1, stride)).flip(3)
     for first in range(0, rows, size):
         last = min(first + size, rows)
         behind = min(geometry.q_offset // block + last, columns)  # rows that start later stand no further
-        q, real = query_tiles(call, first, last, block)
         tiles = geometry.tiles(block)[:, first:last]
+        q = queries_on_grid(call, block, first, last - first)
+        _, real = geometry.locate((tiles[..., None] * block + torch.arange(block, device=q.device)).flatten(1))
         groups = (tiles[..., None] * per_tile + torch.arange(per_tile, device=q.device)).flatten(1)
         attention = _group_attention(call, q, real, keys[:, :, : behind * per_tile], groups)
         yield slice(first, last), attention.unflatten(3, (-1, per_tile)).sum(4).unflatten(2, (-1, per_tile)).sum(3)
@@ -104,7 +68,7 @@ def _group_attention(call: AttentionCall, q: Tensor, real: Tensor, keys: Tensor,
     if window is not None:
         seen &= (lag == 0) | (lag * stride - stride + 1 < window)
     own = groups.clamp(0, keys.shape[2] - 1)
-    logits = _products(q, keys).div_(all_rows.clamp(min=1)[:, None, :, None])
+    logits = wide_products(q.flatten(3), keys.flatten(3)).div_(all_rows.clamp(min=1)[:, None, :, None])
     diagonal = _own_products(q, keys, real, own, half) / late_rows.clamp(min=1)[:, None]
     at = own[:, None, :, None].expand(-1, q.shape[1], -1, 1)
     logits.scatter_(3, at, diagonal[..., None]).mul_(call.softmax_scale)
@@ -112,20 +76,6 @@ def _group_attention(call: AttentionCall, q: Tensor, real: Tensor, keys: Tensor,
         logits = call.softcap * torch.tanh(logits / call.softcap)
     hidden = ~seen[:, None]
     return logits.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
-
-
-def _products(q: Tensor, keys: Tensor) -> Tensor:
-    """Antidiagonal sums ``[B, Hq, g, c]`` of groups ``[B, Hq, g, S, D]`` and ``[B, Hkv, c, S, D]``."""
-    batch, heads, count = q.shape[:3]
-    left = q.unflatten(1, (keys.shape[1], -1)).flatten(4).flatten(2, 3).flatten(0, 1)
-    right = keys.flatten(3).flatten(0, 1).transpose(1, 2)
-    if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
-        # Tensor cores add in float32; a half-precision result would round the scores for nothing.
-        sums = torch.bmm(left, right, out_dtype=torch.float32)
-    else:
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        sums = torch.bmm(left.to(dtype), right.to(dtype))
-    return sums.view(batch, heads, count, -1)
 
 
 def _own_products(q: Tensor, keys: Tensor, real: Tensor, own: Tensor, half: int) -> Tensor:

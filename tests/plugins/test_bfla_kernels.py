@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.bfla import kernels
-from sparseprefill.plugins.bfla.scores import block_scores
-from sparseprefill.plugins.bfla.stages import capped, keep_blocks
+from sparseprefill.plugins.bfla.stages import block_scores, capped, keep_blocks
 
 from kernels.groups import CUDA, DTYPES, SMALL, TMA, grouped_calls, make, small_settings
 from sparseprefill import AttentionCall, PriorityScores, SparseMask, build
