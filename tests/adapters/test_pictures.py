@@ -16,7 +16,7 @@ from sparseprefill.adapters.bench.measure import Row
 from sparseprefill.adapters.cli import bench_plot, page, picture
 from sparseprefill.adapters.cli.picture import Panel
 from sparseprefill.adapters.evaluation.outcome import Contender, Layer, Outcome
-from sparseprefill.plugins.share_prefill.clustering import picture as similarity
+from sparseprefill.plugins.share_prefill import picture as similarity
 from sparseprefill.plugins.share_prefill.table import ClusterTable
 
 import sparseprefill as sp
