@@ -1,6 +1,6 @@
-"""Equations 3 to 14 in three Triton kernels: block scores without a score matrix, their softmax, tiles of the blocks.
+"""Equations 3 to 14 in four launches: block scores without a score matrix, their softmax, top mass, tiles of the blocks.
 
-With their launches: these three, and top mass between the second and the third.
+The first and the last kernel are here, the other two are core's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from sparseprefill.kernels.groups.kernels import (
 )
 from sparseprefill.kernels.groups.launch import GroupTiles
 from sparseprefill.kernels.settings import FUSED
-from sparseprefill.kernels.steps import LOG2E, batch_row, factor, floor_div
+from sparseprefill.kernels.statistics.softmax import tile_softmax
+from sparseprefill.kernels.steps import batch_row, factor, floor_div
 from sparseprefill.statistics.select import top_mass
 
 if TYPE_CHECKING:
@@ -79,53 +80,6 @@ def block_scores_kernel(
     tl.store(scores_ptr + where, score, mask=(r < rows)[:, None] & (c < columns)[None, :])
 
 
-@triton.jit
-def _logits(line_ptr, c, begin, end, alpha, softcap, SOFTCAP: tl.constexpr):
-    """Base-2 logits of the blocks `c`, -inf for NaN and infinite ones and where out of sight; and which are those."""
-    seen = (c >= begin) & (c < end)
-    x = tl.load(line_ptr + c, mask=seen, other=0.0) * alpha  # [WIDTH]
-    if SOFTCAP:
-        x = tl.where(x == float("-inf"), x, (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0) * softcap)
-    nonfinite = (x < float("inf")) == 0
-    return tl.where(seen & (nonfinite == 0), x, float("-inf")) * LOG2E, seen & nonfinite
-
-
-@triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "rows", "columns", "window", "heads"))
-def block_mass_kernel(
-    scores_ptr, nonfinite_ptr, starts_ptr, lengths_ptr, alpha, softcap, q_offset, q_len, kv_len, rows, columns, window,
-    heads,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Scores ``[batch, heads, rows, columns]`` become softmax masses over a row's causal blocks, in place (eq. 5 to 8).
-
-    Blocks of a NaN or infinite score have no mass; nonfinite ``[batch, heads, rows, columns]`` names them. One program:
-    one row, in two sweeps of WIDTH blocks a step.
-    """
-    bh, r = tl.program_id(1), tl.program_id(0)
-    tokens = token_row(bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len)
-    block = floor_div(tokens.first, BLOCK) + r
-    live = (tl.minimum((block + 1) * BLOCK, tokens.high) > tl.maximum(block * BLOCK, tokens.low)).to(tl.int32)
-    begin, end = 0, tl.minimum(block + 1, columns) * live
-    if WINDOW:
-        begin = tl.maximum(floor_div(block * BLOCK - window + 1, BLOCK), 0)
-    line = (bh.to(tl.int64) * rows + r) * columns
-    top, total = float("-inf"), 0.0
-    for at in tl.range(0, end, WIDTH):
-        c = at + tl.arange(0, WIDTH)
-        x, _ = _logits(scores_ptr + line, c, begin, end, alpha, softcap, SOFTCAP)
-        higher = tl.maximum(top, tl.max(x, 0))
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.math.exp2(top - level) + tl.sum(tl.math.exp2(x - level), 0)
-        top = higher
-    level = tl.where(top == float("-inf"), 0.0, top)
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    for at in tl.range(0, columns, WIDTH):
-        c = at + tl.arange(0, WIDTH)
-        x, nonfinite = _logits(scores_ptr + line, c, begin, end, alpha, softcap, SOFTCAP)
-        tl.store(nonfinite_ptr + line + c, nonfinite.to(tl.uint8), mask=c < columns)
-        tl.store(scores_ptr + line + c, tl.math.exp2(x - level) * share, mask=c < columns)
-
-
 @triton.jit(do_not_specialize=("q_offset", "rows", "columns", "tile_rows", "tile_columns", "heads"))
 def block_tiles_kernel(
     keep_ptr, top_ptr, nonfinite_ptr, starts_ptr, q_offset, rows, columns, tile_rows, tile_columns, heads,
@@ -173,13 +127,8 @@ def block_scores(call: AttentionCall, block: int, size: int) -> Tensor:
 
 def block_mass(call: AttentionCall, scores: Tensor, block: int, alpha: float, softcap: float | None) -> Tensor:
     """Turns raw `scores` into masses, in place. Returns uint8 ``[B, Hq, R, L]``: blocks of a NaN or infinite score."""
-    geometry, (batch, heads, rows, columns) = call.geometry, scores.shape
     nonfinite = torch.empty(scores.shape, dtype=torch.uint8, device=scores.device)
-    block_mass_kernel[(rows, batch * heads)](
-        scores, nonfinite, geometry.starts, geometry.lengths, alpha, softcap or 0.0,
-        geometry.q_offset, geometry.q_len, geometry.kv_len, rows, columns, geometry.window or 0, heads,
-        BLOCK=block, WIDTH=512, WINDOW=geometry.window is not None, SOFTCAP=softcap is not None, num_warps=4, **FUSED,
-    )  # fmt: skip
+    tile_softmax(call, scores, block, alpha, softcap, nonfinite)
     return nonfinite
 
 

@@ -172,12 +172,14 @@ def query_aware_tiles(call: AttentionCall, keys: Tensor, config: FlexConfig, lea
 def _by_kernel(
     call: AttentionCall, queries: Tensor, keys: Tensor, config: FlexConfig, least: int, most: int | None
 ) -> Tensor:
-    from .kernels import tile_softmax
+    from sparseprefill.kernels.statistics.softmax import tile_softmax
 
     size = max(1, AT_ONCE // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
     found, first = [], 0
     for part in queries.split(size, 2):
-        every = tile_softmax(call, products(part, keys), first, config.block)
+        every = tile_softmax(
+            call, products(part, keys), config.block, call.softmax_scale, call.softcap, first_row=first
+        )
         found.append(top_mass(every, config.gamma, least, most))
         first += part.shape[2]
     return found[0] if len(found) == 1 else torch.cat(found, 2)

@@ -13,6 +13,7 @@ from sparseprefill.plugins.bfla.stages import block_scores, capped, keep_blocks
 
 from kernels.groups import CUDA, DTYPES, SMALL, TMA, grouped_calls, make, small_settings
 from sparseprefill import AttentionCall, PriorityScores, SparseMask, build
+from sparseprefill.kernels.statistics.softmax import tile_softmax_kernel
 from sparseprefill.mask.geometry import reachable_map, regrid
 
 # numpy, which the interpreter computes with, warns of the infinities and NaNs that belong here
@@ -84,6 +85,6 @@ def test_nothing_recompiles_when_only_the_length_changes() -> None:
     compiled = []
     for length in (8192, 10240, 12288, 8320):
         kernels.kept_tiles(make(torch.bfloat16, (8, 2), length, 0, 0, width=128), 256, 64, 0.1, None, 0.9, 128)
-        used = (kernels.block_scores_kernel, kernels.block_mass_kernel, kernels.block_tiles_kernel)
+        used = (kernels.block_scores_kernel, tile_softmax_kernel, kernels.block_tiles_kernel)
         compiled.append([len(cache[0]) for kernel in used for cache in kernel.device_caches.values()])
     assert all(some == compiled[0] for some in compiled), compiled

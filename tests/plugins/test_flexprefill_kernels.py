@@ -16,6 +16,7 @@ from helpers.build import among
 from kernels.device import CUDA, DEVICE
 from kernels.test_sampled import FIELDS
 from sparseprefill import AttentionCall
+from sparseprefill.kernels.statistics.softmax import tile_softmax
 from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.statistics.pooled import key_tile_mean, products, tile_mean
 from sparseprefill.statistics.sampled import last_rows, sampled_mass
@@ -58,7 +59,7 @@ def test_scores_and_distance(
         if not queries[:, :, part].shape[2]:
             continue
         raw = products(queries[:, :, part], keys).to(DEVICE)
-        actual = kernels.tile_softmax(there, raw, part.start, block)
+        actual = tile_softmax(there, raw, block, call.softmax_scale, call.softcap, first_row=part.start)
         torch.testing.assert_close(expected[:, :, part], actual.cpu(), rtol=1e-5, atol=1e-6)
 
     rows, exist = last_rows(call, block)
