@@ -85,9 +85,9 @@ class AnchorEstimator:
 
     def _stripes(self, call: AttentionCall, m: Tensor) -> IndexLists:
         if kernels.serve(call.q) and call.q.dtype != torch.float64:
-            from . import launch
+            from . import kernels as gpu
 
-            return IndexLists(*launch.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor))
+            return IndexLists(*gpu.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor))
         return stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)
 
 

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.groups.kernels import (
+from sparseprefill.kernels.groups import (
     RUNTIME,
+    GroupTiles,
     Operands,
     Tile,
     first_query_group,
@@ -22,7 +23,6 @@ from sparseprefill.kernels.groups.kernels import (
     program_tile,
     token_row,
 )
-from sparseprefill.kernels.groups.launch import GroupTiles
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.statistics.softmax import tile_softmax
 from sparseprefill.kernels.steps import batch_row, factor, floor_div

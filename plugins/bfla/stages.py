@@ -70,7 +70,7 @@ def kept_tiles(
     size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it.
     """
     if kernels.serve(call.q):
-        from sparseprefill.kernels.groups.launch import supported
+        from sparseprefill.kernels.groups import supported
 
         if supported(call, block, size):
             from . import kernels as gpu

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.sampled.launch import block, capability, settings
-from sparseprefill.kernels.settings import FUSED, cdiv
+from sparseprefill.kernels.sampled.mass import settings
+from sparseprefill.kernels.settings import FUSED, block, capability, cdiv
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E, batch_row, factor, logits, stored_rows
 

@@ -61,7 +61,7 @@ def choose(call: AttentionCall, budget: Budget, sampled: int) -> IndexLists:
         return lists
     fast = kernels.serve(call.q) and call.q.dtype != torch.float64
     if fast:
-        from sparseprefill.kernels.sampled import launch as sampled_rows
+        from sparseprefill.kernels.sampled import mass as sampled_rows
 
         fast = sampled_rows.fits(call)
     some = max(1, SLAB // (batch * call.kv_heads * last * rows.weight.element_size()))

@@ -12,8 +12,7 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from sparseprefill.kernels.sampled.launch import block, capability
-from sparseprefill.kernels.settings import FUSED, Settings, cdiv, power_of_two
+from sparseprefill.kernels.settings import FUSED, Settings, block, capability, cdiv, power_of_two
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E
 

@@ -124,7 +124,7 @@ class RowMaxEstimator:
 def _by_kernels(call: AttentionCall) -> bool:
     if not kernels.serve(call.q):
         return False
-    from sparseprefill.kernels.sampled.launch import fits
+    from sparseprefill.kernels.sampled.mass import fits
 
     return fits(call)
 

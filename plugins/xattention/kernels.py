@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.groups.kernels import (
+from sparseprefill.kernels.groups import (
     RUNTIME,
+    GroupTiles,
     Operands,
     Tile,
     first_query_group,
@@ -23,7 +24,6 @@ from sparseprefill.kernels.groups.kernels import (
     program_tile,
     token_row,
 )
-from sparseprefill.kernels.groups.launch import GroupTiles
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import LN2, LOG2E, factor, floor_div
 

@@ -65,7 +65,7 @@ class AntidiagonalEstimator:
 def all_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
     """``[B, Hq, R, C]``: scores of all key tiles, 0 for those of the future; see `scores.tile_scores`."""
     if kernels.serve(call.q):
-        from sparseprefill.kernels.groups.launch import supported
+        from sparseprefill.kernels.groups import supported
 
         if supported(call, block, stride):
             from . import kernels as gpu

@@ -24,8 +24,7 @@ from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.groups import make
 from sparseprefill import AttentionCall
 from sparseprefill import kernels as core_kernels
-from sparseprefill.kernels.sampled.launch import capability
-from sparseprefill.kernels.settings import Settings
+from sparseprefill.kernels.settings import Settings, capability
 from sparseprefill.kernels.source import Keys
 
 # numpy, which the interpreter computes with, warns of the infinities that belong here

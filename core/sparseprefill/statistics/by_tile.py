@@ -69,9 +69,9 @@ def lse_by_tile(
 ) -> tuple[Tensor, Tensor | None]:
     """``[B, Hq, n, C]``: LSE of each row in each key tile, over all keys and over those that are kept."""
     if kernels.serve(call.q):
-        from sparseprefill.kernels.sampled import launch
+        from sparseprefill.kernels.sampled import mass
 
-        if launch.fits(call):
+        if mass.fits(call):
             from sparseprefill.kernels.sampled.by_tile import tile_lse
 
             return tile_lse(call, rows, real, tile, keys)

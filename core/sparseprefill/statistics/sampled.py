@@ -128,7 +128,7 @@ def sampled_mass(
     keys, `chunk` at a time where PyTorch makes them: no matrix of rows and all keys is made.
     """
     if kernels.serve(call.q):
-        from sparseprefill.kernels.sampled import launch as sampled
+        from sparseprefill.kernels.sampled import mass as sampled
 
         if sampled.fits(call):
             if rows.dim() == 3:

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.kernels.sampled.launch import block, capability, settings
-from sparseprefill.kernels.settings import cdiv
+from sparseprefill.kernels.sampled.mass import settings
+from sparseprefill.kernels.settings import block, capability, cdiv
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, logits, stored_rows
 
