@@ -18,8 +18,7 @@ from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.statistics.divergence import js_distance
-from sparseprefill.statistics.pooled import key_tile_mean, products, real_rows, tile_mean
+from sparseprefill.statistics.pooled import js_distance, key_tile_mean, products, real_rows, tile_mean
 from sparseprefill.statistics.sampled import by_block, last_rows, sampled_mass, seen_blocks
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.statistics.divergence import js_distance
+from sparseprefill.statistics.pooled import js_distance
 from sparseprefill.statistics.slashes import slash_tiles
 
 from .heads import NEVER, index, of_heads
