@@ -21,7 +21,7 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
-from sparseprefill.statistics.grid import keys_on_grid, queries_on_grid, wide_products
+from sparseprefill.statistics.grid import keys_on_grid, queries_on_grid, supported, wide_products
 from sparseprefill.statistics.select import top_mass
 
 if TYPE_CHECKING:
@@ -69,13 +69,10 @@ def kept_tiles(
 
     size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it.
     """
-    if kernels.serve(call.q):
-        from sparseprefill.kernels.groups import supported
+    if kernels.serve(call.q) and supported(call, block, size):
+        from . import kernels as gpu
 
-        if supported(call, block, size):
-            from . import kernels as gpu
-
-            return gpu.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
+        return gpu.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
     geometry = call.geometry
     scores = capped(block_scores(call, block, size).mul_(alpha), softcap)
     keep, mass = keep_blocks(scores, reachable_map(geometry, block, block)[:, None], keep_mass)

@@ -59,18 +59,13 @@ def choose(call: AttentionCall, budget: Budget, sampled: int) -> IndexLists:
     last = (geometry.q_offset // budget.tile + tiles - 1) * budget.tile  # no tile of any batch row begins behind
     if last <= 0 or layout.size == 0:
         return lists
-    fast = kernels.serve(call.q) and call.q.dtype != torch.float64
-    if fast:
-        from sparseprefill.kernels.sampled import mass as sampled_rows
-
-        fast = sampled_rows.fits(call)
     some = max(1, SLAB // (batch * call.kv_heads * last * rows.weight.element_size()))
     for first in range(0, tiles, some):
         part = slice(first, min(first + some, tiles))
         until = min(last, (geometry.q_offset // budget.tile + part.stop - 1) * budget.tile)
         if until <= 0:
             continue
-        if fast:
+        if kernels.serve_rows(call):
             from . import kernels as gpu
 
             sums = gpu.column_sums(call, rows.some(part), layout.start[:, part], until)

@@ -58,7 +58,7 @@ class RowMaxEstimator:
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles and their lists, and what shares take."""
         block, stride = self.config.block, sampling(self.config, call.group).stride
-        return default_workspace(call, block) + workspace(call, block, stride, by_kernels=_by_kernels(call))
+        return default_workspace(call, block) + workspace(call, block, stride, by_kernels=kernels.serve_rows(call))
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles by share, the row's own tile, and the first; the shares are left as priority."""
@@ -71,7 +71,7 @@ class RowMaxEstimator:
 
     def kept(self, call: AttentionCall) -> Tensor:
         """bool ``[B, Hq, R, C]``, or of KV heads under a union: tiles of a large enough share."""
-        if _by_kernels(call):
+        if kernels.serve_rows(call):
             from . import launch
 
             return launch.kept_tiles(call, self.config)
@@ -80,7 +80,7 @@ class RowMaxEstimator:
 
     def shares(self, call: AttentionCall) -> Tensor:
         """float ``[B, Hq, R, C]``, or of KV heads under a union: the largest share that a sampled row gives a tile."""
-        if _by_kernels(call):
+        if kernels.serve_rows(call):
             from . import launch
 
             return launch.tile_shares(call, self.config)
@@ -88,7 +88,7 @@ class RowMaxEstimator:
 
     def _notes(self, call: AttentionCall) -> Mapping[str, Remark]:
         """What a report says of the kernels that chose."""
-        if not _by_kernels(call):
+        if not kernels.serve_rows(call):
             return {}
         from . import launch
 
@@ -114,19 +114,11 @@ class RowMaxEstimator:
         return found if self.config.union == "head" else found.repeat_interleave(call.group, 1)
 
     def _in_8_bits(self, call: AttentionCall) -> bool:
-        if not _by_kernels(call):
+        if not kernels.serve_rows(call):
             return False
         from . import launch
 
         return launch.in_8_bits(call, self.config.precision)
-
-
-def _by_kernels(call: AttentionCall) -> bool:
-    if not kernels.serve(call.q):
-        return False
-    from sparseprefill.kernels.sampled.mass import fits
-
-    return fits(call)
 
 
 def pipeline(config: RowMaxConfig) -> Pipeline:

@@ -15,6 +15,7 @@ from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
+from sparseprefill.statistics.grid import supported
 from sparseprefill.statistics.select import top_mass
 
 from .scores import scores_workspace, tile_scores
@@ -64,13 +65,10 @@ class AntidiagonalEstimator:
 
 def all_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
     """``[B, Hq, R, C]``: scores of all key tiles, 0 for those of the future; see `scores.tile_scores`."""
-    if kernels.serve(call.q):
-        from sparseprefill.kernels.groups import supported
+    if kernels.serve(call.q) and supported(call, block, stride):
+        from . import kernels as gpu
 
-        if supported(call, block, stride):
-            from . import kernels as gpu
-
-            return gpu.tile_scores(call, stride, block)
+        return gpu.tile_scores(call, stride, block)
     geometry = call.geometry
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     shape = (geometry.batch, geometry.heads, geometry.tile_rows(block), geometry.tile_columns(block))

@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from sparseprefill.call import AttentionCall
+
+WIDEST = 256
+"""Largest head dimension of kernels that look at single query rows."""
+
 
 def serve(x: Tensor) -> bool:
     """Whether kernels may run on a tensor's device: CUDA, with Triton installed. Else plain PyTorch does the work."""
@@ -19,6 +24,11 @@ def serve(x: Tensor) -> bool:
 def serve_device(device: torch.device) -> bool:
     """The same by device."""
     return device.type == "cuda" and _installed()
+
+
+def serve_rows(call: AttentionCall) -> bool:
+    """Whether kernels that look at single query rows may run a call."""
+    return serve(call.q) and call.q.element_size() < 8 and call.q.shape[-1] <= WIDEST
 
 
 @cache

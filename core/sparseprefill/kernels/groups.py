@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from attrs import field, frozen
@@ -228,20 +227,12 @@ def first_query_group(first, row, BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK
     return floor_div(first, BLOCK) * (BLOCK // SIZE) + row * BLOCK_M
 
 
-HIGHEST = 128
-"""Rows of the largest tile, and so groups of a block."""
 LONG = 32
 """Tokens of a group from which its products take long beside the rest of a tile."""
 READS = 8
 """Of tensor descriptors: keys for each query row up to which a copy costs less than pointers into pages do."""
 COPY = 1 << 30
 """Bytes of such a copy, at most."""
-
-
-def supported(call: AttentionCall, block: int, size: int) -> bool:
-    """Whether the kernels can take groups of `size` tokens in blocks of `block`: a power of two of them, 1 to 64."""
-    per = block // size
-    return call.q.dtype != torch.float64 and per & (per - 1) == 0 and per <= HIGHEST // 2
 
 
 @frozen(eq=False)

@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 
+HIGHEST = 128
+"""Rows of the largest tile of a kernel over token groups, and so groups of a block."""
+
+
+def supported(call: AttentionCall, block: int, size: int) -> bool:
+    """Whether kernels over groups of `size` tokens take blocks of `block`: a power of two of groups, 1 to 64."""
+    per = block // size
+    return call.q.dtype != torch.float64 and per & (per - 1) == 0 and per <= HIGHEST // 2
+
+
 def queries_on_grid(call: AttentionCall, tile: int, first: int, count: int) -> Tensor:
     """``[B, Hq, count * tile, D]``: `count` query tiles of the call, from its tile `first` on."""
     geometry = call.geometry

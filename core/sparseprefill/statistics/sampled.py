@@ -127,14 +127,13 @@ def sampled_mass(
     sampled row sees a key from this index on, a promise that spares work; or one for each sample. Two passes over the
     keys, `chunk` at a time where PyTorch makes them: no matrix of rows and all keys is made.
     """
-    if kernels.serve(call.q):
-        from sparseprefill.kernels.sampled import mass as sampled
+    if kernels.serve_rows(call):
+        from sparseprefill.kernels.sampled.mass import sampled_mass as by_kernels
 
-        if sampled.fits(call):
-            if rows.dim() == 3:
-                return SampledMass(*sampled.sampled_mass(call, rows, real, slash, column))
-            found = sampled.sampled_mass(call, rows[:, None], real[:, None], slash, column)
-            return SampledMass(*(x[:, :, 0] for x in found))
+        if rows.dim() == 3:
+            return SampledMass(*by_kernels(call, rows, real, slash, column))
+        found = by_kernels(call, rows[:, None], real[:, None], slash, column)
+        return SampledMass(*(x[:, :, 0] for x in found))
     if rows.dim() == 2:
         end = until if until is None or isinstance(until, int) else until[0]
         return _one_sample(call, rows, real, slash, chunk, column, end)

@@ -308,8 +308,6 @@ def sampled_fold_kernel(
         _store_bins(slashes_ptr, out, slashes, slash, sums, SLASH_BINS)
 
 
-WIDEST = 256
-"""Largest head dimension."""
 PROGRAMS = 1024
 """Programs that a launch should have, so that no multiprocessor waits long for the last."""
 
@@ -331,11 +329,6 @@ def settings(capability: tuple[int, int], block_d: int, itemsize: int) -> tuple[
     few = Settings(64 if wide else 128, 64, warps=4, stages=2)
     # Three programs of four warps have 168 registers a thread.
     return few, evolve(few, maxnreg=168 if capability[0] == 9 and not wide else None)
-
-
-def fits(call: AttentionCall) -> bool:
-    """Whether the kernels can run this call; its device is for the caller to look at."""
-    return call.q.dtype != torch.float64 and call.q.shape[-1] <= WIDEST
 
 
 def sampled_mass(
