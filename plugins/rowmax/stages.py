@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from attrs import frozen
 from torch import Tensor
 
@@ -96,17 +95,7 @@ class RowMaxEstimator:
         return {"rowmax": Remark(said)} if said else {}
 
     def _plain_shares(self, call: AttentionCall) -> Tensor:
-        geometry = call.geometry
-        dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        shape = (
-            geometry.batch,
-            geometry.heads,
-            geometry.tile_rows(self.config.block),
-            geometry.tile_columns(self.config.block),
-        )
-        every = torch.zeros(shape, dtype=dtype, device=geometry.device)
-        for rows, found in shares(call, self.config.block, sampling(self.config, call.group)):
-            every[:, :, rows, : found.shape[3]] = found
+        every = shares(call, self.config.block, sampling(self.config, call.group))
         return every if self.config.union == "head" else every.unflatten(1, (-1, call.group)).amax(2)
 
     def _priority(self, call: AttentionCall) -> Tensor:

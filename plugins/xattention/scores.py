@@ -5,7 +5,6 @@ Queries and keys come in groups of `stride` tokens on each row's own token grid,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,8 +32,8 @@ def scores_workspace(call: AttentionCall, stride: int, block: int) -> int:
     return 4 * pairs + 5 * min(PARTIALS, max(4 * LOGITS, 2 * pairs * (block // stride)))
 
 
-def tile_scores(call: AttentionCall, stride: int, block: int) -> Iterator[tuple[slice, Tensor]]:
-    """Query tiles, and their scores ``[B, Hq, r, c]`` of the first c key tiles; no later one is in reach.
+def tile_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
+    """``[B, Hq, R, C]``: scores of all key tiles, 0 for those of the future.
 
     The score of a key tile is the sum, over the query tile's groups, of the softmax over key groups of the mean
     antidiagonal logit: ``scale / stride * sum``, for whole groups. float32 (float64 for float64 calls).
@@ -45,6 +44,8 @@ def tile_scores(call: AttentionCall, stride: int, block: int) -> Iterator[tuple[
     size = min(size, max(LEAST, -(-rows // PARTS)))
     # Keys of a group in reverse order: against queries in theirs, one product over stride * D sums an antidiagonal.
     keys = keys_on_grid(call, columns * block).unflatten(2, (-1, stride)).flip(3)
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    every = torch.zeros(geometry.map_shape(block, block), dtype=dtype, device=geometry.device)
     for first in range(0, rows, size):
         last = min(first + size, rows)
         behind = min(geometry.q_offset // block + last, columns)  # rows that start later stand no further
@@ -53,7 +54,9 @@ def tile_scores(call: AttentionCall, stride: int, block: int) -> Iterator[tuple[
         _, real = geometry.locate((tiles[..., None] * block + torch.arange(block, device=q.device)).flatten(1))
         groups = (tiles[..., None] * per_tile + torch.arange(per_tile, device=q.device)).flatten(1)
         attention = _group_attention(call, q, real, keys[:, :, : behind * per_tile], groups)
-        yield slice(first, last), attention.unflatten(3, (-1, per_tile)).sum(4).unflatten(2, (-1, per_tile)).sum(3)
+        found = attention.unflatten(3, (-1, per_tile)).sum(4).unflatten(2, (-1, per_tile)).sum(3)
+        every[:, :, first:last, :behind] = found
+    return every
 
 
 def _group_attention(call: AttentionCall, q: Tensor, real: Tensor, keys: Tensor, groups: Tensor) -> Tensor:

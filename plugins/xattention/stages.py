@@ -69,13 +69,7 @@ def all_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
         from . import kernels as gpu
 
         return gpu.tile_scores(call, stride, block)
-    geometry = call.geometry
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    shape = (geometry.batch, geometry.heads, geometry.tile_rows(block), geometry.tile_columns(block))
-    every = torch.zeros(shape, dtype=dtype, device=geometry.device)
-    for rows, scores in tile_scores(call, stride, block):
-        every[:, :, rows, : scores.shape[3]] = scores
-    return every
+    return tile_scores(call, stride, block)
 
 
 def pipeline(config: XConfig) -> Pipeline:

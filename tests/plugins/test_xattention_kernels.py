@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.xattention import kernels
 from sparseprefill.plugins.xattention.scores import PARTIALS, tile_scores
-from torch import Tensor
 
 from kernels.groups import CUDA, DTYPES, SMALL, TMA, grouped_calls, make, small_settings
 from sparseprefill import AttentionCall
@@ -21,19 +20,9 @@ FEW = settings(max_examples=60 if CUDA else 8, deadline=None)
 SIZES = st.sampled_from([(4, 16), (8, 32), (5, 20), (3, 48), (16, 16)])
 
 
-def plain(call: AttentionCall, stride: int, block: int) -> Tensor:
-    """All rows of the plain path; key tiles of the future are 0."""
-    geometry = call.geometry
-    shape = (geometry.batch, geometry.heads, geometry.tile_rows(block), geometry.tile_columns(block))
-    scores = torch.zeros(shape, device=geometry.device)
-    for rows, some in tile_scores(call, stride, block):
-        scores[:, :, rows, : some.shape[3]] = some
-    return scores
-
-
 def same(call: AttentionCall, stride: int, block: int, bound: float = 1e-4) -> None:
     torch.testing.assert_close(
-        kernels.tile_scores(call, stride, block), plain(call, stride, block), rtol=bound, atol=bound
+        kernels.tile_scores(call, stride, block), tile_scores(call, stride, block), rtol=bound, atol=bound
     )
 
 
@@ -62,7 +51,7 @@ def test_a_nan_stays_in_the_rows_that_see_it(value: float, tma: bool, monkeypatc
     for place in (40, 47):
         call = make(torch.float32, (2, 1), 150, 20, 3)
         call.k[:, :, place, 3], call.q[:, 1, 130, 5] = value, value
-        expected, actual = plain(call, 8, 32), kernels.tile_scores(call, 8, 32)
+        expected, actual = tile_scores(call, 8, 32), kernels.tile_scores(call, 8, 32)
         nonfinite = expected.isnan().any(-1)
         assert bool(nonfinite.any())
         assert not bool(nonfinite[:, 0, 0].any())
