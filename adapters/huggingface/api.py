@@ -70,6 +70,7 @@ def attach(
 
     Where nothing of the model can ever run sparse (every layer would stay dense), attach refuses; where nothing may, as
     far as can be told (only sliding windows, a `min_query` or a break-even table beyond the model's length), it warns.
+    It can tell from the run that `verify` asks for.
 
     Raises AttachError if the model cannot be attached or nothing can run sparse, UnknownMethodError or ParameterError
     for a wrong method, or for a profile or a table of another model, or a break-even table that cannot be read;
@@ -97,7 +98,7 @@ def attach(
         from .dry_run import compare_unread, dry_run
         from .handle import Handle
         from .identity import identity
-        from .inspection import check, declared_layers, find_decoder, trained_length
+        from .inspection import check, find_decoder, trained_length
         from .switch import STAR, claim
         from .versions import warn_of_untested
     except ModuleNotFoundError as error:
@@ -110,6 +111,7 @@ def attach(
     check(decoder, STAR)
     if route.asks_model:
         route.check_model(identity(decoder))
+    seen = None
     if verify:
         findings = dry_run(model, decoder, route)
         seen = findings.layers
@@ -120,12 +122,6 @@ def attach(
         session.start(type(model).__name__, findings.kinds, windows=findings.windows, trained=trained_length(decoder))
         if findings.repeated:
             session.note("layer indices repeat within a forward: methods that remember by layer mix them up")
-    else:
-        declared, windows = declared_layers(decoder)
-        seen = tuple(declared)
-        if declared or windows:
-            host, trained = type(model).__name__, trained_length(decoder)
-            session.start(host, declared, windows=windows, trained=trained, certain=False)
     last = None
     if skip_unread:
         last = unread.check(model, decoder, seen)

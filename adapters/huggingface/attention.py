@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +15,31 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import InvalidCallError
 
 from ..session.session import Fallback
-from . import reasons
-from .masks import Compact, LazyMask, Order, classify, stock
-from .original import Original, autocast_off, eagerly, lowered
-from .state import Attachment, Forward, adopt, is_stock, owner_of, serving, sharing
+from .masks import CUSTOM, Compact, LazyMask, Order, classify, stock
+from .state import Attachment, Forward, Original, adopt, eagerly, is_stock, owner_of, serving, sharing
 from .switch import LOCK, name_of
 
+OUTSIDE = (
+    "called outside the attached decoder's forward (a forward that began before attaching, recomputed activations, "
+    "or a layer run on its own)"
+)
+NOT_CAUSAL = "the layer is not causal"
+GRADIENT = "gradients are recorded: wrap inference in torch.no_grad() or torch.inference_mode()"
+TRAINING = "the model is in training mode: call model.eval()"
+WEIGHTS = "attention weights are requested"
+REPLACED = "is another module than at attaching: it runs like the one before, but no dry run has seen it"
+SHARED = (
+    "a module that shares the attached model's configuration, but is no part of its decoder, ran stock: another model, "
+    "or a decoder that was put in the place of the attached one"
+)
+SEQUENCES = (tuple, list)  # a union of both would be made anew at every look
+HARMLESS = frozenset(
+    (
+        *("position_ids", "cache_position", "s_aux", "input_ids", "inputs_embeds", "labels", "logits_to_keep"),
+        *("token_type_ids", "mm_token_type_ids"),
+    )
+)
+"""Tensors that a layer may be given and that change nothing about who attends to whom."""
 Outputs = tuple[Tensor, Tensor | None]
 
 
@@ -49,9 +69,19 @@ def make_attention(original: Original, min_query: int) -> Callable[..., Outputs]
         if attached is None:
             forward = _met(module)
             attached = None if forward is None else forward.owner
-        if attached is None or (forward is not None and forward.stock):
-            return original.attention(module)(module, query, key, value, stock(mask), **kwargs)
-        return _attend(attached, forward, original, module, query, key, value, mask, kwargs)
+        if attached is not None and not (forward is not None and forward.stock):
+            draft = 0 if forward is None else forward.draft
+            if draft and isinstance(mask, LazyMask) and mask.order.tells(query):
+                # A prompt and a draft behind it: the prompt comes out as it does alone, and the draft is decoding.
+                first, last = mask.order.cut(draft)
+                found = _output(attached, forward, module, query[:, :, :-draft], key, value, first, kwargs)
+                if found is not None:
+                    dense = original.attention(module)
+                    behind, _ = dense(module, query[:, :, -draft:], key, value, last.stock(), **kwargs)
+                    return torch.cat([found, behind], 1), None
+            elif (found := _output(attached, forward, module, query, key, value, mask, kwargs)) is not None:
+                return found, None
+        return original.attention(module)(module, query, key, value, stock(mask), **kwargs)
 
     def attention(
         module: torch.nn.Module,
@@ -74,9 +104,9 @@ def _met(module: torch.nn.Module) -> Forward | None:
     """The forward of a module that was not there when its model was attached. Such modules are noted."""
     forward = adopt(module)
     if forward is not None and not forward.stock:
-        forward.owner.tell(f"the attention of layer {reasons.layer_of(module)} {reasons.REPLACED}")
+        forward.owner.tell(f"the attention of layer {layer_of(module)} {REPLACED}")
     if forward is None and (other := sharing(module)) is not None:
-        other.session.note(reasons.SHARED)
+        other.session.note(SHARED)
     return forward
 
 
@@ -121,34 +151,7 @@ def _lazy(original: Original, asked: dict[str, Any]) -> LazyMask | None:
     return None if pattern is None else LazyMask.of(Order.of(pattern, make, asked))
 
 
-def _attend(
-    attached: Attachment,
-    forward: Forward | None,
-    original: Original,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    kwargs: dict[str, Any],
-) -> Any:
-    dense = original.attention(module)
-    draft = 0 if forward is None else forward.draft
-    if draft and isinstance(mask, LazyMask) and mask.order.shape[2] == query.shape[2] and not mask.order.changed:
-        # A prompt and a draft behind it: the prompt comes out as it does alone, and the draft is decoding.
-        first, last = mask.order.cut(draft)
-        found = _result(attached, forward, module, query[:, :, :-draft], key, value, first, kwargs)
-        if found is not None:
-            behind, _ = dense(module, query[:, :, -draft:], key, value, last.stock(), **kwargs)
-            return torch.cat([found, behind], 1), None
-    else:
-        found = _result(attached, forward, module, query, key, value, mask, kwargs)
-        if found is not None:
-            return found, None
-    return dense(module, query, key, value, stock(mask), **kwargs)
-
-
-def _result(
+def _output(
     attached: Attachment,
     forward: Forward | None,
     module: torch.nn.Module,
@@ -159,23 +162,24 @@ def _result(
     kwargs: dict[str, Any],
 ) -> Tensor | None:
     """The layer's output ``[B, Nq, Hq, Dv]`` by the session; None, recorded with its reason, where the host shall."""
-    layer, session = reasons.layer_of(module), attached.session
-    if forward is not None:
-        forward.seen.add(layer)
+    layer, session = layer_of(module), attached.session
     shape = (query.shape[0], query.shape[2], key.shape[2])
     if forward is None:
         if session.strict:  # a forward that began before attaching is none that `strict` speaks of
-            session.note(f"layer {layer} {reasons.OUTSIDE}")
+            session.note(f"layer {layer} {OUTSIDE}")
         else:
-            session.decline(layer, reasons.OUTSIDE, shape)
+            session.decline(layer, OUTSIDE, shape)
         return None
-    reason = forward.dense or reasons.of_host(module, query, key, value, mask, kwargs)
-    if reason == reasons.NOT_CAUSAL and session.cross(layer):
-        return None
+    forward.seen.add(layer)
+    reason = forward.dense or _objection(module, query, key, value, mask, kwargs)
     if reason is not None:
-        session.decline(layer, reason, shape)
+        if reason != NOT_CAUSAL or not session.cross(layer):
+            session.decline(layer, reason, shape)
         return None
-    compact = mask.order.compact()
+    compact = mask.order.told(query, key)
+    if not isinstance(compact, Compact):
+        session.decline(layer, compact, shape)
+        return None
     # A gate judges by sizes: what it said of one layer holds for the next.
     sizes = (id(mask.order), query.shape, key.shape, value.shape, query.dtype, query.device)
     if (small := forward.small.get(sizes)) is not None:
@@ -196,6 +200,41 @@ def _result(
     return None
 
 
+def layer_of(module: torch.nn.Module) -> int:
+    """The layer's index among the decoder's; -1 where it has none."""
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else -1
+
+
+def _objection(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> str | None:
+    """What the host asks for that no pipeline does; None if nothing. Reads no value on the device."""
+    if module.training:
+        return TRAINING
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return GRADIENT
+    if kwargs.get("dropout"):
+        return "attention dropout is on"
+    if kwargs.get("output_attentions"):
+        return WEIGHTS
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        return NOT_CAUSAL
+    if kwargs.get("cache") is not None:
+        return "the cache is paged"
+    if not isinstance(mask, LazyMask):
+        return CUSTOM
+    odd = [name for name, value in kwargs.items() if name not in HARMLESS and _holds_tensor(value)]
+    return f"the layer passes {', '.join(sorted(odd))}" if odd else None
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    return isinstance(value, SEQUENCES) and any(_holds_tensor(part) for part in value)
+
+
 def _call(
     attached: Attachment,
     layer: int,
@@ -206,8 +245,6 @@ def _call(
     kwargs: dict[str, Any],
 ) -> AttentionCall | str:
     """The call, over views of the slots in use; the reason where it cannot be expressed."""
-    if reason := reasons.of_mask(compact, query):
-        return reason
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if not attached.original.applies_extras and (softcap is not None or sinks is not None):
         attached.session.note(
@@ -215,10 +252,13 @@ def _call(
         )
         softcap = sinks = None
     used = compact.used
+    if used != key.shape[2]:
+        key, value = key[:, :, :used], value[:, :, :used]
     try:
         return AttentionCall(
             query,
-            *first_keys(used, key, value),
+            key,
+            value,
             scale=kwargs.get("scaling"),
             q_offset=used - query.shape[2],
             layer=layer,
@@ -232,6 +272,20 @@ def _call(
         return str(error)
 
 
-def first_keys(used: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The `used` first keys and values; the tensors themselves where all slots are in use."""
-    return (key, value) if used == key.shape[2] else (key[:, :, :used], value[:, :, :used])
+def autocast_type(device: torch.device) -> torch.dtype | None:
+    """The type in which autocast lets attention run on a device; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def lowered(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as autocast casts them; themselves where it is off."""
+    dtype = autocast_type(q.device)
+    if dtype is None:
+        return q, k, v
+    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
+def autocast_off(device: torch.device) -> AbstractContextManager[object]:
+    """Within, autocast is off on a device: it would round an estimator's sums, and an executor's."""
+    return nullcontext() if autocast_type(device) is None else torch.autocast(device.type, enabled=False)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,13 +23,13 @@ from sparseprefill.route import Route
 
 from ..session.report import Report
 from ..session.session import Session
+from .attention import autocast_type
 from .handle import Handle
-from .inspection import allowed_ids, input_device
-from .original import autocast_type
+from .inspection import allowed_ids, input_device, trained_length
 
 TOKENS, SHORTEST = 64, 16
-# Relative norm of the difference in logits. Rounding stays below, a wrong mask is of the order of one.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+"""Relative norm of the difference in logits: rounding stays below, a wrong mask is of the order of one."""
 
 
 @frozen
@@ -43,38 +43,29 @@ class FullEstimator:
 
 @frozen(eq=False)
 class Findings:
-    """Layers that were seen, in their report, what the pipeline objects to in them, and a call of each."""
+    """What a dry run saw of a model's attention layers, by their indices.
 
-    report: Report
-    objections: dict[int, tuple[str, ...]] = field(factory=dict)
-    calls: dict[int, AttentionCall] = field(factory=dict)
+    layers: those that reached the adapter. dense: those that will fall back, with the reasons. kinds: a call of each,
+    or why the host computes it, as `Session.start` takes them, without windows: those with a sliding window. repeated:
+    whether one forward called a layer index twice.
+    """
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Indices of the attention layers that reached the adapter."""
-        return tuple(layer.layer for layer in self.report.layers)
+    layers: tuple[int, ...]
+    dense: dict[int, tuple[str, ...]]
+    kinds: dict[int, AttentionCall | str]
+    windows: tuple[int, ...]
+    repeated: bool
 
-    @property
-    def dense(self) -> dict[int, tuple[str, ...]]:
-        """Layers that will fall back, with the reasons."""
-        reasons = {layer.layer: tuple(layer.reasons) for layer in self.report.layers if layer.reasons}
-        return {**reasons, **self.objections}
-
-    @property
-    def kinds(self) -> dict[int, AttentionCall | str]:
-        """Layers as `Session.start` takes them: a call, or why the host computes the layer. Without sliding windows."""
-        dense = {one.layer: "; ".join(one.reasons) for one in self.report.layers if one.mode == "dense"}
-        return {**dense, **self.calls}
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Layers with a sliding window."""
-        return tuple(one.layer for one in self.report.layers if one.mode == "window")
-
-    @property
-    def repeated(self) -> bool:
-        """Whether one forward called a layer index twice."""
-        return any(layer.calls > 1 for layer in self.report.layers)
+    @classmethod
+    def of(cls, report: Report, calls: dict[int, AttentionCall], route: Route) -> Findings:
+        """report: of the model with a full mask. calls: one of each layer that ran so. route: what will run."""
+        seen = report.layers
+        reasons = {one.layer: tuple(one.reasons) for one in seen if one.reasons}
+        objections = {layer: said for layer, call in calls.items() if (said := route.unsupported(call))}
+        hosts = {one.layer: "; ".join(one.reasons) for one in seen if one.mode == "dense"}
+        windows = tuple(one.layer for one in seen if one.mode == "window")
+        layers, repeated = tuple(one.layer for one in seen), any(one.calls > 1 for one in seen)
+        return cls(layers, {**reasons, **objections}, {**hosts, **calls}, windows, repeated)
 
 
 def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> Findings:
@@ -88,27 +79,20 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
     def observe(call: AttentionCall, result: Result) -> None:
         calls[call.layer] = call
 
-    full = Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
-    session = Session(full, min_query=SHORTEST, observe=observe, warn=False, tail=0, recall_every=0)
+    session = Session(_full(route), min_query=SHORTEST, observe=observe, warn=False, tail=0, recall_every=0)
     handle = Handle(model, decoder, session, only=threading.current_thread())
     inputs = _inputs(model, decoder)
     with torch.no_grad(), _evaluating(model):
         stock = _stock(model, inputs)
         handle.bind()
         try:
-            ours: Tensor | Exception = _run(model, inputs)
+            with handle:
+                ours = _run(model, inputs)
         except Exception as error:
-            ours = error
-        finally:
-            handle.detach()
-    if isinstance(ours, Exception):
-        with torch.no_grad(), _evaluating(model):
             _stock(model, inputs)  # one that fails now and then is not our failure
-        raise AttachError(_failed(model, "fails with another attention function", ours)) from ours
-    objections = {layer: reasons for layer, call in calls.items() if (reasons := route.unsupported(call))}
-    findings = Findings(handle.report(), objections, calls)
-    with torch.no_grad(), _evaluating(model):
-        _compare(model, stock, ours, findings, lambda: _stock(model, inputs))
+            raise AttachError(_failed(model, "fails with another attention function", error)) from error
+        findings = Findings.of(handle.report(), calls, route)
+        _compare(model, stock, ours, handle.report(), lambda: _stock(model, inputs))
     return findings
 
 
@@ -118,35 +102,43 @@ def compare_unread(model: torch.nn.Module, decoder: PreTrainedModel, route: Rout
     Raises AttachError where the logits differ. A model that takes fewer than 256 tokens leaves out no rows.
     """
     inputs = {**_inputs(model, decoder, 300), "logits_to_keep": 1}
-    full = Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
     found: list[Tensor] = []
     for layer in (None, last):
-        session = Session(full, min_query=SHORTEST, warn=False, recall_every=0)
+        session = Session(_full(route), min_query=SHORTEST, warn=False, recall_every=0)
         handle = Handle(model, decoder, session, only=threading.current_thread(), last=layer)
         with torch.no_grad(), _evaluating(model), handle:
             found.append(model(**inputs).logits)
     whole, part = found
-    limit = TOLERANCE.get(whole.dtype, TOLERANCE[torch.bfloat16])
-    if not _apart(part, whole) <= limit:
+    limit, error = allowed(whole.dtype), apart(part, whole)
+    if not error <= limit:
         raise AttachError(
             f"skip_unread is True, but {type(model).__name__} reads more rows of its last layer than logits_to_keep "
-            f"names: its logits differ by {_apart(part, whole):.2g} (relative norm; {limit:g} is allowed); leave "
-            "skip_unread out"
+            f"names: its logits differ by {error:.2g} (relative norm; {limit:g} is allowed); leave skip_unread out"
         )
 
 
+def _full(route: Route) -> Pipeline:
+    """Every key through the executor that will run the method."""
+    return Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
+
+
 def _inputs(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> dict[str, Any]:
-    config = getattr(model, "config", decoder.config)
-    low, high = allowed_ids(config if hasattr(config, "get_text_config") else decoder.config)
-    room = getattr(decoder.config, "max_position_embeddings", None)
-    tokens = min(most, room) if isinstance(room, int) and room > 0 else most
-    ids = torch.randint(low, high, (2, tokens), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(model, decoder, most)
     mask = torch.ones_like(ids)
-    mask[0, : tokens // 4] = 0
-    device = input_device(decoder)
+    mask[0, : ids.shape[1] // 4] = 0
     # Attention weights that the configuration asks for would keep every layer dense.
     weights = {"output_attentions": False} if getattr(decoder.config, "output_attentions", False) else {}
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False, **weights}
+    return {"input_ids": ids, "attention_mask": mask, "use_cache": False, **weights}
+
+
+def random_ids(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> Tensor:
+    """Token ids ``[2, most]`` of text, fewer where the model takes fewer, on the device where they are read."""
+    config = getattr(model, "config", decoder.config)
+    low, high = allowed_ids(config if hasattr(config, "get_text_config") else decoder.config)
+    room = trained_length(decoder)
+    tokens = most if room is None else min(most, room)
+    ids = torch.randint(low, high, (2, tokens), generator=torch.Generator().manual_seed(0))
+    return ids.to(input_device(decoder))
 
 
 def _stock(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -180,20 +172,17 @@ def _run(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
     raise TypeError("its output has neither logits nor last_hidden_state")
 
 
-def _compare(
-    model: torch.nn.Module, stock: Tensor, ours: Tensor, findings: Findings, again: Callable[[], Tensor]
-) -> None:
+def _compare(model: torch.nn.Module, stock: Tensor, ours: Tensor, report: Report, again: Callable[[], Tensor]) -> None:
     """again: one more run of the stock model, asked for where the two differ."""
     name = type(model).__name__
-    if not any(layer.sparse_calls or layer.window_calls for layer in findings.report.layers):
-        why = "; ".join(findings.report.fallbacks) or "none of them calls the attention function"
+    if not any(layer.sparse_calls or layer.window_calls for layer in report.layers):
+        why = "; ".join(report.fallbacks) or "none of them calls the attention function"
         raise AttachError(f"{name} has no attention layer to attach to: {why}")
-    types = (stock.dtype, autocast_type(stock.device) or stock.dtype)
-    limit = max(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in types)
-    error = _apart(ours, stock)
+    limit = allowed(stock.dtype, autocast_type(stock.device) or stock.dtype)
+    error = apart(ours, stock)
     if error <= limit:
         return
-    by_itself = _apart(again(), stock)
+    by_itself = apart(again(), stock)
     if not by_itself <= limit:
         raise AttachError(
             f"{name} as it is, before it is attached, gives other logits from run to run: they differ by "
@@ -206,7 +195,12 @@ def _compare(
     )
 
 
-def _apart(x: Tensor, wanted: Tensor) -> float:
+def allowed(*dtypes: torch.dtype) -> float:
+    """The relative norm up to which logits of these types count as equal: the largest."""
+    return max(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in dtypes)
+
+
+def apart(x: Tensor, wanted: Tensor) -> float:
     """Relative norm of the difference."""
     return float((wanted.double() - x.double()).norm() / wanted.double().norm())
 

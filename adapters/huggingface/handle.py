@@ -18,8 +18,7 @@ from ..session.session import Session
 from .attention import register
 from .drafts import decoding
 from .hooks import install
-from .original import Original
-from .state import Attachment
+from .state import Attachment, Original
 from .switch import LOCK, Switch, claim, named_before
 
 

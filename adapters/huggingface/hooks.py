@@ -9,12 +9,19 @@ import torch
 from attrs import define
 
 from ..session.session import Prefill
-from . import reasons, unread
+from . import unread
+from .attention import GRADIENT, TRAINING, WEIGHTS
 from .drafts import drafted
-from .original import eagerly
-from .state import Attachment, Forward, Progress, Requests, is_steady, owner_of, past_length
+from .state import Attachment, Forward, Progress, Requests, eagerly, is_steady, owner_of, past_length
 
-NOWHERE = Progress(Prefill(), 0, 0)  # of a forward that does not go through the session
+EXPORT = "the model is exported or traced: what comes of that is the stock model"
+UNREACHED = (
+    "did not reach the method in a forward in which others did: its module was replaced by one with a configuration or "
+    "an attention of its own, it was skipped, or another implementation was set meanwhile"
+)
+DRAFT = "a draft was checked: that is decoding, however many tokens it has"
+NOWHERE = Progress(Prefill(), 0, 0)
+"""The progress of a forward that does not go through the session."""
 
 
 class Idle:
@@ -134,7 +141,7 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     past = past_length(cache)
     draft = drafted(attached, past)
     if draft and rows - draft < attached.session.min_query:
-        attached.session.note(reasons.DRAFT)
+        attached.session.note(DRAFT)
         attached.enter(Forward(attached, NOWHERE, stock=True))
         if cache is not None:
             requests.drop(cache)
@@ -145,7 +152,7 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
         attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
     read = None if attached.last is None or draft else unread.rows_read(module)
-    attached.enter(Forward(attached, progress, cache, reasons.of_forward(module, named), draft=draft, read=read))
+    attached.enter(Forward(attached, progress, cache, _objection(module, named), draft=draft, read=read))
 
 
 @eagerly
@@ -157,7 +164,7 @@ def _close(attached: Attachment, requests: Requests, module: torch.nn.Module, ou
         return
     if forward.seen and forward.dense is None:
         for layer in attached.session.missing(forward.seen):
-            attached.tell(f"layer {layer} {reasons.UNREACHED}")
+            attached.tell(f"layer {layer} {UNREACHED}")
     cache = forward.cache
     if cache is None:
         cache = getattr(output, "past_key_values", None)
@@ -182,3 +189,23 @@ def _overruled(attached: Attachment, decoder: Any) -> bool:
         return False
     attached.tell(f"the model was set to {name!r} after it was attached: such forwards run without the method")
     return True
+
+
+def _objection(decoder: torch.nn.Module, named: dict[str, Any]) -> str | None:
+    """Why no layer of a forward may run sparse; None if nothing. named: its arguments.
+
+    Reentrant gradient checkpointing runs the layers without gradients first, and once more with them: what a layer sees
+    by itself says nothing then, what the decoder saw does.
+    """
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        return EXPORT
+    if decoder.training:
+        return TRAINING
+    if torch.is_grad_enabled():
+        embeds = named.get("inputs_embeds")
+        if (embeds is not None and embeds.requires_grad) or any(x.requires_grad for x in decoder.parameters()):
+            return GRADIENT
+    weights = named.get("output_attentions")
+    if weights is None:
+        weights = getattr(getattr(decoder, "config", None), "output_attentions", False)
+    return WEIGHTS if weights else None

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError
 
 # Such code treats every implementation that it does not know by name in another way, masks included.
@@ -81,34 +80,6 @@ def trained_length(decoder: PreTrainedModel) -> int | None:
     """Tokens that the model was made for, where its configuration says so."""
     found = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
-
-
-def declared_layers(decoder: PreTrainedModel) -> tuple[dict[int, AttentionCall | str], tuple[int, ...]]:
-    """Attention layers by the configuration alone: a call of each, and those with a sliding window.
-
-    Both are empty where the configuration does not tell. Only a guess: what runs is for a dry run to find.
-    """
-    config = decoder.config.get_text_config()
-    try:
-        heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
-        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        q, k = (torch.empty(1, n, 1, width, dtype=decoder.dtype, device=decoder.device) for n in (heads, kv_heads))
-        calls = {i: AttentionCall(q, k, k, layer=i) for i in range(layers)}
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return {}, ()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    windows = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-    if getattr(config, "layer_types", None) is None and _slides(config):
-        windows = list(range(layers))
-    known = ("full_attention", "sliding_attention")
-    if len(kinds) != layers or any(kind not in known for kind in kinds):
-        return {}, ()
-    return {i: call for i, call in calls.items() if i not in windows}, tuple(windows)
-
-
-def _slides(config: PreTrainedConfig) -> bool:
-    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True) is True
 
 
 def allowed_ids(config: PreTrainedConfig) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from sparseprefill.errors import AttachError
 
 MaskFunction = Callable[..., Any]
+CUSTOM = "the attention mask is custom, or neither causal nor a sliding window"
 _UNMADE = object()
 
 
@@ -82,13 +83,48 @@ class Order:
         """Whether somebody wrote into the full mask, so that it is no longer what was asked for."""
         return self._full is not None and self._full._version != self._version
 
+    def tells(self, query: Tensor) -> bool:
+        """Whether it still is the mask of these queries."""
+        return self.shape[2] == query.shape[2] and not self.changed
+
+    def told(self, query: Tensor, key: Tensor) -> Compact | str:
+        """The mask of a layer's queries and keys in a few numbers; or why no AttentionCall can say it."""
+        if self.changed:
+            return CUSTOM
+        made, given = (*self.shape[::2], self.shape[3]), (query.shape[0], query.shape[2], key.shape[2])
+        if made != given:
+            wanted, has = (f"{rows} x {queries} queries" for rows, queries, _ in (made, given))
+            return f"the mask is for {wanted} and {made[2]} keys, the layer has {has} and {given[2]}"
+        found = self.compact()
+        if found.holes:
+            return "the attention mask has holes: padding must be a prefix or a suffix of each row"
+        return found if found.used >= query.shape[2] else f"{query.shape[2]} queries come after {found.used} keys"
+
     def compact(self) -> Compact:
         """The mask in a few numbers, read once; with padding or a static cache that takes one host sync."""
         if self._compact is None:
-            (batch, _, q_length, kv_length), asked = self.shape, self.asked
-            offsets, padding = (asked["q_offset"], asked["kv_offset"]), asked["attention_mask"]
-            self._compact = read(self.pattern, batch, q_length, kv_length, *offsets, padding, self.device)
+            self._compact = self._read()
         return self._compact
+
+    def _read(self) -> Compact:
+        """Padding is bool ``[B, n]`` over absolute positions."""
+        (batch, _, q_length, kv_length), window = self.shape, self.pattern.window
+        q_offset, kv_offset, padding = (self.asked[name] for name in ("q_offset", "kv_offset", "attention_mask"))
+        if padding is None and isinstance(q_offset, int) and isinstance(kv_offset, int):
+            return Compact(min(kv_length, max(0, q_offset + q_length - kv_offset)), window)
+        position = torch.arange(kv_length, device=self.device) + kv_offset
+        used = position < q_offset + q_length
+        real = used[None].expand(batch, -1)
+        if padding is not None:
+            padding = functional.pad(padding, (0, max(0, kv_length + int(kv_offset) - padding.shape[-1])))
+            real = real & padding[:, position]
+        count, slots = real.sum(-1), used.sum()
+        first = real.to(torch.uint8).argmax(-1)
+        behind = kv_length - real.flip(-1).to(torch.uint8).argmax(-1)
+        holes = ((count > 0) & (behind - first != count)).any()
+        n, split, ragged = torch.stack([slots, holes.long(), (count != slots).any().long()]).tolist()
+        starts, lengths = (first.to(torch.int32), count.to(torch.int32)) if ragged else (None, None)
+        return Compact(cast(int, n), window, starts, lengths, bool(split))
 
     def stock(self) -> Any:
         """Exactly what the host's function gives, made once: None where its attention needs no mask."""
@@ -222,34 +258,3 @@ def classify(mask_function: MaskFunction, local_size: int | None, allow_is_causa
     except Exception:  # a closure over tensors of the batch or of another device: not a plain window
         return None
     return Pattern(window) if same else None
-
-
-def read(
-    pattern: Pattern,
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int | Tensor,
-    padding: Tensor | None,
-    device: torch.device | str,
-) -> Compact:
-    """A causal or sliding mask in a few numbers. padding: bool ``[B, n]`` over absolute positions, or None.
-
-    Syncs with the host once where there is padding, or an offset that the device holds.
-    """
-    if padding is None and isinstance(q_offset, int) and isinstance(kv_offset, int):
-        return Compact(min(kv_length, max(0, q_offset + q_length - kv_offset)), pattern.window)
-    position = torch.arange(kv_length, device=device) + kv_offset
-    used = position < q_offset + q_length
-    real = used[None].expand(batch, -1)
-    if padding is not None:
-        padding = functional.pad(padding, (0, max(0, kv_length + int(kv_offset) - padding.shape[-1])))
-        real = real & padding[:, position]
-    count, slots = real.sum(-1), used.sum()
-    first = real.to(torch.uint8).argmax(-1)
-    behind = kv_length - real.flip(-1).to(torch.uint8).argmax(-1)
-    holes = ((count > 0) & (behind - first != count)).any()
-    n, split, ragged = torch.stack([slots, holes.long(), (count != slots).any().long()]).tolist()
-    starts, lengths = (first.to(torch.int32), count.to(torch.int32)) if ragged else (None, None)
-    return Compact(cast(int, n), pattern.window, starts, lengths, bool(split))

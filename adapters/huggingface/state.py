@@ -1,4 +1,5 @@
-"""What an attached model's attention, mask and hooks share: the attachment, and the forward that a call belongs to.
+"""What an attached model's attention, mask and hooks share: the host's own attention, the attachment, and the forward
+that a call belongs to.
 
 The attention function sees neither the cache nor the request. A hook before the decoder opens a `Forward`, one after
 it (errors included) closes it; every thread and task has its own. What must outlive one forward, a prefill in chunks,
@@ -11,23 +12,56 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 from transformers import PreTrainedModel
 from transformers.cache_utils import QuantizedLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..session.session import Fallback, Prefill, Session
-from .original import Original
+from .masks import MaskFunction
 from .switch import LOCK, Switch, named_before
 
+P = ParamSpec("P")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)
 _bound: tuple[weakref.ref[Attachment], ...] = ()  # replaced as a whole, so that it may be read without the lock
+
+
+@frozen
+class Original:
+    """An implementation by the name that transformers knows it by, such as ``sdpa`` or ``eager``."""
+
+    name: str
+    applies_extras: bool = field(default=Factory(lambda self: "sdpa" not in self.name, takes_self=True), init=False)
+    """Whether it honours softcap and sinks; sdpa drops both in silence, and equality means to drop them too."""
+
+    def attention(self, module: torch.nn.Module) -> Any:
+        """Its attention function for this module; ``eager`` is the one in the file of the module's class."""
+        for owner in type(module).__mro__:
+            file = sys.modules.get(owner.__module__)
+            eager = getattr(file, "eager_attention_forward", None)
+            if eager is not None:
+                registry = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+                return registry.get_interface(self.name, eager)
+        return ALL_ATTENTION_FUNCTIONS[self.name]
+
+    def mask(self) -> MaskFunction | None:
+        """Its mask function; None for an implementation that takes no mask."""
+        found: MaskFunction | None = ALL_MASK_ATTENTION_FUNCTIONS.get(self.name)
+        return found
+
+
+def eagerly(function: Callable[P, T]) -> Callable[P, T]:
+    """Run `function` outside of compiled graphs: context variables and weak references cannot be traced."""
+    return cast(Callable[P, T], torch.compiler.disable(function))
 
 
 @define(eq=False, repr=False)

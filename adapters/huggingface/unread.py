@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sparseprefill.errors import AttachError
 
-from .original import eagerly
+from .state import eagerly
 
 _read: ContextVar[dict[int, int] | None] = ContextVar("sparseprefill_read", default=None)
 WANTED = "output_hidden_states", "output_router_logits", "output_attentions"
@@ -33,10 +33,10 @@ def rows_read(decoder: object) -> int | None:
     return rows
 
 
-def check(model: torch.nn.Module, decoder: PreTrainedModel, layers: tuple[int, ...]) -> int:
+def check(model: torch.nn.Module, decoder: PreTrainedModel, layers: tuple[int, ...] | None) -> int:
     """The index of the layer whose rows may be left out; AttachError where the model does not say which are read.
 
-    layers: indices of the attention layers that reach the adapter.
+    layers: indices of the attention layers that reach the adapter; None where nobody has looked.
     """
     name, last = type(model).__name__, int(decoder.config.get_text_config().num_hidden_layers) - 1
     stock = type(model).__module__.startswith("transformers.") and type(decoder).__module__.startswith("transformers.")
@@ -45,7 +45,7 @@ def check(model: torch.nn.Module, decoder: PreTrainedModel, layers: tuple[int, .
             f"skip_unread is True, but {name} does not say which rows it reads: pass a causal LM of transformers, "
             "whose forward takes logits_to_keep, or leave skip_unread out"
         )
-    if last not in layers:
+    if layers is not None and last not in layers:
         shown = ", ".join(map(str, layers)) or "none"
         raise AttachError(
             f"skip_unread is True, but the last of {name}'s {last + 1} layers is no attention layer that runs through "

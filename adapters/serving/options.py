@@ -6,7 +6,7 @@ import threading
 from collections.abc import Container, Mapping
 from typing import Any
 
-from attrs import field, frozen
+from attrs import Attribute, asdict, field, fields, frozen
 
 from sparseprefill.breakeven.gate import AUTO, GateChoice
 from sparseprefill.config import KEYS, from_config
@@ -14,18 +14,14 @@ from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
 from sparseprefill.route import Route
-from sparseprefill.validate import MOST_ROWS
+from sparseprefill.structure import structure
+from sparseprefill.validate import MOST_ROWS, flag, maybe, number, one_of, whole
 
 from ..session.defaults import TAIL
 from ..session.watch import RECALL_EVERY, check_every, check_strict
-from .wishes import OFF, SWITCH
+from .wishes import OFF, SWITCH, mistyped
 
 TABLE = SWITCH
-OWN = (
-    *("chunk", "config", "copies", "layers", "log_interval", "log_level", "measure", "min_query", "profiles"),
-    *("recall_every", "strict", "strict_recall", "tail", "warm_up"),
-)
-LEVELS = ("debug", "info", "warning", "error")
 MIN_QUERY = 128
 """Query rows from which a chunk of a prompt is worth a mask: those of one tile."""
 
@@ -50,42 +46,51 @@ class Source:
         return from_config(self.pipeline, registry=registry, at="" if isinstance(self.pipeline, str) else self.at)
 
 
-@frozen(kw_only=True)
-class Options:
-    """The adapter's own options, and where its pipelines come from.
+def _every(_: object, attribute: Attribute[Any], value: object) -> None:
+    check_every(attribute.name, value)
 
-    source: of the pipeline for requests that ask for nothing. profiles: the same by name, for those that ask for one.
+
+@frozen(kw_only=True)
+class Settings:
+    """The adapter's own options.
+
     chunk: tokens of a prompt between two cuts into chunks, whatever else is in a batch; None to cut as the server does.
     copies: whether kernels may copy K and V of a layer out of their pages where that is faster.
     log_interval: seconds between two summary lines in the log; 0 for none, None for the server's own interval.
-    min_query: query rows from which a request's chunk runs sparse. layers: indices to run sparse; None for all.
-    strict: refuse to start where a layer would stay dense. measure: count the density of every call at once.
-    tail: last query rows of a prompt that get every key; 0 for none.
+    min_query: query rows from which a request's chunk runs sparse, 2 or more, so that decoding stays dense. layers:
+    indices to run sparse; None for all. strict: refuse to start where a layer would stay dense. measure: count the
+    density of every call at once. tail: last query rows of a prompt that get every key; 0 for none.
     recall_every: of how many prefills the recall of one is measured; 0 for none. strict_recall: below which a measured
-    call is counted, and the first is logged as a warning; None for neither.
-    warm_up: compile the kernels at start; None to do as the server
-    does. log_level: of the library's messages in the server's log.
+    call is counted, and the first is logged as a warning; None for neither. warm_up: compile the kernels at start; None
+    to do as the server does. log_level: of the library's messages in the server's log.
+    """
+
+    chunk: int | None = field(default=None, validator=maybe(whole(2)))
+    copies: bool = field(default=True, validator=flag())
+    log_interval: float | None = field(default=None, validator=maybe(number(0, threading.TIMEOUT_MAX)))
+    min_query: int = field(default=MIN_QUERY, validator=whole(2))
+    layers: tuple[int, ...] | None = None
+    strict: bool = field(default=False, validator=flag())
+    measure: bool = field(default=False, validator=flag())
+    tail: int = field(default=TAIL, validator=whole(0, MOST_ROWS))
+    recall_every: int = field(default=RECALL_EVERY, validator=_every)
+    strict_recall: float | None = field(default=None, validator=maybe(number(0, 1)))
+    warm_up: bool | None = field(default=None, validator=maybe(flag()))
+    log_level: str = field(default="info", validator=one_of("debug", "info", "warning", "error"))
+
+
+OWN = tuple(one.name for one in fields(Settings))
+
+
+@frozen(kw_only=True)
+class Options(Settings):
+    """The adapter's own options, and where its pipelines come from.
+
+    source: of the pipeline for requests that ask for nothing. profiles: the same by name, for those that ask for one.
     """
 
     source: Source
     profiles: Mapping[str, Source] = field(factory=dict)
-    chunk: int | None = None
-    copies: bool = True
-    log_interval: float | None = None
-    min_query: int = MIN_QUERY
-    layers: tuple[int, ...] | None = None
-    strict: bool = False
-    measure: bool = False
-    tail: int = TAIL
-    recall_every: int = RECALL_EVERY
-    strict_recall: float | None = None
-    warm_up: bool | None = None
-    log_level: str = field(default="info")
-
-    @property
-    def gate(self) -> GateChoice:
-        """What keeps prompts dense that are too short to gain: see `Source.gate`."""
-        return self.source.gate
 
     def build(self, registry: Registry | None = None) -> Pipeline | Route:
         """The pipeline, or the route by length, that these options ask for: see `Source.build`."""
@@ -98,6 +103,11 @@ class Options:
             return None
         return f"{TABLE} is {printed(asked)}, which is not a profile of this engine{nearest(str(asked), known)}"
 
+    def refusal(self, extra: Mapping[str, object]) -> str | None:
+        """Why a request with these extra arguments is refused, or None."""
+        why = mistyped(extra)
+        return self.unknown(extra[SWITCH]) if why is None and SWITCH in extra else why
+
 
 def read_table(table: object, without: Container[str] = ()) -> Options:
     """The options in a server's table; ParameterError names the key at fault.
@@ -105,33 +115,17 @@ def read_table(table: object, without: Container[str] = ()) -> Options:
     without: of our own keys those that mean nothing to this server.
     """
     own = [key for key in OWN if key not in without]
+    known = (*own, "config", "profiles", *KEYS)
     if not isinstance(table, Mapping):
         raise ParameterError(f"{TABLE} is {table!r}: give a table of keys and values")
     for key in table:
-        if key not in (*own, *KEYS):
-            raise ParameterError(f"{TABLE}.{key} is unknown{nearest(str(key), (*own, *KEYS))}")
-    level = table.get("log_level", "info")
-    if level not in LEVELS:
-        raise ParameterError(f"{TABLE}.log_level is {level!r}: use {', '.join(LEVELS)}")
-    every = check_every(f"{TABLE}.recall_every", table.get("recall_every", RECALL_EVERY))
-    return Options(
-        source=_source(table, TABLE),
-        profiles=_profiles(table.get("profiles", {})),
-        chunk=_chunk(table.get("chunk")),
-        copies=_switch("copies", table.get("copies", True)),
-        log_interval=_seconds(table.get("log_interval")),
-        min_query=_rows(table.get("min_query", MIN_QUERY)),
-        layers=_layers(table.get("layers")),
-        strict=_switch("strict", table.get("strict", False)),
-        measure=_switch("measure", table.get("measure", False)),
-        tail=_tail(table.get("tail", TAIL)),
-        recall_every=every,
-        strict_recall=check_strict(
-            f"{TABLE}.strict_recall", table.get("strict_recall"), every, f"{TABLE}.recall_every"
-        ),
-        warm_up=_switch("warm_up", table["warm_up"]) if "warm_up" in table else None,
-        log_level=level,
-    )
+        if key not in known:
+            raise ParameterError(f"{TABLE}.{key} is unknown{nearest(str(key), known)}")
+    found: Settings = structure(Settings, {key: table[key] for key in own if key in table}, TABLE, short=True)
+    every, strict = found.recall_every, found.strict_recall
+    check_strict(f"{TABLE}.strict_recall", strict, every, f"{TABLE}.recall_every")
+    profiles = _profiles(table.get("profiles", {}))
+    return Options(source=_source(table, TABLE), profiles=profiles, **asdict(found, recurse=False))
 
 
 def _source(table: Mapping[str, Any], at: str) -> Source:
@@ -158,50 +152,9 @@ def _profiles(value: object) -> Mapping[str, Source]:
         if not isinstance(table, Mapping):
             raise ParameterError(f"{at} is {table!r}: give a table of keys and values")
         for key in table:
-            if key in OWN and key != "config":
+            if key in OWN or key == "profiles":
                 raise ParameterError(f"{at}.{key} applies to all requests: give it as {TABLE}.{key}")
             if key not in ("config", *KEYS):
                 raise ParameterError(f"{at}.{key} is unknown{nearest(str(key), ('config', *KEYS))}")
         found[name] = _source(table, at)
     return found
-
-
-def _chunk(value: object) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 2):
-        raise ParameterError(f"{TABLE}.chunk is {value!r}: pass a number of tokens >= 2")
-    return value
-
-
-def _seconds(value: object) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < threading.TIMEOUT_MAX:
-        raise ParameterError(f"{TABLE}.log_interval is {value!r}: pass seconds, or 0 for no summary")
-    return float(value)
-
-
-def _rows(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-        raise ParameterError(f"{TABLE}.min_query is {value!r}: pass an integer >= 2, so that decoding stays dense")
-    return value
-
-
-def _tail(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_ROWS:
-        raise ParameterError(f"{TABLE}.tail is {value!r}: pass a number of query rows from 0 to {MOST_ROWS}")
-    return value
-
-
-def _layers(value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    good = isinstance(value, list | tuple) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
-    if not good or not isinstance(value, list | tuple):
-        raise ParameterError(f"{TABLE}.layers is {value!r}: give a list of layer indices")
-    return tuple(value)
-
-
-def _switch(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ParameterError(f"{TABLE}.{name} is {value!r}: use true or false")
-    return value

@@ -111,12 +111,19 @@ class LayerRecord:
     skips: bool = False
     skipped: tuple[int, int] = (0, 0)
 
-    def count(self, mode: Mode, sizes: tuple[int, int, int], serial: int | None = None) -> None:
-        """One call ran in `mode`; sizes: batch rows, queries, keys. serial: the prefill that begins or goes on."""
+    def count(self, mode: Mode, sizes: tuple[int, int, int]) -> None:
+        """One call ran in `mode`; sizes: batch rows, queries, keys."""
         self.modes[mode] += 1
         self.last, self.sizes = mode, sizes
-        if serial is not None:
-            self.begin(serial)
+
+    def ran(self, result: Result, sizes: tuple[int, int, int], serial: int, most: float | None) -> None:
+        """One call of the prefill `serial` ran sparse. most: see `keep`; None to `measure` at once."""
+        self.count("sparse", sizes)
+        self.begin(serial)
+        if most is None:
+            self.measure(Uncounted.of(result))
+        else:
+            self.keep(Uncounted.of(result), most)
 
     def begin(self, serial: int) -> None:
         """Forget the results of the prefill before, if `serial` is another."""
@@ -133,8 +140,7 @@ class LayerRecord:
 
     def measure(self, result: Uncounted) -> None:
         """Count the pairs now (host sync)."""
-        pairs = self._take(result)
-        self.total = _add(self.total, pairs)
+        self.total = _add(self.total, self._take(result))
 
     def keep(self, result: Uncounted, most: float = math.inf) -> None:
         """Count the pairs when a report asks. Where the room would hold more than `most` bytes then, the device counts

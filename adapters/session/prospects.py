@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sparseprefill.route import Route
 
 LONGEST = 1 << 20
-"""Tokens up to which calls are tried where nothing bounds them."""
+"""Tokens up to which calls are tried; a round guess that no prompt of today passes."""
 SLIDING = "a sliding window: all of its keys are computed, without the method"
 NOT_CHOSEN = "not among the chosen layers"
 
@@ -31,54 +31,31 @@ class Prospects:
     doubts: tuple[str, ...] = ()
 
 
-@frozen(kw_only=True)
-class Bounds:
-    """Of what a host can be asked. min_query: query rows from which a call is prefill.
-
-    rows, keys: query rows of one forward, and tokens of one request, that are never passed; None where nothing bounds
-    them. trained: tokens that the model was made for, which may be passed.
-    """
-
-    min_query: int
-    rows: int | None = None
-    keys: int | None = None
-    trained: int | None = None
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Lengths of prompts to try: powers of two from `min_query` on, and the bounds."""
-        last = min(x for x in (self.keys, self.trained, LONGEST) if x is not None)
-        powers = [self.min_query << i for i in range(64) if self.min_query << i < last]
-        return (*powers, max(last, self.min_query))
-
-
 def prospects(
     route: Route,
     layers: Mapping[int, AttentionCall | str],
-    bounds: Bounds,
+    min_query: int,
     *,
+    trained: int | None = None,
     windows: Iterable[int] = (),
     chosen: frozenset[int] | None = None,
 ) -> Prospects:
     """Whether any call can run sparse. By sizes alone: no value on a device is read, and no memory is needed.
 
     layers: every attention layer, as a call with its sizes, type, softcap and sinks (of any length), or as the reason
-    why the host computes it, whatever comes. windows: layers whose sliding window the session computes exactly.
+    why the host computes it, whatever comes. min_query: query rows from which a call is prefill. trained: tokens that
+    the model was made for; they may be passed. windows: layers whose sliding window the session computes exactly.
     chosen: the layers asked for, None for all. Raises StageError where a stage or the gate fails to answer.
     """
-    short = _short(bounds)
-    if short:
-        return Prospects(never=short)
     asked = [i for i in sorted({*layers, *windows}) if chosen is None or i in chosen]
     if not asked:
         return Prospects(never="the model has no attention layer" if not layers else f"no layer is left: {NOT_CHOSEN}")
-    sliding = set(windows)
-    lengths = _lengths(route, bounds)
+    sliding, lengths = set(windows), _lengths(route, min_query, trained)
     reasons: dict[int, str] = {}
     opened: list[AttentionCall] = []
     for i in asked:
         given = SLIDING if i in sliding else layers[i]
-        reason = given if isinstance(given, str) else _objection(route, given, lengths, bounds)
+        reason = given if isinstance(given, str) else _objection(route, given, lengths)
         if reason:
             reasons[i] = reason
         elif isinstance(given, AttentionCall):
@@ -89,31 +66,26 @@ def prospects(
         measured = any(one.method is None or one.dense_layers for one in ranges)  # a profile that was made so
         return Prospects(doubts=(said,)) if measured or sliding & set(asked) else Prospects(never=said)
     doubts: list[str] = []
-    if bounds.trained is not None and bounds.trained < bounds.min_query:
-        doubts.append(f"min_query is {bounds.min_query}, but the model was trained for at most {bounds.trained} tokens")
-    small = _too_small(route, opened, lengths, bounds)
-    return Prospects(doubts=(*doubts, *([small] if small else [])))
+    if trained is not None and trained < min_query:
+        doubts.append(f"min_query is {min_query}, but the model was trained for at most {trained} tokens")
+    if small := _too_small(route, opened, lengths):
+        doubts.append(small)
+    return Prospects(doubts=tuple(doubts))
 
 
-def _short(bounds: Bounds) -> str:
-    for most, what in ((bounds.rows, "query rows in a forward"), (bounds.keys, "tokens in a request")):
-        if most is not None and most < bounds.min_query:
-            return f"min_query is {bounds.min_query}, and there are never more than {most} {what}: lower min_query"
-    return ""
-
-
-def _lengths(route: Route, bounds: Bounds) -> list[int]:
-    """Those of the bounds, and one of each range of a profile."""
+def _lengths(route: Route, min_query: int, trained: int | None) -> list[int]:
+    """Lengths of prompts to try: powers of two from `min_query` on, the longest, and one of each range of a profile."""
+    last = max(min_query, LONGEST if trained is None else min(trained, LONGEST))
+    powers = [min_query << i for i in range(64) if min_query << i < last]
     ranges = () if route.profile is None else route.profile.ranges
-    last = bounds.lengths[-1]
-    return sorted({*bounds.lengths, *(one.least for one in ranges if bounds.min_query <= one.least <= last)})
+    return sorted({*powers, last, *(one.least for one in ranges if min_query <= one.least <= last)})
 
 
-def _objection(route: Route, like: AttentionCall, lengths: Iterable[int], bounds: Bounds) -> str:
+def _objection(route: Route, like: AttentionCall, lengths: Iterable[int]) -> str:
     """What the stages object to at every length; empty where they take one."""
     reasons: dict[str, None] = {}
     for keys in lengths:
-        call = _call(like, keys, bounds)
+        call = _call(like, keys)
         if left := route.left_dense(call):
             reasons[left] = None
             continue
@@ -127,7 +99,7 @@ def _objection(route: Route, like: AttentionCall, lengths: Iterable[int], bounds
     return "; ".join(list(reasons)[:3])
 
 
-def _too_small(route: Route, layers: Iterable[AttentionCall], lengths: list[int], bounds: Bounds) -> str:
+def _too_small(route: Route, layers: Iterable[AttentionCall], lengths: list[int]) -> str:
     """What the gate says where it lets no length pass; empty where it lets one."""
     seen, said = set(), ""
     for like in layers:
@@ -135,18 +107,15 @@ def _too_small(route: Route, layers: Iterable[AttentionCall], lengths: list[int]
         if sizes in seen:
             continue
         seen.add(sizes)
-        if any(route.worth(_call(like, keys, bounds)) for keys in lengths):
+        if any(route.worth(_call(like, keys)) for keys in lengths):
             return ""
-        longest = route.choose(_call(like, lengths[-1], bounds))
-        said = f"up to {lengths[-1]} tokens every call stays dense: {longest.dense}"
+        said = f"up to {lengths[-1]} tokens every call stays dense: {route.choose(_call(like, lengths[-1])).dense}"
     return said
 
 
-def _call(like: AttentionCall, keys: int, bounds: Bounds) -> AttentionCall:
-    """A call of another length: the last rows of so many keys, as one forward has them, without memory of its own."""
-    rows = keys if bounds.rows is None else min(keys, bounds.rows)
-    q = like.q[:1, :, :1].expand(-1, -1, rows, -1)
-    k, v = (x[:1, :, :1].expand(-1, -1, keys, -1) for x in (like.k, like.v))
+def _call(like: AttentionCall, keys: int) -> AttentionCall:
+    """A call of another length, without memory of its own."""
+    q, k, v = (x[:1, :, :1].expand(-1, -1, keys, -1) for x in (like.q, like.k, like.v))
     given = {name: getattr(like, name) for name in ("scale", "layer", "softcap", "sinks", "first_head")}
     return AttentionCall(q, k, v, **given)
 

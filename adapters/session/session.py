@@ -19,13 +19,13 @@ from sparseprefill.errors import AttachError, ParameterError, UnsupportedCallErr
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import SHARE, Pipeline
-from sparseprefill.plan import Plan, Planned, Remark, Result
+from sparseprefill.plan import Kernel, Plan, Planned, Remark, Result
 from sparseprefill.route import Route, gated
 from sparseprefill.validate import MOST_ROWS
 
 from .defaults import MIN_QUERY, TAIL
-from .ledger import LayerRecord, Room, Uncounted
-from .prospects import NOT_CHOSEN, Bounds, prospects
+from .ledger import LayerRecord, Room
+from .prospects import NOT_CHOSEN, prospects
 from .report import Report
 from .unread import as_whole, read_part
 from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
@@ -43,6 +43,7 @@ WHOLE = (
 UNREAD = (
     "layer {layer} computed only the last rows of the prompt, with every key: nobody reads the others (skip_unread)"
 )
+UNSKIPPED = "the executor cannot skip tiles by their logits; it computed the whole mask"
 APART = "requests of one step were computed one by one, since together they failed: {error}"
 _serials = itertools.count()
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class Session:
         self._records: dict[int, LayerRecord] = {}
         self._room = Room()
         self._notes: Counter[str] = Counter()
-        self._kernels: Counter[str] = Counter()
+        self._kernels: Counter[Kernel | str] = Counter()
         self._declined: set[str] = set()
         self._short, self._lock = 0, threading.RLock()
 
@@ -299,26 +300,20 @@ class Session:
         layers: Mapping[int, AttentionCall | str],
         *,
         windows: Iterable[int] = (),
-        rows: int | None = None,
-        keys: int | None = None,
         trained: int | None = None,
-        certain: bool = True,
     ) -> None:
-        """Say before the first request where nothing can run sparse: see `prospects` and `Bounds` for the arguments.
+        """Say before the first request where nothing can run sparse: see `prospects` for the arguments.
 
         Raises AttachError where nothing ever can. Where nothing may, as far as can be told, the reason is logged as a
-        warning and noted in the report. host: for messages. certain: whether the host knows that the layers are so; if
-        it only guesses, what can never be is a warning, too.
+        warning and noted in the report. host: for messages.
         """
-        bounds = Bounds(min_query=self.min_query, rows=rows, keys=keys, trained=trained)
-        found = prospects(self.route, layers, bounds, windows=windows, chosen=self.layers)
-        if found.never and certain:
+        found = prospects(self.route, layers, self.min_query, windows=windows, trained=trained, chosen=self.layers)
+        if found.never:
             raise AttachError(f"{self.route.name} can never run on {host}: {found.never}")
-        for doubt in (found.never, *found.doubts):
-            if doubt:
-                text = f"{self.route.name} may never run on {host}: {doubt}"
-                log.warning("%s", text)
-                self.note(text)
+        for doubt in found.doubts:
+            text = f"{self.route.name} may never run on {host}: {doubt}"
+            log.warning("%s", text)
+            self.note(text)
 
     def report(self, host: str, implementation: str) -> Report:
         """Everything recorded so far; counts the pairs of the masks that wait, reads measured recall (host sync)."""
@@ -339,7 +334,7 @@ class Session:
                     for layer, one in sorted(self._records.items())
                 ),
                 notes=dict(self._notes),
-                kernels=dict(self._kernels),
+                kernels={str(kernel): count for kernel, count in self._kernels.items()},
                 prefills=0 if watch is None else watch.prefills,
                 measured_prefills=0 if watch is None else watch.measured,
                 strict_recall=None if watch is None else watch.strict,
@@ -364,12 +359,14 @@ class Session:
 
     def _sparse(self, call: AttentionCall, prefill: Prefill, pipeline: Pipeline, result: Result) -> Result:
         """Record a call that ran sparse."""
-        with self._lock:
-            record = self._record(call.layer)
-            record.count("sparse", sizes(call), prefill.serial)
-            self._account(record, result)
-            self._count(result, pipeline.executor)
-        self._look(call, result, prefill)
+        self._count_sparse(call, prefill, result, pipeline.executor)
+        if self._watch is not None:  # nothing waits for what is measured
+            if prefill.watched is None:
+                prefill.watched = self._watch.choose()
+            if prefill.watched:
+                self._watch.measure(call, result)
+            elif self._watch.coming:
+                self._watch.read()
         if self._observe is not None:
             self._observe(call, result)
         return result
@@ -380,14 +377,20 @@ class Session:
         found = executor.execute(part, Plan(SparseMask.full(part)))
         result = as_whole(found, part, call)
         self.note(UNREAD.format(layer=call.layer))
-        with self._lock:
-            record = self._record(call.layer)
-            record.count("sparse", sizes(call), prefill.serial)
-            self._account(record, result)
-            self._count(result, executor.given)
+        self._count_sparse(call, prefill, result, executor.given)
         if self._observe is not None:
             self._observe(part, found)
         return result
+
+    def _count_sparse(self, call: AttentionCall, prefill: Prefill, result: Result, executor: object) -> None:
+        with self._lock:
+            self._record(call.layer).ran(result, sizes(call), prefill.serial, None if self._measure else KEPT_BYTES)
+            self._count(result, executor)
+            if result.plan.skip_below is not None and result.skipped is None:
+                self._notes[UNSKIPPED] += 1
+            for note in result.plan.notes.values():
+                if isinstance(note, Remark):
+                    self._notes[str(note)] += 1
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
         executor = self.route.executing(call)
@@ -399,17 +402,6 @@ class Session:
             self._record(call.layer).count("window", sizes(call))
             self._count(result, executor.given)
         return result
-
-    def _look(self, call: AttentionCall, result: Result, prefill: Prefill) -> None:
-        """Measure the call's recall, if its prefill is chosen; nothing waits for it."""
-        if self._watch is None:
-            return
-        if prefill.watched is None:
-            prefill.watched = self._watch.choose()
-        if prefill.watched:
-            self._watch.measure(call, result)
-        elif self._watch.coming:
-            self._watch.read()
 
     def _dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         self._record_dense(layer, reason, shape)
@@ -423,20 +415,7 @@ class Session:
 
     def _count(self, result: Result, executor: object) -> None:
         """Which kernels served; of an executor that does not tell, its name."""
-        for kernel in result.kernels or (type(executor).__name__,):
-            self._kernels[str(kernel)] += 1
-
-    def _account(self, record: LayerRecord, result: Result) -> None:
-        if result.plan.skip_below is not None and result.skipped is None:
-            self._notes["the executor cannot skip tiles by their logits; it computed the whole mask"] += 1
-        for note in result.plan.notes.values():
-            if isinstance(note, Remark):
-                self._notes[str(note)] += 1
-        uncounted = Uncounted.of(result)
-        if self._measure:
-            record.measure(uncounted)
-        else:
-            record.keep(uncounted, KEPT_BYTES)
+        self._kernels.update(result.kernels or (type(executor).__name__,))
 
     def _record(self, layer: int) -> LayerRecord:
         found = self._records.get(layer)

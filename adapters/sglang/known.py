@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
-from ..serving.wishes import SWITCH, Unknown, mistyped, salt, wish
+from ..serving.wishes import SWITCH, Unknown, salt, wish
 from .options import given
 
 UNSEEN = "SGLang does not say what the request asks for"
@@ -48,9 +48,7 @@ def refuse(manager: Any, one: Any, *args: object, **kwargs: object) -> None:
     asked = params.get(FIELD) if isinstance(params, dict) else getattr(params, FIELD, None)
     if not isinstance(asked, dict) or not asked:
         return
-    why = mistyped(asked)
-    if why is None and SWITCH in asked:
-        why = given().options.unknown(asked[SWITCH])
+    why = given().options.refusal(asked)
     if why is not None:
         raise ValueError(why)
 

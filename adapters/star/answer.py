@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from transformers.cache_utils import CacheLayerMixin
 from sparseprefill.call import AttentionCall
 
 from .executor import AnchoredBlockExecutor, Shard
-from .finite import Finite
 from .tail import Tail
 
 
@@ -23,13 +21,12 @@ from .tail import Tail
 class Answer:
     """The phase of everything behind the context. real: of each batch row's next tokens, how many are no padding.
 
-    owner: whether this rank keeps the new tokens' keys; one does. finite: what the layers' attention was like.
+    owner: whether this rank keeps the new tokens' keys; one does.
     """
 
     executor: AnchoredBlockExecutor
     shards: dict[int, Shard]
     owner: bool
-    finite: Finite
     tails: dict[int, Tail] = field(factory=dict)
     real: dict[int, Sequence[int]] = field(factory=dict)
     _last: tuple[object, Tensor | None] | None = None
@@ -46,8 +43,7 @@ class Answer:
             count = call.q.shape[2]
             k, v = tail.append(call.k, call.v, (count,) * call.q.shape[0] if real is None else real)
             call = evolve(call, k=k, v=v, starts=self._starts(tail, call.q.device))
-        shard, note = self.shards.get(call.layer), partial(self.finite.note, call.layer)
-        return self.executor.attend(call, shard, owner=self.owner, lse=False, note=note)[0]
+        return self.executor.attend(call, self.shards.get(call.layer), owner=self.owner, lse=False)[0]
 
     def _starts(self, tail: Tail, device: torch.device) -> Tensor | None:
         """Made once for all layers of a forward: they have the same."""

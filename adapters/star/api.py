@@ -23,11 +23,9 @@ from .context import Context
 from .encode import Inner, encode
 from .executor import AnchoredBlockExecutor
 from .fingerprint import fingerprint
-from .finite import Finite
 from .inspection import decoder_of, probe
 from .layout import Sizes
 from .ranks import Ranks
-from .spread import Spread
 from .tokens import Rows, digest, rows_of
 from .watch import Watch
 
@@ -72,24 +70,22 @@ class Star:
         self.inner = attention_of(pipeline, self.ranks)
         config = model.generation_config
         self.fill = next((x for x in (config.pad_token_id, config.bos_token_id) if isinstance(x, int)), 0)
-        self._spread = Spread(model, self.ranks, self.switch, self.layers, self.fill)
         self._watch = Watch.of(self.ranks, self.switch.decoder.device)
 
     def encode(self, contexts: Rows) -> Context:
         """Phase 1: every rank computes its blocks, and keeps their keys.
 
         contexts: token ids of each batch row, without padding; lengths may differ. Raises RankError where a rank fails
-        or was given other contexts, and with the rank's number where what it computed is not finite.
+        or was given other contexts.
         """
         rows = rows_of("contexts", contexts)
         layouts = tuple(self.sizes.layout(len(row), self.ranks.size) for row in rows)
         self.ranks.agree("encode", {"contexts": digest(rows)})
         with self.ranks.run("phase 1"):
             shards = encode(self.switch, self.ranks, self.layers, self.inner, rows, layouts)
-            finite = Finite(self.ranks)
-            finite.check_shards(shards, list(self.layers), self.switch.decoder.device)
+            self.ranks.meet("the end of phase 1", {})  # nobody goes on before all are done
         owner = self.ranks.rank == self.ranks.size - 1
-        return Context(self._spread, rows, layouts, Answer(self.executor, shards, owner, finite))
+        return Context(self, rows, layouts, Answer(self.executor, shards, owner))
 
 
 def _inner(given: str | Mapping[str, Any] | Pipeline | Route | None, decoder: Any) -> Pipeline | Route | None:

@@ -15,9 +15,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError, UnsupportedCallError
 
+from ..huggingface.attention import HARMLESS, layer_of
 from ..huggingface.inspection import implementations
-from ..huggingface.original import Original
-from ..huggingface.reasons import HARMLESS, layer_of
+from ..huggingface.state import Original
 from ..huggingface.switch import STAR
 
 _numbers = itertools.count()

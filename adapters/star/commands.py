@@ -13,8 +13,12 @@ from sparseprefill import structure
 from sparseprefill.errors import ParameterError
 
 from .api import Star
-from .prompts import split_prompt
 from .start import Place, load, started
+
+MOST = 1 << 30
+"""Bytes of the file that questions are about."""
+MARK = "\N{INFORMATION SEPARATOR ONE}"
+"""What stands between a context and its question until the template is filled in."""
 
 
 def write(place: Place, text: str) -> None:
@@ -24,15 +28,14 @@ def write(place: Place, text: str) -> None:
         sys.stdout.flush()
 
 
-MOST = 1 << 30
-"""Bytes of the file that questions are about."""
-
-
 def ask(given: Namespace) -> None:
     """Answer questions about a file."""
     with started(given.device, given.dtype, given.timeout, given.tensor_parallel) as place:
         model, tokenizer = load(given.model, place)
-        text = _text(given.context)
+        try:
+            text = structure.read(given.context, MOST)
+        except ParameterError as error:
+            raise ParameterError(f"context is {given.context}: {error}") from error
         pairs = [split_prompt(tokenizer, text, question, plain=given.plain) for question in given.question]
         star = _star(model, given, place)
         context, seconds = _encoded(star, [pairs[0][0]])
@@ -50,11 +53,22 @@ def ask(given: Namespace) -> None:
             write(place, f"[{len(answer)} tokens in {spent:.2f} s]")
 
 
-def _text(path: str) -> str:
-    try:
-        return structure.read(path, MOST)
-    except ParameterError as error:
-        raise ParameterError(f"context is {path}: {error}") from error
+def split_prompt(tokenizer: Any, context: str, question: str, *, plain: bool = False) -> tuple[list[int], list[int]]:
+    """Token ids of the context and of what follows it.
+
+    The paper's templates: where the tokenizer has a chat template, both stand in one message of the user, and the
+    question's part holds the rest of the template. plain: without it, the question behind the context as it is.
+    """
+    if plain or not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer(context)["input_ids"]), _ids(tokenizer, question)
+    message = [{"role": "user", "content": f"{context}{MARK}{question}"}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, _, behind = text.partition(MARK)
+    return _ids(tokenizer, before), _ids(tokenizer, behind)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def demo(given: Namespace) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from sparseprefill.errors import ParameterError
 
 from .answer import Answer, columns, counting_cache
-from .options import SameScores, Sound, check_options, seeded, shown, stops
+from .options import SameScores, check_options, check_scores, seeded, shown, stops
 from .tokens import Rows, digest, rows_of
 
 if TYPE_CHECKING:
+    from .api import Star
     from .layout import Layout
-    from .spread import Spread
 
 
 @define(eq=False)
@@ -28,7 +28,7 @@ class Context:
     the last one ended, until `rewind`.
     """
 
-    spread: Spread
+    star: Star
     tokens: list[list[int]]
     layouts: tuple[Layout, ...]
     phase: Answer
@@ -42,7 +42,7 @@ class Context:
     @property
     def held(self) -> tuple[int, ...]:
         """Context tokens of each batch row whose keys this rank holds."""
-        return tuple(layout.held(self.spread.ranks.rank) for layout in self.layouts)
+        return tuple(layout.held(self.star.ranks.rank) for layout in self.layouts)
 
     def generate(self, questions: Rows, *, seed: int = 0, **options: Any) -> list[list[int]]:
         """The model's answers, by its own `generate` on every rank.
@@ -52,42 +52,42 @@ class Context:
         Returns each row's new tokens, up to its end token. Raises ParameterError for what cannot run over ranks,
         RankError where a rank fails, stalls, was asked something else, or computes what is not finite.
         """
-        spread, model = self.spread, self.spread.model
+        star, model = self.star, self.star.model
         check_options(options, model.generation_config)
         asked = self._asked(questions)
         said = {"questions": digest(asked), "before": digest(self.tokens), "seed": seed}
-        spread.ranks.agree("generate", {**said, "options": shown(options, model.generation_config)})
-        with spread.ranks.run("phase 2"):
+        star.ranks.agree("generate", {**said, "options": shown(options, model.generation_config)})
+        with star.ranks.run("phase 2"):
             ids, mask, past = self._next(asked)
-            processors = [*(options.pop("logits_processor", None) or []), SameScores(spread.ranks, self.phase.finite)]
-            criteria = [*(options.pop("stopping_criteria", None) or []), Sound(self.phase.finite)]
-            with spread.switch.to(self.phase), seeded(seed, ids.device):
+            same = SameScores(star.ranks)
+            processors = [*(options.pop("logits_processor", None) or []), same]
+            with star.switch.to(self.phase), seeded(seed, ids.device):
                 out = model.generate(
                     ids,
                     attention_mask=mask,
-                    past_key_values=counting_cache(list(spread.layers), past),
+                    past_key_values=counting_cache(list(star.layers), past),
                     logits_processor=processors,
-                    stopping_criteria=criteria,
                     **options,
                 )
+            same.check()
             return self._answered(out[:, ids.shape[1] :].tolist(), stops(options, model.generation_config))
 
     @torch.no_grad()
     def logits(self, questions: Rows) -> Tensor:
         """Read questions and return the logits ``[B, Q, vocabulary]`` of their tokens, aligned at the end."""
-        spread, asked = self.spread, self._asked(questions)
-        spread.ranks.agree("logits", {"questions": digest(asked), "before": digest(self.tokens)})
-        with spread.ranks.run("phase 2"):
+        star, asked = self.star, self._asked(questions)
+        star.ranks.agree("logits", {"questions": digest(asked), "before": digest(self.tokens)})
+        with star.ranks.run("phase 2"):
             ids, mask, past = self._next(asked)
             places = (mask.cumsum(-1) - 1).clamp_min(0)
-            with spread.switch.to(self.phase):
-                out: Tensor = spread.model(
+            with star.switch.to(self.phase):
+                out: Tensor = star.model(
                     input_ids=ids[:, past:],
                     position_ids=places[:, past:],
-                    past_key_values=counting_cache(list(spread.layers), past),
+                    past_key_values=counting_cache(list(star.layers), past),
                     logits_to_keep=max(map(len, asked)),
                 ).logits
-            self.phase.finite.check()
+            check_scores(star.ranks, out)
             self._done = list(map(len, self.tokens))
             return out
 
@@ -105,11 +105,11 @@ class Context:
 
     def _next(self, asked: Sequence[list[int]]) -> tuple[Tensor, Tensor, int]:
         """Take the questions in: ids and mask of all tokens on the device, and columns that are done."""
-        device = next(self.spread.switch.decoder.parameters()).device
+        device = next(self.star.switch.decoder.parameters()).device
         self.tokens = [before + new for before, new in zip(self.tokens, asked, strict=True)]
         real = [len(row) - count for row, count in zip(self.tokens, self._done, strict=True)]
-        self.phase.expect(list(self.spread.layers), real)
-        ids, mask, past = columns(self.tokens, self._done, self.spread.fill)
+        self.phase.expect(list(self.star.layers), real)
+        ids, mask, past = columns(self.tokens, self._done, self.star.fill)
         return ids.to(device), mask.to(device), past
 
     def _answered(self, rows: list[list[int]], ends: frozenset[int]) -> list[list[int]]:

@@ -24,23 +24,6 @@ Inner = Callable[[AttentionCall, Memory], Tensor]
 
 
 @define(eq=False)
-class Held:
-    """A rank's context keys of one layer, as they fill: k ``[B, Hkv, N, D]``, v ``[B, Hkv, N, Dv]``."""
-
-    k: Tensor
-    v: Tensor
-
-    @classmethod
-    def of(cls, keys: Keys, rows: int, length: int) -> Held:
-        """Room for `length` tokens of each batch row."""
-        k, v = (
-            torch.zeros(rows, keys.heads, length, width, dtype=keys.dtype, device=keys.device)
-            for width in (keys.width, keys.value_width)
-        )
-        return cls(k, v)
-
-
-@define(eq=False)
 class Block:
     """The phase of one block: `row` of the batch, its first token at `at` among those that this rank holds.
 
@@ -50,7 +33,7 @@ class Block:
     inner: Inner
     ranks: Ranks
     anchor: Anchor
-    held: dict[int, Held]
+    held: dict[int, Shard]
     row: int
     at: int
     before: int
@@ -87,7 +70,7 @@ def encode(
 ) -> dict[int, Shard]:
     """This rank's keys of the contexts, by layer; empty where it has none. rows: token ids. Every rank calls it."""
     lengths = tuple(layout.held(ranks.rank) for layout in layouts)
-    held = {layer: Held.of(keys, len(rows), max(lengths)) for layer, keys in layers.items()} if any(lengths) else {}
+    held = {layer: Shard.empty(keys, lengths) for layer, keys in layers.items()} if any(lengths) else {}
     device = next(switch.decoder.parameters()).device
     for row, (ids, layout) in enumerate(zip(rows, layouts, strict=True)):
         share, first = layout.share(ranks.rank), layout.first(ranks.rank)
@@ -112,7 +95,7 @@ def encode(
             ranks.seen = time.monotonic()
         if layout.sends:
             anchor.finish()
-    return {layer: Shard(one.k, one.v, lengths) for layer, one in held.items()}
+    return held
 
 
 def _forward(decoder: Any, ids: Sequence[int], span: range, device: torch.device) -> None:

@@ -5,7 +5,7 @@ A rank sends, for each token and head, its output and its log-sum-exp side by si
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -93,43 +93,21 @@ def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Te
     return joined, torch.logaddexp(lse, other_lse)
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest magnitude of each ``x[r]``, float32 ``[R]``: NaN where any number is NaN. One launch."""
-    found: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=tuple(range(1, x.dim())))
-    return found
-
-
-class Merged(NamedTuple):
-    """Output ``[..., D]`` and LSE ``[...]`` (None where it was not wanted), the same on every rank, in float32.
-
-    largest: of each rank's output the largest magnitude, ``[R]``, not finite where that rank's attention was not; None
-    where it was not wanted.
-    """
-
-    out: Tensor
-    lse: Tensor | None
-    largest: Tensor | None
-
-
-def exchange(ranks: Exchange, part: Tensor, *, lse: bool = True, measure: bool = False) -> Merged:
-    """Merge this rank's packed part ``[..., D + 1]`` with those of the others: bit for bit the same on every rank.
+def exchange(ranks: Exchange, part: Tensor, *, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Merge this rank's packed part ``[..., D + 1]`` with those of the others: output ``[..., D]`` and LSE ``[...]`` in
+    float32, bit for bit the same on every rank.
 
     One all-gather; for `LARGE` parts, as of a long question on many ranks, an exchange of rows and a gather of what was
-    merged, so that bytes and memory do not grow with the number of ranks. lse, measure: whether `Merged.lse` and
-    `Merged.largest` are wanted, too; nothing is sent for them but one row of a large part.
+    merged, so that bytes and memory do not grow with the number of ranks. lse: whether it is wanted, else None.
     """
     if ranks.size == 1 or ranks.size * part.numel() * part.element_size() <= LARGE:
         parts = part[None] if ranks.size == 1 else ranks.gather(part)
-        out, total = merge(parts) if lse else (weigh(parts), None)
-        return Merged(out, total, largest(parts[..., :-1]) if measure else None)
+        return merge(parts) if lse else (weigh(parts), None)
     width = part.shape[-1]
     rows = part.reshape(-1, width)
     share = -(-rows.shape[0] // ranks.size)
     padded = rows.new_zeros(ranks.size * share, width)
     padded[: rows.shape[0]] = rows
     mine = pack(*merge(ranks.swap(padded.view(ranks.size, share, width))))
-    if measure:  # each rank has seen a share of every part: so each tells of its own, in a row behind its share
-        mine = torch.cat([mine, largest(rows[None, :, :-1])[:, None].expand(1, width)])
-    gathered = ranks.gather(mine)
-    whole = gathered[:, :share].reshape(-1, width)[: rows.shape[0]].view(part.shape)
-    return Merged(whole[..., :-1], whole[..., -1], gathered[:, share, 0] if measure else None)
+    whole = ranks.gather(mine).view(-1, width)[: rows.shape[0]].view(part.shape)
+    return whole[..., :-1], whole[..., -1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +18,10 @@ from .unmasked import attend_rows
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.plan import Plan, Result
-    from sparseprefill.softmax import SoftmaxState
+    from sparseprefill.plan import Plan, Result, SoftmaxState
     from sparseprefill.stages import SparseExecutor
 
+    from .anchor import Keys
     from .exchange import Exchange
 
 
@@ -37,6 +36,15 @@ class Shard:
     k: Tensor
     v: Tensor
     lengths: tuple[int, ...]
+
+    @classmethod
+    def empty(cls, keys: Keys, lengths: tuple[int, ...]) -> Shard:
+        """Room for so many tokens of each batch row, to be filled."""
+        k, v = (
+            torch.zeros(len(lengths), keys.heads, max(lengths), width, dtype=keys.dtype, device=keys.device)
+            for width in (keys.width, keys.value_width)
+        )
+        return cls(k, v, lengths)
 
     def __attrs_post_init__(self) -> None:
         if len(self.lengths) != self.k.shape[0] or max(self.lengths) > self.k.shape[2]:
@@ -86,15 +94,13 @@ class AnchoredBlockExecutor:
         *,
         owner: bool,
         lse: bool = True,
-        note: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Phase 2, on all ranks at once: output ``[B, Hq, Nq, Dv]`` in q's dtype, LSE ``[B, Hq, Nq]`` in float32.
 
         call: the new tokens' queries, among the keys since the end of the context (causal, padding in `starts`). Only
         on the `owner`, exactly one rank, do these keys count; elsewhere q, scale, softcap and sinks of the call do.
         shard: this rank's keys of the context, of which every query sees all; None where it holds none. lse: whether it
-        is wanted; a call with sinks needs it. note: called with `Merged.largest`, which shows whose attention was not
-        finite; nothing is read on the host here. Wanted on all ranks or on none.
+        is wanted; a call with sinks needs it. Wanted on all ranks or on none.
         """
         if call.window is not None:
             raise InvalidCallError("window", str(call.window), "the keys of a window may be on other ranks: pass None")
@@ -106,9 +112,7 @@ class AnchoredBlockExecutor:
             tail = dense(bare, self.executor)
             parts.append((tail.out, tail.lse))
         part, wanted = self._one(call, parts), lse or call.sinks is not None
-        out, total, largest = exchange(self.ranks, part, lse=wanted, measure=note is not None)
-        if note is not None and largest is not None:
-            note(largest)
+        out, total = exchange(self.ranks, part, lse=wanted)
         if call.sinks is not None and total is not None:
             out = out * torch.sigmoid(total - call.sinks.to(total.dtype)[:, None])[..., None]
         return out.to(call.q.dtype), total

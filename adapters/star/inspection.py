@@ -14,8 +14,8 @@ from sparseprefill.errors import AttachError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 
-from ..huggingface.dry_run import TOKENS, TOLERANCE
-from ..huggingface.inspection import allowed_ids, check, find_decoder
+from ..huggingface.dry_run import allowed, apart, random_ids
+from ..huggingface.inspection import check, find_decoder
 from ..huggingface.switch import PREFIX
 from .anchor import Keys
 from .attention import Switch
@@ -74,19 +74,14 @@ def probe(model: Any, switch: Switch) -> dict[int, Keys]:
 
     Raises AttachError where the logits differ, or layers cannot be told apart.
     """
-    config, name = switch.decoder.config, type(model).__name__
-    room = getattr(config.get_text_config(), "max_position_embeddings", None)
-    tokens = min(TOKENS, room) if isinstance(room, int) and room > 0 else TOKENS
-    ids = torch.randint(*allowed_ids(config), (2, tokens), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(next(switch.decoder.parameters()).device)
-    phase = Probe()
+    name, phase = type(model).__name__, Probe()
+    ids = random_ids(model, switch.decoder)
     stock: Tensor = model(input_ids=ids, use_cache=False).logits
     with switch.to(phase):
         ours: Tensor = model(input_ids=ids, use_cache=False).logits
     if not phase.layers or phase.repeated or min(phase.layers) < 0:
         raise AttachError(f"{name} does not call the attention function once a layer, with the layer's index")
-    limit = TOLERANCE.get(stock.dtype, TOLERANCE[torch.bfloat16])
-    error = float((stock.double() - ours.double()).norm() / stock.double().norm())
+    limit, error = allowed(stock.dtype), apart(ours, stock)
     if not error <= limit:
         raise AttachError(
             f"{name} computes something else through the attention interface: its logits differ by {error:.2g} "

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor
 
 from sparseprefill.errors import ParameterError
 
 from .fingerprint import fingerprint
-from .finite import Finite
-from .ranks import Ranks
+from .ranks import RankError, Ranks
 
 OURS = ("input_ids", "inputs", "attention_mask", "past_key_values", "position_ids", "inputs_embeds", "use_cache")
 """Arguments of `generate` that a context gives itself."""
@@ -57,31 +56,34 @@ def shown(options: Mapping[str, Any], default: Any) -> dict[str, Any]:
 
 
 class SameScores(LogitsProcessor):  # type: ignore[misc,unused-ignore]
-    """Every rank goes by the scores of rank 0, so that a last bit never parts their ways."""
+    """Every rank goes by the scores of rank 0, so that a last bit never parts their ways.
 
-    def __init__(self, ranks: Ranks, finite: Finite) -> None:
-        self.ranks, self.finite = ranks, finite
+    NaN of any rank is in the merged attention of all, and so in these scores: a RankError, the same on every rank. It
+    comes with the next token, since by then nobody waits for the scores of this one.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self._last = ranks, torch.zeros(())
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The scores of rank 0; float32 ``[B, vocabulary]``."""
+        self.check()
         scores = scores.contiguous()
         if self.ranks.size > 1:
             self.ranks.wait(self.ranks.broadcast(scores), scores)
-        self.finite.scores(scores)
-        # `Sound` tells of NaN behind the choice of a token; until then a draw from NaN must not end the CUDA context.
+        self._last = scores.amax()
+        # Until the error is raised a draw from NaN must not end the CUDA context.
         return torch.nan_to_num(scores, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
+    def check(self) -> None:
+        """RankError where the last scores hold NaN. Waits for the device."""
+        check_scores(self.ranks, self._last)
 
-class Sound(StoppingCriteria):  # type: ignore[misc,unused-ignore]
-    """Ends no answer, but looks at what the layers noted: here, since `generate` reads the token next."""
 
-    def __init__(self, finite: Finite) -> None:
-        self.finite = finite
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """No row is done: bool ``[B]``. RankError where a rank's attention was not finite."""
-        self.finite.check()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+def check_scores(ranks: Ranks, scores: Tensor) -> None:
+    """RankError where scores of the next token, the same on every rank, hold NaN (host sync)."""
+    if bool(torch.isnan(scores).any()):
+        raise RankError(ranks.tell("the scores of the next token hold NaN: some rank's keys or weights are not finite"))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 
 from sparseprefill.errors import AttachError
 
-from ..serving.wishes import SWITCH, mistyped, salt
+from ..serving.wishes import salt
 from .options import parse
 from .runtime import selected
 
@@ -69,9 +69,7 @@ def _checking(taking: Callable[..., Any], refusal: type[Exception]) -> Callable[
         params = kwargs["params"] if "params" in kwargs else signature.bind(self, *args, **kwargs).arguments["params"]
         extra = getattr(params, "extra_args", None)
         if extra and selected(self.vllm_config):
-            why = mistyped(extra)
-            if why is None and SWITCH in extra:
-                why = parse(self.vllm_config.additional_config).unknown(extra[SWITCH])
+            why = parse(self.vllm_config.additional_config).refusal(extra)
             if why is not None:
                 raise refusal(why)
         return taking(self, *args, **kwargs)

@@ -6,8 +6,7 @@ import math
 
 from attrs import field, frozen
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Later, Method
+from sparseprefill.method import Later, Method, hookimpl
 from sparseprefill.validate import flag, number, whole
 
 

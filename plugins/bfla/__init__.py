@@ -5,8 +5,7 @@ from __future__ import annotations
 from attrs import field, frozen
 
 from sparseprefill.errors import ParameterError
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Later, Method
+from sparseprefill.method import Later, Method, hookimpl
 from sparseprefill.validate import flag, maybe, number, one_of, whole
 
 

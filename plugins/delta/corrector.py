@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.call import rows_at
-from sparseprefill.mask.held import Held
 from sparseprefill.plan import check_plan
 from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.pooled import products
@@ -19,6 +18,7 @@ from sparseprefill.validate import whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.held import Held
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan, Result
 
@@ -71,7 +71,7 @@ class Delta:
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
         """The result with the differences added; shapes, LSE and plan stay."""
         check_plan(call, plan)
-        geometry, held = call.geometry, Held.of(plan)
+        geometry, held = call.geometry, plan.held()
         first = geometry.first_position().clamp(min=0)[:, None]
         sampled = torch.maximum(geometry.tiles(self.gamma) * self.gamma, first)
         index, real = geometry.locate(sampled)

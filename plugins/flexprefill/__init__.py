@@ -7,8 +7,7 @@ from typing import Any
 from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Later, Method
+from sparseprefill.method import Later, Method, hookimpl
 from sparseprefill.validate import number, one_of, whole
 
 

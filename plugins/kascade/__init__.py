@@ -6,8 +6,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Later, Method
+from sparseprefill.method import Later, Method, hookimpl
 from sparseprefill.profiles.table import NeededTable
 from sparseprefill.validate import flag, maybe, number, whole
 

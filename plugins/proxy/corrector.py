@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparseprefill.call import rows_at
 from sparseprefill.errors import ParameterError
-from sparseprefill.mask.held import Held
 from sparseprefill.plan import check_plan
 from sparseprefill.stages import HeadScope
 from sparseprefill.statistics.pooled import products
@@ -19,6 +18,7 @@ from sparseprefill.validate import maybe, whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.held import Held
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan, Result
 
@@ -77,7 +77,7 @@ class Proxy:
         if self.tile is not None and own % self.tile:
             remedy = f"pass a divisor of {own}, the tokens of the plan's key tiles"
             raise ParameterError(f"Proxy.tile is {self.tile}: {remedy}")
-        held, geometry = Held.of(plan, self.tile), call.geometry
+        held, geometry = plan.held(self.tile), call.geometry
         tile_q, tile_k = held.grid
         # Only whole tiles up to the call's last row may be seen by one of its rows.
         columns = min(geometry.kv_len, geometry.q_offset + geometry.q_len) // tile_k

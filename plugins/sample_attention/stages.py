@@ -9,12 +9,12 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.mask.geometry import Geometry, Sizes
+from sparseprefill.mask.kept import kept
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.statistics.kept import kept
 from sparseprefill.statistics.sampled import sampled_mass
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, slash_tiles

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Later, Method, a_method, method_table
+from sparseprefill.method import Later, Method, a_method, hookimpl, method_table
 from sparseprefill.profiles.table import NeededTable
 from sparseprefill.validate import number, one_of, whole
 

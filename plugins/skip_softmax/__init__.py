@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Later, Method
+from sparseprefill.method import Later, Method, hookimpl
 from sparseprefill.validate import LONGEST, number, whole
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Later, Method, a_method, method_table
+from sparseprefill.method import Later, Method, a_method, hookimpl, method_table
 from sparseprefill.validate import maybe, whole
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import SoftmaxState
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -88,15 +88,16 @@ class Blocks:
         tile_q, tile_k = math.gcd(self.tile, mask.tile_q), math.gcd(self.tile, mask.tile_k)
         position = g.tiles(tile_q) * tile_q
         tiles = stripes = None
+        width = math.gcd(mask.stripe_width, tile_k)
         if mask.tiles is not None:
             tiles = self._lists(mask.tiles, mask.tile_q, (mask.tile_k, tile_k), position)
         if mask.stripes is not None:
-            stripes = self._lists(mask.stripes, mask.group_rows, (1, 1), position)
+            stripes = self._lists(mask.stripes, mask.group_rows, (mask.stripe_width, width), position)
         if dense:
             if tiles is None:
                 tiles = IndexLists.empty(g.batch, g.heads, position.shape[1], g.device)
             tiles = tiles.filled(position >= self.context[:, None], g, tile_q, tile_k)
-        return SparseMask(g, tile_q, tile_k, tiles, 1, stripes, disjoint=mask.disjoint)
+        return SparseMask(g, tile_q, tile_k, tiles, 1, stripes, disjoint=mask.disjoint, stripe_width=width)
 
     def state(self, state: SoftmaxState) -> SoftmaxState:
         """A state of the blocks' call as one of the whole; nothing attended to in rows of phase 2."""

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from sparseprefill.adapters.huggingface import attach, reasons
+from sparseprefill.adapters.huggingface import attach, attention
 from sparseprefill.adapters.session import session as sessions
 from torch.utils.checkpoint import checkpoint
 
@@ -146,7 +146,7 @@ def test_gradient_checkpointing_trains_as_ever(model: Any, reentrant: bool, impl
     with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
         assert model.training
         torch.testing.assert_close(gradient(model), wanted)
-    assert reasons.TRAINING in handle.report().fallbacks
+    assert attention.TRAINING in handle.report().fallbacks
     assert handle.report().layers[0].sparse_calls == 0
 
 
@@ -163,7 +163,7 @@ def test_checkpoints_of_ones_own_train_as_ever(model: Any) -> None:
             run = layer.forward
             layer.forward = lambda x, run=run, **options: whole(partial(run, **options), x)
         torch.testing.assert_close(gradient(model), wanted)
-    assert set(handle.report().fallbacks) == {reasons.TRAINING, reasons.GRADIENT, reasons.OUTSIDE}
+    assert set(handle.report().fallbacks) == {attention.TRAINING, attention.GRADIENT, attention.OUTSIDE}
     assert handle.report().layers[0].sparse_calls == 0
 
 
@@ -176,7 +176,7 @@ def test_a_model_in_training_mode_runs_dense(model: Any) -> None:
         logits(model)
     first, second = handle.report().layers
     assert (first.sparse_calls, second.sparse_calls) == (1, 0)
-    assert first.reasons == {reasons.TRAINING: 1}
+    assert first.reasons == {attention.TRAINING: 1}
     with (
         attach(model.train(), "streaming", strict=True, **STREAMING),
         pytest.raises(sp.UnsupportedCallError, match="eva"),
@@ -195,7 +195,7 @@ def test_attention_weights_that_the_configuration_asks_for(model: Any) -> None:
         got = model(ids)
         assert torch.equal(got.logits, wanted.logits)
         assert all(torch.equal(a, b) for a, b in zip(got.attentions, wanted.attentions, strict=True))
-        assert handle.report().fallbacks == {reasons.WEIGHTS: 2}
+        assert handle.report().fallbacks == {attention.WEIGHTS: 2}
         model(ids, output_attentions=False)
     assert handle.report().layers[0].sparse_calls == 1
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.huggingface import attach, reasons
+from sparseprefill.adapters.huggingface import attach, hooks
 from sparseprefill.adapters.huggingface.drafts import ALL, drafted
 from transformers import DynamicCache
 
@@ -45,7 +45,7 @@ def test_prompt_lookup_gives_the_tokens_that_it_gives_without(family: str, tail:
         assert torch.equal(wanted, generate(model, inputs, **TWENTY))
     report = handle.report()
     assert {(2, 150, 150)} == {(one.calls, one.query_length, one.key_length) for one in report.layers}, "prompts alone"
-    assert reasons.DRAFT in report.notes
+    assert hooks.DRAFT in report.notes
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def test_an_assistant_with_long_drafts() -> None:
         wanted = generate(model, inputs)
         assert torch.equal(wanted, generate(model, inputs, assistant_model=helper))
     assert [2, 2] == [one.sparse_calls for one in handle.report().layers]
-    assert handle.report().notes[reasons.DRAFT] > 3
+    assert handle.report().notes[hooks.DRAFT] > 3
     assert [1] == [one.sparse_calls for one in drafting.report().layers], "an assistant has a prompt, too"
 
 
@@ -135,7 +135,7 @@ def test_a_loop_of_ones_own_says_what_is_a_draft() -> None:
         handle.bind()
         with handle.decoding():
             assert torch.equal(wanted, model(ids[:, 90:], past_key_values=cache).logits)
-        assert {reasons.DRAFT: 1} == handle.report().notes
+        assert {hooks.DRAFT: 1} == handle.report().notes
         cache.crop(-30)
         assert not torch.allclose(wanted, model(ids[:, 90:], past_key_values=cache).logits, atol=1e-3)
         assert [2, 2] == [one.sparse_calls for one in handle.report().layers], "another prefill, and no draft"
@@ -160,4 +160,4 @@ def test_a_mark_is_of_one_model_and_one_thread() -> None:
         hf_models.logits(model)
     assert [2, 2] == [one.sparse_calls for one in handle.report().layers]
     assert [1, 1] == [one.sparse_calls for one in second.report().layers]
-    assert {reasons.DRAFT: 1} == handle.report().notes
+    assert {hooks.DRAFT: 1} == handle.report().notes

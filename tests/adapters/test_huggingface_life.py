@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sparseprefill.adapters.huggingface import attach, reasons, state
+from sparseprefill.adapters.huggingface import attach, attention, hooks, state
 from transformers import LlamaForCausalLM
 
 import sparseprefill as sp
@@ -287,8 +287,8 @@ def test_a_layer_that_is_replaced_while_attached_runs_like_the_one_before(
         assert torch.equal(logits(model), wanted)
     report = handle.report()
     assert [layer.sparse_calls for layer in report.layers] == [3, 3]
-    assert report.notes == {f"the attention of layer 0 {reasons.REPLACED}": 1}
-    assert sum(reasons.REPLACED in record.getMessage() for record in caplog.records) == 1
+    assert report.notes == {f"the attention of layer 0 {attention.REPLACED}": 1}
+    assert sum(attention.REPLACED in record.getMessage() for record in caplog.records) == 1
 
 
 class Own(torch.nn.Module):
@@ -308,8 +308,8 @@ def test_a_layer_that_no_longer_asks_is_noted(model: Any, make: Any, caplog: pyt
         logits(model)
     report = handle.report()
     assert [layer.sparse_calls for layer in report.layers] == [3, 1]
-    assert report.notes == {f"layer 1 {reasons.UNREACHED}": 2}
-    assert sum(reasons.UNREACHED in record.getMessage() for record in caplog.records) == 1
+    assert report.notes == {f"layer 1 {hooks.UNREACHED}": 2}
+    assert sum(hooks.UNREACHED in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_decoder_that_is_replaced_is_noted(model: Any) -> None:
@@ -317,10 +317,10 @@ def test_a_decoder_that_is_replaced_is_noted(model: Any) -> None:
     with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
         old, model.model = model.model, transplanted(model.model, transformers.LlamaModel(model.config))
         assert torch.equal(logits(model), stock)
-        assert handle.report().notes == {reasons.SHARED: 2}
+        assert handle.report().notes == {attention.SHARED: 2}
         model.model = old
         assert not torch.equal(logits(model), stock)
-        assert handle.report().notes == {reasons.SHARED: 2}
+        assert handle.report().notes == {attention.SHARED: 2}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -330,7 +330,7 @@ def test_an_export_is_the_stock_model_and_says_so(model: Any) -> None:
     wanted = model(ids).logits
     with attach(model, "streaming", tail=0, gate=None, **STREAMING) as handle:
         program = torch.export.export(model, (ids,), kwargs={"use_cache": False})
-        assert handle.report().fallbacks == {reasons.EXPORT: 2}
+        assert handle.report().fallbacks == {hooks.EXPORT: 2}
         assert not torch.allclose(model(ids).logits, wanted, atol=1e-2)
     torch.testing.assert_close(program.module()(ids, use_cache=False).logits, wanted)
     with (

@@ -252,7 +252,7 @@ def late(rank: int) -> str:
 
 
 def poisoned(rank: int, who: int, where: str) -> list[str]:
-    """Something in rank `who` makes NaN; what every rank is told, there and when it tries again.
+    """Something in rank `who` makes NaN; what every rank is told in each phase, and when it tries again.
 
     where: in phase 1; in keys or values of the context, as they are read in each way; in the tail; in the scores.
     """
@@ -268,20 +268,19 @@ def poisoned(rank: int, who: int, where: str) -> list[str]:
         exchange.LARGE = 0
     with quick():
         heard = [told(lambda: made.append(star.encode([tokens(200)])))]
-        if made:
-            context = made[0]
-            if rank == who:
-                if where == "scores":
-                    model.lm_head.register_forward_hook(lambda module, given, out: out * nan)
-                elif where == "tail":
-                    model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda module, given, out: out * nan)
-                else:
-                    shard = context.phase.shards[1]
-                    (shard.k if where == "keys" else shard.v)[0, 0, 3, 2] = torch.nan
-            asked = tokens(9, 5)
-            reads = {"logits": lambda: context.logits([asked])}
-            drawn = {"max_new_tokens": 3, "do_sample": where == "sampling"}
-            heard.append(told(reads.get(where, lambda: context.generate([asked], **drawn))))
+        (context,) = made
+        if rank == who:
+            if where == "scores":
+                model.lm_head.register_forward_hook(lambda module, given, out: out * nan)
+            elif where == "tail":
+                model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda module, given, out: out * nan)
+            elif where != "phase 1":
+                shard = context.phase.shards[1]
+                (shard.k if where == "keys" else shard.v)[0, 0, 3, 2] = torch.nan
+        asked = tokens(9, 5)
+        reads = {"logits": lambda: context.logits([asked])}
+        drawn = {"max_new_tokens": 3, "do_sample": where == "sampling"}
+        heard.append(told(reads.get(where, lambda: context.generate([asked], **drawn))))
         heard.append(told(lambda: star.encode([tokens(200)])))
     exchange.LARGE = large
     return heard

@@ -15,14 +15,13 @@ from sparseprefill.adapters.star import Star, exchange
 from sparseprefill.adapters.star.anchor import Anchor
 from sparseprefill.adapters.star.api import attention_of
 from sparseprefill.adapters.star.attention import Switch
-from sparseprefill.adapters.star.encode import Block, Held
+from sparseprefill.adapters.star.commands import split_prompt
+from sparseprefill.adapters.star.encode import Block
 from sparseprefill.adapters.star.executor import AnchoredBlockExecutor, Shard
 from sparseprefill.adapters.star.fingerprint import fingerprint
-from sparseprefill.adapters.star.finite import first_bad
 from sparseprefill.adapters.star.inspection import decoder_of
 from sparseprefill.adapters.star.layout import Sizes
 from sparseprefill.adapters.star.options import check_options, stops
-from sparseprefill.adapters.star.prompts import split_prompt
 from sparseprefill.adapters.star.ranks import Ranks, difference
 from sparseprefill.adapters.star.tail import Tail
 from sparseprefill.adapters.star.tokens import rows_of
@@ -146,33 +145,6 @@ class _Sent:
     def swap(self, x: Tensor) -> Tensor:
         self.part = x.view(-1, *x.shape[2:])
         return x
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_a_merge_tells_whose_part_was_not_finite(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN and infinity in an output; minus infinity as LSE is a part without keys, which is well."""
-    parts = [torch.randn(1, 2, 5, 4) for _ in range(3)]
-    parts[0][..., -1], parts[0][..., :-1] = -torch.inf, 0
-    monkeypatch.setattr(exchange, "LARGE", 0 if large else 1 << 30)
-
-    class Three(Together):
-        def gather(self, x: Tensor) -> Tensor:
-            if x.shape == self.parts[0].shape:
-                return torch.stack(self.parts)
-            shares = [_merged_share(self.parts, rank) for rank in range(3)]
-            sizes = [part[..., :-1].abs().amax().expand(1, 4) for part in self.parts]
-            assert torch.equal(x, torch.cat([shares[self.me], sizes[self.me]])) or bool(x.isnan().any())
-            return torch.stack([torch.cat(pair) for pair in zip(shares, sizes, strict=True)])
-
-    for number in (1.0, torch.nan, torch.inf, -torch.inf):
-        parts[1][0, 1, 3, 2] = number
-        for me in range(3):
-            found = exchange.exchange(Three(parts, me), parts[me], measure=True).largest
-            assert found is not None
-            assert torch.isfinite(found).tolist() == [True, number == 1.0, True]
-    assert first_bad(torch.tensor([[1.0, 2.0], [torch.nan, torch.inf], [torch.nan, 0.0]])) == (1, [0, 1])
-    assert first_bad(torch.tensor([[1.0, 2.0], [0.0, torch.inf]])) == (1, [1])
-    assert first_bad(torch.zeros(2, 2)) is None
 
 
 class Slotted:
@@ -325,7 +297,7 @@ def test_a_block_is_attended_to_with_softcap_scale_and_sinks(name: str, inner: A
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (4, 2, 2))
     new, options = slice(24, 40), {**OPTIONS[name], "sinks": torch.randn(4, generator=generator)}
-    held = {0: Held(k.clone(), v.clone())}
+    held = {0: Shard(k.clone(), v.clone(), (k.shape[2],))}
     inside = attention_of(None if inner is None else sp.from_config(_table(inner)), Ranks(timeout=1.0))
     anchor = Anchor(Ranks(timeout=1.0), {}, 24)
     block = Block(inside, anchor.ranks, anchor, held, row=0, at=24, before=24, sends=False, again=False)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from sparseprefill.adapters.session import ledger, session, watch
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted
-from sparseprefill.adapters.session.prospects import Bounds
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.plugins.stem import values
@@ -30,16 +29,15 @@ from sparseprefill.executors import cpu, reference
 from sparseprefill.mask import count, export, held
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.priority import BestOf, PriorityScores
+from sparseprefill.mask.stretches import Stretches
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.plan import Carry, Parts, Plan, Planned, Result, Skipped
+from sparseprefill.plan import Carry, Parts, Plan, Planned, Result, Skipped, SoftmaxState
 from sparseprefill.refiners import fit, narrow
 from sparseprefill.refiners.fit import Tiles, _Maker
 from sparseprefill.refiners.recall import SampledRecall
-from sparseprefill.refiners.stretches import Stretches
-from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.route import Choice, Route
-from sparseprefill.softmax import SoftmaxState
 from sparseprefill.stages import ExecutorStage, Guard, Stage
+from sparseprefill.union import UnionEstimator
 
 CALL = make(8)
 MASK = sp.SparseMask.full(CALL, 4)
@@ -218,7 +216,7 @@ def test_counts_begin_at_nothing() -> None:
     ("kind", "names"),
     [
         (sp.Proxy, {"tile"}), (sp.Delta, {"gamma"}), (sp.RecallFloor, {"target", "rows", "span"}),
-        (LayerRecall, {"mean", "low_calls"}), (Bounds, {"min_query", "keys"}), (PriorityScores, {"tile_q", "tiles"}),
+        (LayerRecall, {"mean", "low_calls"}), (PriorityScores, {"tile_q", "tiles"}),
         (Unmeasured, {"keys", "work"}), (sp.RelativeThreshold, {"sink", "local"}), (sp.SkipSoftmax, {"grain"}),
     ],
     ids=lambda one: getattr(one, "__name__", ""),

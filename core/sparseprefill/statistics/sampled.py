@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from sparseprefill import kernels
 from sparseprefill.mask.geometry import Geometry, Sizes
-from sparseprefill.statistics.kept import kept
+from sparseprefill.mask.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

@@ -211,4 +211,4 @@ def test_one_backend_for_prefill_and_decoding(ask: Ask) -> None:
 
 
 def test_a_server_with_wrong_options_does_not_start(ask: Ask) -> None:
-    assert "sparseprefill.tail is -1: pass a number of query rows from 0 to" in ask("wrong")["failed"]
+    assert "sparseprefill.tail is -1: pass an integer from 0 to" in ask("wrong")["failed"]

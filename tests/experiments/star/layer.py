@@ -13,7 +13,8 @@ from attrs import evolve, field, frozen
 from sparseprefill.adapters.bench.clock import Run
 from sparseprefill.adapters.bench.shape import HeadSizes
 from sparseprefill.adapters.star.anchor import Anchor, Keys
-from sparseprefill.adapters.star.encode import Block, Held, Inner
+from sparseprefill.adapters.star.encode import Block, Inner
+from sparseprefill.adapters.star.executor import Shard
 from sparseprefill.adapters.star.layout import Layout
 from sparseprefill.adapters.star.ranks import Ranks
 from sparseprefill.adapters.star.unmasked import attend_all
@@ -110,7 +111,7 @@ def star(shape: LayerShape, ranks: Ranks, layout: Layout, inner: Inner, tensors:
     """
     keys = Keys(shape.kv_heads, shape.head_dim, shape.head_dim, shape.torch_dtype, shape.device)
     share, first = layout.share(ranks.rank), layout.first(ranks.rank)
-    held = {0: Held.of(keys, 1, max(layout.held(ranks.rank), 1))}
+    held = {0: Shard.empty(keys, (max(layout.held(ranks.rank), 1),))}
     calls = {n: AttentionCall(*(tensors or shape.qkv)(len(layout.span(n)), n)) for n in share}
 
     def run() -> None:
