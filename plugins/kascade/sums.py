@@ -65,7 +65,7 @@ def choose(call: AttentionCall, budget: Budget, sampled: int) -> IndexLists:
         until = min(last, (geometry.q_offset // budget.tile + part.stop - 1) * budget.tile)
         if until <= 0:
             continue
-        if kernels.serve_rows(call):
+        if kernels.serve_rows(call.q):
             from . import kernels as gpu
 
             sums = gpu.column_sums(call, rows.some(part), layout.start[:, part], until)

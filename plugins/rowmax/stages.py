@@ -57,7 +57,7 @@ class RowMaxEstimator:
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles and their lists, and what shares take."""
         block, stride = self.config.block, sampling(self.config, call.group).stride
-        return default_workspace(call, block) + workspace(call, block, stride, by_kernels=kernels.serve_rows(call))
+        return default_workspace(call, block) + workspace(call, block, stride, by_kernels=kernels.serve_rows(call.q))
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles by share, the row's own tile, and the first; the shares are left as priority."""
@@ -70,7 +70,7 @@ class RowMaxEstimator:
 
     def kept(self, call: AttentionCall) -> Tensor:
         """bool ``[B, Hq, R, C]``, or of KV heads under a union: tiles of a large enough share."""
-        if kernels.serve_rows(call):
+        if kernels.serve_rows(call.q):
             from . import launch
 
             return launch.kept_tiles(call, self.config)
@@ -79,7 +79,7 @@ class RowMaxEstimator:
 
     def shares(self, call: AttentionCall) -> Tensor:
         """float ``[B, Hq, R, C]``, or of KV heads under a union: the largest share that a sampled row gives a tile."""
-        if kernels.serve_rows(call):
+        if kernels.serve_rows(call.q):
             from . import launch
 
             return launch.tile_shares(call, self.config)
@@ -87,7 +87,7 @@ class RowMaxEstimator:
 
     def _notes(self, call: AttentionCall) -> Mapping[str, Remark]:
         """What a report says of the kernels that chose."""
-        if not kernels.serve_rows(call):
+        if not kernels.serve_rows(call.q):
             return {}
         from . import launch
 
@@ -103,7 +103,7 @@ class RowMaxEstimator:
         return found if self.config.union == "head" else found.repeat_interleave(call.group, 1)
 
     def _in_8_bits(self, call: AttentionCall) -> bool:
-        if not kernels.serve_rows(call):
+        if not kernels.serve_rows(call.q):
             return False
         from . import launch
 

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from sparseprefill.call import AttentionCall
-
 WIDEST = 256
 """Largest head dimension of kernels that look at single query rows."""
 
@@ -26,9 +24,9 @@ def serve_device(device: torch.device) -> bool:
     return device.type == "cuda" and _installed()
 
 
-def serve_rows(call: AttentionCall) -> bool:
-    """Whether kernels that look at single query rows may run a call."""
-    return serve(call.q) and call.q.element_size() < 8 and call.q.shape[-1] <= WIDEST
+def serve_rows(q: Tensor) -> bool:
+    """Whether kernels that look at single query rows, of q ``[B, Hq, Nq, D]``, may do so; in float64 they do not."""
+    return serve(q) and q.element_size() < 8 and q.shape[-1] <= WIDEST
 
 
 @cache

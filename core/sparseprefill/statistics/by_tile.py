@@ -68,7 +68,7 @@ def lse_by_tile(
     call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: KeptKeys | None
 ) -> tuple[Tensor, Tensor | None]:
     """``[B, Hq, n, C]``: LSE of each row in each key tile, over all keys and over those that are kept."""
-    if kernels.serve_rows(call):
+    if kernels.serve_rows(call.q):
         from sparseprefill.kernels.sampled.by_tile import tile_lse
 
         return tile_lse(call, rows, real, tile, keys)

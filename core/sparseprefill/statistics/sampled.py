@@ -127,7 +127,7 @@ def sampled_mass(
     sampled row sees a key from this index on, a promise that spares work; or one for each sample. Two passes over the
     keys, `chunk` at a time where PyTorch makes them: no matrix of rows and all keys is made.
     """
-    if kernels.serve_rows(call):
+    if kernels.serve_rows(call.q):
         from sparseprefill.kernels.sampled.mass import sampled_mass as by_kernels
 
         if rows.dim() == 3:
