@@ -55,14 +55,8 @@ class AnchorEstimator:
         geometry, regions = call.geometry, self.regions
         region = regions.anchor(geometry)
         state = self.executor.accumulate(call, Plan(region))
-        mask = SparseMask(
-            geometry,
-            regions.block,
-            regions.tile_k,
-            group=regions.step,
-            stripes=self._stripes(call, state.m),
-            disjoint=True,
-        )
+        stripes = self._stripes(call, state.m)
+        mask = SparseMask(geometry, region.tile_q, region.tile_k, group=regions.step, stripes=stripes, disjoint=True)
         return Plan(mask, Carry(state, region), priority=AnchorPriority(regions, state.m, state.l))
 
     def workspace(self, call: AttentionCall) -> int:
@@ -98,7 +92,7 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
     False (0 then). A key is kept unless ``anchor - logit > theta``, so that a NaN logit travels as it would in dense
     attention.
     """
-    geometry, group = call.geometry, call.group
+    geometry, group, tokens = call.geometry, call.group, regions.group
     pooled, anchor = tile_mean(call.q, geometry, regions.block), tile_mean(m, geometry, regions.block)
     if not use_anchor:
         anchor = torch.zeros_like(anchor)
@@ -106,9 +100,9 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
         # A block of padding alone asks for no column: else its group would depend on the rest of the batch.
         padding = real_rows(geometry, regions.block) == 0
         anchor = anchor.masked_fill(padding[:, None], torch.inf)
-    block, first = geometry.tiles(regions.block), geometry.first_tile(regions.group)
+    block, first = geometry.tiles(regions.block), geometry.first_tile(tokens)
     which = torch.div(block, regions.step, rounding_mode="floor") - first[:, None]
-    groups = geometry.tile_rows(regions.group)
+    groups = geometry.tile_rows(tokens)
     keep = torch.zeros(
         geometry.batch, geometry.heads, groups, geometry.kv_len, dtype=torch.bool, device=geometry.device
     )
@@ -116,7 +110,7 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
         start = 0 if geometry.starts is None else int(geometry.starts[b])
         turned = call.k[b].to(pooled.dtype).transpose(-1, -2).contiguous()  # few queries are multiplied faster so
         for g in range(groups):
-            end = (int(first[b]) + g) * regions.group
+            end = (int(first[b]) + g) * tokens
             if not regions.init_tokens < end < geometry.q_offset - start + geometry.q_len:
                 continue
             rows = torch.nonzero(which[b] == g)[:, 0]
