@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -364,7 +365,7 @@ def test_a_report_says_why_the_portable_kernel_serves(monkeypatch: pytest.Monkey
     call = make(torch.float32, (1, 1), 256, 0, 0, width=64)
     monkeypatch.setattr(launch, "FAILED", [AttributeError("no such name")])
     monkeypatch.setattr(launch, "in_8_bits", lambda *_: True)
-    monkeypatch.setattr(stages, "_by_kernels", lambda _: True)
+    monkeypatch.setattr(stages, "kernels", SimpleNamespace(serve_rows=lambda _: True))
     monkeypatch.setattr(stages.RowMaxEstimator, "kept", lambda *_: torch.ones(1, 1, 2, 2, dtype=torch.bool))
     config = RowMaxConfig(every=1)
     for known, said in (((9, 0), True), ((8, 9), False)):
