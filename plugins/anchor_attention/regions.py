@@ -8,9 +8,9 @@ import torch
 from attrs import frozen
 
 from sparseprefill.mask.geometry import Geometry, Sizes
+from sparseprefill.mask.kept import kept
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.statistics.kept import kept
 
 
 @frozen

@@ -18,7 +18,6 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
 from sparseprefill.statistics.pooled import real_rows, tile_mean
 
-from . import identify
 from .layout import Layout
 from .regions import Regions
 
@@ -56,14 +55,8 @@ class AnchorEstimator:
         geometry, regions = call.geometry, self.regions
         region = regions.anchor(geometry)
         state = self.executor.accumulate(call, Plan(region))
-        mask = SparseMask(
-            geometry,
-            regions.block,
-            regions.tile_k,
-            group=regions.step,
-            stripes=self._stripes(call, state.m),
-            disjoint=True,
-        )
+        stripes = self._stripes(call, state.m)
+        mask = SparseMask(geometry, region.tile_q, region.tile_k, group=regions.step, stripes=stripes, disjoint=True)
         return Plan(mask, Carry(state, region), priority=AnchorPriority(regions, state.m, state.l))
 
     def workspace(self, call: AttentionCall) -> int:
@@ -86,10 +79,51 @@ class AnchorEstimator:
 
     def _stripes(self, call: AttentionCall, m: Tensor) -> IndexLists:
         if kernels.serve(call.q) and call.q.dtype != torch.float64:
-            from . import launch
+            from . import kernels as gpu
 
-            return IndexLists(*launch.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor))
-        return identify.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)
+            return IndexLists(*gpu.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor))
+        return stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)
+
+
+def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, use_anchor: bool = True) -> IndexLists:
+    """Lists ``[B, Hq, G]`` of the keys in [init, group start) that any block of the group selects (eq. 2).
+
+    m: row maxima of the anchor pass ``[B, Hq, Nq]``; their mean over a block is its anchor, unless `use_anchor` is
+    False (0 then). A key is kept unless ``anchor - logit > theta``, so that a NaN logit travels as it would in dense
+    attention.
+    """
+    geometry, group, tokens = call.geometry, call.group, regions.group
+    pooled, anchor = tile_mean(call.q, geometry, regions.block), tile_mean(m, geometry, regions.block)
+    if not use_anchor:
+        anchor = torch.zeros_like(anchor)
+    if call.starts is not None or call.lengths is not None:
+        # A block of padding alone asks for no column: else its group would depend on the rest of the batch.
+        padding = real_rows(geometry, regions.block) == 0
+        anchor = anchor.masked_fill(padding[:, None], torch.inf)
+    block, first = geometry.tiles(regions.block), geometry.first_tile(tokens)
+    which = torch.div(block, regions.step, rounding_mode="floor") - first[:, None]
+    groups = geometry.tile_rows(tokens)
+    keep = torch.zeros(
+        geometry.batch, geometry.heads, groups, geometry.kv_len, dtype=torch.bool, device=geometry.device
+    )
+    for b in range(geometry.batch):
+        start = 0 if geometry.starts is None else int(geometry.starts[b])
+        turned = call.k[b].to(pooled.dtype).transpose(-1, -2).contiguous()  # few queries are multiplied faster so
+        for g in range(groups):
+            end = (int(first[b]) + g) * tokens
+            if not regions.init_tokens < end < geometry.q_offset - start + geometry.q_len:
+                continue
+            rows = torch.nonzero(which[b] == g)[:, 0]
+            keys = turned[..., start + regions.init_tokens : start + end]
+            if rows.numel() == 0 or keys.shape[2] == 0:
+                continue
+            q = pooled[b, :, rows].unflatten(0, (-1, group)).flatten(1, 2)
+            logits = (q @ keys).mul_(call.softmax_scale).view(geometry.heads, rows.numel(), -1)
+            if call.softcap is not None:
+                logits = call.softcap * torch.tanh(logits / call.softcap)
+            below = (anchor[b, :, rows, None] - logits).amin(1)  # of the block that comes nearest; NaN where one is
+            keep[b, :, g, regions.init_tokens : regions.init_tokens + keys.shape[2]] = ~(below > theta)
+    return IndexLists.from_map(keep)
 
 
 @frozen(eq=False)

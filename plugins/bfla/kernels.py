@@ -1,12 +1,20 @@
-"""Equations 3 to 14 in three Triton kernels: block scores without a score matrix, their softmax, tiles of the blocks."""
+"""Equations 3 to 14 in four launches: block scores without a score matrix, their softmax, top mass, tiles of the blocks.
+
+The first and the last kernel are here, the other two are core's.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from sparseprefill.kernels.groups.kernels import (
+from sparseprefill.kernels.groups import (
     RUNTIME,
+    GroupTiles,
     Operands,
     Tile,
     first_query_group,
@@ -15,7 +23,13 @@ from sparseprefill.kernels.groups.kernels import (
     program_tile,
     token_row,
 )
-from sparseprefill.kernels.steps import LOG2E, batch_row, factor, floor_div
+from sparseprefill.kernels.settings import FUSED
+from sparseprefill.kernels.statistics.softmax import tile_softmax
+from sparseprefill.kernels.steps import batch_row, factor, floor_div
+from sparseprefill.statistics.select import top_mass
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
 
 
 @triton.jit
@@ -66,53 +80,6 @@ def block_scores_kernel(
     tl.store(scores_ptr + where, score, mask=(r < rows)[:, None] & (c < columns)[None, :])
 
 
-@triton.jit
-def _logits(line_ptr, c, begin, end, alpha, softcap, SOFTCAP: tl.constexpr):
-    """Base-2 logits of the blocks `c`, -inf for NaN and infinite ones and where out of sight; and which are those."""
-    seen = (c >= begin) & (c < end)
-    x = tl.load(line_ptr + c, mask=seen, other=0.0) * alpha  # [WIDTH]
-    if SOFTCAP:
-        x = tl.where(x == float("-inf"), x, (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0) * softcap)
-    nonfinite = (x < float("inf")) == 0
-    return tl.where(seen & (nonfinite == 0), x, float("-inf")) * LOG2E, seen & nonfinite
-
-
-@triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "rows", "columns", "window", "heads"))
-def block_mass_kernel(
-    scores_ptr, nonfinite_ptr, starts_ptr, lengths_ptr, alpha, softcap, q_offset, q_len, kv_len, rows, columns, window,
-    heads,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Scores ``[batch, heads, rows, columns]`` become softmax masses over a row's causal blocks, in place (eq. 5 to 8).
-
-    Blocks of a NaN or infinite score have no mass; nonfinite ``[batch, heads, rows, columns]`` names them. One program:
-    one row, in two sweeps of WIDTH blocks a step.
-    """
-    bh, r = tl.program_id(1), tl.program_id(0)
-    tokens = token_row(bh // heads, starts_ptr, lengths_ptr, q_offset, q_len, kv_len)
-    block = floor_div(tokens.first, BLOCK) + r
-    live = (tl.minimum((block + 1) * BLOCK, tokens.high) > tl.maximum(block * BLOCK, tokens.low)).to(tl.int32)
-    begin, end = 0, tl.minimum(block + 1, columns) * live
-    if WINDOW:
-        begin = tl.maximum(floor_div(block * BLOCK - window + 1, BLOCK), 0)
-    line = (bh.to(tl.int64) * rows + r) * columns
-    top, total = float("-inf"), 0.0
-    for at in tl.range(0, end, WIDTH):
-        c = at + tl.arange(0, WIDTH)
-        x, _ = _logits(scores_ptr + line, c, begin, end, alpha, softcap, SOFTCAP)
-        higher = tl.maximum(top, tl.max(x, 0))
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.math.exp2(top - level) + tl.sum(tl.math.exp2(x - level), 0)
-        top = higher
-    level = tl.where(top == float("-inf"), 0.0, top)
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    for at in tl.range(0, columns, WIDTH):
-        c = at + tl.arange(0, WIDTH)
-        x, nonfinite = _logits(scores_ptr + line, c, begin, end, alpha, softcap, SOFTCAP)
-        tl.store(nonfinite_ptr + line + c, nonfinite.to(tl.uint8), mask=c < columns)
-        tl.store(scores_ptr + line + c, tl.math.exp2(x - level) * share, mask=c < columns)
-
-
 @triton.jit(do_not_specialize=("q_offset", "rows", "columns", "tile_rows", "tile_columns", "heads"))
 def block_tiles_kernel(
     keep_ptr, top_ptr, nonfinite_ptr, starts_ptr, q_offset, rows, columns, tile_rows, tile_columns, heads,
@@ -135,3 +102,44 @@ def block_tiles_kernel(
             nonfinite_ptr + line + block, mask=inside, other=0
         )
         tl.store(keep_ptr + (bh.to(tl.int64) * tile_rows + t) * tile_columns + c, keep, mask=inside)
+
+
+def kept_tiles(
+    call: AttentionCall, block: int, size: int, alpha: float, softcap: float | None, keep_mass: float, tile: int
+) -> tuple[Tensor, Tensor]:
+    """As `stages.kept_tiles`: bool ``[B, Hq, R, C]`` on tiles of `tile` tokens, and the masses of blocks, float32."""
+    mass = block_scores(call, block, size)
+    nonfinite = block_mass(call, mass, block, alpha, softcap)
+    return block_tiles(call, top_mass(mass, keep_mass), nonfinite, block, tile), mass
+
+
+def block_scores(call: AttentionCall, block: int, size: int) -> Tensor:
+    """See `scores.block_scores`; only blocks that hold a causal pair are written."""
+    geometry, tiles = call.geometry, GroupTiles.of(call, block, size)
+    rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
+    scores = torch.empty(geometry.batch, geometry.heads, rows, columns, dtype=torch.float32, device=geometry.device)
+    for part in tiles.parts(range(tiles.count)):
+        block_scores_kernel[(part.programs,)](
+            scores, *part.arguments, rows, columns, **part.flags, **tiles.settings.options
+        )
+    return scores
+
+
+def block_mass(call: AttentionCall, scores: Tensor, block: int, alpha: float, softcap: float | None) -> Tensor:
+    """Turns raw `scores` into masses, in place. Returns uint8 ``[B, Hq, R, L]``: blocks of a NaN or infinite score."""
+    nonfinite = torch.empty(scores.shape, dtype=torch.uint8, device=scores.device)
+    tile_softmax(call, scores, block, alpha, softcap, nonfinite)
+    return nonfinite
+
+
+def block_tiles(call: AttentionCall, top: Tensor, nonfinite: Tensor, block: int, tile: int) -> Tensor:
+    """bool ``[B, Hq, R, C]`` on tiles of `tile` tokens: those of the blocks in `top` (bool) or `nonfinite` (uint8)."""
+    geometry, (batch, heads, rows, columns) = call.geometry, top.shape
+    tile_rows, tile_columns = geometry.tile_rows(tile), geometry.tile_columns(tile)
+    keep = torch.empty(batch, heads, tile_rows, tile_columns, dtype=torch.bool, device=top.device)
+    block_tiles_kernel[(tile_rows, batch * heads)](
+        keep.view(torch.uint8), top.contiguous().view(torch.uint8), nonfinite, geometry.starts, geometry.q_offset,
+        rows, columns, tile_rows, tile_columns, heads,
+        BLOCK=block, TILE=tile, WIDTH=1024, num_warps=4, **FUSED,
+    )  # fmt: skip
+    return keep

@@ -1,4 +1,8 @@
-"""The estimator of BFLA: blocks by softmax mass. The rescues are the core's refiners."""
+"""The estimator of BFLA: blocks by softmax mass. The rescues are the core's refiners.
+
+A block's score is the largest dot product over pairs of flattened token groups (eq. 3 and 4): of a group, g vectors of
+C entries make one of g * C, on each batch row's own token grid.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,8 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.heads import GqaUnion
 from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
+from sparseprefill.statistics.grid import keys_on_grid, queries_on_grid, supported, wide_products
 from sparseprefill.statistics.select import top_mass
-
-from .scores import block_scores
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
     from sparseprefill.stages import HeadScope
 
     from . import BflaConfig
+
+CHUNK = 1 << 23
+"""Scores of groups at a time: enough to fill a GPU, and few enough that most of what is not causal is left out."""
 
 
 @frozen
@@ -51,13 +57,10 @@ class BflaEstimator:
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of the blocks that reach the mass; the blocks' shares are left as priority."""
-        softcap = call.softcap if self.mean else None
-        keep, mass = kept_tiles(call, self.block, self.group, self._alpha(call), softcap, self.keep_mass, self.tile)
+        alpha, softcap = (call.softmax_scale / self.group, call.softcap) if self.mean else (call.softmax_scale, None)
+        keep, mass = kept_tiles(call, self.block, self.group, alpha, softcap, self.keep_mass, self.tile)
         priority = PriorityScores(tiles=mass, tile_q=self.block, tile_k=self.block)
         return Plan(SparseMask.from_tiles(call, keep, self.tile), priority=priority)
-
-    def _alpha(self, call: AttentionCall) -> float:
-        return call.softmax_scale / self.group if self.mean else call.softmax_scale
 
 
 def kept_tiles(
@@ -65,15 +68,12 @@ def kept_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Tiles of the kept blocks, bool ``[B, Hq, R, C]``, and the softmax mass of each block.
 
-    size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it (`launch`).
+    size: tokens per group. alpha: factor on the scores, before the softcap. On a GPU a few kernels do it.
     """
-    if kernels.serve(call.q):
-        from sparseprefill.kernels.groups.launch import supported
+    if kernels.serve(call.q) and supported(call, block, size):
+        from . import kernels as gpu
 
-        if supported(call, block, size):
-            from . import launch
-
-            return launch.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
+        return gpu.kept_tiles(call, block, size, alpha, softcap, keep_mass, tile)
     geometry = call.geometry
     scores = capped(block_scores(call, block, size).mul_(alpha), softcap)
     keep, mass = keep_blocks(scores, reachable_map(geometry, block, block)[:, None], keep_mass)
@@ -98,6 +98,64 @@ def keep_blocks(scores: Tensor, causal: Tensor, keep_mass: float) -> tuple[Tenso
     mass = torch.softmax(scores.masked_fill(nonfinite, -torch.inf), -1)
     mass = torch.nan_to_num(mass, nan=0.0)  # rows of padding alone, which have no causal block
     return (top_mass(mass, keep_mass) | nonfinite) & causal, mass
+
+
+def block_scores(call: AttentionCall, block: int, size: int, entries: int | None = None) -> Tensor:
+    """``[B, Hq, R, L]`` of query blocks and key blocks, float32 (float64 for float64 calls); -inf without a pair.
+
+    Works on chunks of query blocks, so that about `entries` scores of groups exist at a time, and leaves out the key
+    blocks behind a chunk. K is not repeated for GQA.
+    """
+    entries = entries or (CHUNK if call.q.is_cuda else CHUNK >> 2)
+    geometry, per = call.geometry, block // size
+    _, low, high = geometry.token_range()
+    behind = (geometry.q_offset + geometry.q_len - 1) // block + 1
+    zero = torch.zeros_like(low)  # keys after the call's last query do not count
+    keys = Groups.of(keys_on_grid(call, behind * block), zero, size, zero, high)
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    batch, heads, rows, columns = geometry.map_shape(block, block)
+    scores = torch.full((batch, heads, rows, columns), -torch.inf, dtype=dtype, device=geometry.device)
+    step = max(1, entries // (batch * heads * per * per * behind))
+    for first in range(0, rows, step):
+        blocks = range(first, min(first + step, rows))
+        end = min(behind, geometry.q_offset // block + blocks.stop)
+        start = (geometry.first_tile(block) + first) * block
+        queries = Groups.of(queries_on_grid(call, block, first, len(blocks)), start, size, low, high)
+        seen = keys.head(end * per)
+        pairs = wide_products(queries.vectors, seen.vectors)
+        pairs.masked_fill_(~queries.meets(seen)[:, None], -torch.inf)
+        scores[:, :, first : blocks.stop, :end] = pairs.unflatten(3, (end, per)).unflatten(2, (-1, per)).amax((3, 5))
+    return scores
+
+
+@frozen(eq=False)
+class Groups:
+    """Consecutive groups of g tokens.
+
+    vectors: ``[B, H, n, g * C]``, zeros where there is no token. low, high: int64 ``[B, n]``, half-open range of the
+    places in each group that hold a token; empty where none does.
+    """
+
+    vectors: Tensor
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, start: Tensor, size: int, low: Tensor, high: Tensor) -> Groups:
+        """Groups of x ``[B, H, N, C]``, by position from `start`; tokens stand in [low, high). int64 ``[B]`` each."""
+        first = start[:, None] + torch.arange(x.shape[2] // size, device=x.device) * size
+        bounds = ((bound[:, None] - first).clamp(0, size) for bound in (low, high))
+        return cls(x.reshape(*x.shape[:2], x.shape[2] // size, -1), *bounds)
+
+    def meets(self, other: Groups) -> Tensor:
+        """bool ``[B, n, m]``: pairs of groups that both hold a token at some place."""
+        low = torch.maximum(self.low[:, :, None], other.low[:, None])
+        high = torch.minimum(self.high[:, :, None], other.high[:, None])
+        return low < high
+
+    def head(self, count: int) -> Groups:
+        """The first `count` groups (views)."""
+        return Groups(self.vectors[:, :, :count], self.low[:, :count], self.high[:, :count])
 
 
 def pipeline(config: BflaConfig) -> Pipeline:

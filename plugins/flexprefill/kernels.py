@@ -1,63 +1,23 @@
-"""Softmax of pooled products, and its distance to the true attention."""
+"""How far the softmax of pooled products lies from the true attention: a Triton kernel and its launch."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from sparseprefill.kernels.lists.kernels import span
+from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
-from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div
+from sparseprefill.kernels.statistics.softmax import row_level, row_logits
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
 
 TINY = tl.constexpr(1.1754943508222875e-38)
 SQRT_LN2 = tl.constexpr(0.8325546111576977)
-
-
-@triton.jit
-def _logits(line_ptr, c, begin, end, scale, softcap, SOFTCAP: tl.constexpr):
-    """Base-2 logits of the tiles `c`, -inf outside [begin, end)."""
-    seen = (c >= begin) & (c < end)
-    x = tl.load(line_ptr + c, mask=seen, other=0.0) * scale  # [WIDTH]
-    if SOFTCAP:
-        x = (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0) * softcap
-    return tl.where(seen, x, float("-inf")) * LOG2E
-
-
-@triton.jit
-def _level(line_ptr, begin, end, scale, softcap, SOFTCAP: tl.constexpr, WIDTH: tl.constexpr):
-    """The largest logit, 0 for none, and one over the sum of exponentials."""
-    top, total = float("-inf"), 0.0
-    for at in tl.range(0, end, WIDTH):
-        x = _logits(line_ptr, at + tl.arange(0, WIDTH), begin, end, scale, softcap, SOFTCAP)
-        higher = tl.maximum(top, tl.max(x, 0))
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.math.exp2(top - level) + tl.sum(tl.math.exp2(x - level), 0)
-        top = higher
-    return tl.where(top == float("-inf"), 0.0, top), 1.0 / tl.where(total == 0.0, 1.0, total)
-
-
-@triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "first_row", "columns", "window", "heads"))
-def tile_softmax_kernel(
-    scores_ptr, starts_ptr, lengths_ptr, scale, softcap, q_offset, q_len, kv_len, first_row, columns, window, heads,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Products ``[batch, heads, rows, columns]`` become softmax scores, in place (Algorithm 4, of pooled vectors).
-
-    Over the key tiles within reach of a query tile; 0 elsewhere. One program: one row, in two sweeps.
-    """
-    bh, r = tl.program_id(1), tl.program_id(0)
-    _, length, first = batch_row(bh // heads, starts_ptr, lengths_ptr, q_offset, kv_len)
-    tile = floor_div(first, BLOCK) + first_row + r
-    high, low = tl.minimum(first + q_len, length), tl.maximum(first, 0)
-    live = (tl.minimum((tile + 1) * BLOCK, high) > tl.maximum(tile * BLOCK, low)).to(tl.int32)
-    begin, end = span(tile, columns, window, BLOCK, BLOCK, WINDOW)
-    end *= live
-    line = scores_ptr + (bh.to(tl.int64) * tl.num_programs(0) + r) * columns
-    level, share = _level(line, begin, end, scale, softcap, SOFTCAP, WIDTH)
-    for at in tl.range(0, columns, WIDTH):
-        c = at + tl.arange(0, WIDTH)
-        x = _logits(line, c, begin, end, scale, softcap, SOFTCAP)  # [WIDTH]
-        tl.store(line + c, tl.math.exp2(x - level) * share, mask=c < columns)
 
 
 @triton.jit(do_not_specialize=("q_offset", "q_len", "kv_len", "count", "columns", "window", "heads"))
@@ -77,7 +37,7 @@ def distance_kernel(
     )  # fmt: skip
     end = tl.minimum(last + 1, columns)
     products, true = products_ptr + bh.to(tl.int64) * columns, true_ptr + bh.to(tl.int64) * columns
-    level, share = _level(products, begin, end, scale, softcap, SOFTCAP, WIDTH)
+    level, share = row_level(products, begin, end, scale, softcap, SOFTCAP, False, WIDTH)
     mass = tl.zeros([WIDTH], tl.float32)
     for at in tl.range(0, columns, WIDTH):
         c = at + tl.arange(0, WIDTH)
@@ -86,6 +46,20 @@ def distance_kernel(
     total = tl.zeros([WIDTH], tl.float32)
     for at in tl.range(0, columns, WIDTH):
         c = at + tl.arange(0, WIDTH)
-        estimate = tl.math.exp2(_logits(products, c, begin, end, scale, softcap, SOFTCAP) - level) * share
+        x, _ = row_logits(products, c, begin, end, scale, softcap, SOFTCAP, False)
+        estimate = tl.math.exp2(x - level) * share
         total += js_terms(estimate, tl.load(true + c, mask=c < columns, other=0.0) / whole)
     tl.store(far_ptr + bh, js_distance(tl.sum(total, 0)) * SQRT_LN2)  # to nats
+
+
+def distance(call: AttentionCall, products: Tensor, true: Tensor, count: int, block: int) -> Tensor:
+    """float32 ``[B, Hq]``, in nats, of ``[B, Hq, C]`` each. count: sampled queries, the call's last ones."""
+    geometry, (batch, heads, columns) = call.geometry, products.shape
+    far = torch.empty(batch, heads, dtype=torch.float32, device=products.device)
+    distance_kernel[(batch * heads,)](
+        products, true.contiguous(), far, geometry.starts, geometry.lengths, call.softmax_scale, call.softcap or 0.0,
+        geometry.q_offset, geometry.q_len, geometry.kv_len, count, columns, call.window or 0, heads,
+        BLOCK=block, WIDTH=1024, WINDOW=geometry.window is not None, SOFTCAP=call.softcap is not None, num_warps=8,
+        **FUSED,
+    )  # fmt: skip
+    return far

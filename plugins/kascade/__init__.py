@@ -25,7 +25,7 @@ TABLE = NeededTable(
     all later layers.
     """,
     of="layers",
-    make=Later(f"{__name__}.anchors.make", "anchored"),
+    make=Later(f"{__name__}.anchors", "anchored"),
     settings=Settings,
     tokens=2048,
     samples=8,

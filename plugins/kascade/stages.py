@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 from uuid import uuid4
 
-from attrs import Factory, asdict, field, frozen
+from attrs import asdict, field, frozen
 
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.parts.workspace import ranges_workspace
@@ -31,10 +32,6 @@ MISSING = (
 )
 
 
-def _budget(stage: Kascade) -> Budget:
-    return Budget(stage.topk, stage.least, stage.tile, stage.rolling)
-
-
 @frozen(kw_only=True, eq=False)
 class Kascade(KascadeConfig):
     """In an anchor layer: the columns of most attention for each KV head and tile, and the tile's own keys. In the
@@ -46,8 +43,12 @@ class Kascade(KascadeConfig):
     """
 
     key: str = field(init=False, repr=False, factory=lambda: f"kascade {uuid4().hex}")
-    budget: Budget = field(init=False, repr=False, default=Factory(_budget, takes_self=True))
     head_scope: ClassVar[HeadScope] = "group"
+
+    @cached_property
+    def budget(self) -> Budget:
+        """How many keys its tiles keep."""
+        return Budget(self.topk, self.least, self.tile, self.rolling)
 
     @property
     def grain(self) -> int:

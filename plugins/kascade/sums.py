@@ -13,8 +13,7 @@ from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.priority import Priority, tiles_of_columns
 from sparseprefill.statistics.sampled import PAIRS, PAIRS_ON_CPU, Logits
 
-from .budget import Layout
-from .rows import Rows, sum_type
+from .budget import Layout, Rows, sum_type
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -60,22 +59,17 @@ def choose(call: AttentionCall, budget: Budget, sampled: int) -> IndexLists:
     last = (geometry.q_offset // budget.tile + tiles - 1) * budget.tile  # no tile of any batch row begins behind
     if last <= 0 or layout.size == 0:
         return lists
-    fast = kernels.serve(call.q) and call.q.dtype != torch.float64
-    if fast:
-        from sparseprefill.kernels.sampled import launch as sampled_rows
-
-        fast = sampled_rows.fits(call)
     some = max(1, SLAB // (batch * call.kv_heads * last * rows.weight.element_size()))
     for first in range(0, tiles, some):
         part = slice(first, min(first + some, tiles))
         until = min(last, (geometry.q_offset // budget.tile + part.stop - 1) * budget.tile)
         if until <= 0:
             continue
-        if fast:
-            from . import launch
+        if kernels.serve_rows(call.q):
+            from . import kernels as gpu
 
-            sums = launch.column_sums(call, rows.some(part), layout.start[:, part], until)
-            launch.top_columns(sums, layout.start, lists, part)
+            sums = gpu.column_sums(call, rows.some(part), layout.start[:, part], until)
+            gpu.top_columns(sums, layout.start, lists, part)
         else:
             _top_columns(column_sums(call, rows.some(part), until), layout.start[:, part], lists, part)
     return lists

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from attrs import frozen
 from torch import Tensor
 from triton.errors import TritonError
 
-from sparseprefill.kernels.sampled.launch import block, capability
-from sparseprefill.kernels.settings import FUSED, Settings, cdiv, power_of_two
+from sparseprefill.kernels.settings import FUSED, Settings, block, capability, cdiv, power_of_two
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E
 
@@ -59,20 +57,6 @@ def in_8_bits(call: AttentionCall, precision: str) -> bool:
     return precision != "exact" and fits and capability(call.q.device) >= IN_8_BITS
 
 
-@frozen(eq=False)
-class Operand:
-    """Keys as a kernel reads them: where they are, table and scale of pages, factors by tile if they are rounded,
-    strides and flags. itemsize: bytes of a number."""
-
-    k: Tensor
-    table: Tensor | None
-    scale: Tensor | None
-    factors: Tensor | None
-    strides: tuple[int, int, int]
-    flags: dict[str, Any]
-    itemsize: int
-
-
 def remark(call: AttentionCall, config: RowMaxConfig) -> str:
     """Why the portable kernel chooses where the one for Hopper would; empty elsewhere."""
     if not FAILED or not _for_hopper(call, in_8_bits=in_8_bits(call, config.precision), tile=config.block):
@@ -96,8 +80,8 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
     rows, columns, per = geometry.tile_rows(tile), geometry.tile_columns(tile), tile // which.stride
     union, group, pairs = config.union == "group", call.group, geometry.batch * geometry.heads
     q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
-    operand = _rounded(call, tile) if in_8_bits(call, config.precision) else _plain(call)
-    used = settings(capability(q.device), block(q.shape[3]), operand.itemsize)
+    keys, factors = _rounded(call, tile) if in_8_bits(call, config.precision) else (Keys.of(call), None)
+    used = _used(q, factors)
     height = used.block_m
     members, lines = power_of_two(group) if union else 1, power_of_two(per)
     units = geometry.batch * (call.kv_heads if union else geometry.heads)
@@ -106,7 +90,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
     before, unit = geometry.q_offset // tile, math.lcm(per, height) // per
     reach = min(before + rows, columns)
     size = max(1, MAXIMA // (pairs * reach * math.lcm(per, height))) * unit
-    kind = torch.float16 if operand.itemsize == 1 else torch.float32
+    kind = torch.float32 if factors is None else torch.float16
     tiles = cdiv(cdiv(min(size, rows) * per, height) * height, per)
     maxima = torch.empty(pairs * tiles * reach * per, dtype=kind, device=q.device)
     sizes = (geometry.q_offset, geometry.q_len, geometry.kv_len, geometry.window or 0)
@@ -117,7 +101,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
         parts = max(1, min(PROGRAMS // (pairs * blocks), reach // FEWEST))
         place = (geometry.heads, group, call.first_head, first, blocks, reach)
         sums = torch.empty(pairs * blocks * parts * height, dtype=torch.float32, device=q.device)
-        _find(call, q, operand, config, maxima, sums, (*sizes, *place, columns, cdiv(reach, parts)), parts)
+        _find(call, q, keys, factors, config, maxima, sums, (*sizes, *place, columns, cdiv(reach, parts)), parts)
         kernels.choose_kernel[(count, units, cdiv(columns, at_once))](
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
             geometry.lengths, least, *sizes, *place, rows, columns, parts,
@@ -130,14 +114,18 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
 def _find(
     call: AttentionCall,
     q: Tensor,
-    operand: Operand,
+    keys: Keys,
+    factors: Tensor | None,
     config: RowMaxConfig,
     maxima: Tensor,
     sums: Tensor,
     sizes: tuple[int, ...],
     parts: int,
 ) -> None:
-    """Fill `maxima` and `sums` of some query tiles. sizes: what kernels are told of them, see `kernels.RUNTIME`."""
+    """Fill `maxima` and `sums` of some query tiles.
+
+    factors: by key tile, of rounded keys; else None. sizes: what kernels are told of the tiles, see `kernels.RUNTIME`.
+    """
     geometry, size = call.geometry, q.shape[3]
     pairs, blocks = geometry.batch * geometry.heads, sizes[8]
     numbers = (call.softmax_scale * LOG2E.value, call.softcap or 0.0, *sizes)
@@ -149,11 +137,11 @@ def _find(
         "BLOCK_D": block(size),
         "SOFTCAP": call.softcap is not None,
     }
-    hopper = _hopper(call, operand, config.block)
+    hopper = _hopper(call, in_8_bits=factors is not None, tile=config.block)
     if hopper is not None:
         try:
             hopper.hopper_maxima_kernel[(pairs * cdiv(blocks, 2), parts)](
-                maxima, sums, q, operand.factors, hopper.descriptor(operand.k), geometry.starts, geometry.lengths,
+                maxima, sums, q, factors, hopper.descriptor(keys.k), geometry.starts, geometry.lengths,
                 *strides(q), *numbers, **flags, **hopper.OPTIONS,
             )  # fmt: skip
         except torch.OutOfMemoryError:
@@ -162,19 +150,24 @@ def _find(
             _fail(error)
         else:
             return
-    used = settings(capability(q.device), block(size), operand.itemsize)
+    used = _used(q, factors)
     kernels.maxima_kernel[(pairs * blocks, parts)](
-        maxima, sums, q, operand.k, operand.table, operand.scale, operand.factors, geometry.starts, geometry.lengths,
-        *strides(q), *operand.strides, *numbers,
+        maxima, sums, q, keys.k, keys.table, keys.scale, factors, geometry.starts, geometry.lengths,
+        *strides(q), *keys.strides, *numbers,
         BLOCK=config.block, BLOCK_M=used.block_m, BLOCK_N=min(used.block_n, block(config.block)),
         WINDOW=geometry.window is not None, PRECISION="ieee",
-        PACKED=operand.itemsize == 1 and capability(q.device) != (0, 0), **flags, **operand.flags, **used.options,
+        PACKED=factors is not None and capability(q.device) != (0, 0), **flags, **keys.flags, **used.options,
     )  # fmt: skip
 
 
-def _hopper(call: AttentionCall, operand: Operand, tile: int) -> Any:
+def _used(q: Tensor, factors: Tensor | None) -> Settings:
+    """Settings of the portable kernel."""
+    return settings(capability(q.device), block(q.shape[3]), q.element_size() if factors is None else 1)
+
+
+def _hopper(call: AttentionCall, *, in_8_bits: bool, tile: int) -> Any:
     """The module of the kernel for Hopper, where it serves this call; else None."""
-    return _module() if not FAILED and _for_hopper(call, in_8_bits=operand.itemsize == 1, tile=tile) else None
+    return _module() if not FAILED and _for_hopper(call, in_8_bits=in_8_bits, tile=tile) else None
 
 
 def _for_hopper(call: AttentionCall, *, in_8_bits: bool, tile: int) -> bool:
@@ -201,14 +194,8 @@ def _fail(error: Exception) -> None:
     logging.getLogger(__name__).warning(text, triton.__version__, error)
 
 
-def _plain(call: AttentionCall) -> Operand:
-    """Keys where they stand, in the call's type."""
-    keys = Keys.of(call)
-    return Operand(keys.k, keys.table, keys.scale, None, keys.strides, keys.flags, call.q.element_size())
-
-
-def _rounded(call: AttentionCall, tile: int) -> Operand:
-    """A copy in e4m3, by position on each batch row's grid."""
+def _rounded(call: AttentionCall, tile: int) -> tuple[Keys, Tensor]:
+    """A copy of the keys in e4m3, by position on each batch row's grid, and the factors of its tiles."""
     geometry, keys = call.geometry, Keys.of(call, passes=2)
     batch, columns, size = geometry.batch, geometry.tile_columns(tile), call.q.shape[3]
     rounded = torch.empty(batch, call.kv_heads, columns * tile, size, dtype=torch.float8_e4m3fn, device=call.q.device)
@@ -218,4 +205,4 @@ def _rounded(call: AttentionCall, tile: int) -> Operand:
         geometry.q_offset, geometry.q_len, geometry.kv_len, call.kv_heads, columns,
         BLOCK=tile, BLOCK_N=min(64, block(tile)), D=size, BLOCK_D=block(size), **keys.flags, num_warps=4, **FUSED,
     )  # fmt: skip
-    return Operand(rounded, None, None, factors, strides(rounded), {"PAGE": 0, "TYPE": None}, 1)
+    return Keys(rounded), factors

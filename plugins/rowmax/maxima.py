@@ -8,13 +8,13 @@ what they keep see rows between those of the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn import functional
+
+from sparseprefill.statistics.grid import keys_on_grid
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -91,8 +91,8 @@ def sampled_rows(call: AttentionCall, first: int, last: int, block: int, which: 
     return Rows(index, position, real)
 
 
-def shares(call: AttentionCall, block: int, which: Sampling) -> Iterator[tuple[slice, Tensor]]:
-    """Query tiles, and the largest share ``[B, Hq, t, c]`` of each in the first c key tiles; no later one is in reach.
+def shares(call: AttentionCall, block: int, which: Sampling) -> Tensor:
+    """``[B, Hq, R, C]``: the largest share of each key tile for the sampled rows of a query tile.
 
     With m the largest logit of a row in each key tile, a share is ``exp(m - logsumexp(m))`` over all tiles that the row
     may see, sinks included: no less than the tile's largest weight in the row's softmax. float32 (float64 for float64
@@ -103,7 +103,8 @@ def shares(call: AttentionCall, block: int, which: Sampling) -> Iterator[tuple[s
     pairs = geometry.batch * geometry.heads * per
     size = max(1, ROWS // pairs)
     width = max(1, (LOGITS_ON_CPU if call.q.device.type == "cpu" else LOGITS) // (pairs * size * block))
-    keys = _keys(call, columns * block)
+    keys = keys_on_grid(call, columns * block).to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
+    every = keys.new_zeros(geometry.map_shape(block, block))
     before = geometry.q_offset // block
     for first in range(0, rows, size):
         last = min(first + size, rows)
@@ -117,7 +118,8 @@ def shares(call: AttentionCall, block: int, which: Sampling) -> Iterator[tuple[s
             whole = geometry.starts is None and geometry.window is None and end * block <= lowest + 1
             tiles = slice(at, end)
             top[..., tiles] = _maxima(q, keys, tiles, block, None if whole else _hidden(call, some, tiles, block))
-        yield slice(first, last), _shares(call, top, some).unflatten(2, (last - first, per)).amax(3)
+        every[:, :, first:last, :behind] = _shares(call, top, some).unflatten(2, (last - first, per)).amax(3)
+    return every
 
 
 def _shares(call: AttentionCall, top: Tensor, rows: Rows) -> Tensor:
@@ -155,15 +157,3 @@ def _hidden(call: AttentionCall, rows: Rows, tiles: slice, block: int) -> Tensor
 def _queries(call: AttentionCall, rows: Rows, keys: Tensor) -> Tensor:
     """``[B, Hq, n, D]`` in the type of the keys."""
     return torch.gather(call.q, 2, rows.index[..., None].expand(-1, -1, -1, call.q.shape[3])).to(keys.dtype)
-
-
-def _keys(call: AttentionCall, length: int) -> Tensor:
-    """Keys ``[B, Hkv, length, D]`` by position on each batch row's grid, zeros where there is none."""
-    geometry = call.geometry
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    if geometry.starts is None:
-        return functional.pad(call.k.to(dtype), [0, 0, 0, length - geometry.kv_len])
-    position = torch.arange(length, device=call.q.device).expand(geometry.batch, -1)
-    index = position + geometry.starts[:, None]
-    there = (index < geometry.kv_len)[:, None, :, None]
-    return torch.where(there, call.keys_at(index.clamp(max=geometry.kv_len - 1)), 0).to(dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from attrs import frozen
 from torch import Tensor
 
@@ -58,7 +57,7 @@ class RowMaxEstimator:
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles and their lists, and what shares take."""
         block, stride = self.config.block, sampling(self.config, call.group).stride
-        return default_workspace(call, block) + workspace(call, block, stride, by_kernels=_by_kernels(call))
+        return default_workspace(call, block) + workspace(call, block, stride, by_kernels=kernels.serve_rows(call.q))
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles by share, the row's own tile, and the first; the shares are left as priority."""
@@ -71,7 +70,7 @@ class RowMaxEstimator:
 
     def kept(self, call: AttentionCall) -> Tensor:
         """bool ``[B, Hq, R, C]``, or of KV heads under a union: tiles of a large enough share."""
-        if _by_kernels(call):
+        if kernels.serve_rows(call.q):
             from . import launch
 
             return launch.kept_tiles(call, self.config)
@@ -80,7 +79,7 @@ class RowMaxEstimator:
 
     def shares(self, call: AttentionCall) -> Tensor:
         """float ``[B, Hq, R, C]``, or of KV heads under a union: the largest share that a sampled row gives a tile."""
-        if _by_kernels(call):
+        if kernels.serve_rows(call.q):
             from . import launch
 
             return launch.tile_shares(call, self.config)
@@ -88,7 +87,7 @@ class RowMaxEstimator:
 
     def _notes(self, call: AttentionCall) -> Mapping[str, Remark]:
         """What a report says of the kernels that chose."""
-        if not _by_kernels(call):
+        if not kernels.serve_rows(call.q):
             return {}
         from . import launch
 
@@ -96,17 +95,7 @@ class RowMaxEstimator:
         return {"rowmax": Remark(said)} if said else {}
 
     def _plain_shares(self, call: AttentionCall) -> Tensor:
-        geometry = call.geometry
-        dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        shape = (
-            geometry.batch,
-            geometry.heads,
-            geometry.tile_rows(self.config.block),
-            geometry.tile_columns(self.config.block),
-        )
-        every = torch.zeros(shape, dtype=dtype, device=geometry.device)
-        for rows, found in shares(call, self.config.block, sampling(self.config, call.group)):
-            every[:, :, rows, : found.shape[3]] = found
+        every = shares(call, self.config.block, sampling(self.config, call.group))
         return every if self.config.union == "head" else every.unflatten(1, (-1, call.group)).amax(2)
 
     def _priority(self, call: AttentionCall) -> Tensor:
@@ -114,19 +103,11 @@ class RowMaxEstimator:
         return found if self.config.union == "head" else found.repeat_interleave(call.group, 1)
 
     def _in_8_bits(self, call: AttentionCall) -> bool:
-        if not _by_kernels(call):
+        if not kernels.serve_rows(call.q):
             return False
         from . import launch
 
         return launch.in_8_bits(call, self.config.precision)
-
-
-def _by_kernels(call: AttentionCall) -> bool:
-    if not kernels.serve(call.q):
-        return False
-    from sparseprefill.kernels.sampled.launch import fits
-
-    return fits(call)
 
 
 def pipeline(config: RowMaxConfig) -> Pipeline:

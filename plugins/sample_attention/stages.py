@@ -1,4 +1,4 @@
-"""The estimator of SampleAttention. The executor is the shared one."""
+"""The estimator of SampleAttention, and which query rows are sampled (stage 1). The executor is the shared one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from attrs import frozen
+from torch import Tensor
 
+from sparseprefill.mask.geometry import Geometry, Sizes
+from sparseprefill.mask.kept import kept
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
@@ -17,7 +20,6 @@ from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, slash_tiles
 
 from .cra import SAMPLED, Sampled
-from .samples import Samples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +31,70 @@ if TYPE_CHECKING:
     from . import SampleConfig
 
 
+@frozen(eq=False)
+class Samples:
+    """The chunks of a call, dealt in whole query tiles of each batch row's grid.
+
+    part: int64 ``[B, R]``, the chunk of each query tile. rows: int64 ``[B, S, n]``, index of the sampled query rows of
+    each chunk, the last ones of it. real: bool ``[B, S, n]``, which of them exist. until: for each chunk, a number of
+    keys beyond which none of its rows looks. Not to be written to: without padding they serve every layer.
+    """
+
+    part: Tensor
+    rows: Tensor
+    real: Tensor
+    until: tuple[int, ...]
+
+    @classmethod
+    def of(cls, geometry: Geometry, block: int, chunk_n: int) -> Samples:
+        """T query tiles go to `chunk_n` chunks: tile t to chunk ``t * chunk_n // T``; empty chunks sample nothing."""
+        sizes = geometry.sizes
+        if sizes is not None and geometry.lengths is None:
+            return _kept(sizes, block, chunk_n)
+        return cls._dealt(geometry, block, chunk_n)
+
+    @classmethod
+    def _dealt(cls, geometry: Geometry, block: int, chunk_n: int) -> Samples:
+        chunks, count = min(chunk_n, geometry.tile_rows(block)), min(block, geometry.q_len)
+        at = geometry.first_position()
+        begin = at.clamp(min=0)
+        stop = torch.maximum(torch.minimum(at + geometry.q_len, geometry.key_counts()), begin)
+        tile = torch.div(begin, block, rounding_mode="floor")
+        tiles = (torch.div(stop - 1, block, rounding_mode="floor") - tile + 1).clamp(min=1)[:, None]
+        within = (geometry.tiles(block) - tile[:, None]).clamp(min=0)
+        part = torch.div(torch.minimum(within, tiles - 1) * chunks, tiles, rounding_mode="floor")
+        edge = (tile[:, None] + _edges(chunks, tiles, geometry.device)) * block
+        edge = torch.minimum(torch.maximum(edge, begin[:, None]), stop[:, None])
+        return cls(part, *_last(edge, count, at[:, None, None], geometry.q_len), _reach(geometry, block, chunks))
+
+
+@kept
+def _kept(sizes: Sizes, block: int, chunk_n: int) -> Samples:
+    """Without padding: every batch row alike, and the same in every layer."""
+    return Samples._dealt(Geometry(*sizes), block, chunk_n)
+
+
+def _edges(chunks: int, tiles: Tensor, device: torch.device) -> Tensor:
+    """First tile of each chunk, and the end of the last: chunk c holds the tiles from ``ceil(c * T / chunks)`` on."""
+    number = torch.arange(chunks + 1, device=device) * tiles + chunks - 1
+    return torch.div(number, chunks, rounding_mode="floor")
+
+
+def _last(edge: Tensor, count: int, first: Tensor, q_len: int) -> tuple[Tensor, Tensor]:
+    """The last `count` rows before each edge ``[B, S + 1]`` but the first: their index, and whether they exist."""
+    position = edge[:, 1:, None] + torch.arange(-count, 0, device=edge.device)
+    return (position - first).clamp(0, q_len - 1), position >= edge[:, :-1, None]
+
+
+def _reach(geometry: Geometry, block: int, chunks: int) -> tuple[int, ...]:
+    """What the host knows about the last key of each chunk: everything, where no batch row is padded."""
+    if geometry.starts is not None or geometry.lengths is not None:
+        return (geometry.kv_len,) * chunks
+    tiles = geometry.tile_rows(block)
+    end = geometry.q_offset + geometry.q_len
+    return tuple(min((geometry.q_offset // block + -(-(c + 1) * tiles // chunks)) * block, end) for c in range(chunks))
+
+
 @frozen
 class SampleEstimator:
     """Algorithm 1: sample each chunk's last rows, keep columns and diagonals up to both thresholds, merge them.
@@ -36,37 +102,33 @@ class SampleEstimator:
     It looks at the last rows of chunks of the call, so cutting a prompt changes the estimate: it has no grain.
     """
 
-    alpha_c: float
-    alpha_s: float
-    chunk_n: int
-    block: int
-    extend: str
+    config: SampleConfig
     head_scope: ClassVar[HeadScope] = "head"
 
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles, and their lists."""
-        return default_workspace(call, self.block)
+        return default_workspace(call, self.config.block)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of columns and diagonals; `Plan.notes` keeps what `cra` needs, the mass is left as priority."""
-        samples = Samples.of(call.geometry, self.block, self.chunk_n)
-        mass = sampled_mass(call, samples.rows, samples.real, self.block, column=self.block, until=samples.until)
-        columns, slashes = top_mass(mass.columns, self.alpha_c), top_mass(mass.slashes, self.alpha_s)
+        config, block = self.config, self.config.block
+        samples = Samples.of(call.geometry, block, config.chunk_n)
+        mass = sampled_mass(call, samples.rows, samples.real, block, column=block, until=samples.until)
+        columns, slashes = top_mass(mass.columns, config.alpha_c), top_mass(mass.slashes, config.alpha_s)
         part = samples.part
         speaks: Tensor | None = part
-        if self.extend == "union":
+        if config.extend == "union":
             columns, slashes, part = columns.any(2, keepdim=True), slashes.any(2, keepdim=True), torch.zeros_like(part)
             speaks = None
-        keep = slash_tiles(call.geometry, slashes, self.block, part, columns)
+        keep = slash_tiles(call.geometry, slashes, block, part, columns)
         notes = Sampled(samples.rows.flatten(1), samples.real.flatten(1), mass.lse.flatten(2))
         # The first tile of every row is kept as well as the diagonal one.
-        tiles = TileMap(geometry=call.geometry, tile_q=self.block, tile_k=self.block, keep=keep, band=0, sink=1)
-        priority = SampledPriority(mass, samples.real, self.block, column=self.block, part=speaks, by_column=True)
-        mask = SparseMask(call.geometry, self.block, self.block, tiles)
+        tiles = TileMap(geometry=call.geometry, tile_q=block, tile_k=block, keep=keep, band=0, sink=1)
+        priority = SampledPriority(mass, samples.real, block, column=block, part=speaks, by_column=True)
+        mask = SparseMask(call.geometry, block, block, tiles)
         return Plan(mask, priority=priority, notes={SAMPLED: notes})
 
 
 def pipeline(config: SampleConfig) -> Pipeline:
     """Build `sample-attention`."""
-    estimator = SampleEstimator(config.alpha_c, config.alpha_s, config.chunk_n, config.block, config.extend)
-    return Pipeline(estimator, name="sample-attention")
+    return Pipeline(SampleEstimator(config), name="sample-attention")

@@ -35,7 +35,7 @@ TABLE = NeededTable(
     similar maps are clustered.
     """,
     of="heads",
-    make=Later(f"{__name__}.clustering.make", "clustered"),
+    make=Later(f"{__name__}.clustering", "clustered"),
     settings=Settings,
     picture=True,
     needs={"scipy": "sparseprefill[cluster]"},

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from sparseprefill.kernels.sampled.diagonals import on_diagonals
+from sparseprefill.kernels.sampled.diagonals import COLUMNS, ROWS, on_diagonals
+from sparseprefill.kernels.settings import FUSED, cdiv, power_of_two
 from sparseprefill.kernels.statistics.distance import js_distance, js_terms, seen_blocks
 from sparseprefill.kernels.steps import batch_row, floor_div
+
+from .heads import NEVER
+
+if TYPE_CHECKING:
+    from sparseprefill.mask.geometry import Geometry
 
 FAR = tl.constexpr(1 << 30)
 
@@ -120,26 +130,6 @@ def _maker(dense_ptr, codes_ptr, b, cluster, heads, BLOCK_H: tl.constexpr):
     return tl.min(tl.where(mine, h, BLOCK_H), 0)
 
 
-@triton.jit(do_not_specialize=("stride_b", "stride_h", "stride_r", "heads", "rows", "columns"))
-def pivot_maps_kernel(
-    probe_ptr, dense_ptr, codes_ptr, which_ptr, maps_ptr, stride_b, stride_h, stride_r, heads, rows, columns,
-    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """maps ``[batch, slots, rows, columns]`` of a probe ``[batch, heads, rows, columns]``; 0 for no head.
-
-    The block maps from which Algorithm 2 makes pivots. One program: one row of one open cluster's map.
-    """
-    row, slot, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    head = _maker(dense_ptr, codes_ptr, b, tl.load(which_ptr + slot).to(tl.int32), heads, BLOCK_H)
-    line = probe_ptr + b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + row.to(tl.int64) * stride_r
-    there = tl.where(head < BLOCK_H, columns, 0)
-    out = maps_ptr + ((b * tl.num_programs(1) + slot).to(tl.int64) * rows + row) * columns
-    for first in range(0, columns, BLOCK_C):
-        c = first + tl.arange(0, BLOCK_C)
-        x = tl.load(line + c, mask=c < there, other=0.0)  # [BLOCK_C]
-        tl.store(out + c, x, mask=c < columns)
-
-
 @triton.jit(do_not_specialize=("layer", "heads", "clusters", "slots", "rows", "columns"))
 def pivot_update_kernel(
     dense_ptr, codes_ptr, which_ptr, own_ptr, tiles_ptr, old_made_ptr, old_last_ptr, old_packed_ptr,
@@ -189,3 +179,71 @@ def pivot_update_kernel(
             if old_last_ptr is not None:
                 x += tl.load(old_last_ptr + bk.to(tl.int64) * columns + c, mask=c < kept, other=0.0)
             tl.store(last_ptr + bk.to(tl.int64) * columns + c, x, mask=c < columns)
+
+
+CELLS = 2048
+"""Scores of all heads in registers at once."""
+PIVOT_ROWS = 8
+"""Rows of a pivot's pattern that a program packs."""
+
+
+def choose(
+    geometry: Geometry, blocks: Tensor, count: int, codes: Tensor, pivots: tuple[Tensor, Tensor] | None, layer: int,
+    block: int, tau: float, delta: float, *, sums: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Flags and own of `pivots.choose`'s `Choice`, from float32 `blocks` ``[B, H, C]``.
+
+    count: sampled queries. codes: of `LayerHeads`. pivots: `made` and `last` of `Pivots`. sums: whether `blocks` are
+    mass that does not add up to 1 yet.
+    """
+    batch, number, columns = blocks.shape
+    blocks = blocks.contiguous()
+    own = torch.empty_like(blocks) if sums else blocks
+    flags = torch.empty(3, batch, number, dtype=torch.bool, device=blocks.device)
+    block_h = max(2, power_of_two(number))
+    made, last = pivots or (None, None)
+    choose_kernel[(batch,)](
+        blocks, own, flags.view(torch.uint8), codes, made, last,
+        geometry.starts, geometry.lengths, float(tau), float(delta),
+        geometry.q_offset, geometry.q_len, geometry.kv_len, count, geometry.window or 0,
+        layer, batch, number, 1 if made is None else made.shape[1], columns,
+        BLOCK=block, BLOCK_H=block_h, BLOCK_C=max(16, CELLS // block_h), NEVER=NEVER, SUMS=sums,
+        WINDOW=geometry.window is not None, num_warps=8, **FUSED,
+    )  # fmt: skip
+    return flags, own
+
+
+def pattern_tiles(
+    geometry: Geometry, slashes: Tensor, block: int, flags: Tensor, codes: Tensor, packed: Tensor | None
+) -> Tensor:
+    """`pivots.pattern_tiles`: bool ``[B, H, R, C]``. flags: of `Choice`. packed: of `Pivots`."""
+    batch, number, bins = slashes.shape
+    rows, width = geometry.tile_rows(block), geometry.tile_columns(block)
+    keep = torch.empty(batch, number, rows, width, dtype=torch.bool, device=slashes.device)
+    pattern_tiles_kernel[cdiv(width, COLUMNS), cdiv(rows, ROWS), batch * number](
+        slashes.contiguous().view(torch.uint8), flags.view(torch.uint8), codes, packed,
+        geometry.starts, keep.view(torch.uint8), geometry.q_offset, batch, number,
+        1 if packed is None else packed.shape[1], bins, rows, width,
+        BLOCK=block, BLOCK_R=ROWS, BLOCK_C=COLUMNS, num_warps=8, **FUSED,
+    )  # fmt: skip
+    return keep
+
+
+def updated(
+    old: tuple[Tensor, Tensor, Tensor] | None, layer: int, clusters: int, codes: Tensor, which: Tensor, dense: Tensor,
+    own: Tensor, tiles: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """made, last and packed of `pivots.renewed`, from `old` ones or nothing. tiles: bool ``[B, S, R, C]``."""
+    batch, slots, rows, columns = tiles.shape
+    device = tiles.device
+    made = torch.empty(batch, clusters, dtype=torch.int32, device=device)
+    last = torch.empty(batch, clusters, columns, dtype=own.dtype, device=device)
+    packed = torch.empty(batch, clusters, rows, cdiv(columns, 8), dtype=torch.uint8, device=device)
+    pivot_update_kernel[cdiv(rows, PIVOT_ROWS), batch * clusters](
+        dense.view(torch.uint8), codes, which, own,
+        tiles.contiguous().view(torch.uint8), *(old or (None, None, None)), made, last, packed, layer,
+        own.shape[1], clusters, slots, rows, columns,
+        BLOCK_H=power_of_two(own.shape[1]), BLOCK_S=power_of_two(slots), BLOCK_R=PIVOT_ROWS,
+        BLOCK_W=64, NEVER=NEVER, num_warps=4, **FUSED,
+    )  # fmt: skip
+    return made, last, packed

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.statistics.divergence import js_distance
+from sparseprefill.statistics.pooled import js_distance
 from sparseprefill.statistics.slashes import slash_tiles
 
 from .heads import NEVER, index, of_heads
@@ -111,10 +111,10 @@ def pattern_tiles(
     """bool ``[B, H, R, C]``: by choice the tiles of the cluster's pivot, all, or those of slashes ``[B, H, S]``."""
     codes = heads.codes(slashes.device)
     if kernels.serve(slashes):
-        from . import launch
+        from . import kernels as gpu
 
         packed = None if pivots is None else pivots.packed
-        return launch.pattern_tiles(geometry, slashes, block, choice.flags, codes, packed)
+        return gpu.pattern_tiles(geometry, slashes, block, choice.flags, codes, packed)
     tiles = slash_tiles(geometry, slashes, block)
     if pivots is not None:
         tiles = torch.where(choice.share[..., None, None], pivots.pattern(codes.clamp(min=0) // 2), tiles)
@@ -141,9 +141,9 @@ def renewed(
     own, which = choice.own, index(heads.open, choice.own.device)
     known = None if old is None else (old.made, old.last, old.packed)
     if kernels.serve(tiles):
-        from . import launch
+        from . import kernels as gpu
 
-        made, last, packed = launch.updated(
+        made, last, packed = gpu.updated(
             known, call.layer, clusters, heads.codes(own.device), which, choice.dense, own, tiles
         )
     else:

@@ -22,7 +22,7 @@ from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 
 from . import SINGLE, ShareConfig, scores
-from .heads import Clusters, LayerHeads, index, of_heads
+from .heads import Clusters, LayerHeads, of_heads
 from .mixed import HeadsPriority, carry_of_heads, mixed_mask
 from .pivots import Choice, Pivots, choose, earlier, pattern_tiles, renewed
 
@@ -200,11 +200,11 @@ class Share(ShareConfig):
             seen = seen_blocks(geometry, rows, real, self.block)
             blocks = scores.last_scores(call, rows, real, seen, self.block, memory)
         if kernels.serve(blocks) and blocks.dtype == torch.float32:
-            from . import launch
+            from . import kernels as gpu
 
             before = None if pivots is None else (pivots.made, pivots.last)
             return Choice(
-                *launch.choose(
+                *gpu.choose(
                     geometry, blocks, rows.shape[1], heads.codes(blocks.device), before, call.layer, self.block,
                     self.tau, self.delta, sums=sums,
                 )
@@ -246,12 +246,6 @@ class PivotObserver:
             return scores.map_scores(call, heads.dense(dense)[0], block, memory)
         if result.probe is None:
             raise StageError("the executor gave no probe, from which share-prefill makes its pivots")
-        if kernels.serve(result.probe):
-            from .launch import maker_maps
-
-            device = result.probe.device
-            maps = maker_maps(result.probe, dense, heads.codes(device), index(heads.open, device))
-            return scores.on_blocks(maps, plan.mask, block)
         return scores.on_blocks(of_heads(result.probe, heads.dense(dense)[0]), plan.mask, block)
 
     def _cover(self, maps: Tensor) -> Tensor:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import Attribute, field, frozen
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.method import Later, Method, a_method, hookimpl, method_table
 from sparseprefill.validate import maybe, whole
+
+if TYPE_CHECKING:
+    from sparseprefill.pipeline import Pipeline
+    from sparseprefill.route import Route
+    from sparseprefill.stages import PatternEstimator
 
 
 def _context(_: Any, attribute: Attribute[Any], value: Any) -> None:
@@ -27,14 +32,16 @@ class StarConfig:
     block_size: tokens per context block; None: a quarter of the context, 32768 where that is longer than 131072.
     anchor_length: first tokens that every block sees; None: one block. context_length: tokens of the prompt that are
     context (phase 1), the rest attends to everything (phase 2); None: all of them; negative: all but the last of each
-    row of the call. inner: a method that runs inside each block, by name or as a table of `from_config`.
-    tile: tile size; a power of two from 16 on CUDA devices.
+    row of the call. inner: a method that runs inside each block, by name, as a table of `from_config`, or from Python
+    as a pipeline or an estimator. tile: tile size; a power of two from 16 on CUDA devices.
     """
 
     block_size: int | None = field(default=None, validator=maybe(whole()))
     anchor_length: int | None = field(default=None, validator=maybe(whole(0)))
     context_length: int | None = field(default=None, validator=_context)
-    inner: str | Mapping[str, Any] | None = field(default=None, converter=method_table, validator=a_method)
+    inner: str | Mapping[str, Any] | Pipeline | Route | PatternEstimator | None = field(
+        default=None, converter=method_table, validator=a_method
+    )
     tile: int = field(default=128, validator=whole())
 
 

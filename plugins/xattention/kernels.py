@@ -1,15 +1,21 @@
 """Algorithm 1 in two Triton kernels: partial softmaxes of tiles of groups, then the scores of key tiles.
 
-No logit is stored: of each row of groups and key tile, the sum of exponentials is, an eighth of them by default.
+No logit is stored: of each row of groups and key tile, the sum of exponentials is, an eighth of them by default. They are
+launched for a part of the query tiles at a time.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from sparseprefill.kernels.groups.kernels import (
+from sparseprefill.kernels.groups import (
     RUNTIME,
+    GroupTiles,
     Operands,
     Tile,
     first_query_group,
@@ -18,7 +24,13 @@ from sparseprefill.kernels.groups.kernels import (
     program_tile,
     token_row,
 )
+from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import LN2, LOG2E, factor, floor_div
+
+from .scores import PARTIALS
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
 
 
 @triton.jit
@@ -141,3 +153,35 @@ def tile_scores_kernel(
         p = s * tl.math.exp2(m - level[:, None]) * share[:, None]  # [per, COLUMNS]
         score = tl.sum(tl.where(real[:, None] & inside, p, 0.0), 0)
         tl.store(scores_ptr + (bh.to(tl.int64) * rows + r) * columns + c, score, mask=c < columns)
+
+
+def tile_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
+    """float32 ``[B, Hq, R, C]``: see `scores.tile_scores`, all query tiles at once. Key tiles of the future get 0."""
+    geometry, tiles = call.geometry, GroupTiles.of(call, block, stride)
+    chosen, per = tiles.settings, block // stride
+    rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
+    pairs, parts, step = geometry.batch * geometry.heads, chosen.block_n // per, chosen.block_m // per
+    options: dict[str, Any] = {"dtype": torch.float32, "device": geometry.device}
+    scores: Tensor = torch.empty(geometry.batch, geometry.heads, rows, columns, **options)
+    most = pairs * chosen.block_m * tiles.reach(tiles.count - 1)
+    size = min(max(1, PARTIALS // (most * parts)), tiles.count)
+    sums = torch.empty(most * parts * size, **options)
+    tops, totals = torch.empty(2, most * size, **options)
+    flags = {"WINDOW": geometry.window is not None}
+    cap = {"SOFTCAP": call.softcap is not None}
+    scale, softcap, window = call.softmax_scale * LOG2E.value, call.softcap or 0.0, geometry.window or 0
+    for first in range(0, tiles.count, size):
+        some = range(first, min(first + size, tiles.count))
+        height, reach = len(some) * chosen.block_m, tiles.reach(some[-1])
+        place = (first * chosen.block_m, height, reach * parts, reach)
+        for part in tiles.parts(some):
+            partial_softmax_kernel[(part.programs,)](
+                sums, tops, totals, *part.arguments, scale, softcap, window, *place,
+                **part.flags, **flags, **cap, **chosen.options,
+            )  # fmt: skip
+        tile_scores_kernel[(min(rows, some.stop * step) - first * step, pairs)](
+            scores, sums, tops, totals, geometry.starts, geometry.lengths,
+            geometry.q_offset, geometry.q_len, geometry.kv_len, window, *place, geometry.heads, rows, columns,
+            BLOCK=block, SIZE=stride, BLOCK_N=chosen.block_n, COLUMNS=256, PARTS=32, **flags, num_warps=4, **FUSED,
+        )  # fmt: skip
+    return scores

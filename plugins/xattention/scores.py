@@ -1,14 +1,16 @@
-"""Algorithm 1: antidiagonal scores of key tiles, a few query tiles at a time."""
+"""Algorithm 1: antidiagonal scores of key tiles, a few query tiles at a time.
+
+Queries and keys come in groups of `stride` tokens on each row's own token grid, zeros where there is no token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .grid import key_groups, query_tiles
+from sparseprefill.statistics.grid import keys_on_grid, queries_on_grid, wide_products
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -30,8 +32,8 @@ def scores_workspace(call: AttentionCall, stride: int, block: int) -> int:
     return 4 * pairs + 5 * min(PARTIALS, max(4 * LOGITS, 2 * pairs * (block // stride)))
 
 
-def tile_scores(call: AttentionCall, stride: int, block: int) -> Iterator[tuple[slice, Tensor]]:
-    """Query tiles, and their scores ``[B, Hq, r, c]`` of the first c key tiles; no later one is in reach.
+def tile_scores(call: AttentionCall, stride: int, block: int) -> Tensor:
+    """``[B, Hq, R, C]``: scores of all key tiles, 0 for those of the future.
 
     The score of a key tile is the sum, over the query tile's groups, of the softmax over key groups of the mean
     antidiagonal logit: ``scale / stride * sum``, for whole groups. float32 (float64 for float64 calls).
@@ -40,15 +42,21 @@ def tile_scores(call: AttentionCall, stride: int, block: int) -> Iterator[tuple[
     rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
     size = max(1, LOGITS // (geometry.batch * geometry.heads * per_tile * per_tile * columns))
     size = min(size, max(LEAST, -(-rows // PARTS)))
-    keys = key_groups(call, columns * block, stride)
+    # Keys of a group in reverse order: against queries in theirs, one product over stride * D sums an antidiagonal.
+    keys = keys_on_grid(call, columns * block).unflatten(2, (-1, stride)).flip(3)
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    every = torch.zeros(geometry.map_shape(block, block), dtype=dtype, device=geometry.device)
     for first in range(0, rows, size):
         last = min(first + size, rows)
         behind = min(geometry.q_offset // block + last, columns)  # rows that start later stand no further
-        q, real = query_tiles(call, first, last, block)
         tiles = geometry.tiles(block)[:, first:last]
+        q = queries_on_grid(call, block, first, last - first)
+        _, real = geometry.locate((tiles[..., None] * block + torch.arange(block, device=q.device)).flatten(1))
         groups = (tiles[..., None] * per_tile + torch.arange(per_tile, device=q.device)).flatten(1)
         attention = _group_attention(call, q, real, keys[:, :, : behind * per_tile], groups)
-        yield slice(first, last), attention.unflatten(3, (-1, per_tile)).sum(4).unflatten(2, (-1, per_tile)).sum(3)
+        found = attention.unflatten(3, (-1, per_tile)).sum(4).unflatten(2, (-1, per_tile)).sum(3)
+        every[:, :, first:last, :behind] = found
+    return every
 
 
 def _group_attention(call: AttentionCall, q: Tensor, real: Tensor, keys: Tensor, groups: Tensor) -> Tensor:
@@ -63,7 +71,7 @@ def _group_attention(call: AttentionCall, q: Tensor, real: Tensor, keys: Tensor,
     if window is not None:
         seen &= (lag == 0) | (lag * stride - stride + 1 < window)
     own = groups.clamp(0, keys.shape[2] - 1)
-    logits = _products(q, keys).div_(all_rows.clamp(min=1)[:, None, :, None])
+    logits = wide_products(q.flatten(3), keys.flatten(3)).div_(all_rows.clamp(min=1)[:, None, :, None])
     diagonal = _own_products(q, keys, real, own, half) / late_rows.clamp(min=1)[:, None]
     at = own[:, None, :, None].expand(-1, q.shape[1], -1, 1)
     logits.scatter_(3, at, diagonal[..., None]).mul_(call.softmax_scale)
@@ -71,20 +79,6 @@ def _group_attention(call: AttentionCall, q: Tensor, real: Tensor, keys: Tensor,
         logits = call.softcap * torch.tanh(logits / call.softcap)
     hidden = ~seen[:, None]
     return logits.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
-
-
-def _products(q: Tensor, keys: Tensor) -> Tensor:
-    """Antidiagonal sums ``[B, Hq, g, c]`` of groups ``[B, Hq, g, S, D]`` and ``[B, Hkv, c, S, D]``."""
-    batch, heads, count = q.shape[:3]
-    left = q.unflatten(1, (keys.shape[1], -1)).flatten(4).flatten(2, 3).flatten(0, 1)
-    right = keys.flatten(3).flatten(0, 1).transpose(1, 2)
-    if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
-        # Tensor cores add in float32; a half-precision result would round the scores for nothing.
-        sums = torch.bmm(left, right, out_dtype=torch.float32)
-    else:
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        sums = torch.bmm(left.to(dtype), right.to(dtype))
-    return sums.view(batch, heads, count, -1)
 
 
 def _own_products(q: Tensor, keys: Tensor, real: Tensor, own: Tensor, half: int) -> Tensor:

@@ -18,9 +18,8 @@ from sparseprefill.adapters.demo.settings import ANCHORS, PARAMETERS
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.huggingface.reader import Reader
-from sparseprefill.plugins.kascade import TABLE
-from sparseprefill.plugins.kascade.anchors import capture, choose
-from sparseprefill.plugins.kascade.anchors.make import anchored
+from sparseprefill.plugins.kascade import TABLE, anchors
+from sparseprefill.plugins.kascade.anchors import anchored
 from sparseprefill.plugins.kascade.table import AnchorTable, Settings
 from typer.testing import CliRunner, Result
 
@@ -42,7 +41,7 @@ def run(*arguments: str) -> Result:
 
 def test_sums_and_weights_are_those_of_the_models_own_attention(embedded: Any, embedded_tokenizer: Any) -> None:
     ids = key_value_prompts(embedded_tokenizer, 200, 1, 3)
-    (reading,) = capture.readings(reader(embedded), ids, 64)
+    (reading,) = anchors.readings(reader(embedded), ids, 64)
     stock = load_model(torch.float32)
     stock.set_attn_implementation("eager")
     kept: dict[int, Any] = {}
@@ -74,14 +73,14 @@ def test_similarity_by_loops() -> None:
     generator = torch.Generator().manual_seed(0)
     heads, tiles, n, k, tile = 3, 4, 40, 5, 10
 
-    def made() -> capture.LayerSums:
+    def made() -> anchors.LayerSums:
         before = torch.rand(heads, tiles, n, generator=generator)
         for t in range(tiles):
             before[:, t, t * tile :] = 0
-        return capture.LayerSums(before, torch.rand(heads, tiles, generator=generator))
+        return anchors.LayerSums(before, torch.rand(heads, tiles, generator=generator))
 
     one, other = made(), made()
-    found = choose.similarity(choose.TopKeys.of(one, k), other, choose.TopKeys.of(other, k))
+    found = anchors.similarity(anchors.TopKeys.of(one, k), other, anchors.TopKeys.of(other, k))
     for mine in range(heads):
         for theirs in range(heads):
             shares = []
@@ -90,7 +89,7 @@ def test_similarity_by_loops() -> None:
                 taken = float(mass[one.before[theirs, t].topk(k).indices].sum())
                 shares.append((taken + inside) / (float(mass.topk(k).values.sum()) + inside))
             assert min(shares) == pytest.approx(float(found[mine, theirs]), rel=1e-5)
-    assert float(choose.similarity(choose.TopKeys.of(one, k), one, choose.TopKeys.of(one, k)).diagonal().min()) == 1
+    assert float(anchors.similarity(anchors.TopKeys.of(one, k), one, anchors.TopKeys.of(one, k)).diagonal().min()) == 1
 
 
 @given(seed=st.integers(0, 9999), n=st.integers(1, 7), data=st.data())
@@ -102,7 +101,7 @@ def test_the_layers_are_those_of_an_exhaustive_search(seed: int, n: int, data: s
         return sum(float(gain[max(a for a in chosen if a <= layer), layer]) for layer in range(n))
 
     every = [(0, *rest) for rest in combinations(range(1, n), count - 1)]
-    found, score = choose.best(gain, count)
+    found, score = anchors.best(gain, count)
     assert found in every
     assert score == pytest.approx(max(map(value, every)))
     assert score == pytest.approx(value(found))
@@ -110,9 +109,9 @@ def test_the_layers_are_those_of_an_exhaustive_search(seed: int, n: int, data: s
 
 def test_heads_follow_those_that_serve_them_best() -> None:
     similar = torch.tensor([[0.5, 0.9, 0.1], [0.7, 0.7, 0.7], [0.2, 0.3, 0.3]])
-    found = choose.mapped(similar)
+    found = anchors.mapped(similar)
     assert found == (1, 1, 2)
-    gain = choose.ordered((3, 5), {(3, 3): torch.eye(3), (3, 5): similar, (5, 5): torch.eye(3)}, {3: 2.0, 5: 0.5})
+    gain = anchors.ordered((3, 5), {(3, 3): torch.eye(3), (3, 5): similar, (5, 5): torch.eye(3)}, {3: 2.0, 5: 0.5})
     expected = torch.tensor([[2.0, 0.5 * (0.9 + 0.7 + 0.3) / 3], [0.0, 0.5]], dtype=torch.float64)
     torch.testing.assert_close(expected, gain)
 

@@ -16,8 +16,7 @@ from sparseprefill.adapters.demo.settings import CLUSTERS, PARAMETERS
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.huggingface.reader import Reader
-from sparseprefill.plugins.share_prefill import TABLE
-from sparseprefill.plugins.share_prefill.clustering import autoencoder, capture, group
+from sparseprefill.plugins.share_prefill import TABLE, autoencoder, clustering
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
@@ -50,7 +49,7 @@ def kinds() -> Tensor:
 def test_captured_maps_are_the_models_attention(embedded: Any, embedded_tokenizer: Any) -> None:
     """Rows sum to 1, nothing lies in the future, and a block is the mean over rows of the attention's sum."""
     ids = key_value_prompts(embedded_tokenizer, 256, 1, 3)
-    maps = capture.block_maps(reader(embedded), ids, 64)
+    maps = clustering.block_maps(reader(embedded), ids, 64)
     assert dict.fromkeys(range(6), (1, 4, 4, 4)) == {layer: tuple(one.shape) for layer, one in maps.items()}
     stock = load_model(torch.float32)
     stock.set_attn_implementation("eager")
@@ -84,20 +83,20 @@ def test_two_kinds_of_heads_are_two_clusters() -> None:
     again, _ = autoencoder.compress(maps.repeat(2, 1, 1), epochs=60, latent=8)
     assert torch.equal(codes, again)
     assert error < 0.2
-    found = group.features(codes.unflatten(0, (2, 8)))
-    chosen = group.labels(found, threshold=2.0, min_size=3)
+    found = clustering.features(codes.unflatten(0, (2, 8)))
+    chosen = clustering.labels(found, threshold=2.0, min_size=3)
     assert chosen == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert group.labels(found, threshold=0.0, min_size=2) == [-1] * 8
-    assert group.labels(found, threshold=1e9, min_size=5) == [0] * 8
-    similar = group.similarity(maps, 0.5)
+    assert clustering.labels(found, threshold=0.0, min_size=2) == [-1] * 8
+    assert clustering.labels(found, threshold=1e9, min_size=5) == [0] * 8
+    similar = clustering.similarity(maps, 0.5)
     assert bool((similar.diagonal() == 1).all())
     assert float(similar[:4, :4].min()) > float(similar[:4, 4:].max())
 
 
 def test_heads_that_are_all_alike() -> None:
     codes = torch.ones(2, 3, 4)
-    assert tuple(group.features(codes).shape) == (3, 0)
-    assert group.labels(group.features(codes), 1.0, 2) == [0, 0, 0]
+    assert tuple(clustering.features(codes).shape) == (3, 0)
+    assert clustering.labels(clustering.features(codes), 1.0, 2) == [0, 0, 0]
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: Any) -> None:

@@ -17,7 +17,7 @@ from sparseprefill.adapters.bench.shape import Shape
 from sparseprefill.adapters.cli import page, picture
 from sparseprefill.adapters.cli.picture import Panel
 from sparseprefill.adapters.evaluation.outcome import Contender, Layer, Outcome
-from sparseprefill.plugins.share_prefill.clustering import picture as similarity
+from sparseprefill.plugins.share_prefill import picture as similarity
 from sparseprefill.plugins.share_prefill.table import ClusterTable
 
 import sparseprefill as sp

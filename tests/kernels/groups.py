@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kernels.device import CUDA, DEVICE, DTYPES, TMA
 from sparseprefill import AttentionCall
-from sparseprefill.kernels.groups import launch as group_launch
+from sparseprefill.kernels import groups as group_launch
 from sparseprefill.kernels.settings import Settings
 from sparseprefill.testing import tensors
 

@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
-from sparseprefill.plugins.anchor_attention import launch as anchor
+from sparseprefill.plugins.anchor_attention import kernels as anchor
 from sparseprefill.plugins.anchor_attention.regions import Regions
-from sparseprefill.plugins.bfla import launch as bfla
-from sparseprefill.plugins.kascade import launch as kascade
-from sparseprefill.plugins.kascade.rows import Rows
+from sparseprefill.plugins.bfla import kernels as bfla
+from sparseprefill.plugins.kascade import kernels as kascade
+from sparseprefill.plugins.kascade.budget import Rows
 from sparseprefill.plugins.rowmax import RowMaxConfig
 from sparseprefill.plugins.rowmax import launch as rowmax
 from sparseprefill.plugins.stem.kernels import value_norms
-from sparseprefill.plugins.xattention import launch as xattention
+from sparseprefill.plugins.xattention import kernels as xattention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import driver
@@ -35,11 +35,11 @@ from triton.runtime.jit import JITFunction
 
 from sparseprefill import AttentionCall, Carry, Pages, Plan, SoftmaxState, SparseMask
 from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels import groups as groups
 from sparseprefill.kernels.attention import launch as attention
-from sparseprefill.kernels.groups import launch as groups
 from sparseprefill.kernels.hopper import launch as hopper
 from sparseprefill.kernels.sampled import by_tile, floor
-from sparseprefill.kernels.sampled import launch as sampled
+from sparseprefill.kernels.sampled import mass as sampled
 from sparseprefill.kernels.settings import settings
 from sparseprefill.kernels.statistics.key_means import key_means
 from sparseprefill.mask.held import KeptKeys

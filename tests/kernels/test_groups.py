@@ -13,9 +13,9 @@ import triton.language as tl
 
 from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.groups import make, small_settings
-from sparseprefill.kernels.groups.kernels import program_tile, tile_of
-from sparseprefill.kernels.groups.launch import GroupTiles, group_settings, paged_settings, supported
+from sparseprefill.kernels.groups import GroupTiles, group_settings, paged_settings, program_tile, tile_of
 from sparseprefill.kernels.settings import Settings
+from sparseprefill.statistics.grid import supported
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.anchor_attention import launch
+from sparseprefill.plugins.anchor_attention import kernels as anchor
 from sparseprefill.plugins.anchor_attention.regions import Regions
 
 from helpers.build import among
@@ -95,7 +95,7 @@ def check_rows(call: AttentionCall, tile: int = 32) -> None:
 def check_stripes(call: AttentionCall, theta: float = 0.5) -> int:
     there = copied(call)
     m = maxima(there, theta)
-    expected, actual = (IndexLists(*launch.stripes(x, REGIONS, m, theta)) for x in (there, call))
+    expected, actual = (IndexLists(*anchor.stripes(x, REGIONS, m, theta)) for x in (there, call))
     assert torch.equal(expected.counts, actual.counts)
     assert torch.equal(expected.to_map(call.kv_len), actual.to_map(call.kv_len))
     return int(expected.counts.sum())

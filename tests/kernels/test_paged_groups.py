@@ -10,15 +10,15 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.bfla import launch as bfla
-from sparseprefill.plugins.xattention import launch as xattention
+from sparseprefill.plugins.bfla import kernels as bfla
+from sparseprefill.plugins.xattention import kernels as xattention
 
 from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.groups import CUDA, DEVICE, DTYPES, TMA, make, small_settings
 from sparseprefill import AttentionCall
-from sparseprefill.kernels.groups import launch as group_keys
-from sparseprefill.kernels.groups import launch as group_launch
-from sparseprefill.kernels.groups.launch import GroupTiles
+from sparseprefill.kernels import groups as group_keys
+from sparseprefill.kernels import groups as group_launch
+from sparseprefill.kernels.groups import GroupTiles
 from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.parts.split import Part
 

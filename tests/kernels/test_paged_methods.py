@@ -14,7 +14,7 @@ from kernels.caches import STORED, copied, in_fp8, paged, untouched
 from kernels.device import BOUNDS, CUDA, DEVICE
 from sparseprefill import AttentionCall, Memory, Pipeline, Result, default_registry, kernels, output_error
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels.groups import launch as group_keys
+from sparseprefill.kernels import groups as group_keys
 from sparseprefill.testing import tensors
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with

@@ -22,7 +22,7 @@ from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, Memory, ValueWeights, build, kernels
 from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.kernels.groups import launch as group_keys
+from sparseprefill.kernels import groups as group_keys
 from sparseprefill.kernels.statistics.key_means import key_means
 from sparseprefill.memory import PrefixTiles
 from sparseprefill.pages import Pages

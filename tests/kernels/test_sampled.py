@@ -15,7 +15,7 @@ from helpers.build import among
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, build
 from sparseprefill.kernels.sampled import diagonals
-from sparseprefill.kernels.sampled import launch as sampled
+from sparseprefill.kernels.sampled import mass as sampled
 from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
 from sparseprefill.statistics.slashes import slash_tiles
 

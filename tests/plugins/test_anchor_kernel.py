@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.plugins.anchor_attention import identify, launch, layout
+from sparseprefill.plugins.anchor_attention import kernels, layout, stages
 from sparseprefill.plugins.anchor_attention.kernels import compact_kernel, pool_kernel, score_kernel
 from sparseprefill.plugins.anchor_attention.regions import Regions
 
@@ -44,8 +44,8 @@ def maxima(call: AttentionCall, spread: float = 1.5) -> torch.Tensor:
 
 def same(call: AttentionCall, regions: Regions, m: torch.Tensor, theta: float, **options: Any) -> torch.Tensor:
     """Assert that both find the same lists; their counts."""
-    expected = identify.stripes(call, regions, m, theta, **options)
-    actual = IndexLists(*launch.stripes(call, regions, m, theta, **options))
+    expected = stages.stripes(call, regions, m, theta, **options)
+    actual = IndexLists(*kernels.stripes(call, regions, m, theta, **options))
     assert torch.equal(expected.counts, actual.counts)
     columns = call.k.shape[2]
     assert torch.equal(expected.to_map(columns), actual.to_map(columns))
@@ -72,14 +72,14 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("theta", [0.5, math.inf])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_stripes_equal_those_of_plain_pytorch(feature: str, theta: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "settings", lambda *_: SMALL)
+    monkeypatch.setattr(kernels, "settings", lambda *_: SMALL)
     call = make(**FEATURES[feature])
     assert bool(same(call, Regions(16, 3, 24), maxima(call), theta).any())
 
 
 @pytest.mark.parametrize(("block", "step"), [(16, 1), (16, 2), (12, 5), (4, 20), (2, 40)])
 def test_any_block_and_step(block: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "settings", lambda *_: SMALL)
+    monkeypatch.setattr(kernels, "settings", lambda *_: SMALL)
     call = make((3, 1), 100, 115, batch=1)
     assert bool(same(call, Regions(block, step, 8), maxima(call), 0.5).any())
 
@@ -87,14 +87,14 @@ def test_any_block_and_step(block: int, step: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (8, 1), (16, 1)])
 @pytest.mark.parametrize("tma", TMA)
 def test_any_sharing_of_heads(heads: tuple[int, int], tma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "settings", lambda *_: Settings(64, 64, 4, 2, tma=tma))
+    monkeypatch.setattr(kernels, "settings", lambda *_: Settings(64, 64, 4, 2, tma=tma))
     call = make(heads, 70, 97, batch=1)
     assert bool(same(call, Regions(8, 4, 8), maxima(call), 0.5).any())
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (64, 128), (256, 64)])
 def test_any_launch_shape(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "settings", lambda *_: Settings(*shape, 4, 2, tma=False))
+    monkeypatch.setattr(kernels, "settings", lambda *_: Settings(*shape, 4, 2, tma=False))
     call = make((4, 1), 150, 311, batch=1)
     assert bool(same(call, Regions(16, 2, 40), maxima(call), 0.5).any())
 
@@ -136,7 +136,7 @@ def test_nan_selects_its_key_and_infinities_are_weighed() -> None:
 
 def test_lists_begin_where_the_room_of_earlier_groups_ends() -> None:
     regions, call = Regions(16, 2, 70), make((1, 1), 80, 163)
-    lists = IndexLists(*launch.stripes(call, regions, maxima(call), math.inf))
+    lists = IndexLists(*kernels.stripes(call, regions, maxima(call), math.inf))
     first, groups = call.geometry.q_offset // 32, lists.counts.shape[-1]
     rooms = [max((first + row) * 32 - 70, 0) for row in range(groups)]
     assert lists.offsets[0, 0].tolist() == [sum(rooms[:row]) for row in range(groups)]
@@ -154,8 +154,8 @@ def test_long_calls_find_what_float32_finds(heads: tuple[int, int], dtype: torch
     )  # fmt: skip
     call, regions = AttentionCall(q, k, v), Regions(128, 16, 128)
     m = torch.full(q.shape[:3], 7.0, device="cuda")
-    expected = identify.stripes(call, regions, m, 6.5).to_map(12000)
-    actual = IndexLists(*launch.stripes(call, regions, m, 6.5)).to_map(12000)
+    expected = stages.stripes(call, regions, m, 6.5).to_map(12000)
+    actual = IndexLists(*kernels.stripes(call, regions, m, 6.5)).to_map(12000)
     assert 0.01 < float(expected.float().mean()) < 0.5
     assert int((expected ^ actual).sum()) <= 1e-5 * int(expected.sum())
 
@@ -179,11 +179,11 @@ def test_workspace_bounds_what_an_estimate_takes(length: int, block: int) -> Non
 def test_settings_fit_the_scoring_kernel() -> None:
     for capability in ((0, 0), (8, 0), (9, 0), (10, 0)):
         for width, size in ((64, 2), (128, 4), (256, 2)):
-            chosen = launch.settings(capability, width, size)
+            chosen = kernels.settings(capability, width, size)
             assert chosen.block_m % layout.WORD == 0
             assert chosen.block_n >= 4 * layout.STEP_PART
             assert chosen.tma == (capability[0] >= 9)
-    assert CUDA or not launch.choose(make()).tma
+    assert CUDA or not kernels.choose(make()).tma
 
 
 @pytest.mark.gpu
@@ -192,6 +192,6 @@ def test_nothing_recompiles_when_only_the_length_changes() -> None:
     compiled = []
     for length in (4096, 4097, 5000, 6144, 300, 9999):
         call = make((4, 2), length, length, batch=1, dtype=torch.bfloat16)
-        launch.stripes(call, Regions(128, 2, 128), maxima(call), 1.0)
+        kernels.stripes(call, Regions(128, 2, 128), maxima(call), 1.0)
         compiled.append([sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kinds])
     assert all(one == compiled[0] for one in compiled), compiled

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.bfla.scores import block_scores
+from sparseprefill.plugins.bfla.stages import block_scores
 
 import sparseprefill as sp
 from helpers.layers import fields_of

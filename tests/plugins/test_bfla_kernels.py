@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.bfla import kernels, launch
-from sparseprefill.plugins.bfla.scores import block_scores
-from sparseprefill.plugins.bfla.stages import capped, keep_blocks
+from sparseprefill.plugins.bfla import kernels
+from sparseprefill.plugins.bfla.stages import block_scores, capped, keep_blocks
 
 from kernels.groups import CUDA, DTYPES, SMALL, TMA, grouped_calls, make, small_settings
 from sparseprefill import AttentionCall, PriorityScores, SparseMask, build
+from sparseprefill.kernels.statistics.softmax import tile_softmax_kernel
 from sparseprefill.mask.geometry import reachable_map, regrid
 
 # numpy, which the interpreter computes with, warns of the infinities and NaNs that belong here
@@ -27,17 +27,17 @@ def same(call: AttentionCall, block: int, size: int, rounding: float = 1e-3) -> 
     geometry, alpha = call.geometry, 0.3 / size
     causal = reachable_map(geometry, block, block)[:, None].expand(-1, geometry.heads, -1, -1)
     expected = block_scores(call, block, size)
-    actual = launch.block_scores(call, block, size)
+    actual = kernels.block_scores(call, block, size)
     there = causal & (expected != -torch.inf)
     torch.testing.assert_close(actual[there], expected[there], rtol=1e-5, atol=rounding, equal_nan=True)
     scaled = capped(expected * alpha, call.softcap)
     keep, mass = keep_blocks(scaled, causal, 0.9)
-    nonfinite = launch.block_mass(call, actual, block, alpha, call.softcap)
+    nonfinite = kernels.block_mass(call, actual, block, alpha, call.softcap)
     assert torch.equal(nonfinite.bool(), causal & ~(scaled < torch.inf))
     torch.testing.assert_close(actual, mass, rtol=1e-3, atol=1e-5)
     tile = block // 2
     tiles = regrid(geometry, keep, block, tile).repeat_interleave(2, -1)[..., : geometry.tile_columns(tile)]
-    chosen = launch.block_tiles(call, keep & ~nonfinite.bool(), nonfinite, block, tile)
+    chosen = kernels.block_tiles(call, keep & ~nonfinite.bool(), nonfinite, block, tile)
     assert torch.equal(tiles, chosen)
 
 
@@ -64,7 +64,7 @@ def test_the_mask_is_that_of_plain_pytorch(length: int, monkeypatch: pytest.Monk
     small_settings(monkeypatch, (16, 32), TMA[-1])
     call = make(torch.float32, (4, 2), length, 0, 0)
     expected = build("bfla", block=32, group=8, tile=16, keep_mass=0.7, score_norm="mean", stride=None).estimator
-    keep, mass = launch.kept_tiles(call, 32, 8, call.softmax_scale / 8, None, 0.7, 16)
+    keep, mass = kernels.kept_tiles(call, 32, 8, call.softmax_scale / 8, None, 0.7, 16)
     plan = expected.estimate(AttentionCall(call.q.cpu(), call.k.cpu(), call.v.cpu()), None)  # type: ignore[arg-type]
     assert torch.equal(plan.mask.to_dense(), SparseMask.from_tiles(call, keep, 16).to_dense().cpu())
     assert isinstance(plan.priority, PriorityScores)
@@ -84,7 +84,7 @@ def test_equal_plain_pytorch_in_production_settings(dtype: torch.dtype, width: i
 def test_nothing_recompiles_when_only_the_length_changes() -> None:
     compiled = []
     for length in (8192, 10240, 12288, 8320):
-        launch.kept_tiles(make(torch.bfloat16, (8, 2), length, 0, 0, width=128), 256, 64, 0.1, None, 0.9, 128)
-        used = (kernels.block_scores_kernel, kernels.block_mass_kernel, kernels.block_tiles_kernel)
+        kernels.kept_tiles(make(torch.bfloat16, (8, 2), length, 0, 0, width=128), 256, 64, 0.1, None, 0.9, 128)
+        used = (kernels.block_scores_kernel, tile_softmax_kernel, kernels.block_tiles_kernel)
         compiled.append([len(cache[0]) for kernel in used for cache in kernel.device_caches.values()])
     assert all(some == compiled[0] for some in compiled), compiled

@@ -20,7 +20,7 @@ from oracles import flexprefill as oracle
 from oracles.classic import Keep
 from oracles.drawn import Made, call, calls, compare, run
 from oracles.flexprefill import Parameters
-from sparseprefill.statistics.divergence import js_distance
+from sparseprefill.statistics.pooled import js_distance
 
 PARAMETERS = st.builds(
     Parameters,

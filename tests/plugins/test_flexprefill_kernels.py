@@ -8,16 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.flexprefill import launch
-from sparseprefill.plugins.flexprefill.pooled import distance, products, scores
+from sparseprefill.plugins.flexprefill import kernels
+from sparseprefill.plugins.flexprefill.stages import distance, scores
 
 import sparseprefill as sp
 from helpers.build import among
 from kernels.device import CUDA, DEVICE
 from kernels.test_sampled import FIELDS
 from sparseprefill import AttentionCall
+from sparseprefill.kernels.statistics.softmax import tile_softmax
 from sparseprefill.mask.geometry import reachable_map
-from sparseprefill.statistics.pooled import key_tile_mean, tile_mean
+from sparseprefill.statistics.pooled import key_tile_mean, products, tile_mean
 from sparseprefill.statistics.sampled import last_rows, sampled_mass
 from sparseprefill.statistics.slashes import slash_tiles
 
@@ -58,7 +59,7 @@ def test_scores_and_distance(
         if not queries[:, :, part].shape[2]:
             continue
         raw = products(queries[:, :, part], keys).to(DEVICE)
-        actual = launch.tile_softmax(there, raw, part.start, block)
+        actual = tile_softmax(there, raw, block, call.softmax_scale, call.softcap, first_row=part.start)
         torch.testing.assert_close(expected[:, :, part], actual.cpu(), rtol=1e-5, atol=1e-6)
 
     rows, exist = last_rows(call, block)
@@ -70,7 +71,7 @@ def test_scores_and_distance(
     query = torch.where(exist[:, None, :, None], torch.gather(call.q, 2, index), 0).sum(2, keepdim=True)
     query = query / exist.sum(1).clamp(min=1)[:, None, None, None]
     raw = products(query, keys)[:, :, 0].to(DEVICE)
-    actual = launch.distance(there, raw, true.to(DEVICE), rows.shape[1], block)
+    actual = kernels.distance(there, raw, true.to(DEVICE), rows.shape[1], block)
     # The square root makes much of rounding where two distributions are alike.
     torch.testing.assert_close(far**2, actual.cpu() ** 2, rtol=1e-4, atol=2e-6)
 

@@ -9,9 +9,9 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.kascade import launch, sums
-from sparseprefill.plugins.kascade.budget import Budget, Layout
-from sparseprefill.plugins.kascade.rows import Rows
+from sparseprefill.plugins.kascade import kernels as gpu
+from sparseprefill.plugins.kascade import sums
+from sparseprefill.plugins.kascade.budget import Budget, Layout, Rows
 from torch import Tensor
 
 from kernels.caches import STORED, copied, in_fp8, paged, untouched
@@ -70,7 +70,7 @@ def test_sums_by_key(
         return
     rows = Rows.of(call.geometry, tiles, tile, min(sampled, tile), torch.float32)
     expected = sums.column_sums(call, rows, until)
-    actual = launch.column_sums(call, rows, begin, until)
+    actual = gpu.column_sums(call, rows, begin, until)
     seen = (torch.arange(until, device=DEVICE) < begin[..., None])[:, None].expand_as(expected)
     torch.testing.assert_close(expected[seen], actual[seen], rtol=2e-3, atol=2e-4)
 
@@ -85,9 +85,9 @@ def test_sums_of_keys_in_pages(stored: str | None, page: int, monkeypatch: pytes
         there = paged(one, page) if stored is None else in_fp8(one, page, "LBHNC", *STORED[stored])
         tiles, begin, until = before(one, 16)
         rows = Rows.of(one.geometry, tiles, 16, 5, torch.float32)
-        actual = launch.column_sums(there, rows, begin, until)
+        actual = gpu.column_sums(there, rows, begin, until)
         assert untouched(there)
-        expected = launch.column_sums(copied(there), rows, begin, until)
+        expected = gpu.column_sums(copied(there), rows, begin, until)
         seen = (torch.arange(until, device=DEVICE) < begin[..., None])[:, None].expand_as(expected)
         assert torch.equal(expected[seen], actual[seen])
 
@@ -123,7 +123,7 @@ def test_keys_of_the_largest_sums(seed: int, size: int, kind: str, part: tuple[i
     sums._top_columns(x, begin[:, where], expected, where)
     given = lists()
     actual = IndexLists(*(one.to(DEVICE) for one in (given.counts, given.offsets, given.indices)))
-    launch.top_columns(x.to(DEVICE), begin.to(DEVICE), actual, where)
+    gpu.top_columns(x.to(DEVICE), begin.to(DEVICE), actual, where)
     # The last entry of the plain way takes what is not kept.
     assert torch.equal(expected.indices[:-1], actual.indices[:-1].cpu())
     for b, h, i in ((0, 0, part[0]), (1, 1, part[1] - 1)):

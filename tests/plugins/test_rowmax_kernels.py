@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,7 @@ from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.groups import make
 from sparseprefill import AttentionCall
 from sparseprefill import kernels as core_kernels
-from sparseprefill.kernels.sampled.launch import capability
-from sparseprefill.kernels.settings import Settings
+from sparseprefill.kernels.settings import Settings, capability
 from sparseprefill.kernels.source import Keys
 
 # numpy, which the interpreter computes with, warns of the infinities that belong here
@@ -194,8 +194,8 @@ def test_in_8_bits_logits_differ_by_rounding(
 @pytest.mark.usefixtures("in_8_bits")
 def test_keys_are_rounded_by_tile_on_the_rows_grid() -> None:
     call = make(torch.float16, (2, 1), 60, 20, 13, width=32, starts=[5, 30], lengths=[88, 40])
-    operand = launch._rounded(call, 32)
-    rounded, factors = operand.k, operand.factors
+    keys, factors = launch._rounded(call, 32)
+    rounded = keys.k
     assert factors is not None
     assert (2, 1, 96, 32) == tuple(rounded.shape)
     for b, (start, end) in enumerate([(5, 80), (30, 70)]):
@@ -365,7 +365,7 @@ def test_a_report_says_why_the_portable_kernel_serves(monkeypatch: pytest.Monkey
     call = make(torch.float32, (1, 1), 256, 0, 0, width=64)
     monkeypatch.setattr(launch, "FAILED", [AttributeError("no such name")])
     monkeypatch.setattr(launch, "in_8_bits", lambda *_: True)
-    monkeypatch.setattr(stages, "_by_kernels", lambda _: True)
+    monkeypatch.setattr(stages, "kernels", SimpleNamespace(serve_rows=lambda _: True))
     monkeypatch.setattr(stages.RowMaxEstimator, "kept", lambda *_: torch.ones(1, 1, 2, 2, dtype=torch.bool))
     config = RowMaxConfig(every=1)
     for known, said in (((9, 0), True), ((8, 9), False)):

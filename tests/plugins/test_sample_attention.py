@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.sample_attention.cra import cra
-from sparseprefill.plugins.sample_attention.samples import Samples
+from sparseprefill.plugins.sample_attention.stages import Samples
 
 import sparseprefill as sp
 from helpers.layers import fields_of

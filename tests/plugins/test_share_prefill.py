@@ -15,7 +15,7 @@ from torch import Tensor
 import sparseprefill as sp
 from helpers.layers import Layers, calls, fields_of, run
 from oracles import share_prefill as oracle
-from sparseprefill.statistics.divergence import js_distance
+from sparseprefill.statistics.pooled import js_distance
 from sparseprefill.statistics.select import top_mass
 
 TABLES: list[dict[tuple[int, int], int]] = [

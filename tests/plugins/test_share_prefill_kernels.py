@@ -9,9 +9,9 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.share_prefill import launch, scores
+from sparseprefill.plugins.share_prefill import kernels, scores
 from sparseprefill.plugins.share_prefill import pivots as decide
-from sparseprefill.plugins.share_prefill.heads import NEVER, LayerHeads, index, of_heads
+from sparseprefill.plugins.share_prefill.heads import NEVER, LayerHeads, index
 from sparseprefill.plugins.share_prefill.pivots import Choice, Pivots
 from torch import Tensor
 
@@ -105,7 +105,7 @@ def test_choice_and_tiles(
     there, known = moved(geometry), None if pivots is None else moved(pivots)
     codes = heads.codes(torch.device(DEVICE))
     before = known and (known.made, known.last)
-    by_kernel, mass = launch.choose(
+    by_kernel, mass = kernels.choose(
         there, blocks.to(DEVICE), rows.shape[1], codes, before, LAYER, block, *limits, sums=sums
     )
     torch.testing.assert_close(expected.own, mass.cpu(), rtol=1e-5, atol=1e-7, equal_nan=True)
@@ -118,7 +118,7 @@ def test_choice_and_tiles(
     slashes = torch.rand(2, count, geometry.tile_columns(block), generator=generator) < 0.2
     tiles = decide.pattern_tiles(geometry, slashes, block, choice, heads, pivots)
     packed = known and known.packed
-    by_kernel = launch.pattern_tiles(there, slashes.to(DEVICE), block, choice.flags.to(DEVICE), codes, packed)
+    by_kernel = kernels.pattern_tiles(there, slashes.to(DEVICE), block, choice.flags.to(DEVICE), codes, packed)
     assert torch.equal(tiles, by_kernel.cpu())
 
 
@@ -142,19 +142,14 @@ def test_renewed_pivots(
     # At most one head of a cluster runs dense, and only where it may.
     first = torch.tensor([heads.makes[h] and heads.cluster[h] not in heads.cluster[:h] for h in range(count)])
     dense = (torch.rand(2, count, generator=generator) < 0.7) & first
-    probe = torch.rand(2, count, rows, rows, generator=generator)
-    head, made = heads.dense(dense)
     codes, which = heads.codes(device), index(heads.open, device)
-    maps = launch.maker_maps(probe.to(device), dense.to(device), codes, which).cpu()
-    assert torch.equal(torch.where(made[..., None, None], of_heads(probe, head), 0.0), maps)
-
     tiles = torch.rand(2, len(heads.open), rows, rows, generator=generator) < 0.3
     call = AttentionCall(*torch.zeros(3, 2, 1, kv_len, 8), layer=LAYER)
     choice = Choice(torch.stack([dense, dense, dense]), own)
     new = decide.renewed(call, before if has_pivots else None, 3, heads, choice, tiles)
     pivots = before.made.to(device), before.last.to(device), before.packed.to(device)
     known = pivots if has_pivots else None
-    found = launch.updated(known, LAYER, 3, codes, which, dense.to(device), own.to(device), tiles.to(device))
+    found = kernels.updated(known, LAYER, 3, codes, which, dense.to(device), own.to(device), tiles.to(device))
     for name, x in zip(("made", "last", "packed"), found, strict=True):
         assert torch.equal(getattr(new, name) if name != "packed" else unspare(new, rows), unspare_x(x, name, rows)), (
             name
@@ -197,10 +192,11 @@ def test_nothing_recompiles_when_only_the_length_changes() -> None:
     from sparseprefill.plugins.share_prefill import kernels as share
 
     import sparseprefill as sp
+    from sparseprefill.kernels.statistics.softmax import tile_softmax_kernel
 
     launched = (
-        share.choose_kernel, share.pattern_tiles_kernel, share.pivot_maps_kernel, share.pivot_update_kernel,
-        flex.tile_softmax_kernel, flex.distance_kernel,
+        share.choose_kernel, share.pattern_tiles_kernel, share.pivot_update_kernel,
+        tile_softmax_kernel, flex.distance_kernel,
     )  # fmt: skip
     compiled = []
     for length in (4096, 4097, 5000, 6144, 40000, 1):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.xattention import kernels, launch
+from sparseprefill.plugins.xattention import kernels
 from sparseprefill.plugins.xattention.scores import PARTIALS, tile_scores
-from torch import Tensor
 
 from kernels.groups import CUDA, DTYPES, SMALL, TMA, grouped_calls, make, small_settings
 from sparseprefill import AttentionCall
@@ -21,19 +20,9 @@ FEW = settings(max_examples=60 if CUDA else 8, deadline=None)
 SIZES = st.sampled_from([(4, 16), (8, 32), (5, 20), (3, 48), (16, 16)])
 
 
-def plain(call: AttentionCall, stride: int, block: int) -> Tensor:
-    """All rows of the plain path; key tiles of the future are 0."""
-    geometry = call.geometry
-    shape = (geometry.batch, geometry.heads, geometry.tile_rows(block), geometry.tile_columns(block))
-    scores = torch.zeros(shape, device=geometry.device)
-    for rows, some in tile_scores(call, stride, block):
-        scores[:, :, rows, : some.shape[3]] = some
-    return scores
-
-
 def same(call: AttentionCall, stride: int, block: int, bound: float = 1e-4) -> None:
     torch.testing.assert_close(
-        launch.tile_scores(call, stride, block), plain(call, stride, block), rtol=bound, atol=bound
+        kernels.tile_scores(call, stride, block), tile_scores(call, stride, block), rtol=bound, atol=bound
     )
 
 
@@ -50,7 +39,7 @@ def test_equal_plain_pytorch(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         small_settings(patch, tile, tma)
-        patch.setattr(launch, "PARTIALS", partials)
+        patch.setattr(kernels, "PARTIALS", partials)
         same(call, *sizes)
 
 
@@ -62,7 +51,7 @@ def test_a_nan_stays_in_the_rows_that_see_it(value: float, tma: bool, monkeypatc
     for place in (40, 47):
         call = make(torch.float32, (2, 1), 150, 20, 3)
         call.k[:, :, place, 3], call.q[:, 1, 130, 5] = value, value
-        expected, actual = plain(call, 8, 32), launch.tile_scores(call, 8, 32)
+        expected, actual = tile_scores(call, 8, 32), kernels.tile_scores(call, 8, 32)
         nonfinite = expected.isnan().any(-1)
         assert bool(nonfinite.any())
         assert not bool(nonfinite[:, 0, 0].any())
@@ -83,7 +72,7 @@ def test_equal_plain_pytorch_in_production_settings(dtype: torch.dtype, width: i
 def test_nothing_recompiles_when_only_the_length_changes() -> None:
     compiled = []
     for length in (8192, 10240, 12288, 8320):
-        launch.tile_scores(make(torch.bfloat16, (8, 2), length, 0, 0, width=128), 16, 128)
+        kernels.tile_scores(make(torch.bfloat16, (8, 2), length, 0, 0, width=128), 16, 128)
         used = (kernels.partial_softmax_kernel, kernels.tile_scores_kernel)
         compiled.append([len(cache[0]) for kernel in used for cache in kernel.device_caches.values()])
     assert all(some == compiled[0] for some in compiled), compiled

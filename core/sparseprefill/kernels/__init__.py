@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+WIDEST = 256
+"""Largest head dimension of kernels that look at single query rows."""
+
 
 def serve(x: Tensor) -> bool:
     """Whether kernels may run on a tensor's device: CUDA, with Triton installed. Else plain PyTorch does the work."""
@@ -19,6 +22,11 @@ def serve(x: Tensor) -> bool:
 def serve_device(device: torch.device) -> bool:
     """The same by device."""
     return device.type == "cuda" and _installed()
+
+
+def serve_rows(q: Tensor) -> bool:
+    """Whether kernels that look at single query rows, of q ``[B, Hq, Nq, D]``, may do so; in float64 they do not."""
+    return serve(q) and q.element_size() < 8 and q.shape[-1] <= WIDEST
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 from attrs import Factory, field, frozen
 
 from sparseprefill.errors import UnsupportedCallError
@@ -69,3 +70,14 @@ def cdiv(x: int, y: int) -> int:
 def power_of_two(x: int) -> int:
     """The smallest power of two that is not below x, which is at least 1."""
     return 1 << (x - 1).bit_length()
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; (0, 0) in the interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def block(size: int) -> int:
+    """What a product needs to hold `size` rows or dimensions."""
+    return max(16, power_of_two(size))

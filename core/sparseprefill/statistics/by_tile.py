@@ -68,13 +68,10 @@ def lse_by_tile(
     call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: KeptKeys | None
 ) -> tuple[Tensor, Tensor | None]:
     """``[B, Hq, n, C]``: LSE of each row in each key tile, over all keys and over those that are kept."""
-    if kernels.serve(call.q):
-        from sparseprefill.kernels.sampled import launch
+    if kernels.serve_rows(call.q):
+        from sparseprefill.kernels.sampled.by_tile import tile_lse
 
-        if launch.fits(call):
-            from sparseprefill.kernels.sampled.by_tile import tile_lse
-
-            return tile_lse(call, rows, real, tile, keys)
+        return tile_lse(call, rows, real, tile, keys)
     geometry, count = call.geometry, rows.shape[1]
     pairs = PAIRS_ON_CPU if call.q.device.type == "cpu" else PAIRS
     size = tile * max(1, pairs // (geometry.batch * geometry.heads * count * tile))

@@ -1,7 +1,8 @@
-"""Means over query tiles and key tiles on each row's own token grid."""
+"""Means over query tiles and key tiles on each row's own token grid, and what is worked out from them."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,19 @@ def products(queries: Tensor, keys: Tensor) -> Tensor:
     grouped = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
     made: Tensor = (grouped @ keys.transpose(-1, -2)).view(*queries.shape[:3], -1)
     return made
+
+
+def js_distance(p: Tensor, q: Tensor) -> Tensor:
+    """Square root of the Jensen-Shannon divergence (log base 2) over the last dimension: from 0 to 1.
+
+    p, q: distributions ``[..., C]``. Entries of zero mass count for nothing, in one or in both.
+    """
+    tiny = torch.finfo(p.dtype).tiny  # halves and logarithms of denormal numbers are not to be trusted
+    p, q = torch.where(p < tiny, 0.0, p), torch.where(q < tiny, 0.0, q)
+    both = torch.where(p + q == 0, 1.0, p + q)
+    terms = torch.xlogy(p, 2 * p / both) + torch.xlogy(q, 2 * q / both)
+    divergence: Tensor = terms.sum(-1) / (2 * math.log(2))
+    return divergence.clamp(0.0, 1.0).sqrt()
 
 
 def key_tile_mean(call: AttentionCall, tile: int, memory: Memory | None = None) -> Tensor:

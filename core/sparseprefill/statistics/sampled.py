@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
+from sparseprefill.mask.geometry import Geometry, Sizes
 from sparseprefill.mask.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.geometry import Geometry
 
 PAIRS, PAIRS_ON_CPU = 1 << 24, 1 << 19
 """(row, key) pairs over batch and heads at once, 4 bytes each, a few times over; on a CPU what its cache can hold."""
@@ -40,11 +40,12 @@ def last_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
 
     Not to be written to: without padding the same tensors serve every layer.
     """
-    geometry = call.geometry
-    count = min(count, geometry.q_len)
-    if geometry.starts is None and geometry.lengths is None:
-        return _last(geometry.batch, geometry.q_len, count, geometry.device)
+    return _rows_of(call.geometry, _last, count)
+
+
+def _last(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
+    count = min(count, geometry.q_len)
     index = behind[:, None] - count + torch.arange(count, device=geometry.device)
     safe = index.clamp(min=0)
     return safe, (index >= 0) & torch.gather(geometry.real_queries(), 1, safe)
@@ -81,31 +82,31 @@ def spread_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
     Each batch row's own real rows are dealt, and the last of them is always among these; of fewer rows than stretches
     each is. Not to be written to, as of `last_rows`. Nothing is read on the host.
     """
-    geometry = call.geometry
-    if geometry.starts is None and geometry.lengths is None:
-        return _spread(geometry.batch, geometry.q_len, count, geometry.device)
+    return _rows_of(call.geometry, _spread, count)
+
+
+def _spread(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     begin = (-geometry.first_position()).clamp(0, geometry.q_len)
     behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
-    rows, real = _ends(begin, (behind - begin).clamp(min=0), count)
-    return rows.clamp(max=geometry.q_len - 1), real
-
-
-@kept
-def _spread(batch: int, q_len: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    total = torch.full((batch,), q_len, dtype=torch.int64, device=device)
-    return _ends(torch.zeros_like(total), total, count)
-
-
-def _ends(begin: Tensor, total: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of `total` rows from `begin` on, int64 ``[B]`` each; a stretch without rows has none."""
+    total = (behind - begin).clamp(min=0)
     edges = torch.arange(count + 1, device=total.device) * total[:, None] // count
-    return begin[:, None] + (edges[:, 1:] - 1).clamp(min=0), edges[:, 1:] > edges[:, :-1]
+    rows = begin[:, None] + (edges[:, 1:] - 1).clamp(min=0)
+    return rows.clamp(max=geometry.q_len - 1), edges[:, 1:] > edges[:, :-1]
+
+
+RowsOf = Callable[["Geometry", int], tuple[Tensor, Tensor]]
+
+
+def _rows_of(geometry: Geometry, find: RowsOf, count: int) -> tuple[Tensor, Tensor]:
+    sizes = geometry.sizes
+    if sizes is None or geometry.lengths is not None:
+        return find(geometry, count)
+    return _kept_rows(sizes, find, count)
 
 
 @kept
-def _last(batch: int, q_len: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    index = torch.arange(q_len - count, q_len, device=device).repeat(batch, 1)
-    return index, torch.ones_like(index, dtype=torch.bool)
+def _kept_rows(sizes: Sizes, find: RowsOf, count: int) -> tuple[Tensor, Tensor]:
+    return find(Geometry(*sizes), count)
 
 
 @torch.no_grad()
@@ -126,14 +127,13 @@ def sampled_mass(
     sampled row sees a key from this index on, a promise that spares work; or one for each sample. Two passes over the
     keys, `chunk` at a time where PyTorch makes them: no matrix of rows and all keys is made.
     """
-    if kernels.serve(call.q):
-        from sparseprefill.kernels.sampled import launch as sampled
+    if kernels.serve_rows(call.q):
+        from sparseprefill.kernels.sampled.mass import sampled_mass as by_kernels
 
-        if sampled.fits(call):
-            if rows.dim() == 3:
-                return SampledMass(*sampled.sampled_mass(call, rows, real, slash, column))
-            found = sampled.sampled_mass(call, rows[:, None], real[:, None], slash, column)
-            return SampledMass(*(x[:, :, 0] for x in found))
+        if rows.dim() == 3:
+            return SampledMass(*by_kernels(call, rows, real, slash, column))
+        found = by_kernels(call, rows[:, None], real[:, None], slash, column)
+        return SampledMass(*(x[:, :, 0] for x in found))
     if rows.dim() == 2:
         end = until if until is None or isinstance(until, int) else until[0]
         return _one_sample(call, rows, real, slash, chunk, column, end)

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
-from sparseprefill.statistics.divergence import js_distance
-from sparseprefill.statistics.pooled import key_tile_mean
+from sparseprefill.statistics.pooled import js_distance, key_tile_mean
 from sparseprefill.statistics.select import top_mass
 
 SCORES = st.lists(st.integers(0, 9), min_size=1, max_size=12)

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill.kernels.sampled.launch import block, capability, settings
-from sparseprefill.kernels.settings import cdiv
+from sparseprefill.kernels.sampled.mass import settings
+from sparseprefill.kernels.settings import block, capability, cdiv
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, logits, stored_rows
 
@@ -22,18 +22,8 @@ if TYPE_CHECKING:
 KEYS = 2048
 """Keys of a program, in whole tiles."""
 RUNTIME = (
-    "q_offset",
-    "kv_len",
-    "count",
-    "kv_heads",
-    "kv_group",
-    "blocks",
-    "columns",
-    "each",
-    "lines",
-    "sixteens",
-    "window",
-)
+    "q_offset", "kv_len", "count", "kv_heads", "kv_group", "blocks", "columns", "each", "lines", "sixteens", "window",
+)  # fmt: skip
 UNALIGNED = ("table_ptr", "k_scale_ptr")
 BIG = tl.constexpr(1 << 30)
 

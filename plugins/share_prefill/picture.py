@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from ..table import NOISE, ClusterTable
+from .table import NOISE, ClusterTable
 
 SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#a6c8e4", "#3f7fb8", "#10365f"])
 INK, GREY, EDGE = "#333333", "#999999", "#d1495b"

@@ -1,1 +1,0 @@
-"""Products of flattened token groups, as BFLA and XAttention score blocks."""

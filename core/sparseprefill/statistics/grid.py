@@ -1,0 +1,79 @@
+"""Queries and keys by position on each batch row's token grid, zeros where there is no token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparseprefill.call import rows_at
+
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
+
+
+HIGHEST = 128
+"""Rows of the largest tile of a kernel over token groups, and so groups of a block."""
+
+
+def supported(call: AttentionCall, block: int, size: int) -> bool:
+    """Whether kernels over groups of `size` tokens take blocks of `block`: a power of two of groups, 1 to 64."""
+    per = block // size
+    return call.q.dtype != torch.float64 and per & (per - 1) == 0 and per <= HIGHEST // 2
+
+
+def queries_on_grid(call: AttentionCall, tile: int, first: int, count: int) -> Tensor:
+    """``[B, Hq, count * tile, D]``: `count` query tiles of the call, from its tile `first` on."""
+    geometry = call.geometry
+    if call.starts is None and call.lengths is None:
+        return _cut(call.q, (geometry.q_offset // tile + first) * tile - geometry.q_offset, count * tile)
+    return _picked(call.q, geometry.token_range(), (geometry.first_tile(tile) + first) * tile, count * tile)
+
+
+def keys_on_grid(call: AttentionCall, tokens: int) -> Tensor:
+    """``[B, Hkv, tokens, D]``: keys at the positions from 0 on; none after the call's last query."""
+    geometry = call.geometry
+    k = call.k[:, :, : geometry.q_offset + geometry.q_len]
+    if call.starts is None and call.lengths is None:
+        return _cut(k, 0, tokens)
+    _, _, behind = geometry.token_range()
+    zero = torch.zeros_like(behind)
+    first = zero if geometry.starts is None else -geometry.starts.to(torch.int64)
+    return _picked(k, (first, zero, behind), zero, tokens)
+
+
+def wide_products(q: Tensor, k: Tensor) -> Tensor:
+    """``[B, Hq, n, m]``: q ``[B, Hq, n, D]`` times its KV head's k ``[B, Hkv, m, D]``, summed in float32 or better.
+
+    On a GPU, tensor cores add in float32; a half-precision result would round the sums for nothing.
+    """
+    batch, heads, n, width = q.shape
+    rows, columns = q.reshape(batch * k.shape[1], -1, width), k.flatten(0, 1).transpose(1, 2)
+    if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
+        product = torch.bmm(rows, columns, out_dtype=torch.float32)
+    else:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        product = torch.bmm(rows.to(dtype), columns.to(dtype))
+    return product.view(batch, heads, n, -1)
+
+
+def _cut(x: Tensor, first: int, tokens: int) -> Tensor:
+    """Rows of x ``[B, H, N, C]`` from `first` on, where all of them are tokens."""
+    some = x[:, :, max(first, 0) : first + tokens]
+    front = max(-first, 0)
+    back = tokens - front - some.shape[2]
+    return functional.pad(some, (0, 0, front, back)) if front or back else some
+
+
+def _picked(x: Tensor, span: tuple[Tensor, Tensor, Tensor], start: Tensor, tokens: int) -> Tensor:
+    """Rows of x ``[B, H, N, C]`` at the `tokens` positions from `start`, int64 ``[B]``.
+
+    span: int64 ``[B]`` each, position of x's row 0, and the half-open range of positions that hold a token.
+    """
+    row_zero, low, high = (bound[:, None] for bound in span)
+    position = start[:, None] + torch.arange(tokens, device=x.device)
+    real = (position >= low) & (position < high)
+    row = (position - row_zero).clamp(0, x.shape[2] - 1)
+    return torch.where(real[:, None, :, None], rows_at(x, row), 0)

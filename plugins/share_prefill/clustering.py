@@ -1,0 +1,184 @@
+"""A model's heads, clustered: what `sparseprefill cluster` and `fit` make for share-prefill.
+
+The model reads samples densely, which leaves the exact attention mass of every head by blocks of queries and keys.
+These block maps are compressed, clustered, and compared by the patterns that they make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import asdict, frozen
+from torch import Tensor
+
+from sparseprefill import __version__
+from sparseprefill.call import AttentionCall
+from sparseprefill.errors import UnsupportedCallError
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.memory import Memory
+from sparseprefill.method import Later
+from sparseprefill.pipeline import Pipeline
+from sparseprefill.plan import Plan, Result
+from sparseprefill.profiles.table import MadeTable
+from sparseprefill.statistics.select import top_mass
+
+from .autoencoder import compress
+from .table import ClusterTable, Settings, Spot
+
+if TYPE_CHECKING:
+    from sparseprefill.profiles.identity import ModelIdentity
+    from sparseprefill.profiles.progress import Progress, Steps
+    from sparseprefill.profiles.table import ModelReader
+
+
+def clustered(
+    reader: ModelReader,
+    samples: Sequence[Sequence[int]],
+    settings: Settings,
+    progress: Progress = lambda what, done, of: None,
+) -> MadeTable:
+    """Let the model read samples of one length densely, and cluster the block maps of its heads.
+
+    samples: token ids. Raises UnsupportedCallError, AttachError or ParameterError as `block_maps` does.
+    """
+    by_layer = block_maps(reader, samples, settings.block, lambda done, of: progress("layers", done, of))
+    heads = [(layer, head) for layer, maps in by_layer.items() for head in range(maps.shape[1])]
+    maps = torch.cat(list(by_layer.values()), 1)
+    codes, error_left = compress(
+        maps.flatten(0, 1),
+        latent=settings.latent,
+        epochs=settings.epochs,
+        seed=settings.seed,
+        device=reader.device,
+        progress=lambda done, of: progress("epochs", done, of),
+    )
+    chosen = labels(features(codes.unflatten(0, maps.shape[:2])), settings.threshold, settings.min_size)
+    made = {"tokens": len(samples[0]), "samples": len(samples), **asdict(settings), "sparseprefill": __version__}
+    table = clustered_table(heads, chosen, reader.identity, made)
+    similar = torch.stack([similarity(one) for one in maps]).mean(0)
+    within, across = _means(similar, chosen)
+    rows = [(str(i), str(len(one)), _words(one)) for i, one in enumerate(table.clusters)]
+    rows += [("noise", str(len(table.noise)), _words(table.noise))] if table.noise else []
+    return MadeTable(
+        table=table,
+        measured=f"{len(heads)} heads",
+        heads=("cluster", "heads", "layer.head"),
+        rows=rows,
+        words=("layer.head",),
+        drop=("heads",),
+        remarks=(f"similarity of the patterns: {within:.2f} within clusters, {across:.2f} across",),
+        facts={
+            **made,
+            **{"clusters": table.clusters, "noise": table.noise, "restored_error": error_left},
+            **{"similarity_within": within, "similarity_across": across},
+        },
+        draw=partial(Later(f"{__package__}.picture", "draw"), similar, heads, table),
+        useless="" if table.clusters else "no two heads of this model look alike",
+    )
+
+
+def _means(similar: Tensor, chosen: list[int]) -> tuple[float, float]:
+    """Mean similarity of two heads of one cluster, and of any other two; NaN where there are none."""
+    label = torch.tensor(chosen)
+    other = ~torch.eye(len(label), dtype=torch.bool)
+    same = (label[:, None] == label) & (label >= 0) & other
+    return float(similar[same].mean()), float(similar[~same & other].mean())
+
+
+def _words(heads: Iterable[Spot]) -> str:
+    return " ".join(f"{layer}.{head}" for layer, head in heads)
+
+
+@frozen
+class ProbedDense:
+    """Selects every key, and asks for the mass of every tile of every head."""
+
+    block: int
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """The full mask, with a probe."""
+        heads = torch.ones(call.q.shape[:2], dtype=torch.bool, device=call.q.device)
+        return Plan(SparseMask.full(call, self.block), probe=heads)
+
+
+def block_maps(
+    reader: ModelReader, samples: Sequence[Sequence[int]], block: int, progress: Steps = lambda done, of: None
+) -> dict[int, Tensor]:
+    """By layer: float32 ``[S, H, R, R]`` on the CPU, mean over a block's queries of the mass in a block of keys.
+
+    samples: token ids of S prompts of one length. Raises UnsupportedCallError where a layer has no such map, as one
+    with a sliding window, and AttachError or ParameterError as `ModelReader.read` does.
+    """
+    maps: dict[int, list[Tensor]] = {}
+    total = len(samples) * reader.identity.layers
+
+    def observe(call: AttentionCall, result: Result) -> None:
+        if result.probe is None:
+            raise UnsupportedCallError([f"layer {call.layer}: the executor gave no probe"])
+        maps.setdefault(call.layer, []).append(result.probe[0].to("cpu", torch.float32))
+        progress(sum(map(len, maps.values())), total)
+
+    probed = Pipeline(ProbedDense(block), name="block-maps")
+    seen = {layer for layers in reader.read(samples, probed, observe, verify=True) for layer in layers}
+    lost = sorted(seen - set(maps))
+    if lost or not maps:
+        raise UnsupportedCallError([f"layers {lost}: no block map; layers with a sliding window run without a method"])
+    return {layer: torch.stack(found) for layer, found in sorted(maps.items())}
+
+
+def features(codes: Tensor) -> Tensor:
+    """``[heads, latent]`` from codes ``[samples, heads, latent]``: the mean, every dimension with variance 1.
+
+    Dimensions that are the same for all heads are left out.
+    """
+    mean = codes.mean(0)
+    spread = mean.std(0, correction=0)
+    alive = spread > 1e-6 * spread.max().clamp(min=torch.finfo(mean.dtype).tiny)
+    return (mean - mean.mean(0))[:, alive] / spread[alive]
+
+
+def labels(found: Tensor, threshold: float, min_size: int) -> list[int]:
+    """The cluster of each head, largest first; -1 for those whose cluster has fewer than `min_size` heads.
+
+    Hierarchical clustering of features ``[heads, n]`` with Ward's linkage, cut at the distance `threshold` (A.4).
+    """
+    from scipy.cluster.hierarchy import fcluster, linkage
+
+    if found.shape[0] < 2 or found.shape[1] == 0:
+        raw = [1] * found.shape[0]
+    else:
+        raw = fcluster(linkage(found.double().numpy(), "ward"), threshold, "distance").tolist()
+    sizes = {label: raw.count(label) for label in raw}
+    order = sorted(sizes, key=lambda label: (-sizes[label], raw.index(label)))
+    kept = [label for label in order if sizes[label] >= min_size]
+    return [kept.index(label) if label in kept else -1 for label in raw]
+
+
+def clustered_table(
+    heads: list[Spot], chosen: list[int], model: ModelIdentity, made: Mapping[str, Any]
+) -> ClusterTable:
+    """The heads, in the order of their labels, as a table."""
+    members: dict[int, list[Spot]] = {}
+    for head, label in zip(heads, chosen, strict=True):
+        members.setdefault(label, []).append(head)
+    noise = tuple(members.pop(-1, []))
+    return ClusterTable(
+        clusters=tuple(tuple(members[label]) for label in sorted(members)), noise=noise, model=model, made=made
+    )
+
+
+def similarity(maps: Tensor, gamma: float = 0.9) -> Tensor:
+    """``[n, n]`` Jaccard similarity of the patterns of block maps ``[n, R, R]`` (section 4, Figure 2b).
+
+    A pattern is the fewest blocks of each row that carry `gamma` of its mass.
+    """
+    shared = torch.zeros(len(maps), len(maps))
+    for row in range(maps.shape[1]):
+        pattern = top_mass(maps[:, row, : row + 1], gamma).float()
+        shared += pattern @ pattern.T
+    size = shared.diagonal()
+    union = size[:, None] + size - shared
+    return shared / union.clamp(min=1)
