@@ -16,7 +16,7 @@ from .failures import ends_engine, reason
 from .layer import Layer
 from .parts import Part
 from .runtime import Runtime
-from .served import Served
+from .tally import Served
 
 log = logging.getLogger(__name__)
 Read = Callable[[Part], tuple[Tensor, Tensor] | Pages]

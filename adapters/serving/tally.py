@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.plan import Result
 
+    from ..session.session import Session
     from ..session.watch import CallRecall
 
 NUMBER = re.compile(r"(?<![\w.])\d+(\.\d+)?")
@@ -172,6 +173,14 @@ class Tally:
             given = dict(zip(names, (own.model, own.method, own.worker, own.profile, *labels), strict=True))
             self._children[key] = made[name].labels(**given) if made else None
         return self._children[key]
+
+
+@frozen(eq=False)
+class Served:
+    """What serves a request: a method's session, which runs the calls of layers, and the counts of what it does."""
+
+    session: Session
+    tally: Tally
 
 
 @define(eq=False)

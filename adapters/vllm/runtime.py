@@ -16,9 +16,8 @@ from attrs import define, field
 from sparseprefill.errors import AttachError
 
 from ..serving import runtime
-from ..serving.logs import show
 from ..serving.model import Model, model_of
-from ..serving.summary import SECONDS
+from ..serving.summary import SECONDS, show
 from ..serving.tally import Owner
 from .chunks import check_chunk, check_grain
 from .names import Names, drafting
