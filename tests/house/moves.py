@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +21,6 @@ from sparseprefill.adapters.vllm.pages import pages_of
 from sparseprefill.adapters.vllm.plan import plan
 from sparseprefill.adapters.vllm.runtime import Runtime
 
-from adapters.vllm.test_plan import common
 from helpers.walk import Walk, layer_walk, pipeline_walk, watched
 from sparseprefill.profiles.identity import ModelIdentity
 
@@ -33,6 +33,19 @@ ASKED_OF_VLLM = {
     "vllm.v1.request": ("Request",),
 }
 """What the module of vLLM's backends imports; none of it runs in a layer's forward."""
+
+
+@dataclass
+class Common:
+    """What a plan reads of vLLM's metadata of a step that has one prompt, whole."""
+
+    num_reqs: int = 1
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        self.is_prefilling = torch.tensor([True])
+        self.query_start_loc_cpu = torch.tensor([0, TOKENS])
+        self.seq_lens_cpu_upper_bound = torch.tensor([TOKENS])
 
 
 def pipeline_moves(method: str) -> Walk:
@@ -51,11 +64,9 @@ def vllm_moves(method: str) -> Walk:
     cache = torch.randn(TOKENS // PAGE + 1, KV_HEADS, PAGE, 2 * WIDTH)
     layer, walks = SimpleNamespace(layer_name="model.layers.1.self_attn.attn"), list[Walk]()
     for step in range(2):
-        batch = common([TOKENS], [TOKENS], [True])
-        batch.block_table_tensor = torch.arange(len(cache), dtype=torch.int32)[None]
         impl.runtime.names = _named(f"request {step}")
-        metadata = SimpleNamespace(parts=plan(impl.runtime, batch, lambda common: common))
-        metadata.block_table = batch.block_table_tensor
+        parts, table = plan(impl.runtime, Common(), lambda common: common), torch.arange(len(cache), dtype=torch.int32)
+        metadata = SimpleNamespace(parts=parts, block_table=table[None])
         query, output = torch.randn(TOKENS, HEADS, WIDTH), torch.full((TOKENS, HEADS, WIDTH), torch.nan)
         with watched() as seen:
             impl.forward(layer, query, query, query, cache, metadata, output)
