@@ -12,6 +12,7 @@ from sparseprefill.route import Route
 from .failures import reason as failed
 
 WINDOW = "the layer has a sliding window"
+CHUNKED = "the layer attends in chunks"
 LATENT = "multi-head latent attention (MLA) has its own backends"
 
 
