@@ -29,7 +29,7 @@ class Layer:
 
 @frozen
 class Heads:
-    """Of a layer, in this process: how many queries and keys have, the size of one, and the index of the first."""
+    """A layer's heads in this process: how many queries and keys have, the size of one, and the index of the first."""
 
     query: int
     kv: int

@@ -32,7 +32,7 @@ OWNER = ("model_name", "method", "worker", "profile")
 RECALLS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99, 0.999, 1.0)
 """Upper bounds of the histogram of recall, which is never above 1."""
 ROW_RECALLS = (0.01, 0.03, 0.1, 0.2, *RECALLS)
-"""The same of single rows, which may keep next to nothing."""
+"""Upper bounds of the histograms of single rows, which may keep next to nothing."""
 DENSITIES = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
 """Upper bounds of the histogram of density."""
 METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {

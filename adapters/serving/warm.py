@@ -34,7 +34,7 @@ in place, which they may have copied for more rows; they are compiled for each."
 FILLED = 4
 """Pages of the made-up cache, which stand for all of a request's."""
 Where = Callable[[Tensor, Tensor, int], Pages]
-"""Of a cache, a table, and the number of keys."""
+"""Makes pages of a cache, a table, and the number of keys."""
 log = logging.getLogger(__name__)
 
 
@@ -130,7 +130,7 @@ def _step(
 
 
 def warm_engine(runtime: Runtime, layers: Sequence[Layer], sizes: Sizes, pages: Where) -> None:
-    """The same for an engine's layers, once for each kind; what goes wrong is logged, no more."""
+    """`warm` for an engine's layers, once for each kind; what goes wrong is logged, no more."""
     if not layers or not kernels.serve_device(sizes.device) or sizes in runtime.warmed:
         return
     runtime.warmed.add(sizes)

@@ -49,7 +49,7 @@ class Uncounted:
         return own + (self.pairs.nbytes if self.pairs is not None else sum([one.nbytes for one in self.lists]))
 
     def counted(self) -> Uncounted:
-        """The same with a number for each head, counted on the device, in the place of the lists; nothing waits."""
+        """A copy with a number for each head, counted on the device, in the place of the lists; nothing waits."""
         if self.pairs is not None:
             return self
         device = self.geometry.device
@@ -67,7 +67,7 @@ class Uncounted:
         return sum(int(pairs.sum()) for pairs in found)
 
     def left_out(self) -> int:
-        """Of them those that were skipped (host sync)."""
+        """Pairs of the lists that were skipped (host sync)."""
         return 0 if self.skipped is None else int(self.skipped.sum())
 
     def density(self) -> Tensor:

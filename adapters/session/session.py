@@ -35,7 +35,7 @@ Observe = Callable[[AttentionCall, Result], None]
 MOST_LAYERS = 1 << 16
 """More indices than any model has layers are refused, before an endless iterator is read to no end."""
 KEPT_BYTES = 64 << 20
-"""Of masks that wait for a report to count them; what goes beyond is counted on the device."""
+"""What masks may take that wait for a report to count them (a round guess); what goes beyond is counted on the device."""
 WHOLE = (
     "calls below break-even, and calls that the profile leaves dense, ran with every key in the pipeline's executor, "
     "not in the host"
@@ -161,7 +161,7 @@ class Session:
         return self._sparse(call, prefill, chosen, result)
 
     def run_many(self, calls: Sequence[tuple[AttentionCall, Prefill]]) -> list[Outcome]:
-        """As `run` of each call, of different requests, with one launch for several where the executor can.
+        """What `run` gives for each call, of different requests, with one launch for several where the executor can.
 
         In the place of a call that fails is what `run` would have raised: the others have their results all the same.
         """

@@ -54,7 +54,7 @@ class CallRecall:
 
     @property
     def least(self) -> tuple[float, int]:
-        """Of the head that keeps least, by either: its recall, and its number in the model."""
+        """The head that keeps least, by either kind of rows: its recall, and its number in the model."""
         each = [min(pair) for pair in zip(self.spread, self.last or self.spread, strict=True)]
         head = min(range(len(each)), key=each.__getitem__)
         return each[head], self.first_head + head
@@ -74,7 +74,7 @@ def check_every(name: str, value: object) -> int:
 
 
 def check_strict(name: str, value: object, every: int, of_every: str) -> float | None:
-    """The same for the recall below which calls are counted. of_every: the name of the other option."""
+    """ParameterError for what is no recall below which calls are counted. of_every: the name of the other option."""
     if value is None:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
@@ -150,7 +150,7 @@ class _Kept:
         return CallRecall(layer, self.first_head, spread, last, self.density, _percentile(self.below), self.row_lowest)
 
     def report(self) -> LayerRecall:
-        """Of all calls."""
+        """What all calls together kept."""
         found = self.means(0)
         (least, head), mean = found.least, sum(found.spread) / len(found.spread)
         rows = {"row_p1": found.row_p1, "row_lowest": found.row_lowest}

@@ -50,7 +50,7 @@ class Runtime(runtime.Runtime):
 
 
 def runtimes() -> list[Runtime]:
-    """Those of this process."""
+    """The runtimes of this process."""
     return list(_runtimes)
 
 

@@ -72,7 +72,8 @@ def _parts(value: Any) -> dict[str, Any]:
         made = re.sub(r" at 0x[0-9a-f]+", "", repr(value), flags=re.IGNORECASE)
     if isinstance(made, str):
         return {"class": _name(type(value)), "name": made}
-    given, state, *items = [*made[1:5], None]  # a class's arguments, attributes, and what a list or a mapping holds
+    parts: list[Any] = [*made[1:5], None]
+    given, state, items = parts[0], parts[1], parts[2:]  # arguments, attributes, what a list or a mapping holds
     found = {"class": _name(type(value)), "arguments": [x for x in given if x is not type(value)]}
     for attributes in state if isinstance(state, tuple) else (state,):  # of the object, and then those in slots
         found |= attributes if isinstance(attributes, dict) else {"state": attributes}

@@ -191,7 +191,7 @@ class Ranks(GroupExchange):
         raise RankError(self.tell(f"lost rank {who}: rank {self.rank} {why}")) from cause
 
     def _behind(self) -> str:
-        """Of ranks that all answer: those that have begun the fewest collectives hold up the others."""
+        """Who holds up the others where all ranks answer: those that have begun the fewest collectives."""
         try:
             counts = [int(self.store.get(f"here/{rank}")) for rank in range(self.size)]
         except RuntimeError:
@@ -212,7 +212,7 @@ class Ranks(GroupExchange):
 
 
 def difference(name: str, values: list[Any]) -> tuple[str, list[Any]]:
-    """Of nested values, one a rank and not all equal: the path of the first place that differs, and what stands there.
+    """The path of the first place that differs in nested values, one a rank and not all equal; and what stands there.
 
     A place that a rank has not got counts as None.
     """
