@@ -35,7 +35,7 @@ Observe = Callable[[AttentionCall, Result], None]
 MOST_LAYERS = 1 << 16
 """More indices than any model has layers are refused, before an endless iterator is read to no end."""
 KEPT_BYTES = 64 << 20
-"""What masks may take that wait for a report to count them (a round guess); what goes beyond is counted on the device."""
+"""What masks may take that wait for a report to count them, a round guess; beyond, the device counts at once."""
 WHOLE = (
     "calls below break-even, and calls that the profile leaves dense, ran with every key in the pipeline's executor, "
     "not in the host"
