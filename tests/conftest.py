@@ -50,6 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
 
 
+@pytest.hookimpl(optionalhook=True)  # -p no:xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With -n alone, a worker keeps to its share as long as it can: what tests of a file share is mostly made once."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fresh memory (`torch.empty` and its kin) holds NaN, or the largest integer: a row left unwritten is seen."""

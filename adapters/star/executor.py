@@ -18,8 +18,7 @@ from .unmasked import attend_rows
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.plan import Plan, Result
-    from sparseprefill.softmax import SoftmaxState
+    from sparseprefill.plan import Plan, Result, SoftmaxState
     from sparseprefill.stages import SparseExecutor
 
     from .anchor import Keys

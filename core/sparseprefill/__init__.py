@@ -29,17 +29,16 @@ if TYPE_CHECKING:
     from sparseprefill.executors.auto import AutoExecutor
     from sparseprefill.executors.cpu import CpuExecutor
     from sparseprefill.executors.reference import ReferenceExecutor
-    from sparseprefill.hookspecs import hookimpl
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.mask.lists import IndexLists
     from sparseprefill.mask.mask import SparseMask
     from sparseprefill.mask.priority import Priority, PriorityScores
     from sparseprefill.memory import Memory
-    from sparseprefill.method import Method
+    from sparseprefill.method import Method, hookimpl
     from sparseprefill.metrics import output_error, recall
     from sparseprefill.pages import Pages
     from sparseprefill.pipeline import Pipeline
-    from sparseprefill.plan import Carry, Plan, Remark, Result, Skipped
+    from sparseprefill.plan import Carry, Plan, Remark, Result, Skipped, SoftmaxState
     from sparseprefill.plugins.delta.corrector import Delta
     from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
     from sparseprefill.plugins.proxy.corrector import Proxy
@@ -51,11 +50,10 @@ if TYPE_CHECKING:
     from sparseprefill.refiners.recall import Recall, RecallFloor
     from sparseprefill.refiners.rescue import DenseRows, LocalBand, RandomRescue, Sink, StrideRescue
     from sparseprefill.refiners.skip import SkipSoftmax
-    from sparseprefill.refiners.union import UnionEstimator
     from sparseprefill.registry import PluginRecord, Registry, default_registry
     from sparseprefill.route import Route, gated
-    from sparseprefill.softmax import SoftmaxState
     from sparseprefill.stages import Corrector, HeadScope, MaskRefiner, Observer, PatternEstimator, SparseExecutor
+    from sparseprefill.union import UnionEstimator
 
 __version__ = "0.2.0"
 __all__ = [
@@ -149,17 +147,16 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "executors.auto": ("AutoExecutor",),
     "executors.cpu": ("CpuExecutor",),
     "executors.reference": ("ReferenceExecutor",),
-    "hookspecs": ("hookimpl",),
     "mask.geometry": ("Geometry",),
     "mask.lists": ("IndexLists",),
     "mask.mask": ("SparseMask",),
     "mask.priority": ("Priority", "PriorityScores"),
     "memory": ("Memory",),
-    "method": ("Method",),
+    "method": ("Method", "hookimpl"),
     "metrics": ("output_error", "recall"),
     "pages": ("Pages",),
     "pipeline": ("Pipeline",),
-    "plan": ("Carry", "Plan", "Remark", "Result", "Skipped"),
+    "plan": ("Carry", "Plan", "Remark", "Result", "Skipped", "SoftmaxState"),
     "plugins.delta.corrector": ("Delta",),
     "plugins.flashprefill.threshold": ("RelativeThreshold",),
     "plugins.proxy.corrector": ("Proxy",),
@@ -171,11 +168,10 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "refiners.recall": ("RecallFloor",),
     "refiners.rescue": ("DenseRows", "LocalBand", "RandomRescue", "Sink", "StrideRescue"),
     "refiners.skip": ("SkipSoftmax",),
-    "refiners.union": ("UnionEstimator",),
     "registry": ("PluginRecord", "Registry", "default_registry"),
     "route": ("Route", "gated"),
-    "softmax": ("SoftmaxState",),
     "stages": ("Corrector", "HeadScope", "MaskRefiner", "Observer", "PatternEstimator", "SparseExecutor"),
+    "union": ("UnionEstimator",),
 }
 _HOMES = {name: file for file, names in _FILES.items() for name in names}
 

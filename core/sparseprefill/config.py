@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from sparseprefill.breakeven.gate import AUTO
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, printed
 from sparseprefill.method import FLOOR, configured
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.refiners.recall import RecallFloor, floor_of
+from sparseprefill.refiners.recall import floor_of
 from sparseprefill.refiners.skip import SkipSoftmax
-from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.registry import KEY, Registry, default_registry
 from sparseprefill.route import Route, gated
 from sparseprefill.stages import Observer, PatternEstimator
+from sparseprefill.structure import join
+from sparseprefill.union import UnionEstimator
 from sparseprefill.validate import FILE
 
 DEEPEST = 32
@@ -46,10 +48,8 @@ def from_config(
     if not isinstance(source, str | Path):
         return _Reader(registry, Path()).pipeline(source, at)
     path = Path(source)
-    try:
+    with _located(str(source)):
         return _Reader(registry, path.parent).pipeline(_load(path), at)
-    except (ParameterError, UnknownMethodError) as error:
-        raise type(error)(f"{source}: {error}") from error
 
 
 def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEstimator, why: str) -> Pipeline | Route:
@@ -114,33 +114,32 @@ class _Reader:
             both = f"both {one} and union" if alone else "neither method nor union"
             raise ParameterError(f"{at or 'the configuration'} has {both}: give one of them")
         made = self._union(table, at, (*above, given)) if "union" in table else self._method(table, at)
-        refiners = [
-            self._stage("refiner", one, _join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)
-        ]
-        name = _text(table["name"], _join(at, "name")) if "name" in table else made.name
+        refiners = [self._stage("refiner", one, join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
+        name = _text(table["name"], join(at, "name")) if "name" in table else made.name
 
         def composed(one: Pipeline) -> Pipeline:
             return evolve(one, refiners=(*one.refiners, *refiners), name=name)
 
         made = composed(made) if isinstance(made, Pipeline) else made.each(composed)
-        made = made.with_recall(_floor(table["recall"], at)) if "recall" in table else made
-        made = made.with_corrector(self._corrector(table["corrector"], at)) if "corrector" in table else made
+        if "recall" in table:
+            with _located(at, ["recall"]):
+                made = made.with_recall(floor_of(table["recall"]))
+        if "corrector" in table:
+            made = made.with_corrector(self._corrector(table["corrector"], at))
         return self._gated(made, table["gate"], at) if "gate" in table else made
 
     def _gated(self, made: Pipeline | Route, given: Any, at: str) -> Pipeline | Route:
-        here = _join(at, "gate")
+        here = join(at, "gate")
         if given is False:
             return made
         if not isinstance(given, str) or not given:
             raise ParameterError(f'{here} is {printed(given)}: give "auto", the path of a break-even table, or false')
-        try:
+        with _located(here):
             return gated(made, AUTO if given == AUTO else self.folder / given)
-        except ParameterError as error:
-            raise ParameterError(f"{here}: {error}") from error
 
     def _corrector(self, given: Any, at: str) -> Any:
         """A corrector by its name, or by a table of it and its parameters."""
-        here = _join(at, "corrector")
+        here = join(at, "corrector")
         if isinstance(given, str):
             self._class("corrector", given, here)
             given = {KEY: given}
@@ -149,7 +148,7 @@ class _Reader:
     def _stage(self, kind: str, table: Any, at: str) -> Any:
         """A refiner or corrector of the class that a table names, with the table's parameters."""
         table = _table(table, at)
-        here = _join(at, KEY)
+        here = join(at, KEY)
         if KEY not in table:
             raise ParameterError(f"{here} is missing{nearest('', self.registry.offered(kind))}")
         name = _text(table[KEY], here)
@@ -158,47 +157,36 @@ class _Reader:
         _known(parameters, _names(made), at)
         lacking = [key for key in _names(made, required=True) if key not in parameters]
         if lacking:
-            raise ParameterError(f"{_join(at, lacking[0])} is missing: {name} needs it")
-        try:
+            raise ParameterError(f"{join(at, lacking[0])} is missing: {name} needs it")
+        with _located(at, parameters):
             return configured(name, made, parameters)
-        except ParameterError as error:
-            raise _located(error, parameters, at) from error
 
     def _class(self, kind: str, name: str, at: str) -> type:
-        try:
+        with _located(at):
             found: type = self.registry.find(kind, name)
-        except ParameterError as error:
-            raise ParameterError(f"{at}: {error}") from error
         return found
 
     def _method(self, table: Mapping[str, Any], at: str) -> Pipeline | Route:
-        here = _join(at, "parameters")
+        here = join(at, "parameters")
         parameters = _table(table.get("parameters", {}), here)
         if "method" not in table:
-            return self._profiled(table, at, parameters)
-        name = _text(table["method"], _join(at, "method"))
-        try:
+            if parameters:
+                raise ParameterError(f"{here} belong to one method: give its name as method")
+            return self._profiled(table, at, None, {})
+        name = _text(table["method"], join(at, "method"))
+        with _located(join(at, "method")):
             method = self.registry.get(name)
-        except UnknownMethodError as error:
-            raise UnknownMethodError(f"{_join(at, 'method')}: {error}") from error
         _known(parameters, [*_names(method.config), FLOOR], here)
         parameters = self._placed(method.config, parameters)
-        try:
-            if "profile" not in table:
-                return method.pipeline(**parameters)
-            path = self.folder / _text(table["profile"], _join(at, "profile"))
-            return self.registry.build(name, profile=path, **parameters)
-        except (ParameterError, UnknownMethodError) as error:
-            raise _located(error, parameters, here if "profile" not in table else at) from error
+        if "profile" in table:
+            return self._profiled(table, at, name, parameters)
+        with _located(here, parameters):
+            return method.pipeline(**parameters)
 
-    def _profiled(self, table: Mapping[str, Any], at: str, parameters: Mapping[str, Any]) -> Route:
-        if parameters:
-            raise ParameterError(f"{_join(at, 'parameters')} belong to one method: give its name as method")
-        path = self.folder / _text(table["profile"], _join(at, "profile"))
-        try:
-            return self.registry.build(profile=path)
-        except (ParameterError, UnknownMethodError) as error:
-            raise _located(error, {}, at) from error
+    def _profiled(self, table: Mapping[str, Any], at: str, name: str | None, parameters: Mapping[str, Any]) -> Route:
+        path = self.folder / _text(table["profile"], join(at, "profile"))
+        with _located(at, parameters):
+            return self.registry.build(name, profile=path, **parameters)
 
     def _placed(self, kind: type, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Parameters with relative paths taken from the folder, where a field says that it holds paths (`FILE`)."""
@@ -213,16 +201,16 @@ class _Reader:
     def _union(self, table: Mapping[str, Any], at: str, above: tuple[object, ...]) -> Pipeline:
         for key in ("parameters", "profile"):
             if key in table:
-                raise ParameterError(f"{_join(at, key)} has no meaning next to union: each of its tables has its own")
+                raise ParameterError(f"{join(at, key)} has no meaning next to union: each of its tables has its own")
         for i, one in _items(table, "union", at):
             for key in ("gate", "corrector"):
                 if isinstance(one, Mapping) and key in one:
                     raise ParameterError(
-                        f"{_join(at, f'union[{i}].{key}')} has no meaning there: put {key} next to union"
+                        f"{join(at, f'union[{i}].{key}')} has no meaning there: put {key} next to union"
                     )
-        parts = [self.pipeline(one, _join(at, f"union[{i}]"), above) for i, one in _items(table, "union", at)]
+        parts = [self.pipeline(one, join(at, f"union[{i}]"), above) for i, one in _items(table, "union", at)]
         if not parts:
-            raise ParameterError(f"{_join(at, 'union')} is empty: give the tables of the methods to unite")
+            raise ParameterError(f"{join(at, 'union')} is empty: give the tables of the methods to unite")
         observers = tuple(one for part in parts for one in _observers(part))
         return Pipeline(UnionEstimator(*parts), observers=observers, name=" + ".join(part.name for part in parts))
 
@@ -234,35 +222,27 @@ def _observers(part: Pipeline | Route) -> tuple[Observer, ...]:
     return (part,) if part.remembers else ()
 
 
-def _floor(given: Any, at: str) -> RecallFloor | None:
-    """A floor by its target, or by a table of its options."""
-    try:
-        return floor_of(given)
-    except ParameterError as error:
-        raise ParameterError(_join(at, str(error))) from error
-
-
 def _names(kind: type, *, required: bool = False) -> list[str]:
     """Names of a refiner's parameters; those without a default alone if `required`."""
     known = [attribute for attribute in fields(kind) if attribute.init]
     return [str(attribute.alias) for attribute in known if attribute.default is NOTHING or not required]
 
 
-def _located(error: Exception, given: Iterable[str], at: str) -> Exception:
-    """The error with the path in front; validators begin their message with the name of the field."""
-    text = str(error)
-    named = any(re.match(rf"{re.escape(name)}\b(?!-)", text) for name in given)
-    return type(error)(_join(at, text) if named else f"{at}: {text}" if at else text)
-
-
-def _join(at: str, key: str) -> str:
-    return f"{at}.{key}" if at else key
+@contextmanager
+def _located(at: str, fields: Iterable[str] = ()) -> Iterator[None]:
+    """Errors inside get the path in front. fields: names that messages may begin with; the path then leads to them."""
+    try:
+        yield
+    except (ParameterError, UnknownMethodError) as error:
+        text = str(error)
+        named = any(re.match(rf"{re.escape(name)}\b(?!-)", text) for name in fields)
+        raise type(error)(join(at, text) if named else f"{at}: {text}" if at else text) from error
 
 
 def _known(table: Mapping[str, Any], keys: Sequence[str], at: str) -> None:
     for key in table:
         if key not in keys:
-            raise ParameterError(f"{_join(at, str(key))} is unknown{nearest(str(key), keys)}")
+            raise ParameterError(f"{join(at, str(key))} is unknown{nearest(str(key), keys)}")
 
 
 def _table(value: Any, at: str) -> Mapping[str, Any]:
@@ -283,5 +263,5 @@ def _text(value: Any, at: str) -> str:
 def _items(table: Mapping[str, Any], key: str, at: str) -> Iterable[tuple[int, Any]]:
     value = table.get(key, ())
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
-        raise ParameterError(f"{_join(at, key)} is {printed(value)}: give a list of tables")
+        raise ParameterError(f"{join(at, key)} is {printed(value)}: give a list of tables")
     return enumerate(value)

@@ -1,15 +1,118 @@
-"""Memory: what one request carries from layer to layer and from chunk to chunk of one prefill."""
+"""Memory: what one request keeps from layer to layer and from chunk to chunk, statistics of its keys among it."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from attrs import define, field
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
 
-from sparseprefill.statistics.prefix import PrefixTiles
+if TYPE_CHECKING:
+    from sparseprefill.call import AttentionCall
 
 T = TypeVar("T")
+KEPT_BYTES = 256 << 20
+"""Bytes of a request by default: of 32 layers with 8 heads of 128, mean keys of 128 tokens up to 256K tokens."""
+Make = Callable[[Tensor | None, int], Tensor]
+"""Makes a statistic ``[B, Hkv, C, *]`` of a call's tiles; of what is given, or None, the first so many tiles hold."""
+
+
+@frozen(eq=False)
+class _Entry:
+    """What is known of one layer's heads.
+
+    found: the statistic of some call, of which the first `tiles` tiles are whole and hold for the request. end: index
+    behind the last query of the call that came last. last: its tensors, weakly. broken: calls came out of order.
+    """
+
+    found: Tensor | None
+    tiles: int
+    end: int
+    last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+    broken: bool = False
+
+    def is_of(self, q: Tensor, k: Tensor) -> bool:
+        """Whether the call that came last had these tensors."""
+        return self.last is not None and self.last[0]() is q and self.last[1]() is k
+
+
+NOTHING = _Entry(None, 0, 0)
+
+
+@define(eq=False)
+class PrefixTiles:
+    """Statistics of the tiles of one request's keys or values, extended by each chunk; a part of its `Memory`.
+
+    Tiles lie on absolute positions, and keys before a chunk never change within a request, so a tile that was whole
+    stays what it was: a chunk reads the keys of those that were not, or are new. What a prefix cache brought along is
+    read once, by the first chunk. The result has the bits of one that is made afresh.
+
+    It goes by what the host knows, and keeps nothing where that does not do: of calls whose rows have `starts` or
+    `lengths`, while gradients flow into the keys or a CUDA graph is captured, and of layers whose calls come out of
+    order, such as two with one index. Of a prompt's first chunk it keeps something only if the call says that the
+    prompt goes on. Nothing is ever written to in place, so what was handed out stays as it is.
+
+    most: bytes that all of it may take; what does not fit is made again for each call. 0 keeps nothing. steady: whether
+    keys and values never change; a host whose cache rounds old ones anew says False, and nothing is kept. Copies, by
+    pickle too, begin empty.
+    """
+
+    most: int = KEPT_BYTES
+    steady: bool = True
+    _layers: dict[Hashable, dict[Hashable, _Entry]] = field(factory=dict, init=False, repr=False)
+    _held: int = field(default=0, init=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PrefixTiles, (self.most, self.steady)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return self._held
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._layers.clear()
+        self._held = 0
+
+    def get(self, call: AttentionCall, rule: Hashable, tile: int, make: Make) -> Tensor:
+        """A statistic of the call's key tiles by `make`, which is given what is kept of it.
+
+        rule: what it is, such as a name and the tokens of a tile. tile: those tokens. make: returns contiguous
+        ``[B, Hkv, C, *]``, bit by bit the same whatever it is given.
+        """
+        if self.most <= 0 or not self.steady or not _known(call):
+            return make(None, 0)
+        layer, mine = self._layers.setdefault((rule, call.layer), {}), _identity(call)
+        offset, end = call.geometry.q_offset, call.geometry.q_offset + call.geometry.q_len
+        pages = call.pages
+        q, k = call.q, call.k if pages is None else pages.k
+        entry = layer.get(mine, NOTHING)
+        in_order = offset >= entry.end or entry.is_of(q, k)
+        if entry.broken or not in_order:
+            self._drop(layer, mine)
+            layer[mine] = _Entry(None, 0, end, broken=True)
+            return make(None, 0)
+        tiles = min(entry.tiles, offset // tile)  # of the call that came last, once more, what was before it
+        made = make(entry.found if tiles else None, tiles)
+        if len(layer) > (entry is not NOTHING):
+            for other in [key for key in layer if key != mine and _overlap(key, mine)]:
+                self._drop(layer, other)
+        found, last = entry.found, (weakref.ref(q), weakref.ref(k))
+        held = self._held - (0 if found is None else found.nbytes) + made.nbytes
+        if (offset or _goes_on(call, end)) and held <= self.most:
+            self._held = held
+            layer[mine] = _Entry(made.detach(), end // tile, end, last)
+        else:
+            layer[mine] = _Entry(found, entry.tiles, end, last)
+        return made
+
+    def _drop(self, layer: dict[Hashable, _Entry], key: Hashable) -> None:
+        entry = layer.pop(key, NOTHING)
+        self._held -= 0 if entry.found is None else entry.found.nbytes
 
 
 @define(eq=False)
@@ -61,3 +164,32 @@ class Memory:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._slots
+
+
+def _known(call: AttentionCall) -> bool:
+    """Whether the host knows where the call's keys stand, and they are the same for everybody."""
+    if call.starts is not None or call.lengths is not None:
+        return False
+    if call.pages is None and torch.is_grad_enabled() and (call.k.requires_grad or call.v.requires_grad):
+        return False
+    return not (call.q.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _goes_on(call: AttentionCall, end: int) -> bool:
+    """Whether the call says that chunks of its prompt are still to come."""
+    return isinstance(call.prompt_lengths, int) and call.prompt_lengths > end
+
+
+def _identity(call: AttentionCall) -> tuple[Hashable, ...]:
+    """Whose keys they are, as far as the host can tell: query heads first, then all that must be the same."""
+    q, pages = call.q, call.pages
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    cache = 0 if pages is None else pages.k.data_ptr()
+    heads = range(call.first_head, call.first_head + q.shape[1])
+    return heads, call.kv_heads, q.shape[0], q.shape[3], call.value_dim, q.dtype, q.device, stream, cache
+
+
+def _overlap(one: Hashable, other: Hashable) -> bool:
+    """Whether two identities have a query head in common: a layer is cut otherwise than before."""
+    a, b = one[0], other[0]  # type: ignore[index]
+    return bool(a.start < b.stop and b.start < a.stop)

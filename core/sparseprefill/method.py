@@ -1,24 +1,75 @@
-"""Method: a named pipeline with validated parameters, as plugins offer it."""
+"""What a plugin offers: the hooks, and Method, a named pipeline with validated parameters.
+
+A plugin is a module (or object) that implements one or more hooks, named in the entry-point group ``sparseprefill``:
+
+    from sparseprefill import Method, hookimpl
+
+    @hookimpl
+    def sparseprefill_methods():
+        return [Method(name="my-method", ...)]
+
+    @hookimpl
+    def sparseprefill_refiners():
+        return {"my-refiner": MyRefiner}
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, fields, frozen, has
+import pluggy
+from attrs import Attribute, field, fields, frozen, has
 
 from sparseprefill.errors import ParameterError, SparsePrefillError, nearest, printable, printed, told
 from sparseprefill.profiles.table import NeededTable
+from sparseprefill.validate import fitting
 
 # Whoever lists methods, such as `sparseprefill --help`, does not wait for torch: it is imported where one is built.
 if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
+    from sparseprefill.stages import Corrector, MaskRefiner
 
+PROJECT = "sparseprefill"
+"""The entry-point group of plugins, and what the names of hooks begin with."""
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 """Names of methods, refiners and correctors."""
 FLOOR = "recall"
 """A parameter that every method has besides its own: see `Pipeline.with_recall`."""
+
+
+@frozen
+class Later:
+    """A function of a module that is imported when it is called: so whoever lists methods does not wait for torch."""
+
+    module: str
+    function: str = "pipeline"
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """What the function returns."""
+        return getattr(import_module(self.module), self.function)(*arguments, **named)
+
+
+def method_table(value: Any) -> Any:
+    """The converter of a parameter that takes another method (`a_method`): nobody may write to its table."""
+    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
+
+
+def a_method(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    """method name, table, or none"""
+    if value is None or isinstance(value, str | Mapping):
+        return
+    from sparseprefill.pipeline import Runner
+    from sparseprefill.stages import PatternEstimator, missing
+
+    if isinstance(value, type) or (not isinstance(value, Runner) and missing(value, PatternEstimator)):
+        wanted = "a method's name, a table as of sparseprefill.from_config, a Pipeline, an estimator, or None"
+        raise ParameterError(f"{attribute.name} is {printed(value)}: pass {wanted}")
 
 
 def _check_config(_: object, __: object, value: Any) -> None:
@@ -30,16 +81,8 @@ def _check_config(_: object, __: object, value: Any) -> None:
         raise ParameterError(f"Method.config has the field {FLOOR}, the name of every method's recall floor: rename it")
 
 
-def _check_name(_: object, __: object, value: Any) -> None:
-    if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ParameterError(
-            f"Method.name is {printed(value)}: use lower-case words joined by hyphens, such as 'my-method'"
-        )
-
-
-def _check_build(_: object, __: object, value: Any) -> None:
-    if not callable(value):
-        raise ParameterError(f"Method.build is {printed(value)}: pass a function that makes a Pipeline of a config")
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and NAME.fullmatch(value) is not None
 
 
 def _check_table(method: Method, _: object, value: Any) -> None:
@@ -61,17 +104,19 @@ class Method:
 
     name: how users ask for it. summary: one line. paper: title and section, or a link; empty if there is none.
     config: attrs class of the parameters, with defaults and validators. build: makes the Pipeline of a config; stages
-    and kernels are imported there, so that listing methods stays cheap.
+    and kernels are imported there, so that listing methods stays cheap (see `Later`).
     full: parameters at which the mask holds every causal key (the property "full mask == dense" uses them).
     small: parameters that make the method sparse on a few hundred tokens, for contract checks.
     search: values to try of each parameter that `sparseprefill tune` may tune; empty if there is nothing to tune.
     table: what it needs to know of each model, measured once; None if it needs nothing.
     """
 
-    name: str = field(validator=_check_name)
+    name: str = field(validator=fitting("Method", _is_name, "lower-case words joined by hyphens, such as 'my-method'"))
     summary: str
     config: type = field(validator=_check_config)
-    build: Callable[[Any], Pipeline] = field(validator=_check_build)
+    build: Callable[[Any], Pipeline] = field(
+        validator=fitting("Method", callable, "a function that makes a Pipeline of a config")
+    )
     paper: str = ""
     full: Mapping[str, Any] = field(factory=dict)
     small: Mapping[str, Any] = field(factory=dict)
@@ -121,3 +166,22 @@ def configured(name: str, kind: Callable[..., Any], parameters: Mapping[str, Any
             raise
         shown = ", ".join(f"{key}={printed(value)}" for key, value in parameters.items())
         raise ParameterError(f"{name}({shown}): {told(error)}") from error
+
+
+@hookspec
+def sparseprefill_methods() -> Iterable[Method]:  # type: ignore[empty-body]
+    """The methods that this plugin offers. Pure and cheap: import stages and kernels in `Method.build`."""
+
+
+@hookspec
+def sparseprefill_refiners() -> Mapping[str, type[MaskRefiner]]:  # type: ignore[empty-body]
+    """The refiners that this plugin offers, by the name that configurations give them.
+
+    Each is an attrs class whose fields are its parameters; the first line of its docstring is its summary. The classes
+    are imported when this is called: import kernels where they are used.
+    """
+
+
+@hookspec
+def sparseprefill_correctors() -> Mapping[str, type[Corrector]]:  # type: ignore[empty-body]
+    """The correctors that this plugin offers, as `sparseprefill_refiners` does."""

@@ -14,7 +14,7 @@ from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.memory import Memory
+from sparseprefill.memory import KEPT_BYTES, Memory
 from sparseprefill.parts.record import Recorder
 from sparseprefill.parts.split import Limit, Part, limit_of, parts
 from sparseprefill.plan import Kernel, Parts, Plan, Planned, Result, Skipped
@@ -37,8 +37,7 @@ from sparseprefill.stages import (
     planned_by,
     widest_scope,
 )
-from sparseprefill.statistics.prefix import KEPT_BYTES
-from sparseprefill.validate import MOST_ROWS
+from sparseprefill.validate import MOST_ROWS, fitting, is_whole
 
 KEPT = 256
 """Sizes of calls whose parts a pipeline remembers."""
@@ -72,22 +71,8 @@ def _implements(interface: type) -> Callable[[Any, Attribute[Any], object], None
     return check
 
 
-def _limit(_: object, attribute: Attribute[Any], value: object) -> None:
-    known = value is None or (isinstance(value, str) and value == "auto")
-    known = known or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
-    if not known:
-        shown = printed(value)
-        raise ParameterError(f"Pipeline.{attribute.name} is {shown}: pass a positive number of bytes, 'auto' or None")
-
-
-def _bytes(_: object, attribute: Attribute[Any], value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ParameterError(f"Pipeline.{attribute.name} is {printed(value)}: pass a number of bytes, 0 for none")
-
-
-def _text(_: object, attribute: Attribute[Any], value: object) -> None:
-    if not isinstance(value, str):
-        raise ParameterError(f"Pipeline.{attribute.name} is {printed(value)}: pass a string")
+def _is_limit(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value == "auto") or is_whole(value, 1)
 
 
 def _asked(stages: Callable[[Pipeline], Iterable[object]]) -> Any:
@@ -155,10 +140,16 @@ class Pipeline(Runner):
     observers: tuple[Observer, ...] = field(
         default=(), converter=_observers, validator=deep_iterable(_implements(Observer))
     )
-    name: str = field(default="pipeline", validator=_text)
+    name: str = field(default="pipeline", validator=fitting("Pipeline", lambda x: isinstance(x, str), "a string"))
     corrector: Corrector | None = field(default=None, kw_only=True, validator=optional(_implements(Corrector)))
-    workspace: Limit = field(default="auto", kw_only=True, validator=_limit)
-    kept_bytes: int = field(default=KEPT_BYTES, kw_only=True, validator=_bytes)
+    workspace: Limit = field(
+        default="auto",
+        kw_only=True,
+        validator=fitting("Pipeline", _is_limit, "a positive number of bytes, 'auto' or None"),
+    )
+    kept_bytes: int = field(
+        default=KEPT_BYTES, kw_only=True, validator=fitting("Pipeline", is_whole, "a number of bytes, 0 for none")
+    )
     _planning: tuple[Stage, ...] = field(default=PLANNING, init=False, repr=False)
     executing: ExecutorStage = field(default=EXECUTING, init=False, repr=False)
     _correcting: tuple[Stage, ...] = field(default=CORRECTING, init=False, repr=False)
@@ -199,7 +190,7 @@ class Pipeline(Runner):
         Itself where rows is 0 or its plans have them already. No refiner can take them away, and observers that go by
         the estimator's evidence see them as pairs that a refiner added. ParameterError for what is no number of rows.
         """
-        if not isinstance(rows, int) or isinstance(rows, bool) or not 0 <= rows <= MOST_ROWS:
+        if not is_whole(rows, 0, MOST_ROWS):
             raise ParameterError(f"tail is {printed(rows)}: pass a number of query rows from 0 to {MOST_ROWS}")
         if rows <= self.tail:
             return self

@@ -1,4 +1,4 @@
-"""What flows between stages: a Plan into the executor, a Result out of it."""
+"""What flows between stages: a Plan into the executor, a Result out of it, and a softmax in progress between passes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import MaskError, ParameterError
 from sparseprefill.mask.count import Selected, share
 from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.held import Held
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.softmax import SoftmaxState
 
 if TYPE_CHECKING:
     from sparseprefill.memory import Memory
@@ -53,6 +53,51 @@ class Remark(str):
     """A note of a plan that reports show to the user, such as why a slower kernel served."""
 
     __slots__ = ()
+
+
+@frozen(eq=False)
+class SoftmaxState:
+    """Unnormalised partial attention: running maximum, sum and weighted values, in natural-log units.
+
+    m: ``[B, Hq, Nq]`` row maximum of the logits so far, -inf where none. l: ``[B, Hq, Nq]`` sum of ``exp(s - m)``.
+    acc: ``[B, Hq, Nq, Dv]`` sum of ``exp(s - m) * v``. All float32 (float64 for float64 calls).
+    """
+
+    m: Tensor
+    l: Tensor  # noqa: E741  (the paper's and FlashAttention's name)
+    acc: Tensor
+
+    def __attrs_post_init__(self) -> None:
+        if self.m.shape != self.l.shape or self.acc.shape[:-1] != self.m.shape:
+            shapes = (tuple(self.m.shape), tuple(self.l.shape), tuple(self.acc.shape))
+            raise MaskError(f"SoftmaxState shapes are {shapes}: pass m and l [B, H, N] and acc [B, H, N, Dv]")
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int], width: int, dtype: torch.dtype, device: torch.device) -> SoftmaxState:
+        """Nothing attended to yet."""
+        m = torch.full(shape, -torch.inf, dtype=dtype, device=device)
+        return cls(m, torch.zeros_like(m), torch.zeros(*shape, width, dtype=dtype, device=device))
+
+    def merge(self, other: SoftmaxState) -> SoftmaxState:
+        """The state over both sets of keys, which must be disjoint. Associative and commutative; -inf safe."""
+        m = torch.maximum(self.m, other.m)
+        base = torch.where(m.isneginf(), 0.0, m)
+        mine, theirs = torch.exp(self.m - base), torch.exp(other.m - base)
+        acc = self.acc * mine[..., None] + other.acc * theirs[..., None]
+        return SoftmaxState(m, self.l * mine + other.l * theirs, acc)
+
+    def finish(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Output ``[B, Hq, Nq, Dv]`` and LSE ``[B, Hq, Nq]`` (natural log, sinks left out; -inf for empty rows).
+
+        sinks: ``[Hq]`` logits that join the denominator of the output.
+        """
+        lse = torch.where(self.m.isneginf(), -torch.inf, self.m + torch.log(self.l))
+        total = self.l
+        if sinks is not None:
+            base = torch.where(self.m.isneginf(), 0.0, self.m)
+            total = total + torch.exp(sinks.to(self.m.dtype)[:, None] - base)
+        out = self.acc / torch.where(total == 0, 1.0, total)[..., None]
+        return out, lse
 
 
 @frozen(eq=False)
@@ -185,6 +230,12 @@ class Plan:
         """bool ``[B, Hq, R, C]``: the key tiles of all masks, on a grid that divides theirs; not to be written to."""
         found = [mask.tiles_on(tile_q, tile_k) for mask in self.masks if mask.has_tiles]
         return reduce(or_, found) if found else self._base.tiles_on(tile_q, tile_k)
+
+    def held(self, tile_k: int | None = None) -> Held:
+        """What all masks hold, on their common grid, or with key tiles of fewer tokens, which divide the grid's."""
+        tile_q, own = self.common_grid()
+        grid = (tile_q, own if tile_k is None else tile_k)
+        return Held(self.geometry, grid, self.tiles_on(*grid), self.masks)
 
     def keep(self, tile: int | None = None, **rules: Any) -> Plan:
         """The plan with the tiles of rules, such as ``sink=2`` or ``band=1``, those that the carry holds left out.

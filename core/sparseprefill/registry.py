@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import pluggy
 from attrs import evolve, fields, frozen, has
 
-from sparseprefill import hookspecs
+from sparseprefill import method as hooks
 from sparseprefill.errors import (
     MethodCollisionError,
     ParameterError,
@@ -23,7 +23,7 @@ from sparseprefill.errors import (
     printed,
     told,
 )
-from sparseprefill.method import NAME, Method
+from sparseprefill.method import NAME, PROJECT, Method, hookimpl
 
 if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sparseprefill.route import Route
     from sparseprefill.stages import Corrector, MaskRefiner
 
-GROUP = hookspecs.PROJECT
 ONLY = "SPARSEPREFILL_PLUGINS"
 REMEDY = f"uninstall one, or name the plugins to load in {ONLY}"
 CORE = "core"
@@ -75,15 +74,13 @@ class Registry:
 
     def __init__(self, kinds: Collection[str] = KINDS) -> None:
         self._kinds = kinds
-        self._manager = pluggy.PluginManager(GROUP)
-        self._manager.add_hookspecs(hookspecs)
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(hooks)
         self._known: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
         self._records: list[PluginRecord] = []
         self._left_out: set[str] = set()
         if "refiner" in kinds:
-            from sparseprefill.refiners import shared
-
-            self.register(shared, CORE, hookspecs.PROJECT)
+            self.register(_Core(), CORE, PROJECT)
 
     def load_entry_points(self, points: Iterable[EntryPoint] | None = None) -> None:
         """Load every installed plugin of the group. A broken one is recorded and never takes the others down.
@@ -92,7 +89,7 @@ class Registry:
         Plugins that are loaded already stay as they are.
         Raises MethodCollisionError where two of them offer one method, refiner or corrector, or go by one name.
         """
-        found = list(entry_points(group=GROUP) if points is None else points)
+        found = list(entry_points(group=PROJECT) if points is None else points)
         only = os.environ.get(ONLY)
         if only is not None:
             names = {name.strip() for name in only.split(",") if name.strip()}
@@ -297,6 +294,31 @@ class Registry:
         if name is not None:
             self.get(name)
         return Route.by_length(Profile.load(profile), self.get, parameters, name)
+
+
+class _Core:
+    """The plugin of core itself: the refiners that belong to no single paper."""
+
+    @hookimpl
+    def sparseprefill_refiners(self) -> Mapping[str, type[MaskRefiner]]:
+        from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
+        from sparseprefill.refiners.heads import GqaUnion
+        from sparseprefill.refiners.recall import RecallFloor
+        from sparseprefill.refiners.rescue import DenseRows, LocalBand, RandomRescue, Sink, StrideRescue
+        from sparseprefill.refiners.skip import SkipSoftmax
+
+        return {
+            "budget-ceiling": BudgetCeiling,
+            "budget-floor": BudgetFloor,
+            "dense-rows": DenseRows,
+            "gqa-union": GqaUnion,
+            "local-band": LocalBand,
+            "random-rescue": RandomRescue,
+            "recall-floor": RecallFloor,
+            "sink": Sink,
+            "skip-softmax": SkipSoftmax,
+            "stride-rescue": StrideRescue,
+        }
 
 
 @cache

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
-from attrs import Attribute, Factory, evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from sparseprefill.breakeven.gate import AUTO, AutoGate, Gate, GateChoice, gate_of
 from sparseprefill.breakeven.table import Verdict
@@ -27,13 +27,22 @@ from sparseprefill.stages import (
     HeadScope,
     widest_scope,
 )
+from sparseprefill.validate import Check, fitting
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from sparseprefill.breakeven.table import BreakEven
-    from sparseprefill.method import Method
     from sparseprefill.profiles.identity import ModelIdentity
+
+
+class Buildable(Protocol):
+    """What makes a pipeline of parameters, such as a Method."""
+
+    def pipeline(self, /, **parameters: Any) -> Pipeline:
+        """The pipeline of these parameters; ParameterError where they do not fit."""
+        ...
+
 
 WORTH = Verdict(True)
 UNSAID = "the gate keeps this call dense and gave no reason"
@@ -64,22 +73,15 @@ class Choice:
     of_layer: bool = False
 
 
-def _text(_: object, attribute: Attribute[Any], value: object) -> None:
-    if not isinstance(value, str):
-        raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a string")
+def _are_pipelines(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(one is None or isinstance(one, Pipeline) for one in value)
 
 
-def _pipelines(route: Route, attribute: Attribute[Any], value: object) -> None:
-    if not isinstance(value, tuple) or not value or not all(one is None or isinstance(one, Pipeline) for one in value):
-        raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a tuple of at least one Pipeline")
+def _maybe(wanted: type) -> Check:
+    def fits(value: object) -> bool:
+        return value is None or (isinstance(value, wanted) and not isinstance(value, type))
 
-
-def _kind(wanted: type) -> Callable[[Any, Attribute[Any], object], None]:
-    def check(_: object, attribute: Attribute[Any], value: object) -> None:
-        if value is not None and (isinstance(value, type) or not isinstance(value, wanted)):
-            raise ParameterError(f"Route.{attribute.name} is {printed(value)}: pass a {wanted.__name__}, or None")
-
-    return check
+    return fitting("Route", fits, f"a {wanted.__name__}, or None")
 
 
 def _guarded(route: Route) -> Guard | None:
@@ -97,10 +99,12 @@ class Route(Runner):
     and observers do not see it, and nothing is remembered of it. None: every call runs the method.
     """
 
-    name: str = field(validator=_text)
-    pipelines: tuple[Pipeline | None, ...] = field(validator=_pipelines)
-    profile: Profile | None = field(default=None, validator=_kind(Profile))
-    gate: Gate | None = field(default=None, validator=_kind(Gate))
+    name: str = field(validator=fitting("Route", lambda x: isinstance(x, str), "a string"))
+    pipelines: tuple[Pipeline | None, ...] = field(
+        validator=fitting("Route", _are_pipelines, "a tuple of at least one Pipeline")
+    )
+    profile: Profile | None = field(default=None, validator=_maybe(Profile))
+    gate: Gate | None = field(default=None, validator=_maybe(Gate))
     _judging: Guard | None = field(default=Factory(_guarded, takes_self=True), init=False, repr=False)
 
     @classmethod
@@ -114,7 +118,7 @@ class Route(Runner):
     def by_length(
         cls,
         profile: Profile,
-        find: Callable[[str], Method],
+        find: Callable[[str], Buildable],
         parameters: Mapping[str, Any] | None = None,
         method: str | None = None,
     ) -> Route:

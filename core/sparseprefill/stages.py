@@ -48,9 +48,8 @@ from torch import Tensor
 
 from sparseprefill.errors import SparsePrefillError, StageError, printable, printed, told
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import Plan, Result, check_geometry
-from sparseprefill.softmax import SoftmaxState
-from sparseprefill.validate import WIDEST
+from sparseprefill.plan import Plan, Result, SoftmaxState, check_geometry
+from sparseprefill.validate import WIDEST, is_whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -162,21 +161,17 @@ class Answer:
         return type(value).__name__ if self.by_type else printed(value)
 
 
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < WIDEST
-
-
 def _reasons(value: object) -> bool:
     return (
         value is None or isinstance(value, str) or (isinstance(value, tuple) and all(isinstance(x, str) for x in value))
     )
 
 
-GRAIN = Answer(lambda value: value is None or _whole(value, 1), "a number of tokens from 1 to 2^63 - 1, or None")
+GRAIN = Answer(lambda value: value is None or is_whole(value, 1), "a number of tokens from 1 to 2^63 - 1, or None")
 SCOPE = Answer(
     lambda value: value is None or (isinstance(value, str) and value in ("head", "group")), "'head', 'group' or None"
 )
-BYTES = Answer(lambda value: _whole(value, 0), "a number of bytes, an int from 0 to 2^63 - 1")
+BYTES = Answer(is_whole, "a number of bytes, an int from 0 to 2^63 - 1")
 REASONS = Answer(_reasons, "a reason (str), a tuple of reasons, or None")
 CALLABLE = Answer(lambda value: value is None or callable(value), "a function, or None")
 NOTHING, PLAN, RESULT, STATE = (Answer.of(kind) for kind in (type(None), Plan, Result, SoftmaxState))
@@ -184,7 +179,7 @@ RESULTS = Answer(
     lambda value: isinstance(value, list | tuple) and all(isinstance(one, Result) for one in value),
     "a list of Results, one for each call",
 )
-TAIL = Answer(lambda value: value is None or _whole(value, 0), "a number of query rows, an int from 0 to 2^63 - 1")
+TAIL = Answer(lambda value: value is None or is_whole(value), "a number of query rows, an int from 0 to 2^63 - 1")
 ALL_ROWS = WIDEST - 1
 """The `tail` of a stage that keeps every key for every row."""
 ATTRIBUTES = (("grain", GRAIN), ("head_scope", SCOPE), ("tail", TAIL))

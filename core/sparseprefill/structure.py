@@ -29,14 +29,13 @@ KINDS: Mapping[type, str] = {int: "an integer", float: "a number", str: "a strin
 class Schema:
     """What tells the files of a class apart; the class has it as `SCHEMA`.
 
-    name, version: stand in the file. remedy: for files of other versions. versions: all that are read, in words. short:
-    whether fields that have a default may be left out.
+    name, version: stand in the file. remedy: for files of other versions. short: whether fields that have a default may
+    be left out.
     """
 
     name: str
     version: int
     remedy: str
-    versions: str = ""
     short: bool = False
 
     @property
@@ -49,9 +48,8 @@ class Schema:
         for name, wanted in self.facts.items():
             found = facts.get(name)
             if found != wanted or isinstance(found, bool):
-                reads = self.versions if self.versions and name == "version" else printed(wanted)
-                path = _join(at, name)
-                raise ParameterError(f"{path} is {printed(found)}: this library reads {reads}; {self.remedy}")
+                path = join(at, name)
+                raise ParameterError(f"{path} is {printed(found)}: this library reads {wanted!r}; {self.remedy}")
 
 
 def structure(kind: Any, value: Any, at: str = "", *, short: bool = False) -> Any:
@@ -82,7 +80,7 @@ def structure(kind: Any, value: Any, at: str = "", *, short: bool = False) -> An
         fields: Any = kind  # a NamedTuple
         facts = exactly(table(value, at), fields._fields, at)
         hints = get_type_hints(kind, include_extras=True)
-        return kind(**{name: structure(hints[name], one, _join(at, name)) for name, one in facts.items()})
+        return kind(**{name: structure(hints[name], one, join(at, name)) for name, one in facts.items()})
     good = isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     if not good:
         raise ParameterError(f"{at} is {printed(value)}: pass {KINDS[kind]}")
@@ -114,12 +112,12 @@ def _object(kind: Any, value: Any, at: str, *, short: bool) -> Any:
     made = {}
     for name, one in exactly(facts, known, at, needed).items():
         field = known[name]
-        path = _join(at, name)
+        path = join(at, name)
         made[field.name] = _checked(_hints(kind)[field.name], field.validator, one, path, short=short)
     try:
         return kind(**made)
     except ParameterError as error:
-        raise ParameterError(_join(at, str(error))) from error
+        raise ParameterError(join(at, str(error))) from error
 
 
 def _checked(kind: Any, check: Any, value: Any, at: str, *, short: bool) -> Any:
@@ -148,7 +146,7 @@ def _key(kind: type, key: object, at: str) -> Any:
 
 
 def _at(kind: type, at: str, key: object) -> str:
-    return _join(at, str(key)) if kind is str else f"{at}[{key}]"
+    return join(at, str(key)) if kind is str else f"{at}[{key}]"
 
 
 @frozen
@@ -163,7 +161,8 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def _join(at: str, name: str) -> str:
+def join(at: str, name: str) -> str:
+    """The path of a field within what stands at a path."""
     return f"{at}.{name}" if at else name
 
 
@@ -178,10 +177,10 @@ def exactly(facts: Mapping[str, Any], names: Any, at: str = "", needed: Any = No
     """An object with no other fields than these, and all that are needed; by default each of them."""
     for name in facts:
         if name not in names:
-            raise ParameterError(f"{_join(at, str(name))} is not a field{nearest(str(name), names)}")
+            raise ParameterError(f"{join(at, str(name))} is not a field{nearest(str(name), names)}")
     for name in names if needed is None else needed:
         if name not in facts:
-            raise ParameterError(f"{_join(at, name)} is missing: add it")
+            raise ParameterError(f"{join(at, name)} is missing: add it")
     return facts
 
 
@@ -191,7 +190,7 @@ def check_finite(value: object, at: str) -> None:
         raise ParameterError(f"{at} is {value}: pass a finite number")
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            check_finite(inner, _join(at, str(name)))
+            check_finite(inner, join(at, str(name)))
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
             check_finite(inner, f"{at}[{i}]")

@@ -23,12 +23,16 @@ path in a configuration file from that file's folder: ``field(default=None, meta
 Check = Callable[[Any, "Attribute[Any]", Any], None]
 
 
+def is_whole(value: object, least: int = 0, most: int = WIDEST - 1) -> bool:
+    """Whether a value is an integer from `least` to `most`; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
 def whole(least: int = 1, most: int | None = None) -> Check:
     """An integer from `least` to `most`."""
 
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        good = isinstance(value, int) and not isinstance(value, bool) and least <= value < WIDEST
-        if not good or (most is not None and value > most):
+        if not is_whole(value, least, WIDEST - 1 if most is None else most):
             too_wide = most is None and isinstance(value, int) and value >= WIDEST
             bound = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
             bound = f"an integer from {least} to 2^63 - 1" if too_wide else bound
@@ -47,6 +51,19 @@ def number(least: float = -math.inf, most: float = math.inf) -> Check:
             raise ParameterError(f"{attribute.name} is {printed(value)}: pass a number from {least:g} to {most:g}")
 
     check.__doc__ = f"number {least:g} to {most:g}"
+    return check
+
+
+def multiple_of(other: str) -> Check:
+    """A positive integer that the field `other`, declared before, divides."""
+
+    def check(owner: Any, attribute: Attribute[Any], value: Any) -> None:
+        whole()(owner, attribute, value)
+        if value % getattr(owner, other):
+            remedy = f"pass a multiple of {other}, {getattr(owner, other)}"
+            raise ParameterError(f"{attribute.name} is {printed(value)}: {remedy}")
+
+    check.__doc__ = f"a multiple of {other}"
     return check
 
 
@@ -81,6 +98,17 @@ def maybe(inner: Check) -> Check:
             inner(owner, attribute, value)
 
     check.__doc__ = f"{inner.__doc__}, or none"
+    return check
+
+
+def fitting(owner: str, fits: Callable[[Any], bool], remedy: str) -> Check:
+    """What passes a test of your own. owner: the class, which messages name. remedy: what to pass, for messages."""
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if not fits(value):
+            raise ParameterError(f"{owner}.{attribute.name} is {printed(value)}: pass {remedy}")
+
+    check.__doc__ = remedy
     return check
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.statistics.pooled import tile_mean
+from sparseprefill.statistics.pooled import real_rows, tile_mean
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -23,19 +23,14 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
     False (0 then). A key is kept unless ``anchor - logit > theta``, so that a NaN logit travels as it would in dense
     attention.
     """
-    pooled, anchor = tile_mean(call.q, call.geometry, regions.block), tile_mean(m, call.geometry, regions.block)
+    geometry, group = call.geometry, call.group
+    pooled, anchor = tile_mean(call.q, geometry, regions.block), tile_mean(m, geometry, regions.block)
     if not use_anchor:
         anchor = torch.zeros_like(anchor)
     if call.starts is not None or call.lengths is not None:
         # A block of padding alone asks for no column: else its group would depend on the rest of the batch.
-        real = tile_mean(call.geometry.real_queries()[:, None].float(), call.geometry, regions.block) > 0
-        anchor = anchor.masked_fill(~real, torch.inf)
-    return select(call, regions, pooled, anchor, theta)
-
-
-def select(call: AttentionCall, regions: Regions, pooled: Tensor, anchor: Tensor, theta: float) -> IndexLists:
-    """The same from the mean query per block ``[B, Hq, R, D]`` and its anchor ``[B, Hq, R]``."""
-    geometry, group = call.geometry, call.group
+        padding = real_rows(geometry, regions.block) == 0
+        anchor = anchor.masked_fill(padding[:, None], torch.inf)
     block, first = geometry.tiles(regions.block), geometry.first_tile(regions.group)
     which = torch.div(block, regions.step, rounding_mode="floor") - first[:, None]
     groups = geometry.tile_rows(regions.group)

@@ -9,12 +9,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparseprefill.kernels.sampled.launch import capability
 from sparseprefill.kernels.settings import FUSED, Settings
 from sparseprefill.kernels.source import Keys, strides
 
-from .kernels.compact import compact_kernel
-from .kernels.pool import pool_kernel
-from .kernels.score import score_kernel
+from .kernels import compact_kernel, pool_kernel, score_kernel
 from .layout import WORD, Layout
 
 if TYPE_CHECKING:
@@ -95,8 +94,7 @@ def stripes(
 
 def choose(call: AttentionCall) -> Settings:
     """Settings of the scoring launch for the call's device and width."""
-    capability = torch.cuda.get_device_capability(call.q.device) if call.q.is_cuda else (0, 0)
-    return settings(capability, triton.next_power_of_2(call.q.shape[-1]), call.q.element_size())
+    return settings(capability(call.q.device), triton.next_power_of_2(call.q.shape[-1]), call.q.element_size())
 
 
 def _rows_at_once(block: int) -> int:

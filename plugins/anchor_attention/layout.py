@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from sparseprefill.call import AttentionCall
     from sparseprefill.mask.geometry import Geometry
 
     from .regions import Regions
@@ -22,7 +21,7 @@ class Layout:
 
     A *set* is the blocks of one group and head that one step scores; `heads` heads share a KV head's keys; `parts` is
     how many such shares a GQA group needs, `chunks` how many steps a group of many blocks needs. A *tile* is `rows`
-    groups. Pooled queries are ``[shares, chunks, tiles, block_n, D]``, columns as pool.py orders them.
+    groups. Pooled queries are ``[shares, chunks, tiles, block_n, D]``, columns as `pool_kernel` orders them.
     """
 
     heads: int
@@ -73,7 +72,7 @@ class Layout:
 def before(first: int, row: int, regions: Regions) -> int:
     """Candidate keys of the rows in front of `row`, where row 0 is group `first`: where its list begins.
 
-    A row of group g has ``max(0, g * group - init_tokens)``. The kernel computes the same (`compact.py`).
+    A row of group g has ``max(0, g * group - init_tokens)``. The kernel computes the same (`compact_kernel`).
     """
     skip = min(max(regions.init_tokens // regions.group + 1 - first, 0), row)
     pairs = (row * (row - 1) - skip * (skip - 1)) // 2
@@ -82,22 +81,3 @@ def before(first: int, row: int, regions: Regions) -> int:
 
 def _power(x: int) -> int:
     return 1 << (x - 1).bit_length()
-
-
-def workspace(call: AttentionCall, regions: Regions) -> int:
-    """Bytes on the device that the anchor pass and the identification need, their results included: an upper bound.
-
-    Most of it is 4 bytes for every candidate key of every group and head, the room of the lists; and the state of the
-    anchor pass, 4 bytes for each element of the output.
-    """
-    geometry, width = call.geometry, call.q.shape[-1]
-    plan = Layout.of(geometry, call.kv_heads, regions, 256, 64)
-    lists = geometry.batch * geometry.heads * plan.groups
-    blocks = geometry.batch * geometry.tile_rows(regions.block)
-    places = plan.shares * plan.chunks * plan.tiles
-    state = geometry.batch * geometry.heads * geometry.q_len * (call.value_dim + 2) * 4
-    ranges = blocks * 32 * ((regions.init_tokens + regions.group) // regions.tile_k)
-    found = geometry.batch * geometry.heads * plan.room * 4 + lists * (12 + plan.words * 4)
-    means = blocks * geometry.heads * (width + 4) * 4 + places * (64 * (width * 2 + 4) + plan.sets * 12)
-    small = 1 << 20  # counters and flags of the launches; the allocator rounds each tensor up to 512 bytes
-    return state + ranges + found + means + small

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from attrs import frozen
 
-from sparseprefill.mask.geometry import Geometry
+from sparseprefill.mask.geometry import Geometry, Sizes
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.statistics.kept import kept
 
 
 @frozen
@@ -33,9 +33,9 @@ class Regions:
 
     def anchor(self, geometry: Geometry) -> SparseMask:
         """Alg. 1's keys: [0, init) and [group start, row]; each key once where the two overlap."""
-        size = self.tile_k
-        lists = _remembered(self, geometry) if _may_remember(geometry) else self.lists(geometry)
-        return SparseMask(geometry, self.block, size, lists)
+        sizes = geometry.sizes
+        lists = self.lists(geometry) if sizes is None else _kept_lists(self, sizes)
+        return SparseMask(geometry, self.block, self.tile_k, lists)
 
     def lists(self, geometry: Geometry) -> IndexLists:
         """The region's key tiles per query tile, made afresh."""
@@ -50,24 +50,6 @@ class Regions:
         return IndexLists.from_ranges(first, last, geometry.heads, width)
 
 
-def _may_remember(geometry: Geometry) -> bool:
-    """Whether the lists follow from sizes alone; a CUDA graph's capture must not share memory with eager calls."""
-    if geometry.starts is not None:
-        return False
-    return geometry.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
-def _remembered(regions: Regions, geometry: Geometry) -> IndexLists:
-    """The lists of the last few geometries, which the layers of a model share. Never written to."""
-    cuda = geometry.device.type == "cuda"
-    stream = torch.cuda.current_stream(geometry.device).cuda_stream if cuda else 0
-    sizes = (geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len, geometry.q_offset)
-    return _built(regions, *sizes, geometry.device, stream)
-
-
-@lru_cache(maxsize=16)
-def _built(
-    regions: Regions, batch: int, heads: int, q_len: int, kv_len: int, q_offset: int, device: torch.device, stream: int
-) -> IndexLists:
-    """`stream` keeps calls of different CUDA streams apart, which would read before the lists are written."""
-    return regions.lists(Geometry(batch, heads, q_len, kv_len, q_offset, device))
+@kept
+def _kept_lists(regions: Regions, sizes: Sizes) -> IndexLists:
+    return regions.lists(Geometry(*sizes))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
 
-    from .config import BflaConfig
+    from . import BflaConfig
 
 
 @frozen

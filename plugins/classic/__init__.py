@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from attrs import field, frozen
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Method
+from sparseprefill.method import Later, Method, hookimpl
+from sparseprefill.validate import number, whole
 
-from .config import DenseConfig, StreamingConfig, VerticalSlashConfig
-
-if TYPE_CHECKING:
-    from sparseprefill.pipeline import Pipeline
+STAGES = f"{__name__}.stages"
 
 
-def _dense(config: DenseConfig) -> Pipeline:
-    from . import stages
+@frozen(kw_only=True)
+class DenseConfig:
+    """block: tile size in tokens."""
 
-    return stages.dense(config)
-
-
-def _streaming(config: StreamingConfig) -> Pipeline:
-    from . import stages
-
-    return stages.streaming(config)
+    block: int = field(default=128, validator=whole())
 
 
-def _vertical_slash(config: VerticalSlashConfig) -> Pipeline:
-    from . import vertical_slash
+@frozen(kw_only=True)
+class StreamingConfig:
+    """Sink and window in tokens, rounded up to whole tiles.
 
-    return vertical_slash.pipeline(config)
+    sink: first keys that every query sees. window: nearest keys that a query sees. block: tile size in tokens.
+    """
+
+    sink: int = field(default=1024, validator=whole(0))
+    window: int = field(default=8192, validator=whole())
+    block: int = field(default=128, validator=whole())
+
+
+@frozen(kw_only=True)
+class VerticalSlashConfig:
+    """gamma: share of the sampled mass that columns, and diagonals, each must reach.
+
+    block: tile size, number of sampled last queries, and width of a diagonal bin, in tokens.
+    """
+
+    gamma: float = field(default=0.9, validator=number(0.0, 1.0))
+    block: int = field(default=128, validator=whole())
 
 
 @hookimpl
@@ -39,7 +48,7 @@ def sparseprefill_methods() -> list[Method]:
             name="dense",
             summary="every causal key, through the sparse executor",
             config=DenseConfig,
-            build=_dense,
+            build=Later(STAGES, "dense"),
             small={"block": 16},
         ),
         Method(
@@ -47,7 +56,7 @@ def sparseprefill_methods() -> list[Method]:
             summary="attention sinks and a local window",
             paper="StreamingLLM (Xiao et al., 2024)",
             config=StreamingConfig,
-            build=_streaming,
+            build=Later(STAGES, "streaming"),
             full={"window": 1 << 30},
             small={"sink": 16, "window": 32, "block": 16},
         ),
@@ -56,7 +65,7 @@ def sparseprefill_methods() -> list[Method]:
             summary="columns and diagonals with most of the last queries' attention mass",
             paper="MInference (Jiang et al., 2024); SharePrefill, Algorithm 5",
             config=VerticalSlashConfig,
-            build=_vertical_slash,
+            build=Later(STAGES, "vertical_slash"),
             full={"gamma": 1.0},
             small={"gamma": 0.6, "block": 16},
             search={"gamma": (0.7, 0.8, 0.9, 0.95, 0.98, 0.99)},

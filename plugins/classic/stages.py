@@ -1,4 +1,4 @@
-"""Dense and streaming: masks that depend on positions alone."""
+"""The estimators: dense and streaming, whose masks depend on positions alone, and vertical-slash."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from attrs import frozen
 
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import PriorityScores, nearness
-from sparseprefill.parts.workspace import ranges_workspace
+from sparseprefill.parts.workspace import default_workspace, ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.stages import ALL_ROWS
+from sparseprefill.statistics import slashes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
 
-    from .config import DenseConfig, StreamingConfig
+    from . import DenseConfig, StreamingConfig, VerticalSlashConfig
 
 
 @frozen
@@ -76,6 +77,26 @@ class StreamingEstimator:
         return min(tiles, call.geometry.tile_columns(self.block))
 
 
+@frozen
+class VerticalSlashEstimator:
+    """SharePrefill, Algorithm 5.
+
+    It looks at the call's last queries, so cutting a prompt into chunks changes the estimate: it has no grain.
+    """
+
+    gamma: float
+    block: int
+    head_scope: ClassVar[HeadScope] = "head"
+
+    def workspace(self, call: AttentionCall) -> int:
+        """Maps of tiles, and their lists."""
+        return default_workspace(call, self.block)
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """Columns and diagonals whose mass reaches gamma; their mass is left as priority."""
+        return slashes.vertical_slash(call, self.gamma, self.block)
+
+
 def dense(config: DenseConfig) -> Pipeline:
     """Build `dense`."""
     return Pipeline(FullEstimator(config.block), name="dense")
@@ -84,3 +105,8 @@ def dense(config: DenseConfig) -> Pipeline:
 def streaming(config: StreamingConfig) -> Pipeline:
     """Build `streaming`."""
     return Pipeline(StreamingEstimator(config.sink, config.window, config.block), name="streaming")
+
+
+def vertical_slash(config: VerticalSlashConfig) -> Pipeline:
+    """Build `vertical-slash`."""
+    return Pipeline(VerticalSlashEstimator(config.gamma, config.block), name="vertical-slash")

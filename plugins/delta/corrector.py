@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.call import rows_at
-from sparseprefill.mask.held import Held
 from sparseprefill.plan import check_plan
 from sparseprefill.stages import HeadScope
+from sparseprefill.statistics.pooled import products
 from sparseprefill.statistics.sampled import Logits
 from sparseprefill.validate import whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.held import Held
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan, Result
 
@@ -70,13 +71,10 @@ class Delta:
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
         """The result with the differences added; shapes, LSE and plan stay."""
         check_plan(call, plan)
-        geometry, held = call.geometry, Held.of(plan)
+        geometry, held = call.geometry, plan.held()
         first = geometry.first_position().clamp(min=0)[:, None]
         sampled = torch.maximum(geometry.tiles(self.gamma) * self.gamma, first)
-        index = sampled - geometry.first_position()[:, None]
-        here = index < geometry.q_len
-        index = index.clamp(0, geometry.q_len - 1)
-        real = here & torch.gather(geometry.real_queries(), 1, index)
+        index, real = geometry.locate(sampled)
         values, spoilt = _values(call, held.map.shape[3] * held.grid[1])
         step = max(1, _entries(call) // (geometry.batch * geometry.heads * values.shape[2]))
         found = []
@@ -119,10 +117,10 @@ def _differences(
     theirs = weights.sum(-1)
     both = mine + theirs
     share = theirs / torch.where(both == 0, 1.0, both)
-    mean = _weigh(weights, values, call.group) / torch.where(both == 0, 1.0, both)[..., None]
+    mean = products(weights, values.mT) / torch.where(both == 0, 1.0, both)[..., None]
     difference = mean - share[..., None] * out  # dense less sparse, where dense = (1 - share) out + mean
     fit = torch.isfinite(difference).all(-1, keepdim=True) & (highest > -torch.inf)[..., None]
-    fit &= ~(_weigh(weights, spoilt, call.group) > 0)
+    fit &= ~(products(weights, spoilt.mT) > 0)
     return torch.where(fit, difference, 0.0)
 
 
@@ -137,13 +135,6 @@ def _values(call: AttentionCall, length: int) -> tuple[Tensor, Tensor]:
         v = rows_at(v, index.clamp(max=geometry.kv_len - 1))
     finite = torch.isfinite(v)
     return torch.where(finite, v, 0).to(dtype), (~finite.all(-1, keepdim=True)).to(dtype)
-
-
-def _weigh(weights: Tensor, values: Tensor, group: int) -> Tensor:
-    """``[B, Hq, n, N]`` with the values of each KV head, ``[B, Hkv, N, w]``: ``[B, Hq, n, w]``."""
-    together = weights.unflatten(1, (-1, group)).flatten(2, 3)
-    weighed: Tensor = (together @ values).unflatten(2, (group, -1)).flatten(1, 2)
-    return weighed
 
 
 def _entries(call: AttentionCall) -> int:

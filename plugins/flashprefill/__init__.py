@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sparseprefill.hookspecs import hookimpl
+from sparseprefill.method import hookimpl
 
 if TYPE_CHECKING:
     from sparseprefill.stages import MaskRefiner

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.refiners.fit import ENTRIES, side_by_side, stripe_map
+from sparseprefill.refiners.fit import ENTRIES, stripe_map
 from sparseprefill.refiners.narrow import Choice, scores_of
 from sparseprefill.refiners.priority import column_worth, tile_worth
 from sparseprefill.stages import HeadScope
@@ -94,5 +94,5 @@ class RelativeThreshold:
                 worth = column_worth(plan, call, at[..., 0], here)
                 good = self._above(worth, seen[:, None])
                 parts.append(IndexLists.from_map(stripe_map(plan.mask, here, part) & good))
-            lists.append(side_by_side(parts, 2))
-        return side_by_side(lists, 1)
+            lists.append(IndexLists.joined(parts, 2))
+        return IndexLists.joined(lists, 1)

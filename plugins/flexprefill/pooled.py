@@ -1,7 +1,8 @@
-"""Algorithm 4: tiles by the attention of mean queries to mean keys."""
+"""Algorithms 2 and 4: tiles by the attention of mean queries to mean keys, and the heads that this describes."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,25 +10,49 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.mask.geometry import reachable_map
-from sparseprefill.statistics.pooled import tile_mean
+from sparseprefill.statistics.divergence import js_distance
+from sparseprefill.statistics.pooled import products, real_rows, tile_mean
+from sparseprefill.statistics.sampled import by_block, seen_blocks
 from sparseprefill.statistics.select import top_mass
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-    from .config import FlexConfig
+    from . import FlexConfig
 
 SCORES = 1 << 23
 """Scores that are sorted at once, over batch and heads."""
 AT_ONCE = 1 << 26
 """Scores in memory at once where nothing is sorted."""
+SQRT_LN2 = math.sqrt(math.log(2))
+"""Largest distance in nats. The authors take the divergence by the natural logarithm, core by base 2."""
 
 
-def products(queries: Tensor, keys: Tensor) -> Tensor:
-    """``[B, Hq, r, C]``: mean queries ``[B, Hq, r, D]`` times the mean keys ``[B, Hkv, C, D]`` of their group."""
-    grouped = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-    made: Tensor = (grouped @ keys.transpose(-1, -2)).view(*queries.shape[:3], -1)
-    return made
+def distance(call: AttentionCall, keys: Tensor, rows: Tensor, real: Tensor, columns: Tensor, block: int) -> Tensor:
+    """Jensen-Shannon distance ``[B, Hq]``, in nats, between estimated and true attention of the sampled queries.
+
+    keys: mean key per tile ``[B, Hkv, C, D]``. rows, real: the sampled queries, index and existence ``[B, n]``.
+    columns: their exact attention mass by key ``[B, Hq, Nkv]``.
+    """
+    true = by_block(columns, block)
+    query = _mean_query(call, rows, real, keys.dtype)
+    if kernels.serve(true) and true.dtype == torch.float32:
+        from . import launch
+
+        return launch.distance(call, products(query, keys)[:, :, 0], true, rows.shape[1], block)
+    true = true / true.sum(-1, keepdim=True).clamp(min=torch.finfo(true.dtype).tiny)
+    estimate = scores(call, query, keys, seen_blocks(call.geometry, rows, real, block)[:, None])
+    return js_distance(estimate[:, :, 0], true) * SQRT_LN2
+
+
+def _mean_query(call: AttentionCall, rows: Tensor, real: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[B, Hq, 1, D]``: of the sampled queries."""
+    if call.starts is None and call.lengths is None:
+        return call.q[:, :, -rows.shape[1] :].mean(2, keepdim=True, dtype=dtype)
+    where = rows[:, None, :, None].expand(-1, call.q.shape[1], -1, call.q.shape[3])
+    picked = torch.where(real[:, None, :, None], torch.gather(call.q, 2, where), 0)
+    total: Tensor = picked.sum(2, keepdim=True, dtype=dtype)
+    return total / real.sum(1).clamp(min=1)[:, None, None, None]
 
 
 def scores(call: AttentionCall, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
@@ -60,8 +85,7 @@ def query_aware_tiles(call: AttentionCall, keys: Tensor, config: FlexConfig, lea
         return _by_kernel(call, queries, keys, config, least, most)
     seen = reachable_map(geometry, block, block)
     if geometry.starts is not None or geometry.lengths is not None:
-        real = tile_mean(geometry.real_queries()[:, None].to(queries.dtype), geometry, block)[:, 0] > 0
-        seen = seen & real[..., None]
+        seen = seen & (real_rows(geometry, block) > 0)[..., None]
     if config.coverage == "global":
         every = scores(call, queries, keys, seen)
         keep = top_mass(every.flatten(2), config.gamma).view(every.shape) | top_mass(every, 0.0, least)

@@ -16,9 +16,8 @@ from sparseprefill.statistics.sampled import last_rows, sampled_mass
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 
-from .config import FlexConfig
-from .pattern import distance
-from .pooled import query_aware_tiles, tile_scores
+from . import FlexConfig
+from .pooled import distance, query_aware_tiles, tile_scores
 
 if TYPE_CHECKING:
     from torch import Tensor

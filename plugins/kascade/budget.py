@@ -9,9 +9,9 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.mask.geometry import Geometry, Sizes
+from sparseprefill.mask.kept import kept
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

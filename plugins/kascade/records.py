@@ -9,8 +9,8 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from sparseprefill.mask.kept import kept
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -49,13 +49,7 @@ class Selection:
         """With the heads behind, which another part of the layer has chosen; those alone where they do not follow."""
         if more.first != self.behind:
             return more
-        one, other = self.lists, more.lists
-        lists = IndexLists(
-            torch.cat([one.counts, other.counts], 1),
-            torch.cat([one.offsets, other.offsets + one.indices.numel()], 1),
-            torch.cat([one.indices, other.indices]),
-        )
-        return evolve(self, lists=lists)
+        return evolve(self, lists=IndexLists.joined((self.lists, more.lists), 1))
 
     def of_heads(self, wanted: tuple[int, ...], own: int) -> tuple[IndexLists, tuple[int, ...]]:
         """The lists of KV heads, by their index in the layer, and which of these are not here.

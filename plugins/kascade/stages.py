@@ -12,8 +12,8 @@ from sparseprefill.parts.workspace import ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 
+from . import KascadeConfig
 from .budget import Budget, Layout, mask_of
-from .config import KascadeConfig
 from .records import Chosen, Kept, renewed
 from .sums import SLAB, SumsPriority, choose
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from sparseprefill.call import rows_at
 from sparseprefill.errors import ParameterError
-from sparseprefill.mask.held import Held
 from sparseprefill.plan import check_plan
 from sparseprefill.stages import HeadScope
+from sparseprefill.statistics.pooled import products
 from sparseprefill.validate import maybe, whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.held import Held
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan, Result
 
@@ -76,7 +77,7 @@ class Proxy:
         if self.tile is not None and own % self.tile:
             remedy = f"pass a divisor of {own}, the tokens of the plan's key tiles"
             raise ParameterError(f"Proxy.tile is {self.tile}: {remedy}")
-        held, geometry = Held.of(plan, self.tile), call.geometry
+        held, geometry = plan.held(self.tile), call.geometry
         tile_q, tile_k = held.grid
         # Only whole tiles up to the call's last row may be seen by one of its rows.
         columns = min(geometry.kv_len, geometry.q_offset + geometry.q_len) // tile_k
@@ -107,10 +108,7 @@ def _corrected(call: AttentionCall, held: Held, keys: _TileKeys, result: Result,
     """Output of the rows of some query tiles, int64 ``[B, n]`` on each row's grid: ``[B, Hq, n * tile_q, Dv]``."""
     geometry, (tile_q, tile_k) = call.geometry, held.grid
     position = (tile[..., None] * tile_q + torch.arange(tile_q, device=tile.device)).flatten(1)
-    index = position - geometry.first_position()[:, None]
-    here = (index >= 0) & (index < geometry.q_len)
-    index = index.clamp(0, geometry.q_len - 1)
-    real = here & torch.gather(geometry.real_queries(), 1, index)
+    index, real = geometry.locate(position)
     begin = torch.arange(columns, device=tile.device) * tile_k
     seen = (begin + tile_k - 1 <= position[..., None]) & real[..., None]
     if geometry.window is not None:
@@ -121,7 +119,7 @@ def _corrected(call: AttentionCall, held: Held, keys: _TileKeys, result: Result,
     left = ~held.tiles(tile)[..., :columns] & keys.finite[:, :, None]
     mean_key, mean_value, count = keys.mean_key, keys.mean_value, None
     if kept is None:
-        logits = _by_group(q, mean_key, call.group)
+        logits = products(q, mean_key)
     else:
         mean_key, mean_value, count = keys.without(kept, call.group)
         left = left & count.bool()
@@ -136,7 +134,7 @@ def _corrected(call: AttentionCall, held: Held, keys: _TileKeys, result: Result,
     base = torch.where(most.isneginf(), 0.0, most)
     mine, theirs = torch.exp(total - base), torch.exp(logits - base[..., None])
     if kept is None:
-        value = _by_group(theirs, mean_value.transpose(-1, -2), call.group)
+        value = products(theirs, mean_value.mT)
     else:
         value = (theirs.unflatten(2, (-1, tile_q)) @ mean_value).flatten(2, 3)
     both = mine + theirs.sum(-1)
@@ -186,13 +184,6 @@ def _by_tile(call: AttentionCall, x: Tensor, tile: int, columns: int) -> Tensor:
     index = torch.arange(length, device=x.device) + geometry.starts[:, None]
     found: Tensor = rows_at(x, index.clamp(max=geometry.kv_len - 1)).unflatten(2, (columns, tile))
     return found
-
-
-def _by_group(rows: Tensor, columns: Tensor, group: int) -> Tensor:
-    """Products of rows ``[B, Hq, n, w]`` with what their KV heads have, ``[B, Hkv, C, w]``: ``[B, Hq, n, C]``."""
-    together = rows.unflatten(1, (-1, group)).flatten(2, 3)
-    products: Tensor = (together @ columns.transpose(-1, -2)).unflatten(2, (group, -1)).flatten(1, 2)
-    return products
 
 
 def _entries(call: AttentionCall) -> int:

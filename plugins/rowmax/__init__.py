@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from attrs import field, frozen
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Method
-
-from .config import RowMaxConfig
-
-if TYPE_CHECKING:
-    from sparseprefill.pipeline import Pipeline
+from sparseprefill.method import Later, Method, hookimpl
+from sparseprefill.validate import flag, multiple_of, number, one_of, whole
 
 
-def _build(config: RowMaxConfig) -> Pipeline:
-    from .stages import pipeline
+@frozen(kw_only=True)
+class RowMaxConfig:
+    """Settings of `rowmax`.
 
-    return pipeline(config)
+    eps: share that a key tile's largest logit must have of a row's tiles for the tile to be kept; 0 keeps everything.
+    every: one query row in so many is looked at, by one head of its KV group under a union, else by each; 1 looks at
+    all. block: tile size in tokens. sink: keep the first key tile of every row. union: "group" gives all query heads of
+    a KV head what any of them keeps, so that they share the rows to be looked at; "head" keeps for each alone.
+    precision: of the logits that are looked at: "exact", in the call's type; "fp8", which needs a GPU with 8-bit tensor
+    cores; or "auto", which is fp8 where that can be and exact elsewhere.
+    """
+
+    eps: float = field(default=0.02, validator=number(0.0, 1.0))
+    every: int = field(default=2, validator=whole())
+    block: int = field(default=128, validator=multiple_of("every"))
+    sink: bool = field(default=True, validator=flag())
+    union: str = field(default="group", validator=one_of("head", "group"))
+    precision: str = field(default="auto", validator=one_of("auto", "exact", "fp8"))
 
 
 @hookimpl
@@ -27,7 +36,7 @@ def sparseprefill_methods() -> list[Method]:
             name="rowmax",
             summary="tiles to which single query rows give a large enough share",
             config=RowMaxConfig,
-            build=_build,
+            build=Later(f"{__name__}.stages"),
             full={"eps": 0.0},
             small={"eps": 0.05, "every": 2, "block": 16},
             search={"eps": (0.005, 0.01, 0.02, 0.05, 0.1)},

@@ -24,7 +24,7 @@ from .maxima import MAXIMA, sampling
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-    from .config import RowMaxConfig
+    from . import RowMaxConfig
 
 IN_8_BITS = (8, 9)
 """Compute capability from which there are products of e4m3."""

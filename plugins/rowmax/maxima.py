@@ -19,7 +19,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-    from .config import RowMaxConfig
+    from . import RowMaxConfig
 
 LOGITS = 1 << 26
 """Logits of sampled rows that are in memory at once, over batch and heads, on a GPU."""
@@ -87,11 +87,8 @@ def sampled_rows(call: AttentionCall, first: int, last: int, block: int, which: 
     offset = torch.arange(0, block, which.stride, device=tile.device)
     position = (tile[:, None] * block + phase)[..., None] + offset
     position = position.flatten(2)
-    index = position - geometry.first_position()[:, None, None]
-    inside = (index >= 0) & (index < geometry.q_len)
-    clamped = index.clamp(0, geometry.q_len - 1)
-    real = inside & torch.gather(geometry.real_queries()[:, None].expand(-1, geometry.heads, -1), 2, clamped)
-    return Rows(clamped, position, real)
+    index, real = geometry.locate(position)
+    return Rows(index, position, real)
 
 
 def shares(call: AttentionCall, block: int, which: Sampling) -> Iterator[tuple[slice, Tensor]]:

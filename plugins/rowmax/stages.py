@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
 
-    from .config import RowMaxConfig
+    from . import RowMaxConfig
 
 
 @frozen

@@ -7,7 +7,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.statistics.kept import kept
+from sparseprefill.mask.kept import kept
 
 
 @frozen(eq=False)

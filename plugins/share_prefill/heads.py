@@ -10,6 +10,9 @@ from torch import Tensor
 
 from .table import NOISE, ClusterTable
 
+NEVER = 2**31 - 1
+"""Layer of a pivot that is not made yet."""
+
 
 @frozen
 class LayerHeads:
@@ -36,23 +39,11 @@ class LayerHeads:
         """int64 [H]: twice the cluster of each head, plus one where it may make the pivot; -1 for noise."""
         return index(self._codes, device)
 
-    def clusters(self, device: torch.device) -> Tensor:
-        """int64 [H]: cluster of each head, 0 for noise."""
-        return index(tuple(max(c, 0) for c in self.cluster), device)
-
-    def members(self, device: torch.device) -> Tensor:
-        """bool [H]: heads that belong to a cluster."""
-        return index(tuple(int(c != NOISE) for c in self.cluster), device).bool()
-
     def dense(self, dense: Tensor) -> tuple[Tensor, Tensor]:
         """Of heads that run dense, bool ``[B, H]``: each open cluster's, int64 ``[B, S]``, and whether there is one."""
-        chosen = dense[:, None] & (self.clusters(dense.device) == index(self.open, dense.device)[:, None])
-        chosen = chosen & self.members(dense.device)
+        mine = self.codes(dense.device) // 2 == index(self.open, dense.device)[:, None]  # noise is in no cluster
+        chosen = dense[:, None] & mine
         return chosen.to(torch.uint8).argmax(-1), chosen.any(-1)
-
-    def makers(self, device: torch.device) -> Tensor:
-        """bool [H]: heads that may make a pivot."""
-        return index(tuple(map(int, self.makes)), device).bool()
 
 
 @frozen

@@ -11,7 +11,7 @@ from sparseprefill.kernels.sampled.diagonals import COLUMNS, ROWS
 from sparseprefill.kernels.settings import FUSED, cdiv, power_of_two
 
 from . import kernels
-from .records import NEVER
+from .heads import NEVER
 
 if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
@@ -26,7 +26,7 @@ def choose(
     geometry: Geometry, blocks: Tensor, count: int, codes: Tensor, pivots: tuple[Tensor, Tensor] | None, layer: int,
     block: int, tau: float, delta: float, *, sums: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Flags and own of `decide.choose`'s `Choice`, from float32 `blocks` ``[B, H, C]``.
+    """Flags and own of `pivots.choose`'s `Choice`, from float32 `blocks` ``[B, H, C]``.
 
     count: sampled queries. codes: of `LayerHeads`. pivots: `made` and `last` of `Pivots`. sums: whether `blocks` are
     mass that does not add up to 1 yet.
@@ -51,7 +51,7 @@ def choose(
 def pattern_tiles(
     geometry: Geometry, slashes: Tensor, block: int, flags: Tensor, codes: Tensor, packed: Tensor | None
 ) -> Tensor:
-    """`decide.pattern_tiles`: bool ``[B, H, R, C]``. flags: of `Choice`. packed: of `Pivots`."""
+    """`pivots.pattern_tiles`: bool ``[B, H, R, C]``. flags: of `Choice`. packed: of `Pivots`."""
     batch, number, bins = slashes.shape
     rows, width = geometry.tile_rows(block), geometry.tile_columns(block)
     keep = torch.empty(batch, number, rows, width, dtype=torch.bool, device=slashes.device)
@@ -81,7 +81,7 @@ def updated(
     old: tuple[Tensor, Tensor, Tensor] | None, layer: int, clusters: int, codes: Tensor, which: Tensor, dense: Tensor,
     own: Tensor, tiles: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """made, last and packed of `Pivots.updated`, from `old` ones or nothing. tiles: bool ``[B, S, R, C]``."""
+    """made, last and packed of `pivots.renewed`, from `old` ones or nothing. tiles: bool ``[B, S, R, C]``."""
     batch, slots, rows, columns = tiles.shape
     device = tiles.device
     made = torch.empty(batch, clusters, dtype=torch.int32, device=device)

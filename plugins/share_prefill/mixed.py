@@ -12,8 +12,7 @@ from sparseprefill.mask.geometry import diagonal_map
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.plan import Carry
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import Carry, SoftmaxState
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

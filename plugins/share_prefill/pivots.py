@@ -1,39 +1,124 @@
-"""The pivots of one request, from call to call: which may be used, and which are made anew."""
+"""Algorithms 2 to 4: which heads share a pivot or run dense to make one, their tiles, and the pivots of a request.
+
+A pivot is the pattern of one head, which heads of later layers may share.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sparseprefill import kernels
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+from torch.nn import functional
 
-from .heads import index, of_heads
-from .records import Choice, Pivots, place_of, sizes_of
+from sparseprefill import kernels
+from sparseprefill.statistics.divergence import js_distance
+from sparseprefill.statistics.slashes import slash_tiles
+
+from .heads import NEVER, index, of_heads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.geometry import Geometry
     from sparseprefill.memory import Memory
 
     from .heads import LayerHeads
 
 
-def renewed(
-    call: AttentionCall, old: Pivots | None, clusters: int, heads: LayerHeads, choice: Choice, tiles: Tensor
-) -> Pivots:
-    """`old`, or None, with the pivots of the heads that ran dense. tiles: bool ``[B, S, R, C]``, by open cluster."""
-    own = choice.own
-    if kernels.serve(tiles):
+@frozen(eq=False)
+class Choice:
+    """What each head runs, vertical-slash where neither flag is set.
+
+    flags: bool ``[3, B, H]``: heads that share their cluster's pivot, heads that run dense, either. own: ``[B, H, C]``,
+    the block-averaged attention that decided.
+    """
+
+    flags: Tensor
+    own: Tensor
+
+    @property
+    def share(self) -> Tensor:
+        """bool ``[B, H]``."""
+        return self.flags[0]
+
+    @property
+    def dense(self) -> Tensor:
+        """bool ``[B, H]``."""
+        return self.flags[1]
+
+    @property
+    def either(self) -> Tensor:
+        """bool ``[B, H]``."""
+        return self.flags[2]
+
+    def of_whole(self, whole: Tensor) -> Choice:
+        """The choice where of the dense heads only those count that were computed in full, bool ``[B, H]``."""
+        dense = self.dense & whole
+        return evolve(self, flags=torch.stack([self.share, dense, self.share | dense]))
+
+
+@frozen(eq=False)
+class Pivots:
+    """One pivot per batch row and cluster, made in some layer of one call of the model.
+
+    sizes: of the call, without its heads. at: layer and first head of the last part that wrote. made: int32 ``[B, K]``,
+    the layer that made each pivot, or NEVER. last: ``[B, K, C]``, block-averaged attention of the pivot head's last
+    queries (the paper's a~). packed: uint8 ``[B, K, R, ceil(C / 8)]``, its pattern (M), a bit per tile: at a million
+    tokens the patterns of a table of clusters would be gigabytes as bool maps.
+    """
+
+    sizes: tuple[int | None, ...]
+    at: tuple[int, int]
+    made: Tensor
+    last: Tensor
+    packed: Tensor
+
+    def pattern(self, clusters: Tensor) -> Tensor:
+        """bool ``[B, H, R, C]``: the patterns of the clusters of heads, int64 ``[H]``."""
+        bits = torch.arange(8, dtype=torch.uint8, device=self.packed.device)
+        tiles = (self.packed[:, clusters, :, :, None] >> bits) & 1
+        return tiles.flatten(3)[..., : self.last.shape[2]].bool()
+
+
+def choose(
+    own: Tensor, seen: Tensor, heads: LayerHeads, pivots: Pivots | None, layer: int, tau: float, delta: float
+) -> Choice:
+    """From the heads' block-averaged attention `own` ``[B, H, C]`` over the blocks `seen` (bool ``[B, C]``).
+
+    All heads of a layer at once: of a cluster without a pivot the first head that may make one runs dense, and the
+    others do not wait for it, nor do heads of the layer that come in a later part of the call.
+    """
+    codes = heads.codes(own.device)
+    cluster = codes.clamp(min=0) // 2
+    uniform = seen.to(own.dtype) / seen.sum(-1, keepdim=True).clamp(min=1)
+    able = (codes >= 0) & (js_distance(own, uniform[:, None]) < delta)
+    makes = able & (codes % 2 == 1)
+    if pivots is None:
+        share = torch.zeros_like(able)
+    else:
+        made = pivots.made[:, cluster]
+        share = able & (made < layer) & (js_distance(own, pivots.last[:, cluster].to(own.dtype)) < tau)
+        makes = makes & (made == NEVER)
+    before = (cluster[:, None] == cluster).tril(-1)
+    dense = makes & ~(makes[:, None] & before).any(-1)
+    return Choice(torch.stack([share, dense, share | dense]), own)
+
+
+def pattern_tiles(
+    geometry: Geometry, slashes: Tensor, block: int, choice: Choice, heads: LayerHeads, pivots: Pivots | None
+) -> Tensor:
+    """bool ``[B, H, R, C]``: by choice the tiles of the cluster's pivot, all, or those of slashes ``[B, H, S]``."""
+    codes = heads.codes(slashes.device)
+    if kernels.serve(slashes):
         from . import launch
 
-        before = None if old is None else (old.made, old.last, old.packed)
-        codes, which = heads.codes(own.device), index(heads.open, own.device)
-        made = launch.updated(before, call.layer, clusters, codes, which, choice.dense, own, tiles)
-        return Pivots(sizes_of(call), place_of(call), *made)
-    if old is None:
-        old = Pivots.none(call, tiles.shape, clusters, own.dtype)
-    head, fresh = heads.dense(choice.dense)
-    return old.updated(call, index(heads.open, own.device), fresh, of_heads(own, head), tiles)
+        packed = None if pivots is None else pivots.packed
+        return launch.pattern_tiles(geometry, slashes, block, choice.flags, codes, packed)
+    tiles = slash_tiles(geometry, slashes, block)
+    if pivots is not None:
+        tiles = torch.where(choice.share[..., None, None], pivots.pattern(codes.clamp(min=0) // 2), tiles)
+    return tiles | choice.dense[..., None, None]
 
 
 def earlier(call: AttentionCall, memory: Memory, key: str) -> Pivots | None:
@@ -44,6 +129,46 @@ def earlier(call: AttentionCall, memory: Memory, key: str) -> Pivots | None:
     pivots: it shows by other sizes, or by the layers starting over.
     """
     pivots: Pivots | None = memory.get(key, None)
-    if pivots is None or place_of(call) <= pivots.at or pivots.sizes != sizes_of(call):
+    if pivots is None or (call.layer, call.first_head) <= pivots.at or pivots.sizes != _sizes(call):
         return None
     return pivots
+
+
+def renewed(
+    call: AttentionCall, old: Pivots | None, clusters: int, heads: LayerHeads, choice: Choice, tiles: Tensor
+) -> Pivots:
+    """`old`, or None, with the pivots of the heads that ran dense. tiles: bool ``[B, S, R, C]``, by open cluster."""
+    own, which = choice.own, index(heads.open, choice.own.device)
+    known = None if old is None else (old.made, old.last, old.packed)
+    if kernels.serve(tiles):
+        from . import launch
+
+        made, last, packed = launch.updated(
+            known, call.layer, clusters, heads.codes(own.device), which, choice.dense, own, tiles
+        )
+    else:
+        batch, _, rows, columns = tiles.shape
+        made, last, packed = (x.clone() for x in known) if known else (
+            torch.full((batch, clusters), NEVER, dtype=torch.int32, device=own.device),
+            own.new_zeros(batch, clusters, columns),
+            torch.zeros(batch, clusters, rows, -(-columns // 8), dtype=torch.uint8, device=own.device),
+        )  # fmt: skip
+        head, fresh = heads.dense(choice.dense)
+        made[:, which] = torch.where(fresh, call.layer, made[:, which])
+        last[:, which] = torch.where(fresh[..., None], of_heads(own, head), last[:, which])
+        packed[:, which] = torch.where(fresh[..., None, None], _pack(tiles), packed[:, which])
+    return Pivots(_sizes(call), (call.layer, call.first_head), made, last, packed)
+
+
+def _sizes(call: AttentionCall) -> tuple[int | None, ...]:
+    """Sizes of the call, without its heads."""
+    g = call.geometry
+    return g.batch, g.q_len, g.kv_len, g.q_offset, g.window
+
+
+def _pack(tiles: Tensor) -> Tensor:
+    """uint8 ``[..., ceil(C / 8)]`` of bool ``[..., C]``."""
+    bits = functional.pad(tiles, (0, -tiles.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=tiles.device)
+    packed: Tensor = (bits * weights).sum(-1, dtype=torch.uint8)
+    return packed

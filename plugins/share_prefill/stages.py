@@ -18,17 +18,14 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.route import Route
 from sparseprefill.stages import HeadScope, widest_scope
-from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
+from sparseprefill.statistics.sampled import SampledMass, by_block, last_rows, sampled_mass, seen_blocks
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 
-from . import mean_qk, scores
-from .config import SINGLE, ShareConfig
-from .decide import choose, pattern_tiles
+from . import SINGLE, ShareConfig, scores
 from .heads import Clusters, LayerHeads, index, of_heads
 from .mixed import HeadsPriority, carry_of_heads, mixed_mask
-from .pivots import earlier, renewed
-from .records import Choice, Pivots
+from .pivots import Choice, Pivots, choose, earlier, pattern_tiles, renewed
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -56,20 +53,9 @@ class Evidence:
         """The evidence for the plan that ran, without the dense heads from which a refiner took pairs."""
         if plan.mask is self.mask:
             return self
-        if self.choice.dense.device.type == "cpu":  # where looking costs nothing: only dense heads are counted
-            return evolve(self, choice=self.choice.of_whole(self._whole(plan)))
         pairs = torch.stack([mask.pairs() for mask in plan.computed()]).sum(0)
         allowed = plan.mask.geometry.visible_counts().sum(-1, keepdim=True)
         return evolve(self, choice=self.choice.of_whole(pairs == allowed))
-
-    def _whole(self, plan: Plan) -> Tensor:
-        """bool ``[B, H]``: dense heads of which the plan holds every pair."""
-        whole = torch.zeros_like(self.choice.dense)
-        masks, allowed = plan.computed(), plan.mask.geometry.visible_counts().sum(-1)
-        for batch, head in self.choice.dense.nonzero().tolist():
-            pairs = sum(int(mask.head(batch, head).pairs()) for mask in masks)
-            whole[batch, head] = pairs == int(allowed[batch])
-        return whole
 
 
 def _table(share: Share) -> Clusters:
@@ -210,10 +196,10 @@ class Share(ShareConfig):
         geometry = call.geometry
         sums, seen = self.block_score == "mass", None
         if sums:
-            blocks = scores.block_sums(mass, self.block)
+            blocks = by_block(mass.columns, self.block)
         else:
-            seen = scores.seen_blocks(geometry, rows, real, self.block)
-            blocks = mean_qk.last_scores(call, rows, real, seen, self.block, memory)
+            seen = seen_blocks(geometry, rows, real, self.block)
+            blocks = scores.last_scores(call, rows, real, seen, self.block, memory)
         if kernels.serve(blocks) and blocks.dtype == torch.float32:
             from . import launch
 
@@ -225,7 +211,7 @@ class Share(ShareConfig):
                 )
             )  # fmt: skip
         if seen is None:
-            blocks, seen = scores.shares(blocks), scores.seen_blocks(geometry, rows, real, self.block)
+            blocks, seen = scores.shares(blocks), seen_blocks(geometry, rows, real, self.block)
         return choose(blocks, seen, heads, pivots, call.layer, self.tau, self.delta)
 
 
@@ -258,7 +244,7 @@ class PivotObserver:
         """``[B, S, R, C]``: block scores of the heads that run dense, by open cluster."""
         heads, dense, block = evidence.heads, evidence.choice.dense, self.share.block
         if self.share.block_score == "mean_qk":
-            return mean_qk.map_scores(call, heads.dense(dense)[0], block, memory)
+            return scores.map_scores(call, heads.dense(dense)[0], block, memory)
         if result.probe is None:
             raise StageError("the executor gave no probe, from which share-prefill makes its pivots")
         if kernels.serve(result.probe):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from attrs import field, frozen
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Method
-
-from .config import SkipSoftmaxConfig
-
-if TYPE_CHECKING:
-    from sparseprefill.pipeline import Pipeline
+from sparseprefill.method import Later, Method, hookimpl
+from sparseprefill.validate import LONGEST, number, whole
 
 
-def _build(config: SkipSoftmaxConfig) -> Pipeline:
-    from .stages import pipeline
+@frozen(kw_only=True)
+class SkipSoftmaxConfig:
+    """Settings of `skip-softmax`.
 
-    return pipeline(config)
+    skip_below: c, in tokens: a tile is skipped where exp(its largest logit - the running maximum) < c / length. 0 skips
+    nothing, and so does a prompt of c tokens or fewer. block: tile size in tokens.
+    """
+
+    skip_below: float = field(default=587.0, validator=number(0.0, LONGEST))
+    block: int = field(default=128, validator=whole())
 
 
 @hookimpl
@@ -28,7 +29,7 @@ def sparseprefill_methods() -> list[Method]:
             summary="looks at every key tile, and skips those whose logits cannot matter while attention runs",
             paper="BLASST (arXiv 2512.12087)",
             config=SkipSoftmaxConfig,
-            build=_build,
+            build=Later(f"{__name__}.stages"),
             full={"skip_below": 0.0},
             small={"skip_below": 60.0, "block": 16},
             search={"skip_below": (20.0, 100.0, 300.0, 600.0, 1200.0, 2500.0, 5000.0, 10000.0)},

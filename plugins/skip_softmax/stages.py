@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
 
-    from .config import SkipSoftmaxConfig
+    from . import SkipSoftmaxConfig
 
 
 @frozen

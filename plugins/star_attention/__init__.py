@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Method
+from attrs import Attribute, field, frozen
 
-from .config import StarConfig
-
-if TYPE_CHECKING:
-    from sparseprefill.pipeline import Pipeline
+from sparseprefill.errors import ParameterError, printed
+from sparseprefill.method import Later, Method, a_method, hookimpl, method_table
+from sparseprefill.validate import maybe, whole
 
 
-def _build(config: StarConfig) -> Pipeline:
-    from .stages import pipeline
+def _context(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    """integer, negative from the end, or None"""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ParameterError(
+            f"{attribute.name} is {printed(value)}: pass a number of tokens, negative from the end, or None"
+        )
 
-    return pipeline(config)
+
+@frozen(kw_only=True)
+class StarConfig:
+    """Settings of `star-attention`, in tokens; all but `tile` are rounded to whole tiles.
+
+    block_size: tokens per context block; None: a quarter of the context, 32768 where that is longer than 131072.
+    anchor_length: first tokens that every block sees; None: one block. context_length: tokens of the prompt that are
+    context (phase 1), the rest attends to everything (phase 2); None: all of them; negative: all but the last of each
+    row of the call. inner: a method that runs inside each block, by name or as a table of `from_config`.
+    tile: tile size; a power of two from 16 on CUDA devices.
+    """
+
+    block_size: int | None = field(default=None, validator=maybe(whole()))
+    anchor_length: int | None = field(default=None, validator=maybe(whole(0)))
+    context_length: int | None = field(default=None, validator=_context)
+    inner: str | Mapping[str, Any] | None = field(default=None, converter=method_table, validator=a_method)
+    tile: int = field(default=128, validator=whole())
 
 
 @hookimpl
@@ -28,7 +47,7 @@ def sparseprefill_methods() -> list[Method]:
             summary="context blocks that see the first block and themselves; the query sees everything",
             paper="Star Attention: Efficient LLM Inference over Long Sequences (Acharya et al., 2024)",
             config=StarConfig,
-            build=_build,
+            build=Later(f"{__name__}.stages"),
             full={"block_size": 1 << 30},
             small={"block_size": 32, "anchor_length": 16, "tile": 16},
         )

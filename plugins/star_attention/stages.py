@@ -1,30 +1,34 @@
-"""The estimator of Star Attention on one device. The executor is the shared one."""
+"""The estimator of Star Attention on one device, and what it leaves as priority. The executor is the shared one."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
 
 from sparseprefill.config import inner_method
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.priority import Priority, PriorityScores, nearness
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace, ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
 
 from .blocks import Blocks
-from .scatter import Places
-from .sizes import Rule
-from .tiles import star_mask
-from .worth import StarPriority
+from .sizes import Sizes, most_tiles, static, static_block
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.geometry import Geometry
     from sparseprefill.profiles.identity import ModelIdentity
     from sparseprefill.route import Route
     from sparseprefill.stages import HeadScope
 
-    from .config import StarConfig
+    from . import StarConfig
 
 
 @frozen
@@ -35,15 +39,15 @@ class StarEstimator:
     each as a call of its own, so that hosts which hold one block each would choose the same.
     """
 
-    rule: Rule
+    config: StarConfig
     inner: Pipeline | Route | None = None
 
     @property
     def grain(self) -> int | None:
         """One token where the sizes do not depend on the call; with an inner method one block."""
-        if not self.rule.static:
+        if not static(self.config):
             return None
-        return 1 if self.inner is None else self.rule.block
+        return 1 if self.inner is None else static_block(self.config)
 
     @property
     def head_scope(self) -> HeadScope | None:
@@ -53,12 +57,12 @@ class StarEstimator:
     @property
     def tail(self) -> int:
         """The rows of phase 2, where they are counted from the end."""
-        return max(0, -(self.rule.context_length or 0))
+        return max(0, -(self.config.context_length or 0))
 
     def workspace(self, call: AttentionCall) -> int:
         """Lists of one head, for all; with an inner method its bounds, the blocks' tensors, and what is moved back."""
         if self.inner is None:
-            return ranges_workspace(call, self.rule.tile, self.rule.most(call.geometry))
+            return ranges_workspace(call, self.config.tile, most_tiles(self.config, call.geometry))
         keys = call.q.shape[0] * call.kv_heads * call.kv_len * (call.q.shape[-1] + call.value_dim)
         tensors = (call.q.numel() + 2 * keys) * call.q.element_size()
         states = call.q.numel() // call.q.shape[-1] * call.value_dim * 4
@@ -80,23 +84,91 @@ class StarEstimator:
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """The mask of both phases; the inner method's carry, where it has one, for the rows of phase 1."""
-        geometry, tile = call.geometry, self.rule.tile
-        sizes = self.rule.sizes(geometry)
+        sizes, tile = Sizes.of(self.config, call.geometry), self.config.tile
+        near = PriorityScores(tiles=partial(_nearness, self.config), tile_q=tile, tile_k=tile)
         if self.inner is None:
-            return Plan(star_mask(geometry, sizes, tile), priority=StarPriority(self.rule))
-        blocks = Blocks.of(call, sizes, tile)
+            return Plan(star_mask(call.geometry, sizes), priority=near)
+        blocks = Blocks.of(call, sizes)
         plan = self.inner.plan(blocks.call, Memory())
-        places = Places.of(geometry, blocks, sizes, tile)
-        mask = places.mask(plan.mask, dense=sizes.phases)
-        priority = StarPriority(self.rule, plan.priority)
+        mask = blocks.mask(plan.mask, dense=sizes.phases)
+        priority = near if plan.priority is None else InnerPriority(self.config, plan.priority, near)
         if plan.carry is None:
             return Plan(mask, priority=priority)
-        carry = Carry(places.state(plan.carry.state), places.mask(plan.carry.region, dense=False))
+        carry = Carry(blocks.state(plan.carry.state), blocks.mask(plan.carry.region, dense=False))
         return Plan(mask, carry, priority=priority)
+
+
+def star_mask(geometry: Geometry, sizes: Sizes) -> SparseMask:
+    """Section 2: a context row sees the anchor and its own block (phase 1), any other row every key (phase 2)."""
+    tile, columns = sizes.tile, geometry.tile_columns(sizes.tile)
+    row = geometry.tiles(tile)
+    behind = torch.where(row >= 0, row + 1, 0).clamp(max=columns)
+    block = sizes.block[:, None]
+    start = torch.div(row.clamp(min=0), block, rounding_mode="floor") * block
+    anchor = torch.minimum(sizes.anchor[:, None], start)
+    first = torch.stack([torch.zeros_like(start), start], -1)
+    last = torch.stack([torch.minimum(anchor, behind), behind], -1)
+    width = min(sizes.most_anchor + sizes.most_block, columns)
+    lists = IndexLists.from_ranges(first, last, geometry.heads, width)
+    if sizes.phases:
+        lists = lists.filled(row >= sizes.context[:, None], geometry, tile, tile)
+    return SparseMask(geometry, tile, tile, lists)
+
+
+def _nearness(config: StarConfig, call: AttentionCall) -> Tensor:
+    """The anchor stands for sinks and counts from its first tile, the block from the query's own tile."""
+    return nearness(call, Sizes.of(config, call.geometry).anchor, config.tile)
+
+
+@frozen(eq=False)
+class InnerPriority(Priority):
+    """The inner method's priority, in the call of the blocks, for rows of phase 1 and the keys of anchor and block.
+
+    near: what speaks for all others. The blocks are made again where somebody asks.
+    """
+
+    config: StarConfig
+    inner: Priority
+    near: Priority
+
+    def tile_scores(self, call: AttentionCall, tile_q: int, tile_k: int) -> Tensor:
+        """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
+        blocks = self._blocks(call)
+        inner = self.inner.tile_scores(blocks.call, tile_q, tile_k)
+        mine, source, inside = blocks.find(call.geometry.tiles(tile_q) * tile_q)
+        row = torch.div(inside, tile_q, rounding_mode="floor") - blocks.call.geometry.first_tile(tile_q)[source]
+        moved = inner[source, :, row.clamp(0, inner.shape[2] - 1)].transpose(1, 2)
+        return _moved(moved, self.near.tile_scores(call, tile_q, tile_k), blocks, mine, source, tile_k)
+
+    def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
+        """The worth of each key column: see `Priority`."""
+        blocks = self._blocks(call)
+        mine, source, inside = blocks.find(position)
+        # Each row of the blocks' call is asked for all places that any group has in it, one group at a time.
+        asked = torch.zeros(blocks.call.q.shape[0], dtype=torch.int64, device=position.device)
+        found = []
+        for i in range(position.shape[1]):
+            here = asked.scatter(0, source[:, i], inside[:, i])[:, None]
+            found.append(self.inner.column_scores(blocks.call, here, heads)[source[:, i]])
+        return _moved(torch.cat(found, 2), self.near.column_scores(call, position, heads), blocks, mine, source, 1)
+
+    def _blocks(self, call: AttentionCall) -> Blocks:
+        return Blocks.of(call, Sizes.of(self.config, call.geometry))
+
+
+def _moved(scores: Tensor, near: Tensor, blocks: Blocks, mine: Tensor, source: Tensor, tile_k: int) -> Tensor:
+    """``[B, h, n, X]``: scores ``[B, h, n, Y]`` by key tiles of the blocks' call, by those of the whole."""
+    column = torch.arange(near.shape[-1], device=near.device) * tile_k
+    prefix, start = (x.flatten()[source][..., None] for x in (blocks.prefix, blocks.start))
+    behind = start + blocks.block[:, None, None]
+    known = mine[..., None] & ((column < prefix) | ((column >= start) & (column < behind)))
+    at = torch.where(column < prefix, column, column - start + prefix)
+    at = torch.div(at, tile_k, rounding_mode="floor").clamp(0, scores.shape[-1] - 1)
+    picked = torch.gather(scores, 3, at[:, None].expand(-1, scores.shape[1], -1, -1))
+    return torch.where(known[:, None], picked, near.to(picked.dtype))
 
 
 def pipeline(config: StarConfig) -> Pipeline:
     """Build `star-attention`."""
-    rule = Rule(config.block_size, config.anchor_length, config.context_length, config.tile)
     inner = None if config.inner is None else inner_method(config.inner, "blocks have no memory of their own")
-    return Pipeline(StarEstimator(rule, inner), name="star-attention")
+    return Pipeline(StarEstimator(evolve(config, inner=None), inner), name="star-attention")

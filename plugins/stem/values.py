@@ -20,9 +20,8 @@ from sparseprefill.validate import number, whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.memory import Memory
+    from sparseprefill.memory import Memory, PrefixTiles
     from sparseprefill.plan import Plan
-    from sparseprefill.statistics.prefix import PrefixTiles
 
 TINY = 1e-6
 """Added to norms before the logarithm, and to standard deviations."""

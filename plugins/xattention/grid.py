@@ -41,10 +41,8 @@ def query_tiles(call: AttentionCall, first: int, last: int, block: int) -> tuple
         if not front and not back:
             return rows, real
         return functional.pad(rows, [0, 0, front, back]), functional.pad(real, [front, back])
-    begins = (geometry.first_tile(block) + first) * block - geometry.first_position()
-    index = begins[:, None] + torch.arange((last - first) * block, device=q.device)
-    inside = (index >= 0) & (index < geometry.q_len)
-    real = inside & torch.gather(geometry.real_queries(), 1, index.clamp(0, geometry.q_len - 1))
+    begins = (geometry.first_tile(block) + first) * block
+    index, real = geometry.locate(begins[:, None] + torch.arange((last - first) * block, device=q.device))
     return _pick(q, index, real), real
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
 
-    from .config import XConfig
+    from . import XConfig
 
 
 @frozen

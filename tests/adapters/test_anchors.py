@@ -18,9 +18,9 @@ from sparseprefill.adapters.demo.settings import ANCHORS, PARAMETERS
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.huggingface.reader import Reader
+from sparseprefill.plugins.kascade import TABLE
 from sparseprefill.plugins.kascade.anchors import capture, choose
 from sparseprefill.plugins.kascade.anchors.make import anchored
-from sparseprefill.plugins.kascade.config import TABLE
 from sparseprefill.plugins.kascade.table import AnchorTable, Settings
 from typer.testing import CliRunner, Result
 

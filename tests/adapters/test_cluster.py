@@ -16,8 +16,8 @@ from sparseprefill.adapters.demo.settings import CLUSTERS, PARAMETERS
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.huggingface.reader import Reader
+from sparseprefill.plugins.share_prefill import TABLE
 from sparseprefill.plugins.share_prefill.clustering import autoencoder, capture, group
-from sparseprefill.plugins.share_prefill.config import TABLE
 from torch import Tensor
 from typer.testing import CliRunner, Result
 

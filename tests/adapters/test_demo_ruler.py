@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
-from sparseprefill.adapters.demo.model import load_tokenizer
 from sparseprefill.adapters.demo.text import text_lines
 
 from experiments.training import ruler
@@ -23,8 +22,8 @@ WORDS = r"[a-z]+-[a-z]+"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer()
+def tokenizer(embedded_tokenizer: Any) -> Any:
+    return embedded_tokenizer
 
 
 @pytest.mark.parametrize("length", [1024, 4096, 16384])

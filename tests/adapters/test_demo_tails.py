@@ -10,7 +10,7 @@ import pytest
 import torch
 from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.demo.formats import parted
-from sparseprefill.adapters.demo.model import load_model, load_tokenizer
+from sparseprefill.adapters.demo.model import load_model
 from sparseprefill.adapters.demo.tasks import make_task
 
 import sparseprefill as sp
@@ -18,8 +18,8 @@ from experiments.training.tails import WAYS, Row, main, prompts, rows, table
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer()
+def tokenizer(embedded_tokenizer: Any) -> Any:
+    return embedded_tokenizer
 
 
 def test_a_question_is_asked_in_three_ways_of_the_same_text(tokenizer: Any) -> None:
@@ -35,6 +35,7 @@ def test_a_question_is_asked_in_three_ways_of_the_same_text(tokenizer: Any) -> N
     assert task.questions[0].answer == tokenizer.decode(before.answer)
 
 
+@pytest.mark.thorough
 def test_what_a_method_loses_is_counted_and_dense_rows_bring_it_back(tokenizer: Any) -> None:
     model = load_model(dtype=torch.float32)
     asked = prompts(tokenizer, 1024, 1)
@@ -73,6 +74,7 @@ def test_bad_options_are_refused(options: list[str], said: str, capsys: pytest.C
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--tokens", "512", "--tasks", "1", "--tails", "16", "--method", "streaming"])
     printed = capsys.readouterr().out

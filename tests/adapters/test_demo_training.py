@@ -255,6 +255,7 @@ def test_lists_say_everything_twice(batches: Batches, tokenizer: Any) -> None:
             assert len(set(said)) * 2 == len(said)
 
 
+@pytest.mark.thorough
 def test_the_same_seed_makes_the_same_rows(tokenizer: Any, lines: tuple[str, ...]) -> None:
     one, two, other = (batches_of(tokenizer, lines, seed) for seed in (3, 3, 4))
     made = [one_of.make(["keys"], random.Random(0), 2, 512).ids for one_of in (one, two, other)]
@@ -362,6 +363,7 @@ def weights(trainer: Trainer) -> Mapping[str, torch.Tensor]:
     return trainer._network.state_dict()
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_the_run(tokenizer: Any, lines: tuple[str, ...], tmp_path: Path) -> None:
     whole = trained(tokenizer, lines, tmp_path, ())
     again = trained(tokenizer, lines, tmp_path, (7, 15))

@@ -99,6 +99,7 @@ def test_frontier_tries_several_floors(folder: Path) -> None:
     assert [{"sink": 16, "window": 16, "block": 16, "recall": x} for x in (0.5, 0.95)] == found
 
 
+@pytest.mark.thorough
 def test_demo_and_tune_take_a_floor() -> None:
     densities = []
     for more in ((), ("--recall-floor", "0.99")):

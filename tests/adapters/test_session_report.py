@@ -15,8 +15,7 @@ from sparseprefill.adapters.session.session import Prefill, Session
 import sparseprefill as sp
 from helpers.build import make
 from helpers.tables import from_length
-from sparseprefill.plan import Kernel
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import Kernel, SoftmaxState
 
 CALL = make(96, heads=4, kv_heads=2)
 METHOD = sp.build("streaming", sink=16, window=16, block=16)

@@ -16,6 +16,7 @@ from helpers.patience import patient
 RUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
+@pytest.mark.thorough
 def test_two_processes_answer_questions_about_a_file(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     filler = "The sky is blue and the grass is green.\n" * 30

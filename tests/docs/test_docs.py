@@ -19,7 +19,7 @@ from attrs import NOTHING, fields
 import sparseprefill as sp
 from docs.pages import ROOT, SKIP, anchors, blocks, headings, links, name, pages, section
 from helpers.harness_tasks import few_words
-from sparseprefill import errors, hookspecs, stages, testing
+from sparseprefill import errors, method, stages, testing
 from sparseprefill.breakeven.gate import TABLE
 
 PAGES = pages()
@@ -116,7 +116,7 @@ def test_every_error_is_in_the_reference() -> None:
 
 
 def test_every_hook_is_explained_to_plugin_authors() -> None:
-    hooks = {hook for hook in vars(hookspecs) if hook.startswith("sparseprefill_")}
+    hooks = {hook for hook in vars(method) if hook.startswith("sparseprefill_")}
     for page in ("reference.md", "write-a-plugin.md"):
         assert sorted(hooks - entries(ROOT / "docs" / page)) == []
 

@@ -14,7 +14,7 @@ NOTEBOOK = ROOT / "docs" / "examples" / "first-look.ipynb"
 CELLS: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
     plt.switch_backend("agg")

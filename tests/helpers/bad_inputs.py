@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from attrs import NOTHING, evolve, fields, frozen
 from sparseprefill.adapters.session.session import Session
-from sparseprefill.plugins.kascade.config import TABLE as ANCHORS
-from sparseprefill.plugins.share_prefill.config import TABLE as CLUSTERS
+from sparseprefill.plugins.kascade import TABLE as ANCHORS
+from sparseprefill.plugins.share_prefill import TABLE as CLUSTERS
 
 import sparseprefill as sp
 from helpers.build import make
@@ -177,6 +177,8 @@ def masks() -> Iterator[Bad]:
         yield Bad(
             f"SparseMask.from_stripes(group={name})", "group", partial(sp.SparseMask.from_stripes, CALL, keep, value)
         )
+        stripes = partial(sp.SparseMask.from_stripes, CALL, keep, 1, 8)
+        yield Bad(f"SparseMask.from_stripes(width={name})", "stripe_width", partial(stripes, width=value))
         yield Bad(f"mask.shade({name})", "cells", partial(mask.shade, value))
         yield Bad(f"Plan({name})", "mask", partial(sp.Plan, value)) if name != "function" else BAD_PROBE
         if name != "nothing":
@@ -370,9 +372,10 @@ def files(folder: Path) -> Iterator[Bad]:
     assert table is not None
     small = evolve(table, shapes=(evolve(table.shapes[0], points=table.shapes[0].points[:1]),))
     model = {"name": "m", "architecture": "M", "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "digest": "0"}
+    first = {"from": 0, "tokens": 1, "method": "streaming", "parameters": {"block": 16}, "dense_layers": []}
     profile = {
-        **{"schema": "sparseprefill.profile", "version": 1, "method": "streaming", "model": model, "versions": {}},
-        **{"tuned": {}, "ranges": [{"from": 0, "tokens": 1, "parameters": {"block": 16}, "measured": {}}]},
+        **{"schema": "sparseprefill.profile", "version": 2, "methods": ["streaming"], "model": model},
+        **{"break_even": None, "versions": {}, "tuned": {}, "ranges": [{**first, "measured": {}}]},
     }
     clusters = {
         **{"schema": "sparseprefill.clusters", "version": 1, "model": model, "clusters": [[[0, 0]]]},

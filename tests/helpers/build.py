@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.mask.mask import SparseMask
@@ -55,14 +56,16 @@ def among(kv_len: int, fields: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def random_mask(call: AttentionCall, kind: str, tile: tuple[int, int], group: int, seed: int) -> SparseMask:
-    """A mask without its diagonal. kind: "tiles", "stripes" or "both"."""
+def random_mask(
+    call: AttentionCall, kind: str, tile: tuple[int, int], group: int, seed: int, width: int = 1
+) -> SparseMask:
+    """A mask without its diagonal. kind: "tiles", "stripes" or "both". width: of stripes."""
     g, source = call.geometry, torch.Generator().manual_seed(seed)
     shape = (g.batch, g.heads)
     chosen = torch.rand(*shape, g.tile_rows(tile[0]), g.tile_columns(tile[1]), generator=source) < 0.4
-    columns = torch.rand(*shape, g.tile_rows(tile[0] * group), g.kv_len, generator=source) < 0.2
+    columns = torch.rand(*shape, g.tile_rows(tile[0] * group), g.tile_columns(width), generator=source) < 0.2
     tiles = SparseMask.from_tiles(call, chosen, tile, diagonal=False)
-    stripes = SparseMask.from_stripes(call, columns, group, tile, diagonal=False)
+    stripes = SparseMask.from_stripes(call, columns, group, tile, width=width, diagonal=False)
     if kind == "both":
-        return SparseMask(g, *tile, tiles.tiles, group, stripes.stripes)
+        return evolve(stripes, tiles=tiles.tiles)
     return tiles if kind == "tiles" else stripes

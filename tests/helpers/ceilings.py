@@ -77,7 +77,7 @@ class Ideal:
         mask = plan.mask
         if mask.stripes is not None:  # a group for each query tile, so that each is asked for its own columns
             stripes = sp.IndexLists.from_map(mask.stripes_on(tile_q))
-            mask = evolve(mask, group=1, stripes=stripes)
+            mask = evolve(mask, group=1, stripes=stripes, stripe_width=1)
         return evolve(plan, mask=mask, priority=scores)
 
 

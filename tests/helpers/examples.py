@@ -1,12 +1,25 @@
-"""Fewer examples for laws that are dear and that other tests hold to all of them."""
+"""Fewer examples, calls and methods for laws that are dear and that other tests hold to all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import settings
 
 from sparseprefill import AttentionCall
 from sparseprefill.testing import standard_calls
+
+SCOPES = {"head": "anchor-attention", "group": "kascade"}
+"""A method of each `head_scope`: laws whose calls are drawn go over these; with ``-m thorough`` over all of them."""
+
+
+def few_names(names: Collection[str], few: Collection[str] = tuple(SCOPES.values())) -> list[Any]:
+    """What a test is parametrized with: all names, of which all but a few run with ``-m thorough`` alone."""
+    assert set(few) <= set(names)
+    return [name if name in few else pytest.param(name, marks=pytest.mark.thorough) for name in names]
 
 
 def part(share: float) -> settings:

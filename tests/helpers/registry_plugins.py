@@ -7,8 +7,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Method
+from sparseprefill.method import Method, hookimpl
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 from sparseprefill.registry import Registry

@@ -31,7 +31,7 @@ def prompts_of(call: AttentionCall) -> list[int]:
 
 def oracle_of(call: AttentionCall, mask: SparseMask, below: float, block: tuple[int, int, int]) -> Answer:
     """block: query rows of one order, those that vote together, and keys of a step."""
-    geometry, tiles, stripes = mask.geometry, mask.tile_map(), mask.stripes
+    geometry, tiles, stripes = mask.geometry, mask.tile_map(), mask.with_stripe_width(1).stripes
     first = geometry.first_tile(mask.tile_q).tolist()
     group = geometry.first_tile(mask.group_rows).tolist()
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from attrs import field, frozen
 
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Method
+from sparseprefill.method import Method, hookimpl
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.progress import Progress
 from sparseprefill.profiles.table import MadeTable, ModelReader, ModelTable, NeededTable

@@ -139,5 +139,7 @@ def prioritised(
 
 
 def stripes_of(mask: sp.SparseMask, b: int, h: int, group: int) -> list[int]:
-    assert mask.stripes is not None
-    return mask.stripes.row(b, h, group - int(mask.geometry.first_tile(mask.group_rows)[b])).tolist()
+    """Positions of the keys in the stripes of a group, by its number on the row's grid."""
+    stripes = mask.with_stripe_width(1).stripes
+    assert stripes is not None
+    return stripes.row(b, h, group - int(mask.geometry.first_tile(mask.group_rows)[b])).tolist()

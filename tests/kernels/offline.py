@@ -24,8 +24,8 @@ from sparseprefill.plugins.anchor_attention.regions import Regions
 from sparseprefill.plugins.bfla import launch as bfla
 from sparseprefill.plugins.kascade import launch as kascade
 from sparseprefill.plugins.kascade.rows import Rows
+from sparseprefill.plugins.rowmax import RowMaxConfig
 from sparseprefill.plugins.rowmax import launch as rowmax
-from sparseprefill.plugins.rowmax.config import RowMaxConfig
 from sparseprefill.plugins.stem.kernels import value_norms
 from sparseprefill.plugins.xattention import launch as xattention
 from triton.backends.compiler import GPUTarget
@@ -43,7 +43,7 @@ from sparseprefill.kernels.sampled import launch as sampled
 from sparseprefill.kernels.settings import settings
 from sparseprefill.kernels.statistics.key_means import key_means
 from sparseprefill.mask.held import KeptKeys
-from sparseprefill.refiners.stretches import Stretches
+from sparseprefill.mask.stretches import Stretches
 from sparseprefill.statistics.sampled import last_rows
 
 LENGTH = 256
@@ -60,7 +60,7 @@ class Variant:
     kind: of mask, tiles, stripes or both. carry: resume a state. state: leave one. probe: mass of tiles. page: tokens
     of a page, or 0. padded: left and right padding, and sinks. more: fields of the call. tile: of the mask; small ones
     compile faster. skip: leave out steps by their logits. requests: that share the launch. stored: what pages hold,
-    where that is another type; they then have scales.
+    where that is another type; they then have scales. columns: keys of a stripe.
     """
 
     kind: str
@@ -76,6 +76,7 @@ class Variant:
     skip: bool = False
     requests: int = 1
     stored: torch.dtype | None = None
+    columns: int = 1
 
     def call(self) -> AttentionCall:
         """Two query heads of one KV head."""
@@ -94,10 +95,10 @@ class Variant:
         return evolve(call, starts=starts, lengths=lengths, sinks=torch.zeros(2))
 
     def mask(self, call: AttentionCall) -> SparseMask:
-        """Every tile, every eighth key, or both, which overlap."""
+        """Every tile, every eighth column, or both, which overlap."""
         tiles = SparseMask.full(call, self.tile)
-        keep = torch.arange(LENGTH).remainder(8).eq(0).view(1, 1, 1, -1)
-        stripes = SparseMask.from_stripes(call, keep, 2, self.tile, diagonal=False)
+        keep = torch.arange(LENGTH // self.columns).remainder(8).eq(0).view(1, 1, 1, -1)
+        stripes = SparseMask.from_stripes(call, keep, 2, self.tile, width=self.columns, diagonal=False)
         return {"tiles": tiles, "stripes": stripes, "both": tiles | stripes}[self.kind]
 
     def together(self) -> None:
@@ -131,6 +132,8 @@ PORTABLE = {
     "float32": Variant("tiles", dtype=torch.float32),
     "skip": Variant("both", width=128, skip=True),
     "requests": Variant("both", page=16, requests=2),
+    "wide": Variant("both", padded=True, columns=16),
+    "wide, skip": Variant("stripes", width=128, skip=True, columns=16),
 }
 HOPPER = {
     "hopper: 64, both": Variant("both", padded=True, tile=(128, 64)),
@@ -145,10 +148,13 @@ HOPPER = {
     ),
     "hopper: skip": Variant("both", width=128, tile=128, skip=True),
     "hopper: skip, resumed, pages": Variant("tiles", page=16, carry=True, tile=(128, 64), skip=True),
+    "hopper: wide": Variant("both", width=128, tile=(128, 64), columns=16),
+    "hopper: wide, pages": Variant("stripes", width=128, page=16, tile=(128, 64), columns=16),
+    "hopper: wide, fp8": Variant("both", width=128, page=16, tile=(128, 64), stored=torch.float8_e4m3fn, columns=16),
 }
 FEW = (
-    "both, padded", "resumed state", "window, softcap", "skip", "requests", "hopper: 64, both", "hopper: 256, stripes",
-    "hopper: requests", "hopper: fp8", "hopper: skip, resumed, pages",
+    "both, padded", "resumed state", "window, softcap", "skip", "requests", "wide", "hopper: 64, both",
+    "hopper: 256, stripes", "hopper: requests", "hopper: fp8", "hopper: skip, resumed, pages", "hopper: wide",
 )  # fmt: skip
 
 

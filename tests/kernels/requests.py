@@ -56,15 +56,22 @@ def step_of(
     return made
 
 
-def mask_of(call: AttentionCall, kind: str, tile: tuple[int, int], group: int = 2, seed: int = 0) -> SparseMask:
-    """Random tiles, stripes, both, or every key; other ones in every head."""
+def mask_of(
+    call: AttentionCall, kind: str, tile: tuple[int, int], group: int = 2, seed: int = 0, width: int = 1
+) -> SparseMask:
+    """Random tiles, stripes, both, or every key; other ones in every head and batch row.
+
+    width: of stripes. Kind "wide" is both, with stripes of 16 keys.
+    """
+    width = 16 if kind == "wide" else width
     if kind == "full":
         return SparseMask.full(call, tile)
     g, source = call.geometry, torch.Generator().manual_seed(seed)
 
     def drawn(rows: int, columns: int) -> torch.Tensor:
-        return (torch.rand(1, g.heads, rows, columns, generator=source) < 0.4).to(g.device)
+        return (torch.rand(g.batch, g.heads, rows, columns, generator=source) < 0.4).to(g.device)
 
     tiles = SparseMask.from_tiles(call, drawn(g.tile_rows(tile[0]), g.tile_columns(tile[1])), tile)
-    stripes = SparseMask.from_stripes(call, drawn(g.tile_rows(group * tile[0]), g.kv_len), group, tile, diagonal=False)
-    return {"tiles": tiles, "stripes": stripes, "both": tiles | stripes}[kind]
+    columns = drawn(g.tile_rows(group * tile[0]), g.tile_columns(width))
+    stripes = SparseMask.from_stripes(call, columns, group, tile, width=width, diagonal=False)
+    return {"tiles": tiles, "stripes": stripes, "both": tiles | stripes, "wide": tiles | stripes}[kind]

@@ -17,9 +17,9 @@ from sparseprefill import AttentionCall, RecallFloor, kernels
 from sparseprefill.kernels.sampled.by_tile import tile_lse
 from sparseprefill.mask.held import KeptKeys
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.stretches import Stretches
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
-from sparseprefill.refiners.stretches import Stretches
 from sparseprefill.statistics.by_tile import lse_by_tile
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with

@@ -17,10 +17,10 @@ from sparseprefill import RecallFloor, kernels
 from sparseprefill.kernels.sampled import floor as launch
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.stretches import Stretches
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.recall import _reach
-from sparseprefill.refiners.stretches import Stretches
 from sparseprefill.statistics.by_tile import mass_of
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with

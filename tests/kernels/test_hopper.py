@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.device import BOUNDS
+from kernels.requests import mask_of
 from sparseprefill import AttentionCall, Carry, Plan, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as launcher
@@ -34,17 +35,11 @@ def make(kind: str, dtype: torch.dtype, width: int, lengths: tuple[int, int, int
     return AttentionCall(q, k, v, starts=starts, lengths=reals, sinks=torch.linspace(-1, 3, group * 2, device="cuda"))
 
 
-def mixed(call: AttentionCall, tile: tuple[int, int], *, both: bool = True, group: int = 2) -> SparseMask:
+def mixed(
+    call: AttentionCall, tile: tuple[int, int], *, both: bool = True, group: int = 2, width: int = 1
+) -> SparseMask:
     """Tiles and stripes that overlap, or stripes alone."""
-    g, source = call.geometry, torch.Generator().manual_seed(call.geometry.kv_len)
-
-    def some(rows: int, columns: int) -> torch.Tensor:
-        return (torch.rand(g.batch, g.heads, rows, columns, generator=source) < 0.3).to(g.device)
-
-    stripes = SparseMask.from_stripes(call, some(g.tile_rows(group * tile[0]), g.kv_len), group, tile, diagonal=False)
-    if not both:
-        return stripes
-    return SparseMask.from_tiles(call, some(g.tile_rows(tile[0]), g.tile_columns(tile[1])), tile) | stripes
+    return mask_of(call, "both" if both else "stripes", tile, group, call.geometry.kv_len, width)
 
 
 def check(call: AttentionCall, plan: Plan, keep: torch.Tensor, truth: AttentionCall | None = None) -> None:
@@ -67,7 +62,8 @@ def check(call: AttentionCall, plan: Plan, keep: torch.Tensor, truth: AttentionC
 def test_masks_match_float64(dtype: torch.dtype, width: int, tile: tuple[int, int], feature: str) -> None:
     for number, lengths in enumerate(LENGTHS):
         call = make(("random", "sink", "stripes", "local")[number % 4], dtype, width, lengths, feature)
-        for mask in (SparseMask.full(call, tile), mixed(call, tile), mixed(call, tile, both=False)):
+        striped = (mixed(call, tile, both=both, width=columns) for both in (True, False) for columns in (1, 16))
+        for mask in (SparseMask.full(call, tile), *striped):
             check(call, Plan(mask), mask.to_dense())
 
 
@@ -120,15 +116,16 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "hopper_of", lambda _: None)
 
 
-@pytest.mark.parametrize("kind", ["tiles", "stripes", "both", "full"])
+@pytest.mark.parametrize("kind", ["tiles", "stripes", "both", "wide", "full"])
 def test_long_calls_match_the_portable_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many items a program, long lists, four thousand gathered rows: what short calls cannot show."""
     shape: dict[str, Any] = {"batch": 1, "heads": 8, "kv_heads": 2, "q_len": 16384, "kv_len": 16384, "head_dim": 128}
     call = AttentionCall(*tensors("random", device="cuda", dtype=torch.bfloat16, **shape))
     g = call.geometry
     tiles = SparseMask.from_tiles(call, torch.rand(1, 8, g.tile_rows(128), g.tile_columns(128), device="cuda") < 0.1)
-    stripes = mixed(call, (128, 128), both=False, group=16)
-    mask = {"tiles": tiles, "stripes": stripes, "both": tiles | stripes, "full": SparseMask.full(call)}[kind]
+    stripes = mixed(call, (128, 128), both=False, group=16, width=16 if kind == "wide" else 1)
+    made = {"tiles": tiles, "stripes": stripes, "both": tiles | stripes, "wide": tiles | stripes}
+    mask = made.get(kind, SparseMask.full(call))
     for _ in range(3):  # a race shows now and then
         special = TRITON.execute(call, Plan(mask))
         with monkeypatch.context() as patch:

@@ -194,14 +194,15 @@ def test_every_number_of_fp8_is_converted_exactly() -> None:
 
 
 @pytest.mark.usefixtures("in_place")
-@pytest.mark.parametrize("kind", ["tiles", "stripes", "both", "full"])
+@pytest.mark.parametrize("kind", ["tiles", "stripes", "both", "wide", "full"])
 def test_long_calls_over_fp8_match_those_of_tensors(kind: str) -> None:
     """Many items a program, long lists, a chunk behind a cached prefix."""
     plain = make(torch.bfloat16, 128, (4096, 16384, 4), q_offset=12288)
     call, g = in_fp8(plain, 16), plain.geometry
     tiles = SparseMask.from_tiles(call, torch.rand(1, 8, g.tile_rows(128), g.tile_columns(128), device="cuda") < 0.1)
-    stripes = mixed(call, (128, 128), both=False, group=16)
-    plan = Plan({"tiles": tiles, "stripes": stripes, "both": tiles | stripes, "full": SparseMask.full(call)}[kind])
+    stripes = mixed(call, (128, 128), both=False, group=16, width=16 if kind == "wide" else 1)
+    made = {"tiles": tiles, "stripes": stripes, "both": tiles | stripes, "wide": tiles | stripes}
+    plan = Plan(made.get(kind, SparseMask.full(call)))
     flat = TRITON.execute(copied(call), plan)
     for _ in range(5):  # a race shows now and then
         found = TRITON.execute(call, plan)
@@ -211,14 +212,15 @@ def test_long_calls_over_fp8_match_those_of_tensors(kind: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("kind", ["tiles", "stripes", "both", "full"])
+@pytest.mark.parametrize("kind", ["tiles", "stripes", "both", "wide", "full"])
 def test_long_calls_match_those_of_tensors(kind: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many items a program, long lists; and the portable kernel on the same pages."""
     plain = make(torch.bfloat16, 128, (16384, 16384, 4))
     call, g = paged(plain, page), plain.geometry
     tiles = SparseMask.from_tiles(call, torch.rand(1, 8, g.tile_rows(128), g.tile_columns(128), device="cuda") < 0.1)
-    stripes = mixed(call, (128, 128), both=False, group=16)
-    plan = Plan({"tiles": tiles, "stripes": stripes, "both": tiles | stripes, "full": SparseMask.full(call)}[kind])
+    stripes = mixed(call, (128, 128), both=False, group=16, width=16 if kind == "wide" else 1)
+    made = {"tiles": tiles, "stripes": stripes, "both": tiles | stripes, "wide": tiles | stripes}
+    plan = Plan(made.get(kind, SparseMask.full(call)))
     flat = TRITON.execute(plain, plan)
     for _ in range(3):  # a race shows now and then
         found = TRITON.execute(call, plan)

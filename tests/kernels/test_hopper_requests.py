@@ -49,7 +49,7 @@ def test_the_bits_of_one_by_one(
             sizes, dtype=dtype, layout=layout, device="cuda", gap=number % 2, seed=number, garbage=garbage, **of
         )
         tile = ((128, 128), (128, 64), (256, 128))[number % 3]
-        for kind in ("full", "tiles", "stripes", "both"):
+        for kind in ("full", "tiles", "stripes", "both", "wide"):
             plans = [Plan(mask_of(call, kind, tile, seed=seed)) for seed, call in enumerate(calls)]
             launches.clear()
             together = TRITON.execute_many(calls, plans)

@@ -58,7 +58,8 @@ def check(call: AttentionCall, plan: Plan, truth: AttentionCall | None = None) -
 def test_votes_match_float64(width: int, tile: tuple[int, int], feature: str) -> None:
     for number, lengths in enumerate(LENGTHS):
         call = uneven(make("random", HALVES[number % 2], width, lengths, feature))
-        for mask in (SparseMask.full(call, tile), mixed(call, tile), mixed(call, tile, both=False)):
+        striped = (mixed(call, tile), mixed(call, tile, both=False), mixed(call, tile, width=16))
+        for mask in (SparseMask.full(call, tile), *striped):
             check(call, plan_of(call, mask))
 
 

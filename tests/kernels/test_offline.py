@@ -26,7 +26,7 @@ ESTIMATES = {
 SCRIPT = Path(__file__).with_name("offline.py")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_variants_compile_for_hopper(tmp_path: Path) -> None:
     pytest.importorskip("triton.experimental.gluon")
     hidden = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(tmp_path)}  # nothing compiled before may stand in
@@ -35,13 +35,13 @@ def test_variants_compile_for_hopper(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    portable = ["both, padded", "resumed state", "window, softcap", "skip", "requests"]
+    portable = ["both, padded", "resumed state", "window, softcap", "skip", "requests", "wide"]
     fast = ["hopper: 64, both", "hopper: 256, stripes", "hopper: requests", "hopper: fp8"]
-    fast += ["hopper: skip, resumed, pages"]
+    fast += ["hopper: skip, resumed, pages", "hopper: wide"]
     if EVERY:
-        portable += ["tiles", "stripes", "pages", "float32"]
+        portable += ["tiles", "stripes", "pages", "float32", "wide, skip"]
         fast += ["hopper: 128, tiles resumed", "hopper: pages", "hopper: skip"]
-        fast += ["hopper: fp8, resumed", "hopper: fp8, stripes"]
+        fast += ["hopper: fp8, resumed", "hopper: fp8, stripes", "hopper: wide, pages", "hopper: wide, fp8"]
     # Forward and repair are one kernel, compiled twice.
     expected = {name: [PORTABLE, PORTABLE] for name in portable} | {name: [HOPPER] for name in fast}
     expected["both, padded"].append(MASS)

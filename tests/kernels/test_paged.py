@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kernels.caches import LAYOUTS, copied, in_fp8, paged, untouched
 from kernels.device import BOUNDS, CUDA, DEVICE, DTYPES
+from kernels.requests import mask_of
 from sparseprefill import AttentionCall, Carry, Pipeline, Plan, ReferenceExecutor, SparseMask, build, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as launcher
@@ -24,6 +25,7 @@ TRITON, REFERENCE = TritonExecutor(), ReferenceExecutor()
 PAGES = (1, 16, 32, 48, 64, 128)
 LENGTHS = [(1, 1), (127, 127), (20, 128), (129, 129), (33, 131), (7, 211)]
 TILE = (32, 16)
+KINDS = ("full", "both", "tiles", "stripes", "wide")
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +41,9 @@ def make(size: tuple[int, int], dtype: torch.dtype = torch.float16, width: int =
     return AttentionCall(*tensors("random", head_dim=width, dtype=dtype, device=DEVICE, **sizes), **fields)
 
 
-def some(call: AttentionCall, kind: str, tile: tuple[int, int] = TILE, group: int = 2) -> SparseMask:
-    """Tiles, stripes, both, or every key."""
-    if kind == "full":
-        return SparseMask.full(call, tile)
-    g, source = call.geometry, torch.Generator().manual_seed(call.kv_len)
-
-    def drawn(rows: int, columns: int) -> torch.Tensor:
-        return (torch.rand(g.batch, g.heads, rows, columns, generator=source) < 0.4).to(g.device)
-
-    tiles = SparseMask.from_tiles(call, drawn(g.tile_rows(tile[0]), g.tile_columns(tile[1])), tile)
-    stripes = SparseMask.from_stripes(call, drawn(g.tile_rows(group * tile[0]), g.kv_len), group, tile, diagonal=False)
-    return {"tiles": tiles, "stripes": stripes, "both": tiles | stripes}[kind]
+def some(call: AttentionCall, kind: str) -> SparseMask:
+    """See `mask_of`."""
+    return mask_of(call, kind, TILE, seed=call.kv_len)
 
 
 def check(call: AttentionCall, plan: Plan) -> None:
@@ -74,13 +67,13 @@ def check(call: AttentionCall, plan: Plan) -> None:
 def test_pages_of_any_size_and_layout(dtype: torch.dtype, layout: str, page: int) -> None:
     for number, lengths in enumerate(LENGTHS):
         call = paged(make(lengths, dtype), page, layout)
-        kinds = ("full", "both", "tiles", "stripes") if CUDA else (("full", "both", "tiles", "stripes")[number % 4],)
+        kinds = KINDS if CUDA else (KINDS[number % len(KINDS)],)
         for kind in kinds:
             check(call, Plan(some(call, kind)))
 
 
 @pytest.mark.parametrize("width", [64, 80, 128, 256] if CUDA else [80])
-@pytest.mark.parametrize("kind", ["full", "tiles", "stripes", "both"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_mask(kind: str, width: int) -> None:
     call = paged(make((61, 137), width=width), 16)
     check(call, Plan(some(call, kind)))

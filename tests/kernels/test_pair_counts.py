@@ -20,7 +20,8 @@ SOME = settings(max_examples=100 if CUDA else 12)
 
 def counted(mask: SparseMask) -> None:
     lists = [None if x is None else (x.counts, x.offsets, x.indices) for x in (mask.tiles, mask.stripes)]
-    found = pair_counts(mask.geometry, mask.tile_q, mask.tile_k, mask.group, *lists, disjoint=mask.disjoint)
+    sizes = (mask.tile_q, mask.tile_k, mask.group, mask.stripe_width)
+    found = pair_counts(mask.geometry, sizes, *lists, disjoint=mask.disjoint)
     assert torch.equal(mask.to_dense().sum((2, 3)), found)
 
 

@@ -24,10 +24,10 @@ from sparseprefill import AttentionCall, Memory, ValueWeights, build, kernels
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.kernels.groups import launch as group_keys
 from sparseprefill.kernels.statistics.key_means import key_means
+from sparseprefill.memory import PrefixTiles
 from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry
-from sparseprefill.statistics.prefix import PrefixTiles
 from sparseprefill.testing import calls, tensors
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with

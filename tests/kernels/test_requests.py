@@ -22,7 +22,7 @@ from sparseprefill.kernels.attention import launch as launcher
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TRITON, REFERENCE = TritonExecutor(), ReferenceExecutor()
-KINDS = ("full", "tiles", "stripes", "both")
+KINDS = ("full", "tiles", "stripes", "both", "wide")
 TILE = (32, 16)
 ROWS = (1, 2, 31, 61, 127, 128, 129)
 SIZES = [(33, 70), (1, 20), (65, 65), (20, 31)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.device import BOUNDS, CUDA, DEVICE, DTYPES, HEAD_DIMS, TMA
+from kernels.requests import mask_of
 from sparseprefill import AttentionCall, Carry, Plan, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.testing import attention, tensors
@@ -36,15 +37,9 @@ def make(kind: str, dtype: torch.dtype, head_dim: int, lengths: tuple[int, int, 
     return AttentionCall(q, k, v, starts=starts, lengths=lengths_, softcap=8.0, sinks=sinks)
 
 
-def mixed(call: AttentionCall, tile: tuple[int, int], seed: int = 0) -> SparseMask:
+def mixed(call: AttentionCall, tile: tuple[int, int], width: int = 1) -> SparseMask:
     """Tiles and stripes that overlap."""
-    g, source = call.geometry, torch.Generator().manual_seed(seed)
-
-    def some(rows: int, columns: int) -> torch.Tensor:
-        return (torch.rand(g.batch, g.heads, rows, columns, generator=source) < 0.3).to(g.device)
-
-    tiles = SparseMask.from_tiles(call, some(g.tile_rows(tile[0]), g.tile_columns(tile[1])), tile)
-    return tiles | SparseMask.from_stripes(call, some(g.tile_rows(4 * tile[0]), g.kv_len), 4, tile, diagonal=False)
+    return mask_of(call, "both", tile, group=4, width=width)
 
 
 def check(call: AttentionCall, plan: Plan, keep: torch.Tensor) -> None:
@@ -66,7 +61,7 @@ def test_full_and_mixed_masks_match_float64(feature: str, dtype: torch.dtype, he
     for number, lengths in enumerate(LENGTHS):
         call = make(("random", "sink", "stripes", "local")[number % 4], dtype, head_dim, lengths, feature)
         tile = (64, 32) if CUDA else (32, 16)
-        for mask in (SparseMask.full(call, tile), mixed(call, tile)):
+        for mask in (SparseMask.full(call, tile), mixed(call, tile), mixed(call, tile, width=16)):
             check(call, Plan(mask), mask.to_dense())
 
 

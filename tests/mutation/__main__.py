@@ -42,6 +42,7 @@ FILES = (
     "core/sparseprefill/plan.py",
     "core/sparseprefill/route.py",
     "core/sparseprefill/stages.py",
+    "core/sparseprefill/union.py",
     "adapters/session/*.py",
 )
 TESTS = (

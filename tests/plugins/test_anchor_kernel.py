@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.plugins.anchor_attention import identify, launch, layout
-from sparseprefill.plugins.anchor_attention.kernels.compact import compact_kernel
-from sparseprefill.plugins.anchor_attention.kernels.pool import pool_kernel
-from sparseprefill.plugins.anchor_attention.kernels.score import score_kernel
+from sparseprefill.plugins.anchor_attention.kernels import compact_kernel, pool_kernel, score_kernel
 from sparseprefill.plugins.anchor_attention.regions import Regions
 
 from kernels.device import CUDA, DEVICE, DTYPES, TMA

@@ -12,7 +12,7 @@ import torch
 from attrs import asdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.flexprefill.config import FlexConfig
+from sparseprefill.plugins.flexprefill import FlexConfig
 from torch import Tensor
 
 import sparseprefill as sp

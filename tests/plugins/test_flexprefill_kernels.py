@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.flexprefill import launch
-from sparseprefill.plugins.flexprefill.pattern import distance
-from sparseprefill.plugins.flexprefill.pooled import products, scores
+from sparseprefill.plugins.flexprefill.pooled import distance, products, scores
 
 import sparseprefill as sp
 from helpers.build import among

@@ -11,7 +11,7 @@ import torch
 from attrs import asdict, evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.kascade.config import TABLE
+from sparseprefill.plugins.kascade import TABLE
 from sparseprefill.plugins.kascade.records import Chosen, Kept
 from sparseprefill.plugins.kascade.stages import Kascade
 from sparseprefill.plugins.kascade.table import AnchorTable

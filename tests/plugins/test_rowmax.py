@@ -13,8 +13,7 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.rowmax import maxima
-from sparseprefill.plugins.rowmax.config import RowMaxConfig
+from sparseprefill.plugins.rowmax import RowMaxConfig, maxima
 from sparseprefill.plugins.rowmax.maxima import Sampling, sampled_rows, sampling
 from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
 from torch import Tensor

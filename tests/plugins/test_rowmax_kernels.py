@@ -13,8 +13,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.adapters.session.session import Prefill, Session
-from sparseprefill.plugins.rowmax import kernels, launch, maxima, stages
-from sparseprefill.plugins.rowmax.config import RowMaxConfig
+from sparseprefill.plugins.rowmax import RowMaxConfig, kernels, launch, maxima, stages
 from sparseprefill.plugins.rowmax.maxima import MAXIMA
 from sparseprefill.plugins.rowmax.stages import RowMaxEstimator
 from torch import Tensor

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from attrs import asdict, evolve
-from sparseprefill.plugins.share_prefill.config import TABLE
+from sparseprefill.plugins.share_prefill import TABLE
 from sparseprefill.plugins.share_prefill.table import ClusterTable
 
 from sparseprefill.errors import ParameterError
@@ -71,9 +71,9 @@ def test_files_that_python_cannot_hold(tmp_path: Path, read: Any) -> None:
 
 
 def test_a_profile_nested_as_deep_as_json_allows(tmp_path: Path) -> None:
-    names = ("method", "model", "versions", "ranges")
+    names = ("methods", "model", "break_even", "versions", "ranges")
     deep = '{"a":' * 900 + "1" + "}" * 900
-    head = {"schema": "sparseprefill.profile", "version": 1, **dict.fromkeys(names)}
+    head = {"schema": "sparseprefill.profile", "version": 2, **dict.fromkeys(names)}
     (tmp_path / "a.json").write_text(json.dumps(head)[:-1] + f', "tuned": {deep}}}')
     with pytest.raises(ParameterError, match=r"a.json: "):
         Profile.load(tmp_path / "a.json")

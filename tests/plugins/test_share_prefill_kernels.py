@@ -9,16 +9,17 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.share_prefill import decide, launch, scores
-from sparseprefill.plugins.share_prefill.heads import LayerHeads, index, of_heads
-from sparseprefill.plugins.share_prefill.records import NEVER, Choice, Pivots
+from sparseprefill.plugins.share_prefill import launch, scores
+from sparseprefill.plugins.share_prefill import pivots as decide
+from sparseprefill.plugins.share_prefill.heads import NEVER, LayerHeads, index, of_heads
+from sparseprefill.plugins.share_prefill.pivots import Choice, Pivots
 from torch import Tensor
 
 from helpers.build import among
 from kernels.device import CUDA, DEVICE
 from sparseprefill import AttentionCall
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.statistics.sampled import last_rows
+from sparseprefill.statistics.sampled import last_rows, seen_blocks
 
 LAYER = 4
 LABELS: list[tuple[tuple[int, ...], tuple[bool, ...]]] = [
@@ -97,7 +98,7 @@ def test_choice_and_tiles(
     call = AttentionCall(torch.zeros(2, count, lengths[0], 8), *torch.zeros(2, 2, count, sum(lengths), 8))
     call = evolve(call, starts=geometry.starts, lengths=geometry.lengths, window=geometry.window)
     rows, real = last_rows(call, block)
-    seen = scores.seen_blocks(geometry, rows, real, block)
+    seen = seen_blocks(geometry, rows, real, block)
     own = scores.shares(blocks) if sums else blocks
     expected = decide.choose(own, seen, heads, pivots, LAYER, *limits)
 
@@ -149,8 +150,8 @@ def test_renewed_pivots(
 
     tiles = torch.rand(2, len(heads.open), rows, rows, generator=generator) < 0.3
     call = AttentionCall(*torch.zeros(3, 2, 1, kv_len, 8), layer=LAYER)
-    old = before if has_pivots else Pivots.none(call, tiles.shape, 3, own.dtype)
-    new = old.updated(call, index(heads.open, torch.device("cpu")), made, of_heads(own, head), tiles)
+    choice = Choice(torch.stack([dense, dense, dense]), own)
+    new = decide.renewed(call, before if has_pivots else None, 3, heads, choice, tiles)
     pivots = before.made.to(device), before.last.to(device), before.packed.to(device)
     known = pivots if has_pivots else None
     found = launch.updated(known, LAYER, 3, codes, which, dense.to(device), own.to(device), tiles.to(device))

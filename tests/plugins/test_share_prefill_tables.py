@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.plugins.share_prefill.config import TABLE as NEEDED
+from sparseprefill.plugins.share_prefill import TABLE as NEEDED
 from sparseprefill.plugins.share_prefill.table import ClusterTable
 
 import sparseprefill as sp

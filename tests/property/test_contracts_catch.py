@@ -20,8 +20,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Carry, Plan, Result
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import Carry, Plan, Result, SoftmaxState
 from sparseprefill.testing import contracts
 
 REFERENCE = ReferenceExecutor()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from attrs import evolve
 from hypothesis import given
 
 import sparseprefill as sp
-from helpers.examples import few_calls, part
+from helpers.examples import SCOPES, few_calls, few_names, part
 from sparseprefill.testing import calls, check_method, contracts, standard_calls
 
 REGISTRY = sp.default_registry()
@@ -142,21 +142,41 @@ HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
 }
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_every_law_on_standard_calls(name: str) -> None:
-    options: contracts.Options = {"full": {"full": True}}
-    if name.endswith("dense rows"):
-        options["calls"] = few_calls()
-    report = check_method(HYBRIDS[name], **options)
+DENSE_ROWS = [f"{name} + dense rows" for name in METHODS]
+FEW_DENSE = [f"{name} + dense rows" for name in SCOPES.values()]
+OTHERS = [name for name in HYBRIDS if name not in DENSE_ROWS]
+FEW = (
+    "anchor-attention + vertical-slash",
+    "bfla in star-attention",
+    "xattention shared + rescue",
+    "vertical-slash + ceiling",
+    "bfla + value weights + position decay",
+)
+"""Hybrids whose calls are drawn: a union, methods inside others, and both kinds of choice by score."""
+
+
+def keeps_every_law(name: str, **options: Unpack[contracts.Options]) -> None:
+    report = check_method(HYBRIDS[name], full={"full": True}, **options)
     assert set(report.skipped) <= {"chunk invariance at the grain"}
     assert set(contracts.LAWS) == {*report.cases, *report.skipped}
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *few_names(DENSE_ROWS, FEW_DENSE)])
+def test_every_law_on_a_few_calls(name: str) -> None:
+    keeps_every_law(name, calls=few_calls())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_law_on_standard_calls(name: str) -> None:
+    keeps_every_law(name)
 
 
 # float64, so that no score lies within rounding of a threshold and two runs choose the same keys.
 DRAWN = calls(dtypes=(torch.float64,), head_dims=(8, 16), max_batch=2, max_heads=4)
 
 
-@pytest.mark.parametrize("name", [name for name in HYBRIDS if not name.endswith("dense rows")])
+@pytest.mark.parametrize("name", few_names(OTHERS, FEW))
 @part(0.3)
 @given(call=DRAWN)
 def test_every_law_on_drawn_calls(name: str, call: sp.AttentionCall) -> None:

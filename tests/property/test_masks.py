@@ -94,17 +94,34 @@ def test_tiles_against_pair_by_pair(call: AttentionCall, data: st.DataObject, se
 
 @given(call=CALLS, data=DATA, seed=st.integers(0, 999), share=st.sampled_from([0.0, 0.1, 0.6, 1.0]))
 def test_stripes_against_pair_by_pair(call: AttentionCall, data: st.DataObject, seed: int, share: float) -> None:
-    tile, group = data.draw(st.sampled_from([1, 5, 16])), data.draw(st.integers(1, 4))
+    tile, group = data.draw(st.sampled_from([1, 6, 16])), data.draw(st.integers(1, 4))
+    width = data.draw(st.sampled_from([size for size in (1, 2, 3, 16) if tile % size == 0]))
     g = call.geometry
-    shape = (g.batch, g.heads, g.tile_rows(tile * group), g.kv_len)
+    shape = (g.batch, g.heads, g.tile_rows(tile * group), -(-g.kv_len // width))
     keep = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
     query, key = pairs(call)
     row = query // (tile * group) - (query[:, :1] // (tile * group))
-    expected = torch.stack([keep[b][:, row[b]][:, :, key[b].clamp(min=0)] for b in range(g.batch)])
+    expected = torch.stack([keep[b][:, row[b]][:, :, key[b].clamp(min=0) // width] for b in range(g.batch)])
     expected = expected & allowed_pairs(call)[:, None]
-    mask = SparseMask.from_stripes(call, keep, group, tile, diagonal=False)
+    mask = SparseMask.from_stripes(call, keep, group, tile, width=width, diagonal=False)
     assert torch.equal(expected, mask.to_dense())
+    assert torch.equal(keep, mask.stripe_map(width))
     mask.check()
+    for finer in (size for size in range(1, width + 1) if width % size == 0):
+        other = mask.with_stripe_width(finer)
+        other.check()
+        same(mask, other)
+        assert torch.equal(mask.stripe_map(finer), other.stripe_map(finer))
+
+
+@given(call=CALLS, data=DATA)
+def test_of_two_widths_the_finer_one_is_that_of_the_union(call: AttentionCall, data: st.DataObject) -> None:
+    a, b = (data.draw(masks(call, kinds=("stripes", "both"), tiles=(16, 64))) for _ in range(2))
+    assert min(a.stripe_width, b.stripe_width) == (a | b).stripe_width
+    assert min(a.stripe_width, b.stripe_width) == (a - b).stripe_width
+    for part in {1, 16} - {a.stripe_width}:
+        if a.stripe_width % part == 0:
+            same(a, a.with_stripe_width(part) | a)
 
 
 @given(

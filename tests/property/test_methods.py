@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 
 import sparseprefill as sp
-from helpers.examples import few_calls, part
+from helpers.examples import SCOPES, few_calls, few_names, part
 from sparseprefill.testing import calls, check_method, contracts, standard_calls
 
 METHODS = sorted(sp.default_registry().methods())
-DTYPES = (torch.float64, torch.float16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -23,9 +22,19 @@ def test_every_law_on_standard_calls(name: str) -> None:
         assert (list(report.skipped), sp.build(name).grain) == (["chunk invariance at the grain"], None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", METHODS)
-def test_every_dtype(name: str, dtype: torch.dtype) -> None:
+def test_bfloat16(name: str) -> None:
+    laws_of(name, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", few_names(METHODS))
+def test_every_other_dtype(name: str, dtype: torch.dtype) -> None:
+    laws_of(name, dtype)
+
+
+def laws_of(name: str, dtype: torch.dtype) -> None:
+    """All laws on a few calls of a dtype."""
     report = check_method(name, calls=few_calls(dtype))
     left_out = {"chunk invariance at the grain"}
     if sp.build(name).head_scope == "group":  # the few calls have one group each
@@ -46,9 +55,16 @@ def test_small_parameters_are_sparse(name: str) -> None:
 DRAWN = calls(dtypes=(torch.float64,), head_dims=(8, 16), max_batch=2, max_heads=4)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", few_names(METHODS))
 @part(0.4)
 @given(call=DRAWN)
 def test_every_law_on_drawn_calls(name: str, call: sp.AttentionCall) -> None:
     report = check_method(name, calls=[call])
     assert not (set(report.cases) & set(report.skipped))
+
+
+def test_each_head_scope_has_a_method_whose_calls_are_drawn() -> None:
+    small = {name: sp.default_registry().get(name) for name in METHODS}
+    scopes = {name: method.pipeline(**method.small).head_scope for name, method in small.items()}
+    assert {name: scopes[name] for name in SCOPES.values()} == {name: scope for scope, name in SCOPES.items()}
+    assert set(scopes.values()) == set(SCOPES)

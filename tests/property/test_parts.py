@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sparseprefill.plugins.kascade.table import AnchorTable
 
 import sparseprefill as sp
+from helpers.examples import SCOPES, few_calls, few_names
 from sparseprefill.parts import split
 from sparseprefill.testing import calls
 
@@ -55,6 +56,8 @@ BUILT: dict[str, Callable[[], sp.Pipeline]] = {
     "anchor-attention in star": lambda: method("star-attention", inner={"method": "anchor-attention", "parameters": {
         "theta": 1.0, "step": 2, "block": 16, "init_tokens": 16}}, context_length=112),
 }  # fmt: skip
+FEW = (*SCOPES.values(), "kascade map", "share-prefill table", "bfla + budget", "anchor-attention in star")
+"""Those whose calls are drawn: a method of each head scope, what remembers between layers, budgets, one in another."""
 DRAWN = calls(dtypes=(torch.float64,), head_dims=(8,), max_batch=2, max_heads=8, max_kv_heads=4)
 
 
@@ -72,12 +75,22 @@ def same(expected: sp.Result, actual: sp.Result) -> None:
     assert expected.density == actual.density
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", few_names(BUILT, FEW))
 @settings(max_examples=10)
 @given(call=DRAWN, limit=st.sampled_from([1, 1, 20_000, 100_000]))
 def test_parts_equal_the_whole(name: str, call: sp.AttentionCall, limit: int) -> None:
+    check(BUILT[name](), call, limit)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_parts_of_standard_calls_equal_the_whole(name: str) -> None:
+    """With a prefix, with padding, and with several groups of heads; by heads and rows, and by heads alone."""
+    for number, limit in ((1, 1), (3, 20_000), (6, 1)):
+        check(BUILT[name](), few_calls(torch.float64)[number], limit)
+
+
+def check(pipeline: sp.Pipeline, call: sp.AttentionCall, limit: int) -> None:
     """Three layers of one request: memory is written between them, and between the parts of each."""
-    pipeline = BUILT[name]()
     if pipeline.unsupported(call):
         call = evolve(call, window=None, softcap=None)
     cut, memories = evolve(pipeline, workspace=limit), (sp.Memory(), sp.Memory())

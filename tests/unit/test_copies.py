@@ -17,8 +17,7 @@ from attrs import evolve
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill import errors
-from sparseprefill.plan import EMPTY, Carry, Parts, Plan, Result
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import EMPTY, Carry, Parts, Plan, Result, SoftmaxState
 
 Copy = Callable[[Any], Any]
 COPIES: dict[str, Copy] = {

@@ -15,9 +15,8 @@ import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
-from sparseprefill.plan import Plan, Result
+from sparseprefill.plan import Plan, Result, SoftmaxState
 from sparseprefill.profiles.identity import ModelIdentity
-from sparseprefill.softmax import SoftmaxState
 from sparseprefill.stages import ExecutorStage
 
 CALL = make(20)

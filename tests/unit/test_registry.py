@@ -12,8 +12,7 @@ import pytest
 import sparseprefill as sp
 from helpers.registry_plugins import Corrector, Point, Refiner, load, method, offering, plugin
 from sparseprefill.errors import MethodCollisionError, UnknownMethodError
-from sparseprefill.hookspecs import hookimpl
-from sparseprefill.method import Method
+from sparseprefill.method import Method, hookimpl
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry, default_registry
 

@@ -20,7 +20,7 @@ from sparseprefill.errors import (
     StageError,
     UnknownMethodError,
 )
-from sparseprefill.hookspecs import hookimpl
+from sparseprefill.method import hookimpl
 from sparseprefill.plan import Plan
 from sparseprefill.registry import Registry
 

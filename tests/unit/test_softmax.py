@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparseprefill.errors import MaskError
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import SoftmaxState
 
 CPU = torch.device("cpu")
 

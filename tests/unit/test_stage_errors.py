@@ -15,8 +15,7 @@ from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, 
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Carry, Plan
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import Carry, Plan, SoftmaxState
 
 CALL = make(20)
 

@@ -29,16 +29,15 @@ from sparseprefill.executors import cpu, reference
 from sparseprefill.mask import count, export, held
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.priority import BestOf, PriorityScores
+from sparseprefill.mask.stretches import Stretches
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.plan import Carry, Parts, Plan, Planned, Result, Skipped
+from sparseprefill.plan import Carry, Parts, Plan, Planned, Result, Skipped, SoftmaxState
 from sparseprefill.refiners import fit, narrow
 from sparseprefill.refiners.fit import Tiles, _Maker
 from sparseprefill.refiners.recall import SampledRecall
-from sparseprefill.refiners.stretches import Stretches
-from sparseprefill.refiners.union import UnionEstimator
 from sparseprefill.route import Choice, Route
-from sparseprefill.softmax import SoftmaxState
 from sparseprefill.stages import ExecutorStage, Guard, Stage
+from sparseprefill.union import UnionEstimator
 
 CALL = make(8)
 MASK = sp.SparseMask.full(CALL, 4)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparseprefill.executors.triton import TritonExecutor
-    from sparseprefill.plan import Plan, Result
-    from sparseprefill.softmax import SoftmaxState
+    from sparseprefill.plan import Plan, Result, SoftmaxState
 
 CPU = CpuExecutor()
 

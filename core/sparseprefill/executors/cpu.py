@@ -15,8 +15,7 @@ from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.reference import REFERENCE
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.workspace import TILE, default_workspace
-from sparseprefill.plan import Kernel, Plan, Result, Skipped, check_plan
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, check_plan
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -234,7 +233,7 @@ class _Row:
         row = start - position // mask.tile_q
         columns = -(-last // mask.tile_k)
         tiles = mask.tile_map()[batch, :, row : row + end - start, :columns]
-        stripes = mask.stripes
+        stripes = mask.with_stripe_width(1).stripes
         if stripes is not None:
             one = slice(batch, batch + 1)
             stripes = IndexLists(stripes.counts[one], stripes.offsets[one], stripes.indices)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.plan import Kernel, Plan, Result, Skipped, check_plan
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, check_plan
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -209,7 +208,8 @@ class _TileKeys:
         beyond = [j for j in tiles if (j + 1) * size - 1 > tile * mask.tile_q]
         before = tiles[: len(tiles) - len(beyond)]
         if self._stripes is not None:
-            columns = self._stripes.row(batch, head, tile // mask.group - self._first_group[batch]).to(torch.int64)
+            group = tile // mask.group - self._first_group[batch]
+            columns = _keys(self._stripes.row(batch, head, group), mask.stripe_width)
             inside = torch.isin(torch.div(columns, size, rounding_mode="floor"), torch.tensor(tiles).to(columns))
             chunks = zip(columns[columns < high].split(size), inside[columns < high].split(size), strict=True)
             stripes = [column[~taken] for column, taken in chunks]
@@ -244,12 +244,17 @@ class _TileKeys:
         """int64, ascending and distinct: key positions that the lists name."""
         parts = [torch.zeros(0, dtype=torch.int64, device=self.mask.geometry.device)]
         if self._tiles is not None:
-            tiles, size = self._tiles.row(batch, head, row)[:, None].to(torch.int64), self.mask.tile_k
-            parts.append((tiles * size + torch.arange(size, device=tiles.device)).reshape(-1))
+            parts.append(_keys(self._tiles.row(batch, head, row), self.mask.tile_k))
         if self._stripes is not None:
-            parts.append(self._stripes.row(batch, head, group).to(torch.int64))
+            parts.append(_keys(self._stripes.row(batch, head, group), self.mask.stripe_width))
         union: Tensor = torch.unique(torch.cat(parts))
         return union
+
+
+def _keys(blocks: Tensor, width: int) -> Tensor:
+    """int64: positions of the keys in blocks of `width` tokens."""
+    first = blocks[:, None].to(torch.int64) * width
+    return (first + torch.arange(width, device=first.device)).flatten()
 
 
 @frozen(eq=False)

@@ -14,8 +14,7 @@ from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention import together
 from sparseprefill.kernels.settings import HEAD_DIMS
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import Plan, Result, check_plan
-from sparseprefill.softmax import SoftmaxState
+from sparseprefill.plan import Plan, Result, SoftmaxState, check_plan
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

@@ -40,11 +40,6 @@ class Source:
             return cls(call.k, call.v)
         return cls(pages.k, pages.v, pages.table, pages.k_scale, pages.v_scale, pages.page)
 
-    @property
-    def extra(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The arguments that only pages need."""
-        return self.table, self.k_scale, self.v_scale
-
     def strides(self, x: Tensor) -> tuple[int, int, int]:
         """Of k or v: batch (or page), head and row."""
         return (x.stride(0), x.stride(2), x.stride(1)) if self.page else strides(x)

@@ -173,8 +173,11 @@ def crossing_steps(list_ptr, count, low, TILE_Q: tl.constexpr, TILE_K: tl.conste
 
 
 @triton.jit
-def count_up_to(indices_ptr, offset, count, bound):
-    """How many entries of an ascending list are <= bound; free where all are."""
+def count_up_to(indices_ptr, offset, count, bound, WIDTH: tl.constexpr = 1):
+    """How many keys of an ascending list of columns, each WIDTH keys wide, are <= bound; one load where all are."""
+    end = bound
+    if WIDTH > 1:
+        bound = floor_div(end, WIDTH)
     low, high = 0, count
     if count > 0:
         if tl.load(indices_ptr + offset + count - 1) <= bound:
@@ -185,4 +188,26 @@ def count_up_to(indices_ptr, offset, count, bound):
                 low = middle + 1
             else:
                 high = middle
+    if WIDTH > 1:  # noqa: SIM102 - the first is known when this is compiled
+        if low > 0:
+            behind = (tl.load(indices_ptr + offset + low - 1) + 1) * WIDTH
+            low = low * WIDTH - tl.maximum(behind - 1 - end, 0)
     return low
+
+
+@triton.jit
+def column_keys(list_ptr, first, number, WIDTH: tl.constexpr, some=None):
+    """Positions of keys `first` + `number` [N] in a list of columns, each WIDTH keys wide; 0 where not `some`, None for
+    all. Columns of one key are read as a list of keys is, by the same instructions."""
+    if WIDTH == 1:
+        if some is None:
+            at = tl.load(list_ptr + first + number)
+        else:
+            at = tl.load(list_ptr + first + number, mask=some, other=0)
+    else:
+        at = first + number
+        if some is None:
+            at = tl.load(list_ptr + at // WIDTH) * WIDTH + at % WIDTH
+        else:
+            at = tl.load(list_ptr + at // WIDTH, mask=some, other=0) * WIDTH + at % WIDTH
+    return at

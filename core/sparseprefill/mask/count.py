@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
@@ -26,7 +26,8 @@ ENTRIES = 1 << 23
 class _Rows:
     """Query tiles: first and last real position of each, int64 ``[B, 1, R]`` (none where last < first), and the window.
 
-    Keys in [low, high) are seen by every row; both lie on the grid of key tiles of `width`.
+    Keys in [low, high) are seen by every row; both lie on the grid of key tiles of `width`. count: real rows. edge: the
+    most keys that one of the `edges` can hold.
     """
 
     first: Tensor
@@ -35,6 +36,7 @@ class _Rows:
     low: Tensor
     high: Tensor
     count: Tensor
+    edge: int
 
     @classmethod
     def of(cls, geometry: Geometry, tile_q: int, width: int) -> _Rows:
@@ -47,7 +49,7 @@ class _Rows:
         low = torch.zeros_like(high)
         if geometry.window is not None:
             low = _floor((last - geometry.window + width).clamp(min=0), width) * width
-        return cls(first, last, geometry.window, low, torch.maximum(low, high), last + 1 - first)
+        return cls(first, last, geometry.window, low, torch.maximum(low, high), last + 1 - first, tile_q + width)
 
     @property
     def edges(self) -> list[tuple[Tensor, Tensor]]:
@@ -68,26 +70,31 @@ class _Rows:
 
 @frozen(eq=False)
 class Lists:
-    """Lists ``[B, H, R]`` by query tile: int64 counts and offsets, and the entries' storage."""
+    """Lists ``[B, H, R]`` of key blocks by query tile: int64 counts and offsets, and the entries' storage.
+
+    width: tokens of a block. columns: a number that no entry reaches.
+    """
 
     counts: Tensor
     offsets: Tensor
     indices: Tensor
+    width: int
     columns: int
 
     @classmethod
-    def of(cls, lists: IndexLists, heads: slice, columns: int) -> Lists:
-        """The lists of some heads; columns: a number that no entry reaches."""
-        return cls(lists.counts[:, heads].to(torch.int64), lists.offsets[:, heads], lists.indices, columns)
+    def of(cls, lists: IndexLists, heads: slice, width: int, geometry: Geometry) -> Lists:
+        """The lists of some heads."""
+        counts = lists.counts[:, heads].to(torch.int64)
+        return cls(counts, lists.offsets[:, heads], lists.indices, width, geometry.tile_columns(width))
 
     def of_rows(self, row: Tensor) -> Lists:
         """The list of each query tile; row: int64 ``[B, R]``."""
         at = row.clamp(0, self.counts.shape[2] - 1)[:, None].expand(-1, self.counts.shape[1], -1)
-        return Lists(torch.gather(self.counts, 2, at), torch.gather(self.offsets, 2, at), self.indices, self.columns)
+        return evolve(self, counts=torch.gather(self.counts, 2, at), offsets=torch.gather(self.offsets, 2, at))
 
     def part(self, rows: slice) -> Lists:
         """Some of the rows."""
-        return Lists(self.counts[:, :, rows], self.offsets[:, :, rows], self.indices, self.columns)
+        return evolve(self, counts=self.counts[:, :, rows], offsets=self.offsets[:, :, rows])
 
     def below(self, bound: Tensor) -> Tensor:
         """int64: how many entries of each list are < bound; bound broadcasts to ``[B, H, R]`` or ``[B, H, R, n]``."""
@@ -103,6 +110,15 @@ class Lists:
             high = torch.where(less, high, middle)
             low = torch.where(less, middle + 1, low)
         return low
+
+    def keys_below(self, bound: Tensor) -> Tensor:
+        """int64: how many keys of each list stand before `bound`, which broadcasts as in `below`."""
+        if self.width == 1:
+            return self.below(bound)
+        number = self.below(_floor(bound + self.width - 1, self.width))
+        offsets = self.offsets.view(*self.offsets.shape, *[1] * (bound.dim() - self.offsets.dim()))
+        end = (self._entry(offsets + number - 1) + 1) * self.width
+        return number * self.width - torch.where(number > 0, (end - bound).clamp(min=0), 0)
 
     def take(self, first: Tensor, number: int) -> Tensor:
         """int64 ``[B, H, R, number]``: entries from slot `first` ``[B, H, R]`` on; anything behind a list's end."""
@@ -123,13 +139,15 @@ class Lists:
 class Selected:
     """Lists to count: tiles of ``tile_q x tile_k`` tokens, and stripes of `group` query tiles each; either may be None.
 
-    disjoint: no stripe lies in a selected tile of its query tile group.
+    stripe_width: tokens of a stripe's column, which divide `tile_k`. disjoint: no stripe lies in a selected tile of its
+    query tile group.
     """
 
     geometry: Geometry
     tile_q: int
     tile_k: int
     group: int
+    stripe_width: int
     tiles: IndexLists | None
     stripes: IndexLists | None
     disjoint: bool
@@ -153,7 +171,8 @@ class Selected:
             tiles, stripes = (
                 None if one is None else (one.counts, one.offsets, one.indices) for one in (self.tiles, self.stripes)
             )
-            return pair_counts(geometry, self.tile_q, self.tile_k, self.group, tiles, stripes, disjoint=self.disjoint)
+            sizes = (self.tile_q, self.tile_k, self.group, self.stripe_width)
+            return pair_counts(geometry, sizes, tiles, stripes, disjoint=self.disjoint)
         if all(one.same_heads for one in (self.tiles, self.stripes) if one is not None):
             return self._of_heads(slice(0, 1)).expand(-1, geometry.heads)
         rows = geometry.batch * geometry.tile_rows(self.tile_q)
@@ -167,18 +186,17 @@ class Selected:
         total = torch.zeros(geometry.batch, heads.stop - heads.start, dtype=torch.int64, device=geometry.device)
         tiles = None
         if self.tiles is not None:
-            tiles = Lists.of(self.tiles, heads, geometry.tile_columns(tile_k))
-            total = total + _pairs(rows, tiles, tile_k, tile_q // tile_k + 3)
+            tiles = Lists.of(self.tiles, heads, tile_k, geometry)
+            total = total + _pairs(rows, tiles)
         if self.stripes is not None:
             group = torch.div(geometry.tiles(tile_q), self.group, rounding_mode="floor")
             group = group - geometry.first_tile(tile_q * self.group)[:, None]
-            stripes = Lists.of(self.stripes, heads, geometry.kv_len)
+            stripes = Lists.of(self.stripes, heads, self.stripe_width, geometry)
             by_tile = stripes.of_rows(group)
-            most = tile_q + tile_k
-            total = total + _pairs(rows, by_tile, 1, most)
+            total = total + _pairs(rows, by_tile)
             if tiles is not None and not self.disjoint:
-                total = total - _edge_twice(rows, tiles, by_tile, tile_k, most)
-                total = total - _inner_twice(rows, tiles, stripes, group, tile_k)
+                total = total - _pairs(rows, by_tile, tiles)
+                total = total - _inner_twice(rows, tiles, stripes, group)
         return total
 
 
@@ -193,45 +211,38 @@ def allowed_pairs(geometry: Geometry) -> int:
     return int(geometry.visible_counts().sum()) * geometry.heads
 
 
-def _pairs(rows: _Rows, lists: Lists, width: int, most: int) -> Tensor:
-    """``[B, H]``: pairs of the entries, each `width` keys wide. most: entries that an edge can hold."""
-    low, high = lists.below(rows.low // width), lists.below(rows.high // width)
-    total = (high - low) * width * rows.count
+def _pairs(rows: _Rows, lists: Lists, tiles: Lists | None = None) -> Tensor:
+    """``[B, H]``: pairs of the entries; with `tiles`, of those at the edges alone that lie in a tile of their row."""
+    width, most = lists.width, rows.edge // lists.width + 2
+    total = torch.zeros_like(lists.counts)
+    if tiles is None:
+        total = (lists.below(rows.high // width) - lists.below(rows.low // width)) * width * rows.count
     for start, behind in rows.edges:
         first = lists.below(_floor(start, width))
         end = lists.below(_floor(behind + width - 1, width))
         lo = lists.take(first, most) * width
         inside = torch.arange(most, device=lo.device) < (end - first)[..., None]
+        if tiles is not None:
+            inside = inside & tiles.holds(_floor(lo, tiles.width))
         total = total + (rows.pairs(lo, width) * inside).sum(-1)
     return total.sum(-1)
 
 
-def _edge_twice(rows: _Rows, tiles: Lists, stripes: Lists, tile_k: int, most: int) -> Tensor:
-    """``[B, H]``: pairs of the edges' stripes that lie in a selected tile of their row."""
-    total = torch.zeros_like(tiles.counts)
-    for start, behind in rows.edges:
-        first = stripes.below(start)
-        key = stripes.take(first, most)
-        inside = torch.arange(most, device=key.device) < (stripes.below(behind) - first)[..., None]
-        inside = inside & tiles.holds(_floor(key, tile_k))
-        total = total + (rows.pairs(key, 1) * inside).sum(-1)
-    return total.sum(-1)
+def _inner_twice(rows: _Rows, tiles: Lists, stripes: Lists, group: Tensor) -> Tensor:
+    """``[B, H]``: pairs of the stripes between the edges that lie in a tile of their row.
 
-
-def _inner_twice(rows: _Rows, tiles: Lists, stripes: Lists, group: Tensor, tile_k: int) -> Tensor:
-    """``[B, H]``: the same of the stripes between the edges. Walks the tiles, as each holds another number of stripes.
-
-    stripes: lists by group of query tiles. group: int64 ``[B, R]``.
+    Walks the tiles, as each holds another number of stripes. stripes: lists by group of query tiles. group: int64
+    ``[B, R]``.
     """
     batch, heads, number = tiles.counts.shape
-    low, high = tiles.below(rows.low // tile_k), tiles.below(rows.high // tile_k)
+    low, high = tiles.below(rows.low // tiles.width), tiles.below(rows.high // tiles.width)
     slots = torch.arange(tiles.columns, device=low.device)
-    edges = (torch.arange(tiles.columns + 1, device=low.device) * tile_k)[None, None, None]
+    edges = (torch.arange(tiles.columns + 1, device=low.device) * (tiles.width // stripes.width))[None, None, None]
     step = max(1, ENTRIES // (batch * heads * tiles.columns))
     total = torch.zeros(batch, heads, dtype=torch.int64, device=low.device)
     for first in range(0, number, step):
         part = slice(first, first + step)
-        held = stripes.of_rows(group[:, part]).below(edges).diff(dim=-1)
+        held = stripes.of_rows(group[:, part]).below(edges).diff(dim=-1) * stripes.width
         tile = tiles.part(part).take(torch.zeros_like(low[:, :, part]), tiles.columns).clamp(0, tiles.columns - 1)
         inside = (slots >= low[:, :, part, None]) & (slots < high[:, :, part, None])
         total += ((torch.gather(held, 3, tile) * inside).sum(-1) * rows.count[:, :, part]).sum(-1)

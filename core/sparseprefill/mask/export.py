@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BITS = 8
-"""Keys of a byte of the map that FlexAttention looks stripes up in."""
+"""Columns of a byte of the map that FlexAttention looks stripes up in."""
 
 
 class Fa4Lists(NamedTuple):
@@ -48,13 +48,14 @@ class Fa4Lists(NamedTuple):
 class Selection:
     """What a mask selects. tiles: bool ``[B, h, R, C]`` or None; h is 1 where all heads have the same tiles.
 
-    stripes: lists ``[B, Hq, G]`` for groups of `group` query tiles, or None.
+    stripes: lists ``[B, Hq, G]`` of columns of `stripe_width` tokens for groups of `group` query tiles, or None.
     """
 
     geometry: Geometry
     tile_q: int
     tile_k: int
     group: int
+    stripe_width: int
     tiles: Tensor | None
     stripes: IndexLists | None
 
@@ -247,10 +248,10 @@ def _cells(selection: Selection, rows: _Cells, keys: _Cells, seen: _Seen, heads:
     if selection.stripes is not None:
         span = selection.tile_q * selection.group
         group = torch.div(rows.first, span, rounding_mode="floor") - _first(g, span)
-        lists = Lists.of(selection.stripes, heads, g.kv_len).of_rows(group.expand(g.batch, -1))
+        lists = Lists.of(selection.stripes, heads, selection.stripe_width, g).of_rows(group.expand(g.batch, -1))
         edges = torch.cat([keys.first, keys.last[:, -1:] + 1], 1)[:, None, None]
-        before = lists.below(edges)  # [B, h, n, m + 1], stripes before each cell
-        low, high = (lists.below(x[:, None])[..., None] for x in (seen.low, seen.high))
+        before = lists.keys_below(edges)  # [B, h, n, m + 1], keys of stripes before each cell
+        low, high = (lists.keys_below(x[:, None])[..., None] for x in (seen.low, seen.high))
         some = some | (torch.minimum(before[..., 1:], high) > torch.maximum(before[..., :-1], low))
         every = every | (before.diff(dim=-1) == (keys.last + 1 - keys.first)[:, None, None])
     return (some & seen.some).expand(shape), (every & seen.every).expand(shape)
@@ -274,14 +275,15 @@ def _ordered(keep: Tensor) -> tuple[Tensor, Tensor]:
 def _mask_mod(selection: Selection) -> MaskMod:
     """Whether a pair is selected and seen, by indices of batch row, head, query and key: tensors of one number each.
 
-    Everything is looked up in maps on the device: of tiles a byte each, of stripes a bit for each key and group.
+    Everything is looked up in maps on the device: of tiles a byte each, of stripes a bit for each column and group.
     """
-    g, tile_q, tile_k = selection.geometry, selection.tile_q, selection.tile_k
+    g, tile_q, tile_k, width = selection.geometry, selection.tile_q, selection.tile_k, selection.stripe_width
     span, window, offset = tile_q * selection.group, g.window, g.q_offset
     starts, reals = g.starts, None if g.starts is None and g.lengths is None else g.key_counts().to(torch.int32)
     first = g.first_tile(tile_q).to(torch.int32)
     first_group = g.first_tile(span).to(torch.int32)
-    tiles, bits = selection.tiles, None if selection.stripes is None else _bits(g, selection.stripes)
+    tiles, stripes = selection.tiles, selection.stripes
+    bits = None if stripes is None else _bits(stripes, g.tile_columns(width))
     tile_heads, stripe_heads = (x is not None and x.shape[1] > 1 for x in (tiles, bits))
     tiles, bits = (x if x is None or x.shape[1] > 1 else x[:, 0] for x in (tiles, bits))
 
@@ -303,22 +305,23 @@ def _mask_mod(selection: Selection) -> MaskMod:
             chosen = chosen | (tiles[b, h, at, key // tile_k] if tile_heads else tiles[b, at, key // tile_k])
         if bits is not None:
             at = row // span - (offset // span if starts is None else first_group[b])
-            byte = bits[b, h, at, key // BITS] if stripe_heads else bits[b, at, key // BITS]
-            chosen = chosen | ((byte.to(torch.int32) >> (key % BITS)) & 1).to(torch.bool)
+            column = key // width
+            byte = bits[b, h, at, column // BITS] if stripe_heads else bits[b, at, column // BITS]
+            chosen = chosen | ((byte.to(torch.int32) >> (column % BITS)) & 1).to(torch.bool)
         return seen & chosen
 
     return mask_mod
 
 
-def _bits(geometry: Geometry, stripes: IndexLists) -> Tensor:
-    """uint8 ``[B, h, G, Nkv / 8]``: a bit for each key, set where it is a stripe; made a few groups at a time."""
+def _bits(stripes: IndexLists, columns: int) -> Tensor:
+    """uint8 ``[B, h, G, columns / 8]``: a bit for each column, set where it is a stripe; a few groups at a time."""
     if stripes.same_heads:
         stripes = IndexLists(stripes.counts[:, :1], stripes.offsets[:, :1], stripes.indices)
-    (batch, heads, groups), kv_len, device = stripes.shape, geometry.kv_len, geometry.device
-    bits = torch.empty(batch, heads, groups, -(-kv_len // BITS), dtype=torch.uint8, device=device)
+    (batch, heads, groups), device = stripes.shape, stripes.counts.device
+    bits = torch.empty(batch, heads, groups, -(-columns // BITS), dtype=torch.uint8, device=device)
     values = (1 << torch.arange(BITS, device=device)).to(torch.uint8)
-    for part in _heads(groups, batch * heads * kv_len):
+    for part in _heads(groups, batch * heads * columns):
         some = evolve(stripes, counts=stripes.counts[:, :, part], offsets=stripes.offsets[:, :, part])
-        keep = functional.pad(some.to_map(kv_len), (0, -kv_len % BITS)).unflatten(-1, (-1, BITS))
+        keep = functional.pad(some.to_map(columns), (0, -columns % BITS)).unflatten(-1, (-1, BITS))
         bits[:, :, part] = (keep * values).sum(-1, dtype=torch.uint8)
     return bits

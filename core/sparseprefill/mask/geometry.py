@@ -125,6 +125,14 @@ class Geometry:
         position = self.query_positions()
         return (position >= 0) & (position < self.key_counts()[:, None])
 
+    def locate(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Of positions int64 ``[B, *]``: the index of the query row there, and bool, whether it is a token of the call.
+
+        Where there is none, the index is that of some row.
+        """
+        first, low, high = (x.view(-1, *[1] * (position.dim() - 1)) for x in self.token_range())
+        return (position - first).clamp(0, self.q_len - 1), (position >= low) & (position < high)
+
     def visible(self, rows: Tensor | None = None) -> Tensor:
         """bool [B, n, Nkv]: which keys each query row may attend to (causal, window, padding), exact per token."""
         query, key = self.query_positions(), self.key_positions()

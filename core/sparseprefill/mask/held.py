@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.plan import Plan
 
 ALIGNED = 16
 """Maps of lists are that wide, or a multiple of it."""
@@ -54,13 +53,6 @@ class Held:
     map: Tensor
     masks: tuple[SparseMask, ...]
 
-    @classmethod
-    def of(cls, plan: Plan, tile_k: int | None = None) -> Held:
-        """On the plan's own grid, or with key tiles of fewer tokens, which divide its own."""
-        tile_q, own = plan.common_grid()
-        grid = (tile_q, own if tile_k is None else tile_k)
-        return cls(plan.geometry, grid, plan.tiles_on(*grid), plan.masks)
-
     def tiles(self, tile: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the key tiles of query tiles, int64 ``[B, n]``, by their index on each row's grid."""
         index = (tile - self.geometry.first_tile(self.grid[0])[:, None]).clamp(0, self.map.shape[2] - 1)
@@ -85,13 +77,13 @@ def stripes_at(masks: Sequence[SparseMask], position: Tensor, width: int) -> Kep
         lists, geometry = mask.stripes, mask.geometry
         group = torch.div(position, mask.group_rows, rounding_mode="floor")
         index = (group - geometry.first_tile(mask.group_rows)[:, None]).clamp(0, lists.shape[2] - 1)
-        aligned = width + -width % ALIGNED
+        size = (width + -width % ALIGNED, mask.stripe_width)
         if lists.shape[2] <= index.shape[1]:
-            found.append(KeptKeys(lists.to_map(aligned), index))
+            found.append(KeptKeys(lists.to_map(*size), index))
             continue
         each = index[:, None].expand(-1, geometry.heads, -1)
         counts, offsets = (torch.gather(x, 2, each) for x in (lists.counts, lists.offsets))
-        found.append(KeptKeys(IndexLists(counts, offsets, lists.indices).to_map(aligned)))
+        found.append(KeptKeys(IndexLists(counts, offsets, lists.indices).to_map(*size)))
     if len(found) < 2:
         return found[0] if found else None
     return KeptKeys(reduce(or_, [one.by_row for one in found]))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
@@ -9,7 +13,19 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.geometry import Geometry, Sizes, span
-from sparseprefill.statistics.kept import kept
+from sparseprefill.mask.kept import kept
+
+
+class Blocks(NamedTuple):
+    """Lists of key blocks as a mask holds them.
+
+    name: the mask's field. lists: ``[B, Hq, R]``, one for each `rows` query tokens. width: tokens of a key block.
+    """
+
+    name: str
+    lists: IndexLists
+    rows: int
+    width: int
 
 
 @frozen(eq=False)
@@ -103,8 +119,18 @@ class IndexLists:
         zeros = torch.zeros(batch, heads, rows, dtype=torch.int32, device=device)
         return cls(zeros, zeros.to(torch.int64), zeros.new_zeros(1))
 
-    def to_map(self, columns: int) -> Tensor:
-        """bool ``[B, H, R, columns]``."""
+    @classmethod
+    def joined(cls, parts: Sequence[IndexLists], dim: int) -> IndexLists:
+        """Lists side by side: of batch rows (`dim` 0), of heads (1) or of query tiles (2)."""
+        ends = accumulate((part.indices.numel() for part in parts), initial=0)
+        offsets = [part.offsets + end for part, end in zip(parts, ends, strict=False)]
+        counts = [part.counts for part in parts]
+        return cls(torch.cat(counts, dim), torch.cat(offsets, dim), torch.cat([part.indices for part in parts]))
+
+    def to_map(self, columns: int, ratio: int = 1) -> Tensor:
+        """bool ``[B, H, R, columns]``. ratio: columns that an entry stands for, side by side."""
+        if ratio > 1:
+            return self.to_map(-(-columns // ratio)).repeat_interleave(ratio, dim=-1)[..., :columns]
         if kernels.serve(self.counts):
             from sparseprefill.kernels.lists.launch import decode
 
@@ -140,6 +166,18 @@ class IndexLists:
         counts = torch.where(rows[:, None], seen, self.counts)
         offsets = torch.where(rows[:, None], first + self.indices.numel(), self.offsets)
         return evolve(self, counts=counts, offsets=offsets, indices=torch.cat([self.indices, every]))
+
+    def split(self, ratio: int, columns: int) -> IndexLists:
+        """Lists of key blocks that are `ratio` times narrower, of which the call has `columns`.
+
+        Rows that share storage go on sharing it.
+        """
+        part = torch.arange(ratio, dtype=torch.int32, device=self.indices.device)
+        last = self.indices[(self.offsets + self.counts - 1).clamp(min=0)]
+        beyond = ((last + 1) * ratio - columns).clamp(min=0)  # of the call's last block, if that is not whole
+        counts = self.counts * ratio - torch.where(self.counts > 0, beyond, 0)
+        indices = (self.indices[:, None] * ratio + part).flatten()
+        return evolve(self, counts=counts, offsets=self.offsets * ratio, indices=indices)
 
     def narrow(self, batch: int, head: int) -> IndexLists:
         """The lists of one head, as ``[1, 1, R]`` (a view)."""

@@ -16,9 +16,9 @@ from torch.nn import functional
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask.count import Selected, share
 from sparseprefill.mask.geometry import Geometry, Sizes, regrid
-from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.kept import kept
+from sparseprefill.mask.lists import Blocks, IndexLists
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
-from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -36,12 +36,15 @@ SHADED = 16
 class SparseMask:
     """Per query head a union of key tiles and stripes; causality is implied and exact per token.
 
-    Tiles of ``tile_q x tile_k`` tokens lie on each batch row's own token grid (`Geometry`). A stripe is a single key
-    column, shared by `group` consecutive query tiles. A key selected twice counts once.
+    Both are lists of key blocks on each batch row's own token grid (`Geometry`): tiles are blocks of `tile_k` tokens,
+    listed for each query tile of `tile_q`; stripes are columns of `stripe_width` tokens, listed for `group` consecutive
+    query tiles together. Block i of a width holds the keys ``[i * width, (i + 1) * width)``, as far as there are any. A
+    key selected twice counts once.
 
     tiles: lists ``[B, Hq, R]`` of key-tile indices per query tile, or None; or a `TileMap` of this grid, which becomes
     lists when `tiles` is first read.
-    stripes: lists ``[B, Hq, G]`` of key positions per group of query tiles, or None.
+    stripes: lists ``[B, Hq, G]`` of column indices per group of query tiles, or None.
+    stripe_width: tokens of a column, which divide `tile_k`; 1 for single keys.
     disjoint: the maker's word that no stripe lies in a selected tile of its group; spares executors the test.
     """
 
@@ -52,10 +55,14 @@ class SparseMask:
     group: int = 1
     stripes: IndexLists | None = None
     disjoint: bool = field(default=False, kw_only=True)
+    stripe_width: int = field(default=1, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        for name in ("tile_q", "tile_k", "group"):
+        for name in ("tile_q", "tile_k", "group", "stripe_width"):
             _check_size(name, getattr(self, name))
+        if self.stripes is not None and self.tile_k % self.stripe_width:
+            remedy = f"pass a number of tokens that divides tile_k, {self.tile_k}"
+            raise MaskError(f"SparseMask.stripe_width is {self.stripe_width}: {remedy}")
         mine, tiles = (self.tile_q, self.tile_k), self._tiles
         if isinstance(tiles, TileMap) and (tiles.tile_q, tiles.tile_k) != mine:
             theirs = (tiles.tile_q, tiles.tile_k)
@@ -73,6 +80,15 @@ class SparseMask:
     def tiles(self) -> IndexLists | None:
         """The tiles as lists, which are made here where the mask holds a map; None for no tiles."""
         return self._tiles.lists if isinstance(self._tiles, TileMap) else self._tiles
+
+    @property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """Tiles and stripes alike, those that the mask has; makes lists of a map."""
+        tiles = self.tiles
+        found = () if tiles is None else (Blocks("tiles", tiles, self.tile_q, self.tile_k),)
+        if self.stripes is None:
+            return found
+        return *found, Blocks("stripes", self.stripes, self.group_rows, self.stripe_width)
 
     @property
     def has_tiles(self) -> bool:
@@ -159,18 +175,21 @@ class SparseMask:
         group: int = 1,
         tile: int | tuple[int, int] = 128,
         *,
+        width: int = 1,
         diagonal: bool = True,
     ) -> SparseMask:
-        """Make a mask of stripes from a bool map of key positions, broadcastable to ``[B, Hq, G, Nkv]``.
+        """Make a mask of stripes from a bool map of key columns, broadcastable to ``[B, Hq, G, ceil(Nkv / width)]``.
 
-        G = `Geometry.tile_rows(tile_q * group)` groups of `group` query tiles. Columns are positions on the row's
-        grid. diagonal: also keep each query tile's own diagonal tiles, so that no row is empty.
+        G = `Geometry.tile_rows(tile_q * group)` groups of `group` query tiles. width: tokens of a column, which divide
+        the key tile: column i holds the positions ``[i * width, (i + 1) * width)`` of the row's grid. diagonal: also
+        keep each query tile's own diagonal tiles, so that no row is empty.
         """
         geometry, (tile_q, tile_k) = _geometry(call), _pair(tile)
-        _check_size("group", group)
-        shape = (geometry.batch, geometry.heads, geometry.tile_rows(tile_q * group), geometry.kv_len)
-        lists = IndexLists.from_map(_broadcast(keep, shape, "groups, key positions"))
-        mask = cls(geometry, tile_q, tile_k, None, group, lists)
+        for name, size in (("group", group), ("stripe_width", width)):
+            _check_size(name, size)
+        shape = geometry.map_shape(tile_q * group, width)
+        lists = IndexLists.from_map(_broadcast(keep, shape, "groups, key columns"))
+        mask = cls(geometry, tile_q, tile_k, None, group, lists, stripe_width=width)
         if not diagonal:
             return mask
         return evolve(mask, tiles=TileMap(geometry=geometry, tile_q=tile_q, tile_k=tile_k, band=0))
@@ -186,7 +205,7 @@ class SparseMask:
         """What this mask selects and `other` does not: how a mask is kept disjoint from a carry's region.
 
         Lists of tiles alone stay lists of tiles, on the largest grid that divides both. Stripes on either side are
-        worked out through bool maps ``[B, Hq, G, Nkv]``, on groups of query rows that divide both grids.
+        worked out through bool maps of columns, ``[B, Hq, G, columns]``, whose width and groups of rows divide both.
         """
         if not isinstance(other, SparseMask):
             return NotImplemented
@@ -271,11 +290,13 @@ class SparseMask:
             query = query[:, rows]
         shape = (geometry.batch, geometry.heads, query.shape[1], geometry.kv_len)
         selected = torch.zeros(shape, dtype=torch.bool, device=geometry.device)
-        if self.has_tiles:
-            column = torch.div(key, self.tile_k, rounding_mode="floor")
-            selected |= _lookup(self.tile_map(), _local_tile(geometry, query, self.tile_q), column)
-        if self.stripes is not None:
-            selected |= _lookup(self.stripe_map(), _local_tile(geometry, query, self.group_rows), key)
+        for keep, size, width in (
+            (self.tile_map() if self.has_tiles else None, self.tile_q, self.tile_k),
+            (None if self.stripes is None else self.stripe_map(self.stripe_width), self.group_rows, self.stripe_width),
+        ):
+            if keep is not None:
+                column = torch.div(key, width, rounding_mode="floor")
+                selected |= _lookup(keep, _local_tile(geometry, query, size), column)
         return selected & geometry.visible(rows)[:, None]
 
     def pairs(self) -> Tensor:
@@ -302,7 +323,8 @@ class SparseMask:
         return self._selected(self.tiles)
 
     def _selected(self, tiles: IndexLists | None) -> Selected:
-        return Selected(self.geometry, self.tile_q, self.tile_k, self.group, tiles, self.stripes, self.disjoint)
+        of = (self.geometry, self.tile_q, self.tile_k, self.group, self.stripe_width)
+        return Selected(*of, tiles, self.stripes, self.disjoint)
 
     def tile_map(self) -> Tensor:
         """bool ``[B, Hq, R, C]``; may be what the mask itself holds, so not to be written to."""
@@ -313,21 +335,31 @@ class SparseMask:
             return torch.zeros(geometry.map_shape(self.tile_q, self.tile_k), dtype=torch.bool, device=geometry.device)
         return self._tiles.to_map(geometry.tile_columns(self.tile_k))
 
-    def stripe_map(self) -> Tensor:
-        """bool ``[B, Hq, G, Nkv]``."""
+    def stripe_map(self, width: int = 1) -> Tensor:
+        """bool ``[B, Hq, G, ceil(Nkv / width)]``: the stripes as columns of `width` tokens, which divide their own."""
         geometry = self.geometry
-        shape = (geometry.batch, geometry.heads, geometry.tile_rows(self.group_rows), geometry.kv_len)
         if self.stripes is None:
+            shape = geometry.map_shape(self.group_rows, width)
             return torch.zeros(shape, dtype=torch.bool, device=geometry.device)
-        return self.stripes.to_map(geometry.kv_len)
+        return self.stripes.to_map(geometry.tile_columns(width), self.stripe_width // width)
 
     def tiles_on(self, tile_q: int, tile_k: int) -> Tensor:
         """bool ``[B, Hq, R, C]``: the tiles on a grid that divides the mask's own, those within reach."""
         return _map_on(self, tile_q, tile_k).resolved
 
-    def stripes_on(self, rows: int) -> Tensor:
-        """bool ``[B, Hq, G, Nkv]``: the stripes on groups of `rows` query tokens that divide the mask's own."""
-        return regrid(self.geometry, self.stripe_map(), self.group_rows, rows)
+    def stripes_on(self, rows: int, width: int = 1) -> Tensor:
+        """bool ``[B, Hq, G, ceil(Nkv / width)]``: the stripes on groups of `rows` query tokens, as columns of `width`
+        tokens; both divide the mask's own."""
+        return regrid(self.geometry, self.stripe_map(width), self.group_rows, rows)
+
+    def with_stripe_width(self, width: int) -> SparseMask:
+        """The mask with stripes as columns of fewer tokens, which divide their own."""
+        if self.stripes is None or width == self.stripe_width:
+            return evolve(self, stripe_width=width)
+        if self.stripe_width % width:
+            raise MaskError(f"width is {width}: pass a divisor of {self.stripe_width}, the mask's own")
+        lists = self.stripes.split(self.stripe_width // width, self.geometry.tile_columns(width))
+        return evolve(self, stripes=lists, stripe_width=width)
 
     def head(self, batch: int, head: int) -> SparseMask:
         """The mask of one head, as a mask of batch 1 and one head (views)."""
@@ -407,17 +439,16 @@ class SparseMask:
         if self.has_tiles:
             tiles = self.as_map()
             keep = tiles.by_group(heads) if tiles.shared == heads else tiles.resolved
-        return Selection(self.geometry, self.tile_q, self.tile_k, self.group, keep, self.stripes)
+        of = (self.geometry, self.tile_q, self.tile_k, self.group, self.stripe_width)
+        return Selection(*of, keep, self.stripes)
 
     def check(self) -> None:
         """Read every value and raise MaskError where a list is not ascending, distinct and within bounds.
 
         A list that reaches beyond the indices in memory is named by its place.
         """
-        bounds = self.geometry.tile_columns(self.tile_k)
-        for name, lists, bound in (("tiles", self.tiles, bounds), ("stripes", self.stripes, self.geometry.kv_len)):
-            if lists is None:
-                continue
+        for name, lists, _, width in self.blocks:
+            bound = self.geometry.tile_columns(width)
             _check_counts(name, lists, bound)
             entry, index = lists.padded(int(lists.counts.max()))
             rising = (index[..., 1:] > index[..., :-1]) | ~entry[..., 1:]
@@ -502,17 +533,18 @@ def _union(a: SparseMask, b: SparseMask) -> SparseMask:
         return a
     for tiles, stripes in ((a, b), (b, a)):
         if tiles.stripes is None and not stripes.has_tiles and stripes.group_rows % tiles.tile_q == 0:
-            group = stripes.group_rows // tiles.tile_q
-            return evolve(tiles, group=group, stripes=stripes.stripes, disjoint=False)
+            of = stripes.with_stripe_width(math.gcd(stripes.stripe_width, tiles.tile_k))
+            group = of.group_rows // tiles.tile_q
+            return evolve(tiles, group=group, stripes=of.stripes, stripe_width=of.stripe_width, disjoint=False)
     tile_q, tile_k = math.gcd(a.tile_q, b.tile_q), math.gcd(a.tile_k, b.tile_k)
     maps = [_map_on(mask, tile_q, tile_k) for mask in (a, b) if mask.has_tiles]
     tiles_of_both = (maps[0] | maps[-1] if len(maps) == 2 else maps[0]) if maps else None
-    striped = b if a.stripes is None else a
-    lists, group_rows = striped.stripes, striped.group_rows
+    striped, width = b if a.stripes is None else a, _width_of(a, b, tile_k)
+    lists, group_rows = striped.with_stripe_width(width).stripes, striped.group_rows
     if a.stripes is not None and b.stripes is not None:
         group_rows = math.gcd(a.group_rows, b.group_rows)
-        lists = IndexLists.from_map(a.stripes_on(group_rows) | b.stripes_on(group_rows))
-    return SparseMask(a.geometry, tile_q, tile_k, tiles_of_both, group_rows // tile_q, lists)
+        lists = IndexLists.from_map(a.stripes_on(group_rows, width) | b.stripes_on(group_rows, width))
+    return SparseMask(a.geometry, tile_q, tile_k, tiles_of_both, group_rows // tile_q, lists, stripe_width=width)
 
 
 def _difference(a: SparseMask, b: SparseMask) -> SparseMask:
@@ -524,22 +556,28 @@ def _difference(a: SparseMask, b: SparseMask) -> SparseMask:
         return a
     geometry, tile_q, tile_k = a.geometry, math.gcd(a.tile_q, b.tile_q), math.gcd(a.tile_k, b.tile_k)
     keep = a.tiles_on(tile_q, tile_k) & ~b.tiles_on(tile_q, tile_k)
-    left, rows = None, tile_q
+    left, rows, width = None, tile_q, _width_of(a, b, tile_k)
     if a.stripes is not None or b.stripes is not None:
         rows = _rows_left(a, b, tile_q)
-        left = a.stripes_on(rows)
+        left = a.stripes_on(rows, width)
         if b.has_tiles:
-            left = left & ~_columns(b.tiles_on(rows, tile_k), tile_k, left.shape[3])
+            left = left & ~_columns(b.tiles_on(rows, tile_k), tile_k // width, left.shape[3])
         if b.stripes is not None:
-            cut = b.stripes_on(rows)
+            cut = b.stripes_on(rows, width)
             if a.has_tiles:  # then rows == tile_q, so `keep` and `cut` have the same rows
-                broken = keep & _any_column(cut, tile_k)
+                broken = keep & _any_column(cut, tile_k // width)
                 keep = keep & ~broken
-                left = left | _columns(broken, tile_k, left.shape[3])
+                left = left | _columns(broken, tile_k // width, left.shape[3])
             left = left & ~cut
     tiles = TileMap(geometry=geometry, tile_q=tile_q, tile_k=tile_k, keep=keep)
-    stripes = None if left is None else IndexLists.from_map(left)
-    return evolve(a, tile_q=tile_q, tile_k=tile_k, tiles=tiles, group=rows // tile_q, stripes=stripes)
+    stripes, group = None if left is None else IndexLists.from_map(left), rows // tile_q
+    return evolve(a, tile_q=tile_q, tile_k=tile_k, tiles=tiles, group=group, stripes=stripes, stripe_width=width)
+
+
+def _width_of(a: SparseMask, b: SparseMask, tile_k: int) -> int:
+    """Tokens of a column of what is made of two masks on key tiles of `tile_k`; 1 where neither has stripes."""
+    widths = [mask.stripe_width for mask in (a, b) if mask.stripes is not None]
+    return math.gcd(*widths, tile_k) if widths else 1
 
 
 def _groups_of(geometry: Geometry, rows: int, ratio: int, count: int) -> Tensor:
@@ -591,13 +629,15 @@ def _rows_left(a: SparseMask, b: SparseMask, tile_q: int) -> int:
     return math.gcd(*sizes, b.tile_q) if b.has_tiles else math.gcd(*sizes)
 
 
-def _columns(tiles: Tensor, tile_k: int, kv_len: int) -> Tensor:
-    return tiles.repeat_interleave(tile_k, dim=-1)[..., :kv_len]
+def _columns(tiles: Tensor, ratio: int, columns: int) -> Tensor:
+    """A map of key tiles as one of columns, `ratio` of which make a tile."""
+    return tiles.repeat_interleave(ratio, dim=-1)[..., :columns]
 
 
-def _any_column(stripes: Tensor, tile_k: int) -> Tensor:
-    padded = functional.pad(stripes, (0, -stripes.shape[-1] % tile_k))
-    found: Tensor = padded.unflatten(-1, (-1, tile_k)).any(-1)
+def _any_column(stripes: Tensor, ratio: int) -> Tensor:
+    """Key tiles that hold a column of a map, `ratio` of which make a tile."""
+    padded = functional.pad(stripes, (0, -stripes.shape[-1] % ratio))
+    found: Tensor = padded.unflatten(-1, (-1, ratio)).any(-1)
     return found
 
 

@@ -15,8 +15,8 @@ from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import hashing
 from sparseprefill.mask.geometry import Geometry, Sizes, reachable_map, regrid
+from sparseprefill.mask.kept import kept
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.statistics.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.kernels.lists.kernels import Rules

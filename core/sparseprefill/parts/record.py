@@ -79,7 +79,9 @@ class Recorder:
 def _joined(geometry: Geometry, pieces: Sequence[tuple[Part, SparseMask]]) -> SparseMask:
     """One mask of masks by parts, which come rows outside, heads inside; all on one grid, and cut along it."""
     group = math.gcd(*(mask.group for _, mask in pieces))  # refiners split groups, where they widen some of their rows
-    pieces = [(part, mask.regrouped(group)) for part, mask in pieces]
+    widths = [mask.stripe_width for _, mask in pieces if mask.stripes is not None]
+    width = math.gcd(*widths) if widths else 1
+    pieces = [(part, mask.regrouped(group).with_stripe_width(width)) for part, mask in pieces]
     masks = [mask for _, mask in pieces]
     first = masks[0]
     grid = (first.tile_q, first.tile_k, first.group)
@@ -103,16 +105,8 @@ def _join(pieces: list[tuple[Part, IndexLists | None, int]]) -> IndexLists | Non
     if found is None:
         return None
     batch, device = found.counts.shape[0], found.counts.device
-    counts: dict[int, list[Tensor]] = {}
-    offsets: dict[int, list[Tensor]] = {}
-    indices: list[Tensor] = []
-    length = 0
+    by_rows: dict[int, list[IndexLists]] = {}
     for part, given, rows in pieces:
-        heads = part.heads[1] - part.heads[0]
-        lists = IndexLists.empty(batch, heads, rows, device) if given is None else given
-        counts.setdefault(part.rows[0], []).append(lists.counts)
-        offsets.setdefault(part.rows[0], []).append(lists.offsets + length)
-        indices.append(lists.indices)
-        length += lists.indices.numel()
-    whole = [torch.cat([torch.cat(row, 1) for row in some.values()], 2) for some in (counts, offsets)]
-    return IndexLists(whole[0], whole[1], torch.cat(indices))
+        empty = IndexLists.empty(batch, part.heads[1] - part.heads[0], rows, device)
+        by_rows.setdefault(part.rows[0], []).append(empty if given is None else given)
+    return IndexLists.joined([IndexLists.joined(heads, 1) for heads in by_rows.values()], 2)

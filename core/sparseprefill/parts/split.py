@@ -12,7 +12,6 @@ from attrs import evolve, frozen
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.stages import HeadScope
 
 Limit = int | Literal["auto"] | None
 LIMIT = 3 << 30
@@ -74,7 +73,7 @@ class Cuttable(Protocol):
         ...
 
     @property
-    def head_scope(self) -> HeadScope | None:
+    def head_scope(self) -> Literal["head", "group"] | None:
         """What is looked at to decide for a head; None for all heads."""
         ...
 

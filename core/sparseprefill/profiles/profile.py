@@ -47,7 +47,7 @@ class Profile:
     Raises ParameterError, naming the field, where the ranges do not fit together.
     """
 
-    SCHEMA: ClassVar[Schema] = Schema("sparseprefill.profile", 2, REMEDY, "1 to 2")
+    SCHEMA: ClassVar[Schema] = Schema("sparseprefill.profile", 2, REMEDY)
 
     methods: tuple[str, ...]
     model: ModelIdentity
@@ -98,52 +98,9 @@ class Profile:
 
     @classmethod
     def of(cls, facts: object) -> Profile:
-        """Make a profile from the content of such a file, of this version or of version 1."""
-        first = _First.SCHEMA
-        if isinstance(facts, Mapping) and facts.get("version") == 1 and facts.get("schema") == first.name:
-            old: _First = structure.structure(_First, facts)
-            return old.now()
+        """Make a profile from the content of such a file."""
         made: Profile = structure.structure(cls, facts)
         return made
-
-
-@frozen(kw_only=True)
-class _FirstRange:
-    """A range of version 1, which had one method, and no layers apart."""
-
-    least: int = field(validator=whole(0), metadata={KEY: "from"})
-    tokens: int = field(validator=whole())
-    parameters: Mapping[str, Any] | None
-    measured: Mapping[str, Any]
-
-
-@frozen(kw_only=True)
-class _First:
-    """A file of version 1."""
-
-    SCHEMA: ClassVar[Schema] = Schema("sparseprefill.profile", 1, REMEDY, "1 to 2")
-
-    method: str
-    model: ModelIdentity
-    versions: Mapping[str, Any]
-    tuned: Mapping[str, Any]
-    ranges: tuple[_FirstRange, ...]
-
-    def now(self) -> Profile:
-        """As this version has it."""
-        ranges = tuple(
-            LengthRange(
-                least=one.least,
-                tokens=one.tokens,
-                method=None if one.parameters is None else self.method,
-                parameters=one.parameters,
-                measured=one.measured,
-            )
-            for one in self.ranges
-        )
-        return Profile(
-            methods=(self.method,), model=self.model, versions=self.versions, tuned=self.tuned, ranges=ranges
-        )
 
 
 def _check_range(at: str, one: LengthRange, profile: Profile) -> None:

@@ -1,1 +1,1 @@
-"""Refiners that serve any estimator: rescues, budgets, dense rows, and the union over a GQA group."""
+"""Refiners that serve any estimator: rescues, budgets, floors, dense rows, and the union over a GQA group."""

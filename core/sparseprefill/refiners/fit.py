@@ -65,10 +65,10 @@ def fitted(call: AttentionCall, plan: Plan, tiles: Tiles, width: int) -> tuple[T
         here = slice(head, min(head + heads, geometry.heads))
         parts = [maker.part(here, range(first, min(first + some, groups))) for first in range(0, groups, some)]
         kept.append(maker.by_row(torch.cat([part[0] for part in parts], 2)))
-        joined = side_by_side([part[1] for part in parts], 2)
+        joined = IndexLists.joined([part[1] for part in parts], 2)
         counts, offsets = (maker.by_row(x[..., None])[..., 0] for x in (joined.counts, joined.offsets))
         lists.append(IndexLists(counts, offsets, joined.indices))
-    return torch.cat(kept, 1), side_by_side(lists, 1)
+    return torch.cat(kept, 1), IndexLists.joined(lists, 1)
 
 
 @frozen(eq=False)
@@ -266,16 +266,5 @@ def stripe_map(mask: SparseMask, heads: slice, groups: range) -> Tensor:
     lists, part = mask.stripes, slice(groups.start, groups.stop)
     if lists is None:
         return mask.stripe_map()[:, heads, part]
-    return IndexLists(lists.counts[:, heads, part], lists.offsets[:, heads, part], lists.indices).to_map(
-        mask.geometry.kv_len
-    )
-
-
-def side_by_side(parts: list[IndexLists], dim: int) -> IndexLists:
-    """Lists joined along heads or rows."""
-    offsets, length = [], 0
-    for part in parts:
-        offsets.append(part.offsets + length)
-        length += part.indices.numel()
-    counts = torch.cat([part.counts for part in parts], dim)
-    return IndexLists(counts, torch.cat(offsets, dim), torch.cat([part.indices for part in parts]))
+    lists = IndexLists(lists.counts[:, heads, part], lists.offsets[:, heads, part], lists.indices)
+    return lists.to_map(mask.geometry.kv_len, mask.stripe_width)

@@ -44,5 +44,6 @@ def over_group(mask: SparseMask, group: int) -> SparseMask:
     tiles = mask.as_map().united(group) if mask.has_tiles else None
     stripes = mask.stripes
     if stripes is not None and not stripes.same_heads:
-        stripes = IndexLists.from_map(mask.stripe_map().unflatten(1, (-1, group)).any(2)).for_group(group)
+        columns = mask.stripe_map(mask.stripe_width).unflatten(1, (-1, group)).any(2)
+        stripes = IndexLists.from_map(columns).for_group(group)
     return evolve(mask, tiles=tiles, stripes=stripes, disjoint=False)

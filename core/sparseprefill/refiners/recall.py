@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import torch
 from attrs import Attribute, evolve, field, fields, frozen
@@ -13,14 +13,14 @@ from sparseprefill import kernels
 from sparseprefill.call import rows_at
 from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.count import Lists
-from sparseprefill.mask.held import stripes_at
+from sparseprefill.mask.held import Held, stripes_at
 from sparseprefill.mask.mask import SparseMask
+from sparseprefill.mask.stretches import Stretches
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.metrics import lowest_rows
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners import row_floor
 from sparseprefill.refiners.priority import descending
-from sparseprefill.refiners.stretches import Stretches
+from sparseprefill.refiners.row_floor import Raised
 from sparseprefill.stages import ALL_ROWS, HeadScope
 from sparseprefill.statistics.by_tile import RowMass, lse_by_tile, mass_of
 from sparseprefill.validate import maybe, number, one_of, whole
@@ -44,47 +44,13 @@ class SampledRecall:
     """What a floor saw, row by row, in the notes as ``recall_sample``.
 
     rows: int64 ``[B, n]``, index of the sampled query rows. real: bool ``[B, n]``, which of them exist. before, after:
-    ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now. row_p1, row_lowest: the 1st percentile and
-    the lowest of either over all heads, worked out when asked for; scalars on the device, see `metrics.lowest_rows`.
+    ``[B, Hq, n]``, attention mass that the plan kept of each, and keeps now; `metrics.lowest_rows` tells the lowest.
     """
 
     rows: Tensor
     real: Tensor
     before: Tensor
     after: Tensor
-
-    @property
-    def row_p1_before(self) -> Tensor:
-        """1st percentile of what the plan kept of the rows."""
-        return self._lowest(self.before)[0]
-
-    @property
-    def row_p1_after(self) -> Tensor:
-        """1st percentile of what it keeps now."""
-        return self._lowest(self.after)[0]
-
-    @property
-    def row_lowest_before(self) -> Tensor:
-        """What the plan kept of the row of which it kept least."""
-        return self._lowest(self.before)[1]
-
-    @property
-    def row_lowest_after(self) -> Tensor:
-        """What it keeps of the row of which it keeps least now."""
-        return self._lowest(self.after)[1]
-
-    def _lowest(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        return lowest_rows(torch.where(self.real[:, None], kept, torch.nan))
-
-
-class _Raised(NamedTuple):
-    """added: bool ``[B, Hq, R, C]``, tiles that the plan gets. before, after: ``[B, Hq, n]``, see `SampledRecall`.
-    dense: bool ``[B, Hq, P]``, spans of heads that get every tile."""
-
-    added: Tensor
-    before: Tensor
-    after: Tensor
-    dense: Tensor
 
 
 def _rows(_: Any, attribute: Attribute[Any], value: Any) -> None:
@@ -129,7 +95,7 @@ class RecallFloor:
     Notes, all on the device: ``recall_before`` and ``recall_after`` ``[B, Hq]``, mean over the sampled rows of a head
     (NaN where it has none, or where queries or keys are NaN); ``recall_dense`` and ``recall_capped``, bool ``[B, Hq]``,
     heads that run dense somewhere, and heads of which the ceiling left a row below the target; ``recall_sample``, a
-    `SampledRecall`, which also tells the 1st percentile and the lowest of the rows, before and after.
+    `SampledRecall`.
 
     Source: none of the papers; for the sampled rows, SampleAttention's stage 1 (arXiv 2406.15486).
     """
@@ -185,58 +151,50 @@ class RecallFloor:
         if self.span is not None and self.span % grid[0]:
             remedy = f"pass a multiple of {grid[0]}, the tokens of the plan's query tiles"
             raise ParameterError(f"RecallFloor.span is {self.span}: {remedy}")
-        masks, have = plan.masks, plan.tiles_on(*grid)
+        held, reach = plan.held(), _reach(geometry, grid)
         if self.of_share:
-            return self._of_share(call, plan, row_floor.Held(grid, have, _reach(geometry, grid), masks))
+            return self._of_share(call, plan, held, reach)
         at = Stretches.deal(geometry, grid[0], int(self.rows), self.span)
-        reach = _reach(geometry, grid)
-        stripes = stripes_at(masks, at.position, geometry.tile_columns(grid[1]) * grid[1])
+        stripes = stripes_at(held.masks, at.position, geometry.tile_columns(grid[1]) * grid[1])
         by_tile = lse_by_tile(call, at.rows, at.real, grid[1], stripes)
-        raised = self._by_kernels(by_tile, at, grid, have, reach) if kernels.serve(call.q) else None
+        raised = self._by_kernels(by_tile, at, held, reach) if kernels.serve(call.q) else None
         if raised is None:
-            raised = self._raised(mass_of(*by_tile), at, grid, have, reach, masks)
+            raised = self._raised(mass_of(*by_tile), at, held, reach)
         widened = plan.widen(SparseMask.from_rules(call, grid, keep=raised.added))
-        return evolve(widened, notes={**plan.notes, **self._notes(at, raised)})
+        real, after = at.real, raised.after
+        capped = None if self.ceiling is None else ((after < self.target - SLACK) & real[:, None]).any(-1)
+        dense = None if raised.dense is None else raised.dense.any(-1)
+        return _noted(widened, SampledRecall(at.rows, real, raised.before, after), dense, capped)
 
-    def _of_share(self, call: AttentionCall, plan: Plan, held: row_floor.Held) -> Plan:
+    def _of_share(self, call: AttentionCall, plan: Plan, held: Held, reach: Tensor) -> Plan:
         each_row = self.target if self.each_row is None else self.each_row
-        rows, raised = row_floor.raised(call, held, self.rows, each_row, self.target)
+        rows, raised = row_floor.raised(call, held, reach, self.rows, each_row, self.target)
         widened = plan.widen(SparseMask.from_rules(call, held.grid, keep=raised.added))
-        sample = SampledRecall(rows.index, rows.real, raised.before, raised.after)
-        none = torch.zeros(raised.before.shape[:2], dtype=torch.bool, device=raised.before.device)
-        notes = {
-            "recall_before": _mean(raised.before, rows.real[:, None]),
-            "recall_after": _mean(raised.after, rows.real[:, None]),
-            **{"recall_dense": none, "recall_capped": none, "recall_sample": sample},
-        }
-        return evolve(widened, notes={**plan.notes, **notes})
+        return _noted(widened, SampledRecall(rows.index, rows.real, raised.before, raised.after))
 
     def _by_kernels(
-        self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, grid: tuple[int, int], have: Tensor, reach: Tensor
-    ) -> _Raised | None:
+        self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, held: Held, reach: Tensor
+    ) -> Raised | None:
         """The same as `_raised` in a few launches; None for what the kernels do not know."""
         from sparseprefill.kernels.sampled import floor
 
         known = self.ceiling is None and self.speaks_for != "tile" and by_tile[0].dtype == torch.float32
-        if not known or have.shape[-1] > floor.MOST_COLUMNS:
+        if not known or held.map.shape[-1] > floor.MOST_COLUMNS:
             return None
-        held, neighbours = floor.Held(have, reach), self.speaks_for == "neighbours"
-        return _Raised(
+        tiles, neighbours = floor.Held(held.map, reach), self.speaks_for == "neighbours"
+        return Raised(
             *floor.raised(
-                by_tile, at, held, grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
+                by_tile, at, tiles, held.grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
             )
         )
 
-    def _raised(
-        self, mass: RowMass, at: Stretches, grid: tuple[int, int], have: Tensor, reach: Tensor,
-        masks: Sequence[SparseMask],
-    ) -> _Raised:  # fmt: skip
-        """have: the plan's tiles, reach: those with an allowed pair, bool ``[B, Hq, R, C]`` and ``[B, 1, R, C]``."""
-        reach = reach & at.inhabited[:, None, :, None]
-        have, free = have & reach, ~have & reach
-        held = at.at_samples(have)
-        lost = torch.where(held, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
-        before = torch.where(held, mass.tiles, mass.kept).sum(-1)
+    def _raised(self, mass: RowMass, at: Stretches, held: Held, reach: Tensor) -> Raised:
+        """What the floor adds. reach: tiles with an allowed pair, bool ``[B, 1, R, C]``."""
+        grid, reach = held.grid, reach & at.inhabited[:, None, :, None]
+        have, free = held.map & reach, ~held.map & reach
+        own = at.at_samples(have)
+        lost = torch.where(own, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
+        before = torch.where(own, mass.tiles, mass.kept).sum(-1)
         chosen = self._chosen(lost, before, at.real[:, None], _own_tiles(at, grid, have.shape[-1]))
         if self.ceiling is None:
             added = self._spread(chosen, at, grid) & free
@@ -244,9 +202,10 @@ class RecallFloor:
             added = torch.where(at.to_tiles(dense)[..., None], free, added)
         else:
             scores = self._spread(torch.where(chosen, lost, -1.0), at, grid)
-            added = _most_worth(scores, free & (scores >= 0.0), _room(masks, self.ceiling, have, reach, at, grid), at)
-            dense = torch.zeros_like(before[..., :1], dtype=torch.bool)
-        return _Raised(added, before, before + (lost * at.at_samples(added)).sum(-1), dense)
+            room = _room(held.masks, self.ceiling, have, reach, at, grid)
+            added = _most_worth(scores, free & (scores >= 0.0), room, at)
+            dense = None
+        return Raised(added, before, before + (lost * at.at_samples(added)).sum(-1), dense)
 
     def _chosen(self, lost: Tensor, before: Tensor, real: Tensor, own: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the tiles that each sampled row needs, its own among them if it needs any."""
@@ -280,19 +239,6 @@ class RecallFloor:
         held, bound = at.in_spans(have.sum(-1)), self.dense_from * at.in_spans(reach.sum(-1)).double()
         return (held <= bound) & (held + at.in_spans(added.sum(-1)) > bound)
 
-    def _notes(self, at: Stretches, raised: _Raised) -> dict[str, Any]:
-        before, after = raised.before, raised.after
-        real = at.real[:, None]
-        none = torch.zeros_like(raised.dense[..., 0])
-        capped = none if self.ceiling is None else ((after < self.target - SLACK) & real).any(-1)
-        return {
-            "recall_before": _mean(before, real),
-            "recall_after": _mean(after, real),
-            "recall_dense": raised.dense.any(-1),
-            "recall_capped": capped,
-            "recall_sample": SampledRecall(at.rows, at.real, before, after),
-        }
-
 
 @frozen
 class KeptWhole:
@@ -323,13 +269,7 @@ class KeptWhole:
             at = Stretches.deal(geometry, tile, self.rows, None)
             rows, real = at.rows, at.real
         kept = torch.ones(geometry.batch, geometry.heads, rows.shape[1], device=geometry.device)
-        no = torch.zeros(geometry.batch, geometry.heads, dtype=torch.bool, device=geometry.device)
-        mean = _mean(kept, real[:, None])
-        notes = {
-            **{"recall_before": mean, "recall_after": mean, "recall_dense": no, "recall_capped": no},
-            "recall_sample": SampledRecall(rows, real, kept, kept),
-        }
-        return evolve(plan, notes={**plan.notes, **notes})
+        return _noted(plan, SampledRecall(rows, real, kept, kept))
 
 
 def floor_of(given: object) -> RecallFloor | None:
@@ -350,6 +290,21 @@ def floor_of(given: object) -> RecallFloor | None:
     raise ParameterError(
         f"recall is {printed(given)}: pass a number from 0 to 1, a table of options, a RecallFloor, or None"
     )
+
+
+def _noted(plan: Plan, seen: SampledRecall, dense: Tensor | None = None, capped: Tensor | None = None) -> Plan:
+    """The plan with a floor's notes; dense, capped: None for no head, else as `RecallFloor` says."""
+    real, before = seen.real[:, None], seen.before
+    mean = _mean(before, real)
+    none = torch.zeros_like(mean, dtype=torch.bool)
+    notes = {
+        "recall_before": mean,
+        "recall_after": mean if seen.after is before else _mean(seen.after, real),
+        "recall_dense": none if dense is None else dense,
+        "recall_capped": none if capped is None else capped,
+        "recall_sample": seen,
+    }
+    return evolve(plan, notes={**plan.notes, **notes})
 
 
 def _mean(x: Tensor, real: Tensor) -> Tensor:
@@ -397,11 +352,11 @@ def _room(
         if mask.stripes is None:
             continue
         group = torch.div(tile * tile_q, mask.group_rows, rounding_mode="floor")
-        lists = Lists.of(mask.stripes, slice(None), geometry.kv_len)
+        lists = Lists.of(mask.stripes, slice(None), mask.stripe_width, geometry)
         lists = lists.of_rows(group - geometry.first_tile(mask.group_rows)[:, None])
-        seen = lists.below(((tile + 1) * tile_q)[:, None])
+        seen = lists.keys_below(((tile + 1) * tile_q)[:, None])
         if geometry.window is not None:
-            seen = seen - lists.below((tile * tile_q - geometry.window + 1)[:, None])
+            seen = seen - lists.keys_below((tile * tile_q - geometry.window + 1)[:, None])
         keys = keys + torch.where(at.inhabited[:, None], seen, 0)
     return (most - torch.div(at.in_spans(keys) + tile_k - 1, tile_k, rounding_mode="floor")).clamp(min=0)
 

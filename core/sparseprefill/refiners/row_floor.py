@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,13 +11,12 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.call import rows_at
-from sparseprefill.mask.held import stripes_at
+from sparseprefill.mask.held import Held, stripes_at
 from sparseprefill.statistics.by_tile import row_mass
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.mask.mask import SparseMask
 
 ENTRIES, ENTRIES_ON_CPU = 1 << 24, 1 << 20
 """Masses of rows by key tile that are in memory at once, over batch and heads."""
@@ -46,23 +45,16 @@ class SampledRows:
 
 
 class Raised(NamedTuple):
-    """added: bool ``[B, Hq, R, C]``, tiles that the plan gets. before, after: ``[B, Hq, n]``, mass that rows kept of
-    theirs, and keep now."""
+    """What a floor adds to a plan.
+
+    added: bool ``[B, Hq, R, C]``, tiles that the plan gets. before, after: ``[B, Hq, n]``, mass that sampled rows kept
+    of theirs, and keep now. dense: bool ``[B, Hq, P]``, spans of heads that get every tile; None for none.
+    """
 
     added: Tensor
     before: Tensor
     after: Tensor
-
-
-@frozen(eq=False)
-class Held:
-    """What a plan holds, on the grid of its tiles. grid: tokens of a query tile and of a key tile. have, reach: bool
-    ``[B, Hq, R, C]`` and ``[B, 1, R, C]``, its tiles, and those with an allowed pair. masks: for their stripes."""
-
-    grid: tuple[int, int]
-    have: Tensor
-    reach: Tensor
-    masks: Sequence[SparseMask]
+    dense: Tensor | None = None
 
 
 def stride_of(share: float, tile: int) -> int:
@@ -97,7 +89,9 @@ def workspace(call: AttentionCall, share: float) -> int:
     return EACH * at_once + 16 * pairs * rows * geometry.tile_rows(tile)
 
 
-def raised(call: AttentionCall, held: Held, share: float, each_row: float, target: float) -> tuple[SampledRows, Raised]:
+def raised(
+    call: AttentionCall, held: Held, reach: Tensor, share: float, each_row: float, target: float
+) -> tuple[SampledRows, Raised]:
     """Tiles by which each sampled row keeps `each_row` of its mass, and those of a head together `target` on average.
 
     For the average, the rows that keep least come first: all are raised to one level, the lowest that will do. Of what
@@ -107,21 +101,23 @@ def raised(call: AttentionCall, held: Held, share: float, each_row: float, targe
     every = sampled(geometry, held.grid[0], share)
     level = torch.full((), each_row, device=call.q.device).expand(geometry.batch, geometry.heads)
     if target > each_row:
-        before = torch.cat([kept for _, _, _, kept in _masses(call, held, share)], -1)
+        before = torch.cat([kept for _, _, _, kept in _masses(call, held, reach, share)], -1)
         level = _level(before, every.real[:, None], each_row, target)
     added, befores, afters = [], [], []
-    for tiles, rows, lost, before in _masses(call, held, share):
+    for tiles, rows, lost, before in _masses(call, held, reach, share):
         need = torch.where(rows.real[:, None], level[..., None] - before, 0.0)[..., None]
         chosen = (lost >= _smallest(lost, need)) & (lost > 0) & (need > 0)
-        count = rows.own.shape[1] // held.have[:, :, tiles].shape[2]
-        some = chosen.unflatten(2, (-1, count)).any(3) & held.reach[:, :, tiles] & ~held.have[:, :, tiles]
+        count = rows.own.shape[1] // held.map[:, :, tiles].shape[2]
+        some = chosen.unflatten(2, (-1, count)).any(3) & reach[:, :, tiles] & ~held.map[:, :, tiles]
         added.append(some)
         befores.append(before)
         afters.append(before + (lost * rows_at(some, rows.own)).sum(-1))
     return every, Raised(torch.cat(added, 2), torch.cat(befores, -1), torch.cat(afters, -1))
 
 
-def _masses(call: AttentionCall, held: Held, share: float) -> Iterator[tuple[slice, SampledRows, Tensor, Tensor]]:
+def _masses(
+    call: AttentionCall, held: Held, reach: Tensor, share: float
+) -> Iterator[tuple[slice, SampledRows, Tensor, Tensor]]:
     """Query tiles, their sampled rows, mass that these lose by key tile ``[B, Hq, n, C]``, and keep ``[B, Hq, n]``."""
     geometry, (tile_q, tile_k) = call.geometry, held.grid
     number, columns = geometry.tile_rows(tile_q), geometry.tile_columns(tile_k)
@@ -132,7 +128,7 @@ def _masses(call: AttentionCall, held: Held, share: float) -> Iterator[tuple[sli
         rows = sampled(geometry, tile_q, share, tiles)
         keys = stripes_at(held.masks, rows.position, columns * tile_k)
         mass = row_mass(call, rows.index, rows.real, tile_k, keys)
-        own = rows_at((held.have & held.reach)[:, :, tiles], rows.own)
+        own = rows_at((held.map & reach)[:, :, tiles], rows.own)
         lost = torch.where(own, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
         yield tiles, rows, lost, torch.where(own, mass.tiles, mass.kept).sum(-1)
 

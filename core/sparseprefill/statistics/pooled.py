@@ -43,6 +43,20 @@ def _whole(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Tens
     return torch.cat(means, 2) if front or back else middle
 
 
+def real_rows(geometry: Geometry, tile: int) -> Tensor:
+    """int64 ``[B, R]``: query rows of each query tile that are tokens of the call."""
+    _, first, last = geometry.token_range()
+    low = geometry.tiles(tile) * tile
+    return (torch.minimum(low + tile, last[:, None]) - torch.maximum(low, first[:, None])).clamp(min=0)
+
+
+def products(queries: Tensor, keys: Tensor) -> Tensor:
+    """``[B, Hq, n, m]``: rows ``[B, Hq, n, w]`` times those of their KV heads, ``[B, Hkv, m, w]``."""
+    grouped = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+    made: Tensor = (grouped @ keys.transpose(-1, -2)).view(*queries.shape[:3], -1)
+    return made
+
+
 def key_tile_mean(call: AttentionCall, tile: int, memory: Memory | None = None) -> Tensor:
     """Mean of the call's keys over the real keys of each key tile: ``[B, Hkv, C, D]``, float32 or better.
 
@@ -73,11 +87,9 @@ def key_tile_mean(call: AttentionCall, tile: int, memory: Memory | None = None) 
 
 def _ragged(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Tensor:
     rows, tail = geometry.tile_rows(tile), x.dim() - 3
-    first = geometry.first_tile(tile) * tile - geometry.first_position()
-    index = first[:, None] + torch.arange(rows * tile, device=x.device)
-    inside = (index >= 0) & (index < geometry.q_len)
-    index = index.clamp(0, geometry.q_len - 1)
-    real = inside & torch.gather(geometry.real_queries(), 1, index)
+    index, real = geometry.locate(
+        geometry.first_tile(tile)[:, None] * tile + torch.arange(rows * tile, device=x.device)
+    )
     where = index.view(geometry.batch, 1, -1, *[1] * tail).expand(-1, x.shape[1], -1, *x.shape[3:])
     keep = real.view(geometry.batch, 1, -1, *[1] * tail)
     picked = torch.where(keep, torch.gather(x, 2, where), 0)

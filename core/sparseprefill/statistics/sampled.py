@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.statistics.kept import kept
+from sparseprefill.mask.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.geometry import Geometry
 
 PAIRS, PAIRS_ON_CPU = 1 << 24, 1 << 19
 """(row, key) pairs over batch and heads at once, 4 bytes each, a few times over; on a CPU what its cache can hold."""
@@ -47,6 +48,31 @@ def last_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
     index = behind[:, None] - count + torch.arange(count, device=geometry.device)
     safe = index.clamp(min=0)
     return safe, (index >= 0) & torch.gather(geometry.real_queries(), 1, safe)
+
+
+def seen_blocks(geometry: Geometry, rows: Tensor, real: Tensor, block: int) -> Tensor:
+    """bool ``[B, C]``: blocks with a key that one of the call's last rows may see. rows, real: see `last_rows`."""
+    column = torch.arange(geometry.tile_columns(block), device=geometry.device)
+    if geometry.starts is None and geometry.lengths is None:
+        end = geometry.q_offset + geometry.q_len
+        seen = column < -(-end // block)
+        if geometry.window is not None:
+            seen = seen & (column >= max(end - rows.shape[1] - geometry.window + 1, 0) // block)
+        return seen.expand(geometry.batch, -1)
+    query = torch.gather(geometry.query_positions(), 1, rows)
+    last = torch.where(real, query, -1).amax(1)
+    first = torch.zeros_like(last)
+    if geometry.window is not None:
+        near = torch.where(real, query, geometry.kv_len).amin(1)
+        first = (near - geometry.window + 1).clamp(min=0)
+    low, high = (torch.div(x, block, rounding_mode="floor")[:, None] for x in (first, last))
+    return (column >= low) & (column <= high)
+
+
+def by_block(columns: Tensor, block: int) -> Tensor:
+    """``[..., ceil(n / block)]``: sums of `block` neighbouring entries of ``[..., n]``."""
+    total: Tensor = functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
+    return total
 
 
 def spread_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:

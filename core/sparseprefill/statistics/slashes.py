@@ -15,7 +15,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Plan
-from sparseprefill.statistics.sampled import SampledMass, last_rows, sampled_mass
+from sparseprefill.statistics.sampled import SampledMass, by_block, last_rows, sampled_mass
 from sparseprefill.statistics.select import top_mass
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class SampledPriority(Priority):
             return tiles
         columns = self._by_part(self._shares(self.mass.columns), call, position)
         if self.column == 1:
-            columns = functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
+            columns = by_block(columns, block)
         either = torch.maximum(tiles, columns)
         return either if self.by_column is True else torch.where(self.by_column[..., None, None], either, tiles)
 

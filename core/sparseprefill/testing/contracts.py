@@ -13,7 +13,7 @@ left out. A refiner is put behind a few methods with `check_refiner`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from attrs import evolve, frozen
@@ -139,59 +139,44 @@ def _refined(name: str, kind: type, method: str, small: Mapping[str, Any], full:
     )
 
 
-def assert_full_mask_is_dense(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """Check that the method is dense attention at its full parameters."""
-    return check_laws(candidate, ("full mask == dense",), **options)
+class Check(Protocol):
+    """A check of one law alone, as `check_method` tries it."""
+
+    def __call__(self, candidate: Candidate, **options: Unpack[Options]) -> Report:
+        """Raise AssertionError where the law is broken."""
+        ...
 
 
-def assert_consistent(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """Output and LSE are the softmax over the mask that the result reports."""
-    return check_laws(candidate, ("result == softmax over its own mask",), **options)
+def _of(law: str) -> Check:
+    def check(candidate: Candidate, **options: Unpack[Options]) -> Report:
+        return check_laws(candidate, (law,), **options)
+
+    check.__doc__ = LAWS[law].__doc__
+    return check
 
 
-def assert_no_empty_row(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """Every real row has a finite LSE and keeps its own diagonal."""
-    return check_laws(candidate, ("no empty row",), **options)
-
-
-def assert_no_nan(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """Finite input gives finite output."""
-    return check_laws(candidate, ("no NaN for finite input",), **options)
-
-
-def assert_density(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """Density lies in (0, 1] and counts what `mask.to_dense()` holds."""
-    return check_laws(candidate, ("density in (0, 1]",), **options)
-
-
-def assert_disjoint(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """Carry region and remaining mask share no pair."""
-    return check_laws(candidate, ("carry and mask disjoint",), **options)
-
-
-def assert_causal(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """Changing or poisoning the future changes no row before it."""
-    return check_laws(candidate, ("causality",), **options)
-
-
-def assert_nan_stays_out(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """NaN in an unselected key never reaches the output."""
-    return check_laws(candidate, ("NaN of an unselected key stays out",), **options)
-
-
-def assert_batch_rows_independent(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """A row of a padded batch equals the row alone."""
-    return check_laws(candidate, ("batch rows independent",), **options)
-
-
-def assert_chunk_invariant(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """Cutting a prompt at multiples of the declared grain changes nothing."""
-    return check_laws(candidate, ("chunk invariance at the grain",), **options)
-
-
-def assert_parts_equal_whole(candidate: Candidate, **options: Unpack[Options]) -> Report:
-    """Cutting a call by heads, as the declared `head_scope` allows, changes nothing."""
-    return check_laws(candidate, ("parts by heads == whole",), **options)
+assert_full_mask_is_dense = _of("full mask == dense")
+"""Check that the method is dense attention at its full parameters."""
+assert_consistent = _of("result == softmax over its own mask")
+"""Output and LSE are the softmax over the mask that the result reports."""
+assert_no_empty_row = _of("no empty row")
+"""Every real row has a finite LSE and keeps its own diagonal."""
+assert_no_nan = _of("no NaN for finite input")
+"""Finite input gives finite output."""
+assert_density = _of("density in (0, 1]")
+"""Density lies in (0, 1] and counts what `mask.to_dense()` holds."""
+assert_disjoint = _of("carry and mask disjoint")
+"""Carry region and remaining mask share no pair."""
+assert_causal = _of("causality")
+"""Changing or poisoning the future changes no row before it."""
+assert_nan_stays_out = _of("NaN of an unselected key stays out")
+"""NaN in an unselected key never reaches the output."""
+assert_batch_rows_independent = _of("batch rows independent")
+"""A row of a padded batch equals the row alone."""
+assert_chunk_invariant = _of("chunk invariance at the grain")
+"""Cutting a prompt at multiples of the declared grain changes nothing."""
+assert_parts_equal_whole = _of("parts by heads == whole")
+"""Cutting a call by heads, as the declared `head_scope` allows, changes nothing."""
 
 
 def check_laws(candidate: Candidate, names: tuple[str, ...], **options: Unpack[Options]) -> Report:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from attrs import evolve
 from hypothesis import strategies as st
 
 from sparseprefill.call import AttentionCall
@@ -107,12 +109,13 @@ def masks(
     kinds: Sequence[str] = MASKS,
     tiles: Sequence[int] = (8, 16, 24, 64),
     groups: Sequence[int] = (1, 2, 3),
+    widths: Sequence[int] = (1, 16),
     diagonal: bool = True,
 ) -> SparseMask:
     """Masks for `call`: tiles, stripes, both in one mask (overlapping at random), a union on two grids, or full.
 
-    tiles: sizes for ``tile_q`` and ``tile_k``, drawn apart. groups: query tiles that share a stripe. diagonal: keep
-    each row's own tile, so that no row is empty.
+    tiles: sizes for ``tile_q`` and ``tile_k``, drawn apart. groups: query tiles that share a stripe. widths: tokens of
+    a stripe, or their common divisor with ``tile_k``. diagonal: keep each row's own tile, so that no row is empty.
     """
     kind = draw(st.sampled_from(list(kinds)), label="mask")
     size = st.sampled_from(list(tiles))
@@ -132,10 +135,12 @@ def masks(
     if kind == "tiles":
         return by_tiles
     other = (draw(size, label="other tile_q"), draw(size, label="other tile_k")) if kind == "union" else tile
-    columns = random(g.tile_rows(other[0] * group), g.kv_len)
-    by_stripes = SparseMask.from_stripes(call, columns, group, other, diagonal=diagonal and kind == "stripes")
+    width = math.gcd(draw(st.sampled_from(list(widths)), label="stripe width"), other[1])
+    columns = random(g.tile_rows(other[0] * group), g.tile_columns(width))
+    own = diagonal and kind == "stripes"
+    by_stripes = SparseMask.from_stripes(call, columns, group, other, width=width, diagonal=own)
     if kind == "stripes":
         return by_stripes
     if kind == "union":
         return by_tiles | by_stripes
-    return SparseMask(g, *tile, by_tiles.tiles, group, by_stripes.stripes)
+    return evolve(by_stripes, tiles=by_tiles.tiles)

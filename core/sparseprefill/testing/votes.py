@@ -35,7 +35,8 @@ def computed(call: AttentionCall, result: Result) -> Tensor:
                 if stripes is not None:
                     group = (tile_zero + row) // mask.group - group_zero
                     offset, count = int(stripes.offsets[b, h, group]), int(stripes.counts[b, h, group])
-                    columns = stripes.indices[offset : offset + count].to(torch.int64)
+                    columns = stripes.indices[offset : offset + count].to(torch.int64)[:, None] * mask.stripe_width
+                    columns = (columns + torch.arange(mask.stripe_width, device=columns.device)).flatten()
                     taken = set(torch.nonzero(tiles[b, h, row])[:, 0].tolist())
                     for chunk in columns.split(skipped.keys):
                         steps.append([at for at in chunk.tolist() if at // mask.tile_k not in taken])

@@ -32,7 +32,7 @@ from sparseprefill.adapters.vllm.layer import index_of, layer_of
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.pages import pages_of
 from sparseprefill.adapters.vllm.split import narrow
-from sparseprefill.plugins.share_prefill.config import TABLE as NEEDED
+from sparseprefill.plugins.share_prefill import TABLE as NEEDED
 
 import sparseprefill as sp
 from sparseprefill.pages import Pages

@@ -185,10 +185,11 @@ def test_an_empty_mask_leaves_zeros(state: bool) -> None:
     assert bool((lse == -torch.inf).all())
 
 
+@pytest.mark.parametrize("width", [1, 16])
 @pytest.mark.parametrize("tile_q", [128, 256])
 @pytest.mark.parametrize("starts", [None, (0, 333)])
 def test_of_few_rows_behind_many_keys_the_longest_blocks_are_drawn_first(
-    tile_q: int, starts: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    tile_q: int, starts: tuple[int, int] | None, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_multiprocessors", lambda _: 3)
     q, k, v = tensors("random", batch=2, heads=4, kv_heads=2, q_len=600, kv_len=2000, head_dim=64)
@@ -196,9 +197,9 @@ def test_of_few_rows_behind_many_keys_the_longest_blocks_are_drawn_first(
     g, source = given.geometry, torch.Generator().manual_seed(tile_q)
     share = torch.rand(2, 4, 1, 1, generator=source)  # heads differ
     tiles = torch.rand(2, 4, g.tile_rows(tile_q), g.tile_columns(128), generator=source) < share
-    columns = torch.rand(2, 4, g.tile_rows(2 * tile_q), 2000, generator=source) < share
+    columns = torch.rand(2, 4, g.tile_rows(2 * tile_q), 2000 // width, generator=source) < share
     mask = SparseMask.from_tiles(given, tiles, (tile_q, 128)) | SparseMask.from_stripes(
-        given, columns, 2, (tile_q, 128), diagonal=False
+        given, columns, 2, (tile_q, 128), width=width, diagonal=False
     )
     tiles_of, stripes_of = mask.tiles, mask.stripes
     assert tiles_of is not None
@@ -210,7 +211,8 @@ def test_of_few_rows_behind_many_keys_the_longest_blocks_are_drawn_first(
             for block in reversed(range(blocks)):
                 tile = block // (tile_q // 128)
                 group = (first + tile) // 2 - first // 2
-                length.append(int(tiles_of.counts[b, h, tile]) * 128 + int(stripes_of.counts[b, h, group]))
+                keys = int(tiles_of.counts[b, h, tile]) * 128 + int(stripes_of.counts[b, h, group]) * width
+                length.append(keys)
     order = launch._order(given, mask, blocks)
     assert sorted(order.tolist()) == list(range(2 * 4 * blocks))
     drawn = [length[item] for item in order.tolist()]

@@ -217,7 +217,7 @@ def test_a_key_is_found_by_rows(layout: str) -> None:
     """As the producer of the kernel does it: row ``page * rows of a page + slot`` of a head."""
     given = paged(call(), 16, layout)
     source, table = Source.of(given), pages_of(given).table
-    per_page, head, row = launch.cache_strides(source)[:3]
+    per_page, head, row = launch.page_strides(source.k)
     for key in (0, 15, 16, 77, 199):
         at = (int(table[key // 16]) * per_page + key % 16) * row + 1 * head
         found = source.k.as_strided((64,), (1,), source.k.storage_offset() + at)

@@ -220,7 +220,7 @@ def paired(lists: Fa4Lists, call: AttentionCall) -> Tensor:
     return full | (partial & allowed)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles for a CPU with g++")
 def test_compiled_flex_attention_reads_the_blocks() -> None:
     """The kernel that PyTorch makes for a CPU visits the blocks of the lists alone."""

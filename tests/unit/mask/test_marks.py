@@ -17,7 +17,7 @@ from sparseprefill.errors import MaskError
 from sparseprefill.mask import count
 from sparseprefill.mask import mask as masks
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.held import Held, stripes_at
+from sparseprefill.mask.held import stripes_at
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Random, Stride, TileMap
 
@@ -405,10 +405,10 @@ def test_rows_of_padding_have_empty_lists() -> None:
 
 
 def test_counting_looks_at_few_entries_of_each_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At an edge as many tiles as a query tile's rows can cut, and keys of one tile more; between them whole tiles."""
-    call = make(64, heads=2, kv_heads=2)
+    """At an edge what a query tile's rows and one key tile can cut; between them whole tiles."""
+    call, width = make(64, heads=2, kv_heads=2), 4
     mask = sp.SparseMask.from_tiles(call, bits(1, 2, 8, 4), (8, 16)) | sp.SparseMask.from_stripes(
-        call, bits(1, 2, 4, 64), group=2, tile=(8, 16), diagonal=False
+        call, bits(1, 2, 4, 16), group=2, tile=(8, 16), width=width, diagonal=False
     )
     taken: list[int] = []
     parts: list[tuple[int, int]] = []
@@ -426,16 +426,17 @@ def test_counting_looks_at_few_entries_of_each_list(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(count.Lists, "part", cut)
     monkeypatch.setattr(count, "ENTRIES", 1)
     assert torch.equal(mask.to_dense().sum((2, 3)), mask.pairs())
-    assert [8 // 16 + 3, 8 + 16, 8 + 16, *[4] * 8] * 2 == taken
+    columns = (8 + 16) // width + 2
+    assert [(8 + 16) // 16 + 2, columns, columns, *[4] * 8] * 2 == taken
     assert [(row, row + 1) for row in range(8)] * 2 == parts
 
 
 def test_counts_are_of_their_lists_alone() -> None:
     lists = IndexLists.full(CALL.geometry, 4, 4)
     for build in (
-        lambda: count.Selected(CALL.geometry, 4, 4, 1, lists, None, False),
+        lambda: count.Selected(CALL.geometry, 4, 4, 1, 1, lists, None, False),
         lambda: count._Rows.of(CALL.geometry, 4, 4),
-        lambda: count.Lists.of(lists, slice(0, 1), 3),
+        lambda: count.Lists.of(lists, slice(0, 1), 4, CALL.geometry),
     ):
         assert build() != build()
 
@@ -465,7 +466,7 @@ def test_a_plan_without_tiles_holds_none_on_its_own_grid(tile_k: int | None) -> 
     call = make(24, 40)
     columns = torch.ones(1, 2, 1, 40, dtype=torch.bool)
     mask = sp.SparseMask.from_stripes(call, columns, 8, (8, 4), diagonal=False)
-    held = Held.of(sp.Plan(mask), tile_k)
+    held = sp.Plan(mask).held(tile_k)
     width = 4 if tile_k is None else tile_k
     assert (8, width) == held.grid
     assert (1, 2, call.geometry.tile_rows(8), 40 // width) == tuple(held.map.shape)

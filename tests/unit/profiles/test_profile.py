@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import asdict, evolve
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -161,23 +161,6 @@ def test_ranges_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str)
         evolve(made, ranges=(evolve(made.ranges[0], **wrong),))
 
 
-def test_a_file_of_the_first_version_is_read_as_ever() -> None:
-    rows: list[dict[str, Any]] = [
-        {"from": 0, "tokens": 9, "parameters": SHORT, "measured": {"density": 0.5}},
-        {"from": 40, "tokens": 50, "parameters": None, "measured": {}},
-    ]
-    first = {
-        **{"schema": "sparseprefill.profile", "version": 1, "method": "streaming", "model": asdict(MODEL)},
-        **{"versions": {}, "tuned": {}, "ranges": rows},
-    }
-    found = Profile.of(first)
-    assert found.methods == ("streaming",)
-    assert [one.method for one in found.ranges] == ["streaming", None]
-    assert sp.build("streaming", profile=found).run(make(50)).dense
-    with pytest.raises(sp.ParameterError, match=r"ranges\[0\]\.dense_layers is not a field"):
-        Profile.of({**first, "ranges": [{**rows[0], "dense_layers": []}]})
-
-
 def test_a_call_of_another_model_is_refused() -> None:
     pipeline = sp.build("streaming", profile=profile(SHORT))
     with pytest.raises(sp.UnsupportedCallError, match=r"another model: model.heads is 2 \(tiny\), the call has 4"):
@@ -234,7 +217,7 @@ def test_models_differ_by_any_field_but_the_name() -> None:
 
 FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("schema",), "sparseprefill.clusters", "schema is 'sparseprefill.clusters'"),
-    (("version",), 3, "version is 3: this library reads 1 to 2"),
+    (("version",), 1, "version is 1: this library reads 2; pass a file of sparseprefill fit or tune"),
     (("version",), True, "version is True"),
     (("methods",), "streaming", "methods is 'streaming': pass a list"),
     (("methods",), [], "methods is empty"),

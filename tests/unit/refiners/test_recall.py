@@ -20,7 +20,7 @@ from helpers.floors import Trial
 from helpers.plans import plans, refined, whole
 from oracles import recall_floor as oracle
 from sparseprefill.errors import ParameterError
-from sparseprefill.refiners.recall import SampledRecall
+from sparseprefill.metrics import lowest_rows
 from sparseprefill.testing import calls
 
 # float64, so that no sum lies within rounding of the target and both choose the same tiles.
@@ -154,18 +154,9 @@ def test_the_sample_tells_its_lowest_rows_before_and_after() -> None:
     sample = notes["recall_sample"]
     assert 63 == int(sample.real.sum())
     assert pytest.approx([1.0, 62 / 63], abs=1e-3) == notes["recall_before"][0].tolist()
-    before = float(sample.row_p1_before), float(sample.row_lowest_before)
-    assert pytest.approx((1.0, 0.0), abs=1e-3) == before
-    after = float(sample.row_p1_after), float(sample.row_lowest_after)
-    assert pytest.approx((1.0, 1.0), abs=1e-3) == after
-
-
-def test_rows_that_are_none_are_not_the_lowest() -> None:
-    rows = torch.tensor([[5, 9, 0]])
-    kept = torch.tensor([[[0.5, 0.25, 0.0], [0.75, 1.0, 0.0]]])
-    sample = SampledRecall(rows, rows > 0, kept, kept + 0.125)
-    assert (0.25, 0.25) == (float(sample.row_p1_before), float(sample.row_lowest_before))
-    assert (0.375, 0.375) == (float(sample.row_p1_after), float(sample.row_lowest_after))
+    for kept, expected in ((sample.before, (1.0, 0.0)), (sample.after, (1.0, 1.0))):
+        found = lowest_rows(kept.masked_fill(~sample.real[:, None], torch.nan))
+        assert pytest.approx(expected, abs=1e-3) == tuple(map(float, found))
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 127, 128, 129, 251])

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 import sparseprefill as sp
 from helpers.build import int32
+from sparseprefill.memory import KEPT_BYTES, PrefixTiles
 from sparseprefill.parts.split import Part
-from sparseprefill.statistics.prefix import KEPT_BYTES, PrefixTiles
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 3
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)

@@ -1,6 +1,7 @@
-"""The arguments of the attention kernels by name: tuples that a kernel builds of its flat arguments and hands on.
+"""The arguments of the attention kernels by name: tuples that a launcher fills, and a kernel builds again.
 
-Kernels keep flat signatures, since `do_not_specialize` does not reach into a tuple. A field may be None, which device
+Kernels keep flat signatures, since `do_not_specialize` does not reach into a tuple: `flat` takes a launcher's tuples
+apart, and a parameter is called as the way to its field, such as `mask_tiles_counts`. A field may be None, which device
 code asks for as it does of a pointer (``mask.bitmap is not None``); the branch is then decided when it is compiled.
 """
 
@@ -23,19 +24,26 @@ class Queries(NamedTuple):
     stride_n: Any
 
 
-class Cache(NamedTuple):
+class Matrix(NamedTuple):
     """K or V, ``[B, Hkv, Nkv, D]``, or pages of them, whose `stride_b` is that from page to page.
 
-    desc: tensor descriptor, or None. table: pages of the request, or None. scale: factor on what pages hold, or None.
+    desc: tensor descriptor, or None. scale: factor on what pages hold, or None.
     """
 
     ptr: Any
     desc: Any
-    table: Any
     scale: Any
     stride_b: Any
     stride_h: Any
     stride_n: Any
+
+
+class Cache(NamedTuple):
+    """Keys and values. table: pages of the request, or None."""
+
+    k: Matrix
+    v: Matrix
+    table: Any
 
 
 class Head(NamedTuple):
@@ -72,7 +80,11 @@ class Mask(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Lengths of the call, and where its batch rows begin and end (see `batch_row`). kv_group: query heads a KV head."""
+    """Lengths of the call, and where its batch rows begin and end (see `batch_row`).
+
+    kv_group: query heads a KV head. requests: where batch rows are requests, the table of what is their own (see
+    `requests`), else None.
+    """
 
     starts: Any
     lengths: Any
@@ -81,6 +93,7 @@ class Sizes(NamedTuple):
     kv_len: Any
     heads: Any
     kv_group: Any
+    requests: Any
 
 
 class Logits(NamedTuple):
@@ -123,15 +136,42 @@ class Outputs(NamedTuple):
     stride_lh: Any
 
 
+class Arguments(NamedTuple):
+    """Everything that one launch of the portable kernel is given, but what it is compiled for. flags: query blocks of
+    all heads together, of which `Outputs.nonfinite` has one each."""
+
+    queries: Queries
+    cache: Cache
+    mask: Mask
+    carry: State
+    outputs: Outputs
+    sizes: Sizes
+    logits: Logits
+    flags: Any
+
+
+def flat(arguments: tuple[Any, ...]) -> list[Any]:
+    """The fields of tuples of tuples, in order: what a kernel's flat signature takes."""
+    found: list[Any] = []
+    for one in arguments:
+        if isinstance(one, tuple):
+            found += flat(one)
+        else:
+            found.append(one)
+    return found
+
+
 class Shape(NamedTuple):
     """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, tokens a page.
 
-    GROUP: query tiles that share a list of stripes. BLOCK_D: D rounded up to a power of two. PAGE: 0 without pages.
+    GROUP: query tiles that share a list of stripes. WIDTH: keys of a stripe. BLOCK_D: D rounded up to a power of two.
+    PAGE: 0 without pages.
     """
 
     TILE_Q: tl.constexpr
     TILE_K: tl.constexpr
     GROUP: tl.constexpr
+    WIDTH: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     D: tl.constexpr

@@ -11,6 +11,7 @@ from sparseprefill.kernels.steps import (
     LN2,
     LOG2E,
     batch_row,
+    column_keys,
     count_up_to,
     crossing_steps,
     factor,
@@ -23,8 +24,7 @@ from sparseprefill.kernels.steps import (
 
 @triton.jit
 def attend(
-    block, bh, queries, keys, values, mask, carry, outputs, sizes, logits, S, CAREFUL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    block, bh, queries, cache, mask, carry, outputs, sizes, logits, S, CAREFUL: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Query block `block` (of BLOCK_M rows) of head `bh`. CAREFUL: see `masked_step`. The rest: see `arguments`.
 
@@ -46,10 +46,10 @@ def attend(
     live = (low + S.BLOCK_M > 0) & (low + S.BLOCK_M > first) & (last >= low)
     rows = Rows(b, h, kv_head, start, sizes.kv_len, first, tile, low, last, live, position, row, real)
 
-    k_base = keys.ptr + b.to(tl.int64) * keys.stride_b + kv_head.to(tl.int64) * keys.stride_h
-    v_base = values.ptr + b.to(tl.int64) * values.stride_b + kv_head.to(tl.int64) * values.stride_h
-    k_head = Head(k_base, keys.stride_n, keys.table, keys.stride_b, factor(keys.scale))
-    v_head = Head(v_base, values.stride_n, values.table, values.stride_b, factor(values.scale))
+    k_base = cache.k.ptr + b.to(tl.int64) * cache.k.stride_b + kv_head.to(tl.int64) * cache.k.stride_h
+    v_base = cache.v.ptr + b.to(tl.int64) * cache.v.stride_b + kv_head.to(tl.int64) * cache.v.stride_h
+    k_head = Head(k_base, cache.k.stride_n, cache.table, cache.k.stride_b, factor(cache.k.scale))
+    v_head = Head(v_base, cache.v.stride_n, cache.table, cache.v.stride_b, factor(cache.v.scale))
     q_base = queries.ptr + b.to(tl.int64) * queries.stride_b + h.to(tl.int64) * queries.stride_h
     q = load_rows(q_base, row, real, queries.stride_n, S.D, S.BLOCK_D)  # [BLOCK_M, BLOCK_D]
     out_row = bh.to(tl.int64) * sizes.q_len + row
@@ -75,7 +75,7 @@ def attend(
         skipped = 0
         if mask.tiles.counts is not None:
             acc, l, m, skipped = skim_tiles(
-                acc, l, m, q, rows, k_head, v_head, keys.desc, values.desc, mask.tiles, row_of_lists, logits, bound, S,
+                acc, l, m, q, rows, k_head, v_head, cache.k.desc, cache.v.desc, mask.tiles, row_of_lists, logits, bound, S,
                 CAREFUL, PRECISION,
             )  # fmt: skip
         if mask.stripes.counts is not None:
@@ -89,7 +89,7 @@ def attend(
     else:
         if mask.tiles.counts is not None:
             acc, l, m = attend_tiles(
-                acc, l, m, q, rows, k_head, v_head, keys.desc, values.desc, mask.tiles, row_of_lists, logits, S, CAREFUL,
+                acc, l, m, q, rows, k_head, v_head, cache.k.desc, cache.v.desc, mask.tiles, row_of_lists, logits, S, CAREFUL,
                 PRECISION,
             )  # fmt: skip
         if mask.stripes.counts is not None:
@@ -169,19 +169,22 @@ def attend_stripes(
     offset, seen = stripe_list(rows, mask, bh, S)
     unmasked = 0
     if logits.window is None:
-        unmasked = count_up_to(mask.stripes.indices, offset, seen, rows.low) // S.BLOCK_N
+        entries = seen
+        if S.WIDTH > 1:
+            entries = tl.cdiv(seen, S.WIDTH)
+        unmasked = count_up_to(mask.stripes.indices, offset, entries, rows.low, S.WIDTH) // S.BLOCK_N
     list_ptr = mask.stripes.indices + offset
     number = tl.arange(0, S.BLOCK_N)
     if mask.bitmap is not None:
         for j in tl.range(0, unmasked):
-            at = tl.load(list_ptr + j * S.BLOCK_N + number)  # [BLOCK_N]
+            at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH)  # [BLOCK_N]
             k = load_keys(keys, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
             v = load_keys(values, at + rows.start, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
             free = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K) == 0  # [BLOCK_N]
             acc, l, m = masked_step(acc, l, m, q, k, v, free[None, :], logits, PRECISION, CAREFUL, S.BLOCK_N)
     else:
         for j in tl.range(0, unmasked):
-            at = tl.load(list_ptr + j * S.BLOCK_N + number) + rows.start  # [BLOCK_N]
+            at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH) + rows.start  # [BLOCK_N]
             k = load_keys(keys, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
             v = load_keys(values, at, number >= 0, q.dtype, S.PAGE, S.D, S.BLOCK_D)  # [BLOCK_N, BLOCK_D]
             acc, l, m = step(acc, l, m, q, k, v, logits, PRECISION)

@@ -14,7 +14,19 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparseprefill.kernels.attention.arguments import State
+from sparseprefill.kernels.attention.arguments import (
+    Arguments,
+    Cache,
+    Lists,
+    Logits,
+    Mask,
+    Matrix,
+    Outputs,
+    Queries,
+    Sizes,
+    State,
+    flat,
+)
 from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel
 from sparseprefill.kernels.attention.tile_mass import tile_mass_fwd_kernel
 from sparseprefill.kernels.attention.together import Together
@@ -26,7 +38,7 @@ from sparseprefill.plan import Kernel, Skipped
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.softmax import SoftmaxState
+    from sparseprefill.plan import SoftmaxState
 
 
 FAILED: dict[Hashable, Exception] = {}
@@ -113,7 +125,8 @@ def variant(call: AttentionCall, mask: SparseMask, *, skips: bool = False, toget
     lists = (mask.has_tiles, mask.stripes is not None, mask.disjoint)
     optional = tuple(x is not None for x in (call.starts, call.lengths, call.sinks))
     page = None if call.pages is None else (call.pages.page, call.pages.k.dtype)
-    made = call.q.dtype, call.q.shape[-1], mask.tile_q, mask.tile_k, mask.group, lists, optional, page, skips
+    grid = mask.tile_q, mask.tile_k, mask.group, mask.stripe_width
+    made = call.q.dtype, call.q.shape[-1], *grid, lists, optional, page, skips
     return (*made, "several requests") if together else made
 
 
@@ -222,16 +235,27 @@ def _launch(
         q, rows, table, batch = requests.q, requests.tile_rows, requests.table, len(requests.masks)
         lists, bitmap = requests.lists[0], requests.bitmaps[0]
     blocks = rows * (mask.tile_q // chosen.block_m)
-    out_strides = (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
-    below = None if below is None else below.contiguous()
     # For each query block, and in the Hopper kernel for each half of one, which votes by itself.
     counted = None if below is None else torch.zeros(batch, heads, blocks * 2, dtype=torch.int32, device=call.q.device)
+    out_strides = (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
+    grid = rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k)
+    lengths = geometry.starts, geometry.lengths, geometry.q_offset, geometry.q_len, geometry.kv_len
+    thresholds = None if below is None else below.contiguous()
+    given = Arguments(
+        Queries(q, *strides(q)),
+        _cache(source, chosen, width),
+        Mask(Lists(*lists[:3]), Lists(*lists[3:]), bitmap, *grid),
+        _state(carry),
+        Outputs(out, lse, _state(state), None, call.sinks, counted, *out_strides),
+        Sizes(*lengths, heads, call.group, table),
+        Logits(call.softmax_scale * LOG2E.value, call.softcap, call.window, thresholds),
+        None,  # told below, like `Outputs.nonfinite`: the Hopper kernel may have other blocks
+    )
     voting = (chosen.block_m, chosen.block_m, chosen.block_n)
     nonfinite, served = None, Kernel("portable", choice.reason or "")
     if choice.hopper is not None:
         which = variant(call, mask, skips=below is not None, together=together)
-        given = (call, mask, lists, bitmap, carry, out, lse, state, below, counted, requests)
-        nonfinite = _flags_of(choice.hopper, which, *given)
+        nonfinite = _flags_of(choice.hopper, which, call, mask, given, requests)
         if nonfinite is not None and below is not None:
             voting = choice.hopper.voting(mask, width)
         served = Kernel("hopper") if nonfinite is not None else Kernel("portable", _failure(which) or "")
@@ -240,19 +264,12 @@ def _launch(
         # Requests with fewer blocks than the longest leave flags unwritten.
         made = torch.empty if requests is None else torch.zeros
         nonfinite = made(batch * heads * blocks, dtype=torch.int8, device=q.device)
-    arguments = (
-        q, source.k, source.v, *_descriptors(source, chosen, width), *source.extra,
-        geometry.starts, geometry.lengths, call.sinks,
-        *lists, bitmap, *_state(carry), out, lse, *_state(state), nonfinite, below, counted, table,
-        *strides(q), *source.strides(source.k), *source.strides(source.v), *out_strides,
-        call.softmax_scale * LOG2E.value, call.softcap, call.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
-        rows, geometry.tile_rows(mask.group_rows), geometry.tile_columns(mask.tile_k), heads, call.group,
-        nonfinite.numel(),
-    )  # fmt: skip
+    given = given._replace(outputs=given.outputs._replace(nonfinite=nonfinite), flags=nonfinite.numel())
     options: dict[str, Any] = {
-        "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, **_blocks(chosen, width, source.page),
-        **chosen.options,
+        "TILE_Q": mask.tile_q, "TILE_K": mask.tile_k, "GROUP": mask.group, "WIDTH": mask.stripe_width,
+        **_blocks(chosen, width, source.page), **chosen.options,
     }  # fmt: skip
+    arguments = flat(given)
     if forward:
         sparse_attention_fwd_kernel[(blocks, batch * heads)](*arguments, **options, REPAIR=False)
     programs = min(-(-nonfinite.numel() // FLAGS.value), REPAIRERS)
@@ -302,8 +319,15 @@ def _blocks(chosen: Settings, width: int, page: int) -> dict[str, Any]:
     }
 
 
-def _state(state: SoftmaxState | State | None) -> tuple[Tensor | None, ...]:
-    return (None, None, None) if state is None else tuple(x.contiguous() for x in (state.m, state.l, state.acc))
+def _state(state: SoftmaxState | State | None) -> State:
+    return State(None, None, None) if state is None else State(*(x.contiguous() for x in (state.m, state.l, state.acc)))
+
+
+def _cache(source: Source, chosen: Settings, width: int) -> Cache:
+    descriptors = _descriptors(source, chosen, width)
+    scaled = ((source.k, source.k_scale), (source.v, source.v_scale))
+    k, v = (Matrix(x, of, scale, *source.strides(x)) for (x, scale), of in zip(scaled, descriptors, strict=True))
+    return Cache(k, v, source.table)
 
 
 def _tma(source: Source, chosen: Settings) -> bool:

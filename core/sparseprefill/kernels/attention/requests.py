@@ -30,20 +30,19 @@ FIELDS = tl.constexpr(16)
 
 @triton.jit
 def attend_request(
-    block, bh, requests, queries, keys, values, mask, carry, outputs, sizes, logits, S, CAREFUL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    block, bh, queries, cache, mask, carry, outputs, sizes, logits, S, CAREFUL: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """`attend` for head ``bh % heads`` of request ``bh // heads``, if that has so many query blocks.
 
     Flags of nonfinite blocks lie as if all requests had as many query tiles as the longest, `mask.tile_rows`.
     """
-    request = requests + (bh // sizes.heads) * FIELDS
+    request = sizes.requests + (bh // sizes.heads) * FIELDS
     h = bh % sizes.heads
     tile_rows = tl.load(request + TILE_ROWS).to(tl.int32)
     blocks: tl.constexpr = S.TILE_Q // S.BLOCK_M
     if block < tile_rows * blocks:
         q_ptr = queries.ptr + tl.load(request + Q_BEGIN) * queries.stride_n
-        table = keys.table + tl.load(request + TABLE)
+        table = cache.table + tl.load(request + TABLE)
         tiles = mask.tiles
         if mask.tiles.counts is not None:
             tiles = Lists(
@@ -68,8 +67,7 @@ def attend_request(
         attend(
             block, h,
             Queries(q_ptr, queries.stride_b, queries.stride_h, queries.stride_n),
-            Cache(keys.ptr, keys.desc, table, keys.scale, keys.stride_b, keys.stride_h, keys.stride_n),
-            Cache(values.ptr, values.desc, table, values.scale, values.stride_b, values.stride_h, values.stride_n),
+            Cache(cache.k, cache.v, table),
             Mask(tiles, stripes, bitmap, tile_rows, group_rows, columns),
             carry,
             Outputs(
@@ -79,8 +77,8 @@ def attend_request(
             ),
             Sizes(
                 None, None, tl.load(request + Q_OFFSET).to(tl.int32), tl.load(request + Q_LEN).to(tl.int32),
-                tl.load(request + KV_LEN).to(tl.int32), sizes.heads, sizes.kv_group,
+                tl.load(request + KV_LEN).to(tl.int32), sizes.heads, sizes.kv_group, None,
             ),
             logits,
-            Shape(S.TILE_Q, S.TILE_K, S.GROUP, S.BLOCK_M, S.BLOCK_N, S.D, S.BLOCK_D, S.PAGE), CAREFUL, PRECISION,
+            Shape(S.TILE_Q, S.TILE_K, S.GROUP, S.WIDTH, S.BLOCK_M, S.BLOCK_N, S.D, S.BLOCK_D, S.PAGE), CAREFUL, PRECISION,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sparseprefill.kernels.attention.arguments import load_keys
-from sparseprefill.kernels.steps import count_up_to, crossing_steps, floor_div, masked_step, step
+from sparseprefill.kernels.steps import column_keys, count_up_to, crossing_steps, floor_div, masked_step, step
 from sparseprefill.kernels.steps import logits as logits_of
 
 
@@ -93,12 +93,12 @@ def skim_tiles(
 
 @triton.jit
 def stripe_list(rows, mask, bh, S):
-    """Of the query tile group's stripes: where the list begins, and how many entries its last row sees."""
+    """Of the query tile group's stripes: where the list begins, and how many of its keys the last row sees."""
     group = floor_div(rows.tile, S.GROUP) - floor_div(rows.first, S.TILE_Q * S.GROUP)
     row_of_stripes = bh.to(tl.int64) * mask.group_rows + group
     offset = tl.load(mask.stripes.offsets + row_of_stripes, mask=rows.live, other=0)
     count = tl.load(mask.stripes.counts + row_of_stripes, mask=rows.live, other=0)
-    seen = count_up_to(mask.stripes.indices, offset, count, rows.last)
+    seen = count_up_to(mask.stripes.indices, offset, count, rows.last, S.WIDTH)
     return offset, seen
 
 
@@ -110,7 +110,7 @@ def stripe_step(list_ptr, j, seen, rows, mask, row_of_lists, logits, S):
     """
     number = tl.arange(0, S.BLOCK_N)
     some = j * S.BLOCK_N + number < seen
-    at = tl.load(list_ptr + j * S.BLOCK_N + number, mask=some, other=0)  # [BLOCK_N]
+    at = column_keys(list_ptr, j * S.BLOCK_N, number, S.WIDTH, some=some)  # [BLOCK_N]
     if mask.bitmap is not None:
         taken = tl.load(mask.bitmap + row_of_lists * mask.columns + at // S.TILE_K, mask=some, other=1)  # [BLOCK_N]
         some = some & (taken == 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseprefill.kernels.attention.requests import FIELDS
 from sparseprefill.kernels.source import Source
-from sparseprefill.statistics.kept import kept
+from sparseprefill.mask.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -87,7 +87,8 @@ def key(call: AttentionCall, plan: Plan) -> Hashable | None:
     rows = q.untyped_storage().data_ptr(), q.storage_offset() % q.stride(2)
     cache = tuple((x.data_ptr(), x.shape, x.stride()) for x in (pages.k, pages.v))
     sinks = None if call.sinks is None else (call.sinks.data_ptr(), call.sinks.dtype, call.sinks.stride())
-    of_mask = (mask.tile_q, mask.tile_k, mask.group, mask.has_tiles, mask.stripes is not None, mask.overlapping)
+    grid = mask.tile_q, mask.tile_k, mask.group, mask.stripe_width
+    of_mask = (*grid, mask.has_tiles, mask.stripes is not None, mask.overlapping)
     logits = (call.softmax_scale, call.softcap, call.window, sinks)
     return rows, q.shape[1], q.shape[3], q.stride()[1:3], q.dtype, cache, logits, of_mask
 

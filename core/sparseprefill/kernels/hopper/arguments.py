@@ -1,5 +1,6 @@
-"""What the kernel's roles are handed: tuples that the kernel builds of its flat arguments, and how the roles talk.
+"""What the kernel and its roles are handed, as tuples, and how the roles talk.
 
+A launcher fills `Arguments`, which a launch takes apart (`attention.arguments.flat`); the kernel builds its tuples again.
 A field may be None, which device code asks for (``mask.bitmap is not None``); the branch is decided when it is compiled.
 
 All that passes between roles lies in slots of shared memory, which are filled and emptied in turn. A slot has two
@@ -27,13 +28,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sparseprefill.kernels.attention.arguments import State
+from sparseprefill.kernels.attention.arguments import Mask, State
 
 
 class Shape(NamedTuple):
     """Sizes known when the kernel is compiled: the mask's tiles, the blocks of a step, head dimension, steps in the ring.
 
-    GROUP: query tiles that share a list of stripes. PAGE: tokens of a page, a power of two; 0 without pages. FP8: what
+    GROUP: query tiles that share a list of stripes. WIDTH: keys of a stripe. PAGE: tokens of a page, a power of two; 0 without pages. FP8: what
     the cache holds, "e4m3" or "e5m2"; None where that is what the kernel computes in. AHEAD: steps that are on their
     way from an fp8 cache at once.
     """
@@ -41,6 +42,7 @@ class Shape(NamedTuple):
     TILE_Q: Any
     TILE_K: Any
     GROUP: Any
+    WIDTH: Any
     BLOCK_M: Any
     BLOCK_N: Any
     D: Any
@@ -157,7 +159,7 @@ class Outputs(NamedTuple):
     """Where results go: either out and lse, or a state. sinks: logits that join the denominator of out, or None.
 
     nonfinite: int8 ``[B * Hq * blocks]``, 1 where a sum of the block is NaN or infinite. v_scale: factor on the values of
-    an fp8 cache, or None.
+    an fp8 cache, or None; a pointer among the arguments, the number itself for the roles.
     """
 
     out: Any
@@ -171,3 +173,25 @@ class Outputs(NamedTuple):
     stride_on: Any
     stride_lb: Any
     stride_lh: Any
+
+
+class Arguments(NamedTuple):
+    """Everything that one launch is given, but what the kernel is compiled for.
+
+    queries: descriptor of q, in halves. scale: factor on q.k, log2(e) included. k_scale: factor on the keys of an fp8
+    cache, or None. below, skipped: see `Skip.below` and `Skip.counts`. counter, order, draws: see `Work`.
+    """
+
+    queries: Any
+    cache: Cache
+    mask: Mask
+    carry: State
+    outputs: Outputs
+    sizes: Sizes
+    scale: Any
+    k_scale: Any
+    below: Any
+    skipped: Any
+    counter: Any
+    order: Any
+    draws: Any

@@ -11,7 +11,7 @@ from sparseprefill.kernels.hopper.gluon import barrier, load_rows, reinterpret
 from sparseprefill.kernels.hopper.paging import row_in_cache
 from sparseprefill.kernels.hopper.produce import HIDDEN
 from sparseprefill.kernels.hopper.ring import advance
-from sparseprefill.kernels.hopper.work import SLOTS, query_block, take
+from sparseprefill.kernels.hopper.work import SLOTS, column_keys, query_block, take
 
 
 @gluon.constexpr_function
@@ -70,7 +70,7 @@ def keys_at(j, tiles, seen, tile_ptr, stripe_ptr, number, shape):
         at += entry * shape.TILE_K + (left % parts) * shape.BLOCK_N + number
     if stripe_ptr is not None:
         place = gl.maximum(gl.minimum((j - tiles) * shape.BLOCK_N + number, seen - 1), 0)
-        column = gl.load(stripe_ptr + place, mask=number * 0 < seen, other=0)
+        column = column_keys(stripe_ptr, place, shape.WIDTH, some=number * 0 < seen)
         at = gl.where(number * 0 + j >= tiles, column, at)
     return at
 

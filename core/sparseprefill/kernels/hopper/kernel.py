@@ -14,11 +14,10 @@ from sparseprefill.kernels.hopper.produce import produce
 from sparseprefill.kernels.hopper.work import FIELDS, SLOTS, schedule
 
 RUNTIME = (
-    "stride_lb", "stride_lh", "q_offset", "q_len", "kv_len", "blocks", "tile_rows", "group_rows", "columns", "items",
-    "heads", "kv_group", "draws",
+    "outputs_stride_lb", "outputs_stride_lh", "sizes_q_offset", "sizes_q_len", "sizes_kv_len", "sizes_blocks",
+    "mask_tile_rows", "mask_group_rows", "mask_columns", "sizes_items", "sizes_heads", "sizes_kv_group", "draws",
 )  # fmt: skip
-"""Sizes that change from call to call and must not cause a compilation. They stay flat: this list does not reach into a
-tuple."""
+"""Sizes that change from call to call and must not cause a compilation."""
 
 
 @gluon.jit
@@ -30,18 +29,22 @@ def fill(ring, raw, work, sizes, mask, cache, skip, shape):
         produce_converted(ring, raw, work, sizes, mask, cache, shape)
 
 
-@gluon.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("table_ptr",))
+@gluon.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("cache_table",))
 def hopper_attention_fwd_kernel(
-    q_desc, k_desc, v_desc, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, starts_ptr, lengths_ptr, sinks_ptr,
-    tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr,
-    stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr, bitmap_ptr,
-    carry_m_ptr, carry_l_ptr, carry_acc_ptr, out_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, nonfinite_ptr, next_ptr, order_ptr,
-    below_ptr, skipped_ptr, requests_ptr,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on, stride_lb, stride_lh, scale,
-    q_offset, q_len, kv_len, blocks, tile_rows, group_rows, columns, items, heads, kv_group, draws,
-    TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
+    queries, cache_k_desc, cache_v_desc, cache_k, cache_v, cache_table,
+    cache_stride_kb, cache_stride_kh, cache_stride_kn, cache_stride_vb, cache_stride_vh, cache_stride_vn,
+    mask_tiles_counts, mask_tiles_offsets, mask_tiles_indices,
+    mask_stripes_counts, mask_stripes_offsets, mask_stripes_indices,
+    mask_bitmap, mask_tile_rows, mask_group_rows, mask_columns,
+    carry_m, carry_l, carry_acc,
+    outputs_out, outputs_lse, outputs_state_m, outputs_state_l, outputs_state_acc,
+    outputs_nonfinite, outputs_sinks, outputs_v_scale,
+    outputs_stride_ob, outputs_stride_oh, outputs_stride_on, outputs_stride_lb, outputs_stride_lh,
+    sizes_starts, sizes_lengths, sizes_q_offset, sizes_q_len, sizes_kv_len, sizes_blocks, sizes_items, sizes_heads,
+    sizes_kv_group, sizes_requests,
+    scale, k_scale, below, skipped, counter, order, draws,
+    TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
     FP8: gl.constexpr, AHEAD: gl.constexpr, DEFER: gl.constexpr,
 ):  # fmt: skip
     """Block-sparse attention: each block of queries over the key tiles and the stripes that its lists name.
@@ -52,18 +55,19 @@ def hopper_attention_fwd_kernel(
     apart, and products that overlap with softmax, are FlashAttention-3's (Shah et al., 2024, Algorithms 1 and 2); lists
     of tiles and stripes, pages, and the scheduler are ours. How the roles talk is told in `arguments`.
 
-    What a call lacks is None. FP8: see `Shape`. REGISTERS: per thread of consumer, producer, scheduler. DEFER: where
-    steps may be left out (`below_ptr`), values of tiles are fetched when a consumer has said that it wants them. With
-    `requests_ptr` batch rows are requests, each with sizes, lists and pages of its own: see `requests`.
+    The parameters are those of `Arguments`; what a call lacks is None. FP8: see `Shape`. REGISTERS: per thread of
+    consumer, producer, scheduler. DEFER: where steps may be left out (`below`), values of tiles are fetched when a
+    consumer has said that it wants them. With `sizes_requests` batch rows are requests, each with sizes, lists and pages
+    of its own: see `requests`.
     """
-    dtype: gl.constexpr = q_desc.dtype
+    dtype: gl.constexpr = queries.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M // 2, D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], q_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M // 2, D], queries.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], queries.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], queries.layout)
     positions = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
-    gathered: gl.constexpr = PAGE > 0 and stripe_indices_ptr is not None and FP8 is None
+    gathered: gl.constexpr = PAGE > 0 and mask_stripes_indices is not None and FP8 is None
     cache_rows = gl.allocate_shared_memory(gl.int32, [BLOCK_N if gathered else 1], flat)
     work_smem = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], flat)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
@@ -91,49 +95,45 @@ def hopper_attention_fwd_kernel(
         told = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], bar)
         for i in gl.static_range(2 * STAGES):
             mbarrier.init(told.index(i), count=1)
-    skip = Skip(below_ptr, skipped_ptr, votes, told)
-    shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, BLOCK_M, BLOCK_N, D, STAGES, PAGE, FP8, AHEAD)
-    queries = Queries(q_desc, q_smem, q_ready, q_empty)
+    skip = Skip(below, skipped, votes, told)
+    shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, STAGES, PAGE, FP8, AHEAD)
+    block = Queries(queries, q_smem, q_ready, q_empty)
     ring = Ring(k_smem, v_smem, positions, k_ready, k_empty, v_ready, v_empty, cache_rows)
-    work = Work(work_smem, work_ready, work_empty, next_ptr, order_ptr, draws)
-    sizes = Sizes(starts_ptr, lengths_ptr, q_offset, q_len, kv_len, blocks, items, heads, kv_group, requests_ptr)
-    tiles = Lists(tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr)
-    stripes = Lists(stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr)
-    mask = Mask(tiles, stripes, bitmap_ptr, tile_rows, group_rows, columns)
+    work = Work(work_smem, work_ready, work_empty, counter, order, draws)
+    sizes = Sizes(
+        sizes_starts, sizes_lengths, sizes_q_offset, sizes_q_len, sizes_kv_len, sizes_blocks, sizes_items, sizes_heads,
+        sizes_kv_group, sizes_requests,
+    )  # fmt: skip
+    tiles = Lists(mask_tiles_counts, mask_tiles_offsets, mask_tiles_indices)
+    stripes = Lists(mask_stripes_counts, mask_stripes_offsets, mask_stripes_indices)
+    mask = Mask(tiles, stripes, mask_bitmap, mask_tile_rows, mask_group_rows, mask_columns)
     cache = Cache(
-        k_desc, v_desc, k_ptr, v_ptr, table_ptr, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn
-    )
-    carry, state = State(carry_m_ptr, carry_l_ptr, carry_acc_ptr), State(m_ptr, l_ptr, acc_ptr)
+        cache_k_desc, cache_v_desc, cache_k, cache_v, cache_table,
+        cache_stride_kb, cache_stride_kh, cache_stride_kn, cache_stride_vb, cache_stride_vh, cache_stride_vn,
+    )  # fmt: skip
+    carry = State(carry_m, carry_l, carry_acc)
+    state = State(outputs_state_m, outputs_state_l, outputs_state_acc)
     raw = Raw(None, None)
     if FP8 is not None:
         spread: gl.constexpr = gl.SwizzledSharedLayout(4, max(128 // D, 1), min(D // 16, 8), [1, 0])
         raw_k = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, D // 4], spread)
         raw_v = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, D // 4], spread)
         raw = Raw(raw_k, raw_v)
-    if k_scale_ptr is not None:
-        scale *= gl.load(k_scale_ptr)
+    if k_scale is not None:
+        scale *= gl.load(k_scale)
     v_scale = None
-    if v_scale_ptr is not None:
-        v_scale = gl.load(v_scale_ptr)
+    if outputs_v_scale is not None:
+        v_scale = gl.load(outputs_v_scale)
     outputs = Outputs(
-        out_ptr,
-        lse_ptr,
-        state,
-        nonfinite_ptr,
-        sinks_ptr,
-        v_scale,
-        stride_ob,
-        stride_oh,
-        stride_on,
-        stride_lb,
-        stride_lh,
-    )
+        outputs_out, outputs_lse, state, outputs_nonfinite, outputs_sinks, v_scale,
+        outputs_stride_ob, outputs_stride_oh, outputs_stride_on, outputs_stride_lb, outputs_stride_lh,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (0, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
-            (consume, (1, queries, ring, work, sizes, carry, outputs, skip, scale, shape)),
+            (consume, (0, block, ring, work, sizes, carry, outputs, skip, scale, shape)),
+            (consume, (1, block, ring, work, sizes, carry, outputs, skip, scale, shape)),
             (fill, (ring, raw, work, sizes, mask, cache, skip, shape)),
-            (schedule, (queries, work, sizes, mask, shape)),
+            (schedule, (block, work, sizes, mask, shape)),
         ],
         [4, 4, 1],
         [REGISTERS[0], REGISTERS[1], REGISTERS[2]],

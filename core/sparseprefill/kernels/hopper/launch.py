@@ -6,24 +6,24 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import evolve
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparseprefill.kernels.attention.arguments import flat
+from sparseprefill.kernels.hopper.arguments import Arguments, Cache, Outputs, Sizes
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.hopper.paging import PANEL
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, strides
-from sparseprefill.kernels.steps import LOG2E
-from sparseprefill.statistics.kept import kept
+from sparseprefill.mask.kept import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.kernels.attention.arguments import Arguments as Given
     from sparseprefill.kernels.attention.together import Together
     from sparseprefill.mask.mask import SparseMask
     from sparseprefill.pages import Pages
-    from sparseprefill.softmax import SoftmaxState
 
 BLOCK_M = 128
 """Query rows of a work item: two consumers of 64."""
@@ -122,61 +122,44 @@ def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
     return call.q.shape[2] * reads >= call.kv_len
 
 
-def launch(
-    call: AttentionCall,
-    mask: SparseMask,
-    lists: tuple[Tensor | None, ...],
-    bitmap: Tensor | None,
-    carry: SoftmaxState | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-    state: SoftmaxState | None,
-    below: Tensor | None = None,
-    skipped: Tensor | None = None,
-    requests: Together | None = None,
-) -> Tensor:
+def launch(call: AttentionCall, mask: SparseMask, given: Given, requests: Together | None = None) -> Tensor:
     """Run the kernel; int8 flags ``[B * Hq * blocks]`` of the query blocks whose sums are nonfinite.
 
-    lists: counts, offsets and indices of tiles, then of stripes; None, all three, where the mask has none. bitmap: uint8
-    tile map where stripes and tiles of the mask may overlap. out and lse, or state: what to fill; the others are None.
-    below: float32 ``[B]``, thresholds of steps to leave out. skipped: int32, two numbers for each query block of each
-    head, the pairs that its two halves left out. requests: in place of the call's rows; call, mask, lists and bitmap are
-    then the first's.
+    given: what the portable kernel would be given; its pairs left out are two numbers for each query block, one of each
+    half. requests: in place of the call's rows; call and mask are then the first's.
     """
-    geometry, (batch, heads, _, width), source = call.geometry, call.q.shape, Source.of(call)
-    block_n = min(mask.tile_k, BLOCK_N[width])
-    q, tile_rows, table = call.q, geometry.tile_rows(mask.tile_q), None
-    if requests is not None:
-        q, tile_rows, table, batch = requests.q, requests.tile_rows, requests.table, len(requests.masks)
-    blocks = tile_rows * (mask.tile_q // BLOCK_M)
+    (batch, heads, _, width), q, source = call.q.shape, given.queries.ptr, Source.of(call)
+    block_n, fp8 = min(mask.tile_k, BLOCK_N[width]), FORMATS.get(source.k.dtype)
+    batch = batch if requests is None else len(requests.masks)
+    blocks = given.mask.tile_rows * (mask.tile_q // BLOCK_M)
     items = batch * heads * blocks
     scratch = torch.zeros(SCRATCH + items, dtype=torch.int8, device=call.q.device)
     counter, nonfinite = scratch[:4].view(torch.int32), scratch[SCRATCH:]
-    fp8 = FORMATS.get(source.k.dtype)
-    if fp8 is not None:  # words of four numbers
-        source = evolve(source, k=source.k.view(torch.int32), v=source.v.view(torch.int32))
-        descriptors, kv_strides = (None, None), cache_strides(source)
-    elif source.page:
-        descriptors, kv_strides = cache_descriptors(source, block_n), cache_strides(source)
-    else:
-        descriptors = _descriptor(source.k, block_n), _descriptor(source.v, block_n)
-        kv_strides = (*strides(source.k), *strides(source.v))
-    none = (None, None, None)
-    resumed = none if carry is None else (carry.m.contiguous(), carry.l.contiguous(), carry.acc.contiguous())
-    filled = none if state is None else (state.m, state.l, state.acc)
     order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
     draws = None if requests is None or order is None else order.numel()
+    outputs, sizes = given.outputs, given.sizes
+    strides = (outputs.stride_ob, outputs.stride_oh, outputs.stride_on, outputs.stride_lb, outputs.stride_lh)
+    arguments = Arguments(
+        _descriptor(q, BLOCK_M // 2),
+        _cache(source, block_n),
+        given.mask,
+        given.carry,
+        Outputs(outputs.out, outputs.lse, outputs.state, nonfinite, outputs.sinks, source.v_scale, *strides),
+        Sizes(*sizes[:5], blocks, items, *sizes[5:]),
+        given.logits.scale,
+        source.k_scale,
+        given.logits.below,
+        outputs.skipped,
+        counter,
+        order,
+        draws,
+    )
     hopper_attention_fwd_kernel[(min(draws or items, _multiprocessors(q.device)),)](
-        _descriptor(q, BLOCK_M // 2), *descriptors, source.k, source.v, *source.extra,
-        geometry.starts, geometry.lengths, call.sinks, *lists, bitmap,
-        *resumed, out, lse, *filled, nonfinite, counter, order, below, skipped, table,
-        *kv_strides, *_out_strides(out, lse), call.softmax_scale * LOG2E.value,
-        geometry.q_offset, geometry.q_len, geometry.kv_len, blocks, tile_rows, geometry.tile_rows(mask.group_rows),
-        geometry.tile_columns(mask.tile_k), items, heads, call.group, draws,
-        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, BLOCK_M=BLOCK_M, BLOCK_N=block_n, D=width,
-        STAGES=(STAGES if fp8 is None else STAGES_FP8)[width], PAGE=source.page,
+        *flat(arguments),
+        TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BLOCK_M=BLOCK_M,
+        BLOCK_N=block_n, D=width, STAGES=(STAGES if fp8 is None else STAGES_FP8)[width], PAGE=source.page,
         REGISTERS=REGISTERS if fp8 is None else CONVERTING, FP8=fp8, AHEAD=0 if fp8 is None else AHEAD[width],
-        DEFER=DEFER and below is not None, num_warps=4, **FUSED,
+        DEFER=DEFER and given.logits.below is not None, num_warps=4, **FUSED,
     )  # fmt: skip
     return nonfinite
 
@@ -227,8 +210,7 @@ def _uneven(mask: SparseMask, blocks: int) -> bool:
 
 def _keys(mask: SparseMask) -> Tensor:
     """``[items]``: keys in the lists of each query block, as items are numbered: a head's from the last block on."""
-    tiles, stripes = mask.tiles, mask.regrouped(1).stripes
-    counts = [one.counts * size for one, size in ((tiles, mask.tile_k), (stripes, 1)) if one is not None]
+    counts = [one.lists.counts * one.width for one in mask.regrouped(1).blocks]
     keys = sum(counts[1:], counts[0])
     if mask.tile_q > BLOCK_M:
         keys = keys.repeat_interleave(mask.tile_q // BLOCK_M, dim=2)
@@ -244,15 +226,22 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _out_strides(out: Tensor | None, lse: Tensor | None) -> tuple[int, ...]:
-    """Batch, head and row strides of out, batch and head strides of lse; zeros where a state is filled."""
-    return (0,) * 5 if out is None or lse is None else (*strides(out), *strides(lse)[:2])
-
-
 def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """Of ``[B, H, N, D]``: blocks of `rows` tokens of one head, and of `columns` of its dimensions if not all."""
     block = [1, 1, rows, columns or x.shape[-1]]
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, LAYOUT)
+
+
+def _cache(source: Source, block_n: int) -> Cache:
+    """Keys and values as the kernel reads them: of pages, `stride_b` counts rows from one to the next."""
+    k, v = source.k, source.v
+    if not source.page:
+        return Cache(_descriptor(k, block_n), _descriptor(v, block_n), k, v, None, *strides(k), *strides(v))
+    if k.dtype in FORMATS:  # words of four numbers
+        k, v, descriptors = k.view(torch.int32), v.view(torch.int32), (None, None)
+    else:
+        descriptors = cache_descriptors(source, block_n)
+    return Cache(*descriptors, k, v, source.table, *page_strides(k), *page_strides(v))
 
 
 def cache_descriptors(source: Source, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -264,10 +253,9 @@ def cache_descriptors(source: Source, block_n: int) -> tuple[TensorDescriptor, T
     return k, v
 
 
-def cache_strides(source: Source) -> tuple[int, int, int, int, int, int]:
-    """Of K, then of V in pages: rows from page to page, elements from head to head and from row to row."""
-    k, v = source.k.stride(), source.v.stride()
-    return k[0] // k[1], k[2], k[1], v[0] // v[1], v[2], v[1]
+def page_strides(x: Tensor) -> tuple[int, int, int]:
+    """Of K or V in pages: rows from page to page, elements from head to head and from row to row."""
+    return x.stride(0) // x.stride(1), x.stride(2), x.stride(1)
 
 
 def _specialised(x: Tensor) -> bool:

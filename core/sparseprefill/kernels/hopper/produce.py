@@ -13,7 +13,7 @@ from sparseprefill.kernels.hopper.paging import boxes, entries_of, load_step, ro
 from sparseprefill.kernels.hopper.requests import batch_row, head_of, keys_of, own, own_size
 from sparseprefill.kernels.hopper.ring import advance
 from sparseprefill.kernels.hopper.skim import fetch
-from sparseprefill.kernels.hopper.work import SLOTS, query_block, take
+from sparseprefill.kernels.hopper.work import SLOTS, column_keys, query_block, take
 
 HIDDEN = gl.constexpr(-2147483648)
 """Set in a gathered column's position where no row may see it; as an unsigned number beyond every row."""
@@ -119,7 +119,7 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                     k_base += start.to(gl.int64) * cache.stride_kn
                     v_base += start.to(gl.int64) * cache.stride_vn
                 chunks = gl.cdiv(seen, BLOCK_N)
-                at = gl.load(stripe_ptr + gl.minimum(number, seen - 1), mask=number * 0 < seen, other=0)  # [BLOCK_N]
+                at = column_keys(stripe_ptr, gl.minimum(number, seen - 1), shape.WIDTH, some=number * 0 < seen)
                 if shape.PAGE > 0:
                     there = row_in_cache(table, at, cache.stride_kb, shape.PAGE)  # [BLOCK_N]
                 before = 0
@@ -138,7 +138,8 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                         ring.cache_rows.store(there)
                         numbers = ring.cache_rows
                     barrier()
-                    at = gl.load(stripe_ptr + gl.minimum((j + 1) * BLOCK_N + number, seen - 1))  # [BLOCK_N]
+                    following = gl.minimum((j + 1) * BLOCK_N + number, seen - 1)
+                    at = column_keys(stripe_ptr, following, shape.WIDTH)  # [BLOCK_N]
                     gather(ring.k_smem.index(stage), numbers, k_base, cache.stride_kn, dims, by_row, shape)
                     if j > 0:
                         hand_over(ring.k_ready.index(before), 2)

@@ -15,7 +15,7 @@ from sparseprefill.kernels.hopper.ring import advance
 ITEM = gl.constexpr(0)  # its number; `sizes.items` where none is left
 TILES = gl.constexpr(1)  # steps of tiles, from the last key to the first
 CROSSING = gl.constexpr(2)  # the first of them, which need a mask
-SEEN = gl.constexpr(3)  # columns of stripes
+SEEN = gl.constexpr(3)  # keys of stripes
 UNMASKED = gl.constexpr(4)  # steps of stripes before the first that needs a mask
 TILE_LIST = gl.constexpr(5)  # where the list of tiles begins; two words
 STRIPE_LIST = gl.constexpr(7)  # and that of stripes; two words
@@ -97,8 +97,11 @@ def take(work, mask, slot, turn):
 
 
 @gluon.jit
-def count_up_to(list_ptr, count, bound):
-    """How many entries of an ascending list are <= bound; one load where all are."""
+def count_up_to(list_ptr, count, bound, WIDTH: gl.constexpr):
+    """How many keys of an ascending list of columns, each WIDTH keys wide, are <= bound; one load where all are."""
+    end = bound
+    if WIDTH > 1:
+        bound = floor_div(end, WIDTH)
     low = 0
     high = count
     if count > 0:
@@ -110,7 +113,27 @@ def count_up_to(list_ptr, count, bound):
                 low = middle + 1
             else:
                 high = middle
+    if WIDTH > 1:  # noqa: SIM102 - the first is known when this is compiled
+        if low > 0:
+            behind = (gl.load(list_ptr + low - 1) + 1) * WIDTH
+            low = low * WIDTH - gl.maximum(behind - 1 - end, 0)
     return low
+
+
+@gluon.jit
+def column_keys(list_ptr, number, WIDTH: gl.constexpr, some=None):
+    """Positions of keys by their number in a list of columns, each WIDTH keys wide; 0 where not `some`, None for all."""
+    if WIDTH == 1:
+        if some is None:
+            at = gl.load(list_ptr + number)
+        else:
+            at = gl.load(list_ptr + number, mask=some, other=0)
+    else:
+        if some is None:
+            at = gl.load(list_ptr + number // WIDTH) * WIDTH + number % WIDTH
+        else:
+            at = gl.load(list_ptr + number // WIDTH, mask=some, other=0) * WIDTH + number % WIDTH
+    return at
 
 
 @gluon.jit
@@ -165,9 +188,12 @@ def schedule(queries, work, sizes, mask, shape):
             stripe_list = own(stripe_list, sizes, of, STRIPE_LISTS + 2)
             count = gl.load(own(mask.stripes.counts, sizes, of, STRIPE_LISTS) + row, mask=live, other=0)
             list_ptr = mask.stripes.indices + stripe_list
-            seen = count_up_to(list_ptr, count, last)
+            seen = count_up_to(list_ptr, count, last, shape.WIDTH)
             if mask.bitmap is None:
-                unmasked = count_up_to(list_ptr, seen, low) // shape.BLOCK_N
+                entries = seen
+                if shape.WIDTH > 1:
+                    entries = gl.cdiv(seen, shape.WIDTH)
+                unmasked = count_up_to(list_ptr, entries, low, shape.WIDTH) // shape.BLOCK_N
         mbarrier.wait(work.empty.index(slot), phase)
         put(work, slot, ITEM, item)
         put(work, slot, TILES, tiles)

@@ -63,7 +63,7 @@ def _pairs(key, rows, width: tl.constexpr, WINDOW: tl.constexpr):
 def held_kernel(
     counts_ptr, offsets_ptr, indices_ptr, held_ptr, columns, steps, TILE_K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """held ``[lists, columns]``: how many stripes of a list lie in each key tile (ours).
+    """held ``[lists, columns]``: how many stripes of a list lie in each key tile, of TILE_K columns of theirs (ours).
 
     One program: BLOCK key tiles of one list, each with two binary searches.
     """
@@ -84,13 +84,14 @@ def pair_counts_kernel(
     tile_counts_ptr, tile_offsets_ptr, tile_indices_ptr, stripe_counts_ptr, stripe_offsets_ptr, stripe_indices_ptr,
     held_ptr, starts_ptr, lengths_ptr, out_ptr,
     q_offset, q_len, kv_len, tile_rows, group_rows, columns, steps, window, heads,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out ``[batch * heads, tile_rows]``: allowed pairs that lists of tiles and of stripes select (ours).
 
     One program: one query tile of one head. The pairs of a key tile are a difference of ramps; stripes at the causal
     edge, and at a window's far edge, are looked at one by one, and those between only counted. GROUP: query tiles of a
-    query tile group, which has one list of stripes. held_ptr: given where a tile may hold stripes, whose pairs count
+    query tile group, which has one list of stripes. WIDTH: keys of a stripe. held_ptr: given where a tile may hold stripes, whose pairs count
     once; see `held_kernel`.
     """
     program = tl.program_id(0)
@@ -123,24 +124,25 @@ def pair_counts_kernel(
             if held_ptr is not None:
                 unmasked = there & (entry * TILE_K >= low) & (entry * TILE_K < high)
                 held = tl.load(held_ptr + list_of_stripes * columns + entry, mask=unmasked, other=0)  # [BLOCK]
-                total -= held.to(tl.int64) * number_of_rows
+                total -= held.to(tl.int64) * WIDTH * number_of_rows
     if stripe_indices_ptr is not None:
         offset, some = tl.load(stripe_offsets_ptr + list_of_stripes), tl.load(stripe_counts_ptr + list_of_stripes)
-        begin = count_up_to(stripe_indices_ptr, offset, some, low - 1)
-        end = count_up_to(stripe_indices_ptr, offset, some, high - 1)
-        inner = (end - begin).to(tl.int64) * number_of_rows
+        begin = count_up_to(stripe_indices_ptr, offset, some, low // WIDTH - 1)
+        end = count_up_to(stripe_indices_ptr, offset, some, high // WIDTH - 1)
+        inner = (end - begin).to(tl.int64) * WIDTH * number_of_rows
         for edge in tl.static_range(2 if WINDOW else 1):
-            at, last = end, count_up_to(stripe_indices_ptr, offset, some, behind - 1)
+            at, last = end, count_up_to(stripe_indices_ptr, offset, some, floor_div(behind - 1, WIDTH))
             if edge == 1:
-                at, last = count_up_to(stripe_indices_ptr, offset, some, first - window), begin
+                at = count_up_to(stripe_indices_ptr, offset, some, floor_div(first - window + 1, WIDTH) - 1)
+                last = begin
             for slot in range(at, last, BLOCK):
                 there = slot + number < last
-                key = tl.load(stripe_indices_ptr + offset + slot + number, mask=there, other=0)  # [BLOCK]
+                key = tl.load(stripe_indices_ptr + offset + slot + number, mask=there, other=0) * WIDTH  # [BLOCK]
                 if held_ptr is not None:
                     place = _below(tiles_ptr, count, key // TILE_K, steps)
                     found = tl.load(tiles_ptr + place, mask=there & (place < count), other=-1)  # [BLOCK]
                     there = there & (found != key // TILE_K)
-                total += tl.where(there, _pairs(key, rows, 1, WINDOW), 0)
+                total += tl.where(there, _pairs(key, rows, WIDTH, WINDOW), 0)
     tl.store(out_ptr + program, tl.sum(total, 0) + inner)
 
 
@@ -149,13 +151,15 @@ Lists = tuple[Tensor, Tensor, Tensor]
 
 
 def pair_counts(
-    geometry: Geometry, tile_q: int, tile_k: int, group: int, tiles: Lists | None, stripes: Lists | None, *,
+    geometry: Geometry, sizes: tuple[int, int, int, int], tiles: Lists | None, stripes: Lists | None, *,
     disjoint: bool = False,
 ) -> Tensor:  # fmt: skip
     """int64 ``[B, Hq]``: allowed pairs of `tiles`, lists by query tile, and of `stripes`, each once.
 
-    group: query tiles of a query tile group, by which stripes are listed. disjoint: no stripe lies in a listed tile.
+    sizes: tokens of a query tile and of a key tile, query tiles of a query tile group, by which stripes are listed, and
+    tokens of a stripe. disjoint: no stripe lies in a listed tile.
     """
+    tile_q, tile_k, group, width = sizes
     rows, groups = geometry.tile_rows(tile_q), geometry.tile_rows(tile_q * group)
     columns = geometry.tile_columns(tile_k)
     out = torch.zeros(geometry.batch, geometry.heads, rows, dtype=torch.int64, device=geometry.device)
@@ -167,13 +171,13 @@ def pair_counts(
         held = torch.empty(*counts.shape, columns, dtype=torch.int32, device=geometry.device)
         held_kernel[(counts.numel(), -(-columns // BLOCK))](
             *_packed(stripes), held, columns, geometry.kv_len.bit_length(),
-            TILE_K=tile_k, BLOCK=BLOCK, num_warps=4, **FUSED,
+            TILE_K=tile_k // width, BLOCK=BLOCK, num_warps=4, **FUSED,
         )  # fmt: skip
     pair_counts_kernel[(out.numel(),)](
         *_packed(tiles), *_packed(stripes), held, geometry.starts, geometry.lengths, out,
         geometry.q_offset, geometry.q_len, geometry.kv_len, rows, groups, columns, columns.bit_length(),
         geometry.window or 0, geometry.heads,
-        TILE_Q=tile_q, TILE_K=tile_k, GROUP=group, WINDOW=geometry.window is not None,
+        TILE_Q=tile_q, TILE_K=tile_k, GROUP=group, WIDTH=width, WINDOW=geometry.window is not None,
         BLOCK=BLOCK, num_warps=4, **FUSED,
     )  # fmt: skip
     return out.sum(-1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparseprefill.call import rows_at
 from sparseprefill.mask.geometry import Geometry, Sizes
-from sparseprefill.statistics.kept import kept
+from sparseprefill.mask.kept import kept
 
 
 @frozen(eq=False)

@@ -1,1 +1,0 @@
-"""Device code of the identification: pool, score, compact. `launch` launches it."""
