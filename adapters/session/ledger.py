@@ -44,9 +44,11 @@ class Uncounted:
 
     @property
     def held(self) -> int:
-        """Memory that keeping it would hold, in bytes."""
-        own = 0 if self.skipped is None else self.skipped.nbytes
-        return own + (self.pairs.nbytes if self.pairs is not None else sum([one.nbytes for one in self.lists]))
+        """Memory that keeping it would hold, in bytes: of lists whole storages, which rows and heads may share."""
+        own = sum([x.nbytes for x in (self.skipped, self.pairs) if x is not None])
+        lists = [part for one in self.lists for part in (one.tiles, one.stripes) if part is not None]
+        held = [x for one in lists for x in (one.counts, one.offsets, one.indices)]
+        return own + sum([x.untyped_storage().nbytes() for x in held])
 
     def counted(self) -> Uncounted:
         """A copy with a number for each head, counted on the device, in the place of the lists; nothing waits."""

@@ -31,9 +31,10 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
         # A block of padding alone asks for no column: else its group would depend on the rest of the batch.
         padding = real_rows(geometry, regions.block) == 0
         anchor = anchor.masked_fill(padding[:, None], torch.inf)
-    block, first = geometry.tiles(regions.block), geometry.first_tile(regions.group)
+    width = regions.group
+    block, first = geometry.tiles(regions.block), geometry.first_tile(width)
     which = torch.div(block, regions.step, rounding_mode="floor") - first[:, None]
-    groups = geometry.tile_rows(regions.group)
+    groups = geometry.tile_rows(width)
     keep = torch.zeros(
         geometry.batch, geometry.heads, groups, geometry.kv_len, dtype=torch.bool, device=geometry.device
     )
@@ -41,7 +42,7 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
         start = 0 if geometry.starts is None else int(geometry.starts[b])
         turned = call.k[b].to(pooled.dtype).transpose(-1, -2).contiguous()  # few queries are multiplied faster so
         for g in range(groups):
-            end = (int(first[b]) + g) * regions.group
+            end = (int(first[b]) + g) * width
             if not regions.init_tokens < end < geometry.q_offset - start + geometry.q_len:
                 continue
             rows = torch.nonzero(which[b] == g)[:, 0]

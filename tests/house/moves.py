@@ -59,21 +59,22 @@ def layer_moves(method: str) -> Walk:
 
 
 def vllm_moves(method: str) -> Walk:
-    """Of a layer's `forward` in the second step of a vLLM whose own part is made up here; each step has one prompt."""
-    impl = _impl(method)
+    """Of a second layer in the second step of a vLLM whose own part is made up; each step has one prompt."""
+    impls, runtime = _impls(method)
     cache = torch.randn(TOKENS // PAGE + 1, KV_HEADS, PAGE, 2 * WIDTH)
-    layer, walks = SimpleNamespace(layer_name="model.layers.1.self_attn.attn"), list[Walk]()
+    walks = list[Walk]()
     for step in range(2):
-        impl.runtime.names = _named(f"request {step}")
-        parts, table = plan(impl.runtime, Common(), lambda common: common), torch.arange(len(cache), dtype=torch.int32)
+        runtime.names = _named(f"request {step}")
+        parts, table = plan(runtime, Common(), lambda common: common), torch.arange(len(cache), dtype=torch.int32)
         metadata = SimpleNamespace(parts=parts, block_table=table[None])
-        query, output = torch.randn(TOKENS, HEADS, WIDTH), torch.full((TOKENS, HEADS, WIDTH), torch.nan)
-        with watched() as seen:
-            impl.forward(layer, query, query, query, cache, metadata, output)
-        walks.append(seen)
-        assert bool(output.isfinite().all()), "the method ran"
-    (one,) = (one for one in impl.runtime.report().layers if one.layer == 1)
-    assert one.sparse_calls == 2, one
+        for index, impl in enumerate(impls):
+            layer = SimpleNamespace(layer_name=f"model.layers.{index}.self_attn.attn")
+            query, output = torch.randn(TOKENS, HEADS, WIDTH), torch.full((TOKENS, HEADS, WIDTH), torch.nan)
+            with watched() as seen:
+                impl.forward(layer, query, query, query, cache, metadata, output)
+            walks.append(seen)
+            assert bool(output.isfinite().all()), "the method ran"
+    assert [one.sparse_calls for one in runtime.report().layers] == [2, 2]
     return walks[-1]
 
 
@@ -84,8 +85,8 @@ def _named(name: str) -> Names:
     return Names(lambda: runner)
 
 
-def _impl(method: str) -> Any:
-    """Attention of a layer as the backends have it, over a host that is never asked."""
+def _impls(method: str) -> tuple[list[Any], Runtime]:
+    """Attention of two layers as the backends have it, over a host that is never asked."""
 
     class Host:
         attn_type, sliding_window, kv_cache_dtype, scale, sinks = "decoder", -1, "auto", WIDTH**-0.5, None
@@ -102,11 +103,12 @@ def _impl(method: str) -> Any:
 
     sizes = {"layers": 2, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH}
     model = ModelIdentity(name="m", architecture="M", digest="d", **sizes)  # type: ignore[arg-type]
-    made = Impl.__new__(Impl)
-    made.facts, made.stock = None, made.forward
     table = {"sparseprefill": {"method": method, "gate": False}}
-    made.runtime = Runtime.made(parse(table), Model(model, model, "M", "HOST", 0), Owner())
-    return made
+    runtime = Runtime.made(parse(table), Model(model, model, "M", "HOST", 0), Owner())
+    impls = [Impl.__new__(Impl) for _ in range(2)]
+    for one in impls:
+        one.facts, one.stock, one.runtime = None, one.forward, runtime
+    return impls, runtime
 
 
 def _sparse_impl() -> Any:
