@@ -10,7 +10,6 @@ from attrs import evolve, field, frozen
 
 from sparseprefill.errors import ParameterError
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import EMPTY
 from sparseprefill.route import Route
 from sparseprefill.validate import maybe, number, one_of, whole
 
@@ -110,7 +109,7 @@ class Case:
     input: str = field(default="heads", validator=one_of(*INPUTS))
     mask: tuple[Part, ...] = ()
     pipeline: Pipeline | Route | None = field(default=None, eq=False)
-    parameters: Mapping[str, Any] = field(default=EMPTY, eq=False)
+    parameters: Mapping[str, Any] = field(factory=dict, eq=False)
     gate: bool = False
     layers: int = field(default=1, validator=whole())
 

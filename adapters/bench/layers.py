@@ -12,7 +12,7 @@ from torch import Tensor
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
 from sparseprefill.memory import Memory
-from sparseprefill.parts.split import limit_of, parts
+from sparseprefill.parts.split import parts
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Result
 from sparseprefill.registry import default_registry
@@ -101,7 +101,7 @@ def memories(pipeline: Pipeline | Route, calls: Sequence[AttentionCall]) -> list
 def plan_only(given: Pipeline | Route, call: AttentionCall, memory: Memory) -> None:
     """Estimate and refine, part by part where the whole call runs so."""
     pipeline = Route.of(given).choose(call).pipeline
-    for part in parts(pipeline, call, limit_of(pipeline.workspace, call.q.device)):
+    for part in parts(pipeline, call, pipeline.limit(call.q.device)):
         pipeline.plan(part.of(call), memory)
 
 

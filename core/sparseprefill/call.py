@@ -152,7 +152,7 @@ def _options() -> tuple[str, ...]:
 
 
 def check_call(call: object) -> AttentionCall:
-    """The same; ParameterError for anything that is no AttentionCall."""
+    """The call that was given; ParameterError for anything that is no AttentionCall."""
     if not isinstance(call, AttentionCall):
         raise ParameterError(f"call is {type(call).__name__}: pass an AttentionCall, such as AttentionCall(q, k, v)")
     return call

@@ -15,12 +15,12 @@ from sparseprefill import structure
 from sparseprefill.breakeven.gate import AUTO
 from sparseprefill.errors import ParameterError, UnknownMethodError, nearest, printed
 from sparseprefill.method import FLOOR, configured
-from sparseprefill.pipeline import Pipeline
+from sparseprefill.pipeline import Pipeline, Runner
 from sparseprefill.refiners.recall import floor_of
 from sparseprefill.refiners.skip import SkipSoftmax
 from sparseprefill.registry import KEY, Registry, default_registry
 from sparseprefill.route import Route, gated
-from sparseprefill.stages import Observer, PatternEstimator
+from sparseprefill.stages import PatternEstimator
 from sparseprefill.structure import join
 from sparseprefill.union import UnionEstimator
 from sparseprefill.validate import FILE
@@ -52,31 +52,37 @@ def from_config(
         return _Reader(registry, path.parent).pipeline(_load(path), at)
 
 
-def inner_method(given: str | Mapping[str, Any] | Pipeline | Route | PatternEstimator, why: str) -> Pipeline | Route:
+def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, why: str) -> Pipeline:
     """The method that another one takes as its parameter `inner`: its estimator and refiners are what runs.
 
     given: a method's name, a table as of `from_config`, or, from Python, a pipeline or an estimator. why: what an inner
     method cannot have here, for the message.
 
-    Raises UnknownMethodError, or ParameterError, for a method with observers too: they would see what ran in its place;
-    and for one with a corrector, or with SkipSoftmax, which work on what is executed.
+    Raises UnknownMethodError, or ParameterError: also for a method with a profile or a gate, which choose for the whole
+    call; with observers, which would see what ran in its place; with a corrector, or with SkipSoftmax, which work on
+    what is executed.
     """
     if isinstance(given, str | Mapping):
         made = from_config({"method": given} if isinstance(given, str) else given, at="inner")
     else:
-        made = given if isinstance(given, Pipeline | Route) else Pipeline(given, name=type(given).__name__)
+        made = given if isinstance(given, Runner) else Pipeline(given, name=type(given).__name__)
+    if not isinstance(made, Pipeline):
+        raise ParameterError(
+            f"inner: {made.name} has a profile or a gate, which choose for the whole call; pass a method and its "
+            "parameters"
+        )
     if made.remembers:
-        seen = ", ".join(type(one).__name__ for route in Route.of(made).known for one in route.observers)
+        seen = ", ".join(type(one).__name__ for one in made.observers)
         raise ParameterError(
             f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and {why}; pass a method "
             "without observers"
         )
-    if any(isinstance(one, SkipSoftmax) for route in Route.of(made).known for one in route.refiners):
+    if any(isinstance(one, SkipSoftmax) for one in made.refiners):
         raise ParameterError(
             f"inner: {made.name} skips tiles while its plan is executed, but only its mask is used here; put "
             "SkipSoftmax on the method that takes inner"
         )
-    if Route.of(made).corrects:
+    if made.corrects:
         raise ParameterError(
             f"inner: {made.name} has a corrector, which would not run; put it on the method that takes inner"
         )
@@ -116,11 +122,7 @@ class _Reader:
         made = self._union(table, at, (*above, given)) if "union" in table else self._method(table, at)
         refiners = [self._stage("refiner", one, join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
         name = _text(table["name"], join(at, "name")) if "name" in table else made.name
-
-        def composed(one: Pipeline) -> Pipeline:
-            return evolve(one, refiners=(*one.refiners, *refiners), name=name)
-
-        made = composed(made) if isinstance(made, Pipeline) else made.each(composed)
+        made = made.each(lambda one: evolve(one, refiners=(*one.refiners, *refiners), name=name))
         if "recall" in table:
             with _located(at, ["recall"]):
                 made = made.with_recall(floor_of(table["recall"]))
@@ -202,24 +204,18 @@ class _Reader:
         for key in ("parameters", "profile"):
             if key in table:
                 raise ParameterError(f"{join(at, key)} has no meaning next to union: each of its tables has its own")
+        remedies = {key: f"put {key} next to union" for key in ("gate", "corrector")}
+        remedies["profile"] = "give a method and its parameters"
         for i, one in _items(table, "union", at):
-            for key in ("gate", "corrector"):
+            for key, remedy in remedies.items():
                 if isinstance(one, Mapping) and key in one:
-                    raise ParameterError(
-                        f"{join(at, f'union[{i}].{key}')} has no meaning there: put {key} next to union"
-                    )
-        parts = [self.pipeline(one, join(at, f"union[{i}]"), above) for i, one in _items(table, "union", at)]
-        if not parts:
+                    raise ParameterError(f"{join(at, f'union[{i}].{key}')} has no meaning there: {remedy}")
+        made = [self.pipeline(one, join(at, f"union[{i}]"), above) for i, one in _items(table, "union", at)]
+        if not made:
             raise ParameterError(f"{join(at, 'union')} is empty: give the tables of the methods to unite")
-        observers = tuple(one for part in parts for one in _observers(part))
+        parts = [part for one in made for part in one.known]  # each is one pipeline: only profiles and gates make more
+        observers = tuple(one for part in parts for one in part.observers)
         return Pipeline(UnionEstimator(*parts), observers=observers, name=" + ".join(part.name for part in parts))
-
-
-def _observers(part: Pipeline | Route) -> tuple[Observer, ...]:
-    """A part's observers; a route is one itself: it shows a call to those of the pipeline that serves its length."""
-    if isinstance(part, Pipeline):
-        return part.observers
-    return (part,) if part.remembers else ()
 
 
 def _names(kind: type, *, required: bool = False) -> list[str]:

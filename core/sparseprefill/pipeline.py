@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 from attrs import Attribute, Factory, evolve, field, frozen
@@ -16,7 +17,7 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import KEPT_BYTES, Memory
 from sparseprefill.parts.record import Recorder
-from sparseprefill.parts.split import Limit, Part, limit_of, parts
+from sparseprefill.parts.split import Part, parts
 from sparseprefill.plan import Kernel, Parts, Plan, Planned, Result, Skipped
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.refiners.recall import KeptWhole, Recall, RecallFloor, floor_of
@@ -39,6 +40,10 @@ from sparseprefill.stages import (
 )
 from sparseprefill.validate import MOST_ROWS, fitting, is_whole
 
+Limit = int | Literal["auto"] | None
+"""Bytes that a call may hold: so many, `LIMIT` on CUDA devices and any number elsewhere ("auto"), or any number."""
+LIMIT = 3 << 30
+"""Bytes on CUDA devices by default: with the LSE, and with what bounds leave out, a layer stays within 4 GiB."""
 KEPT = 256
 """Sizes of calls whose parts a pipeline remembers."""
 SHARE = 8
@@ -90,14 +95,37 @@ CORRECTING = _asked(lambda pipeline: () if pipeline.corrector is None else (pipe
 OBSERVING = _asked(lambda pipeline: pipeline.observers)
 
 
-class Runner:
-    """What runs calls takes tensors as well, like a function."""
+class Runner(ABC):
+    """What runs calls, given as calls or as tensors: a Pipeline, or a Route over several."""
 
     __slots__ = ()
 
+    @property
+    @abstractmethod
+    def known(self) -> tuple[Pipeline, ...]:
+        """Every pipeline there is."""
+
+    @abstractmethod
+    def each(self, change: Callable[[Pipeline], Pipeline]) -> Self:
+        """A copy with every pipeline changed, such as ``made.each(lambda one: evolve(one, refiners=...))``."""
+
+    @abstractmethod
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention."""
-        raise NotImplementedError
+
+    @property
+    def corrects(self) -> bool:
+        """Whether any of the pipelines has a corrector."""
+        return any(one.corrector is not None for one in self.known)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether any of the pipelines keeps something from layer to layer, or from chunk to chunk."""
+        return any(one.observers for one in self.known)
+
+    def with_corrector(self, corrector: Corrector | None) -> Self:
+        """A copy with this corrector in each pipeline, None for none. ParameterError for what is no corrector."""
+        return self.each(lambda one: evolve(one, corrector=corrector))
 
     def __call__(
         self,
@@ -165,6 +193,15 @@ class Pipeline(Runner):
         return (*self._planning, self.executing, *self._correcting, *self._observing)
 
     @property
+    def known(self) -> tuple[Pipeline]:
+        """The pipeline alone."""
+        return (self,)
+
+    def each(self, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """The pipeline changed."""
+        return change(self)
+
+    @property
     def stages(self) -> tuple[object, ...]:
         """Every stage, in the order in which they run."""
         return tuple(stage.given for stage in self._all)
@@ -209,15 +246,6 @@ class Pipeline(Runner):
         others = (one for one in self.refiners if not isinstance(one, RecallFloor | KeptWhole))
         return evolve(self, refiners=(*others, last))
 
-    def with_corrector(self, corrector: Corrector | None) -> Pipeline:
-        """The pipeline with this corrector in place of the one it has; None: without. ParameterError for none."""
-        return evolve(self, corrector=corrector)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether anything is kept from layer to layer, or from chunk to chunk."""
-        return bool(self.observers)
-
     @property
     def asks_model(self) -> bool:
         """Whether a stage wants to know the model that it runs in: `check_model`."""
@@ -245,6 +273,12 @@ class Pipeline(Runner):
         """Bytes that the pipeline may hold for a call at once: the plan, and the stage that works on it."""
         first, *after = self._all
         return first.workspace(call) + max(stage.workspace(call) for stage in after)
+
+    def limit(self, device: torch.device) -> int | None:
+        """Bytes that a call may hold on a device, by `workspace`; None for no limit."""
+        if self.workspace == "auto":
+            return LIMIT if device.type == "cuda" else None
+        return self.workspace
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention.
@@ -315,7 +349,7 @@ class Pipeline(Runner):
 
         By sizes alone; remembered, since the layers of a model ask with the same ones.
         """
-        limit = limit_of(self.workspace, call.q.device)
+        limit = self.limit(call.q.device)
         if limit is None:
             return (), True
         sizes = (call.q.shape, call.kv_heads, call.kv_len, call.value_dim, call.geometry.q_offset, call.window)

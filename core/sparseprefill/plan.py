@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, field, frozen
@@ -23,30 +23,6 @@ from sparseprefill.mask.tile_map import TileMap
 
 if TYPE_CHECKING:
     from sparseprefill.memory import Memory
-
-
-class _Empty(Mapping[str, Any]):
-    """A mapping that holds nothing and can hold nothing; a copy, or what a pickle brings back, is the very same one."""
-
-    __slots__ = ()
-
-    def __getitem__(self, key: str) -> Never:
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    def __repr__(self) -> str:
-        return "{}"
-
-    def __reduce__(self) -> str:
-        return "EMPTY"
-
-
-EMPTY: Mapping[str, Any] = _Empty()
 
 
 class Remark(str):
@@ -156,7 +132,7 @@ class Plan:
     probe: Tensor | None = field(default=None, kw_only=True)
     priority: Priority | None = field(default=None, kw_only=True)
     skip_below: Tensor | None = field(default=None, kw_only=True)
-    notes: Mapping[str, Any] = field(default=EMPTY, kw_only=True)
+    notes: Mapping[str, Any] = field(factory=dict, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         mask = self._mask.mask if isinstance(self._mask, _Ruled) else self._mask
@@ -307,7 +283,10 @@ class Skipped:
 
 @frozen(eq=False)
 class Parts:
-    """Of a call that ran in parts: its geometry, how many, and each head's pairs, int64 ``[B, Hq]`` on the device."""
+    """What is known of a call that ran in parts.
+
+    geometry: of the whole call. count: how many parts. pairs: of each head, int64 ``[B, Hq]`` on the device.
+    """
 
     geometry: Geometry
     count: int
@@ -402,7 +381,7 @@ def check_geometry(call: AttentionCall, geometry: Geometry, who: str) -> None:
 
 
 def _check_thresholds(given: object, batch: int) -> None:
-    """Of values on a device none is read."""
+    """MaskError for what are no thresholds `Plan.skip_below`; values on a device are not read."""
     if not isinstance(given, Tensor) or given.dtype != torch.float32 or tuple(given.shape) != (batch,):
         shown = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else _shown(given)
         raise MaskError(f"Plan.skip_below is {shown}: pass a float32 tensor [B] = ({batch},)")

@@ -14,18 +14,14 @@ from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
-from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline, Runner
 from sparseprefill.plan import Plan, Result
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.recall import Recall, floor_of
 from sparseprefill.stages import (
     Answer,
-    Corrector,
     ExecutorStage,
     Guard,
-    HeadScope,
-    widest_scope,
 )
 from sparseprefill.validate import Check, fitting
 
@@ -226,49 +222,24 @@ class Route(Runner):
 
     @property
     def grain(self) -> int | None:
-        """The same as `Pipeline.grain`; None behind a gate, which may judge chunks of other sizes otherwise."""
+        """What `Pipeline.grain` says; None behind a gate, which may judge chunks of other sizes otherwise."""
         return self.method_grain if self.gate is None else None
 
-    @property
-    def head_scope(self) -> HeadScope | None:
-        """The widest scope of the pipelines."""
-        return widest_scope(one.head_scope for one in self.known)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether any of the pipelines keeps something from layer to layer."""
-        return any(one.remembers for one in self.known)
-
     def each(self, change: Callable[[Pipeline], Pipeline]) -> Route:
-        """The route with every pipeline changed, such as ``route.each(lambda one: evolve(one, refiners=...))``."""
-        made = self._changed(change)
-        return evolve(made, name=next((one.name for one in made.known), self.name))
-
-    def _changed(self, change: Callable[[Pipeline], Pipeline]) -> Route:
-        return evolve(self, pipelines=tuple(None if one is None else change(one) for one in self.pipelines))
-
-    @property
-    def tail(self) -> int:
-        """The least tail of the pipelines: see `Pipeline.tail`."""
-        return min((one.tail for one in self.known), default=0)
+        """The route with every pipeline changed; a new name that all of them get is the route's too."""
+        made = evolve(self, pipelines=tuple(None if one is None else change(one) for one in self.pipelines))
+        names = {one.name for one in made.known}
+        renamed = len(names) == 1 and names.isdisjoint(one.name for one in self.known)
+        return evolve(made, name=names.pop()) if renamed else made
 
     def with_tail(self, rows: int) -> Route:
         """The route whose pipelines all give a prompt's last rows every key: see `Pipeline.with_tail`."""
-        return self._changed(lambda one: one.with_tail(rows))
+        return self.each(lambda one: one.with_tail(rows))
 
     def with_recall(self, recall: Recall) -> Route:
         """The route whose pipelines all keep so much of sampled rows' attention mass: see `Pipeline.with_recall`."""
         floor = floor_of(recall)
-        return self if floor is None else self._changed(lambda one: one.with_recall(floor))
-
-    @property
-    def corrects(self) -> bool:
-        """Whether any of the pipelines has a corrector."""
-        return any(one.corrector is not None for one in self.known)
-
-    def with_corrector(self, corrector: Corrector | None) -> Route:
-        """The route whose pipelines all have this corrector: see `Pipeline.with_corrector`."""
-        return self._changed(lambda one: one.with_corrector(corrector))
+        return self if floor is None else self.each(lambda one: one.with_recall(floor))
 
     @property
     def asks_model(self) -> bool:
@@ -286,27 +257,8 @@ class Route(Runner):
         """Why the pipeline for this call cannot serve it, or why the profile cannot; None where both can."""
         if self._objection(call) is None and self.left_dense(call):
             return ()
-        return self._asked(call, Pipeline.unsupported)
-
-    def unsupported_plan(self, call: AttentionCall) -> tuple[str, ...]:
-        """Why the executor cannot run this plan; None where it can, and for a call that the profile leaves dense."""
-        left = self.left_dense(call)
-        return (left,) if left else self._asked(call, Pipeline.unsupported_plan)
-
-    def _asked(self, call: AttentionCall, ask: Callable[[Pipeline, AttentionCall], tuple[str, ...]]) -> tuple[str, ...]:
         reason, found = self._objection(call), self._of_length(call)
-        if reason is not None or found is None:
-            return (reason or "no pipeline",)
-        return ask(found, call)
-
-    def plan_bound(self, call: AttentionCall) -> int:
-        """The most that a plan of this call may take, in bytes: see `Pipeline.plan_bound`."""
-        found = self._of_length(call)
-        return 0 if found is None else found.plan_bound(call)
-
-    def workspace(self, call: AttentionCall) -> int:
-        """The bound of a stage that states none, in bytes; asked where the route is an observer of another pipeline."""
-        return default_workspace(call)
+        return (reason or "no pipeline",) if reason is not None or found is None else found.unsupported(call)
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention: see Pipeline. `Result.dense` holds the reason where the call ran dense."""
@@ -315,21 +267,6 @@ class Route(Runner):
         if choice.dense:
             return dense(call, choice.pipeline.executing, choice.dense)
         return choice.pipeline.run(call, memory)
-
-    def plan(self, call: AttentionCall, memory: Memory) -> Plan:
-        """The plan of the pipeline for this call's length; no gate is asked."""
-        return self._planning(call).plan(call, memory)
-
-    def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
-        """Let the observers of the pipeline for this call's length see the result; no gate is asked."""
-        self._planning(call).observe(call, plan, result, memory)
-
-    def _planning(self, call: AttentionCall) -> Pipeline:
-        """The pipeline for this call; UnsupportedCallError where the profile leaves it dense: there is no plan then."""
-        choice = evolve(self, gate=None).choose(call)
-        if choice.dense:
-            raise UnsupportedCallError([choice.dense])
-        return choice.pipeline
 
 
 class _Nothing:

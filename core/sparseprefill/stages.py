@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HeadScope = Literal["head", "group"]
-"""See `head_scope` above."""
+"""What a stage looks at when it decides for a query head: that head, or all heads of its KV head (`head_scope`)."""
 
 
 @runtime_checkable
@@ -285,15 +285,15 @@ class Stage(Guard):
         return found
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """See PatternEstimator; the plan is one for this call."""
+        """The estimator's plan, which is one for this call."""
         return self._planned("estimate", call, self.ask("estimate", PLAN, call, memory))
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
-        """See MaskRefiner; the plan is one for this call."""
+        """The refiner's plan, which is one for this call."""
         return self._planned("refine", call, self.ask("refine", PLAN, call, plan, memory))
 
     def correct(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> Result:
-        """See Corrector; the result has the call's sizes, and names what corrected it."""
+        """The corrected result, which has the call's sizes and names what corrected it."""
         made = self._computed("correct", call, self.ask("correct", RESULT, call, plan, result, memory))
         for name in ("lse", "plan"):
             if getattr(made, name) is not getattr(result, name):
@@ -302,7 +302,7 @@ class Stage(Guard):
         return evolve(made, corrected=self.name)
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
-        """See Observer."""
+        """Let the observer see a result."""
         self.ask("observe", NOTHING, call, plan, result, memory)
 
     def _planned(self, verb: str, call: AttentionCall, plan: Plan) -> Plan:
@@ -328,7 +328,7 @@ class Stage(Guard):
 
 @frozen(eq=False)
 class ExecutorStage(Stage):
-    """The same of an executor; it is one itself, and can stand in its place."""
+    """An executor behind its guard; it can stand in the executor's place."""
 
     @property
     def together(self) -> bool:
@@ -360,7 +360,7 @@ class ExecutorStage(Stage):
         return [self._computed("execute_many", call, one) for call, one in zip(calls, made, strict=True)]
 
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
-        """See SparseExecutor."""
+        """The executor's softmax state over a plan, not normalised."""
         state: SoftmaxState = self.ask("accumulate", STATE, call, plan)
         return state
 

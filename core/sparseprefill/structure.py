@@ -88,7 +88,7 @@ def structure(kind: Any, value: Any, at: str = "", *, short: bool = False) -> An
 
 
 def unstructure(value: Any) -> Any:
-    """As `structure` reads it: what JSON can hold."""
+    """Plain data that JSON can hold, and that `structure` reads back."""
     if has(type(value)):
         facts = {one.metadata.get(KEY, one.name): getattr(value, one.name) for one in fields(type(value)) if one.init}
         schema = getattr(type(value), "SCHEMA", None)
@@ -121,7 +121,7 @@ def _object(kind: Any, value: Any, at: str, *, short: bool) -> Any:
 
 
 def _checked(kind: Any, check: Any, value: Any, at: str, *, short: bool) -> Any:
-    """With a validator's bounds, in its own words."""
+    """A value of a kind, checked by its validator first, whose message names the path."""
     if check is not None:
         check(None, _Path(at), value)
     return structure(kind, value, at, short=short)
@@ -220,7 +220,7 @@ def read(path: str | Path, most: int = MOST) -> str:
 
 
 def loads(text: str) -> Any:
-    """As `json.loads`; ParameterError for an object that has a key twice, of which one would be lost."""
+    """The content of a JSON text; ParameterError for an object with a key twice, one of which would be lost."""
     return json.loads(text, object_pairs_hook=_once)
 
 

@@ -14,7 +14,6 @@ from sparseprefill.mask.priority import BestOf
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
-from sparseprefill.route import Route
 from sparseprefill.stages import HeadScope, PatternEstimator, common_grain, missing, widest_scope
 
 if TYPE_CHECKING:
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
 
 
-def _parts(given: Iterable[Any]) -> tuple[Pipeline | Route, ...]:
-    parts: list[Pipeline | Route] = []
+def _parts(given: Iterable[Any]) -> tuple[Pipeline, ...]:
+    parts: list[Pipeline] = []
     for i, part in enumerate(given):
-        if isinstance(part, Pipeline | Route):
-            if Route.of(part).corrects:
+        if isinstance(part, Pipeline):
+            if part.corrects:
                 remedy = "add the corrector to the pipeline around the union"
                 raise ParameterError(f"UnionEstimator part {i} has a corrector, which would not run: {remedy}")
             parts.append(part)
@@ -59,9 +58,9 @@ class UnionEstimator:
     Probes unite, of priorities the highest scores count; where two parts leave a note of one name, the first's does.
     """
 
-    parts: tuple[Pipeline | Route, ...] = field(converter=_parts)
+    parts: tuple[Pipeline, ...] = field(converter=_parts)
 
-    def __init__(self, *parts: PatternEstimator | Pipeline | Route) -> None:
+    def __init__(self, *parts: PatternEstimator | Pipeline) -> None:
         self.__attrs_init__(parts)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property

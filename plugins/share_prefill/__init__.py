@@ -15,7 +15,6 @@ from .table import ClusterTable, Settings, parse
 
 if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
-    from sparseprefill.route import Route
     from sparseprefill.stages import PatternEstimator
 
 SINGLE = "single"
@@ -65,7 +64,7 @@ class ShareConfig:
     clusters: Any = field(default=None, **TABLE.field)
     block_score: str = field(default="mass", validator=one_of("mass", "mean_qk"))
     coverage: str = field(default="row", validator=one_of("row", "global"))
-    inner: str | Mapping[str, Any] | Pipeline | Route | PatternEstimator | None = field(
+    inner: str | Mapping[str, Any] | Pipeline | PatternEstimator | None = field(
         default=None, converter=method_table, validator=a_method
     )
 

@@ -16,7 +16,6 @@ from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.route import Route
 from sparseprefill.stages import HeadScope, widest_scope
 from sparseprefill.statistics.sampled import SampledMass, by_block, last_rows, sampled_mass, seen_blocks
 from sparseprefill.statistics.select import top_mass
@@ -63,11 +62,11 @@ def _table(share: Share) -> Clusters:
     return Clusters(table, sharing=share.tau > 0)
 
 
-def _fallback(share: Share) -> Pipeline | Route | None:
+def _fallback(share: Share) -> Pipeline | None:
     if share.inner is None:
         return None
     made = inner_method(share.inner, "some of the heads it would see here ran another pattern")
-    if any(isinstance(one.estimator, Share) for one in Route.of(made).known):
+    if isinstance(made.estimator, Share):
         raise ParameterError(
             "inner is a Share itself, and nothing would keep its pivots; pass the method that it shares"
         )
@@ -94,7 +93,7 @@ class Share(ShareConfig):
 
     key: str = field(init=False, repr=False, factory=lambda: f"share-prefill {uuid4().hex}")
     table: Clusters = field(init=False, repr=False, default=Factory(_table, takes_self=True))
-    fallback: Pipeline | Route | None = field(init=False, repr=False, default=Factory(_fallback, takes_self=True))
+    fallback: Pipeline | None = field(init=False, repr=False, default=Factory(_fallback, takes_self=True))
 
     @property
     def observer(self) -> PivotObserver:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.profiles.identity import ModelIdentity
-    from sparseprefill.route import Route
     from sparseprefill.stages import HeadScope
 
     from . import StarConfig
@@ -40,7 +39,7 @@ class StarEstimator:
     """
 
     config: StarConfig
-    inner: Pipeline | Route | None = None
+    inner: Pipeline | None = None
 
     @property
     def grain(self) -> int | None:

@@ -82,29 +82,14 @@ def test_unions_keep_the_observers() -> None:
     assert ["Watch", "Watch"] == [type(observer).__name__ for observer in made.observers]
 
 
-def test_a_part_of_a_union_that_goes_by_length_observes_if_it_remembers(tmp_path: Path) -> None:
-    sizes = {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8}
-    identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)
-
-    def observers(method: str, **parameters: Any) -> list[str]:
-        one = LengthRange(least=0, tokens=64, method=method, parameters=parameters)
-        path = tmp_path / f"{method}.json"
-        path.write_text(Profile(methods=(method,), model=identity, ranges=(one,)).to_json())
-        part = {"method": method, "profile": str(path)}
-        return [type(each).__name__ for each in pipeline_of({"union": [part, STREAMING]}).observers]
-
-    assert [] == observers("streaming")
-    assert ["Route"] == observers("share-prefill", clusters="single")
-
-
 def test_a_profile_of_a_method_that_is_not_here_says_where(tmp_path: Path) -> None:
     sizes = {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8}
     identity = ModelIdentity(name="m", architecture="M", digest="0", **sizes)
     one = LengthRange(least=0, tokens=64, method="gone", parameters={})
     path = tmp_path / "gone.json"
     path.write_text(Profile(methods=("gone",), model=identity, ranges=(one,)).to_json())
-    with pytest.raises(UnknownMethodError, match=r"^union\[1\]: .*'gone'"):
-        sp.from_config({"union": [STREAMING, {"profile": str(path)}]})
+    with pytest.raises(UnknownMethodError, match=r"^here: .*'gone'"):
+        sp.from_config({"profile": str(path)}, at="here")
 
 
 TOML = """
@@ -200,6 +185,14 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
         (
             {"method": "star-attention", "parameters": {"inner": {"method": "dense", "corrector": "delta"}}},
             ".*dense has a corrector, which would not run",
+        ),
+        (
+            {"union": [{"method": "dense", "profile": "a.json"}]},
+            r"union\[0\].profile has no meaning there: give a method and its parameters",
+        ),
+        (
+            {"method": "star-attention", "parameters": {"inner": {"method": "streaming", "gate": "auto"}}},
+            ".*streaming has a profile or a gate, which choose for the whole call",
         ),
         ({"union": []}, "union is empty"),
         ({"union": [{"method": "dense"}], "parameters": {}}, "parameters has no meaning next to union"),

@@ -17,7 +17,7 @@ from attrs import evolve
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill import errors
-from sparseprefill.plan import EMPTY, Carry, Parts, Plan, Result, SoftmaxState
+from sparseprefill.plan import Carry, Parts, Plan, Result, SoftmaxState
 
 Copy = Callable[[Any], Any]
 COPIES: dict[str, Copy] = {
@@ -114,14 +114,3 @@ def test_methods_are_copied(again: Copy) -> None:
         found = again(method)
         assert found == method
         assert found.pipeline(**method.small).name
-
-
-@copied
-def test_the_empty_mapping_stays_itself(again: Copy) -> None:
-    assert again(EMPTY) is EMPTY
-    assert (dict(EMPTY), len(EMPTY), repr(EMPTY), "x" in EMPTY) == ({}, 0, "{}", False)
-    held: Any = EMPTY
-    with pytest.raises(TypeError):
-        held["x"] = 1
-    with pytest.raises(KeyError):
-        EMPTY["x"]

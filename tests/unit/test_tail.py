@@ -210,9 +210,9 @@ def test_a_route_keeps_name_gate_and_gaps() -> None:
 
     route = sp.Route("named", (None, small("streaming")), gate=Never())
     tailed = route.with_tail(8)
-    assert ("named", route.gate, 8) == (tailed.name, tailed.gate, tailed.tail)
+    assert ("named", route.gate, 8) == (tailed.name, tailed.gate, tailed.known[0].tail)
     assert (None, (sp.DenseRows(8),)) == (tailed.pipelines[0], tailed.known[0].refiners)
-    assert 0 == route.tail
+    assert 0 == route.known[0].tail
 
 
 @pytest.mark.parametrize("answer", [-1, 1.5, True, "all"])

@@ -7,18 +7,14 @@ from itertools import pairwise
 from math import lcm
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
 from attrs import evolve, frozen
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
-Limit = int | Literal["auto"] | None
-LIMIT = 3 << 30
-"""Bytes on CUDA devices by default: with the LSE, and with what bounds leave out, a layer stays within 4 GiB."""
 SPARE = 4
-"""Of a limit that a call does not keep as a whole, one part in so many is left free: for the LSE, for counting pairs,
-and for what of the part before is not yet let go."""
+"""One part in so many of the limit stays free while a call runs in parts: for the LSE, for counting pairs, and for what
+the part before has not yet let go. A round guess."""
 ROWS = 2048
 """Calls are cut at multiples of it (and of the grain), so that a query tile or group of tiles lies in one part."""
 
@@ -55,13 +51,6 @@ class Part:
             prompt_lengths=prompt,
             first_head=call.first_head + head,
         )
-
-
-def limit_of(workspace: Limit, device: torch.device) -> int | None:
-    """The limit in bytes on a device; None for none."""
-    if workspace == "auto":
-        return LIMIT if device.type == "cuda" else None
-    return workspace
 
 
 class Cuttable(Protocol):
@@ -143,7 +132,7 @@ def _cuts(call: AttentionCall, unit: int) -> list[int]:
 
 
 def _cut_rows(cuts: list[int], heads: int, fits: Callable[[Part], bool]) -> list[tuple[int, int]]:
-    """As many rows at a time as fit, at least those between two cuts."""
+    """Ranges of as many rows as fit, at least those between two cuts."""
     at, found = 0, []
     while at < len(cuts) - 1:
         low, high = at + 1, len(cuts) - 1

@@ -63,7 +63,7 @@ class ModelReader(Protocol):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which the model computes."""
 
     @abstractmethod
     def read(

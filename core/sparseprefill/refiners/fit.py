@@ -45,7 +45,7 @@ class Tiles:
 
 
 def fitted(call: AttentionCall, plan: Plan, tiles: Tiles, width: int) -> tuple[Tensor, IndexLists]:
-    """Of the wanted tiles and the plan's stripes what fits: bool ``[B, Hq, R, C]``, and stripes by query tile.
+    """What fits of the wanted tiles, bool ``[B, Hq, R, C]``, and of the plan's stripes, by query tile.
 
     Tiles and columns go in order of their worth per key (of equal ones tiles first, then the nearer), as long as they
     fit. A tile costs its keys. A stripe costs one, in a tile that is kept nothing; it is then left out of the lists.

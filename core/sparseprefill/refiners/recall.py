@@ -175,7 +175,7 @@ class RecallFloor:
     def _by_kernels(
         self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, held: Held, reach: Tensor
     ) -> Raised | None:
-        """The same as `_raised` in a few launches; None for what the kernels do not know."""
+        """What `_raised` computes, in a few launches; None for what the kernels do not know."""
         from sparseprefill.kernels.sampled import floor
 
         known = self.ceiling is None and self.speaks_for != "tile" and by_tile[0].dtype == torch.float32
@@ -308,7 +308,7 @@ def _noted(plan: Plan, seen: SampledRecall, dense: Tensor | None = None, capped:
 
 
 def _mean(x: Tensor, real: Tensor) -> Tensor:
-    """Over the rows that exist; NaN where none does."""
+    """Mean over the rows that exist; NaN where none does."""
     mean: Tensor = torch.where(real, x, 0.0).sum(-1) / real.sum(-1)
     return mean
 

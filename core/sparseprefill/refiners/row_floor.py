@@ -23,11 +23,11 @@ ENTRIES, ENTRIES_ON_CPU = 1 << 24, 1 << 20
 EACH = 48
 """Bytes that one of them takes: its sums and masses, those of the mask, what is lost, and what is on its way."""
 HALVINGS = 16
-"""Of the interval in which the smallest added mass of a row is looked for; its logarithm is then known to 2^-11."""
+"""Halvings of the interval that holds the smallest added mass of a row; its logarithm is then known to 2^-11."""
 SMALLEST = 2.0**-24
 """Share of a row's largest lost mass below which its lost masses are taken all or none."""
 LEVELS = 24
-"""Halvings of the interval in which the level of a head's rows is looked for."""
+"""How often the interval is halved that holds the level to which a head's rows are raised."""
 
 
 @frozen(eq=False)
@@ -63,7 +63,7 @@ def stride_of(share: float, tile: int) -> int:
 
 
 def sampled(geometry: Geometry, tile: int, share: float, tiles: slice = slice(None)) -> SampledRows:
-    """Of some of the call's query tiles."""
+    """The rows that are sampled of some of the call's query tiles."""
     stride = stride_of(share, tile)
     number = geometry.tiles(tile)[:, tiles]  # [B, R]
     first = geometry.first_position()[:, None, None]

@@ -19,7 +19,7 @@ NEAR = 256
 AROUND = 4
 """Keys on either side of a slash that count as its own."""
 SAMPLE, ROUNDS, LARGEST = 4096, 6, 60.0
-"""Of `solve`: distances that stand for all of them, rounds, and the largest logit."""
+"""What `solve` works with: distances that stand for all of them, rounds, and the largest logit."""
 QUIET = 0.4
 """What columns of stripes and spans have of the others' spread, so that no single one outweighs the sink."""
 SHARE = number(0.0, 1.0)
@@ -138,7 +138,7 @@ class _Keys:
 
 
 def _root(mass: Callable[[float], float], wanted: float) -> float:
-    """Where a growing function reaches `wanted`; 0 where it lies above from the start."""
+    """The point where a growing function reaches `wanted`; 0 where it lies above from the start."""
     low, high = 0.0, LARGEST
     for _ in range(40):
         middle = (low + high) / 2

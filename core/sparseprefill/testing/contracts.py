@@ -22,7 +22,6 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError, StageError
 from sparseprefill.method import configured
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import EMPTY
 from sparseprefill.registry import default_registry
 from sparseprefill.stages import MaskRefiner
 from sparseprefill.testing import laws, laws_change
@@ -107,7 +106,7 @@ def check_refiner(
     skipped: dict[str, str] = {}
     refused: dict[str, str] = {}
     for method in behind:
-        subject = _refined(name, kind, method, options.get("parameters", EMPTY), options.get("full"))
+        subject = _refined(name, kind, method, options.get("parameters", {}), options.get("full"))
         try:
             report = _check(subject, LAWS_OF_REFINERS, options)
         except ParameterError as refusal:

@@ -87,7 +87,7 @@ def disjoint(trial: Trial) -> None:
 
 
 def repeatable(trial: Trial) -> None:
-    """The same call again gets the same mask, and the same output bit by bit."""
+    """A call that runs again gets the same mask, and the same output bit by bit."""
     again = trial.run(trial.call)
     changed = computed(trial.call, again) ^ trial.keep
     require(~changed, f"{int(changed.sum())} pairs of the mask are others when the call runs again")
@@ -95,7 +95,7 @@ def repeatable(trial: Trial) -> None:
 
 
 def memory_is_read_only(trial: Trial) -> None:
-    """Where no observer is, nothing is written to the memory of the request."""
+    """A pipeline without observers writes nothing to the memory of the request."""
     if trial.pipeline.observers:
         raise NotApplicableError("the method has observers, which write to memory")
     memory = Memory()

@@ -14,7 +14,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.memory import Memory
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import EMPTY, Result
+from sparseprefill.plan import Result
 from sparseprefill.registry import default_registry
 from sparseprefill.testing.truth import allowed_pairs, difference
 from sparseprefill.testing.votes import computed
@@ -41,13 +41,13 @@ class Subject:
 
     @classmethod
     def of(cls, candidate: Candidate, parameters: Mapping[str, Any] | None, full: Mapping[str, Any] | None) -> Subject:
-        """From a Method, its registered name, a Pipeline, or a function that makes one from keyword arguments."""
+        """The subject for a Method, its registered name, a Pipeline, or a function of keywords that makes one."""
         if isinstance(candidate, str):
             candidate = default_registry().get(candidate)
         if isinstance(candidate, Method):
             small = candidate.small if parameters is None else parameters
             return cls(candidate.name, candidate.pipeline, small, candidate.full if full is None else full)
-        small = EMPTY if parameters is None else parameters
+        small = {} if parameters is None else parameters
         if isinstance(candidate, Pipeline):
             return cls(candidate.name, partial(evolve, candidate), small, full)
         name = candidate(**small).name
@@ -64,7 +64,7 @@ class Trial:
 
     @cached_property
     def uncorrected(self) -> Trial:
-        """The same without a corrector; itself where there is none."""
+        """The trial without a corrector; itself where there is none."""
         return self if self.pipeline.corrector is None else evolve(self, pipeline=self.pipeline.with_corrector(None))
 
     @cached_property

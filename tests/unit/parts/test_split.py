@@ -137,10 +137,11 @@ def test_a_part_is_a_view_that_knows_its_place() -> None:
 
 
 def test_auto_is_no_limit_on_a_cpu_and_three_gib_on_cuda() -> None:
-    assert split.limit_of("auto", torch.device("cpu")) is None
-    assert 3 * GIB == split.limit_of("auto", torch.device("cuda"))
-    assert 7 == split.limit_of(7, torch.device("cpu"))
-    assert sp.build("dense").run(CALL).parts is None
+    auto = sp.build("dense")
+    assert auto.limit(torch.device("cpu")) is None
+    assert 3 * GIB == auto.limit(torch.device("cuda"))
+    assert 7 == evolve(auto, workspace=7).limit(torch.device("cpu"))
+    assert auto.run(CALL).parts is None
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "much"])
