@@ -107,8 +107,8 @@ def test_the_attention_kernels_arguments_stand_once() -> None:
 
 
 PIPELINE = {"dense": 70, "rowmax": 100, "anchor-attention": 130, "flexprefill": 150, "bfla": 130}
-LAYER = {"dense": 85, "rowmax": 140, "anchor-attention": 205, "flexprefill": 195, "bfla": 165}
-VLLM = {"dense": 105, "rowmax": 155, "anchor-attention": 225, "flexprefill": 215, "bfla": 180}
+LAYER = {"dense": 80, "rowmax": 135, "anchor-attention": 200, "flexprefill": 195, "bfla": 160}
+VLLM = {"dense": 100, "rowmax": 155, "anchor-attention": 220, "flexprefill": 210, "bfla": 175}
 
 
 @pytest.mark.parametrize("method", PIPELINE)
