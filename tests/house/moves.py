@@ -101,8 +101,8 @@ def _impls(method: str) -> tuple[list[Any], Runtime]:
         def read(self, layer: Any, cache: torch.Tensor, table: torch.Tensor, length: int, dtype: torch.dtype) -> Any:
             return pages_of(cache, WIDTH, table, length, dtype=dtype)
 
-    sizes = {"layers": 2, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH}
-    model = ModelIdentity(name="m", architecture="M", digest="d", **sizes)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"layers": 2, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH}
+    model = ModelIdentity(name="m", architecture="M", digest="d", **sizes)
     table = {"sparseprefill": {"method": method, "gate": False}}
     runtime = Runtime.made(parse(table), Model(model, model, "M", "HOST", 0), Owner())
     impls = [Impl.__new__(Impl) for _ in range(2)]

@@ -73,8 +73,9 @@ class SparseMask:
             if lists is None:
                 continue
             wanted = (self.geometry.batch, self.geometry.heads, self.geometry.tile_rows(tile))
-            if lists.counts.shape != wanted:
-                raise MaskError(f"SparseMask.{name} has lists {lists.shape}: the call needs [B, Hq, rows] = {wanted}")
+            found = lists.shape if isinstance(lists, TileMap) else tuple(lists.counts.shape)
+            if found != wanted:
+                raise MaskError(f"SparseMask.{name} has lists {found}: the call needs [B, Hq, rows] = {wanted}")
 
     @property
     def tiles(self) -> IndexLists | None:
