@@ -142,7 +142,7 @@ def random_ids(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOK
 
 
 def _stock(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """As `_run`, of the model that nothing of ours is in; its failure is its own."""
+    """`_run` of the model that nothing of ours is in; its failure is its own."""
     try:
         found = _run(model, inputs)
     except Exception as error:

@@ -33,15 +33,9 @@ class Idle:
 
 @define(eq=False)
 class Hook:
-    """Opens and closes the forwards of one attachment. names: of the arguments of the decoder's forward.
+    """Gone in a copy or a pickle of the model. names: of the arguments of the forward that it stands around."""
 
-    Short forwards return before anything that cannot be compiled.
-    """
-
-    attached: Attachment
-    requests: Requests
     names: tuple[str, ...]
-    min_query: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Idle:
         return Idle()
@@ -50,11 +44,23 @@ class Hook:
         return Idle, ()
 
 
-class Before(Hook):
+@define(eq=False)
+class Around(Hook):
+    """Opens and closes the forwards of one attachment.
+
+    Short forwards return before anything that cannot be compiled.
+    """
+
+    attached: Attachment
+    requests: Requests
+    min_query: int
+
+
+class Before(Around):
     """Before the forward."""
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open it, or count it as short."""
+        """Open the forward, or count it as short."""
         rows = _rows(self.names, args, kwargs)
         if rows is None or rows >= self.min_query:
             _open(self.attached, self.requests, module, _named(self.names, args, kwargs))
@@ -62,50 +68,43 @@ class Before(Hook):
             _short(self.attached, self.requests, module, _named(self.names, args, kwargs))
 
 
-class After(Hook):
-    """After it, errors included."""
+class After(Around):
+    """After the forward, errors included."""
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Close it."""
+        """Close the forward."""
         rows = _rows(self.names, args, kwargs)
         if rows is None or rows >= self.min_query:
             _close(self.attached, self.requests, module, output)
 
 
 @define(eq=False)
-class Reads:
-    """Around the forward of the model that a decoder belongs to: which rows it reads. names: of its arguments.
+class Reads(Hook):
+    """Around the forward of the model that a decoder belongs to: which rows it reads.
 
     decoder: the `id` of the decoder. over: whether the hook comes after the forward.
     """
 
     decoder: int
-    names: tuple[str, ...]
     over: bool = False
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> None:
-        """Note it, or forget it."""
+        """Note which rows are read, or forget it."""
         if not torch.compiler.is_compiling():
             unread.note(module, self.decoder, None if self.over else _named(self.names, args, kwargs))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Idle:
-        return Idle()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Idle, ()
 
 
 def install(attached: Attachment, decoder: torch.nn.Module, model: torch.nn.Module | None = None) -> list[Any]:
     """Hook the decoder; returns what removes the hooks. model: to be asked which rows it reads."""
     names, requests = tuple(inspect.signature(decoder.forward).parameters), Requests()
-    given = (attached, requests, names, attached.session.min_query)
+    given = (names, attached, requests, attached.session.min_query)
     hooks: list[Any] = [
         decoder.register_forward_pre_hook(Before(*given), with_kwargs=True),
         decoder.register_forward_hook(After(*given), with_kwargs=True, always_call=True),
     ]
     if model is not None:
         names = tuple(inspect.signature(model.forward).parameters)
-        before, after = (Reads(id(decoder), names, over) for over in (False, True))
+        before, after = (Reads(names, id(decoder), over) for over in (False, True))
         hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
     return hooks

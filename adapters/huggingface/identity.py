@@ -25,7 +25,7 @@ def identity(decoder: PreTrainedModel) -> ModelIdentity:
 
 
 def of_config(config: Any, architecture: str, name: str) -> ModelIdentity:
-    """The same from a text configuration. architecture: class of the decoder. name: of the model, or its path."""
+    """The identity by a text configuration. architecture: class of the decoder. name: of the model, or its path."""
     heads = int(config.num_attention_heads)
     sizes = {field: getattr(config, field, None) for field in SIZES}
     digest = hashlib.sha256(json.dumps(sizes, sort_keys=True, default=str).encode()).hexdigest()

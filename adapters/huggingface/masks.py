@@ -70,7 +70,7 @@ class Order:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of the host's mask in full: batch rows, 1, queries, keys."""
+        """The shape of the host's mask in full: batch rows, 1, queries, keys."""
         return self.asked["batch_size"], 1, self.asked["q_length"], self.asked["kv_length"]
 
     @property
@@ -148,7 +148,7 @@ class Order:
         return self._full
 
     def on(self, device: torch.device) -> Order:
-        """The same mask for layers on another device."""
+        """This mask for layers on another device."""
         if device not in self._elsewhere:
             moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.asked.items()}
             self._elsewhere[device] = evolve(self, asked={**moved, "device": device})

@@ -45,7 +45,7 @@ class Reader:
         *,
         verify: bool = False,
     ) -> Iterator[tuple[int, ...]]:
-        """See `ModelReader`."""
+        """What `ModelReader.read` asks for: the model reads samples, and tells of each layer."""
         for index, ids in enumerate(samples):
             first = verify and index == 0
             options: dict[str, Any] = {"strict": True, "gate": None, "tail": 0, "recall_every": 0, "verify": first}

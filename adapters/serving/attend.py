@@ -16,7 +16,7 @@ from .failures import ends_engine, reason
 from .layer import Layer
 from .parts import Part
 from .runtime import Runtime
-from .served import Served
+from .tally import Served
 
 log = logging.getLogger(__name__)
 Read = Callable[[Part], tuple[Tensor, Tensor] | Pages]
@@ -61,26 +61,28 @@ def run(
             out.copy_(found[0].transpose(0, 1))
 
     for part in parts:
-        call = None if part.row is None else _call(runtime, layer, part, query[part.begin : part.end], read)
-        if call is None:
+        found = None if part.row is None else _call(runtime, layer, part, query[part.begin : part.end], read)
+        if found is None:
             fill(part, None)
             continue
+        call, copied = found
         waiting.append((part, call))
-        if call.pages is None:  # copies of keys and values are not kept for long
+        if copied:  # keys and values are not kept for long
             settle()
     settle()
     return True
 
 
-def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) -> AttentionCall | None:
-    """What the session is asked for a part, or None where the host shall compute it."""
+def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) -> tuple[AttentionCall, bool] | None:
+    """What the session is asked for a part, and whether its keys are copies; None where the host shall compute it."""
     if part.prefill is None or part.reason is not None:
         decline(runtime, layer, part, part.reason or "the request is unknown")
         return None
     try:
         found = read(part)
+        copied = not isinstance(found, Pages)
         k, v = (found, found) if isinstance(found, Pages) else found
-        return AttentionCall(
+        call = AttentionCall(
             rows.transpose(0, 1)[None],
             k,
             v,
@@ -91,6 +93,7 @@ def _call(runtime: Runtime, layer: Layer, part: Part, rows: Tensor, read: Read) 
             first_head=runtime.model.first_head,
             prompt_lengths=None if part.row is None else part.row.prompt,
         )
+        return call, copied
     except Exception as error:
         _fail(runtime, layer, part, error)
         return None

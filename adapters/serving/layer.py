@@ -6,10 +6,13 @@ import torch
 from attrs import frozen
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import InvalidCallError
+from sparseprefill.errors import AttachError, InvalidCallError
 from sparseprefill.route import Route
 
+from .failures import reason as failed
+
 WINDOW = "the layer has a sliding window"
+CHUNKED = "the layer attends in chunks"
 LATENT = "multi-head latent attention (MLA) has its own backends"
 
 
@@ -26,12 +29,39 @@ class Layer:
 
 @frozen
 class Heads:
-    """Of a layer, in this process: how many queries and keys have, the size of one, and the index of the first."""
+    """A layer's heads in this process: how many queries and keys have, the size of one, and the index of the first."""
 
     query: int
     kv: int
     size: int
     first: int = 0
+
+
+def dense_reason(
+    route: Route,
+    layer: Layer,
+    heads: Heads,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    keys: int,
+    min_query: int,
+    step: int,
+    bound: str,
+) -> str | None:
+    """Why a layer will stay dense, or None. AttachError where a stage cannot be asked.
+
+    keys: of the longest request. step: tokens of the longest chunk of a prompt; bound: the server's option for it.
+    """
+    if layer.reason is not None:
+        return layer.reason
+    if min_query > step:
+        return f"min_query is {min_query}, but no chunk has more than {step} tokens ({bound})"
+    try:
+        return unsupported(route, layer, heads, dtype, device, keys=keys)
+    except Exception as error:
+        said = failed(error)
+        raise AttachError(f"layer {layer.index}: {route.name} cannot say what it supports: {said}") from error
 
 
 def unsupported(

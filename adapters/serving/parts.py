@@ -9,8 +9,7 @@ from attrs import define, field
 
 from ..session.session import Prefill
 from .requests import Row
-from .served import Served
-from .tally import Chunk
+from .tally import Chunk, Served
 
 
 @define(eq=False)

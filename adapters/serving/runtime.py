@@ -18,9 +18,8 @@ from .failures import reason
 from .model import Model
 from .options import TABLE, Options, Source
 from .requests import Requests, Row
-from .served import Served
 from .summary import SECONDS, Summary, every
-from .tally import Chunk, Owner, Tally
+from .tally import Chunk, Owner, Served, Tally
 from .tensor_parallel import LocalRegistry
 from .wishes import OFF, Unknown
 

@@ -1,7 +1,9 @@
-"""The line that says every so often, in a server's log, what prefill did since the one before."""
+"""What a server's log says: the library's messages, and every so often what prefill did since the line before."""
 
 from __future__ import annotations
 
+import copy
+import logging
 import threading
 import time
 import weakref
@@ -86,3 +88,16 @@ def every(seconds: float, owner: object, tell: Callable[[], None]) -> threading.
     thread = threading.Thread(target=run, name="sparseprefill-summary", daemon=True)
     thread.start()
     return thread
+
+
+def show(level: str, server: str = "") -> None:
+    """Give the library's loggers a level, and the handlers of a server's logger, such as ``vllm``: by themselves they
+    would be silent below a warning. Where the server logs through the root, they need no handlers."""
+    ours, theirs = logging.getLogger("sparseprefill"), logging.getLogger(server)
+    if server and not ours.handlers:
+        for handler in theirs.handlers:
+            mine = copy.copy(handler)  # the server's own drop what its level leaves out
+            mine.setLevel(logging.NOTSET)
+            ours.addHandler(mine)
+            ours.propagate = False
+    ours.setLevel(level.upper())

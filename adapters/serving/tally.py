@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.plan import Result
 
+    from ..session.session import Session
     from ..session.watch import CallRecall
 
 NUMBER = re.compile(r"(?<![\w.])\d+(\.\d+)?")
@@ -31,7 +32,7 @@ OWNER = ("model_name", "method", "worker", "profile")
 RECALLS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99, 0.999, 1.0)
 """Upper bounds of the histogram of recall, which is never above 1."""
 ROW_RECALLS = (0.01, 0.03, 0.1, 0.2, *RECALLS)
-"""The same of single rows, which may keep next to nothing."""
+"""Upper bounds of the histograms of single rows, which may keep next to nothing."""
 DENSITIES = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
 """Upper bounds of the histogram of density."""
 METRICS: dict[str, tuple[str, str, tuple[str, ...], tuple[float, ...]]] = {
@@ -172,6 +173,14 @@ class Tally:
             given = dict(zip(names, (own.model, own.method, own.worker, own.profile, *labels), strict=True))
             self._children[key] = made[name].labels(**given) if made else None
         return self._children[key]
+
+
+@frozen(eq=False)
+class Served:
+    """What serves a request: a method's session, which runs the calls of layers, and the counts of what it does."""
+
+    session: Session
+    tally: Tally
 
 
 @define(eq=False)

@@ -34,7 +34,7 @@ in place, which they may have copied for more rows; they are compiled for each."
 FILLED = 4
 """Pages of the made-up cache, which stand for all of a request's."""
 Where = Callable[[Tensor, Tensor, int], Pages]
-"""Of a cache, a table, and the number of keys."""
+"""Makes pages of a cache, a table, and the number of keys."""
 log = logging.getLogger(__name__)
 
 
@@ -94,7 +94,7 @@ def warm(
     for rows, keys, prompt in sizes.calls(pipeline.tail):
         memory = Memory()
         for layer in layers[:LAYERS]:
-            call = _call(layer, sizes, pages, rows, keys, first_head, prompt)
+            (call,) = _step(layer, sizes, pages, rows, keys, prompt, first_head)
             result = pipeline.run(call, memory)
             if recall:
                 watched_recall(call, result)
@@ -103,40 +103,34 @@ def warm(
             shorter = (half, keys - rows + half, prompt - rows + half)
             memories = [Memory() for _ in range(TOGETHER)]
             for layer in layers[:LAYERS]:
-                pipeline.run_many(_step(layer, sizes, pages, *shorter, first_head), memories)
+                pipeline.run_many(_step(layer, sizes, pages, *shorter, first_head, TOGETHER), memories)
     if sizes.small:
-        call = _call(layers[0], sizes, pages, sizes.small, sizes.small, first_head)
+        (call,) = _step(layers[0], sizes, pages, sizes.small, sizes.small, None, first_head)
         pipeline.executor.execute(call, Plan(SparseMask.full(call)))
 
 
-def _call(
-    layer: Layer, sizes: Sizes, pages: Where, rows: int, keys: int, first_head: int, prompt: int | None = None
-) -> AttentionCall:
-    q = torch.randn(1, sizes.query_heads, rows, sizes.head_dim, device=sizes.device, dtype=sizes.dtype)
-    return _made(layer, sizes, pages, q, sizes.cache(), keys, first_head, prompt)
-
-
 def _step(
-    layer: Layer, sizes: Sizes, pages: Where, rows: int, keys: int, prompt: int, first_head: int
+    layer: Layer,
+    sizes: Sizes,
+    pages: Where,
+    rows: int,
+    keys: int,
+    prompt: int | None,
+    first_head: int,
+    requests: int = 1,
 ) -> list[AttentionCall]:
     """Calls of requests in one cache, whose rows follow each other as a step has them."""
-    shape = (TOGETHER * rows, sizes.query_heads, sizes.head_dim)
+    shape = (requests * rows, sizes.query_heads, sizes.head_dim)
     q, cache = torch.randn(shape, device=sizes.device, dtype=sizes.dtype), sizes.cache()
-    parts = [part.transpose(0, 1)[None] for part in q.split(rows)]
-    return [_made(layer, sizes, pages, part, cache, keys, first_head, prompt) for part in parts]
-
-
-def _made(
-    layer: Layer, sizes: Sizes, pages: Where, q: Tensor, cache: Tensor, keys: int, first_head: int, prompt: int | None
-) -> AttentionCall:
     table = torch.arange(-(-keys // sizes.page), device=sizes.device, dtype=torch.int32) % FILLED
     facts = {"scale": layer.scale, "layer": layer.index, "softcap": layer.softcap, "sinks": layer.sinks}
     given = {"first_head": first_head, "prompt_lengths": prompt, **facts}
-    return AttentionCall.of_pages(q, pages(cache, table, keys), **given)
+    parts = [part.transpose(0, 1)[None] for part in q.split(rows)]
+    return [AttentionCall.of_pages(part, pages(cache, table, keys), **given) for part in parts]
 
 
 def warm_engine(runtime: Runtime, layers: Sequence[Layer], sizes: Sizes, pages: Where) -> None:
-    """The same for an engine's layers, once for each kind; what goes wrong is logged, no more."""
+    """`warm` for an engine's layers, once for each kind; what goes wrong is logged, no more."""
     if not layers or not kernels.serve_device(sizes.device) or sizes in runtime.warmed:
         return
     runtime.warmed.add(sizes)

@@ -44,12 +44,14 @@ class Uncounted:
 
     @property
     def held(self) -> int:
-        """Memory that keeping it would hold, in bytes."""
-        own = 0 if self.skipped is None else self.skipped.nbytes
-        return own + (self.pairs.nbytes if self.pairs is not None else sum([one.nbytes for one in self.lists]))
+        """Memory that keeping it would hold, in bytes: of lists whole storages, which rows and heads may share."""
+        own = sum([x.nbytes for x in (self.skipped, self.pairs) if x is not None])
+        lists = [part for one in self.lists for part in (one.tiles, one.stripes) if part is not None]
+        held = [x for one in lists for x in (one.counts, one.offsets, one.indices)]
+        return own + sum([x.untyped_storage().nbytes() for x in held])
 
     def counted(self) -> Uncounted:
-        """The same with a number for each head, counted on the device, in the place of the lists; nothing waits."""
+        """A copy with a number for each head, counted on the device, in the place of the lists; nothing waits."""
         if self.pairs is not None:
             return self
         device = self.geometry.device
@@ -67,7 +69,7 @@ class Uncounted:
         return sum(int(pairs.sum()) for pairs in found)
 
     def left_out(self) -> int:
-        """Of them those that were skipped (host sync)."""
+        """Pairs of the lists that were skipped (host sync)."""
         return 0 if self.skipped is None else int(self.skipped.sum())
 
     def density(self) -> Tensor:

@@ -35,7 +35,7 @@ Observe = Callable[[AttentionCall, Result], None]
 MOST_LAYERS = 1 << 16
 """More indices than any model has layers are refused, before an endless iterator is read to no end."""
 KEPT_BYTES = 64 << 20
-"""Of masks that wait for a report to count them; what goes beyond is counted on the device."""
+"""What masks may take that wait for a report to count them, a round guess; beyond, the device counts at once."""
 WHOLE = (
     "calls below break-even, and calls that the profile leaves dense, ran with every key in the pipeline's executor, "
     "not in the host"
@@ -161,26 +161,25 @@ class Session:
         return self._sparse(call, prefill, chosen, result)
 
     def run_many(self, calls: Sequence[tuple[AttentionCall, Prefill]]) -> list[Outcome]:
-        """As `run` of each call, of different requests, with one launch for several where the executor can.
+        """What `run` gives for each call, of different requests, with one launch for several where the executor can.
 
         In the place of a call that fails is what `run` would have raised: the others have their results all the same.
         """
+        if len(calls) == 1:
+            return [_tried(partial(self.run, *calls[0]))]
         found: list[Outcome] = []
         for first in range(0, len(calls), SHARE):
-            found += self._run_some(calls[first : first + SHARE])
+            begun = [_tried(partial(self._begin, *one)) for one in calls[first : first + SHARE]]
+            waiting: dict[Pipeline, list[_Begun]] = {}
+            for one in begun:
+                if isinstance(one, _Begun):
+                    waiting.setdefault(one.pipeline, []).append(one)
+            ended: dict[_Begun, Outcome] = {}
+            for pipeline, group in waiting.items():
+                made = self._execute(pipeline, [one.planned for one in group])
+                ended |= {one: _tried(partial(self._end, one, done)) for one, done in zip(group, made, strict=True)}
+            found += [ended[one] if isinstance(one, _Begun) else one for one in begun]
         return found
-
-    def _run_some(self, calls: Sequence[tuple[AttentionCall, Prefill]]) -> list[Outcome]:
-        begun = [_tried(partial(self._begin, *one)) for one in calls]
-        waiting: dict[Pipeline, list[_Begun]] = {}
-        for one in begun:
-            if isinstance(one, _Begun):
-                waiting.setdefault(one.pipeline, []).append(one)
-        ended: dict[_Begun, Outcome] = {}
-        for pipeline, group in waiting.items():
-            made = self._execute(pipeline, [one.planned for one in group])
-            ended |= {one: _tried(partial(self._end, one, found)) for one, found in zip(group, made, strict=True)}
-        return [ended[one] if isinstance(one, _Begun) else one for one in begun]
 
     def _begin(self, call: AttentionCall, prefill: Prefill) -> _Begun | Result | Fallback:
         """A call's plan; or its result, where it cannot wait for others, or why the host shall compute it."""

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +54,7 @@ class CallRecall:
 
     @property
     def least(self) -> tuple[float, int]:
-        """Of the head that keeps least, by either: its recall, and its number in the model."""
+        """The head that keeps least, by either kind of rows: its recall, and its number in the model."""
         each = [min(pair) for pair in zip(self.spread, self.last or self.spread, strict=True)]
         head = min(range(len(each)), key=each.__getitem__)
         return each[head], self.first_head + head
@@ -74,7 +74,7 @@ def check_every(name: str, value: object) -> int:
 
 
 def check_strict(name: str, value: object, every: int, of_every: str) -> float | None:
-    """The same for the recall below which calls are counted. of_every: the name of the other option."""
+    """ParameterError for what is no recall below which calls are counted. of_every: the name of the other option."""
     if value is None:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
@@ -85,24 +85,8 @@ def check_strict(name: str, value: object, every: int, of_every: str) -> float |
 
 
 @frozen(eq=False)
-class _Arrived:
-    """Figures of one call, on the host. spread, last: each head's sum over the rows of both kinds. many, few: how many
-    these are. below: int64 ``[STEPS + 1]``, of the first kind over all heads, how many keep no more than each step.
-    """
-
-    spread: Sequence[float]
-    many: int
-    last: Sequence[float]
-    few: int
-    density: float
-    row_lowest: float
-    below: Tensor
-
-
-@frozen(eq=False)
 class _Coming:
-    """Figures of a call on their way: ``[2 * (Hq + 1) + 2 + STEPS + 1]``, by spread and last rows each head's sum and
-    how many rows, then the call's density, its lowest row, and `_Arrived.below`.
+    """Figures of a call on their way, as `_figures` packs them.
 
     there: what tells that they have arrived; None where they have, or where only reading them tells.
     """
@@ -128,44 +112,48 @@ class _Coming:
         """Whether reading them makes nobody wait, as far as can be told."""
         return self.figures.device.type == "cpu" if self.there is None else self.there.query()
 
-    def read(self) -> _Arrived:
+    def read(self) -> _Kept:
         """Waits until they are there."""
         if self.there is not None:
             self.there.synchronize()
-        sums, below = self.figures[: -STEPS - 1].tolist(), self.figures[-STEPS - 1 :].to(torch.int64)
-        (*both, density, lowest), half = sums, len(sums) // 2 - 1
-        (*spread, many), (*last, few) = both[:half], both[half:]
-        return _Arrived(spread, int(many), last, int(few), density, lowest, below)
+        *sums, density, lowest = self.figures[: -STEPS - 1].double().tolist()
+        both = torch.tensor(sums, dtype=torch.float64).view(2, -1)
+        return _Kept(self.first_head, both, lowest, self.figures[-STEPS - 1 :].to(torch.int64), density)
 
 
 @define(eq=False)
-class _Layer:
-    """Sums over all measured calls of a layer. low: calls in which a head kept too little."""
+class _Kept:
+    """What rows of one call, or of all measured calls of a layer, kept; on the host.
+
+    sums: float64 ``[2, Hq + 1]``, of the rows that are spread over a call and of the last ones, each head's sum and how
+    many rows. row_lowest: of all of them. below: int64 ``[STEPS + 1]``, of the first kind over all heads, how many keep
+    no more than each step. density: of one call. calls, low: how many, and in how many a head kept too little.
+    """
 
     first_head: int
-    spread: list[float]
-    last: list[float]
-    many: int = 0
-    few: int = 0
-    calls: int = 0
+    sums: Tensor
+    row_lowest: float
+    below: Tensor
+    density: float = math.nan
+    calls: int = 1
     low: int = 0
-    row_lowest: float = math.inf
-    below: Tensor = field(factory=lambda: torch.zeros(STEPS + 1, dtype=torch.int64))
 
-    def add(self, one: _Arrived, low: bool) -> None:
+    def add(self, one: _Kept) -> None:
         """One more call."""
-        self.spread = [a + b for a, b in zip(self.spread, one.spread, strict=True)]
-        self.last = [a + b for a, b in zip(self.last, one.last, strict=True)]
-        self.many, self.few = self.many + one.many, self.few + one.few
-        self.calls, self.low = self.calls + 1, self.low + low
-        self.row_lowest, self.below = min(self.row_lowest, one.row_lowest), self.below + one.below
+        self.sums, self.below = self.sums + one.sums, self.below + one.below
+        self.row_lowest = min(self.row_lowest, one.row_lowest)
+        self.calls, self.low = self.calls + one.calls, self.low + one.low
+
+    def means(self, layer: int) -> CallRecall:
+        """Means over the rows. Rounding may take a full row a little above 1."""
+        spread, last = (tuple(min(x / row[-1], 1.0) for x in row[:-1]) if row[-1] else () for row in self.sums.tolist())
+        return CallRecall(layer, self.first_head, spread, last, self.density, _percentile(self.below), self.row_lowest)
 
     def report(self) -> LayerRecall:
-        """Means over the rows of all calls."""
-        found = CallRecall(0, self.first_head, _means(self.spread, self.many), _means(self.last, self.few))
-        least, head = found.least
-        mean = sum(found.spread) / len(found.spread)
-        rows = {"row_p1": _percentile(self.below), "row_lowest": self.row_lowest}
+        """What all calls together kept."""
+        found = self.means(0)
+        (least, head), mean = found.least, sum(found.spread) / len(found.spread)
+        rows = {"row_p1": found.row_p1, "row_lowest": found.row_lowest}
         return LayerRecall(mean=mean, least=least, head=head, **rows, calls=self.calls, low_calls=self.low)
 
 
@@ -188,7 +176,7 @@ class RecallWatch:
     measured: int = field(default=0, init=False)
     coming: deque[_Coming] = field(factory=deque, init=False)
     _warned: bool = field(default=False, init=False)
-    _layers: dict[int, _Layer] = field(factory=dict, init=False)
+    _layers: dict[int, _Kept] = field(factory=dict, init=False)
     _lock: threading.RLock = field(factory=threading.RLock, init=False)
 
     def choose(self) -> bool:
@@ -229,20 +217,20 @@ class RecallWatch:
 
     def _take(self, coming: _Coming) -> None:
         one = coming.read()
-        if not one.many:  # padding alone
+        if not one.sums[0, -1]:  # padding alone
             return
-        if any(math.isnan(x) for x in (*one.spread, *one.last)):
+        if bool(one.sums.isnan().any()):
             self._told(NONFINITE)
             return
-        means = _means(one.spread, one.many), _means(one.last, one.few)
-        rows = _percentile(one.below), one.row_lowest
-        found = CallRecall(coming.layer, coming.first_head, *means, one.density, *rows)
+        found = one.means(coming.layer)
         least, head = found.least
         if self.strict is not None and least < self.strict - SLACK:
-            found = evolve(found, low=True)
+            found, one.low = evolve(found, low=True), 1
             self._warn(found.layer, head, least)
-        nothing = [0.0] * len(one.spread)
-        self._layers.setdefault(found.layer, _Layer(found.first_head, nothing, nothing)).add(one, found.low)
+        if found.layer in self._layers:
+            self._layers[found.layer].add(one)
+        else:
+            self._layers[found.layer] = one
         if self.hear is not None:
             self.hear(found)
 
@@ -260,7 +248,8 @@ class RecallWatch:
 
 
 def _figures(call: AttentionCall, result: Result) -> Tensor:
-    """See `_Coming`; over batch rows, on the call's device."""
+    """``[2 * (Hq + 1) + 2 + STEPS + 1]`` over batch rows, on the call's device: `_Kept.sums`, the call's density, its
+    lowest row, and `_Kept.below`."""
     found = watched_recall(call, result)
     kept = torch.where(found.real[:, None], found.kept, 0.0)
     parts = (slice(found.spread), slice(found.spread, None))
@@ -276,8 +265,3 @@ def _percentile(below: Tensor) -> float:
     """The 1st percentile of rows, as of `lowest_rows` but to the next step above."""
     nth = torch.div(below[-1:], 100, rounding_mode="floor")
     return int(torch.searchsorted(below, nth, right=True)) / STEPS
-
-
-def _means(sums: Sequence[float], count: int) -> tuple[float, ...]:
-    """Rounding may take a full row a little above 1."""
-    return tuple(min(x / count, 1.0) for x in sums) if count else ()

@@ -73,7 +73,7 @@ def prefilling(host: Any) -> Any:
         use_captured_forward_metadata_for_breakable_cuda_graph = False
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
-            """See AttentionBackend: once a step, ahead of its layers."""
+            """What SGLang asks once a step, ahead of its layers."""
             super().init_forward_metadata(forward_batch)
             state = self.sparse
             pool = state.runner.req_to_token_pool.req_to_token
@@ -84,12 +84,12 @@ def prefilling(host: Any) -> Any:
                 state.rest.init_forward_metadata(state.step.rest.batch)
 
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-            """See AttentionBackend: alone for what a graph records or replays, which is the host's."""
+            """What SGLang asks alone for what a graph records or replays, which is the host's."""
             self.sparse.step = None
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
         def shared_read_ends(self, fm: Any) -> Any:
-            """See AttentionBackend."""
+            """When SGLang's scheduler may write where a step reads."""
             from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
             return SharedReadEnds.UNKNOWN if fm.is_extend() else super().shared_read_ends(fm)
@@ -107,7 +107,7 @@ def prefilling(host: Any) -> Any:
             save_kv_cache: bool = True,
             **kwargs: Any,
         ) -> Any:
-            """See AttentionBackend: ``[tokens, Hq * D]``. Writes the new keys and values into the pool."""
+            """Attention of a batch with prompts, ``[tokens, Hq * D]``. Writes the new keys and values into the pool."""
             step, dense = self.sparse.step, super().forward_extend
             if step is None:
                 return dense(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparseprefill.pages import STORED
 
-from ..serving.layer import WINDOW, Heads, Layer
+from ..serving.layer import CHUNKED, WINDOW, Heads, Layer
 
 KNOWN = ("sinks",)
 """Arguments of a layer's call that ours have too."""
@@ -41,7 +41,7 @@ def _reason(layer: Any, pool: Any) -> str | None:
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         return WINDOW
     if layer.use_irope:
-        return "the layer attends in chunks"
+        return CHUNKED
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         return f"the layer caps its logits by {layer.logit_capping_method}"
     if layer.pos_encoding_mode != "NONE":

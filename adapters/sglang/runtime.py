@@ -18,11 +18,10 @@ from sparseprefill.errors import AttachError
 from sparseprefill.pages import Pages
 
 from ..serving import runtime
-from ..serving.failures import reason as failed
-from ..serving.layer import LATENT, Layer, unsupported
-from ..serving.logs import show
+from ..serving.layer import LATENT, Layer, dense_reason
 from ..serving.model import model_of
 from ..serving.options import Options
+from ..serving.summary import show
 from ..serving.tally import Owner
 from ..serving.warm import Sizes, warm_engine
 from . import known
@@ -51,7 +50,7 @@ class Runtime(runtime.Runtime):
 
 
 def runtimes() -> list[Runtime]:
-    """Those of this process."""
+    """The runtimes of this process."""
     return list(_runtimes)
 
 
@@ -93,17 +92,17 @@ def _survey(made: Runtime, runner: Any, layers: Sequence[Any]) -> list[Layer]:
 
 def _reason(made: Runtime, runner: Any, facts: Layer, layer: Any) -> str | None:
     """Why a layer will stay dense, or None. AttachError where a stage cannot be asked."""
-    if facts.reason is not None:
-        return facts.reason
-    least, step = made.options.min_query, _step(runner)
-    if least > step:
-        return f"min_query is {least}, but no chunk has more than {step} tokens (chunked_prefill_size)"
-    heads, keys = heads_of(layer, made.model.first_head), int(runner.model_config.context_len)
-    try:
-        return unsupported(made.session.route, facts, heads, runner.dtype, torch.device(runner.device), keys=keys)
-    except Exception as error:
-        method = made.session.route.name
-        raise AttachError(f"layer {facts.index}: {method} cannot say what it supports: {failed(error)}") from error
+    return dense_reason(
+        made.session.route,
+        facts,
+        heads_of(layer, made.model.first_head),
+        runner.dtype,
+        torch.device(runner.device),
+        keys=int(runner.model_config.context_len),
+        min_query=made.options.min_query,
+        step=_step(runner),
+        bound="chunked_prefill_size",
+    )
 
 
 def _step(runner: Any) -> int:

@@ -32,7 +32,7 @@ class Answer:
     _last: tuple[object, Tensor | None] | None = None
 
     def expect(self, layers: Sequence[int], real: Sequence[int]) -> None:
-        """Of the next forward's tokens, the `real[b]` last of row b count; after that all do, as decoding has it."""
+        """The next forward's tokens: the `real[b]` last of row b count. After that all do, as decoding has it."""
         self.real = dict.fromkeys(layers, tuple(real))
 
     def attend(self, call: AttentionCall) -> Tensor:

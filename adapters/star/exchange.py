@@ -40,6 +40,7 @@ class GroupExchange:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
+        self.sent = self.begun = 0  # bytes that this rank sent, and collectives
 
     @property
     def size(self) -> int:
@@ -48,6 +49,7 @@ class GroupExchange:
 
     def gather(self, x: Tensor) -> Tensor:
         """``[R, *x.shape]``: every rank's x, in the order of ranks."""
+        self._count(x)
         out = x.new_empty(self.size * x.numel())
         # torch 2.13 renamed it, and warns of the old name.
         run: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,9 +58,14 @@ class GroupExchange:
 
     def swap(self, x: Tensor) -> Tensor:
         """x ``[R, ...]``: slice r goes to rank r; returns the slices that came, in the order of ranks."""
+        self._count(x)
         out = torch.empty_like(x)
         self.wait(dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True), x)
         return out
+
+    def _count(self, x: Tensor, *, sends: bool = True) -> None:
+        self.begun += 1
+        self.sent += x.numel() * x.element_size() if sends else 0
 
     def wait(self, work: Any, x: Tensor) -> None:
         """Wait for a collective over x; with NCCL the stream waits, not the host."""

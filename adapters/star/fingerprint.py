@@ -67,12 +67,13 @@ def _parts(value: Any) -> dict[str, Any]:
         names = [one.name for one in attrs.fields(type(value)) if one.init]
         return {"class": _name(type(value))} | {name: getattr(value, name) for name in names}
     try:
-        made = value.__reduce_ex__(2)
+        made: Any = value.__reduce_ex__(2)
     except Exception:  # what nobody can pickle goes by its words
         made = re.sub(r" at 0x[0-9a-f]+", "", repr(value), flags=re.IGNORECASE)
     if isinstance(made, str):
         return {"class": _name(type(value)), "name": made}
-    _, given, state, *items = (*made, None)
+    parts: list[Any] = [*made[1:5], None]
+    given, state, items = parts[0], parts[1], parts[2:]  # arguments, attributes, what a list or a mapping holds
     found = {"class": _name(type(value)), "arguments": [x for x in given if x is not type(value)]}
     for attributes in state if isinstance(state, tuple) else (state,):  # of the object, and then those in slots
         found |= attributes if isinstance(attributes, dict) else {"state": attributes}

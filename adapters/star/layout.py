@@ -16,7 +16,7 @@ class Sizes:
     tile: int = 128
 
     def layout(self, tokens: int, ranks: int) -> Layout:
-        """Of a context of so many tokens. Blocks and anchor are rounded up to whole tiles, the context down."""
+        """The layout of so many tokens. Blocks and anchor are rounded up to whole tiles, the context down."""
         size = self.block_size
         if size is None:
             size = BLOCK if tokens > LONG else max(-(-tokens // 4), 1)

@@ -53,30 +53,15 @@ class Ranks(GroupExchange):
         base: Any = dist.distributed_c10d._get_default_store()
         number = PrefixStore(prefix, base).add(f"made/{self.rank}", 1)
         self.store = PrefixStore(f"{prefix}/{number}", base)
-        self.sent = self.begun = 0  # bytes, and collectives
         self.streams = "nccl" in str(dist.get_backend(group))  # whether a wait holds up the device, and not the host
         self.open = False  # whether a run is under way
         self.seen = time.monotonic()  # when this rank last came from one collective to the next
         self._met, self._failure, self._answered = 0, "", False
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Every rank's x, as `Exchange.gather`; counts the bytes that this rank sends."""
-        self._count(x)
-        return super().gather(x)
-
-    def swap(self, x: Tensor) -> Tensor:
-        """Slice r of x to rank r, as `Exchange.swap`; counts the bytes that this rank sends."""
-        self._count(x)
-        return super().swap(x)
-
     def broadcast(self, x: Tensor) -> Any:
         """Start sending x from the first rank to the others; `wait` for the work that is returned."""
         self._count(x, sends=self.rank == 0)
         return dist.broadcast(x, group=self.group, group_src=0, async_op=True)
-
-    def _count(self, x: Tensor, *, sends: bool = True) -> None:
-        self.begun += 1
-        self.sent += x.numel() * x.element_size() if sends else 0
 
     def wait(self, work: Any, x: Tensor) -> None:
         """Wait for a collective over x. RankError where another rank failed or does not come within `timeout`.
@@ -206,7 +191,7 @@ class Ranks(GroupExchange):
         raise RankError(self.tell(f"lost rank {who}: rank {self.rank} {why}")) from cause
 
     def _behind(self) -> str:
-        """Of ranks that all answer: those that have begun the fewest collectives hold up the others."""
+        """Who holds up the others where all ranks answer: those that have begun the fewest collectives."""
         try:
             counts = [int(self.store.get(f"here/{rank}")) for rank in range(self.size)]
         except RuntimeError:
@@ -227,7 +212,7 @@ class Ranks(GroupExchange):
 
 
 def difference(name: str, values: list[Any]) -> tuple[str, list[Any]]:
-    """Of nested values, one a rank and not all equal: the path of the first place that differs, and what stands there.
+    """The path of the first place that differs in nested values, one a rank and not all equal; and what stands there.
 
     A place that a rank has not got counts as None.
     """

@@ -60,7 +60,7 @@ def _folded(executor: SparseExecutor, call: AttentionCall, k: Tensor, v: Tensor)
 def attend_rows(
     executor: SparseExecutor, call: AttentionCall, k: Tensor, v: Tensor, lengths: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_all`, over the `lengths` first keys of each batch row; zeros and -inf where a row has none."""
+    """Output and LSE over the `lengths` first keys of each batch row; zeros and -inf where a row has none."""
     if len(set(lengths)) == 1 and lengths[0] > 0:
         return attend_all(executor, call, k[:, :, : lengths[0]], v[:, :, : lengths[0]])
     exact = call.q.dtype == torch.float64

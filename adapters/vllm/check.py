@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from ..serving.layer import LATENT, unsupported
+from sparseprefill.profiles.identity import ModelIdentity
+from sparseprefill.route import Route
+
+from ..serving.layer import CHUNKED, LATENT, WINDOW, Heads, Layer, unsupported
 from .chunks import SCHEDULER
-from .layer import heads_of, layer_of
 from .options import parse
 from .runtime import make_runtime
 
 HOST = "vLLM's own attention"
-FULL, WINDOW, CHUNKS = "full_attention", "sliding_attention", "chunked_attention"
+FULL, SLIDING, IN_CHUNKS = "full_attention", "sliding_attention", "chunked_attention"
 """Kinds of layers that have keys, as transformers calls them."""
 
 
@@ -65,9 +67,9 @@ def check(additional: object, whole: Any, folder: str) -> Checked:
     )
     runtime = make_runtime(config, HOST)
     sizes, chosen, expected = runtime.model.identity, runtime.options.layers, list[Expected]()
-    impls = {index: _impl(text, sizes.head_dim, kind) for index, kind in enumerate(_kinds(text, sizes.layers)) if kind}
+    kinds = {index: kind for index, kind in enumerate(_kinds(text, sizes.layers)) if kind is not None}
     for profile, served in (("", runtime.main), *runtime.profiles.items()):
-        reasons = {index: _reason(served.session.route, text, index, impl, sizes) for index, impl in impls.items()}
+        reasons = {index: _reason(served.session.route, text, index, kind, sizes) for index, kind in kinds.items()}
         if not profile:
             runtime.expect(list(reasons.items()))
         asked = [why for index, why in reasons.items() if chosen is None or index in chosen]
@@ -83,34 +85,22 @@ def check(additional: object, whole: Any, folder: str) -> Checked:
 
 def _kinds(text: Any, layers: int) -> list[str | None]:
     """The kind of every layer; None for one without keys."""
-    usual = FULL if getattr(text, "sliding_window", None) is None else WINDOW
+    usual = FULL if getattr(text, "sliding_window", None) is None else SLIDING
     kinds = getattr(text, "layer_types", None) or [usual] * layers
-    return [kind if kind in (FULL, WINDOW, CHUNKS) else None for kind in kinds]
+    return [kind if kind in (FULL, SLIDING, IN_CHUNKS) else None for kind in kinds]
 
 
-def _impl(text: Any, head_dim: int, kind: str) -> Any:
-    """What `Layer` reads of vLLM's AttentionImpl."""
-    return SimpleNamespace(
-        attn_type="decoder",
-        sliding_window=int(getattr(text, "sliding_window", None) or 1) if kind == WINDOW else -1,
-        chunk_lookback=0 if kind == CHUNKS else -1,
-        kv_cache_dtype="auto",
-        scale=head_dim**-0.5,
-        logits_soft_cap=getattr(text, "attn_logit_softcapping", None),
-        sinks=None,
-    )
-
-
-def _reason(route: Any, text: Any, index: int, impl: Any, sizes: Any) -> str | None:
+def _reason(route: Route, text: Any, index: int, kind: str, sizes: ModelIdentity) -> str | None:
     """Why a layer would stay dense, or None; stages are asked about this machine's device."""
     if getattr(text, "kv_lora_rank", None):
         return LATENT
-    layer = layer_of(f"layers.{index}", impl)
-    if layer.reason is not None:
-        return layer.reason
-    impl.num_heads, impl.num_kv_heads, impl.head_size = sizes.heads, sizes.kv_heads, sizes.head_dim
+    if kind != FULL:
+        return WINDOW if kind == SLIDING else CHUNKED
+    softcap = float(getattr(text, "attn_logit_softcapping", None) or 0)
+    layer = Layer(index, sizes.head_dim**-0.5, softcap or None, None, None)
+    heads = Heads(sizes.heads, sizes.kv_heads, sizes.head_dim)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     longest = int(getattr(text, "max_position_embeddings", None) or 1 << 15)
     dtype = getattr(text, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    return unsupported(route, layer, heads_of(impl, 0), dtype, device, keys=longest)
+    return unsupported(route, layer, heads, dtype, device, keys=longest)

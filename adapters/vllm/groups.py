@@ -16,11 +16,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.request import Request
 
-from sparseprefill.errors import AttachError
 from sparseprefill.pages import Pages
 
-from ..serving.failures import reason as failed
-from ..serving.layer import Layer, unsupported
+from ..serving.layer import Layer, dense_reason
 from ..serving.warm import Sizes, warm_engine
 from .admission import check_apart
 from .layer import heads_of, index_of, layer_of
@@ -79,21 +77,19 @@ def _keyless(config: Any) -> Counter[str]:
 
 def _reason(runtime: Runtime, builder: Any, name: str, module: Any) -> str | None:
     """Why a layer will stay dense, or None. AttachError where a stage cannot be asked."""
-    config = builder.vllm_config
-    model, longest = config.model_config, int(config.model_config.max_model_len)
-    step, least = _step(config, runtime), runtime.options.min_query
-    layer = layer_of(name, module.impl)
-    if layer.reason is not None:
-        return layer.reason
-    if least > step:
-        bound = "max_num_batched_tokens" if runtime.options.chunk is None else "chunk"
-        return f"min_query is {least}, but no chunk has more than {step} tokens ({bound})"
-    heads = heads_of(module.impl, runtime.model.first_head)
-    try:
-        return unsupported(runtime.session.route, layer, heads, model.dtype, builder.device, keys=longest)
-    except Exception as error:
-        method = runtime.session.route.name
-        raise AttachError(f"layer {layer.index}: {method} cannot say what it supports: {failed(error)}") from error
+    config, route = builder.vllm_config, runtime.session.route
+    layer, heads = layer_of(name, module.impl), heads_of(module.impl, runtime.model.first_head)
+    return dense_reason(
+        route,
+        layer,
+        heads,
+        config.model_config.dtype,
+        builder.device,
+        keys=int(config.model_config.max_model_len),
+        min_query=runtime.options.min_query,
+        step=_step(config, runtime),
+        bound="max_num_batched_tokens" if runtime.options.chunk is None else "chunk",
+    )
 
 
 def _step(config: Any, runtime: Runtime) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..serving.layer import WINDOW, Heads, Layer
+from ..serving.layer import CHUNKED, WINDOW, Heads, Layer
 
 
 def layer_of(name: str, impl: Any) -> Layer:
@@ -36,7 +36,7 @@ def _reason(name: str, impl: Any) -> str | None:
     if getattr(impl, "alibi_slopes", None) is not None:
         return "the layer has ALiBi slopes"
     if getattr(impl, "chunk_lookback", -1) != -1:
-        return "the layer attends in chunks"
+        return CHUNKED
     if "per_token_head" in cache or cache.startswith(("int", "nvfp4", "turboquant")):
         return f"the KV cache is {cache}: only bf16, fp16, fp32 and fp8 with one scale per tensor are read"
     if index_of(name) < 0:

@@ -102,7 +102,7 @@ class Names:
 
     @classmethod
     def of_caller(cls) -> Names:
-        """Those of the runner on whose behalf this is called; of none where there is no such runner."""
+        """The requests of the runner on whose behalf this is called; no names where there is no such runner."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             owner = frame.f_locals.get("self")

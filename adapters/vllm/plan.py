@@ -65,7 +65,7 @@ def _decoding(
     lengths: Sequence[int],
     wanted: Iterable[str | None],
 ) -> dict[str | None, int]:
-    """Of the wanted requests those with a row that is no prefill, and the first token of that row.
+    """The wanted requests that have a row which is no prefill, and the first token of that row.
 
     names, lengths: of all rows; places: of the prefills.
     """

@@ -16,9 +16,8 @@ from attrs import define, field
 from sparseprefill.errors import AttachError
 
 from ..serving import runtime
-from ..serving.logs import show
 from ..serving.model import Model, model_of
-from ..serving.summary import SECONDS
+from ..serving.summary import SECONDS, show
 from ..serving.tally import Owner
 from .chunks import check_chunk, check_grain
 from .names import Names, drafting
@@ -88,7 +87,7 @@ def runtime_of(config: Any, attention: str) -> Runtime | None:
 
 
 def layer_runtime(config: Any, attention: str) -> Runtime | None:
-    """The same for a layer: None for one of a draft model, whose rows are vLLM's alone; the report notes it."""
+    """The runtime of a layer: None for one of a draft model, whose rows are vLLM's alone; the report notes it."""
     if not drafting():
         return runtime_of(config, attention)
     runtime = existing(config)
@@ -110,7 +109,7 @@ def selected(config: Any) -> bool:
 
 
 def make_runtime(config: Any, attention: str) -> Runtime:
-    """The same, made anew. Raises what wrong options raise."""
+    """The runtime of an engine, made anew. Raises what wrong options raise."""
     options = parse(config.additional_config)
     show(options.log_level, "vllm")
     model = _model(config, attention)
@@ -135,7 +134,7 @@ def _model(config: Any, attention: str) -> Model:
 
 
 def _owner(config: Any) -> Owner:
-    """Of a process: the model's name as vLLM's metrics have it, and the number of its worker."""
+    """Whose metrics a process counts: the model's name as vLLM's metrics have it, and the number of its worker."""
     given, parallel = getattr(config, "model_config", None), getattr(config, "parallel_config", None)
     name: Any = getattr(given, "served_model_name", None) or getattr(given, "model", "")
     rank, replica = (int(getattr(parallel, field, 0) or 0) for field in ("rank", "data_parallel_index"))

@@ -55,7 +55,7 @@ class SparseImpl(Host):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """See AttentionImpl. This step's keys and values are in the cache when it is called."""
+        """What vLLM's AttentionImpl does, in parts. This step's keys and values are in the cache when it is called."""
         parts = getattr(attn_metadata, "parts", None)
         runtime = self.runtime
         if parts is not None and runtime is not None:
@@ -105,7 +105,7 @@ class SparseBuilder(Host):
             warm_up(self.runtime, self, announce(self.runtime, self))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """See AttentionMetadataBuilder."""
+        """vLLM's metadata of a step, with the parts of its batch."""
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.runtime is None or fast_build or self._recorded:
             return stock

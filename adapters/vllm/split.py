@@ -79,12 +79,9 @@ def check_fields(kind: Any) -> None:
 
 def objection(common: Any) -> str | None:
     """Why a batch cannot be cut, or None: a field that nobody here knows says something."""
-    said = [name for name, default in _unknown(_kind(common)) if _says(getattr(common, name), default)]
+    kind: Any = type(common)
+    said = [name for name, default in _unknown(kind) if _says(getattr(common, name), default)]
     return UNCUT.format(fields=", ".join(said)) if said else None
-
-
-def _kind(common: Any) -> Any:
-    return type(common)
 
 
 def _says(value: object, default: object) -> bool:

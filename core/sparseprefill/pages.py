@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
@@ -63,17 +65,17 @@ class Pages:
         """Tokens of a page."""
         return self.k.shape[1]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int, int, int]:
         """The shape that `keys` returns: ``(1, Hkv, length, D)``."""
         return 1, self.k.shape[2], self.length, self.k.shape[3]
 
-    @property
+    @cached_property
     def value_dim(self) -> int:
         """Head dimension of the values."""
         return self.v.shape[3]
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device that holds the pages and their table."""
         return self.k.device

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.walk import layer_walk, pipeline_walk
-from house.moves import layer_moves, pipeline_moves
+from house.moves import layer_moves, pipeline_moves, vllm_moves
 from house.test_layers import FILES, PLACES, imported, module_name
 
 MODULES = {module_name(layer, path): path for layer, path in FILES}
@@ -107,7 +107,8 @@ def test_the_attention_kernels_arguments_stand_once() -> None:
 
 
 PIPELINE = {"dense": 70, "rowmax": 100, "anchor-attention": 130, "flexprefill": 150, "bfla": 130}
-LAYER = {"dense": 115, "rowmax": 170, "anchor-attention": 285, "flexprefill": 230, "bfla": 200}
+LAYER = {"dense": 80, "rowmax": 135, "anchor-attention": 200, "flexprefill": 195, "bfla": 160}
+VLLM = {"dense": 100, "rowmax": 155, "anchor-attention": 220, "flexprefill": 210, "bfla": 175}
 
 
 @pytest.mark.parametrize("method", PIPELINE)
@@ -120,3 +121,9 @@ def test_a_call_is_handed_on_few_times(method: str) -> None:
 def test_a_layer_of_transformers_is_handed_on_few_times(method: str) -> None:
     walk = layer_moves(method)
     assert len(walk.moves) <= LAYER[method], walk.moves
+
+
+@pytest.mark.parametrize("method", VLLM)
+def test_a_layer_of_vllm_is_handed_on_few_times(method: str) -> None:
+    walk = vllm_moves(method)
+    assert len(walk.moves) <= VLLM[method], walk.moves

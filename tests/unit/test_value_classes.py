@@ -84,7 +84,7 @@ KINDS = (
     *(count.Lists, count._Rows, export.Selection, export._Cells, export._Seen, held.Held),
     *(held.KeptKeys, cpu._Row, cpu._Entries, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
     *(SampledRecall, Stretches, narrow.Choice, Tiles, fit._Order, fit._Table, values.WeightedPriority, values._Norms),
-    *(Planned, Skipped, Guard, watch._Arrived, watch._Coming, watch._Layer, watch.RecallWatch, ledger.Room),
+    *(Planned, Skipped, Guard, watch._Kept, watch._Coming, watch.RecallWatch, ledger.Room),
     session._Begun,
 )
 

@@ -73,8 +73,9 @@ class SparseMask:
             if lists is None:
                 continue
             wanted = (self.geometry.batch, self.geometry.heads, self.geometry.tile_rows(tile))
-            if lists.shape != wanted:
-                raise MaskError(f"SparseMask.{name} has lists {lists.shape}: the call needs [B, Hq, rows] = {wanted}")
+            found = lists.shape if isinstance(lists, TileMap) else tuple(lists.counts.shape)
+            if found != wanted:
+                raise MaskError(f"SparseMask.{name} has lists {found}: the call needs [B, Hq, rows] = {wanted}")
 
     @property
     def tiles(self) -> IndexLists | None:
@@ -219,13 +220,14 @@ class SparseMask:
         """
         if exclude is None and self.stripes is None and isinstance(self._tiles, TileMap):
             return evolve(self, tiles=self._tiles.joined(rules), group=1, disjoint=False)
-        mask, tiles = self, [one for one in rules if one.rows_alone is None]
+        mask, alone = self, [one.rows_alone for one in rules]
+        tiles = [one for one, rows in zip(rules, alone, strict=True) if rows is None]
         if tiles:
             extra = SparseMask(self.geometry, self.tile_q, self.tile_k, reduce(or_, tiles))
             mask = mask | (extra if exclude is None else extra - exclude)
-        for one in rules:
-            if one.rows_alone is not None:
-                mask = mask.with_dense_rows(one.rows_alone, exclude)
+        for rows in alone:
+            if rows is not None:
+                mask = mask.with_dense_rows(rows, exclude)
         return mask
 
     def with_dense_rows(self, rows: Rows, exclude: SparseMask | None = None) -> SparseMask:
@@ -238,40 +240,45 @@ class SparseMask:
         every = TileMap(geometry=g, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
         if exclude is not None and (exclude.stripes is not None or (exclude.tile_q, exclude.tile_k) != mine):
             return self | (evolve(self, tiles=every, group=1, stripes=None, disjoint=True) - exclude)
-        mask = self._without_stripes(rows) if self.disjoint else self
+        group, stripes = (1, self._stripes_beside(rows)) if self.disjoint else (self.group, self.stripes)
         if exclude is not None:
-            held = exclude.as_map()
-            left = every.by_group(held.shared) & ~held.by_group(held.shared)
-            return evolve(mask, tiles=self.as_map() | evolve(every, dense=None, keep=left))
+            left = exclude.as_map().left_of(rows)
+            return evolve(self, tiles=left if tiles is None else self.as_map() | left, group=group, stripes=stripes)
         if isinstance(tiles, TileMap):
-            return evolve(mask, tiles=tiles | every)
+            return evolve(self, tiles=tiles | every, group=group, stripes=stripes)
         if tiles is None:
             tiles = IndexLists.empty(g.batch, g.heads, g.tile_rows(self.tile_q), g.device)
             tiles = evolve(tiles, same_heads=True)
-        return evolve(mask, tiles=tiles.filled(rows_map(g, self.tile_q, rows), g, self.tile_q, self.tile_k))
+        filled = tiles.filled(rows_map(g, self.tile_q, rows), g, self.tile_q, self.tile_k)
+        return evolve(self, tiles=filled, group=group, stripes=stripes)
 
-    def _without_stripes(self, rows: Rows) -> SparseMask:
-        """The mask without the stripes of some query tiles; each tile has a list of its own then."""
-        mask = self.regrouped(1)
-        if mask.stripes is None:
-            return mask
-        counts = mask.stripes.counts.masked_fill(rows_map(self.geometry, self.tile_q, rows)[:, None], 0)
-        return evolve(mask, stripes=evolve(mask.stripes, counts=counts))
+    def _stripes_beside(self, rows: Rows) -> IndexLists | None:
+        """The stripes, each query tile with a list of its own, and those of some query tiles left out."""
+        if self.stripes is None:
+            return None
+        counts, offsets = self._by_group(self.stripes, 1)
+        counts = counts.masked_fill(rows_map(self.geometry, self.tile_q, rows)[:, None], 0)
+        return evolve(self.stripes, counts=counts, offsets=offsets)
 
     def regrouped(self, group: int) -> SparseMask:
         """The mask with stripes for groups of fewer query tiles, which divide its own; lists stay in their storage."""
-        g, stripes = self.geometry, self.stripes
+        stripes = self.stripes
         if group == self.group:
             return self
         if self.group % group:
             raise MaskError(f"group is {group}: pass a divisor of {self.group}, the mask's own")
         if stripes is None:
             return evolve(self, group=group)
-        of = (self.tile_q * group, self.group // group, stripes.shape[2])
+        counts, offsets = self._by_group(stripes, group)
+        return evolve(self, group=group, stripes=evolve(stripes, counts=counts, offsets=offsets))
+
+    def _by_group(self, stripes: IndexLists, group: int) -> tuple[Tensor, Tensor]:
+        """Counts and offsets of the stripes' lists for groups of fewer query tiles, which divide the mask's own."""
+        g, of = self.geometry, (self.tile_q * group, self.group // group, stripes.counts.shape[2])
         index = _groups_of(g, *of) if g.sizes is None else _kept_groups_of(g.sizes, *of)
         index = index[:, None].expand(-1, g.heads, -1)
         counts, offsets = (torch.gather(x, 2, index) for x in (stripes.counts, stripes.offsets))
-        return evolve(self, group=group, stripes=evolve(stripes, counts=counts, offsets=offsets))
+        return counts, offsets
 
     def _check_same_call(self, other: SparseMask, verb: str) -> None:
         if not self.geometry.fits(other.geometry):
@@ -346,7 +353,9 @@ class SparseMask:
 
     def with_stripe_width(self, width: int) -> SparseMask:
         """The mask with stripes as columns of fewer tokens, which divide their own."""
-        if self.stripes is None or width == self.stripe_width:
+        if width == self.stripe_width:
+            return self
+        if self.stripes is None:
             return evolve(self, stripe_width=width)
         if self.stripe_width % width:
             raise MaskError(f"width is {width}: pass a divisor of {self.stripe_width}, the mask's own")

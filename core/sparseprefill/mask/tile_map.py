@@ -148,6 +148,16 @@ class TileMap:
             return self
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=self.by_group(group))
 
+    def left_of(self, rows: Rows) -> TileMap:
+        """Every tile in reach for a range of query tiles, but those of this map."""
+        every, group = TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows), self.shared
+        if kernels.serve_device(self.geometry.device):
+            keep = every.by_group(group) & ~self.by_group(group)
+        else:
+            reach = reachable_map(self.geometry, self.tile_q, self.tile_k)[:, None]
+            keep = (every._by_rules() & ~self._by_rules() & reach)[:, ::group]
+        return evolve(every, dense=None, keep=keep)
+
     def joined(self, others: Sequence[TileMap]) -> TileMap:
         """The union with one or more others, all on one grid; rules meet before maps do."""
         return self | reduce(or_, others)

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from sparseprefill.adapters.serving import runtime as serving
 from sparseprefill.adapters.serving.runtime import NO_PROFILE
-from sparseprefill.adapters.serving.served import Served
 from sparseprefill.adapters.serving.summary import Summary, every
-from sparseprefill.adapters.serving.tally import METRICS, OWNER, PREFIX, Tally
+from sparseprefill.adapters.serving.tally import METRICS, OWNER, PREFIX, Served, Tally
 from sparseprefill.adapters.session.session import Session
 from sparseprefill.adapters.vllm.plan import plan
 from sparseprefill.adapters.vllm.runtime import UNSEEN, Runtime, interval_of_host

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -78,7 +77,6 @@ def star(shape: LayerShape, ranks: Ranks, tokens: int) -> Run:
     executor = AnchoredBlockExecutor(AutoExecutor(), ranks)
 
     def step() -> Tensor:
-        call, note = AttentionCall(q, new_k, new_v), deque[Tensor](maxlen=1).append  # what it notes costs a launch
-        return executor.attend(call, shard, owner=owner, lse=False, note=note)[0]
+        return executor.attend(AttentionCall(q, new_k, new_v), shard, owner=owner, lse=False)[0]
 
     return step
