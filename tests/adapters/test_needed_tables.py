@@ -130,13 +130,11 @@ def test_its_command_is_listed_and_makes_the_table(tmp_path: Path, embedded: Any
     for words in ("--share", "Of the attention that a band has.", "default: 16; 16<=x<=99", "bands.json", "--seed"):
         assert words in shown
     assert run(tmp_path, "bands", "--shortest", "3").returncode == 2
-    made = run(tmp_path, "bands", "--share", "0.9", "--device", "cpu")
+    made = run(tmp_path, "bands", "--share", "0.9", "--device", "cpu", "--json")
     assert made.returncode == 0, made.stderr
-    assert "6 layers of embedded, 1 samples of 512 tokens" in " ".join(made.stdout.split())
-    assert "table: bands.json" in made.stdout
+    facts = json.loads(made.stdout)
     table = TABLE.read(tmp_path / "bands.json")
     assert table.model == evolve(identity(embedded.get_decoder()), name="embedded")
-    facts = json.loads(run(tmp_path, "bands", "--share", "0.9", "--device", "cpu", "--json").stdout)
     assert (facts["model"], tuple(facts["bands"]), facts["output"]) == ("embedded", table.bands, "bands.json")
     registry = sp.Registry()
     registry.register(table_plugin, "banded")
@@ -144,3 +142,11 @@ def test_its_command_is_listed_and_makes_the_table(tmp_path: Path, embedded: Any
     with torch.inference_mode(), attach(embedded, pipeline, strict=True, gate=None) as handle:
         embedded(torch.tensor(key_value_prompts(embedded_tokenizer, 512, 1, 5)), logits_to_keep=1)
     assert all(layer.mode == "sparse" for layer in handle.report().layers)
+
+
+@pytest.mark.thorough
+def test_its_command_says_what_it_read_and_wrote(tmp_path: Path) -> None:
+    made = run(tmp_path, "bands", "--share", "0.9", "--device", "cpu")
+    assert made.returncode == 0, made.stderr
+    assert "6 layers of embedded, 1 samples of 512 tokens" in " ".join(made.stdout.split())
+    assert "table: bands.json" in made.stdout

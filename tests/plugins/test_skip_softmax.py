@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sparseprefill.adapters.session.session import Prefill, Session
 
 import sparseprefill as sp
+from helpers.examples import few_calls
 from helpers.skipping import check_against_oracle
 from sparseprefill.plan import Remark
 from sparseprefill.refiners.skip import prompt_length
@@ -143,7 +144,7 @@ def test_on_any_method_in_one_line_through_the_contracts(name: str) -> None:
         below = 0.0 if full else 60.0
         return evolve(made, refiners=(*made.refiners, sp.SkipSoftmax(below, grain=made.grain)), name=f"{name} skips")
 
-    report = check_method(build, full={"full": True})
+    report = check_method(build, full={"full": True}, calls=few_calls())
     assert "result == softmax over its own mask" in report.cases
     # AnchorAttention drops what lies far below its anchor by itself, unless theta lets everything pass.
     plain = one.pipeline(**{**one.small, **({"theta": 100.0} if name == "anchor-attention" else {})})
