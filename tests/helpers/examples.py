@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +12,11 @@ from hypothesis import settings
 from sparseprefill import AttentionCall
 from sparseprefill.testing import standard_calls
 
-T = TypeVar("T")
 SCOPES = {"head": "anchor-attention", "group": "kascade"}
 """A method of each `head_scope`: laws whose calls are drawn go over these; with ``-m thorough`` over all of them."""
 
 
-def few_of(values: Collection[T], few: Collection[T] = tuple(SCOPES.values())) -> list[Any]:
+def few_of(values: Collection[Any], few: Collection[Any] = tuple(SCOPES.values())) -> list[Any]:
     """What a test is parametrized with: all values, of which all but a few run with ``-m thorough`` alone."""
     assert set(few) <= set(values)
     return [one if one in few else pytest.param(one, marks=pytest.mark.thorough) for one in values]
