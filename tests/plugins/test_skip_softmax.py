@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sparseprefill.adapters.session.session import Prefill, Session
 
 import sparseprefill as sp
+from helpers.build import int32
 from helpers.examples import few_calls
 from helpers.skipping import check_against_oracle
 from sparseprefill.plan import Remark
@@ -43,6 +44,15 @@ def test_the_method_is_its_oracle(call: sp.AttentionCall, below: float, sharp: f
         assert all(length <= below for length in [prompt_length(call)] if isinstance(length, int))
         return
     check_against_oracle(call, result, below)
+
+
+def test_a_row_whose_queries_are_all_padding_skips_nothing() -> None:
+    q, k, v = (torch.randn(2, 1, n, 4) for n in (1, 17, 17))
+    call = sp.AttentionCall(q, k, v, q_offset=0, starts=int32(2, 0))
+    result = method(skip_below=2.0).run(call)
+    assert result.plan.skip_below is not None
+    assert result.plan.skip_below.tolist() == [0.0, 0.0]
+    assert not result.out[0].any()
 
 
 def test_zero_is_bit_equal_to_the_full_mask() -> None:
