@@ -66,6 +66,6 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     deterministic: Any = torch.utils.deterministic
     deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # without the second that `use_deterministic_algorithms` imports for
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")

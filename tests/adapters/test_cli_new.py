@@ -36,7 +36,9 @@ def files(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.thorough
 def test_the_package_installs_and_passes_its_own_test() -> None:
+    """In each run, tests/docs/test_third_party.py installs what it writes for the examples of docs/."""
     result = invoke("second-2-best")
     assert result.exit_code == 0, result.output
     assert "next: pytest sparseprefill-second-2-best" in result.stdout.splitlines()

@@ -20,7 +20,7 @@ from sparseprefill.adapters.huggingface.inspection import find_decoder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparseprefill as sp
-from helpers.examples import few_names
+from helpers.examples import few_of
 from helpers.harness_tasks import LENGTH, cut_off, need_harness, needles, write_task
 from helpers.stubs import Estimate
 from sparseprefill.errors import ParameterError
@@ -109,7 +109,7 @@ def test_stock_and_dense_are_the_harness_to_the_digit(model: Any, embedded_token
     assert dense_service.density == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("task", few_names(harness.OFFLINE, ["niah_single_1", "ruler_vt"]))
+@pytest.mark.parametrize("task", few_of(harness.OFFLINE, ["niah_single_1", "ruler_vt"]))
 def test_offline_tasks_ask_the_harness_own_items(
     task: str, random_model: Any, embedded_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

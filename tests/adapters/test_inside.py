@@ -17,7 +17,7 @@ from sparseprefill.adapters.evaluation.prompts import Prompt, Span, spans_of
 from sparseprefill.adapters.evaluation.reading import APART, Kept, Sizes, right_inside
 
 import sparseprefill as sp
-from helpers.examples import few_names
+from helpers.examples import few_of
 from sparseprefill.errors import ParameterError
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -142,7 +142,7 @@ def outcomes_of(model: Any, tokenizer: Any, tokens: int, *contenders: Contender)
     return [comparison.stock, *map(comparison.run, contenders)]
 
 
-@pytest.mark.parametrize("folder", [None, *few_names(["long0", "long1"], ())])
+@pytest.mark.parametrize("folder", [None, *few_of(["long0", "long1"], ())])
 def test_a_window_finds_a_fifth_at_most_and_the_tail_does_not_help(tokenizer: Any, folder: str | None) -> None:
     """A test that streaming passes cannot show that a method keeps anything."""
     where = None if folder is None else MODELS / folder

@@ -14,10 +14,12 @@ import pytest
 import torch
 from attrs import evolve
 from sparseprefill.adapters.cli import options
+from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.samples import key_value_prompts
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.serving.tensor_parallel import LocalRegistry
+from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
 from helpers import table_plugin
@@ -110,37 +112,52 @@ finally:
 """
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line where the plugin is installed."""
-    info = folder / "banded-1.0.dist-info"
-    info.mkdir(exist_ok=True)
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder in which the plugin is installed."""
+    info = tmp_path / "site" / "banded-1.0.dist-info"
+    info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: banded\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[sparseprefill]\nbanded = helpers.table_plugin\n")
+    return info.parent
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line of a process that sees what is installed in a folder."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(TESTS)])}
     command = [sys.executable, "-c", HEAVY.format(arguments=arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
 
 
-def test_its_command_is_listed_and_makes_the_table(tmp_path: Path, embedded: Any, embedded_tokenizer: Any) -> None:
-    listed = run(tmp_path, "--help")
+def test_its_command_is_listed_where_the_plugin_is_installed(installed: Path) -> None:
+    listed = run(installed, "--help")
     assert (listed.returncode, listed.stderr) == (0, "imported:\n")
     assert "bands " in listed.stdout
     assert TABLE.summary in " ".join(listed.stdout.split())
-    shown = " ".join(run(tmp_path, "bands", "--help").stdout.split())
+
+
+@pytest.mark.usefixtures("registry", "_one_tokenizer")
+def test_its_command_makes_the_table(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: Any, embedded_tokenizer: Any
+) -> None:
+    def bands(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["bands", *arguments])
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(installed)
+    shown = " ".join(bands("--help").stdout.split())
     for words in ("--share", "Of the attention that a band has.", "default: 16; 16<=x<=99", "bands.json", "--seed"):
         assert words in shown
-    assert run(tmp_path, "bands", "--shortest", "3").returncode == 2
-    made = run(tmp_path, "bands", "--share", "0.9", "--device", "cpu")
-    assert made.returncode == 0, made.stderr
+    assert bands("--shortest", "3").exit_code == 2
+    made = bands("--share", "0.9", "--device", "cpu")
+    assert made.exit_code == 0, made.output
     assert "6 layers of embedded, 1 samples of 512 tokens" in " ".join(made.stdout.split())
     assert "table: bands.json" in made.stdout
     table = TABLE.read(tmp_path / "bands.json")
     assert table.model == evolve(identity(embedded.get_decoder()), name="embedded")
-    facts = json.loads(run(tmp_path, "bands", "--share", "0.9", "--device", "cpu", "--json").stdout)
+    facts = json.loads(bands("--share", "0.9", "--device", "cpu", "--json").stdout)
     assert (facts["model"], tuple(facts["bands"]), facts["output"]) == ("embedded", table.bands, "bands.json")
-    registry = sp.Registry()
-    registry.register(table_plugin, "banded")
-    pipeline = registry.build("banded", bands=tmp_path / "bands.json")
+    pipeline = sp.build("banded", bands=tmp_path / "bands.json")
     with torch.inference_mode(), attach(embedded, pipeline, strict=True, gate=None) as handle:
         embedded(torch.tensor(key_value_prompts(embedded_tokenizer, 512, 1, 5)), logits_to_keep=1)
     assert all(layer.mode == "sparse" for layer in handle.report().layers)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from helpers.examples import few_of
+
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PACKAGES = ("sparseprefill-last-block", "sparseprefill-first-layers", "sparseprefill-broken")
 PIP = ("pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
@@ -177,7 +179,7 @@ def test_an_unknown_name_gets_the_nearest_and_mentions_the_broken_package(answer
     assert "plugin 'broken-example' of sparseprefill-broken 0.1.0" in message
 
 
-@pytest.mark.parametrize("package", ["sparseprefill-last-block", "sparseprefill-first-layers"])
+@pytest.mark.parametrize("package", few_of(PACKAGES[:2], PACKAGES[:1]))
 def test_the_examples_own_contract_test_passes(site: Path, package: str) -> None:
     tests = site.parent / "source" / package / "tests"
     done = run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests))
@@ -198,6 +200,7 @@ def test_the_environment_variable_leaves_the_refiner_out(site: Path) -> None:
     assert "excluded by SPARSEPREFILL_PLUGINS" in done.stderr
 
 
+@pytest.mark.thorough
 def test_the_demo_takes_the_method_and_the_refiner_like_any_other(site: Path) -> None:
     command = ("demo", "--tokens", "512", "--questions", "1", "--threads", "1", "--device", "cpu", "--json")
     method = ("--method", "last-block", "--set", "last-block.keep=16", "--set", "last-block.band=64")

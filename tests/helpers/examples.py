@@ -16,10 +16,10 @@ SCOPES = {"head": "anchor-attention", "group": "kascade"}
 """A method of each `head_scope`: laws whose calls are drawn go over these; with ``-m thorough`` over all of them."""
 
 
-def few_names(names: Collection[str], few: Collection[str] = tuple(SCOPES.values())) -> list[Any]:
-    """What a test is parametrized with: all names, of which all but a few run with ``-m thorough`` alone."""
-    assert set(few) <= set(names)
-    return [name if name in few else pytest.param(name, marks=pytest.mark.thorough) for name in names]
+def few_of(values: Collection[Any], few: Collection[Any] = tuple(SCOPES.values())) -> list[Any]:
+    """What a test is parametrized with: all values, of which all but a few run with ``-m thorough`` alone."""
+    assert set(few) <= set(values)
+    return [one if one in few else pytest.param(one, marks=pytest.mark.thorough) for one in values]
 
 
 def part(share: float) -> settings:

@@ -17,8 +17,6 @@ ROOT = Path(__file__).parents[2]
 PLACES = {"core": ROOT / "core" / "sparseprefill", "plugins": ROOT / "plugins", "adapters": ROOT / "adapters"}
 FACE = "sparseprefill"
 PREFIX = {"core": "sparseprefill", "plugins": "sparseprefill.plugins", "adapters": "sparseprefill.adapters"}
-FILES = [(layer, path) for layer, place in PLACES.items() for path in sorted(place.rglob("*.py"))]
-IDS = [str(path.relative_to(ROOT)) for _, path in FILES]
 
 
 def module_name(layer: str, path: Path) -> str:
@@ -60,27 +58,33 @@ def offences(layer: str, module: str, names: Iterator[str]) -> list[str]:
     return bad
 
 
-@pytest.mark.parametrize(("layer", "path"), FILES, ids=IDS)
-def test_imports_respect_the_layers(layer: str, path: Path) -> None:
-    module = module_name(layer, path)
-    names = imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
-    assert [] == offences(layer, module, names)
+def files(layer: str) -> Iterator[tuple[str, Path]]:
+    """Each file of a layer, with the name of its module."""
+    for path in sorted(PLACES[layer].rglob("*.py")):
+        yield module_name(layer, path), path
 
 
-@pytest.mark.parametrize(("layer", "path"), FILES, ids=IDS)
-def test_modules_import_from_the_file_that_defines_a_name(layer: str, path: Path) -> None:
+def names_of(module: str, path: Path) -> Iterator[str]:
+    return imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+
+
+@pytest.mark.parametrize("layer", PLACES)
+def test_imports_respect_the_layers(layer: str) -> None:
+    found = {module: offences(layer, module, names_of(module, path)) for module, path in files(layer)}
+    assert {} == {module: bad for module, bad in found.items() if bad}
+
+
+@pytest.mark.parametrize("layer", PLACES)
+def test_modules_import_from_the_file_that_defines_a_name(layer: str) -> None:
     """The face is for users; inside, an import through it would make loops."""
-    module = module_name(layer, path)
-    if module == FACE:
-        return
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     modules = {file.stem for file in PLACES["core"].iterdir()} | {"plugins", "adapters", "__version__"}
     from_face = [
-        alias.name
-        for node in ast.walk(tree)
+        (module, alias.name)
+        for module, path in files(layer)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module == "sparseprefill" and node.level == 0
         for alias in node.names
-        if alias.name not in modules
+        if alias.name not in modules and module != FACE
     ]
     assert [] == from_face
 
@@ -88,11 +92,12 @@ def test_modules_import_from_the_file_that_defines_a_name(layer: str, path: Path
 SERVERS = ("vllm", "sglang")
 
 
-@pytest.mark.parametrize("path", sorted((PLACES["adapters"] / "serving").glob("*.py")), ids=lambda path: path.name)
-def test_what_servers_share_imports_none(path: Path) -> None:
-    names = imported(path.read_text(encoding="utf-8"), module_name("adapters", path), path.name == "__init__.py")
+def test_what_servers_share_imports_none() -> None:
     theirs = (*SERVERS, *(f"{PREFIX['adapters']}.{server}" for server in SERVERS))
-    assert [] == [name for name in names if any(within(name, one) for one in theirs)]
+    shared = [(module, path) for module, path in files("adapters") if within(module, f"{PREFIX['adapters']}.serving")]
+    assert shared
+    names = [(module, name) for module, path in shared for name in names_of(module, path)]
+    assert [] == [one for one in names if any(within(one[1], server) for server in theirs)]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ def test_own_version_is_the_project_version() -> None:
 def test_ci_runs_the_command_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     command = next(line for line in readme.splitlines() if ".venv/bin/pytest" in line)
-    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert command in ci
+    assert ".venv/bin/pytest -n 2 -m thorough" in ci  # what that command leaves out
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ SPOTS = st.builds(
 LATE = Spot((251, 300), FIELDS[-1], (24, 16), rows=5, span=96, neighbours=True, seed=1)
 
 
-@settings(max_examples=150 if CUDA else 25)
+@settings(max_examples=150 if CUDA else 15)
 @given(spot=SPOTS)
 @example(spot=LATE)
 @example(spot=Spot((251, 0), FIELDS[3], (16, 24), rows=64, span=None, neighbours=True, seed=2))
@@ -109,7 +109,7 @@ def masses(
     return every, every + torch.rand(shape, generator=source).log()
 
 
-@settings(max_examples=150 if CUDA else 25)
+@settings(max_examples=150 if CUDA else 15)
 @given(
     spot=SPOTS,
     target=st.sampled_from([0.95, 0.5, 0.0, 1.0]),

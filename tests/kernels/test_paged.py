@@ -65,7 +65,10 @@ def check(call: AttentionCall, plan: Plan) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pages_of_any_size_and_layout(dtype: torch.dtype, layout: str, page: int) -> None:
+    turn = PAGES.index(page) + len(layout) + DTYPES.index(dtype)
     for number, lengths in enumerate(LENGTHS):
+        if not CUDA and number % 3 != turn % 3:  # in the interpreter each takes a third of the lengths by turns
+            continue
         call = paged(make(lengths, dtype), page, layout)
         kinds = KINDS if CUDA else (KINDS[number % len(KINDS)],)
         for kind in kinds:

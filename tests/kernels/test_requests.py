@@ -87,7 +87,7 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=50 if DEVICE == "cuda" else 10)
+@settings(max_examples=50 if DEVICE == "cuda" else 6)
 @given(step=steps(), kind=st.sampled_from(KINDS), tile=st.sampled_from([(32, 16), (64, 64), (128, 64)]))
 def test_any_step(step: dict[str, Any], kind: str, tile: tuple[int, int]) -> None:
     calls = step_of(**step)

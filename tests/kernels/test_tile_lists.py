@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.device import CUDA, DEVICE
@@ -72,6 +72,7 @@ def sound(lists: IndexLists) -> None:
     assert used.numel() == 0 or int(used.max()) <= lists.indices.numel()
 
 
+@settings(max_examples=25 if CUDA else 12)
 @given(tiles=tile_maps())
 def test_maps_and_lists_are_those_of_plain_pytorch(tiles: TileMap) -> None:
     expected = tiles.plain()

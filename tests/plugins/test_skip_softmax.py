@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from sparseprefill.adapters.session.session import Prefill, Session
 
 import sparseprefill as sp
+from helpers.build import int32
+from helpers.examples import few_calls
 from helpers.skipping import check_against_oracle
 from sparseprefill.plan import Remark
 from sparseprefill.refiners.skip import prompt_length
@@ -42,6 +44,15 @@ def test_the_method_is_its_oracle(call: sp.AttentionCall, below: float, sharp: f
         assert all(length <= below for length in [prompt_length(call)] if isinstance(length, int))
         return
     check_against_oracle(call, result, below)
+
+
+def test_a_row_whose_queries_are_all_padding_skips_nothing() -> None:
+    q, k, v = (torch.randn(2, 1, n, 4) for n in (1, 17, 17))
+    call = sp.AttentionCall(q, k, v, q_offset=0, starts=int32(2, 0))
+    result = method(skip_below=2.0).run(call)
+    assert result.plan.skip_below is not None
+    assert result.plan.skip_below.tolist() == [0.0, 0.0]
+    assert not result.out[0].any()
 
 
 def test_zero_is_bit_equal_to_the_full_mask() -> None:
@@ -143,7 +154,7 @@ def test_on_any_method_in_one_line_through_the_contracts(name: str) -> None:
         below = 0.0 if full else 60.0
         return evolve(made, refiners=(*made.refiners, sp.SkipSoftmax(below, grain=made.grain)), name=f"{name} skips")
 
-    report = check_method(build, full={"full": True})
+    report = check_method(build, full={"full": True}, calls=few_calls())
     assert "result == softmax over its own mask" in report.cases
     # AnchorAttention drops what lies far below its anchor by itself, unless theta lets everything pass.
     plain = one.pipeline(**{**one.small, **({"theta": 100.0} if name == "anchor-attention" else {})})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from attrs import evolve
 from hypothesis import given
 
 import sparseprefill as sp
-from helpers.examples import SCOPES, few_calls, few_names, part
+from helpers.examples import SCOPES, few_calls, few_of, part
 from sparseprefill.testing import calls, check_method, contracts, standard_calls
 
 REGISTRY = sp.default_registry()
@@ -155,28 +155,27 @@ FEW = (
 """Hybrids whose calls are drawn: a union, methods inside others, and both kinds of choice by score."""
 
 
-def keeps_every_law(name: str, **options: Unpack[contracts.Options]) -> None:
-    report = check_method(HYBRIDS[name], full={"full": True}, **options)
+def check_report(report: contracts.Report) -> None:
     assert set(report.skipped) <= {"chunk invariance at the grain"}
     assert set(contracts.LAWS) == {*report.cases, *report.skipped}
 
 
-@pytest.mark.parametrize("name", [*OTHERS, *few_names(DENSE_ROWS, FEW_DENSE)])
+@pytest.mark.parametrize("name", [*OTHERS, *few_of(DENSE_ROWS, FEW_DENSE)])
 def test_every_law_on_a_few_calls(name: str) -> None:
-    keeps_every_law(name, calls=few_calls())
+    check_report(check_method(HYBRIDS[name], full={"full": True}, calls=few_calls()))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_law_on_standard_calls(name: str) -> None:
-    keeps_every_law(name)
+    check_report(check_method(HYBRIDS[name], full={"full": True}))
 
 
 # float64, so that no score lies within rounding of a threshold and two runs choose the same keys.
 DRAWN = calls(dtypes=(torch.float64,), head_dims=(8, 16), max_batch=2, max_heads=4)
 
 
-@pytest.mark.parametrize("name", few_names(OTHERS, FEW))
+@pytest.mark.parametrize("name", few_of(OTHERS, FEW))
 @part(0.3)
 @given(call=DRAWN)
 def test_every_law_on_drawn_calls(name: str, call: sp.AttentionCall) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 import sparseprefill as sp
-from helpers.examples import SCOPES, few_calls, few_names, part
+from helpers.examples import SCOPES, few_calls, few_of, part
 from sparseprefill.testing import calls, check_method, contracts, standard_calls
 
 METHODS = sorted(sp.default_registry().methods())
@@ -28,7 +28,7 @@ def test_bfloat16(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", few_names(METHODS))
+@pytest.mark.parametrize("name", few_of(METHODS))
 def test_every_other_dtype(name: str, dtype: torch.dtype) -> None:
     laws_of(name, dtype)
 
@@ -55,7 +55,7 @@ def test_small_parameters_are_sparse(name: str) -> None:
 DRAWN = calls(dtypes=(torch.float64,), head_dims=(8, 16), max_batch=2, max_heads=4)
 
 
-@pytest.mark.parametrize("name", few_names(METHODS))
+@pytest.mark.parametrize("name", few_of(METHODS))
 @part(0.4)
 @given(call=DRAWN)
 def test_every_law_on_drawn_calls(name: str, call: sp.AttentionCall) -> None:

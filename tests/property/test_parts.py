@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparseprefill.plugins.kascade.table import AnchorTable
 
 import sparseprefill as sp
-from helpers.examples import SCOPES, few_calls, few_names
+from helpers.examples import SCOPES, few_calls, few_of
 from sparseprefill.parts import split
 from sparseprefill.testing import calls
 
@@ -75,7 +75,7 @@ def same(expected: sp.Result, actual: sp.Result) -> None:
     assert expected.density == actual.density
 
 
-@pytest.mark.parametrize("name", few_names(BUILT, FEW))
+@pytest.mark.parametrize("name", few_of(BUILT, FEW))
 @settings(max_examples=10)
 @given(call=DRAWN, limit=st.sampled_from([1, 1, 20_000, 100_000]))
 def test_parts_equal_the_whole(name: str, call: sp.AttentionCall, limit: int) -> None:

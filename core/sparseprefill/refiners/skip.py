@@ -82,4 +82,5 @@ def prompt_length(call: AttentionCall) -> Tensor | int:
         return prompt
     if geometry.starts is None and geometry.lengths is None:
         return geometry.q_offset + geometry.q_len
-    return torch.minimum(geometry.first_position() + geometry.q_len, geometry.key_counts())
+    last = geometry.first_position() + geometry.q_len  # negative where all of a row's queries are padding
+    return torch.minimum(last, geometry.key_counts()).clamp(min=0)
