@@ -156,7 +156,7 @@ def test_tiles_of_columns_and_diagonals(block: int, parts: int | None, fields: d
 
 @pytest.mark.gpu
 def test_nothing_recompiles_when_only_the_length_changes() -> None:
-    from sparseprefill.kernels.sampled import kernels as device_code
+    from sparseprefill.kernels.sampled import mass as device_code
 
     kernels = (
         device_code.sampled_lse_kernel, device_code.sampled_merge_kernel, device_code.sampled_mass_kernel,
