@@ -56,6 +56,11 @@ class IndexLists:
             raise MaskError(f"IndexLists shapes are {shapes}: pass counts and offsets [B, H, R] and indices [L]")
 
     @property
+    def nbytes(self) -> int:
+        """Memory that keeping the lists would hold, in bytes: of whole storages, which rows and heads may share."""
+        return sum([x.untyped_storage().nbytes() for x in (self.counts, self.offsets, self.indices)])
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Batch rows, heads, lists of each."""
         batch, heads, rows = self.counts.shape
