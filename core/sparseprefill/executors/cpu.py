@@ -447,9 +447,9 @@ class _Row:
             joined = entries.where(short.nonzero()[:, 0].flip(0))  # the diagonal tile is then the first of its list
             for some, counts, part in joined.split(joined.apart >= 0, None):
                 for chosen, at, _ in _batches(counts, size):  # of one length: see `JOINED`
-                    seen = torch.ones(rows, at.shape[1] * width, dtype=torch.bool)
-                    seen[:, :width].tril_()
-                    yield _Piece(some[chosen], part.index[at], seen)
+                    below = torch.ones(rows, at.shape[1] * width, dtype=torch.bool)
+                    below[:, :width].tril_()
+                    yield _Piece(some[chosen], part.index[at], below)
             full, near = full & ~short, near & ~short
         for some, counts, part in entries.split(full, most):
             for chosen, at, real in _batches(counts, size):
@@ -570,6 +570,7 @@ class _Votes:
     def of(cls, row: _Row, state: SoftmaxState, bound: float) -> _Votes:
         """From a state of its rows, ``[Hq, n]`` and ``[Hq, n, Dv]``."""
         m, l, acc = row.tiled(state.m, -torch.inf), row.tiled(state.l), row.tiled(state.acc)  # noqa: E741
+        m, l, acc = m.clone(), l.clone(), acc.clone()  # noqa: E741 - where nothing is padded they are the state's own
         real = row.tiled(torch.ones_like(state.m)) > 0
         return cls(row, m, l, acc, real, bound, torch.zeros(m.shape[0], dtype=torch.int64))
 

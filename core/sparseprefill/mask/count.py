@@ -17,7 +17,6 @@ from sparseprefill import kernels
 if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.mask.lists import IndexLists
-    from sparseprefill.mask.mask import SparseMask
 
 ENTRIES = 1 << 23
 """Numbers of one temporary tensor at most, where a single head does not need more."""
@@ -136,39 +135,56 @@ class Lists:
         return self.indices[where.clamp(0, self.indices.numel() - 1)].to(torch.int64)
 
 
-def pairs(mask: SparseMask) -> Tensor:
-    """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected.
+def pairs(
+    geometry: Geometry,
+    sizes: tuple[int, int, int, int],
+    tiles: IndexLists | None,
+    stripes: IndexLists | None,
+    *,
+    disjoint: bool,
+) -> Tensor:
+    """int64 ``[B, Hq]`` on the lists' device: allowed pairs selected, each once.
 
-    In plain PyTorch a few heads at a time, so that memory stays at that of a few heads' rows.
+    sizes: tokens of a query tile and of a key tile, query tiles that share a list of stripes, and tokens of a stripe.
+    disjoint: no stripe lies in a selected tile of its query tile group. In plain PyTorch a few heads at a time, so that
+    memory stays at that of a few heads' rows.
     """
-    geometry, tile_q, tile_k, tiles, stripes = mask.geometry, mask.tile_q, mask.tile_k, mask.tiles, mask.stripes
+    lists = (tiles, stripes)
     if kernels.serve_device(geometry.device):
         from sparseprefill.kernels.lists.pair_counts import pair_counts
 
-        lists = (None if one is None else (one.counts, one.offsets, one.indices) for one in (tiles, stripes))
-        return pair_counts(geometry, (tile_q, tile_k, mask.group, mask.stripe_width), *lists, disjoint=mask.disjoint)
-    if all(one.lists.same_heads for one in mask.blocks):
-        return _of_heads(mask, slice(0, 1)).expand(-1, geometry.heads)
-    rows = geometry.batch * geometry.tile_rows(tile_q)
-    size = max(1, ENTRIES // (rows * (tile_q + 2 * tile_k)))
-    heads = range(0, geometry.heads, size)
-    return torch.cat([_of_heads(mask, slice(h, min(h + size, geometry.heads))) for h in heads], 1)
+        plain = (None if one is None else (one.counts, one.offsets, one.indices) for one in lists)
+        return pair_counts(geometry, sizes, *plain, disjoint=disjoint)
+    if all(one.same_heads for one in lists if one is not None):
+        return _of_heads(geometry, sizes, lists, disjoint, slice(0, 1)).expand(-1, geometry.heads)
+    rows = geometry.batch * geometry.tile_rows(sizes[0])
+    size = max(1, ENTRIES // (rows * (sizes[0] + 2 * sizes[1])))
+    heads = (slice(h, min(h + size, geometry.heads)) for h in range(0, geometry.heads, size))
+    return torch.cat([_of_heads(geometry, sizes, lists, disjoint, part) for part in heads], 1)
 
 
-def _of_heads(mask: SparseMask, heads: slice) -> Tensor:
-    geometry, tile_q, tile_k = mask.geometry, mask.tile_q, mask.tile_k
+def _of_heads(
+    geometry: Geometry,
+    sizes: tuple[int, int, int, int],
+    lists: tuple[IndexLists | None, IndexLists | None],
+    disjoint: bool,
+    heads: slice,
+) -> Tensor:
+    tile_q, tile_k, size, width = sizes
     rows = _Rows.of(geometry, tile_q, tile_k)
     total = torch.zeros(geometry.batch, heads.stop - heads.start, dtype=torch.int64, device=geometry.device)
-    lists = {name: Lists.of(one, heads, width, geometry) for name, one, _, width in mask.blocks}
-    tiles, stripes = lists.get("tiles"), lists.get("stripes")
+    tiles, stripes = (
+        None if one is None else Lists.of(one, heads, of, geometry)
+        for one, of in zip(lists, (tile_k, width), strict=True)
+    )
     if tiles is not None:
         total = total + _pairs(rows, tiles)
     if stripes is not None:
-        group = torch.div(geometry.tiles(tile_q), mask.group, rounding_mode="floor")
-        group = group - geometry.first_tile(mask.group_rows)[:, None]
+        group = torch.div(geometry.tiles(tile_q), size, rounding_mode="floor")
+        group = group - geometry.first_tile(tile_q * size)[:, None]
         by_tile = stripes.of_rows(group)
         total = total + _pairs(rows, by_tile)
-        if tiles is not None and not mask.disjoint:
+        if tiles is not None and not disjoint:
             total = total - _pairs(rows, by_tile, tiles) - _inner_twice(rows, tiles, stripes, group)
     return total
 

@@ -24,8 +24,6 @@ from sparseprefill.mask.lists import IndexLists
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from sparseprefill.mask.mask import SparseMask
-
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BITS = 8
 """Columns of a byte of the map that FlexAttention looks stripes up in."""
@@ -48,34 +46,33 @@ class Fa4Lists(NamedTuple):
 
 @frozen(eq=False)
 class Selection:
-    """What a mask selects. tiles: bool ``[B, h, R, C]`` or None; h is 1 where all heads have the same tiles."""
+    """What a mask selects. tiles: bool ``[B, h, R, C]`` or None; h is 1 where all heads have the same tiles.
 
-    mask: SparseMask
+    stripes: lists ``[B, Hq, G]`` of columns of `stripe_width` tokens for groups of `group` query tiles, or None.
+    """
+
+    geometry: Geometry
+    tile_q: int
+    tile_k: int
+    group: int
+    stripe_width: int
     tiles: Tensor | None
-
-    @classmethod
-    def of(cls, mask: SparseMask) -> Selection:
-        """With the mask's tiles as a map."""
-        if not mask.has_tiles:
-            return cls(mask, None)
-        tiles, heads = mask.as_map(), mask.geometry.heads
-        return cls(mask, tiles.by_group(heads) if tiles.shared == heads else tiles.resolved)
+    stripes: IndexLists | None
 
     @property
     def heads(self) -> int:
         """Heads that have lists of their own: 1 where all have the same."""
-        stripes = self.mask.stripes
         own_tiles = self.tiles is not None and self.tiles.shape[1] > 1
-        own_stripes = stripes is not None and not stripes.same_heads
-        return self.mask.geometry.heads if own_tiles or own_stripes else 1
+        own_stripes = self.stripes is not None and not self.stripes.same_heads
+        return self.geometry.heads if own_tiles or own_stripes else 1
 
 
-def to_flex(mask: SparseMask, block: tuple[int, int]) -> BlockMask:
+def to_flex(selection: Selection, block: tuple[int, int]) -> BlockMask:
     """A BlockMask ``[B, Hq or 1, Nq, Nkv]`` for torch's FlexAttention; see `SparseMask.to_flex`."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    g, selection = mask.geometry, Selection.of(mask)
-    partial_count, partial, full_count, full = _lists(selection, block, g.lengths, whole_rows=True)
+    geometry = selection.geometry
+    partial_count, partial, full_count, full = _lists(selection, block, geometry.lengths, whole_rows=True)
     return BlockMask.from_kv_blocks(
         partial_count,
         partial,
@@ -83,15 +80,15 @@ def to_flex(mask: SparseMask, block: tuple[int, int]) -> BlockMask:
         full,
         BLOCK_SIZE=block,
         mask_mod=_mask_mod(selection),
-        seq_lengths=(g.q_len, g.kv_len),
+        seq_lengths=(geometry.q_len, geometry.kv_len),
     )
 
 
-def to_fa4(mask: SparseMask, block: tuple[int, int] | None) -> Fa4Lists:
+def to_fa4(selection: Selection, block: tuple[int, int] | None) -> Fa4Lists:
     """Lists for flash-attn-4's block-sparse attention; see `SparseMask.to_fa4`. MaskError for what it cannot carry."""
-    g, tile = mask.geometry, (mask.tile_q, mask.tile_k)
+    g, tile = selection.geometry, (selection.tile_q, selection.tile_k)
     size = tile if block is None else block
-    if mask.stripes is not None:
+    if selection.stripes is not None:
         raise MaskError(
             "the mask has stripes, and FlashAttention-4's lists hold blocks: pass a mask of tiles, or use to_flex()"
         )
@@ -104,7 +101,7 @@ def to_fa4(mask: SparseMask, block: tuple[int, int] | None) -> Fa4Lists:
         why = f"q_offset is {g.q_offset}, so query 0 lies inside a tile of {size[0]}"
         raise MaskError(f"{why}: cut the prompt at a multiple, pass a block that divides it, or use to_flex()")
     # Rows of right padding do not make a block partial: causality hides what is behind a row's end from real queries.
-    return Fa4Lists(*_lists(Selection.of(mask), size, None, whole_rows=False), size)
+    return Fa4Lists(*_lists(selection, size, None, whole_rows=False), size)
 
 
 @frozen(eq=False)
@@ -211,10 +208,10 @@ def _lists(
 
     whole_rows: whether a query block that reaches beyond the last query is partial.
     """
-    g, mask = selection.mask.geometry, selection.mask
+    g = selection.geometry
     start: Tensor | int = 0 if g.starts is None else -g.starts.to(torch.int64)
-    rows = _Cells.of(g.q_offset + start, g.q_len, block[0], mask.tile_q, g.device)
-    keys = _Cells.of(start, g.kv_len, block[1], mask.tile_k, g.device)
+    rows = _Cells.of(g.q_offset + start, g.q_len, block[0], selection.tile_q, g.device)
+    keys = _Cells.of(start, g.kv_len, block[1], selection.tile_k, g.device)
     seen = _Seen.of(g, rows, keys, lengths)
     shape = (g.batch, selection.heads, rows.count)
     counts = [torch.empty(shape, dtype=torch.int32, device=g.device) for _ in range(2)]
@@ -240,17 +237,18 @@ def _heads(heads: int, entries: int) -> Iterator[slice]:
 
 def _cells(selection: Selection, rows: _Cells, keys: _Cells, seen: _Seen, heads: slice) -> tuple[Tensor, Tensor]:
     """bool ``[B, h, n, m]``: cells with a pair that is selected and seen, and cells where every pair is."""
-    mask, g = selection.mask, selection.mask.geometry
+    g = selection.geometry
     shape = (g.batch, heads.stop - heads.start, rows.first.shape[1], keys.first.shape[1])
     some = every = torch.zeros((), dtype=torch.bool, device=g.device)
     if selection.tiles is not None:
         tiles = selection.tiles if selection.tiles.shape[1] == 1 else selection.tiles[:, heads]
-        tiles = rows.gathered(tiles, mask.tile_q, _first(g, mask.tile_q), 2)
-        tiles = keys.gathered(tiles, mask.tile_k, 0, 3)
+        tiles = rows.gathered(tiles, selection.tile_q, _first(g, selection.tile_q), 2)
+        tiles = keys.gathered(tiles, selection.tile_k, 0, 3)
         some = every = tiles
-    if mask.stripes is not None:
-        group = torch.div(rows.first, mask.group_rows, rounding_mode="floor") - _first(g, mask.group_rows)
-        lists = Lists.of(mask.stripes, heads, mask.stripe_width, g).of_rows(group.expand(g.batch, -1))
+    if selection.stripes is not None:
+        span = selection.tile_q * selection.group
+        group = torch.div(rows.first, span, rounding_mode="floor") - _first(g, span)
+        lists = Lists.of(selection.stripes, heads, selection.stripe_width, g).of_rows(group.expand(g.batch, -1))
         edges = torch.cat([keys.first, keys.last[:, -1:] + 1], 1)[:, None, None]
         before = lists.keys_below(edges)  # [B, h, n, m + 1], keys of stripes before each cell
         low, high = (lists.keys_below(x[:, None])[..., None] for x in (seen.low, seen.high))
@@ -279,13 +277,12 @@ def _mask_mod(selection: Selection) -> MaskMod:
 
     Everything is looked up in maps on the device: of tiles a byte each, of stripes a bit for each column and group.
     """
-    mask, g = selection.mask, selection.mask.geometry
-    tile_q, tile_k, span, width = mask.tile_q, mask.tile_k, mask.group_rows, mask.stripe_width
-    window, offset = g.window, g.q_offset
+    g, tile_q, tile_k, width = selection.geometry, selection.tile_q, selection.tile_k, selection.stripe_width
+    span, window, offset = tile_q * selection.group, g.window, g.q_offset
     starts, reals = g.starts, None if g.starts is None and g.lengths is None else g.key_counts().to(torch.int32)
     first = g.first_tile(tile_q).to(torch.int32)
     first_group = g.first_tile(span).to(torch.int32)
-    tiles, stripes = selection.tiles, mask.stripes
+    tiles, stripes = selection.tiles, selection.stripes
     bits = None if stripes is None else _bits(stripes, g.tile_columns(width))
     tile_heads, stripe_heads = (x is not None and x.shape[1] > 1 for x in (tiles, bits))
     tiles, bits = (x if x is None or x.shape[1] > 1 else x[:, 0] for x in (tiles, bits))

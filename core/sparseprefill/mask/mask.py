@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.export import Fa4Lists
+    from sparseprefill.mask.export import Fa4Lists, Selection
 
 LARGEST = 1 << 31
 """No tile, group or picture reaches it."""
@@ -308,7 +308,8 @@ class SparseMask:
 
     def pairs(self) -> Tensor:
         """int64 ``[B, Hq]`` on the mask's device: allowed pairs selected. Nothing is read on the host."""
-        return count.pairs(self)
+        sizes = (self.tile_q, self.tile_k, self.group, self.stripe_width)
+        return count.pairs(self.geometry, sizes, self.tiles, self.stripes, disjoint=self.disjoint)
 
     @property
     def density(self) -> float:
@@ -417,7 +418,7 @@ class SparseMask:
         """
         from sparseprefill.mask import export
 
-        return export.to_flex(self, _pair(block, "block"))
+        return export.to_flex(self._selection(), _pair(block, "block"))
 
     def to_fa4(self, block: int | tuple[int, int] | None = None) -> Fa4Lists:
         """The mask's tiles as the block lists of flash-attn-4: counts and indices of partial blocks, and of full ones.
@@ -431,7 +432,17 @@ class SparseMask:
         """
         from sparseprefill.mask import export
 
-        return export.to_fa4(self, None if block is None else _pair(block, "block"))
+        return export.to_fa4(self._selection(), None if block is None else _pair(block, "block"))
+
+    def _selection(self) -> Selection:
+        from sparseprefill.mask.export import Selection
+
+        keep, heads = None, self.geometry.heads
+        if self.has_tiles:
+            tiles = self.as_map()
+            keep = tiles.by_group(heads) if tiles.shared == heads else tiles.resolved
+        of = (self.geometry, self.tile_q, self.tile_k, self.group, self.stripe_width)
+        return Selection(*of, keep, self.stripes)
 
     def check(self) -> None:
         """Read every value and raise MaskError where a list is not ascending, distinct and within bounds.
