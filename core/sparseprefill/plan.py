@@ -188,7 +188,7 @@ class Plan:
 
     def computed(self) -> tuple[SparseMask, ...]:
         """The plan's masks as lists alone, without their maps of tiles: what a record keeps, to be counted."""
-        return tuple(evolve(mask, tiles=mask.tiles) for mask in self.masks)
+        return tuple(mask.listed() for mask in self.masks)
 
     def grid(self, tile: int | None = None) -> tuple[int, int]:
         """Tokens of a query tile and of a key tile: the mask's own, or those of a square tile."""

@@ -258,7 +258,7 @@ class _Row:
             start,
             skipped,
             batch,
-            position // mask.group_rows,
+            position // (tile_q * mask.group),
             call.softmax_scale,
             call.softcap,
             most,

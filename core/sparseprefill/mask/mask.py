@@ -89,7 +89,7 @@ class SparseMask:
         found = () if tiles is None else (Blocks("tiles", tiles, self.tile_q, self.tile_k),)
         if self.stripes is None:
             return found
-        return *found, Blocks("stripes", self.stripes, self.group_rows, self.stripe_width)
+        return (*found, Blocks("stripes", self.stripes, self.group_rows, self.stripe_width))
 
     @property
     def has_tiles(self) -> bool:
@@ -111,6 +111,10 @@ class SparseMask:
     def bitmap(self) -> Tensor | None:
         """uint8 ``[B, Hq, R, C]``, the tiles once more, where stripes may lie in them; else None."""
         return self.tile_map().contiguous().view(torch.uint8) if self.overlapping else None
+
+    def listed(self) -> SparseMask:
+        """The mask with lists of its tiles in the place of a map, which is let go."""
+        return evolve(self, tiles=self.tiles) if isinstance(self._tiles, TileMap) else self
 
     def as_map(self) -> TileMap:
         """The tiles as a map with rules, to which more can be added before lists are made."""
