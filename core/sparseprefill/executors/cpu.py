@@ -334,26 +334,39 @@ class _Row:
         if self.mask.geometry.window is not None:
             return self.tiles
         reach = torch.arange(columns) * self.mask.tile_k < self.tile_starts()[:, None] + tile_q
-        edges = functional.pad((self.tiles | ~reach).all(-1), (1, 1)).to(torch.int8).diff(dim=-1)
+        dense = (self.tiles | ~reach).all(-1)
+        if bool(dense.all()):  # all heads at once, however short: dense attention to the bit
+            self._add_rows(slice(0, heads), 0, rows)
+            return torch.zeros_like(self.tiles)
+        edges = functional.pad(dense, (1, 1)).to(torch.int8).diff(dim=-1)
         begins, ends = ((edges == sign).nonzero().tolist() for sign in (1, -1))
         left = self.tiles.clone() if begins else self.tiles
-        q, out, lse = (x.view(heads, rows * tile_q, -1) for x in (self.q, self.out, self.lse))
-        k, v = (x.view(-1, columns * self.mask.tile_k, x.shape[-1]) for x in (self.k, self.v))
         for (head, begin), (_, end) in zip(begins, ends, strict=True):
-            at = slice(
-                max(begin * tile_q, self.before), min(end * tile_q, self.before + self.rows.stop - self.rows.start)
-            )
-            n, behind = self.start * tile_q + at.start, self.start * tile_q + at.stop
-            if (at.stop - at.start) * behind < RUN:
-                continue
-            of = (x[head // self.share] for x in (k, v))
-            mine, (own_k, own_v) = q[head, at][None, None], ((x[None, None, :n], x[None, None, n:behind]) for x in of)
-            found, more = _fused(mine, own_k[1], own_v[1], self.scale, causal=True)
-            if n:
-                found, more = _merge(found, more, *_fused(mine, own_k[0], own_v[0], self.scale))
-            out[head, at], lse[head, at] = found[0, 0], more[0, 0, :, None]
-            left[head, begin:end] = False
+            if self._add_rows(slice(head, head + 1), begin, end, least=RUN):
+                left[head, begin:end] = False
         return left
+
+    def _add_rows(self, heads: slice, begin: int, end: int, least: int = 0) -> bool:
+        """Every key that they may see, for the query tiles `begin` to `end` of one query head or of all.
+
+        Whether that was done: not where a head has fewer than `least` pairs of them.
+        """
+        (query_heads, _, columns), (tile_q, tile_k) = self.tiles.shape, (self.mask.tile_q, self.mask.tile_k)
+        first = self.start * tile_q
+        rows = self.rows.stop - self.rows.start
+        at = slice(max(begin * tile_q, self.before), min(end * tile_q, self.before + rows))
+        n, behind = first + at.start, first + at.stop
+        if (at.stop - at.start) * behind < least:
+            return False
+        q, out, lse = (x.view(query_heads, -1, x.shape[-1]) for x in (self.q, self.out, self.lse[..., None]))
+        kv_heads = slice(heads.start // self.share, -(-heads.stop // self.share))
+        k, v = (x.view(-1, columns * tile_k, x.shape[-1])[None, kv_heads] for x in (self.k, self.v))
+        mine = q[None, heads, at]
+        found, more = _fused(mine, k[:, :, n:behind], v[:, :, n:behind], self.scale, causal=True)
+        if n:
+            found, more = _merge(found, more, *_fused(mine, k[:, :, :n], v[:, :, :n], self.scale))
+        out[heads, at], lse[heads, at] = found[0], more[0, ..., None]
+        return True
 
     def tile_entries(self, tiles: Tensor) -> _Entries:
         """Tiles, bool ``[Hq, R, C]``, of each query tile."""
