@@ -147,6 +147,7 @@ def bench(
     more: dict[str, Any] = {"input": inputs.value, "gate": gate}
     rows: list[Row] = []
     timed: list[Timed] = []
+    model: ModelShape | None = None
     if ttft:
         given = {"--executor": executor, "--new": new, "--page": page, "--gate": gate}
         for option in (option for option, value in given.items() if value):
@@ -177,7 +178,7 @@ def bench(
     )
     write_figures(json, found)
     if not alone:
-        for length in dict.fromkeys(one.tokens for one in timed):
+        for length in dict.fromkeys(one.tokens for one in timed) if model is not None else ():
             render.show(_ttft([one for one in timed if one.tokens == length], model, place))
         show(rows, place)
         if json is not None:

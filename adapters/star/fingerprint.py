@@ -46,7 +46,8 @@ def fingerprint(value: Any, above: tuple[int, ...] = ()) -> Any:
     if isinstance(value, bytes | bytearray):
         return _hashed("bytes", (len(value),), "", bytes(value))
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
-        return _hashed("array", value.shape, value.dtype, value.tobytes())
+        array: Any = value
+        return _hashed("array", array.shape, array.dtype, array.tobytes())
     if isinstance(value, torch.device):
         return f"device {value.type}"  # its number is a rank's own
     if isinstance(value, type | types.BuiltinFunctionType):

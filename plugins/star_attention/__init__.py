@@ -39,7 +39,7 @@ class StarConfig:
     block_size: int | None = field(default=None, validator=maybe(whole()))
     anchor_length: int | None = field(default=None, validator=maybe(whole(0)))
     context_length: int | None = field(default=None, validator=_context)
-    inner: str | Mapping[str, Any] | Pipeline | Route | PatternEstimator | None = field(
+    inner: str | Mapping[str, Any] | Pipeline | PatternEstimator | None = field(
         default=None, converter=method_table, validator=a_method
     )
     tile: int = field(default=128, validator=whole())

@@ -197,8 +197,8 @@ def test_in_8_bits_logits_differ_by_rounding(
 @pytest.mark.usefixtures("in_8_bits")
 def test_keys_are_rounded_by_tile_on_the_rows_grid() -> None:
     call = make(torch.float16, (2, 1), 60, 20, 13, width=32, starts=[5, 30], lengths=[88, 40])
-    keys, factors = launch._rounded(call, 32)
-    rounded = keys.k
+    operand, factors = launch._rounded(call, 32)
+    rounded = operand.k
     assert factors is not None
     assert (2, 1, 96, 32) == tuple(rounded.shape)
     for b, (start, end) in enumerate([(5, 80), (30, 70)]):

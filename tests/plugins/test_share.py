@@ -280,6 +280,7 @@ def test_each_head_has_the_scores_of_its_pattern() -> None:
     layers = alike(3, (4, 2), 130, 130)
     table = {(layer, head): 0 for layer in range(3) for head in range(2)}
     inner = sp.from_config(INNER["tiles"])
+    assert isinstance(inner, sp.Pipeline)
     call, memory = sp.AttentionCall(*layers[0]), sp.Memory()
     plain, mixed, own = (one.plan(call, memory).priority for one in (inner, shared(inner, table), shared(None, table)))
     assert plain is not None
