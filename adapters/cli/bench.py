@@ -178,8 +178,9 @@ def bench(
     )
     write_figures(json, found)
     if not alone:
-        for length in dict.fromkeys(one.tokens for one in timed) if model is not None else ():
-            render.show(_ttft([one for one in timed if one.tokens == length], model, place))
+        if model is not None:
+            for length in dict.fromkeys(one.tokens for one in timed):
+                render.show(_ttft([one for one in timed if one.tokens == length], model, place))
         show(rows, place)
         if json is not None:
             render.line(f"written: {json}")

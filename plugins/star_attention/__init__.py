@@ -13,7 +13,6 @@ from sparseprefill.validate import maybe, whole
 
 if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
-    from sparseprefill.route import Route
     from sparseprefill.stages import PatternEstimator
 
 
