@@ -107,9 +107,9 @@ def test_the_attention_kernels_arguments_stand_once() -> None:
             assert len(flat & {argument.arg for argument in other.args.args}) < len(flat) / 2
 
 
-PIPELINE = {"dense": 70, "rowmax": 100, "anchor-attention": 130, "flexprefill": 150, "bfla": 130}
-LAYER = {"dense": 85, "rowmax": 140, "anchor-attention": 210, "flexprefill": 195, "bfla": 170}
-VLLM = {"dense": 105, "rowmax": 155, "anchor-attention": 230, "flexprefill": 215, "bfla": 185}
+PIPELINE = {"dense": 60, "rowmax": 90, "anchor-attention": 110, "flexprefill": 140, "bfla": 125}
+LAYER = {"dense": 80, "rowmax": 140, "anchor-attention": 200, "flexprefill": 195, "bfla": 170}
+VLLM = {"dense": 100, "rowmax": 155, "anchor-attention": 220, "flexprefill": 210, "bfla": 185}
 
 
 @pytest.mark.parametrize("method", PIPELINE)

@@ -86,9 +86,14 @@ def shared(inner: Any, table: Any = "single", **more: Any) -> sp.Pipeline:
     return made
 
 
+def untied(gamma: float) -> bool:
+    """No share that some of n equal masses meet exactly, where the last bit decides: of short rows, whole tiles have 1."""
+    return all(abs(gamma * n - round(gamma * n)) > 1e-6 for n in range(1, 64))
+
+
 PARAMETERS = st.builds(
     Parameters,
-    gamma=st.floats(0.05, 0.99) | st.just(1.0),
+    gamma=st.floats(0.05, 0.99).filter(untied) | st.just(1.0),
     tau=st.sampled_from([0.2, 0.35, 0.6, 1.01]),
     delta=st.sampled_from([0.4, 0.6, 1.01]),
     block=st.sampled_from([8, 16, 24]),
