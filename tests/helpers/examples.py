@@ -39,3 +39,11 @@ def few_calls(dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, ...]:
         next(call for call in calls if call.sinks is not None),
         next(call for call in calls if call.k.shape[1] > 1 and call.window is None),
     )
+
+
+def untied(share: float) -> bool:
+    """For a strategy's filter: no share that some of n equal masses meet exactly, where the last bit would decide.
+
+    Whole tiles of short rows have a mass of 1 each, and hypothesis likes a half and a third.
+    """
+    return all(abs(share * n - round(share * n)) > 1e-6 for n in range(1, 64))

@@ -14,7 +14,7 @@ from sparseprefill.plugins.share_prefill.stages import Share
 from torch import Tensor
 
 import sparseprefill as sp
-from helpers.examples import few_calls
+from helpers.examples import few_calls, untied
 from helpers.layers import Layers, calls, run
 from helpers.stubs import Estimate, Observe
 from oracles import share as oracle
@@ -84,11 +84,6 @@ def shared(inner: Any, table: Any = "single", **more: Any) -> sp.Pipeline:
         **({"clusters": table, "tau": 0.35, "delta": 0.6, "gamma": 0.6, "block": 16, "inner": inner} | more),
     )
     return made
-
-
-def untied(gamma: float) -> bool:
-    """No share that some of n equal masses meet exactly, where the last bit decides: of short rows, whole tiles have 1."""
-    return all(abs(gamma * n - round(gamma * n)) > 1e-6 for n in range(1, 64))
 
 
 PARAMETERS = st.builds(
