@@ -200,9 +200,9 @@ def column_keys(list_ptr, first, number, WIDTH: tl.constexpr, seen=None):
     """Positions of keys `first` + `number` [N] in a list of columns, each WIDTH keys wide; `first` is a multiple of N.
 
     seen: keys of the list that there are, behind which nothing is read; None where all are there. Columns of one key are
-    read as a list of keys is, by the same instructions. Of wider ones each entry is loaded once and spread: loads of one
-    address by several lanes of a row come out wrong where Triton 3.6 knows that they are (a step that masks its keys had
-    half of a column's positions from the next one).
+    read as a list of keys is, by the same instructions. Of wider ones each entry is loaded once and spread: with a load
+    of ``index[key // WIDTH]`` for each key, Triton 3.6 gave wrong positions in masked steps on an H100, where the
+    interpreter gave right ones (tests/kernels/test_widths.py). Why was not found.
     """
     N: tl.constexpr = number.shape[0]
     if WIDTH == 1:
