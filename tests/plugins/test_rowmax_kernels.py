@@ -369,7 +369,9 @@ def test_a_report_says_why_the_portable_kernel_serves(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "FAILED", [AttributeError("no such name")])
     monkeypatch.setattr(launch, "in_8_bits", lambda *_: True)
     monkeypatch.setattr(stages, "kernels", SimpleNamespace(serve_rows=lambda _: True))
-    monkeypatch.setattr(stages.RowMaxEstimator, "kept", lambda *_: torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    monkeypatch.setattr(
+        stages.RowMaxEstimator, "kept", lambda *_: torch.ones(1, 1, 2, 2, dtype=torch.bool, device=DEVICE)
+    )
     config = RowMaxConfig(every=1)
     for known, said in (((9, 0), True), ((8, 9), False)):
         monkeypatch.setattr(launch, "capability", lambda _, found=known: found)
