@@ -341,7 +341,8 @@ def test_the_command_shows_the_lengths_that_it_has(monkeypatch: pytest.MonkeyPat
     result = invoke(*TINY, "--executor", "full", "--tokens", "128", "--markdown", str(page))
     assert 130 == result.exit_code, result.output
     assert page.is_file()
-    assert f"stopped after 1 of 2 lengths; written: {page}" in " ".join(result.stderr.split())
+    told = "".join(result.stderr.split())  # a narrow terminal breaks a long path anywhere
+    assert f"stopped after 1 of 2 lengths; written: {page}".replace(" ", "") in told
 
 
 @pytest.mark.parametrize(
