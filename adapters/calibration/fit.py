@@ -18,16 +18,14 @@ from sparseprefill.profiles.profile import LengthRange
 from sparseprefill.profiles.progress import Progress
 from sparseprefill.registry import Registry
 
-from ..bench import facts
-from ..bench.clock import Clock
-from ..bench.shape import HeadSizes
 from ..evaluation.comparison import Ask, Comparison
 from ..evaluation.outcome import Outcome, Summary
 from ..evaluation.prompts import Prompt
 from ..evaluation.reading import Sizes
 from ..session.defaults import TAIL
+from . import measure
 from .candidates import Candidate
-from .measure import calibrate, sizes, table_of
+from .measure import Clock, HeadSizes, calibrate, sizes, table_of
 from .search import Search, Trial
 
 SIZES = Sizes(greedy=16)
@@ -160,4 +158,4 @@ def versions(methods: Iterable[str], registry: Registry) -> dict[str, str]:
     wanted = set(methods)
     owners = {record.distribution for record in registry.plugins() if wanted & set(record.methods)}
     found = {"sparseprefill": __version__, "python": platform.python_version()}
-    return found | facts.versions(*sorted({"torch", "transformers"} | owners - set(found)))
+    return found | measure.versions(*sorted({"torch", "transformers"} | owners - set(found)))

@@ -6,11 +6,15 @@ Nothing here knows a method: a caller brings pipelines, and gets the figures of 
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from attrs import asdict, evolve, field, frozen
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
@@ -27,15 +31,92 @@ from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.profiles.progress import Progress
 from sparseprefill.stages import SparseExecutor
-
-from ..bench.clock import Clock
-from ..bench.facts import versions
-from ..bench.shape import HeadSizes
+from sparseprefill.testing.heads import head_tensors
+from sparseprefill.validate import whole
 
 SHARES = (0.05, 0.25, 0.5)
 """Shares of random tiles that the executor is timed on, besides the diagonal."""
 TILE = 128
 """Tokens of such a tile."""
+Run = Callable[[], Any]
+
+
+@frozen(kw_only=True)
+class HeadSizes:
+    """Llama-3-8B's unless others are given. dtype: PyTorch's name. Raises ParameterError for what cannot be."""
+
+    heads: int = field(default=32, validator=whole())
+    kv_heads: int = field(default=8, validator=whole())
+    head_dim: int = field(default=128, validator=whole())
+    dtype: str = "bfloat16"
+
+    def __attrs_post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ParameterError(f"heads is {self.heads}: pass a multiple of the {self.kv_heads} KV heads")
+
+    def __str__(self) -> str:
+        return f"{self.heads} / {self.kv_heads} heads, d {self.head_dim}, {self.dtype}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of q, k, v and the output."""
+        return 2 * (self.heads + self.kv_heads) * self.head_dim * self.torch_dtype.itemsize
+
+    def made_up(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """q ``[1, Hq, N, D]``, k and v ``[1, Hkv, N, D]`` of heads with the characters that a trained layer's have."""
+        return head_tensors(
+            q_len=tokens,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            device=device,
+            dtype=self.torch_dtype,
+        )
+
+
+@frozen
+class Clock:
+    """Times a piece of work by the device's own clock, each time from a device at rest.
+
+    rounds: at most. budget: seconds that one piece of work may take in all; it runs twice in any case.
+    """
+
+    device: torch.device
+    rounds: int = 10
+    budget: float = 2.0
+
+    def fastest(self, run: Run) -> float:
+        """Least seconds of `run`, launches included, as for a short prompt: whatever else goes on only adds to a time.
+
+        The first run does not count: it compiles kernels and fills caches. At least two do.
+        """
+        run()
+        once = self.once(run)
+        more = max(1, min(self.rounds, int(self.budget / max(once, 1e-6))) - 1)
+        return min(once, *(self.once(run) for _ in range(more)))
+
+    def once(self, run: Run, count: int = 1) -> float:
+        """Seconds of one run from a device at rest, the mean of `count` in a row."""
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            for _ in range(count):
+                run()
+            return (time.perf_counter() - begin) / count
+        with torch.cuda.device(self.device):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            first.record()
+            for _ in range(count):
+                run()
+            last.record()
+            torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) / 1000 / count
 
 
 @frozen(eq=False)
@@ -44,6 +125,15 @@ class Calibration:
 
     shape: HeadShape
     failed: Mapping[str, str] = field(factory=dict)
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Versions of those distributions that are installed."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def sizes(lengths: Iterable[int], chunk: int | None) -> list[tuple[int, int]]:

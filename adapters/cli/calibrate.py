@@ -76,9 +76,8 @@ def calibrate(
     from sparseprefill.breakeven.rule import lines
     from sparseprefill.registry import default_registry
 
-    from ..bench.clock import Clock
-    from ..bench.shape import HeadSizes
     from ..calibration import measure
+    from ..calibration.measure import Clock, HeadSizes
     from .progress import bars
     from .setup import Place
 

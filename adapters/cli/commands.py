@@ -13,11 +13,11 @@ import typer
 
 from sparseprefill import __version__
 
-from . import bench, calibrate, catalog, compare, demo, evaluate, fit, new, servers
+from . import calibrate, catalog, compare, demo, evaluate, fit, new, servers
 from .tables import WithTables, short
 
 COMMANDS = (
-    *(demo.demo, compare.compare, fit.fit, fit.tune, evaluate.evaluate, bench.bench, calibrate.calibrate),
+    *(demo.demo, compare.compare, fit.fit, fit.tune, evaluate.evaluate, calibrate.calibrate),
     *(catalog.methods, catalog.show, catalog.plugins, new.new),
     *(servers.vllm_check, servers.vllm_report, servers.sglang_report),
 )

@@ -16,9 +16,9 @@ from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.registry import Registry, default_registry
 
-from ..bench.clock import Clock
 from ..calibration.candidates import Candidate
 from ..calibration.fit import ModelReadings, break_even, described, figures, ranges, versions
+from ..calibration.measure import Clock
 from ..calibration.search import By, Search, Searcher, Trial
 from ..calibration.target import Target
 from ..evaluation.outcome import Summary

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from sparseprefill.adapters.bench.case import Case
-from sparseprefill.adapters.bench.measure import Row as Measured
-from sparseprefill.adapters.bench.shape import Shape
 
 from experiments.bench import plot as bench_plot
+from experiments.bench.case import Case
+from experiments.bench.measure import Row as Measured
+from experiments.bench.shape import Shape
 
 DOCS = Path(__file__).parents[1]
 PAGES, SECTION = (DOCS / "benchmarks.md", DOCS / "benchmarks-more.md"), "131,072 tokens"
@@ -80,7 +80,7 @@ def dense_answers(text: str) -> int:
 
 
 def measured() -> list[Measured]:
-    """The methods on made-up heads, as `bench` had measured them."""
+    """The methods on made-up heads, as the bench had measured them."""
     found = []
     for heading in METHODS:
         tokens = int(heading.split()[1].replace(",", ""))

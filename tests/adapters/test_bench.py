@@ -7,22 +7,21 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.adapters.bench import dense, facts
-from sparseprefill.adapters.bench.case import Part, call_of, of_mask, of_method, parse_mask, random_mask
-from sparseprefill.adapters.bench.clock import Clock, middle
-from sparseprefill.adapters.bench.measure import ROWS, Bench, memories, prepare
-from sparseprefill.adapters.bench.shape import ModelShape, Shape
-from sparseprefill.adapters.bench.ttft import Prefill, tiles
-from sparseprefill.adapters.cli.bench import table, title
 from sparseprefill.adapters.huggingface import attach
 from torch import Tensor
 
 import sparseprefill as sp
 from experiments.bench import baseline as ours
-from experiments.bench import tables
+from experiments.bench import dense, facts, tables
 from experiments.bench.baseline import baseline
 from experiments.bench.captured import captured_call, inputs
+from experiments.bench.case import Part, call_of, of_mask, of_method, parse_mask, random_mask
+from experiments.bench.clock import Clock, middle
 from experiments.bench.markdown import markdown
+from experiments.bench.measure import ROWS, Bench, memories, prepare
+from experiments.bench.report import table, title
+from experiments.bench.shape import ModelShape, Shape
+from experiments.bench.ttft import Prefill, tiles
 from sparseprefill import ParameterError, ReferenceExecutor, SparseMask, default_registry
 from sparseprefill.metrics import lowest_rows
 from sparseprefill.plan import Plan

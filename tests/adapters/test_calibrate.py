@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.shape import HeadSizes
-from sparseprefill.adapters.calibration.measure import calibrate, joined, sizes
+from sparseprefill.adapters.calibration.measure import HeadSizes, calibrate, joined, sizes
 from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from experiments.bench.clock import Clock
 from sparseprefill.breakeven.points import HeadShape, MethodTime, Point
 from sparseprefill.breakeven.table import BreakEven
 

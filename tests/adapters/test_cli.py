@@ -177,13 +177,6 @@ def test_a_name_that_is_no_folder_here_is_told_so() -> None:
         ("anchors --tokens 256", ("--tokens 256", "pass longer ones than 256")),
         (f"evaluate --method bfla --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         ("evaluate --method bfla --chat-template", ("the tokenizer has no chat template",)),
-        (f"bench --tokens {HUGE}", (f"--tokens {HUGE}", "GB, and cpu has", "or less")),
-        (f"bench --tokens 16 --tokens {HUGE} --method bfla", (f"--tokens {HUGE}", "or less")),
-        (f"bench --ttft --tokens {HUGE}", (f"--tokens {HUGE}", "a prefill of so many", "or less")),
-        (f"bench --page {HUGE}", (f"--page {HUGE}", "or less")),
-        (f"bench --new {HUGE}", (f"new is {HUGE}", "pass at most")),
-        (f"bench --heads {HUGE} --kv-heads 1", ("GB, and cpu has", "pass fewer or smaller heads")),
-        (f"bench --tokens {'9' * 30}", ("9" * 30, "pass an integer from 2 to 2^63 - 1")),
         (f"calibrate --tokens {HUGE}", (f"--tokens {HUGE}", "or less")),
     ],
 )
@@ -237,7 +230,7 @@ def test_ctrl_c_while_a_model_loads(command: str, monkeypatch: pytest.MonkeyPatc
     refused(invoke(*command.split(), "--device", "cpu"), "stopped: nothing was written", status=130)
 
 
-@pytest.mark.parametrize("command", ["bench", "demo", "tune --method bfla", "fit", "cluster", "anchors"])
+@pytest.mark.parametrize("command", ["demo", "tune --method bfla", "fit", "cluster", "anchors"])
 def test_a_seed_that_no_generator_takes(command: str) -> None:
     for seed in ("9" * 25, "-1"):
         refused(invoke(*command.split(), "--seed", seed), "'--seed'", status=2)
@@ -382,7 +375,7 @@ def test_an_error_of_the_library_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_usage_errors_are_one_line() -> None:
     refused(invoke("shwo"), "there is no command 'shwo'; did you mean 'show'?", status=2)
-    refused(invoke("xyzzy"), "there is no command 'xyzzy'. Known: anchors, bench, calibrate, ", status=2)
+    refused(invoke("xyzzy"), "there is no command 'xyzzy'. Known: anchors, calibrate, ", status=2)
     refused(invoke("show"), "Missing argument", status=2)
     refused(invoke("methods", "--yaml"), "--yaml", status=2)
 

@@ -1,4 +1,4 @@
-"""The command `bench` on a CPU, and the tables of our pages: what is printed and written, and what is refused."""
+"""The tables of our pages on a CPU, and a model's first token: what is printed and written, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner, Result
 
 from experiments.bench.app import app as tables
+from experiments.bench.first_token import app as first_token
 
 from .test_cli import refused
 
 TINY = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--rounds", "1", "--tokens", "300", "--device", "cpu")
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *arguments])
+HUGE = "99999999999"
 
 
 def made(*arguments: str) -> Result:
@@ -26,17 +23,13 @@ def made(*arguments: str) -> Result:
 
 def test_methods_and_masks(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    how = ("--method", "streaming", "--set", "streaming.window=64", "--executor", "tiles:0.2")
-    result = invoke(*TINY, *how, "--json", str(path))
+    result = made(*TINY, "--table", "chunks", "--method", "streaming", "--new", "40", "--json", str(path))
     assert result.exit_code == 0, result.output
     assert "times on a CPU" in result.stdout
-    assert "window=64" in result.stdout
     found = json.loads(path.read_text())
-    assert set(found) == {"version", "machine", "seed", "rounds", "rows", "ttft"}
-    mask, method = found["rows"]
-    assert (mask["kind"], mask["what"], mask["input"]) == ("executor", "tiles 0.2", "random")
+    assert set(found) == {"version", "machine", "seed", "rounds", "rows"}
+    (method,) = found["rows"]
     assert (method["kind"], method["what"], method["input"]) == ("method", "streaming", "heads")
-    assert method["parameters"] == {"window": 64}
     assert method["baseline"] == "SDPA"
     assert 0 < method["density"] <= 1
     assert method["speedup"] == pytest.approx(method["dense_seconds"] / method["seconds"])
@@ -65,18 +58,15 @@ def test_a_table_of_one_method_with_and_without_the_gate() -> None:
     assert [row["gate"] for row in rows] == [False, True]
 
 
-def test_a_configuration(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('method = "streaming"\nname = "narrow"\n[parameters]\nwindow = 32\n')
-    rows = json.loads(invoke(*TINY, "--config", str(path), "--json", "-").stdout)["rows"]
-    assert [row["what"] for row in rows] == ["narrow"]
-
-
-def test_first_token_of_a_model() -> None:
-    result = invoke(*TINY, "--ttft", "--layers", "1", "--method", "streaming")
+def test_first_token_of_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    small = ("--layers", "1", "--method", "streaming", "--set", "window=64", "--json", str(path))
+    result = CliRunner().invoke(first_token, [*TINY, *small])
     assert result.exit_code == 0, result.output
     assert "stock (SDPA)" in result.stdout
     assert "made-up heads" in " ".join(result.stdout.split())
+    names = [one["name"] for one in json.loads(path.read_text())["ttft"]]
+    assert names == ["stock (SDPA)", "streaming (window=64)"]
 
 
 def test_new_tokens_behind_cached_ones_as_a_table(tmp_path: Path) -> None:
@@ -103,29 +93,20 @@ def test_a_method_that_fails_ends_with_1() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--executor", "tile:1"), "tiles:SHARE"),
-        (("--heads", "5"), "heads is 5"),
-        (("--method", "blfa"), "did you mean 'bfla'"),
-        (("--set", "bfla=1"), "method.parameter=value"),
-        (("--set", "bfla.blok=1"), "did you mean 'block'"),
-        (("--json", "/nowhere/a.json"), "there is no folder /nowhere; make it"),
-        (("--ttft", "--executor", "full"), "--executor cannot be combined with --ttft"),
-        (("--ttft", "--page", "16"), "--page cannot be combined with --ttft"),
-        (("--tokens", "256", "--new", "257", "--method", "bfla"), "new is 257"),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments: tuple[str, ...], words: str) -> None:
-    refused(invoke("--device", "cpu", *arguments), words)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
         (("--table", "method"), "did you mean 'methods'"),
         (("--table", "executor", "--method", "bfla"), "--table executor has no case of it"),
         (("--table", "executor", "--plot", "a.txt"), ".png"),
         (("--table", "executor", "--new", "64"), "--new goes with --table chunks alone"),
-        (("--table", "long", "--tokens", "99999999999"), "or less"),
+        (("--table", "long", "--tokens", HUGE), "or less"),
+        (("--table", "methods", "--tokens", "16", "--tokens", HUGE), f"--tokens {HUGE}"),
+        (("--table", "chunks", "--page", HUGE), f"--page {HUGE}"),
+        (("--table", "chunks", "--new", HUGE), f"new is {HUGE}"),
+        (("--table", "chunks", "--tokens", "256", "--new", "257"), "new is 257"),
+        (("--table", "methods", "--heads", HUGE, "--kv-heads", "1"), "pass fewer or smaller heads"),
+        (("--table", "methods", "--tokens", "9" * 30), "pass an integer from 2 to 2^63 - 1"),
+        (("--table", "methods", "--heads", "5"), "heads is 5"),
+        (("--table", "methods", "--method", "blfa"), "did you mean 'bfla'"),
+        (("--table", "methods", "--json", "/nowhere/a.json"), "there is no folder /nowhere; make it"),
     ],
 )
 def test_what_does_not_fit_a_table_is_refused(arguments: tuple[str, ...], words: str) -> None:

@@ -62,5 +62,5 @@ def test_completion() -> None:
     words = {"_SPARSEPREFILL_COMPLETE": "complete_bash", "COMP_WORDS": "sparseprefill cal", "COMP_CWORD": "1"}
     done = run("-c", script, **words)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["calibrate"], "")
-    words |= {"COMP_WORDS": "sparseprefill bench --kv", "COMP_CWORD": "2"}
+    words |= {"COMP_WORDS": "sparseprefill calibrate --kv", "COMP_CWORD": "2"}
     assert run("-c", script, **words).stdout.split() == ["--kv-heads"]

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sparseprefill.adapters.bench.measure import Bench
-from sparseprefill.adapters.bench.ttft import Prefill
 from sparseprefill.adapters.calibration import measure
 from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.cli.commands import app
@@ -17,6 +15,10 @@ from sparseprefill.adapters.cli.group import wrote
 from sparseprefill.adapters.evaluation import comparison
 from typer.testing import CliRunner, Result
 
+from experiments.bench.app import app as bench
+from experiments.bench.first_token import app as first_token
+from experiments.bench.measure import Bench
+from experiments.bench.ttft import Prefill
 from experiments.vllm.app import app as vllm_bench
 from experiments.vllm.several import Several
 from helpers.terminal import Terminal
@@ -25,7 +27,9 @@ from sparseprefill.profiles.profile import Profile
 from .test_cli import refused
 
 pytestmark = pytest.mark.usefixtures("_one_tokenizer")
-BENCH = ("bench", "--tokens", "64", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--rounds", "1")
+TESTS = str(Path(__file__).parents[1])
+SMALL = ("--tokens", "64", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--rounds", "1", "--device", "cpu")
+BENCH = ("--table", "executor", *SMALL)
 DEMO = ("demo", "--tokens", "1024", "--questions", "1", "--device", "cpu", "--threads", "1")
 TUNE = (
     "tune",
@@ -70,19 +74,18 @@ def words(result: Result) -> str:
 
 def test_bench_shows_the_rows_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "measure", after(2, Bench.measure))
-    masks = [word for mask in ("full", "diagonal", "tiles:0.5") for word in ("--executor", mask)]
-    result = run(*BENCH, *masks, "--json", "rows.json")
+    result = CliRunner().invoke(bench, [*BENCH, "--json", "rows.json"])
     assert result.exit_code == 130, result.output
-    assert "diagonal" in result.stdout
-    assert "tiles 0.5" not in result.stdout
-    assert [row["what"] for row in json.loads(Path("rows.json").read_text())["rows"]] == ["full", "diagonal"]
-    assert "stopped after 2 of 3 rows; written: rows.json" in words(result)
+    assert "tiles 0.5" in result.stdout
+    assert "tiles 0.25" not in result.stdout
+    assert [row["what"] for row in json.loads(Path("rows.json").read_text())["rows"]] == ["full", "tiles 0.5"]
+    assert "stopped after 2 of 9 rows; written: rows.json" in words(result)
 
 
 def test_bench_of_models_shows_the_lengths_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Prefill, "run", after(1, Prefill.run))
-    small = ("--ttft", "--layers", "1", "--tokens", "128", "--method", "streaming")
-    result = run(*BENCH, *small, "--json", "-")
+    small = ("--layers", "1", "--tokens", "128", "--method", "streaming")
+    result = CliRunner().invoke(first_token, [*SMALL, *small, "--json", "-"])
     assert result.exit_code == 130, result.output
     assert {64} == {one["tokens"] for one in json.loads(result.stdout)["ttft"]}
     assert "stopped after 1 of 2 lengths; nothing was written" in words(result)
@@ -118,12 +121,11 @@ def test_tune_writes_the_best_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "command"),
     [
-        (Bench, "measure", (*BENCH, "--executor", "full")),
         (comparison, "outcomes", DEMO),
         (ModelReadings, "run", (*TUNE, "--tokens", "512")),
         (measure, "calibrate", ("calibrate", "--method", "streaming", "--device", "cpu")),
     ],
-    ids=["bench", "demo", "tune", "calibrate"],
+    ids=["demo", "tune", "calibrate"],
 )
 def test_before_there_is_anything_nothing_is_written(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, command: tuple[str, ...]
@@ -149,13 +151,13 @@ def test_what_a_run_wrote_before_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_real_interrupt() -> None:
     """From the terminal, with a bar on it."""
-    longer = ("--seconds", "3", "--rounds", "1000000", "--executor", "full", "--executor", "diagonal")
-    terminal = Terminal(["-m", "sparseprefill", *BENCH, *longer], 100)
-    terminal.wait_for(" 1/2 ")
+    longer = ("--seconds", "3", "--rounds", "1000000")
+    terminal = Terminal(["-m", "experiments.bench", *BENCH, *longer], 100, {"PYTHONPATH": TESTS})
+    terminal.wait_for(" 1/9 ")
     terminal.interrupt()
     code, text = terminal.end()
     assert code == 130, text
-    assert "stopped after 1 of 2 rows; nothing was written" in text
+    assert "stopped after 1 of 9 rows; nothing was written" in text
     assert "Traceback" not in text
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.demo.formats import parted
 from sparseprefill.adapters.demo.model import load_model
 from sparseprefill.adapters.demo.tasks import make_task
 
 import sparseprefill as sp
+from experiments.bench.clock import Clock
 from experiments.training.tails import WAYS, Row, main, prompts, rows, table
 
 

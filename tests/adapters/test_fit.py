@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import define, evolve, field
-from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.calibration.candidates import Candidate, candidates
 from sparseprefill.adapters.calibration.fit import break_even, ranges
 from sparseprefill.adapters.calibration.search import FEWEST, Searcher, halving
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from experiments.bench.clock import Clock
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange, Profile
 

@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.evaluation.divergence import Divergence
@@ -19,6 +18,7 @@ from sparseprefill.adapters.evaluation.outcome import Contender, Summary
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from experiments.bench.clock import Clock
 from experiments.frontier import points
 from experiments.frontier.app import app
 from experiments.frontier.layers import Layers, LayersTime

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from sparseprefill.adapters.bench.case import Part, call_of, parse_mask, random_mask
-from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.shape import Shape
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from experiments.bench.baseline import FLASH4
+from experiments.bench.case import Part, call_of, parse_mask, random_mask
+from experiments.bench.clock import Clock
+from experiments.bench.shape import Shape
 from experiments.peers import peers, tables
 from experiments.peers.app import app
 from experiments.peers.peers import FULL, OURS, PEERS, Features, Mask, Peer, Work

@@ -11,9 +11,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from sparseprefill.adapters.bench.case import Case
-from sparseprefill.adapters.bench.measure import Row
-from sparseprefill.adapters.bench.shape import Shape
 from sparseprefill.adapters.cli import page, picture
 from sparseprefill.adapters.cli.picture import Panel
 from sparseprefill.adapters.evaluation.outcome import Contender, Layer, Outcome
@@ -22,6 +19,9 @@ from sparseprefill.plugins.share_prefill.table import ClusterTable
 
 import sparseprefill as sp
 from experiments.bench import plot as bench_plot
+from experiments.bench.case import Case
+from experiments.bench.measure import Row
+from experiments.bench.shape import Shape
 
 CALL = sp.AttentionCall(*(torch.randn(1, 1, 512, 8) for _ in range(3)))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sparseprefill.adapters.bench import facts
 
 from benchmarks.run import ROWS
+from experiments.bench import facts
 from experiments.bench.markdown import markdown
 
 

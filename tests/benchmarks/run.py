@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from sparseprefill.adapters.bench import facts
-from sparseprefill.adapters.bench.case import Case
-from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.measure import Row, prepare
-from sparseprefill.adapters.bench.shape import Shape
-from sparseprefill.adapters.cli.bench import title
 
-from experiments.bench import tables
+from experiments.bench import facts, tables
 from experiments.bench.baseline import baseline
 from experiments.bench.captured import inputs
+from experiments.bench.case import Case
+from experiments.bench.clock import Clock
+from experiments.bench.measure import Row, prepare
+from experiments.bench.report import title
+from experiments.bench.shape import Shape
 from sparseprefill import default_registry
 
 ROWS: list[Row] = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
-from sparseprefill.adapters.bench.case import Case
 
 from benchmarks.run import bench, cases
+from experiments.bench.case import Case
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from attrs import asdict
 from pytest_benchmark.fixture import BenchmarkFixture
-from sparseprefill.adapters.bench.shape import ModelShape
-from sparseprefill.adapters.bench.ttft import Prefill, tiles
 
 from experiments.bench import tables
+from experiments.bench.shape import ModelShape
+from experiments.bench.ttft import Prefill, tiles
 from sparseprefill import default_registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

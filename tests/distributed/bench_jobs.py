@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from attrs import evolve
-from sparseprefill.adapters.bench.clock import Run
 from sparseprefill.adapters.star import RankError, ranks
 
+from experiments.bench.clock import Run
 from experiments.star import layer, model
 from experiments.star.run import Rows
 from experiments.star.table import Table

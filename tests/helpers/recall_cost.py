@@ -1,6 +1,6 @@
 """What measuring recall costs: `python -m helpers.recall_cost` (from tests/) times it beside a prefill.
 
-A model of Llama-3-8B's shape with random weights, whose attention runs on made-up heads (`adapters/bench/ttft`),
+A model of Llama-3-8B's shape with random weights, whose attention runs on made-up heads (`experiments/bench/ttft`),
 prefills one prompt, unmeasured. Then the measuring of one of its layers is timed by itself, until its figures are on
 their way to the host. 32 layers and 32,768 tokens on a GPU; on a CPU one layer and 4,096 tokens.
 """
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from attrs import asdict, frozen
-from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.shape import ModelShape
-from sparseprefill.adapters.bench.ttft import injected
 from sparseprefill.adapters.session.watch import RECALL_EVERY, RecallWatch
 
 import sparseprefill as sp
+from experiments.bench.clock import Clock
+from experiments.bench.shape import ModelShape
+from experiments.bench.ttft import injected
 
 
 @frozen

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from attrs import asdict, evolve, frozen
-from sparseprefill.adapters.bench.clock import Clock
 
 import sparseprefill as sp
+from experiments.bench.clock import Clock
 from sparseprefill.testing import head_tensors
 
 SHARES = (0.0, 0.5, 0.72, 0.9)

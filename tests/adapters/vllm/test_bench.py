@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.bench.shape import ModelShape
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.vllm.pages import pages_of
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp
+from experiments.bench.shape import ModelShape
 from experiments.files import Files
 from experiments.vllm import engine as bench_engine
 from experiments.vllm import options, paging, weights

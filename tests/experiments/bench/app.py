@@ -1,4 +1,4 @@
-"""The command: the cases of a page's table, measured as `sparseprefill bench` does, with Markdown and a picture."""
+"""The command: the cases of a page's table, measured beside dense attention, with Markdown and a picture."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from sparseprefill.adapters.bench import facts
-from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.measure import Bench
-from sparseprefill.adapters.cli import bench as shipped
 from sparseprefill.adapters.cli import render
 from sparseprefill.adapters.cli.files import write
 from sparseprefill.adapters.cli.group import CommandError, Group, wrote
@@ -21,11 +17,14 @@ from experiments.files import Files, MarkdownFile
 from sparseprefill.errors import nearest
 from sparseprefill.registry import default_registry
 
+from . import facts, tables
 from . import plot as pictures
-from . import tables
+from . import report as shipped
 from .baseline import baseline
 from .captured import inputs
+from .clock import Clock
 from .markdown import markdown as written
+from .measure import Bench
 
 ALL = "all"
 app = typer.Typer(

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
-from sparseprefill.adapters.bench import dense
-from sparseprefill.adapters.bench.dense import ANY, KERNELS, Baseline, Piece, by, fastest, pieces_of, takes
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
+
+from . import dense
+from .dense import ANY, KERNELS, Baseline, Piece, by, fastest, pieces_of, takes
 
 logger = logging.getLogger(__name__)
 

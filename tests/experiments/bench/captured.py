@@ -12,14 +12,15 @@ from functools import lru_cache
 
 import torch
 from attrs import evolve
-from sparseprefill.adapters.bench.case import call_of
-from sparseprefill.adapters.bench.shape import Shape
 from torch import Tensor
 from torch.nn import functional
 
 from experiments.frontier.layers import layer_calls
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
+
+from .case import call_of
+from .shape import Shape
 
 
 def inputs(shape: Shape, kind: str, seed: int, device: torch.device) -> AttentionCall:

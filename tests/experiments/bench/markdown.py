@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sparseprefill.adapters.bench.measure import Row
-from sparseprefill.adapters.cli.bench import COLUMNS, dense_text, grouped, title
 from sparseprefill.adapters.cli.render import Column, Table
 
 from experiments import files
+
+from .measure import Row
+from .report import COLUMNS, dense_text, grouped, title
 
 LONG = {"mask": "estimate", "eff.": "efficiency"}
 """Heads where there is room."""

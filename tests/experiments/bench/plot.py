@@ -9,7 +9,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from sparseprefill.adapters.bench.measure import Row
+
+from .measure import Row
 
 MARKS = "osD^vP*Xhp"
 INK, GRID, DENSE = "#333333", "#e6e6e6", "#999999"

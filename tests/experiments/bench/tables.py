@@ -8,11 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve, frozen
-from sparseprefill.adapters.bench.case import Case, of_mask, of_method
-from sparseprefill.adapters.bench.shape import Shape
 
 from sparseprefill.errors import ParameterError, nearest
 from sparseprefill.registry import Registry
+
+from .case import Case, of_mask, of_method
+from .shape import Shape
 
 MASKS = (
     "full",

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.calibration.candidates import settings as space
 from sparseprefill.adapters.cli import options, render
@@ -40,6 +39,7 @@ from sparseprefill.adapters.demo.seeds import TABLES, TUNING
 from sparseprefill.adapters.evaluation.reading import Sizes
 from sparseprefill.adapters.session.defaults import TAIL
 
+from experiments.bench.clock import Clock
 from experiments.files import Files, MarkdownFile
 from sparseprefill.method import Method
 from sparseprefill.registry import default_registry

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.dense import Baseline
-from sparseprefill.adapters.bench.measure import memories, plan_only
 from torch import Tensor
 
 from experiments.bench.baseline import baseline
+from experiments.bench.clock import Clock
+from experiments.bench.dense import Baseline
+from experiments.bench.measure import memories, plan_only
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
 from sparseprefill.memory import Memory

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from attrs import field, frozen
-from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.evaluation.outcome import Summary
 
+from experiments.bench.clock import Clock
 from sparseprefill import structure
 from sparseprefill.config import from_config
 from sparseprefill.errors import ParameterError, SparsePrefillError

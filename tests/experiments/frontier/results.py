@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 from matplotlib.figure import Figure
-from sparseprefill.adapters.bench import facts
 from sparseprefill.adapters.cli import render
-from sparseprefill.adapters.cli.bench import write_figures
 from sparseprefill.adapters.cli.describe import told
 from sparseprefill.adapters.cli.files import write
 from sparseprefill.adapters.cli.group import wrote
@@ -19,7 +17,9 @@ from sparseprefill.adapters.cli.results import TOO_SHORT, cannot, measured
 from sparseprefill.adapters.cli.results import right_of as of
 
 from experiments import files as written
+from experiments.bench import facts
 from experiments.bench.plot import MARKS, dress
+from experiments.bench.report import write_figures
 from experiments.files import Files
 
 from .points import Point, frontier

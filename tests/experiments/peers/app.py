@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from sparseprefill.adapters.bench import facts
-from sparseprefill.adapters.bench.case import parse_mask
-from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.cli import render
-from sparseprefill.adapters.cli.bench import LENGTHS, shape_of, write_figures
 from sparseprefill.adapters.cli.files import write
 from sparseprefill.adapters.cli.group import CommandError, Group, Stop
 from sparseprefill.adapters.cli.options import SEEDS, Device, Dtype, Threads, Type
@@ -19,6 +15,10 @@ from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.render import Table
 from sparseprefill.adapters.cli.setup import Place
 
+from experiments.bench import facts
+from experiments.bench.case import parse_mask
+from experiments.bench.clock import Clock
+from experiments.bench.report import LENGTHS, shape_of, write_figures
 from experiments.files import Files
 from sparseprefill.errors import ParameterError
 

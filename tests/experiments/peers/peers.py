@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from sparseprefill.adapters.bench.case import Part
-from sparseprefill.adapters.bench.dense import ANY, KERNELS
 from torch import Tensor
 
 from experiments.bench.baseline import APART, FLASH4, dense_of
+from experiments.bench.case import Part
+from experiments.bench.dense import ANY, KERNELS
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor

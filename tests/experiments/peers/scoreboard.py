@@ -10,11 +10,11 @@ from functools import cached_property
 
 import torch
 from attrs import evolve, field, frozen
-from sparseprefill.adapters.bench.case import Part, call_of, random_mask
-from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.shape import Shape
 from torch import Tensor
 
+from experiments.bench.case import Part, call_of, random_mask
+from experiments.bench.clock import Clock
+from experiments.bench.shape import Shape
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError, UnsupportedCallError
 from sparseprefill.mask.count import allowed_pairs

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from attrs import asdict, frozen
-from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.shape import HeadSizes
+from sparseprefill.adapters.calibration.measure import HeadSizes
 from sparseprefill.adapters.serving.model import Model
 from sparseprefill.adapters.serving.tally import Owner
 from sparseprefill.adapters.sglang import known
@@ -28,6 +27,7 @@ from sparseprefill.adapters.sglang.options import given
 from sparseprefill.adapters.sglang.runtime import Runtime
 from torch import Tensor
 
+from experiments.bench.clock import Clock
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask

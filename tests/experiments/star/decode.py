@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from sparseprefill.adapters.bench.clock import Run
 from sparseprefill.adapters.star.executor import AnchoredBlockExecutor, Shard
 from sparseprefill.adapters.star.ranks import Ranks
 from sparseprefill.adapters.star.unmasked import attend_all
 from torch import Tensor
 from torch.nn import functional
 
+from experiments.bench.clock import Run
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.auto import AutoExecutor
 

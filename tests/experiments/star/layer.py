@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
-from sparseprefill.adapters.bench.clock import Run
-from sparseprefill.adapters.bench.shape import HeadSizes
+from sparseprefill.adapters.calibration.measure import HeadSizes
 from sparseprefill.adapters.star.anchor import Anchor, Keys
 from sparseprefill.adapters.star.encode import Block, Inner
 from sparseprefill.adapters.star.executor import Shard
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from experiments.bench.clock import Run
 from sparseprefill.call import AttentionCall
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense

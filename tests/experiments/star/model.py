@@ -8,10 +8,11 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from sparseprefill.adapters.bench.clock import Run
-from sparseprefill.adapters.bench.shape import ModelShape
 from sparseprefill.adapters.star.answer import counting_cache
 from sparseprefill.adapters.star.api import Star
+
+from experiments.bench.clock import Run
+from experiments.bench.shape import ModelShape
 
 from .layer import circle, sdpa
 

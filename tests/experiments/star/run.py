@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import define
-from sparseprefill.adapters.bench.clock import Run
 from sparseprefill.adapters.star.api import attention_of
 from sparseprefill.adapters.star.encode import Inner
 from sparseprefill.adapters.star.layout import BLOCK, LONG, Layout, Sizes
 from sparseprefill.adapters.star.ranks import Ranks
 from sparseprefill.adapters.star.start import started
 
+from experiments.bench.clock import Run
 from sparseprefill.registry import default_registry
 
 from . import decode, layer, model

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import define, field
-from sparseprefill.adapters.bench.clock import Clock, Run, middle
 from sparseprefill.adapters.star.ranks import RankError, Ranks
 from sparseprefill.adapters.star.watch import EXIT, Watch
+
+from experiments.bench.clock import Clock, Run, middle
 
 START = 3.0  # seconds to make tensors
 OVER = 15.0  # seconds behind the budget at which a row that takes longer than thought is cut off

@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from attrs import frozen
-from sparseprefill.adapters.bench.clock import Clock
 from sparseprefill.adapters.demo.exam import greedy
 from sparseprefill.adapters.demo.formats import parted
 from sparseprefill.adapters.demo.model import load_model, load_tokenizer
@@ -25,6 +24,7 @@ from sparseprefill.adapters.demo.seeds import TABLES
 from sparseprefill.adapters.demo.settings import PARAMETERS
 from sparseprefill.adapters.demo.tasks import Family, make_task
 
+from experiments.bench.clock import Clock
 from experiments.frontier.layers import Layers, LayersTime
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry

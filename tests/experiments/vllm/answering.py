@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define, evolve, field, frozen
-from sparseprefill.adapters.bench.shape import ModelShape
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.demo.model import CHECKPOINT, load_tokenizer
 from sparseprefill.adapters.demo.tasks import FAMILIES, Task, make_task, score
 
+from experiments.bench.shape import ModelShape
 from sparseprefill.profiles.progress import Progress
 
 from .counters import tokens

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from sparseprefill.adapters.bench.shape import ModelShape
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.vllm.plugin import objection, register
 from sparseprefill.adapters.vllm.runtime import NAME, Runtime, existing
 
+from experiments.bench.shape import ModelShape
 from sparseprefill.errors import SparsePrefillError
 
 from . import weights

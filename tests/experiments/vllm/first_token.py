@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
-from sparseprefill.adapters.bench.clock import Clock, middle
 from sparseprefill.adapters.cli.group import CommandError
 
 from experiments.bench.baseline import baseline
+from experiments.bench.clock import Clock, middle
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.progress import Progress

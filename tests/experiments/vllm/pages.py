@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 from attrs import asdict
-from sparseprefill.adapters.bench.case import parse_mask
-from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.shape import Shape
 from sparseprefill.adapters.cli.group import Stop
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.setup import Place
 
+from experiments.bench.case import parse_mask
+from experiments.bench.clock import Clock
+from experiments.bench.shape import Shape
 from experiments.files import Files
 
 from . import options

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from attrs import asdict
-from sparseprefill.adapters.bench.shape import Shape
+
+from experiments.bench.shape import Shape
 
 from .paging import Read
 from .sheet import ON_CPU, Form

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from attrs import define, field
-from sparseprefill.adapters.bench.shape import ModelShape
 from torch import Tensor
+
+from experiments.bench.shape import ModelShape
 
 
 @define(eq=False)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from sparseprefill.adapters.bench.case import STRENGTH, parse_mask, random_mask
-from sparseprefill.adapters.bench.clock import Clock
-from sparseprefill.adapters.bench.shape import Shape
 from sparseprefill.adapters.vllm.pages import pages_of
 from torch import Tensor
 
+from experiments.bench.case import STRENGTH, parse_mask, random_mask
+from experiments.bench.clock import Clock
+from experiments.bench.shape import Shape
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.executors.auto import AutoExecutor

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import typer
 from attrs import define, evolve, field, frozen
-from sparseprefill.adapters.bench.facts import about
 from sparseprefill.adapters.cli import render
 from sparseprefill.adapters.cli.group import Stop, wrote
 from sparseprefill.adapters.cli.render import Table
 
+from experiments.bench.facts import about
 from experiments.files import Files, grid
 
 ON_CPU = " These are times of a CPU, which try the command out and say nothing about a GPU."

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 from attrs import asdict
-from sparseprefill.adapters.bench.shape import ModelShape
 from sparseprefill.adapters.cli.group import Stop
 from sparseprefill.adapters.cli.progress import bars
 
+from experiments.bench.shape import ModelShape
 from experiments.files import Files
 
 from . import options

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from sparseprefill.adapters.bench.shape import ModelShape
+
+from experiments.bench.shape import ModelShape
 
 QUERIES, LOGITS = 2.0, 4.0
 """Gains of the projections to q, k and v, so that each query prefers some keys, and of the last layer."""

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import platform
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from attrs import asdict
+from sparseprefill.adapters.calibration.measure import versions
 
 from sparseprefill import __version__
 
 from .measure import Row
-
-
-def versions(*names: str) -> dict[str, str]:
-    """Versions of those distributions that are installed."""
-    found = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from attrs import evolve, field, fields, frozen
+from sparseprefill.adapters.huggingface import attach
 from torch import Tensor
 
 from sparseprefill.call import AttentionCall
@@ -139,8 +140,6 @@ class Prefill:
     def _attached(
         self, model: Any, ids: Tensor, name: str, pipeline: Pipeline | Route, given: tuple[Tensor, Tensor]
     ) -> Timed:
-        from ..huggingface import attach
-
         row = Timed(name=name, tokens=self.tokens)
         try:
             with attach(model, injected(pipeline, given), verify=False, gate=None, recall_every=0):

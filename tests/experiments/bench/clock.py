@@ -1,35 +1,29 @@
-"""Seconds of a piece of work: by the device's clock, next to dense attention in the same run, or at its fastest."""
+"""Seconds of a piece of work by the device's clock, next to dense attention in the same run."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from attrs import frozen
+from sparseprefill.adapters.calibration.measure import Clock as Fastest
+from sparseprefill.adapters.calibration.measure import Run
 
-Run = Callable[[], Any]
+__all__ = ("Clock", "Run", "middle")
 WARM = 3
 ROW, MOST = 0.02, 50
 """Seconds that a round shall take at least on a GPU, and most runs in it."""
 
 
 @frozen
-class Clock:
+class Clock(Fastest):
     """The clock of every bench. `median` and `beside` repeat a piece of work in rounds, of which the median counts; on
     a GPU a round runs short work several times in a row, as the layers of a model do: what the host spends on one
-    launch hides behind the launch before it, unless it takes longer than the device's work. `fastest` runs it from a
-    device at rest each time, and the least counts.
+    launch hides behind the launch before it, unless it takes longer than the device's work.
 
-    rounds: at most. budget: seconds that one piece of work may take in all. It runs twice in any case, and of what
-    takes longer than the budget the second run alone counts for a median.
+    Of what takes longer than the budget the second run alone counts for a median.
     """
-
-    device: torch.device
-    rounds: int = 10
-    budget: float = 2.0
 
     def median(self, run: Run) -> float:
         """Median seconds of `run`, after warming up."""
@@ -50,16 +44,6 @@ class Clock:
         middle = self.times(run)
         return statistics.median(middle), statistics.median([*before, *self.times(dense, share=0.5)])
 
-    def fastest(self, run: Run) -> float:
-        """Least seconds of `run`, launches included, as for a short prompt: whatever else goes on only adds to a time.
-
-        The first run does not count: it compiles kernels and fills caches. At least two do.
-        """
-        run()
-        once = self.once(run)
-        more = max(1, min(self.rounds, int(self.budget / max(once, 1e-6))) - 1)
-        return min(once, *(self.once(run) for _ in range(more)))
-
     def times(self, run: Run, share: float = 1.0) -> list[float]:
         """Seconds of each round after warming up. share: of the budget and the rounds."""
         budget, begin = self.budget * share, time.perf_counter()
@@ -78,23 +62,6 @@ class Clock:
     def in_a_row(self, once: float) -> int:
         """How often a round repeats work that took `once` seconds."""
         return 1 if self.device.type != "cuda" else min(MOST, max(1, round(ROW / max(once, 1e-6))))
-
-    def once(self, run: Run, count: int = 1) -> float:
-        """Seconds of one run from a device at rest, the mean of `count` in a row."""
-        if self.device.type != "cuda":
-            begin = time.perf_counter()
-            for _ in range(count):
-                run()
-            return (time.perf_counter() - begin) / count
-        with torch.cuda.device(self.device):
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            first.record()
-            for _ in range(count):
-                run()
-            last.record()
-            torch.cuda.synchronize()
-        return float(first.elapsed_time(last)) / 1000 / count
 
 
 def middle(once: Callable[[], float], rounds: int) -> float:
