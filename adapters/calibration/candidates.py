@@ -73,19 +73,24 @@ def settings(
 
 
 def candidates(
-    methods: Iterable[Method], fixed: Mapping[str, Mapping[str, Any]] | None = None, seed: int = 0
+    methods: Iterable[Method],
+    fixed: Mapping[str, Mapping[str, Any]] | None = None,
+    seed: int = 0,
+    values: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
 ) -> list[Candidate]:
     """The settings of several methods in the order in which to try them, should the time not suffice for all.
 
     The methods take turns. Each begins with its defaults, and goes on through its search space in an order that `seed`
     shuffles; one without a search space has its defaults alone. fixed: parameters by method that each setting has.
+    values: by method, as of `settings`.
     """
     rng = random.Random(seed)
     columns = []
     for method in methods:
-        given = dict((fixed or {}).get(method.name, {}))
+        given, tried = dict((fixed or {}).get(method.name, {})), (values or {}).get(method.name, {})
         method.configure(given)
-        own = [one for one in settings(method, fixed=given) if one != given] if set(method.search) - set(given) else []
+        searched = {*method.search, *tried} - set(given)
+        own = [one for one in settings(method, tried, given) if one != given] if searched else []
         rng.shuffle(own)
         columns.append([Candidate(method, one) for one in [given, *own]])
     return [one for one in chain.from_iterable(zip_longest(*columns)) if one is not None]

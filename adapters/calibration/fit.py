@@ -18,7 +18,7 @@ from sparseprefill.profiles.profile import LengthRange
 from sparseprefill.profiles.progress import Progress
 from sparseprefill.registry import Registry
 
-from ..evaluation.comparison import Ask, Comparison
+from ..evaluation.comparison import Comparison
 from ..evaluation.outcome import Outcome, Summary
 from ..evaluation.prompts import Prompt
 from ..evaluation.reading import Sizes
@@ -38,15 +38,13 @@ CHUNK = 2048
 class ModelReadings:
     """A model that reads prompts, for a search; each prompt's dense pass is made once and kept.
 
-    sizes: what is looked at of each prompt. asks: questions that are put to each prompt, None where none are. See
-    `Comparison`. tail: last rows of a prompt that get every key, as `attach` does it.
+    sizes: what is looked at of each prompt. tail: last rows of a prompt that get every key, as `attach` does it.
     """
 
     model: Any
     identity: ModelIdentity
     prompts: Sequence[Prompt]
-    sizes: Sequence[Sizes]
-    asks: Sequence[Ask] | None = None
+    sizes: Sizes
     tail: int = TAIL
     _read: dict[int, Comparison] = field(factory=dict, init=False)
 
@@ -63,10 +61,13 @@ class ModelReadings:
         """What a candidate does to it."""
         return self._comparison(prompt).run(evolve(candidate.contender(self.identity), dense_tail=self.tail))
 
+    def compared(self, prompt: int) -> Comparison:
+        """The prompt, by index, read by the model's own attention."""
+        return Comparison.of(self.model, self.prompts[prompt], self.sizes)
+
     def _comparison(self, prompt: int) -> Comparison:
         if prompt not in self._read:
-            ask = None if self.asks is None else self.asks[prompt]
-            self._read[prompt] = Comparison.of(self.model, self.prompts[prompt], self.sizes[prompt], ask=ask)
+            self._read[prompt] = self.compared(prompt)
         return self._read[prompt]
 
 

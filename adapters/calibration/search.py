@@ -118,9 +118,8 @@ class Search:
 class Searcher:
     """One search, which may be stopped at any time: `result` makes the best of what there is.
 
-    target: what must be kept. by: what should be little. rungs: prompts that the survivors of each rung have read,
-    ascending; the last is all that count. repair: also seek layers that should stay dense. until: when to stop, on the
-    clock of `now`; None for no limit.
+    target: what must be kept. by: what should be little. until: when to stop, on the clock of `now`; None for no limit.
+    rungs: prompts that the survivors of each rung have read, ascending; the last is all that count.
     """
 
     tokens: int
@@ -128,17 +127,16 @@ class Searcher:
     readings: Readings
     target: Target
     by: By = "density"
-    rungs: tuple[int, ...] = field(default=())
-    repair: bool = True
     until: float | None = None
     now: Callable[[], float] = time.monotonic
+    rungs: tuple[int, ...] = field(init=False)
     _trials: dict[Candidate, Trial] = field(factory=dict, init=False)
     _stock: list[Outcome] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         if not self.candidates:
             raise ParameterError("candidates is empty: pass one candidate or more")
-        self.rungs = self.rungs or halving(self.readings.count)
+        self.rungs = halving(self.readings.count)
 
     def run(self, progress: Steps = lambda done, of: None) -> Search:
         """Search to the end, or until the time is up. progress: hears of the candidates tried, and of how many."""
@@ -167,7 +165,7 @@ class Searcher:
                     break
                 hear()
                 read.append(self._read(one, prompts))
-            if index == 0 and self.repair:
+            if index == 0:
                 read += self._repaired(read, prompts, ends)
             left = self._survivors(read, prompts)
 
@@ -206,21 +204,13 @@ class Searcher:
         return self.until if last or rung >= len(SHARES) else began + SHARES[rung] * (self.until - began)
 
     def _read_stock(self, prompts: int) -> None:
-        for index in range(len(self._stock), prompts):
-            one = self.readings.stock(index)
-            failed = [asked for right, asked in (one.score, one.inside_score) if asked and not right]
-            if self.target.loss is not None and (failed or not one.score[1]):
-                reason = one.error or f"0 of {sum(failed)} answers are right"
-                raise ParameterError(
-                    f"at {self.tokens} tokens the model's own attention fails the tasks ({reason}): tune on others"
-                )
-            self._stock.append(one)
+        self._stock += [self.readings.stock(index) for index in range(len(self._stock), prompts)]
 
     def _read(self, trial: Trial, prompts: int) -> Trial:
         """The trial on so many prompts; one that failed reads no more."""
         while len(trial.outcomes) < prompts and not trial.error:
             made = (*trial.outcomes, self.readings.run(trial.candidate, len(trial.outcomes)))
-            shortfall = self.target.shortfall(made, self._stock[: len(made)])
+            shortfall = self.target.shortfall(made)
             trial = Trial(trial.candidate, made, shortfall)
             self._trials[trial.candidate] = trial
         return trial

@@ -22,9 +22,9 @@ class Target:
     """Limits that a setting must keep, all that are given.
 
     agreement: least share of rows in which dense and sparse choose the same next token. kl: most nats of
-    KL(dense || sparse) per row, on average. recall: least attention mass kept, on average. loss: most share of dense's
-    right answers that may be lost. rows: where the limits hold: `all`, in the rows of the whole prompt and at its end,
-    each by itself; or `end`, at the end alone, for prompts that are read once and asked about behind their last row.
+    KL(dense || sparse) per row, on average. recall: least attention mass kept, on average. rows: where the limits
+    hold: `all`, in the rows of the whole prompt and at its end, each by itself; or `end`, at the end alone, for
+    prompts that are read once and asked about behind their last row.
 
     Raises ParameterError for a number out of range, other rows, or where there is no limit at all.
     """
@@ -32,18 +32,16 @@ class Target:
     agreement: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
     kl: float | None = field(default=None, validator=maybe(number(0.0)))
     recall: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
-    loss: float | None = field(default=None, validator=maybe(number(0.0, 0.99)))
     rows: Rows = field(default="all", validator=one_of(*get_args(Rows)))
 
     def __attrs_post_init__(self) -> None:
-        if all(one is None for one in (self.agreement, self.kl, self.recall, self.loss)):
-            raise ParameterError("target is empty: pass agreement, kl, recall or loss")
+        if all(one is None for one in (self.agreement, self.kl, self.recall)):
+            raise ParameterError("target is empty: pass agreement, kl or recall")
 
-    def shortfall(self, found: Sequence[Outcome], stock: Sequence[Outcome]) -> float:
+    def shortfall(self, found: Sequence[Outcome]) -> float:
         """What was lost over what may be lost, of the limit that is broken most: up to 1 the target is met.
 
-        found, stock: outcomes of a setting and of the model's own attention, on the same prompts. Infinite where the
-        setting failed, or loses something where nothing may be lost.
+        found: outcomes of a setting. Infinite where it failed, or loses something where nothing may be lost.
         """
         one = Summary.of(found, 0)
         if one.failed or not found:
@@ -58,10 +56,6 @@ class Target:
         if self.recall is not None:
             kept = min(one.recall, one.last_recall) if everywhere else one.last_recall
             lost.append(_over(1.0 - kept, 1.0 - self.recall))
-        if self.loss is not None:
-            dense = Summary.of(stock, 0)
-            scores = [(one.answers, dense.answers), (one.answers_inside, dense.answers_inside)]
-            lost += [_over(1.0 - mine[0] / best[0], self.loss) for mine, best in scores[: 1 + everywhere] if best[0]]
         return max(lost)
 
     def __str__(self) -> str:
@@ -69,7 +63,6 @@ class Target:
             "agreement": "agreement of at least {}",
             "kl": "KL of at most {}",
             "recall": "recall of at least {}",
-            "loss": "a loss of at most {} of the answers",
         }
         given = {name: getattr(self, name) for name in words}
         limits = " and ".join(words[name].format(f"{value:g}") for name, value in given.items() if value is not None)

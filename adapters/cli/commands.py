@@ -17,7 +17,7 @@ from . import calibrate, catalog, compare, demo, evaluate, fit, new, servers
 from .tables import WithTables, short
 
 COMMANDS = (
-    *(demo.demo, compare.compare, fit.fit, fit.tune, evaluate.evaluate, calibrate.calibrate),
+    *(demo.demo, compare.compare, fit.fit, evaluate.evaluate, calibrate.calibrate),
     *(catalog.methods, catalog.show, catalog.plugins, new.new),
     *(servers.vllm_check, servers.vllm_report, servers.sglang_report),
 )

@@ -16,6 +16,8 @@ from .group import CommandError, Stop
 if TYPE_CHECKING:
     from ..evaluation.outcome import Outcome
 
+GREEDY = 16
+"""Tokens of dense's own continuation that are looked at."""
 LAYER, HEAD = 4, 0
 """Whose mask the picture shows unless told otherwise."""
 SHOWN = ("rowmax", "bfla", "streaming")
@@ -52,12 +54,11 @@ def demo(
     """
     from sparseprefill.registry import default_registry
 
-    from ..demo.exam import asker
+    from ..demo.exam import asker, make_exam, prompt_of
     from ..evaluation.comparison import outcomes
     from ..evaluation.reading import Sizes
     from . import picture as pictures
     from . import results
-    from .exams import GREEDY, asked_of, exams_of
     from .progress import bars
     from .setup import Place, Source
 
@@ -77,8 +78,14 @@ def demo(
     with bars(len(compared) + 1) as shown, place.threaded():
         source = Source.of(None, place)
         source.check_layers(layer, head)
-        (exam,) = exams_of(source, [tokens], 1, questions or (4 if full or method else 2), seed)[tokens]
-        prompt, sizes = asked_of(exam, source, Sizes(greedy=GREEDY))
+        source.check_tokens(tokens)
+        questions = questions or (4 if full or method else 2)
+        try:
+            exam = make_exam(source.tokenizer, tokens, seed, questions)
+        except ValueError as error:
+            raise CommandError(f"--tokens {tokens} --questions {questions}: {error}") from error
+        prompt, behind = prompt_of(exam, source.tokenizer)
+        sizes = Sizes(tail=behind, greedy=GREEDY)
         model = source.load()
         ask = asker(model, source.tokenizer, exam)
         with Stop() as stop:

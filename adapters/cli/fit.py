@@ -1,7 +1,4 @@
-"""The commands `fit` and `tune`, which write a profile: the best method and setting by the length of prompts.
-
-`fit` searches all methods by what they do to next tokens, `tune` one method by the answers to questions.
-"""
+"""The command `fit`, which writes a profile: the best method and setting by the length of prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from attrs import evolve
 
-from ..demo.seeds import TUNING
 from ..session.defaults import TAIL
 from . import options
 from .files import check_writable
@@ -25,8 +21,6 @@ if TYPE_CHECKING:
 
 TOKENS = {"cpu": (2048, 8192), "cuda": (4096, 16384, 65536)}
 """Lengths of the built-in prompts unless told otherwise, as far as the model reads them."""
-TUNED = (4096, 8192, 16384)
-"""Lengths that a method is tuned at unless told otherwise."""
 AGREEMENT = 0.99
 """Share of rows with dense's token that a setting must keep, unless told otherwise."""
 LEAST = 256
@@ -44,15 +38,25 @@ def fit(
     recall: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Lowest recall: share of the attention mass kept.")
     ] = None,
-    end: options.AtEnd = False,
+    end: Annotated[
+        bool,
+        typer.Option(
+            "--end-only", help="Aim at the prompt's end alone, for prompts that are asked about behind their last row."
+        ),
+    ] = False,
     method: options.Methods = None,
     settings: options.Settings = None,
-    tokens: options.Lengths = None,
+    tried: options.Tried = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=256, help="Length of the texts in tokens; repeat for several.")
+    ] = None,
     count: Annotated[int, typer.Option(min=1, help="Maximum number of prompts of each length.")] = 4,
     tail: options.Tail = TAIL,
     recall_floor: options.Floor = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Time for the search.")] = 20.0,
-    by: options.Least = options.Cost.AUTO,
+    by: Annotated[
+        options.Cost, typer.Option("--by", help="What to minimise; by default seconds on a GPU, density on a CPU.")
+    ] = options.Cost.AUTO,
     seed: Annotated[
         int, typer.Option(min=0, max=options.SEEDS, help="Orders the settings, in case there is no time for all.")
     ] = 0,
@@ -63,7 +67,7 @@ def fit(
     device_map: options.DeviceMap = None,
     dtype: options.Type = options.Dtype.AUTO,
     threads: options.Threads = 2,
-    json: options.Trials = False,
+    json: Annotated[bool, typer.Option("--json", help="Print every trial as JSON and nothing else.")] = False,
 ) -> None:
     """Find the best method and setting for a model, and write it as a profile for `attach`, `build` and vLLM.
 
@@ -89,8 +93,9 @@ def fit(
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
     target = Target(agreement=default, kl=kl, recall=recall, rows="end" if end else "all")
     methods = chosen(default_registry(), method)
-    fixed = fixed_parameters(methods, settings or (), model, recall_floor)
-    candidates(without_tables(methods, fixed), fixed, seed)  # all that can be seen of settings that do not fit
+    values = options.tried([one.name for one in methods], settings or (), tried or ())
+    fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
+    candidates(without_tables(methods, fixed), fixed, seed, values)  # all that can be seen of settings that do not fit
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place.device.type)
     how = {"seed": seed, "tail": tail, "recall_floor": recall_floor}
@@ -109,82 +114,12 @@ def fit(
 
         def readings(length: int) -> ModelReadings:
             own = groups[length]
-            return ModelReadings(loaded, identity, own, [sizes] * len(own), tail=tail)
+            return ModelReadings(loaded, identity, own, sizes, tail)
 
-        stop = run.over(list(groups), readings, candidates(methods, fixed, seed), shown)
+        stop = run.over(list(groups), readings, candidates(methods, fixed, seed, values), shown)
         if cost == "seconds" and not stop.heard:
             run.time(shown)
-    run.report(f"{identity.name}: {target}", stop, len(groups), json=json, whole=True)
-
-
-def tune(
-    method: Annotated[str, typer.Option(help="The method to tune.")],
-    model: options.Model = None,
-    tokens: options.Lengths = None,
-    tried: options.Tried = None,
-    fixed: options.Settings = None,
-    loss: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of dense's accuracy that you can lose.")] = 0.01,
-    end: options.AtEnd = False,
-    minutes: options.Minutes = None,
-    by: options.Least = options.Cost.AUTO,
-    tail: options.Tail = TAIL,
-    recall_floor: options.Floor = None,
-    texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 2,
-    questions: options.Questions = 4,
-    seed: options.Seed = TUNING,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the profile to this file; by default METHOD.profile.json."),
-    ] = None,
-    device: options.Device = "auto",
-    dtype: options.Type = options.Dtype.AUTO,
-    threads: options.Threads = 1,
-    json: options.Trials = False,
-) -> None:
-    """Find the cheapest parameters of a method that lose no more than a stated accuracy.
-
-    Every combination of the method's search space answers the tasks of each length, inside the prompt and behind it.
-    The cheapest one whose accuracy stays within the loss in both goes into a profile, which `build` and `attach` load.
-    Ctrl-C stops and writes the best found so far.
-    """
-    from sparseprefill.registry import default_registry
-
-    from ..calibration.candidates import Candidate, settings
-    from ..calibration.target import Target
-    from .exams import exams_of, readings_of
-    from .progress import bars
-    from .searched import Run, fixed_parameters
-    from .setup import Place, Source, identity_of
-
-    one = default_registry().get(method)
-    path = output or Path(f"{method}.profile.json")
-    check_writable("--output", path)
-    values = options.tried([method], fixed or (), tried or ())[method]
-    given = fixed_parameters([one], fixed or (), model, recall_floor)[method]
-    kept = {name: value for name, value in given.items() if name not in values}
-    candidates = [Candidate(one, each) for each in settings(one, values, kept)]
-    lengths = sorted(set(tokens or TUNED))
-    place = Place.of(device, dtype.value, threads)
-    run = Run(
-        target=Target(loss=loss, rows="end" if end else "all"),
-        by=by.of(place.device.type),
-        methods=(method,),
-        output=path,
-        place=place,
-        minutes=minutes,
-        how={
-            **{"loss": loss, "texts": texts, "questions": questions, "seed": seed},
-            **{"tail": tail, "recall_floor": recall_floor},
-        },
-    )
-    with bars(len(lengths)) as shown, place.threaded():
-        source = Source.of(model, place)
-        exams = exams_of(source, lengths, texts, questions, seed)
-        loaded = source.load()
-        run.identity = identity_of(loaded, model)
-        own = readings_of(loaded, source, run.identity, exams, tail)
-        stop = run.over(lengths, own, candidates, shown, rungs=(texts,), repair=False)
-    run.report(f"{method} on {run.identity.name}, {run.target}", stop, len(lengths), json=json)
+    run.report(f"{identity.name}: {target}", stop, len(groups), json=json)
 
 
 def _prompts(

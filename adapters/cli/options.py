@@ -112,9 +112,7 @@ Tried = Annotated[
     typer.Option("--try", metavar="[METHOD.]PARAMETER=V1,V2", help="Values to search instead of the method's own."),
 ]
 Configs = Annotated[list[Path] | None, typer.Option(help="Also run the pipeline of this TOML or JSON file.")]
-Profiles = Annotated[
-    list[Path] | None, typer.Option(help="Also run the profile in this file of `sparseprefill fit` or `tune`.")
-]
+Profiles = Annotated[list[Path] | None, typer.Option(help="Also run the profile in this file of `sparseprefill fit`.")]
 Tail = Annotated[
     int, typer.Option(min=0, max=MOST_ROWS, help="Last rows of a prompt that get every key with every method.")
 ]
@@ -127,7 +125,6 @@ Floor = Annotated[
         help="Recall that every method has to reach on sampled rows, such as 0.95, or a floor's options as JSON.",
     ),
 ]
-Questions = Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")]
 Seed = Annotated[int, typer.Option(min=0, max=SEEDS, help="Chooses the text, the needles and their places.")]
 Layer = Annotated[int, typer.Option(min=0, help="Layer in the picture.")]
 Head = Annotated[int, typer.Option(min=0, help="Query head in the picture.")]
@@ -142,18 +139,6 @@ JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="PATH", help="Write the figures to this file as JSON; - prints only them."),
 ]
-Trials = Annotated[bool, typer.Option("--json", help="Print every trial as JSON and nothing else.")]
-Lengths = Annotated[list[int] | None, typer.Option(min=256, help="Length of the texts in tokens; repeat for several.")]
-Minutes = Annotated[
-    float | None, typer.Option(min=0.01, help="Time for the search; by default until everything is tried.")
-]
-AtEnd = Annotated[
-    bool,
-    typer.Option(
-        "--end-only", help="Aim at the prompt's end alone, for prompts that are asked about behind their last row."
-    ),
-]
-Least = Annotated[Cost, typer.Option("--by", help="What to minimise; by default seconds on a GPU, density on a CPU.")]
 
 
 def contenders(

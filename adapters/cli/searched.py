@@ -57,13 +57,21 @@ def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
 
 
 def fixed_parameters(
-    methods: Sequence[Method], given: Sequence[str], model: str | None, floor: Any = None
+    methods: Sequence[Method],
+    given: Sequence[str],
+    model: str | None,
+    floor: Any,
+    tried: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, Any]]:
-    """Parameters by method that every setting has: those of --set, the floor, and what suits the embedded model."""
+    """Parameters by method that every setting has: those of --set, the floor, and what suits the embedded model.
+
+    tried: values of --try, by method, which are not fixed.
+    """
     usual, changed = suited(model), changes([one.name for one in methods], given)
+    searched = {one.name: {*one.search, *tried[one.name]} for one in methods}
     made = {
         one.name: {
-            **{name: value for name, value in usual.get(one.name, {}).items() if name not in one.search},
+            **{name: value for name, value in usual.get(one.name, {}).items() if name not in searched[one.name]},
             **floored(one.name, floor),
             **changed[one.name],
         }
@@ -123,7 +131,7 @@ def _made(
 class Run:
     """A search for a profile, one length of prompts after the other; the file is whole after each of them.
 
-    target, by: see `Searcher`. methods: that are searched. minutes: for the search, None for no limit; counted from
+    target, by: see `Searcher`. methods: that are searched. minutes: for the search, counted from
     when the run is made. how: what is told in the file. identity: of the model, once it is loaded.
     """
 
@@ -132,7 +140,7 @@ class Run:
     methods: Sequence[str]
     output: Path
     place: Place
-    minutes: float | None
+    minutes: float
     how: dict[str, Any]
     identity: ModelIdentity = field(init=False)
     searches: list[Search] = field(factory=list, init=False)
@@ -144,21 +152,20 @@ class Run:
         readings: Callable[[int], ModelReadings],
         candidates: Sequence[Candidate],
         shown: Bars,
-        **more: Any,
     ) -> Stop:
         """Search at every length, and write the profile; Ctrl-C ends it, with what was found.
 
-        Each length gets its share of the time. more: options of `Searcher`.
+        Each length gets its share of the time.
         """
         self.how |= {"minutes": self.minutes, "by": self.by, "settings": len(candidates), "target": str(self.target)}
         self.how |= {"device": str(self.place.device), "dtype": self.place.dtype_name}
-        until = None if self.minutes is None else self.began + 60.0 * self.minutes
+        until = self.began + 60.0 * self.minutes
         shown.expect(len(lengths))
         stop = Stop()
         for index, length in enumerate(lengths):
             now = time.monotonic()
-            ends = None if until is None else now + (until - now) * length / sum(lengths[index:])
-            searcher = Searcher(length, candidates, readings(length), self.target, self.by, until=ends, **more)
+            ends = now + (until - now) * length / sum(lengths[index:])
+            searcher = Searcher(length, candidates, readings(length), self.target, self.by, until=ends)
             stop = Stop()
             with stop, shown.contender(f"{length:,} tokens") as progress:
                 self.searches.append(searcher.run(partial(progress, "settings")))
@@ -200,10 +207,10 @@ class Run:
             )
         self.write(table)
 
-    def report(self, title: str, stop: Stop, of: int, *, json: bool, whole: bool = False) -> None:
+    def report(self, title: str, stop: Stop, of: int, *, json: bool) -> None:
         """Print what was chosen and why, or all trials as JSON, and end the command if a signal came.
 
-        of: lengths of a whole run. whole: the frontiers too.
+        of: lengths of a whole run.
         """
         if json:
             searched = [as_json(one) for one in self.searches]
@@ -215,7 +222,7 @@ class Run:
                 render.line(text)
             if self.place.device.type == "cpu":
                 render.line(ON_CPU, style="dim")
-            for one in self.searches if whole else ():
+            for one in self.searches:
                 _frontier(one)
             for name, reason in self.how.get("left_out", {}).items():
                 render.line(f"{name} is left out: {reason}")
@@ -252,13 +259,11 @@ def _show(rows: Sequence[Shown], title: str, *, tokens: bool = False, over: bool
         dense = sum(one.seconds for one in row[0].stock[: summary(row).prompts])
         return f"{dense / summary(row).seconds:.2f}" if summary(row).seconds else ""
 
-    # What is tuned by answers samples too few rows for a recall.
-    asked = any(one.answers[1] for one in summaries.values())
     columns: list[Column[Shown]] = [
         Column("method", lambda row: "dense" if row[1] is None else row[1].candidate.name),
         *([Column[Shown]("tokens", lambda row: f"{row[0].tokens:,}")] if tokens else []),
         Column("setting", lambda row: "" if row[1] is None else row[1].error or _setting(row[1]), words=True),
-        *measured(summary, without=("end KL", "lowest", *(("recall", "rows") if asked else ()))),
+        *measured(summary, without=("end KL", "lowest")),
         Column("speed-up", speed_up),
         Column("prompts", lambda row: str(summary(row).prompts)),
         *([Column[Shown]("over", lambda row: f"{row[1].shortfall:.2f}" if row[1] else "")] if over else []),
@@ -287,15 +292,11 @@ def _lost(search: Search) -> str:
     facts = figures(search.chosen.outcomes)
     inside, end = facts["inside"], facts["end"]
     name = search.chosen.candidate.name
-    words = (
+    return (
         f"{search.tokens:,} tokens: in {1.0 - inside['agreement']:.1%} of the rows inside the prompt {name} prefers "
         f"another token than dense (KL {inside['kl']:.4f}, 99 % of the rows below {inside['high']:.3f}), in "
-        f"{1.0 - end['agreement']:.1%} at its end"
+        f"{1.0 - end['agreement']:.1%} at its end."
     )
-    for where, part in (("inside the prompt", inside), ("at its end", end)):
-        if "asked" in part:
-            words += f"; it gives {part['right']} of {part['asked']} answers {where}"
-    return f"{words}."
 
 
 def _missed(search: Search) -> list[str]:

@@ -4,7 +4,7 @@ Training makes its own text and uses none of these: its values, keys and places 
 """
 
 TUNING = 1_000
-"""First seed of the tasks that settings of methods are chosen on (`sparseprefill tune`)."""
+"""First seed of the tasks that settings of methods are chosen on (`python -m experiments.frontier`, run in tests)."""
 
 SELECTION = 1_000_000
 """First seed of the tasks at the end of a training run: they compare recipes and pick the run that ships."""

@@ -54,7 +54,7 @@ def attach(
     own in ``with handle.decoding():``. layers: indices of the layers to run sparse; None for all. verify: compare the
     model with itself under a full mask first. measure: count the density of every call at once, at the price of a host
     sync. observe: called as ``observe(call, result)`` after every sparse layer.
-    profile: a file that ``sparseprefill fit`` or ``tune`` wrote for this model; the length of each call chooses method
+    profile: a file that ``sparseprefill fit`` wrote for this model; the length of each call chooses method
     and parameters, `parameters` go over them.
     gate: judges each call by its sizes, so that one too small for the method runs dense. "auto": the break-even table
     that fits the device, if there is one; or the path of a table, a BreakEven or Gate, None for no gate.

@@ -247,7 +247,7 @@ def build(
 ) -> Pipeline | Route:
     """A pipeline by method name, such as ``build("anchor-attention", theta=12.0, step=16)``.
 
-    profile: a file that ``sparseprefill fit`` or ``tune`` wrote; the number of keys of a call then chooses method and
+    profile: a file that ``sparseprefill fit`` wrote; the number of keys of a call then chooses method and
     parameters, and `parameters` go over them. The name may be left out, as the profile holds it.
     gate: judges each call by its sizes, so that one too small for the method runs dense attention, and says so in
     `Result.dense`: "auto", the path of a break-even table, a BreakEven or Gate. None: every call runs the method.

@@ -107,7 +107,7 @@ class Method:
     and kernels are imported there, so that listing methods stays cheap (see `Later`).
     full: parameters at which the mask holds every causal key (the property "full mask == dense" uses them).
     small: parameters that make the method sparse on a few hundred tokens, for contract checks.
-    search: values to try of each parameter that `sparseprefill tune` may tune; empty if there is nothing to tune.
+    search: values to try of each parameter that `sparseprefill fit` searches; empty if there is nothing to search.
     table: what it needs to know of each model, measured once; None if it needs nothing.
     """
 

@@ -283,7 +283,7 @@ class Registry:
     ) -> Pipeline | Route:
         """A pipeline by name. ParameterError where a parameter is wrong, StageError where the plugin's build fails.
 
-        profile: a file of ``sparseprefill fit`` or ``tune``; each call's method and parameters then follow its length,
+        profile: a file of ``sparseprefill fit``; each call's method and parameters then follow its length,
         under `parameters`. name: may be left out with a profile, which holds it.
         """
         if profile is None:

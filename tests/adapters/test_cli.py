@@ -126,7 +126,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 HUGE = "99999999999"
-MODELS = ("compare", "fit", "evaluate --method bfla", "tune --method bfla", "cluster", "anchors")
+MODELS = ("compare", "fit", "evaluate --method bfla", "cluster", "anchors")
 
 
 @pytest.mark.usefixtures("_no_model")
@@ -171,7 +171,6 @@ def test_a_name_that_is_no_folder_here_is_told_so() -> None:
         (f"demo --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         ("demo --tokens 256", ("--tokens 256 --questions 2", "more tokens")),
         ("demo --tokens 1024 --head 7", ("--head 7: the model has 4; pass 0 to 3",)),
-        (f"tune --method bfla --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         (f"cluster --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         (f"anchors --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         ("anchors --tokens 256", ("--tokens 256", "pass longer ones than 256")),
@@ -230,7 +229,7 @@ def test_ctrl_c_while_a_model_loads(command: str, monkeypatch: pytest.MonkeyPatc
     refused(invoke(*command.split(), "--device", "cpu"), "stopped: nothing was written", status=130)
 
 
-@pytest.mark.parametrize("command", ["demo", "tune --method bfla", "fit", "cluster", "anchors"])
+@pytest.mark.parametrize("command", ["demo", "fit", "cluster", "anchors"])
 def test_a_seed_that_no_generator_takes(command: str) -> None:
     for seed in ("9" * 25, "-1"):
         refused(invoke(*command.split(), "--seed", seed), "'--seed'", status=2)

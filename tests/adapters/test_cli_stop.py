@@ -31,19 +31,7 @@ TESTS = str(Path(__file__).parents[1])
 SMALL = ("--tokens", "64", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--rounds", "1", "--device", "cpu")
 BENCH = ("--table", "executor", *SMALL)
 DEMO = ("demo", "--tokens", "1024", "--questions", "1", "--device", "cpu", "--threads", "1")
-TUNE = (
-    "tune",
-    "--method",
-    "streaming",
-    "--device",
-    "cpu",
-    "--texts",
-    "1",
-    "--questions",
-    "1",
-    "--try",
-    "window=64,128",
-)
+FIT = ("fit", "--method", "streaming", "--device", "cpu", "--count", "1", "--kl", "9", "--try", "window=64,128")
 
 
 @pytest.fixture(autouse=True)
@@ -109,10 +97,10 @@ def test_demo_shows_the_readings_that_it_has(monkeypatch: pytest.MonkeyPatch) ->
     assert "stopped after 2 of 3 readings; written: sparseprefill-demo.png" in words(result)
 
 
-def test_tune_writes_the_best_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_writes_the_best_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = ("--tokens", "512", "--tokens", "1024")
     monkeypatch.setattr(ModelReadings, "run", after(1, ModelReadings.run))
-    result = run(*TUNE, *lengths, "-o", "mine.json")
+    result = run(*FIT, *lengths, "-o", "mine.json")
     assert result.exit_code == 130, result.output
     assert "stopped after 1 of 2 lengths; written: mine.json" in words(result)
     assert len(Profile.load(Path("mine.json")).ranges) == 1
@@ -122,10 +110,10 @@ def test_tune_writes_the_best_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     ("owner", "name", "command"),
     [
         (comparison, "outcomes", DEMO),
-        (ModelReadings, "run", (*TUNE, "--tokens", "512")),
+        (ModelReadings, "run", (*FIT, "--tokens", "512")),
         (measure, "calibrate", ("calibrate", "--method", "streaming", "--device", "cpu")),
     ],
-    ids=["demo", "tune", "calibrate"],
+    ids=["demo", "fit", "calibrate"],
 )
 def test_before_there_is_anything_nothing_is_written(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, command: tuple[str, ...]

@@ -85,7 +85,7 @@ def test_rungs_double_until_all_prompts_are_read() -> None:
 
 def test_the_cheapest_that_reaches_the_target_is_chosen_and_the_rest_reads_little() -> None:
     made = Made(by_window({n: 1.0 / n for n in range(1, 61)}))
-    found = Searcher(64, windows(*range(1, 61)), made, TARGET, repair=False).run()
+    found = Searcher(64, windows(*range(1, 61)), made, TARGET).run()
     assert found.chosen is not None
     assert {"window": 10} == found.chosen.candidate.parameters
     assert 4 == len(found.chosen.outcomes)
@@ -99,21 +99,19 @@ def test_the_cheapest_that_reaches_the_target_is_chosen_and_the_rest_reads_littl
 
 def test_what_only_the_first_prompt_liked_is_not_chosen() -> None:
     made = Made(lambda one, prompt: 0.0 if prompt == 0 or one.parameters["window"] >= 50 else 1.0)
-    found = Searcher(64, windows(*range(1, 61)), made, TARGET, repair=False).run()
+    found = Searcher(64, windows(*range(1, 61)), made, TARGET).run()
     assert found.chosen is not None
     assert {"window": 50} == found.chosen.candidate.parameters, "those that fell out read on, cheapest first"
     assert 4 == len(found.chosen.outcomes)
 
 
 def test_where_nothing_reaches_the_target_the_nearest_is_named() -> None:
-    found = Searcher(
-        64, windows(10, 20, 120), Made(by_window({10: 0.5, 20: 0.2, 120: 0.0})), TARGET, repair=False
-    ).run()
+    found = Searcher(64, windows(10, 20, 120), Made(by_window({10: 0.5, 20: 0.2, 120: 0.0})), TARGET).run()
     assert found.chosen is None
     assert "KL of at most 0.1: the settings that reach it cost no less than dense" == found.reason
     assert found.nearest is not None
     assert {"window": 20} == found.nearest.candidate.parameters
-    found = Searcher(64, windows(10), Made(by_window({10: 0.5})), TARGET, repair=False).run()
+    found = Searcher(64, windows(10), Made(by_window({10: 0.5})), TARGET).run()
     assert "no setting reaches it" in found.reason
     (one,) = ranges([found])
     assert (None, None, 0.5) == (one.method, one.parameters, one.measured["nearest"]["inside"]["kl"])
@@ -173,7 +171,7 @@ def test_survivors_are_a_few_at_least() -> None:
 def test_what_is_lost_counts_by_what_may_be_lost() -> None:
     def shortfall(lost: float, **limits: Any) -> float:
         recalls = (1.0 - lost, 1.0)
-        return Target(**limits).shortfall([outcome(lost, 0.5, recalls=recalls)], [])
+        return Target(**limits).shortfall([outcome(lost, 0.5, recalls=recalls)])
 
     assert 2.0 == pytest.approx(shortfall(0.2, kl=0.1))
     assert 1.0 == pytest.approx(shortfall(0.1, agreement=0.9))
@@ -181,31 +179,28 @@ def test_what_is_lost_counts_by_what_may_be_lost() -> None:
     assert 2.0 == pytest.approx(shortfall(0.2, kl=0.1, agreement=0.5))
     assert 0.0 == shortfall(0.0, kl=0.0)
     assert math.inf == shortfall(0.1, kl=0.0)
-    assert math.inf == Target(kl=1.0).shortfall([Outcome(Contender("x"), "p", error="broken")], [])
+    assert math.inf == Target(kl=1.0).shortfall([Outcome(Contender("x"), "p", error="broken")])
 
 
 def test_a_target_holds_inside_the_prompt_unless_it_is_for_the_end_alone() -> None:
     near, far = (Divergence(torch.full((4,), kl, dtype=torch.float64), 1.0 - kl) for kl in (0.0, 0.5))
     layers = (Layer(0, 0.5, (0.5,), (1.0,)),)
-    answers: dict[str, Any] = {"inside": {"f": (1, 4)}, "answers": {"f": (4, 4)}}
-    found = [Outcome(Contender("x"), "p", 64, Fidelity(far, near, near, near, None), 1.0, layers=layers, **answers)]
-    stock = [Outcome(Contender("stock"), "p", 64, inside={"f": (4, 4)}, answers={"f": (4, 4)})]
-    limits: list[dict[str, Any]] = [{"kl": 0.25}, {"agreement": 0.75}, {"recall": 0.75}, {"loss": 0.25}]
+    found = [Outcome(Contender("x"), "p", 64, Fidelity(far, near, near, near, None), 1.0, layers=layers)]
+    limits: list[dict[str, Any]] = [{"kl": 0.25}, {"agreement": 0.75}, {"recall": 0.75}]
     for limit in limits:
-        assert Target(**limit).shortfall(found, stock) >= 2.0
-        assert Target(**limit, rows="end").shortfall(found, stock) == 0.0
+        assert Target(**limit).shortfall(found) >= 2.0
+        assert Target(**limit, rows="end").shortfall(found) == 0.0
     assert str(Target(kl=1, rows="end")) == "KL of at most 1 at the prompt's end"
 
 
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ({}, "target is empty: pass agreement, kl, recall or loss"),
+        ({}, "target is empty: pass agreement, kl or recall"),
         ({"agreement": 1.5}, "agreement is 1.5: pass a number from 0 to 1"),
         ({"kl": -1}, "kl is -1: pass a number from 0"),
         ({"kl": math.nan}, "kl is nan"),
         ({"recall": True}, "recall is True"),
-        ({"loss": 1}, "loss is 1: pass a number from 0 to 0.99"),
         ({"kl": 1, "rows": "last"}, "rows is 'last': pass 'all' or 'end'"),
     ],
 )
@@ -224,6 +219,11 @@ def test_methods_take_turns_and_begin_with_their_defaults() -> None:
     assert made == candidates(methods, {"anchor-attention": {"step": 2}, "streaming": {"window": 64}})
     assert made != candidates(methods, {"anchor-attention": {"step": 2}, "streaming": {"window": 64}}, seed=1)
     assert len(made) == len(set(made))
+    tried = candidates(
+        methods[1:2], {"streaming": {"sink": 4}}, values={"streaming": {"window": [8, 16], "block": [8]}}
+    )
+    assert {"sink": 4} == tried[0].parameters
+    assert [(8, 8), (8, 16)] == sorted((one.parameters["block"], one.parameters["window"]) for one in tried[1:])
 
 
 def run(*arguments: str) -> Result:
@@ -335,6 +335,9 @@ def test_ctrl_c_writes_what_was_found(folder: Path, monkeypatch: pytest.MonkeyPa
         (("--tokens", "99999"), ("--tokens 99999", "reads at most", "pass 40944 or less")),
         (("--set", "bfla.group=2", "--method", "streaming"), ("'bfla' is not among the methods of this run",)),
         (("--method", "streaming", "--set", "streaming.window=0"), ("window is 0",)),
+        (("--method", "anchor-attention", "--try", "theta"), ("--try theta", "parameter=value")),
+        (("--method", "anchor-attention", "--try", "teta=1"), ("no parameter 'teta'",)),
+        (("--method", "anchor-attention", "--set", "theta=1", "--try", "theta=1,2"), ("--set theta", "--try")),
     ],
 )
 def test_the_command_refuses(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

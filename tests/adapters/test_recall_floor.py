@@ -101,7 +101,7 @@ def test_frontier_tries_several_floors(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_demo_and_tune_take_a_floor() -> None:
+def test_demo_and_fit_take_a_floor() -> None:
     densities = []
     for more in ((), ("--recall-floor", "0.99")):
         small = ("--tokens", "1024", "--questions", "1", "--tail", "0", "--device", "cpu", "--threads", "1", "--json")
@@ -111,9 +111,9 @@ def test_demo_and_tune_take_a_floor() -> None:
         densities.append(facts["methods"][1]["density"])
     assert 0.99 == facts["recall_floor"]
     assert densities[0] < densities[1]
-    tried = ("--try", "window=16,64", "--loss", "0.9", "--texts", "1", "--questions", "1", "--tokens", "1024")
+    tried = ("--try", "window=16,64", "--kl", "9", "--count", "1", "--tokens", "1024")
     options = ("--device", "cpu", "--tail", "0", "--recall-floor", "0.4", "--output", "p.json")
-    result = CliRunner().invoke(app, ["tune", "--method", "streaming", *tried, *options])
+    result = CliRunner().invoke(app, ["fit", "--method", "streaming", *tried, *options])
     assert 0 == result.exit_code, result.output
     (only,) = Profile.load("p.json").ranges
     assert only.parameters is None or 0.4 == only.parameters["recall"]

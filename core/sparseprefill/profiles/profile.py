@@ -16,7 +16,7 @@ from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.structure import KEY, Schema
 from sparseprefill.validate import whole
 
-REMEDY = "pass a file of sparseprefill fit or tune"
+REMEDY = "pass a file of sparseprefill fit"
 
 
 @frozen(kw_only=True)
@@ -38,7 +38,7 @@ class LengthRange:
 
 @frozen(kw_only=True)
 class Profile:
-    """What `sparseprefill fit` and `sparseprefill tune` write.
+    """What `sparseprefill fit` writes.
 
     methods: names of the methods that were searched; a range has one of them. model: the model that was tuned on.
     ranges: ascending, the first from 0. break_even: times of these settings by length, where they were measured, for
@@ -81,7 +81,7 @@ class Profile:
 
     def check_model(self, model: ModelIdentity) -> None:
         """ParameterError, naming the field, where the profile was made for another model."""
-        self.model.check_same(model, f"the profile of {self.name}", "tune this one")
+        self.model.check_same(model, f"the profile of {self.name}", "fit this one")
 
     def to_json(self) -> str:
         """The text of a file that `load` reads."""

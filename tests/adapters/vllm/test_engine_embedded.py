@@ -13,8 +13,8 @@ from sparseprefill.adapters.demo.settings import CLUSTERS
 from . import engine, models
 
 pytestmark = [engine.NEEDED, pytest.mark.slow]
-# Made by: sparseprefill tune --method sample-attention --tokens 2048 --texts 1 --questions 2
-#          --try alpha_c=0.9,0.95 --try alpha_s=0.8,0.9
+# Made by an earlier command, by the answers to questions: sample-attention at 2,048 tokens, of alpha_c 0.9 and 0.95
+# with alpha_s 0.8 and 0.9.
 PROFILE = Path(__file__).with_name("embedded.profile.json")
 TOKENS, SEED, QUESTIONS = 2048, 7, 2
 

@@ -11,7 +11,7 @@ import typer
 from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.calibration.candidates import settings as space
 from sparseprefill.adapters.cli import options, render
-from sparseprefill.adapters.cli.exams import GREEDY, asked_of, exams_of, readings_of
+from sparseprefill.adapters.cli.demo import GREEDY
 from sparseprefill.adapters.cli.group import Group, Stop
 from sparseprefill.adapters.cli.options import (
     Configs,
@@ -19,11 +19,8 @@ from sparseprefill.adapters.cli.options import (
     Dtype,
     Floor,
     JsonFile,
-    Lengths,
     Methods,
-    Minutes,
     Model,
-    Questions,
     Seed,
     Settings,
     Tail,
@@ -35,6 +32,7 @@ from sparseprefill.adapters.cli.options import (
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.searched import SAMPLED, chosen, fixed_parameters, with_tables, without_tables
 from sparseprefill.adapters.cli.setup import Place, Source, identity_of
+from sparseprefill.adapters.demo.exam import prompt_of
 from sparseprefill.adapters.demo.seeds import TABLES, TUNING
 from sparseprefill.adapters.evaluation.reading import Sizes
 from sparseprefill.adapters.session.defaults import TAIL
@@ -45,6 +43,7 @@ from sparseprefill.method import Method
 from sparseprefill.registry import default_registry
 
 from . import results
+from .exams import exams_of, readings_of
 from .points import Point, Reader, best_settings, configured, spread
 
 TOKENS = {"cpu": (4096,), "cuda": (32768,)}
@@ -80,12 +79,16 @@ def frontier(
             "--from", help="Run the defaults and each method's best setting in this file, --json of another seed's run."
         ),
     ] = None,
-    tokens: Lengths = None,
-    minutes: Minutes = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=256, help="Length of the texts in tokens; repeat for several.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Time for the search; by default until everything is tried.")
+    ] = None,
     tail: Tail = TAIL,
     recall_floor: Floor = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 1,
-    questions: Questions = 4,
+    questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
     seed: Seed = TABLES,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of the attention; the median counts.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time limit for all runs of one measurement.")] = 1.0,
@@ -105,10 +108,10 @@ def frontier(
     files = Files(plot=plot, markdown=markdown, json=json)
     registry = default_registry()
     methods = chosen(registry, method)
-    fixed = fixed_parameters(methods, settings or (), model, recall_floor)
+    values = options.tried([one.name for one in methods], settings or (), tried or ())
+    fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
     best = None if chosen_by is None else best_settings(chosen_by, seed, texts)
     files_of_settings = [configured(path) for path in config or ()]
-    values = options.tried([one.name for one in methods], settings or (), tried or ())
     _candidates(without_tables(methods, fixed), fixed, values, most, best, suited(model))  # all that can be seen
     place = Place.of(device, dtype.value, threads)
     lengths = sorted(set(tokens or TOKENS["cpu" if place.device.type == "cpu" else "cuda"]))
@@ -128,7 +131,7 @@ def frontier(
         loaded = source.load()
         identity = identity_of(loaded, model)
         readings = readings_of(loaded, source, identity, exams, tail, sizes)
-        prompts = [asked_of(exam, source)[0] for own in others.values() for exam in own]
+        prompts = [prompt_of(exam, source.tokenizer)[0] for own in others.values() for exam in own]
         methods, left_out = with_tables(methods, fixed, loaded, identity, prompts, shown)
         candidates = _candidates(methods, fixed, values, most, best, suited(model))
         candidates += files_of_settings
@@ -181,8 +184,7 @@ def _candidates(
     settings spread over the search space. usual: what suits the model, by method."""
     made = []
     for one in methods:
-        searched = values[one.name]
-        given = {name: value for name, value in fixed[one.name].items() if name not in searched}
+        searched, given = values[one.name], fixed[one.name]
         own: list[dict[str, Any]] = [] if searched else [dict(given)]
         if not searched and one.name in usual:
             own.append({**usual[one.name], **given})

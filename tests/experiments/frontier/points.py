@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from attrs import field, frozen
 from sparseprefill.adapters.calibration.candidates import Candidate
-from sparseprefill.adapters.calibration.fit import ModelReadings
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.evaluation.outcome import Summary
 
@@ -25,6 +24,7 @@ from sparseprefill.errors import ParameterError, SparsePrefillError
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
 
+from .exams import Asked
 from .layers import Layers, LayersTime
 
 KEPT = 0.98
@@ -83,17 +83,17 @@ class Reader:
     """The prompts of one length, read by the model itself. layers: of the first; None where they cannot be timed."""
 
     tokens: int
-    readings: ModelReadings
+    readings: Asked
     clock: Clock
     stock: Summary
     layers: Layers | None = field(repr=False)
     untimed: str = ""
 
     @classmethod
-    def of(cls, tokens: int, readings: ModelReadings, clock: Clock) -> Reader:
+    def of(cls, tokens: int, readings: Asked, clock: Clock) -> Reader:
         """Let the model read the prompts with its own attention."""
-        stock = Summary.of([readings.stock(index) for index in range(readings.count)], readings.sizes[0].greedy)
-        ids = readings.prompts[0].ids[: -readings.sizes[0].tail]
+        stock = Summary.of([readings.stock(index) for index in range(readings.count)], readings.sizes.greedy)
+        ids = readings.prompts[0].ids[: -readings.behind[0]]
         device = readings.model.get_input_embeddings().weight.device
         try:
             layers = Layers.of(readings.model, torch.tensor([ids], device=device))
@@ -105,7 +105,7 @@ class Reader:
         """Let a candidate read the prompts. What stops it is told in the point."""
         readings = self.readings
         outcomes = [readings.run(candidate, index) for index in range(readings.count)]
-        summary = Summary.of(outcomes, readings.sizes[0].greedy)
+        summary = Summary.of(outcomes, readings.sizes.greedy)
         time, untimed = None, self.untimed
         if self.layers is not None and not summary.failed:
             try:

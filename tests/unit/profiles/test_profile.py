@@ -214,7 +214,7 @@ def test_models_differ_by_any_field_but_the_name() -> None:
 
 FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("schema",), "sparseprefill.clusters", "schema is 'sparseprefill.clusters'"),
-    (("version",), 1, "version is 1: this library reads 2; pass a file of sparseprefill fit or tune"),
+    (("version",), 1, "version is 1: this library reads 2; pass a file of sparseprefill fit"),
     (("version",), True, "version is True"),
     (("methods",), "streaming", "methods is 'streaming': pass a list"),
     (("methods",), [], "methods is empty"),
