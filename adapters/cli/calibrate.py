@@ -10,8 +10,7 @@ import typer
 from attrs import asdict
 
 from . import options, render
-from .files import check_writable, write
-from .group import CommandError
+from .group import CommandError, check_writable, write
 from .render import Column, Table
 
 if TYPE_CHECKING:

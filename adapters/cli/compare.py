@@ -12,8 +12,7 @@ import typer
 
 from ..session.defaults import TAIL
 from . import options, render
-from .files import check_writable
-from .group import CommandError, Stop
+from .group import CommandError, Stop, check_writable
 
 if TYPE_CHECKING:
     from sparseprefill.registry import Registry

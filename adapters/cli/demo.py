@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..demo.seeds import TABLES
+from ..demo.tasks import TABLES
 from ..session.defaults import TAIL
 from . import options
-from .files import check_writable
-from .group import CommandError, Stop
+from .group import CommandError, Stop, check_writable
 
 if TYPE_CHECKING:
     from ..evaluation.outcome import Outcome

@@ -13,8 +13,7 @@ from sparseprefill import __version__
 
 from ..session.defaults import TAIL
 from . import options, render
-from .files import check_writable, write
-from .group import CommandError, Stop
+from .group import CommandError, Stop, check_writable, write
 from .render import Column, Table
 
 if TYPE_CHECKING:

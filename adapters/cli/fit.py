@@ -12,8 +12,7 @@ from attrs import evolve
 
 from ..session.defaults import TAIL
 from . import options
-from .files import check_writable
-from .group import CommandError
+from .group import CommandError, check_writable
 
 if TYPE_CHECKING:
     from ..evaluation.prompts import Prompt, Text
@@ -83,7 +82,7 @@ def fit(
 
     from ..calibration.candidates import candidates
     from ..calibration.fit import SIZES, ModelReadings
-    from ..calibration.target import Target
+    from ..calibration.search import Target
     from ..evaluation.comparison import check_length
     from .progress import bars
     from .searched import Run, chosen, fixed_parameters, with_tables, without_tables

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from . import render
-from .files import check_folder
-from .group import CommandError, wrote
+from .group import CommandError, check_folder, wrote
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 """Names of methods, as `Method` takes them, that make names of classes too."""

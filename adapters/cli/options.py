@@ -15,7 +15,7 @@ from sparseprefill import structure
 from sparseprefill.errors import ParameterError, nearest
 from sparseprefill.validate import MOST_ROWS
 
-from ..demo.settings import PARAMETERS
+from ..demo.model import PARAMETERS
 from ..session.defaults import TAIL
 from .group import CommandError
 

@@ -21,7 +21,7 @@ from sparseprefill import __version__
 
 from ..evaluation.outcome import Layer, Outcome, Summary, summaries
 from ..evaluation.reading import Sizes
-from .files import write as write_file
+from .group import write as write_file
 from .picture import INK, SHADES, Panel, sheet
 from .results import table_of, verdict
 

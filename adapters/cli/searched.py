@@ -19,13 +19,11 @@ from sparseprefill.registry import Registry, default_registry
 from ..calibration.candidates import Candidate
 from ..calibration.fit import ModelReadings, break_even, described, figures, ranges, versions
 from ..calibration.measure import Clock
-from ..calibration.search import By, Search, Searcher, Trial
-from ..calibration.target import Target
+from ..calibration.search import By, Search, Searcher, Target, Trial
 from ..evaluation.outcome import Summary
 from . import render
-from .describe import DEFAULTS, told
-from .files import unwritable
-from .group import Stop, wrote
+from .catalog import DEFAULTS, worded
+from .group import Stop, unwritable, wrote
 from .options import changes, every, floored, suited
 from .render import Column, Table
 from .results import measured
@@ -318,4 +316,4 @@ def _missed(search: Search) -> list[str]:
 def _setting(trial: Trial) -> str:
     one = trial.candidate
     layers = f"dense layers {', '.join(map(str, one.dense_layers))}" if one.dense_layers else ""
-    return ", ".join(part for part in (told(one.parameters, "" if layers else DEFAULTS), layers) if part)
+    return ", ".join(part for part in (worded(one.parameters, "" if layers else DEFAULTS), layers) if part)

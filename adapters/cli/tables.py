@@ -15,9 +15,9 @@ from sparseprefill.errors import MethodCollisionError, ParameterError
 from sparseprefill.profiles.table import NeededTable
 from sparseprefill.registry import Registry
 
-from . import describe, options, render
-from .files import check_writable, write
-from .group import CommandError, Group
+from . import options, render
+from .catalog import parameters
+from .group import CommandError, Group, check_writable, write
 from .render import Table
 
 SEED = "seed"
@@ -78,7 +78,7 @@ def _command(table: NeededTable) -> Callable[..., None]:
 
 def _options(table: NeededTable) -> Iterator[inspect.Parameter]:
     kinds = get_type_hints(table.settings)
-    known = {one.name: one for one in describe.parameters(table.settings)}
+    known = {one.name: one for one in parameters(table.settings)}
     helps = {name: one.doc[:1].upper() + one.doc[1:] for name, one in known.items()}
 
     def one(name: str, default: Any, kind: Any, **more: Any) -> inspect.Parameter:
@@ -126,7 +126,7 @@ def _run(
 ) -> None:
     if table.lacking:
         raise CommandError(f"{table.command} needs {table.lacking}")
-    from ..demo.samples import key_value_prompts
+    from ..demo.tasks import key_value_prompts
     from .progress import bars
     from .setup import Place, Source, identity_of
 

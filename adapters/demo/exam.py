@@ -15,10 +15,10 @@ from sparseprefill.profiles.progress import Progress
 from ..evaluation.prompts import Prompt, spans_of
 from ..session.defaults import MIN_QUERY
 from . import formats
-from .haystack import haystack_of
+from .formats import ADJECTIVES, NOUNS, Key
 from .inside import SHORTEST, Passage, Place, make_passages, places_of
 from .tasks import FAMILIES, Family, Question, Task, make_task, score
-from .words import ADJECTIVES, NOUNS, Key
+from .text import haystack_of
 
 MOST = 16
 """The most questions of one family."""

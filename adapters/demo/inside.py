@@ -19,7 +19,7 @@ from typing import Literal, get_args
 from attrs import frozen
 
 from . import formats
-from .words import Key
+from .formats import Key
 
 Family = Literal["restated", "turns", "linked", "lists"]
 FAMILIES: tuple[Family, ...] = get_args(Family)

@@ -12,6 +12,8 @@ A prompt is ``task.context + question.text``; the context can be prefilled once 
 deterministic: the same tokenizer, text, arguments and seed give the same task.
 """
 
+from __future__ import annotations
+
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -20,8 +22,18 @@ from typing import Any, Literal, get_args
 from attrs import frozen
 
 from . import formats
-from .haystack import Haystack, haystack_of
-from .words import ADJECTIVES, NOUNS, Key
+from .formats import ADJECTIVES, NOUNS, Key
+from .text import Haystack, haystack_of
+
+TUNING = 1_000
+"""First seed of the tasks that settings of methods are chosen on (`python -m experiments.frontier`, run in tests)."""
+
+SELECTION = 1_000_000
+"""First seed of the tasks at the end of a training run: they compare recipes and pick the run that ships."""
+
+TABLES = 2_000_000
+"""First seed of the tasks of published tables: those of the demo, and of `evaluate`."""
+
 
 Family = Literal["single", "multikey", "multivalue", "multiquery"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -176,3 +188,23 @@ def _questions(
         made.append(Question(text, formats.answer(named, values), tuple(values)))
         needles += [formats.needle(key, value) for key, value in zip(named, values, strict=True)]
     return tuple(made), needles
+
+
+_MORE = 512
+
+
+def key_value_prompts(tokenizer: Callable[..., Any], tokens: int, count: int, seed: int) -> list[list[int]]:
+    """Token ids of `count` contexts of the task `multikey`, each of exactly `tokens` tokens.
+
+    Any tokenizer of transformers will do. Raises ValueError where the needles alone need more tokens.
+    """
+    prompts: list[list[int]] = []
+    length = tokens + _MORE
+    while len(prompts) < count:
+        task = make_task(tokenizer, "multikey", length, seed + len(prompts))
+        ids = list(tokenizer(task.context)["input_ids"])[:tokens]
+        if len(ids) == tokens:
+            prompts.append(ids)
+        else:  # a tokenizer that merges across line breaks needs more text
+            length += tokens - len(ids) + _MORE
+    return prompts

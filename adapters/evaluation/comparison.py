@@ -26,8 +26,7 @@ from sparseprefill.plan import Result
 from sparseprefill.profiles.progress import Progress
 
 from ..huggingface import attach
-from .divergence import compare
-from .outcome import Contender, Fidelity, Layer, Outcome
+from .outcome import Contender, Fidelity, Layer, Outcome, compare
 from .prompts import Prompt
 from .reading import Answers, Reader, Sizes, Truth, right_inside
 

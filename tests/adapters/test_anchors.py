@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.demo.model import load_model
-from sparseprefill.adapters.demo.samples import key_value_prompts
-from sparseprefill.adapters.demo.settings import ANCHORS, PARAMETERS
+from sparseprefill.adapters.demo.model import ANCHORS, PARAMETERS, load_model
+from sparseprefill.adapters.demo.tasks import key_value_prompts
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.huggingface.reader import Reader

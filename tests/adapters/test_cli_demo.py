@@ -14,7 +14,7 @@ import pytest
 from attrs import frozen
 from matplotlib.image import imread
 from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.demo.settings import PARAMETERS
+from sparseprefill.adapters.demo.model import PARAMETERS
 from sparseprefill.adapters.evaluation import comparison
 from typer.testing import CliRunner, Result
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from matplotlib.image import imread
 from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.demo.model import load_model
-from sparseprefill.adapters.demo.samples import key_value_prompts
-from sparseprefill.adapters.demo.settings import CLUSTERS, PARAMETERS
+from sparseprefill.adapters.demo.model import CLUSTERS, PARAMETERS, load_model
+from sparseprefill.adapters.demo.tasks import key_value_prompts
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.huggingface.reader import Reader

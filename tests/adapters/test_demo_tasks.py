@@ -10,10 +10,9 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
 from sparseprefill.adapters.demo import formats, model
-from sparseprefill.adapters.demo.haystack import haystack_of
+from sparseprefill.adapters.demo.formats import ADJECTIVES, NOUNS
 from sparseprefill.adapters.demo.tasks import FAMILIES, Family, Task, make_task, score
-from sparseprefill.adapters.demo.text import text_lines
-from sparseprefill.adapters.demo.words import ADJECTIVES, NOUNS
+from sparseprefill.adapters.demo.text import haystack_of, text_lines
 
 DISTRACTORS = {"single": 0, "multikey": 15, "multivalue": 4, "multiquery": 4}
 LENGTHS = (512, 1024, 4096)

@@ -17,8 +17,18 @@ from attrs import evolve
 from sparseprefill.adapters.demo.model import load_tokenizer
 from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation.comparison import Comparison, outcomes
-from sparseprefill.adapters.evaluation.divergence import Divergence, compare, log_probabilities, pooled
-from sparseprefill.adapters.evaluation.outcome import Contender, Fidelity, Layer, Outcome, Summary, summaries
+from sparseprefill.adapters.evaluation.outcome import (
+    Contender,
+    Divergence,
+    Fidelity,
+    Layer,
+    Outcome,
+    Summary,
+    compare,
+    log_probabilities,
+    pooled,
+    summaries,
+)
 from sparseprefill.adapters.evaluation.prompts import Prompt, made, read, tokenized
 from sparseprefill.adapters.evaluation.reading import APART, Reader, Sizes
 from sparseprefill.adapters.huggingface import attach

@@ -16,12 +16,10 @@ import torch
 from attrs import define, evolve, field
 from sparseprefill.adapters.calibration.candidates import Candidate, candidates
 from sparseprefill.adapters.calibration.fit import break_even, ranges
-from sparseprefill.adapters.calibration.search import FEWEST, Searcher, halving
-from sparseprefill.adapters.calibration.target import Target
+from sparseprefill.adapters.calibration.search import FEWEST, Searcher, Target, halving
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.demo.text import text_lines
-from sparseprefill.adapters.evaluation.divergence import Divergence
-from sparseprefill.adapters.evaluation.outcome import Contender, Fidelity, Layer, Outcome
+from sparseprefill.adapters.evaluation.outcome import Contender, Divergence, Fidelity, Layer, Outcome
 from sparseprefill.adapters.huggingface import attach
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result

@@ -13,8 +13,7 @@ import torch
 from attrs import evolve
 from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.calibration.fit import ModelReadings
-from sparseprefill.adapters.evaluation.divergence import Divergence
-from sparseprefill.adapters.evaluation.outcome import Contender, Summary
+from sparseprefill.adapters.evaluation.outcome import Contender, Divergence, Summary
 from typer.testing import CliRunner, Result
 
 import sparseprefill as sp

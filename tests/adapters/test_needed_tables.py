@@ -15,7 +15,7 @@ import torch
 from attrs import evolve
 from sparseprefill.adapters.cli import options
 from sparseprefill.adapters.cli.commands import app
-from sparseprefill.adapters.demo.samples import key_value_prompts
+from sparseprefill.adapters.demo.tasks import key_value_prompts
 from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 from sparseprefill.adapters.serving.tensor_parallel import LocalRegistry

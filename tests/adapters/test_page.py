@@ -11,8 +11,7 @@ import pytest
 import torch
 from sparseprefill.adapters.cli.commands import app
 from sparseprefill.adapters.cli.results import verdict
-from sparseprefill.adapters.evaluation.divergence import Divergence
-from sparseprefill.adapters.evaluation.outcome import Contender, Summary
+from sparseprefill.adapters.evaluation.outcome import Contender, Divergence, Summary
 from typer.testing import CliRunner
 
 import sparseprefill as sp

@@ -33,7 +33,7 @@ def test_two_processes_answer_questions_about_a_file(tmp_path: Path) -> None:
 
 
 def test_one_process_needs_no_torchrun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparseprefill.adapters.demo.haystack.text_lines", lines)
+    monkeypatch.setattr("sparseprefill.adapters.demo.text.text_lines", lines)
     arguments = [
         "demo",
         "--tokens",

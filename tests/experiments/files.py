@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from attrs import frozen
-from sparseprefill.adapters.cli.files import check_writable
+from sparseprefill.adapters.cli.group import check_writable
 from sparseprefill.adapters.cli.render import Table
 
 MarkdownFile = Annotated[Path | None, typer.Option(help="Write the tables to this file as Markdown.")]

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from attrs import frozen
 from sparseprefill.adapters.demo.model import load_model, load_tokenizer
-from sparseprefill.adapters.demo.samples import key_value_prompts
+from sparseprefill.adapters.demo.tasks import key_value_prompts
 from sparseprefill.adapters.evaluation.comparison import Comparison
-from sparseprefill.adapters.evaluation.divergence import pooled
-from sparseprefill.adapters.evaluation.outcome import Contender
+from sparseprefill.adapters.evaluation.outcome import Contender, pooled
 from sparseprefill.adapters.evaluation.prompts import Prompt
 from torch import Tensor
 

@@ -45,9 +45,8 @@ def write_task(folder: Path, pairs: Iterable[tuple[str, str]]) -> Path:
 
 def needles(count: int) -> list[tuple[str, str]]:
     """Prompts with one needle each in text of their own, as the embedded model knows them, and the answers."""
-    from sparseprefill.adapters.demo.formats import answer, needle, one_question
+    from sparseprefill.adapters.demo.formats import ADJECTIVES, NOUNS, answer, needle, one_question
     from sparseprefill.adapters.demo.text import text_lines
-    from sparseprefill.adapters.demo.words import ADJECTIVES, NOUNS
 
     made = []
     for i in range(count):

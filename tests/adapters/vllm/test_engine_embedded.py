@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from sparseprefill.adapters.demo.exam import make_exam, take
-from sparseprefill.adapters.demo.model import CHECKPOINT, load_tokenizer
-from sparseprefill.adapters.demo.settings import CLUSTERS
+from sparseprefill.adapters.demo.model import CHECKPOINT, CLUSTERS, load_tokenizer
 
 from . import engine, models
 

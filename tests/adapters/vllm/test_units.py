@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sparseprefill.adapters.demo.settings import CLUSTERS
+from sparseprefill.adapters.demo.model import CLUSTERS
 from sparseprefill.adapters.serving.options import MIN_QUERY
 from sparseprefill.adapters.serving.parts import gaps, runs
 from sparseprefill.adapters.serving.requests import Requests, Row

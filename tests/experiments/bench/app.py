@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from sparseprefill.adapters.cli import render
-from sparseprefill.adapters.cli.files import write
-from sparseprefill.adapters.cli.group import CommandError, Group, wrote
+from sparseprefill.adapters.cli.group import CommandError, Group, write, wrote
 from sparseprefill.adapters.cli.options import Device, Dtype, JsonFile, Methods, Threads, Type
 from sparseprefill.adapters.cli.setup import Place
 

@@ -40,7 +40,7 @@ def captured_call(shape: Shape, seed: int, device: torch.device) -> AttentionCal
     """One call of so many heads. ParameterError where the sizes do not suit the model; ImportError without the
     extra ``hf``."""
     from sparseprefill.adapters.demo.model import load_config, load_model, load_tokenizer
-    from sparseprefill.adapters.demo.samples import key_value_prompts
+    from sparseprefill.adapters.demo.tasks import key_value_prompts
     from transformers.utils import logging
 
     logging.disable_progress_bar()

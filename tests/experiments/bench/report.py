@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from sparseprefill.adapters.cli import options, render
-from sparseprefill.adapters.cli.files import write
-from sparseprefill.adapters.cli.group import CommandError, Stop
+from sparseprefill.adapters.cli.group import CommandError, Stop, write
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.render import Column, Table
 from sparseprefill.adapters.cli.setup import Place

@@ -108,7 +108,7 @@ def _chunks(registry: Registry, shape: Shape) -> Iterable[Case]:
 
 
 def _captured(registry: Registry, shape: Shape) -> Iterable[Case]:
-    from sparseprefill.adapters.demo.settings import PARAMETERS as SUITED
+    from sparseprefill.adapters.demo.model import PARAMETERS as SUITED
 
     # One call of heads from several layers: tables of the embedded model's own layers mean nothing in it.
     return [

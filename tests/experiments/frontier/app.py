@@ -33,7 +33,7 @@ from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.searched import SAMPLED, chosen, fixed_parameters, with_tables, without_tables
 from sparseprefill.adapters.cli.setup import Place, Source, identity_of
 from sparseprefill.adapters.demo.exam import prompt_of
-from sparseprefill.adapters.demo.seeds import TABLES, TUNING
+from sparseprefill.adapters.demo.tasks import TABLES, TUNING
 from sparseprefill.adapters.evaluation.reading import Sizes
 from sparseprefill.adapters.session.defaults import TAIL
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict
 from matplotlib.figure import Figure
 from sparseprefill.adapters.cli import render
-from sparseprefill.adapters.cli.describe import told
-from sparseprefill.adapters.cli.files import write
-from sparseprefill.adapters.cli.group import wrote
+from sparseprefill.adapters.cli.catalog import worded
+from sparseprefill.adapters.cli.group import write, wrote
 from sparseprefill.adapters.cli.render import Column, Table
 from sparseprefill.adapters.cli.results import TOO_SHORT, cannot, measured
 from sparseprefill.adapters.cli.results import right_of as of
@@ -26,7 +25,7 @@ from .points import Point, frontier
 
 if TYPE_CHECKING:
     from sparseprefill.adapters.cli.setup import Place
-    from sparseprefill.adapters.evaluation.divergence import Divergence
+    from sparseprefill.adapters.evaluation.outcome import Divergence
 
 DROP = (
     *("mask", "end KL", "rows", "prefill speed-up", "99 %", "attention", "recall", "lowest", "density", "KL"),
@@ -111,7 +110,7 @@ def table(group: Sequence[Point], where: str = "") -> Table:
 
     def setting(one: Point) -> str:
         shared = common[one.candidate.name]
-        return told({name: value for name, value in one.candidate.parameters.items() if name not in shared})
+        return worded({name: value for name, value in one.candidate.parameters.items() if name not in shared})
 
     columns: list[Column[Point]] = [
         Column("method", lambda one: one.candidate.name, words=True),
@@ -178,7 +177,7 @@ def _remarks(group: Sequence[Point]) -> list[str]:
         )
     reasons = dict.fromkeys((one.candidate.name, one.untimed) for one in group if one.untimed)
     made += [f"{name}: attention alone is not timed: {reason}" for name, reason in reasons]
-    made += [f"{name} has {told(shared)} in all rows" for name, shared in _common(group).items() if shared]
+    made += [f"{name} has {worded(shared)} in all rows" for name, shared in _common(group).items() if shared]
     return made + [f"{one.candidate.name} ({_setting(one)}) failed: {one.error}" for one in group if one.error]
 
 
@@ -197,7 +196,7 @@ def _share(point: Point) -> float:
 
 
 def _setting(point: Point) -> str:
-    return told(point.candidate.parameters)
+    return worded(point.candidate.parameters)
 
 
 def _common(group: Sequence[Point]) -> dict[str, dict[str, Any]]:

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from sparseprefill.adapters.cli import render
-from sparseprefill.adapters.cli.files import write
-from sparseprefill.adapters.cli.group import CommandError, Group, Stop
+from sparseprefill.adapters.cli.group import CommandError, Group, Stop, write
 from sparseprefill.adapters.cli.options import SEEDS, Device, Dtype, Threads, Type
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.render import Table

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from attrs import asdict, frozen
-from sparseprefill.adapters.demo.seeds import SELECTION
-from sparseprefill.adapters.demo.tasks import make_task
+from sparseprefill.adapters.demo.tasks import SELECTION, make_task
 from sparseprefill.adapters.demo.text import text_lines
 
 from .batches import Batches

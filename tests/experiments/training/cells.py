@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from sparseprefill.adapters.demo.exam import greedy
-from sparseprefill.adapters.demo.seeds import SELECTION
-from sparseprefill.adapters.demo.tasks import FAMILIES, Family, Task, Wording, make_task
+from sparseprefill.adapters.demo.tasks import FAMILIES, SELECTION, Family, Task, Wording, make_task
 
 from .network import Network
 from .ruler import GENERATED, NAMES, Name, RulerTask, make_ruler, score_ruler

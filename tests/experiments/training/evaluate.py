@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from sparseprefill.adapters.demo.model import CHECKPOINT, load_model, load_tokenizer
-from sparseprefill.adapters.demo.seeds import TABLES
+from sparseprefill.adapters.demo.tasks import TABLES
 from sparseprefill.adapters.demo.text import text_lines
 
 from .card import table

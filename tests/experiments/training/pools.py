@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from sparseprefill.adapters.demo import formats
-from sparseprefill.adapters.demo.words import ADJECTIVES, NOUNS
+from sparseprefill.adapters.demo.formats import ADJECTIVES, NOUNS
 from torch import Tensor
 
 from .lexicon import text_words

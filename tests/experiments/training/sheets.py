@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from attrs import frozen
 from sparseprefill.adapters.demo import formats
-from sparseprefill.adapters.demo.words import ADJECTIVES, NOUNS
+from sparseprefill.adapters.demo.formats import ADJECTIVES, NOUNS
 from torch import Tensor
 
 from . import ruler

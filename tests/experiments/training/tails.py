@@ -19,10 +19,8 @@ import torch
 from attrs import frozen
 from sparseprefill.adapters.demo.exam import greedy
 from sparseprefill.adapters.demo.formats import parted
-from sparseprefill.adapters.demo.model import load_model, load_tokenizer
-from sparseprefill.adapters.demo.seeds import TABLES
-from sparseprefill.adapters.demo.settings import PARAMETERS
-from sparseprefill.adapters.demo.tasks import Family, make_task
+from sparseprefill.adapters.demo.model import PARAMETERS, load_model, load_tokenizer
+from sparseprefill.adapters.demo.tasks import TABLES, Family, make_task
 
 from experiments.bench.clock import Clock
 from experiments.frontier.layers import Layers, LayersTime

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sparseprefill.adapters.demo import formats
-from sparseprefill.adapters.demo.words import ADJECTIVES, NOUNS
+from sparseprefill.adapters.demo.formats import ADJECTIVES, NOUNS
 
 from . import ruler
 

@@ -8,7 +8,7 @@ import typer
 from attrs import asdict
 from sparseprefill.adapters.cli.group import Stop
 from sparseprefill.adapters.cli.progress import bars
-from sparseprefill.adapters.demo.settings import PARAMETERS
+from sparseprefill.adapters.demo.model import PARAMETERS
 
 from experiments.files import Files
 
