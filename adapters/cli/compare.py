@@ -143,19 +143,11 @@ def _prompts(texts: Sequence[Text] | None, source: Source, tokens: int | None, c
     if texts is not None:
         found = tokenized(texts[:count], source.tokenizer, tokens)
         for prompt in found:
-            _check_room(f"the prompt {prompt.name} has {len(prompt.ids)} tokens", len(prompt.ids), greedy, most)
+            source.check_greedy(f"the prompt {prompt.name} has {len(prompt.ids)} tokens", len(prompt.ids), greedy)
         return found
     tokens = tokens or min(BUILT_IN, (most or BUILT_IN) - greedy)
-    _check_room(f"a built-in prompt has {tokens} tokens", tokens, greedy, most)
+    source.check_greedy(f"a built-in prompt has {tokens} tokens", tokens, greedy)
     return made(text_lines(), source.tokenizer, tokens, count)
-
-
-def _check_room(what: str, tokens: int, greedy: int, most: int | None) -> None:
-    if most is not None and tokens + greedy > most:
-        raise CommandError(
-            f"{what}, {greedy} greedy ones follow, and the model reads at most {most}: pass --tokens {most - greedy} "
-            "or less"
-        )
 
 
 def _described(prompts: list[Prompt]) -> str:

@@ -131,8 +131,7 @@ def as_json(found: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that was measured."""
     from importlib.metadata import version
 
-    runs = [_facts(run, _stock(run, found)) for run in found]
-    return {"version": __version__, "lm_eval": version("lm_eval"), **facts, "runs": runs}
+    return {"version": __version__, "lm_eval": version("lm_eval"), **facts, "runs": [_facts(run) for run in found]}
 
 
 def _table(found: Sequence[Run], title: str) -> Table:
@@ -140,10 +139,6 @@ def _table(found: Sequence[Run], title: str) -> Table:
     named = any(one.metric != str(run.length) for run in found for one in run.scores)
     rows = [(run, score) for run in found for score in run.scores]
     first = {one[0].title: one for one in reversed(rows)}
-
-    def changed(one: tuple[Run, Score], which: int) -> str:
-        changes = _changes(*one, _stock(one[0], found))
-        return "" if changes is None else str(changes[which])
 
     def density(run: Run) -> str:
         if run.service is None:
@@ -156,8 +151,8 @@ def _table(found: Sequence[Run], title: str) -> Table:
         *([Column[tuple[Run, Score]]("metric", lambda one: one[1].metric, words=True)] if named else []),
         Column("score", lambda one: f"{one[1].value:.4f}"),
         Column("stderr", lambda one: "" if one[1].stderr is None else f"{one[1].stderr:.4f}"),
-        Column("lost", lambda one: changed(one, 0)),
-        Column("won", lambda one: changed(one, 1)),
+        Column("lost", lambda one: "" if one[1].lost is None else str(one[1].lost)),
+        Column("won", lambda one: "" if one[1].won is None else str(one[1].won)),
         Column("density", lambda one: density(one[0])),
         Column("items", lambda one: f"{one[0].items:,}"),
         Column("tokens", lambda one: f"{one[0].tokens:,.0f}"),
@@ -184,33 +179,16 @@ def _remarks(found: Sequence[Run]) -> list[str]:
     return [f"{', '.join(dict.fromkeys(where))}: {what}" for what, where in made.items()]
 
 
-def _stock(run: Run, found: Sequence[Run]) -> Run | None:
-    """The stock model's run of the same task and length; None for this run itself, or where there is none."""
-    return next(
-        (one for one in found if one.contender.pipeline is None and one.title == run.title and one is not run), None
-    )
-
-
-def _changes(run: Run, score: Score, stock: Run | None) -> tuple[int, int] | None:
-    """Items that score lower and higher than with the stock model; None where they are not known."""
-    if stock is None:
-        return None
-    return next((score.beside(other) for other in stock.scores if other.metric == score.metric), None)
-
-
-def _facts(run: Run, stock: Run | None) -> dict[str, Any]:
+def _facts(run: Run) -> dict[str, Any]:
     facts: dict[str, Any] = {
         **{"task": run.task, "length": run.length, "method": run.contender.name},
         **{"parameters": dict(run.contender.parameters), "error": run.error or None},
     }
     if run.error:
         return facts
-    scores = []
-    for score in run.scores:
-        lost, won = _changes(run, score, stock) or (None, None)
-        scores.append({**asdict(score), "lost": lost, "won": won})
     return facts | {
-        **{"items": run.items, "tokens": run.tokens, "seconds": run.seconds, "scores": scores},
+        **{"items": run.items, "tokens": run.tokens, "seconds": run.seconds},
+        "scores": [asdict(one) for one in run.scores],
         "service": run.service and {**asdict(run.service), "doubt": run.service.doubt},
         "warnings": dict(run.warnings),
     }

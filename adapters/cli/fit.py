@@ -130,11 +130,8 @@ def _prompts(
 
     most, tokenizer = source.positions, source.tokenizer
     lengths = sorted(set(tokens))
-    if most is not None and lengths and lengths[-1] + greedy > most:
-        raise CommandError(
-            f"--tokens {lengths[-1]}: {greedy} greedy ones follow, and the model reads at most {most}: "
-            f"pass {most - greedy} or less"
-        )
+    if lengths:
+        source.check_greedy(f"--tokens {lengths[-1]}", lengths[-1], greedy)
     if texts is None:
         usual = TOKENS["cpu" if source.place.device.type == "cpu" else "cuda"]
         room = usual[-1] if most is None else most - greedy
@@ -143,7 +140,10 @@ def _prompts(
         return {length: made(lines, tokenizer, length, count) for length in lengths}
     if lengths:
         return {length: _of_length(tokenized(texts, tokenizer, length), length, path)[:count] for length in lengths}
-    return _grouped(tokenized(texts, tokenizer), count, most, greedy)
+    found = tokenized(texts, tokenizer)
+    for one in found:
+        source.check_greedy(f"the prompt {one.name} has {len(one.ids)} tokens", len(one.ids), greedy)
+    return _grouped(found, count)
 
 
 def _of_length(found: list[Prompt], length: int, path: Path | None) -> list[Prompt]:
@@ -155,15 +155,10 @@ def _of_length(found: list[Prompt], length: int, path: Path | None) -> list[Prom
     return near
 
 
-def _grouped(found: list[Prompt], count: int, most: int | None, greedy: int) -> dict[int, list[Prompt]]:
+def _grouped(found: list[Prompt], count: int) -> dict[int, list[Prompt]]:
     """Prompts whose lengths are within a factor of two of each other, under the median of their lengths."""
     groups: dict[int, list[Prompt]] = {}
     for one in found:
-        if most is not None and len(one.ids) + greedy > most:
-            raise CommandError(
-                f"the prompt {one.name} has {len(one.ids)} tokens, {greedy} greedy ones follow, and the model reads at "
-                f"most {most}: pass --tokens {most - greedy} or less"
-            )
         groups.setdefault(len(one.ids).bit_length(), []).append(one)
     long = {size: own for size, own in groups.items() if max(len(one.ids) for one in own) >= LEAST}
     if not long:

@@ -23,7 +23,7 @@ from ..evaluation.outcome import Layer, Outcome, Summary, summaries
 from ..evaluation.reading import Sizes
 from .group import write as write_file
 from .picture import INK, SHADES, Panel, sheet
-from .results import table_of, verdict
+from .results import small, table_of
 
 WORST = 4
 """Heads of a method whose masks are shown."""
@@ -59,6 +59,22 @@ def write(path: Path, found: Sequence[Outcome], title: str, command: str, sizes:
         methods=[_method([one for one in found if one.contender.label == label and not one.error]) for label in labels],
     )
     write_file("--html", path, text)
+
+
+def verdict(rows: Sequence[Summary]) -> str:
+    """What a reader should take away, in one sentence: the method whose next tokens are nearest to dense attention's.
+
+    The first row is the stock model's; methods that failed on a prompt are left out.
+    """
+    stock, *others = rows
+    whole = [(one.inside, one) for one in others if one.inside is not None and one.prompts == stock.prompts]
+    if not whole:
+        return "No method came through every prompt."
+    near, best = min(whole, key=lambda found: found[0].kl)
+    times = best.speed_up(stock)
+    faster = "" if times is None else f", prefill {times:.2f} times as fast"
+    same = f"KL {small(near.kl)}, {near.agreement:.1%} of tokens the same"
+    return f"{best.contender.label} changes next tokens least: {same}{faster}."
 
 
 def _method(done: Sequence[Outcome]) -> dict[str, Any]:

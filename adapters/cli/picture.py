@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import frozen
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
@@ -23,8 +22,6 @@ from .group import wrote
 CELLS = 128
 COLUMNS = (4, 5, 3)
 """Panels side by side: the first of these that leaves the fewest places empty."""
-ALIKE = 0.95
-"""From this share of common pairs on two panels look the same, and the second says so."""
 # One hue from white to near black, so that it reads in grey and with any colour vision.
 SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#a6c8e4", "#3f7fb8", "#10365f"])
 FUTURE, INK = "#ececec", "#333333"
@@ -75,14 +72,13 @@ def sheet(shown: Sequence[Panel], title: Sequence[str] = ()) -> Figure:
     rows = -(-len(shown) // columns)
     figure = Figure(figsize=(2.75 * columns, 3.05 * rows + 0.9), dpi=160, layout="constrained")
     grid = figure.add_gridspec(rows, 2 * columns)
-    shares = [_shares(panel.mask, min(CELLS, panel.tokens)) for panel in shown]
     axes, images = [], []
     for index, panel in enumerate(shown):
         row, column = divmod(index, columns)
         last = len(shown) - columns * row  # panels from this row on: fewer than a row of them stand in the middle
         start = 2 * column + max(0, columns - last)
         axis = figure.add_subplot(grid[row, start : start + 2])
-        images.append(_draw(axis, panel, shares[index], panel.note or _twin(shares, shown, index)))
+        images.append(_draw(axis, panel))
         axis.set_ylabel("query" if column == 0 else "", fontsize=9, color=INK)
         axes.append(axis)
     if title:
@@ -99,19 +95,9 @@ def sheet(shown: Sequence[Panel], title: Sequence[str] = ()) -> Figure:
     return figure
 
 
-def _twin(shares: Sequence[Any], shown: Sequence[Panel], index: int) -> str:
-    """What a panel says that looks like an earlier one; empty otherwise."""
-    for other in range(index):
-        if shown[other].tokens != shown[index].tokens:
-            continue
-        both, either = (np.nansum(pick(shares[index], shares[other])) for pick in (np.minimum, np.maximum))
-        if both >= ALIKE * either:
-            return f"as {shown[other].title} in this head:\n{both / either:.0%} of the pairs in common"
-    return ""
-
-
-def _draw(axis: Any, panel: Panel, shares: Any, note: str) -> Any:
-    tokens = panel.tokens
+def _draw(axis: Any, panel: Panel) -> Any:
+    tokens, note = panel.tokens, panel.note
+    shares = _shares(panel.mask, min(CELLS, tokens))
     scale = PowerNorm(0.5, 0.0, 1.0)
     image = axis.imshow(shares, cmap=SHADES, norm=scale, extent=(0, tokens, tokens, 0), interpolation="nearest")
     axis.set_facecolor(FUTURE)

@@ -1,4 +1,4 @@
-"""What `compare` and `demo` report: a table, the same as JSON, and what a reader should take away."""
+"""What `compare` and `demo` report: a table, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -45,15 +45,13 @@ ON_CPU = (
     "On a CPU, PyTorch's own fused attention runs over the keys that a method selects. On a GPU the speed-up is "
     "different."
 )
-KEPT = 0.98
-"""Share of dense attention's answers that a method must give to keep them."""
 MEASURED: Mapping[str, Callable[[Summary], str]] = {
     "inside": lambda one: right_of(one.answers_inside),
     "end": lambda one: right_of(one.answers),
-    "KL": lambda one: "" if one.inside is None else _small(one.inside.kl),
-    "99 %": lambda one: "" if one.inside is None else _small(one.inside.high),
+    "KL": lambda one: "" if one.inside is None else small(one.inside.kl),
+    "99 %": lambda one: "" if one.inside is None else small(one.inside.high),
     "same": lambda one: "" if one.inside is None else f"{one.inside.agreement:.1%}",
-    "end KL": lambda one: "" if one.end is None else _small(one.end.kl),
+    "end KL": lambda one: "" if one.end is None else small(one.end.kl),
     "recall": lambda one: f"{one.recall:.1%}",
     "rows": lambda one: f"{one.row_p1:.1%}",
     "lowest": lambda one: f"{min(one.lowest, one.last_lowest):.1%}",
@@ -145,39 +143,6 @@ def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
     return evolve(made, remarks=[*_failures(rows), *cannot(rows)], notes=notes.format(**asdict(sizes), apart=APART))
 
 
-def verdict(rows: Sequence[Summary]) -> str:
-    """What a reader should take away, in one sentence: the fastest method that keeps what dense attention finds.
-
-    Where nothing was asked, the method whose next tokens are nearest to dense attention's. The first row is the stock
-    model's; methods that failed on a prompt are left out.
-    """
-    stock, *others = rows
-    whole = [one for one in others if one.inside is not None and one.prompts == stock.prompts]
-    if not whole:
-        return "No method came through every prompt."
-    found = {place: right for place, right in _right(stock).items() if right}  # what dense attention finds
-    if not found:
-        best = min(whole, key=lambda one: one.inside.kl if one.inside else 0.0)
-        return f"{best.contender.label} changes next tokens least: {_effect(best, stock)}."
-
-    def answers(one: Summary) -> str:
-        return " and ".join(f"{_right(one)[place]} of its {right} {place}" for place, right in found.items())
-
-    keeping = [one for one in whole if all(_right(one)[place] >= KEPT * right for place, right in found.items())]
-    if not keeping:
-        best = max(whole, key=lambda one: sum(_right(one)[place] for place in found))
-        return (
-            f"No method keeps {KEPT:.0%} of the answers that dense attention finds; {best.contender.label} keeps most, "
-            f"{answers(best)}."
-        )
-    best = max(keeping, key=lambda one: one.speed_up(stock) or 0.0)
-    also = f"; so do {len(keeping) - 1} more" if len(keeping) > 1 else ", and no other method does"
-    return (
-        f"{best.contender.label} keeps the answers that dense attention finds, {answers(best)}: "
-        f"{_effect(best, stock)}{also}."
-    )
-
-
 def cannot(rows: Sequence[Summary]) -> list[str]:
     """What the model itself cannot do, so that the methods' answers say nothing."""
     stock = rows[0]
@@ -190,18 +155,8 @@ def cannot(rows: Sequence[Summary]) -> list[str]:
     ]
 
 
-def _right(one: Summary) -> dict[str, int]:
-    return {"inside": one.answers_inside[0], "at the end": one.answers[0]}
-
-
-def _effect(one: Summary, stock: Summary) -> str:
-    """How near its next tokens are, and how fast its prefill is."""
-    times = one.speed_up(stock)
-    near = "" if one.inside is None else f"KL {_small(one.inside.kl)}, {one.inside.agreement:.1%} of tokens the same"
-    return near if times is None else f"{near}, prefill {times:.2f} times as fast"
-
-
-def _small(value: float) -> str:
+def small(value: float) -> str:
+    """A KL in nats."""
     return f"{value:.4f}" if value < 10 else f"{value:.1f}"
 
 

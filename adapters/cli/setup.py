@@ -155,6 +155,15 @@ class Source:
         if most is None and self.device_map is None:
             self.place.check_room(option, tokens, width * self.place.dtype.itemsize, "one hidden state of them")
 
+    def check_greedy(self, what: str, tokens: int, greedy: int) -> None:
+        """CommandError where the model does not read so many tokens and a greedy continuation of so many."""
+        most = self.positions
+        if most is not None and tokens + greedy > most:
+            raise CommandError(
+                f"{what}, {greedy} greedy ones follow, and the model reads at most {most}: pass --tokens "
+                f"{most - greedy} or less"
+            )
+
     def check_layers(self, layer: int, head: int) -> None:
         """CommandError where the model has no such layer or query head."""
         text = self.config.get_text_config()

@@ -82,7 +82,7 @@ def prompt_of(exam: Exam, tokenizer: Any) -> tuple[Prompt, int]:
     Raises ParameterError where the tokenizer cannot tell which tokens an answer inside the context is.
     """
     first = exam.tasks[0].questions[0]
-    context, spans = spans_of(exam.context, [(one.family, one.first, one.last) for one in exam.inside], tokenizer)
+    context, spans = spans_of(exam.context, exam.inside, tokenizer)
     behind = tokenizer(first.text + first.answer, add_special_tokens=False)["input_ids"]
     return Prompt("exam", (*context, *behind), spans), len(behind)
 

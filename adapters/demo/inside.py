@@ -30,6 +30,8 @@ WINDOW = 1024
 """Most answers lie farther behind their fact, so that a sliding window of so many tokens cannot find them."""
 MOST = 8
 """The most answers of one family."""
+Place = tuple[Family, int, int]
+"""An answer in a text: its family, its first character, and the one behind its last."""
 _NEAR, _FAR = 288, WINDOW + 256
 """Filler tokens between a fact and its answer at least: of one answer in ten, and of the others."""
 _END = 320
@@ -63,15 +65,6 @@ class Passage:
     family: Family | None = None
     answers: tuple[tuple[int, int], ...] = ()
     ends: tuple[Key, str] | None = None
-
-
-@frozen
-class Place:
-    """An answer in the text, by characters: of `family`, from `first` to before `last`."""
-
-    family: Family
-    first: int
-    last: int
 
 
 def make_passages(keys: Callable[[], Key], rng: random.Random, tokens: int) -> list[Passage]:
@@ -113,7 +106,7 @@ def places_of(text: str, passages: Sequence[Passage]) -> tuple[Place, ...]:
         if waiting.get(line):
             passage = waiting[line].pop(0)
             if passage.family is not None:
-                found += [Place(passage.family, begin + a, begin + b) for a, b in passage.answers]
+                found += [(passage.family, begin + a, begin + b) for a, b in passage.answers]
         begin += len(line) + 1
     return tuple(found)
 

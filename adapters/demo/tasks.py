@@ -41,7 +41,7 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 Wording = Literal["short", "long"]
 """How a question is asked."""
 
-_ASKED: dict[Family, int] = {"single": 1, "multikey": 1, "multivalue": 4, "multiquery": 4}
+_VALUES: dict[Family, int] = {"single": 1, "multikey": 1, "multivalue": 4, "multiquery": 4}
 _DISTRACTORS: dict[Family, int] = {"single": 0, "multikey": 15, "multivalue": 4, "multiquery": 4}
 
 
@@ -85,30 +85,28 @@ def make_task(
     seed: int,
     *,
     questions: int = 1,
-    asked: int | None = None,
     distractors: int | None = None,
-    depth: float | None = None,
     wording: Wording = "short",
     lines: tuple[str, ...] | None = None,
 ) -> Task:
     """Make the task of a family, length and seed.
 
     length: tokens of the longest prompt with its answer, the start token included. seed: chooses the text, keys, values
-    and places. questions: how many; 1 for ``single``. asked: values that one question asks; by default 4 for
-    ``multivalue`` and ``multiquery``, always 1 for the other two. distractors: needles with keys that no question asks;
-    by default 0 for ``single``, 15 for ``multikey``, 4 for the other two. depth: where in the filler text the asked
-    needles lie, from 0 (start) to 1 (end); by default each lies somewhere else. wording: ``long`` asks as a person
-    would, in 20 to 60 tokens; for ``single`` and ``multikey``. lines: filler text instead of the built-in one (`text`).
+    and places. questions: how many; 1 for ``single``. distractors: needles with keys that no question asks; by default
+    0 for ``single``, 15 for ``multikey``, 4 for the other two. wording: ``long`` asks as a person would, in 20 to 60
+    tokens; for ``single`` and ``multikey``. lines: filler text instead of the built-in one (`text`).
 
     Raises ValueError where the arguments contradict each other, or the needles and questions alone are longer.
     """
-    asked = _ASKED[family] if asked is None else asked
     distractors = _DISTRACTORS[family] if distractors is None else distractors
-    _check(family, questions, asked, distractors, depth, wording)
+    if questions < 1 or (family == "single" and questions > 1):
+        raise ValueError(f"{questions} questions do not fit the family {family!r}")
+    if wording == "long" and family not in ("single", "multikey"):
+        raise ValueError(f"the family {family!r} has no long questions")
     rng = random.Random(f"{family}/{length}/{seed}")
-    keys = _keys(rng, questions * (asked if family == "multiquery" else 1) + distractors)
-    made, needles = _questions(rng, family, questions, asked, keys, wording)
-    spots = [(rng.random() if depth is None else depth, line) for line in needles]
+    keys = _keys(rng, questions * (_VALUES[family] if family == "multiquery" else 1) + distractors)
+    made, needles = _questions(rng, family, questions, keys, wording)
+    spots = [(rng.random(), line) for line in needles]
     for key in keys[len(keys) - distractors :]:
         spots.append((rng.random(), formats.needle(key, _values(rng, 1)[0])))
     rng.shuffle(spots)
@@ -134,20 +132,6 @@ def score(task: Task, answers: Sequence[str]) -> tuple[int, int]:
     return right, sum(len(question.values) for question in task.questions)
 
 
-def _check(family: Family, questions: int, asked: int, distractors: int, depth: float | None, wording: Wording) -> None:
-    if questions < 1 or (family == "single" and questions > 1):
-        raise ValueError(f"{questions} questions do not fit the family {family!r}")
-    most = 9 if family in ("multivalue", "multiquery") else 1
-    if not 1 <= asked <= most:
-        raise ValueError(f"a question of the family {family!r} asks 1 to {most} values, not {asked}")
-    if distractors < 0:
-        raise ValueError(f"distractors is {distractors}: pass 0 or more")
-    if depth is not None and not 0 <= depth <= 1:
-        raise ValueError(f"depth is {depth}: pass a number from 0 to 1")
-    if wording == "long" and family not in ("single", "multikey"):
-        raise ValueError(f"the family {family!r} has no long questions")
-
-
 def _keys(rng: random.Random, count: int) -> list[Key]:
     total = len(ADJECTIVES) * len(NOUNS)
     if count > total:
@@ -168,10 +152,11 @@ def _one_question(rng: random.Random, key: Key, wording: Wording) -> str:
 
 
 def _questions(
-    rng: random.Random, family: Family, count: int, asked: int, keys: list[Key], wording: Wording
+    rng: random.Random, family: Family, count: int, keys: list[Key], wording: Wording
 ) -> tuple[tuple[Question, ...], list[str]]:
     made: list[Question] = []
     needles: list[str] = []
+    asked = _VALUES[family]
     for index in range(count):
         if family == "multiquery":
             named = keys[index * asked : (index + 1) * asked]

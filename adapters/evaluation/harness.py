@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from sparseprefill.breakeven.gate import GateChoice
 from sparseprefill.errors import ParameterError, SparsePrefillError, printed, told
@@ -110,6 +110,7 @@ def evaluate(
     check_tokenizer(model, tokenizer, chat_template=chat_template)
     asker = _Asker.of(model, tokenizer, limit, batch_size, chat_template)
     for one in made:
+        dense: Run | None = None
         for contender in [*([Contender("stock")] if stock else []), *contenders]:
             with _heard(listener, f"{contender.label}, {one.title}") as progress:
                 attached = nullcontext() if contender.pipeline is None else attach(
@@ -117,7 +118,9 @@ def evaluate(
                     recall_every=0,
                 )  # fmt: skip
                 run = asker.run(one, contender, attached, progress)
-            yield run
+            if contender.pipeline is None:
+                dense = run
+            yield evolve(run, scores=tuple(score.beside(None if run is dense else dense) for score in run.scores))
 
 
 def check_tokenizer(model: Any, tokenizer: Any, *, chat_template: bool = False) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from statistics import fmean, stdev
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from ..session.report import Report
 from .outcome import Contender
@@ -19,7 +19,8 @@ class Score:
 
     metric: its name in the harness, with the filter behind a comma where there is one. value: of all items. stderr: its
     standard error, None where neither the harness nor the items give one. higher_is_better: which way it counts.
-    values: of each item, in their order; empty where the metric is not made of numbers of single items.
+    values: of each item, in their order; empty where the metric is not made of numbers of single items. lost, won:
+    items that score lower and higher than with the stock model; None where they are not known.
     """
 
     metric: str
@@ -27,6 +28,8 @@ class Score:
     stderr: float | None = None
     higher_is_better: bool = True
     values: tuple[float, ...] = field(default=(), repr=False)
+    lost: int | None = None
+    won: int | None = None
 
     @classmethod
     def of(cls, metric: str, value: float, stderr: float | None, higher: bool, values: tuple[float, ...]) -> Score:
@@ -36,13 +39,15 @@ class Score:
             stderr = stdev(values) / math.sqrt(len(values))
         return cls(metric, value, stderr, higher, values)
 
-    def beside(self, stock: Score) -> tuple[int, int] | None:
-        """Items that score less than with stock, and items that score more; None where items are not known."""
-        if not self.values or len(self.values) != len(stock.values):
-            return None
+    def beside(self, stock: Run | None) -> Score:
+        """With `lost` and `won`, where the stock model's run has the same items."""
+        known = () if stock is None else stock.scores
+        values = next((one.values for one in known if one.metric == self.metric), ())
+        if not values or len(self.values) != len(values):
+            return self
         sign = 1 if self.higher_is_better else -1
-        changes = [sign * (mine - other) for mine, other in zip(self.values, stock.values, strict=True)]
-        return sum(change < 0 for change in changes), sum(change > 0 for change in changes)
+        changes = [sign * (mine - other) for mine, other in zip(self.values, values, strict=True)]
+        return evolve(self, lost=sum(change < 0 for change in changes), won=sum(change > 0 for change in changes))
 
 
 @frozen

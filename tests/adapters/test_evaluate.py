@@ -96,7 +96,9 @@ def test_stock_and_dense_are_the_harness_to_the_digit(model: Any, embedded_token
     assert tuple(one["exact_match"] for one in expected["samples"]["needles"]) == stock.values == dense.values
     # A window of 64 tokens hides the needles: the method did run.
     assert streaming.value < stock.value
-    assert (sum(a > b for a, b in zip(stock.values, streaming.values, strict=True)), 0) == streaming.beside(stock)
+    lost = sum(a > b for a, b in zip(stock.values, streaming.values, strict=True))
+    assert (lost, 0) == (streaming.lost, streaming.won)
+    assert (None, 0, 0) == (stock.lost, dense.lost, dense.won)
     assert only(found, "stock").service is None
     service = only(found, "streaming").service
     assert service is not None
@@ -301,13 +303,18 @@ def test_a_task_that_needs_a_network(random_model: Any, embedded_tokenizer: Any,
 
 
 def test_scores_of_items() -> None:
+    def beside(score: Score) -> tuple[int | None, int | None]:
+        found = score.beside(Run("t", None, Contender("stock"), scores=(stock,)))
+        return found.lost, found.won
+
     stock = Score.of("m", 0.5, None, True, (1.0, 0.0, 1.0, 0.0))
     assert stock.stderr == pytest.approx(0.28867513)
     other = Score.of("m", 0.5, 0.25, True, (0.0, 0.0, 1.0, 1.0))
     assert other.stderr == 0.25
-    assert other.beside(stock) == (1, 1)
+    assert beside(other) == (1, 1)
     worse = Score("m", 1.0, values=(0.0, 0.5, 1.0, 0.0))
-    assert worse.beside(stock) == (1, 1)
-    assert Score("m", 1.0, None, False, (0.0, 0.0, 1.0, 0.0)).beside(stock) == (0, 1)
-    assert Score("m", 1.0).beside(stock) is None
+    assert beside(worse) == (1, 1)
+    assert beside(Score("m", 1.0, None, False, (0.0, 0.0, 1.0, 0.0))) == (0, 1)
+    assert beside(Score("m", 1.0)) == beside(Score("n", 1.0, values=stock.values)) == (None, None)
+    assert stock.beside(None) is stock
     assert Score.of("rouge", 0.7, None, True, (0.1, 0.2)).stderr is None

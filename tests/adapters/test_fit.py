@@ -330,7 +330,7 @@ def test_ctrl_c_writes_what_was_found(folder: Path, monkeypatch: pytest.MonkeyPa
         (("--prompts", "none.txt"), ("there is no file or folder none.txt",)),
         (("--prompts", "mine.jsonl", "--tokens", "30000"), ("--tokens 30000: the longest prompt of mine.jsonl has",)),
         (("--prompts", "short.txt"), ("no prompt has 256 tokens or more",)),
-        (("--tokens", "99999"), ("--tokens 99999", "reads at most", "pass 40944 or less")),
+        (("--tokens", "99999"), ("--tokens 99999", "reads at most", "pass --tokens 40944 or less")),
         (("--set", "bfla.group=2", "--method", "streaming"), ("'bfla' is not among the methods of this run",)),
         (("--method", "streaming", "--set", "streaming.window=0"), ("window is 0",)),
         (("--method", "anchor-attention", "--try", "theta"), ("--try theta", "parameter=value")),

@@ -39,11 +39,11 @@ def test_every_family_has_as_many_answers_and_each_is_a_number_of_the_text(token
     families = Counter(one.family for one in prompt.inside)
     assert set(families) == set(FAMILIES)
     assert set(families.values()) == {MOST if tokens >= 8192 else 4}
-    for one, place in zip(prompt.inside, exam.inside, strict=True):
-        text = exam.context[place.first : place.last]
+    for one, (_, first, last) in zip(prompt.inside, exam.inside, strict=True):
+        text = exam.context[first:last]
         assert text.isdigit()
         assert tokenizer.decode(prompt.ids[one.first : one.last]).strip() == text
-        assert exam.context.index(text) < place.first - 288, "the fact stands before it"
+        assert exam.context.index(text) < first - 288, "the fact stands before it"
     assert len(prompt.ids) <= tokens
 
 
@@ -52,11 +52,11 @@ def test_most_answers_are_far_from_their_fact_and_some_are_near(tokenizer: Any) 
     for seed in range(6):
         exam, _ = made(tokenizer, 16384, seed)
         offsets = tokenizer(exam.context, return_offsets_mapping=True)["offset_mapping"]
-        at = {first: index for index, (first, _) in enumerate(offsets)}
-        for place in exam.inside:
+        at = {begin: index for index, (begin, _) in enumerate(offsets)}
+        for _, first, last in exam.inside:
             # The last place before it where the number stands: what a window would have to reach.
-            before = exam.context.rindex(exam.context[place.first : place.last], 0, place.first)
-            starts = [at.get(c, at.get(c - 1)) for c in (before, place.first)]
+            before = exam.context.rindex(exam.context[first:last], 0, first)
+            starts = [at.get(c, at.get(c - 1)) for c in (before, first)]
             distance = (starts[1] or 0) - (starts[0] or 0)
             assert distance >= 256
             far += distance > WINDOW
@@ -74,7 +74,7 @@ def test_no_answer_stands_among_the_last_rows(tokenizer: Any) -> None:
 def test_the_same_seed_makes_the_same_text_and_wordings_vary(tokenizer: Any) -> None:
     assert made(tokenizer, 8192) == made(tokenizer, 8192)
     exam, _ = made(tokenizer, 8192)
-    lines = [exam.context[: place.first].rsplit("\n", 1)[-1] for place in exam.inside]
+    lines = [exam.context[:first].rsplit("\n", 1)[-1] for _, first, _ in exam.inside]
     assert len({line.split()[0] for line in lines}) >= 4
 
 

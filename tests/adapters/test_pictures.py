@@ -49,13 +49,6 @@ def test_every_place_is_taken(count: int, columns: int) -> None:
     assert "share of a cell's pairs" in bar.get_xlabel()
 
 
-def test_panels_that_look_alike_say_so() -> None:
-    figure = picture.sheet([panel("a", local(64)), panel("b", local(256)), panel("c", local(64))])
-    first, second, third = (axis.get_xlabel() for axis in figure.axes[:3])
-    assert first == second == "key"
-    assert third == "key\nas a in this head:\n100% of the pairs in common"
-
-
 def test_a_method_that_skips_while_it_runs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.append(self))
