@@ -131,7 +131,7 @@ def _prompts(
     most, tokenizer = source.positions, source.tokenizer
     lengths = sorted(set(tokens))
     if lengths:
-        source.check_greedy(f"--tokens {lengths[-1]}", lengths[-1], greedy)
+        source.check_greedy(f"--tokens {lengths[-1]}: prompts have so many tokens", lengths[-1], greedy)
     if texts is None:
         usual = TOKENS["cpu" if source.place.device.type == "cpu" else "cuda"]
         room = usual[-1] if most is None else most - greedy

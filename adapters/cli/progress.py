@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from attrs import frozen
 from rich import progress as rich
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from sparseprefill.profiles.progress import Progress
 
-FIGURES, LEFT = 42, 16
-"""Cells that counts and times take beside the words, and the time left alone."""
 NARROW, WIDE = 60, 80
 """Columns of a terminal from which counts and the time so far are shown, and a bar."""
 
@@ -23,11 +22,10 @@ NARROW, WIDE = 60, 80
 class Bars:
     """One bar for the contenders, with an estimate of the time left, one for what the present contender is doing.
 
-    room: cells for the words before the figures. whole, now: rich's numbers of the two bars.
+    whole, now: rich's numbers of the two bars.
     """
 
     shown: rich.Progress
-    room: int
     whole: rich.TaskID
     now: rich.TaskID
 
@@ -40,10 +38,7 @@ class Bars:
         """Shows one contender; gives what to call on each step."""
 
         def progress(what: str, done: int, of: int) -> None:
-            words = f"{name}: {what}"
-            if len(words) > self.room:  # figures are never cut, so words are
-                words = f"{words[: self.room - 1]}…"
-            self.shown.update(self.now, description=words, completed=done, total=of)
+            self.shown.update(self.now, description=f"{name}: {what}", completed=done, total=of)
 
         yield progress
         self.shown.advance(self.whole)
@@ -60,14 +55,14 @@ def bars(contenders: int) -> Iterator[Bars]:
     console = Console(file=sys.stderr)  # as it is now: who redirects standard error later hides no bar
     width = console.width
     length = 0 if width < WIDE else min(40, width - WIDE + 10)
-    columns: list[rich.ProgressColumn] = [rich.TextColumn("{task.description}")]
+    words = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # figures are never cut, so words are
+    columns: list[rich.ProgressColumn] = [rich.TextColumn("{task.description}", table_column=words)]
     columns += [rich.BarColumn(length)] if length else []
     columns += [rich.MofNCompleteColumn(), rich.TimeElapsedColumn()] if width >= NARROW else []
     columns += [rich.TextColumn("left:"), rich.TimeRemainingColumn()]
-    room = max(8, width - (FIGURES if width >= NARROW else LEFT) - (length + 1 if length else 0))
     hidden = not (sys.stderr.isatty() and console.is_terminal)
     with rich.Progress(
-        *columns, console=console, transient=True, disable=hidden, speed_estimate_period=3600
+        *columns, console=console, transient=True, disable=hidden, speed_estimate_period=3600, expand=True
     ) as progress:
         whole, now = progress.add_task("methods", total=contenders), progress.add_task("loading", total=None)
-        yield Bars(progress, room, whole, now)
+        yield Bars(progress, whole, now)

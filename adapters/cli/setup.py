@@ -110,20 +110,22 @@ class Source:
     @classmethod
     def of(cls, path: str | None, place: Place, device_map: str | None = None) -> Source:
         """Reads a model's configuration and its tokenizer. CommandError where there is none."""
-        if path is None:
-            with _embedded() as model:
+        with _read(path):
+            if path is None:
+                from ..demo import model
+
                 return cls(None, place, model.load_config(), model.load_tokenizer(), device_map)
-        with _errors_of(path):
             from transformers import AutoConfig, AutoTokenizer
 
             return cls(path, place, AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path), device_map)
 
     def load(self) -> Any:
         """The model, ready to read."""
-        if self.path is None:
-            with _embedded() as model:
+        with _read(self.path):
+            if self.path is None:
+                from ..demo import model
+
                 return model.load_model(self.place.dtype, self.place.device)
-        with _errors_of(self.path):
             from transformers import AutoModelForCausalLM
 
             spread = {} if self.device_map is None else {"device_map": self.device_map}
@@ -185,36 +187,21 @@ def identity_of(model: Any, path: str | None) -> ModelIdentity:
 
 
 @contextmanager
-def _embedded() -> Iterator[Any]:
-    """The module that loads the embedded model; CommandError for what stands in its way."""
-    from ..demo import model
-
+def _read(path: str | None) -> Iterator[None]:
+    """Errors of transformers while a model is read as those of --model, or of the embedded one, whose path is None."""
     try:
-        _no_bars()
-        yield model
+        from transformers.utils import logging
     except ImportError as error:
-        raise CommandError('the embedded model needs transformers: pip install "sparseprefill[hf]"') from error
-    except FileNotFoundError as error:
-        raise CommandError(f"{error}: install the package with its checkpoint, or train one") from error
-
-
-@contextmanager
-def _errors_of(path: str) -> Iterator[None]:
-    """Errors of transformers as those of --model."""
-    try:
-        _no_bars()
-    except ImportError as error:
-        raise CommandError('--model needs transformers: pip install "sparseprefill[hf]"') from error
+        what = "the embedded model" if path is None else "--model"
+        raise CommandError(f'{what} needs transformers: pip install "sparseprefill[hf]"') from error
+    logging.disable_progress_bar()
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if path is None:
+            remedy = "install the package with its checkpoint, or train one"
+            raise CommandError(f"the embedded model: {reason}; {remedy}") from error
         if Path(path).is_dir():
             raise CommandError(f"--model {path}: {reason}") from error
         raise CommandError(f"--model {path}: there is no such folder, and by that name: {reason}; {MODELS}") from error
-
-
-def _no_bars() -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()

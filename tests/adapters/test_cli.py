@@ -166,7 +166,7 @@ def test_a_name_that_is_no_folder_here_is_told_so() -> None:
         (f"compare --held-back {HUGE}", (HUGE, "pass one of more than")),
         ("fit --prompts /nope", ("there is no file or folder /nope",)),
         ("fit --prompts short.txt", ("no prompt has 256 tokens",)),
-        (f"fit --tokens {HUGE}", (f"--tokens {HUGE}", "pass 40944 or less")),
+        (f"fit --tokens {HUGE}", (f"--tokens {HUGE}", "pass --tokens 40944 or less")),
         ("fit --set bfla.blok=3", ("no parameter 'blok'",)),
         (f"demo --tokens {HUGE}", (f"--tokens {HUGE}", "at most 40960; pass that or less")),
         ("demo --tokens 256", ("--tokens 256 --questions 2", "more tokens")),
