@@ -17,17 +17,6 @@ from .group import CommandError, check_folder, wrote
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 """Names of methods, as `Method` takes them, that make names of classes too."""
 PREFIX = "sparseprefill-"
-COMMON = {name: name for name in ("pyproject.toml", "README.md", "tests/test_contract.py", "tests/test_laws.py")}
-FILES = {
-    "plugin": {
-        **COMMON,
-        "package/__init__.py": "{package}/__init__.py",
-        "package/config.py": "{package}/config.py",
-        "package/stages.py": "{package}/stages.py",
-    },
-    "refiner": {**COMMON, "module.py": "{package}.py"},
-}
-"""The templates of each kind of package, and where what is made of them goes."""
 
 
 def new(
@@ -97,10 +86,10 @@ def _write(folder: Path, name: str, kind: str) -> None:
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
     try:
         root = beside / folder.name
-        for template, target in FILES[kind].items():
-            path = root / target.format(**words)
+        for template in made.list_templates(extensions=["jinja"]):
+            path = root / re.sub(r"^package\b", words["package"], template.removesuffix(".jinja"))
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(made.get_template(f"{template}.jinja").render(words), encoding="utf-8")
+            path.write_text(made.get_template(template).render(words), encoding="utf-8")
         root.rename(folder)
     finally:
         shutil.rmtree(beside)

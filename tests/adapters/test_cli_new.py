@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from sparseprefill.adapters.cli import new
 from sparseprefill.adapters.cli.commands import app
 from typer.testing import CliRunner, Result
 
@@ -115,7 +114,9 @@ def test_a_folder_that_cannot_be_made_is_refused() -> None:
 
 
 def test_a_package_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(new.FILES["plugin"], "gone", "gone")
-    result = invoke("mine")
-    assert result.exit_code == 1
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    refused(invoke("mine"), "sparseprefill-mine: No space left on device; pass a folder that can be made")
     assert list(Path.cwd().iterdir()) == []
