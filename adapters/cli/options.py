@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -135,10 +135,18 @@ DeviceMap = Annotated[
 Type = Annotated[Dtype, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads on a CPU.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="PATH", help="Write the figures to this file as JSON; - prints only them."),
-]
+
+
+def value_of(text: str) -> Any:
+    """JSON where it is JSON, True and False, numbers such as inf, else the text itself."""
+    for read in (structure.loads, {"True": True, "False": False, "None": None}.__getitem__, float):
+        try:
+            return read(text)
+        except ParameterError as error:
+            raise CommandError(f"{text}: it {error}") from error
+        except (ValueError, KeyError):
+            continue
+    return text
 
 
 def contenders(
@@ -195,10 +203,12 @@ def _built(registry: Registry, name: str, given: Mapping[str, Any]) -> Pipeline 
     return from_config({"method": name, "parameters": parameters, **around}, registry=registry, at=name)
 
 
-def changes(names: Sequence[str], settings: Sequence[str], option: str = "--set") -> dict[str, dict[str, Any]]:
+def changes(
+    names: Sequence[str], settings: Sequence[str], option: str = "--set", read: Callable[[str], Any] = value_of
+) -> dict[str, dict[str, Any]]:
     """What texts ``name.parameter=value`` change, by method and parameter; one method's name may be left out.
 
-    CommandError where a text is of none of the methods.
+    read: gives what a value says. CommandError where a text is of none of the methods.
     """
     made: dict[str, dict[str, Any]] = {name: {} for name in names}
     for text in settings:
@@ -207,16 +217,13 @@ def changes(names: Sequence[str], settings: Sequence[str], option: str = "--set"
             raise CommandError(
                 f"{option} {text}: {method!r} is not among the methods of this run{nearest(method, made)}"
             )
-        made[method][parameter] = value
+        made[method][parameter] = read(value)
     return made
 
 
 def tried(names: Sequence[str], settings: Sequence[str], texts: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
     """The values of --try by method and parameter; CommandError where --set names one of them too."""
-    values = changes(names, texts, "--try")
-    for text in texts:
-        method, parameter, _ = setting(text, "--try", names)
-        values[method][parameter] = [value_of(part) for part in text.partition("=")[2].split(",")]
+    values = changes(names, texts, "--try", lambda text: [value_of(part) for part in text.split(",")])
     for text in settings:
         method, parameter, _ = setting(text, "--set", names)
         if parameter in values.get(method, ()):
@@ -236,8 +243,8 @@ def floored(name: str, floor: Any) -> dict[str, Any]:
     return {} if floor is None or name == DENSE else {FLOOR: floor}
 
 
-def setting(text: str, option: str = "--set", names: Sequence[str] = ()) -> tuple[str, str, Any]:
-    """Method, parameter and value of a text ``method.parameter=value``; CommandError for another.
+def setting(text: str, option: str = "--set", names: Sequence[str] = ()) -> tuple[str, str, str]:
+    """Method, parameter and value, as texts, of a text ``method.parameter=value``; CommandError for another.
 
     names: of the methods of a run; where there is one, the text may leave it out.
     """
@@ -246,16 +253,4 @@ def setting(text: str, option: str = "--set", names: Sequence[str] = ()) -> tupl
     method = method or (names[0] if len(names) == 1 else "")
     if not (equals and method and parameter and value.strip()):
         raise CommandError(f"{option} {text}: write method.parameter=value, such as {option} anchor-attention.theta=4")
-    return method, parameter, value_of(value.strip())
-
-
-def value_of(text: str) -> Any:
-    """JSON where it is JSON, True and False, numbers such as inf, else the text itself."""
-    for read in (structure.loads, {"True": True, "False": False, "None": None}.__getitem__, float):
-        try:
-            return read(text)
-        except ParameterError as error:
-            raise CommandError(f"{text}: it {error}") from error
-        except (ValueError, KeyError):
-            continue
-    return text
+    return method, parameter, value.strip()

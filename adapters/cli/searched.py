@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 SAMPLED = 4096
 """Tokens of the prompts that tables are made from, at most."""
 FRONTIER = "The frontier: settings that no other beats in both cost and closeness to dense."
-FAR = "The closest setting of each other method; over: its loss / what the target allows."
 ON_CPU = "Settings are chosen by density, because times on a CPU differ from run to run; see --by."
-DROP = ("prompts", "prefill", "rows", "recall", "99 %", "over", "density", "KL", "same", "tokens", "end")
+DROP = ("prompts", "prefill", "rows", "recall", "99 %", "density", "KL", "same", "tokens", "end")
 """Columns that a narrow terminal leaves out, in this order."""
 Shown = tuple[Search, Trial | None]
 """A row: a trial of a search, or, without one, dense attention."""
@@ -246,8 +245,8 @@ def as_json(search: Search) -> dict[str, Any]:
     }
 
 
-def _show(rows: Sequence[Shown], title: str, *, tokens: bool = False, over: bool = False) -> None:
-    """Print a table of trials. tokens: of which length they are; over: their loss / what the target allows."""
+def _show(rows: Sequence[Shown], title: str, *, tokens: bool = False) -> None:
+    """Print a table of trials. tokens: of which length they are."""
     summaries = {id(row): Summary.of(row[0].stock if row[1] is None else row[1].outcomes, 0) for row in rows}
 
     def summary(row: Shown) -> Summary:
@@ -264,23 +263,15 @@ def _show(rows: Sequence[Shown], title: str, *, tokens: bool = False, over: bool
         *measured(summary, without=("end KL", "lowest")),
         Column("speed-up", speed_up),
         Column("prompts", lambda row: str(summary(row).prompts)),
-        *([Column[Shown]("over", lambda row: f"{row[1].shortfall:.2f}" if row[1] else "")] if over else []),
     ]
     render.show(Table.of(columns, rows, lambda row: row[1] and row[1].error, title=title, drop=DROP))
 
 
 def _frontier(search: Search) -> None:
-    """Print what was seen at one length: the frontier, and the nearest of each method."""
+    """Print the frontier that was seen at one length."""
     shown = search.frontier
     if shown:
         _show([(search, one) for one in shown], f"{search.tokens:,} tokens. {FRONTIER}")
-    far: dict[str, Trial] = {}
-    for one in sorted(search.trials, key=lambda one: (bool(one.error), -len(one.outcomes), one.shortfall)):
-        far.setdefault(one.candidate.name, one)
-    names = dict.fromkeys(one.candidate.name for one in search.trials)
-    others = [(search, far[name]) for name in names if name not in {one.candidate.name for one in shown}]
-    if others:
-        _show(others, f"{search.tokens:,} tokens. {FAR}", over=True)
 
 
 def _lost(search: Search) -> str:

@@ -30,7 +30,6 @@ from typing import Any, TextIO
 import torch
 from attrs import define, evolve, field, frozen
 
-from sparseprefill.breakeven.gate import GateChoice
 from sparseprefill.errors import ParameterError, SparsePrefillError, printed, told
 from sparseprefill.profiles.progress import Progress
 
@@ -84,7 +83,6 @@ def evaluate(
     batch_size: int = 1,
     stock: bool = True,
     chat_template: bool = False,
-    gate: GateChoice = None,
     listener: Listener | None = None,
 ) -> Iterator[Run]:
     """Every contender on every task and length, the stock model first; each run is given as soon as it is there.
@@ -93,7 +91,7 @@ def evaluate(
     for their tasks, or paths of YAML files of its kind. lengths: tokens of RULER's items, answer included; other tasks
     are asked once. items: of `loaded`, in place of tasks and lengths. limit: the first so many items of each task and
     length (RULER has 500). stock: whether the model runs without a method, too. chat_template: put prompts through the
-    tokenizer's template. gate: as of `attach`, but off by default, so that a method runs however short the prompt is.
+    tokenizer's template. Gates are off, so that a method runs however short the prompt is.
 
     Whoever stops listening keeps what came so far. An error of one run is in the run, and the others go on.
 
@@ -102,7 +100,7 @@ def evaluate(
     """
     for contender in contenders:  # what the model cannot run is refused before anything is asked
         if contender.pipeline is not None:
-            attach(model, contender.pipeline, gate=gate, tail=contender.dense_tail).detach()
+            attach(model, contender.pipeline, gate=None, tail=contender.dense_tail).detach()
     _check_counts(limit=limit, batch_size=batch_size)
     check_flag("stock", stock)
     check_flag("chat_template", chat_template)
@@ -114,7 +112,7 @@ def evaluate(
         for contender in [*([Contender("stock")] if stock else []), *contenders]:
             with _heard(listener, f"{contender.label}, {one.title}") as progress:
                 attached = nullcontext() if contender.pipeline is None else attach(
-                    model, contender.pipeline, gate=gate, measure=True, verify=False, tail=contender.dense_tail,
+                    model, contender.pipeline, gate=None, measure=True, verify=False, tail=contender.dense_tail,
                     recall_every=0,
                 )  # fmt: skip
                 run = asker.run(one, contender, attached, progress)

@@ -13,6 +13,10 @@ from sparseprefill.adapters.cli.group import check_writable
 from sparseprefill.adapters.cli.render import Table
 
 MarkdownFile = Annotated[Path | None, typer.Option(help="Write the tables to this file as Markdown.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="PATH", help="Write the figures to this file as JSON; - prints only them."),
+]
 NONE: Mapping[str, str] = MappingProxyType({})
 
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 from sparseprefill.adapters.cli import render
 from sparseprefill.adapters.cli.group import CommandError, Group, write, wrote
-from sparseprefill.adapters.cli.options import Device, Dtype, JsonFile, Methods, Threads, Type
+from sparseprefill.adapters.cli.options import Device, Dtype, Methods, Threads, Type
 from sparseprefill.adapters.cli.setup import Place
 
-from experiments.files import Files, MarkdownFile
+from experiments.files import Files, JsonFile, MarkdownFile
 from sparseprefill.errors import nearest
 from sparseprefill.registry import default_registry
 

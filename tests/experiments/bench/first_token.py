@@ -14,12 +14,12 @@ import typer
 from attrs import asdict
 from sparseprefill.adapters.cli import options, render
 from sparseprefill.adapters.cli.group import Group, Stop
-from sparseprefill.adapters.cli.options import Device, Dtype, JsonFile, Methods, Settings, Threads, Type
+from sparseprefill.adapters.cli.options import Device, Dtype, Methods, Settings, Threads, Type
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.render import Column, Table
 from sparseprefill.adapters.cli.setup import Place
 
-from experiments.files import Files
+from experiments.files import Files, JsonFile
 from sparseprefill.registry import default_registry
 from sparseprefill.route import gated
 

@@ -18,7 +18,6 @@ from sparseprefill.adapters.cli.options import (
     Device,
     Dtype,
     Floor,
-    JsonFile,
     Methods,
     Model,
     Seed,
@@ -38,7 +37,7 @@ from sparseprefill.adapters.evaluation.reading import Sizes
 from sparseprefill.adapters.session.defaults import TAIL
 
 from experiments.bench.clock import Clock
-from experiments.files import Files, MarkdownFile
+from experiments.files import Files, JsonFile, MarkdownFile
 from sparseprefill.method import Method
 from sparseprefill.registry import default_registry
 
