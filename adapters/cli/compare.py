@@ -73,10 +73,8 @@ def compare(
     from .progress import bars
     from .setup import Place, Source
 
-    if picture is not None:
-        check_writable("--picture", picture, ".png")
-    if html is not None:
-        check_writable("--html", html)
+    check_writable("--picture", picture, ".png")
+    check_writable("--html", html)
     registry = default_registry()
     names, left_out = _names(registry, method or (), settings or (), model)
     compared = options.contenders(

@@ -70,8 +70,7 @@ def evaluate(
 
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()] or list(harness.OFFLINE)
     sizes = tuple(dict.fromkeys(tokens or (4096,)))
-    if output is not None:
-        check_writable("--output", output)
+    check_writable("--output", output)
     registry = default_registry()
     if not (method or config or profile):
         raise CommandError(

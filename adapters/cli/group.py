@@ -146,11 +146,13 @@ def _fail(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def check_writable(option: str, path: Path, *endings: str) -> None:
-    """CommandError, before any work is done, where the file of an option cannot be written.
+def check_writable(option: str, path: Path | None, *endings: str) -> None:
+    """CommandError, before any work is done, where the file of an option cannot be written; None is no file.
 
     endings: that its name may have, where not any will do.
     """
+    if path is None:
+        return
     if endings and path.suffix.lower() not in endings:
         raise CommandError(f"{option} {path}: pass a name that ends in {' or '.join(endings)}")
     check_folder(option, path)

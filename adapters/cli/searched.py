@@ -65,15 +65,11 @@ def fixed_parameters(
     tried: values of --try, by method, which are not fixed.
     """
     usual, changed = suited(model), changes([one.name for one in methods], given)
-    searched = {one.name: {*one.search, *tried[one.name]} for one in methods}
-    made = {
-        one.name: {
-            **{name: value for name, value in usual.get(one.name, {}).items() if name not in searched[one.name]},
-            **floored(one.name, floor),
-            **changed[one.name],
-        }
-        for one in methods
-    }
+    made: dict[str, dict[str, Any]] = {}
+    for one in methods:
+        suiting = {name: value for name, value in usual.get(one.name, {}).items() if name not in one.search}
+        own = {**suiting, **floored(one.name, floor), **changed[one.name]}
+        made[one.name] = {name: value for name, value in own.items() if name not in tried[one.name]}
     for table, own in ((one.table, made[one.name]) for one in methods):
         path = None if table is None else own.get(table.parameter)
         if table is not None and isinstance(path, str) and Path(path).is_file():

@@ -131,8 +131,7 @@ def _run(
     from .setup import Place, Source, identity_of
 
     check_writable("--output", output)
-    if picture is not None:
-        check_writable("--picture", picture, ".png")
+    check_writable("--picture", picture, ".png")
     place = Place.of(device, dtype.value, threads)
     names = [one.name for one in fields(table.settings)]
     settings = table.settings(**own, **({SEED: seed} if SEED in names else {}))

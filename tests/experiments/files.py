@@ -32,11 +32,9 @@ class Files:
     json: Path | None = None
 
     def __attrs_post_init__(self) -> None:
-        if self.plot is not None:
-            check_writable("--plot", self.plot, ".png", ".svg", ".pdf")
-        if self.markdown is not None:
-            check_writable("--markdown", self.markdown)
-        if self.json is not None and not self.alone:
+        check_writable("--plot", self.plot, ".png", ".svg", ".pdf")
+        check_writable("--markdown", self.markdown)
+        if not self.alone:
             check_writable("--json", self.json)
 
     @property
