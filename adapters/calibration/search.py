@@ -24,6 +24,13 @@ from .candidates import Candidate
 
 Rows = Literal["all", "end"]
 """Rows in which limits hold."""
+By = Literal["density", "seconds"]
+FEWEST = 4
+"""Candidates that reach the next rung at least."""
+SHARES = (0.5, 0.8)
+"""Shares of the time after which the first rungs must end; the others may take all."""
+REPAIRED = 3
+"""Candidates, at most one a method, for which layers are sought that should stay dense."""
 
 
 @frozen(kw_only=True)
@@ -83,15 +90,6 @@ def _over(lost: float, allowed: float) -> float:
     if lost <= allowed + 1e-9:
         return min(1.0, lost / allowed) if allowed > 0.0 and lost > 0.0 else 0.0
     return lost / allowed if allowed > 0.0 else math.inf
-
-
-By = Literal["density", "seconds"]
-FEWEST = 4
-"""Candidates that reach the next rung at least."""
-SHARES = (0.5, 0.8)
-"""Shares of the time after which the first rungs must end; the others may take all."""
-REPAIRED = 3
-"""Candidates, at most one a method, for which layers are sought that should stay dense."""
 
 
 class Readings(Protocol):

@@ -37,7 +37,6 @@ NOUNS: tuple[str, ...] = tuple(_NOUNS.split())
 Key = tuple[str, str]
 """An adjective and a noun."""
 
-
 DIGITS = 7
 """Digits of a value; the first is never 0."""
 

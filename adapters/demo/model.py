@@ -14,16 +14,39 @@ answer inside one text of 16,384 tokens, ``--seed 1000``.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-from collections.abc import Mapping
-from types import MappingProxyType
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 """The folder of the shipped checkpoint, in Hugging Face's Llama format."""
+ANCHORS = Path(__file__).parent / "anchors.json"
+"""The embedded model's anchor layers, as `sparseprefill anchors --count 2` finds them."""
+CLUSTERS = Path(__file__).parent / "clusters.json"
+"""The embedded model's clusters of heads, as `sparseprefill cluster` finds them at its defaults."""
+
+PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "anchor-attention": {"step": 2},
+        "bfla": {
+            **{"block": 64, "group": 16, "tile": 64, "keep_mass": 0.95, "score_norm": "mean"},
+            **{"local_tiles": 4, "stride": None},
+        },
+        "flexprefill": {"gamma": 0.8, "tau": 0.2, "min_budget": 256},
+        "kascade": {"anchors": str(ANCHORS), "sampled": 16},
+        "rowmax": {"eps": 0.2},
+        "sample-attention": {"alpha_c": 0.8, "alpha_s": 0.8, "chunk_n": 1},
+        "star-attention": {"block_size": 1024, "context_length": -128},
+        "share-prefill": {"clusters": str(CLUSTERS), "gamma": 0.8, "delta": 1.01},
+        "streaming": {"sink": 128, "window": 512},
+        "vertical-slash": {"gamma": 0.8},
+        "xattention": {"stride": 16, "threshold": 0.98, "block": 64},
+    }
+)
 
 
 def load_model(dtype: torch.dtype | None = None, device: torch.device | str = "cpu", folder: Path | None = None) -> Any:
@@ -59,28 +82,3 @@ def _transformers() -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         raise ImportError("the embedded model needs transformers: pip install sparseprefill[hf]") from error
-
-
-ANCHORS = Path(__file__).parent / "anchors.json"
-"""The embedded model's anchor layers, as `sparseprefill anchors --count 2` finds them."""
-CLUSTERS = Path(__file__).parent / "clusters.json"
-"""The embedded model's clusters of heads, as `sparseprefill cluster` finds them at its defaults."""
-
-PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "anchor-attention": {"step": 2},
-        "bfla": {
-            **{"block": 64, "group": 16, "tile": 64, "keep_mass": 0.95, "score_norm": "mean"},
-            **{"local_tiles": 4, "stride": None},
-        },
-        "flexprefill": {"gamma": 0.8, "tau": 0.2, "min_budget": 256},
-        "kascade": {"anchors": str(ANCHORS), "sampled": 16},
-        "rowmax": {"eps": 0.2},
-        "sample-attention": {"alpha_c": 0.8, "alpha_s": 0.8, "chunk_n": 1},
-        "star-attention": {"block_size": 1024, "context_length": -128},
-        "share-prefill": {"clusters": str(CLUSTERS), "gamma": 0.8, "delta": 1.01},
-        "streaming": {"sink": 128, "window": 512},
-        "vertical-slash": {"gamma": 0.8},
-        "xattention": {"stride": 16, "threshold": 0.98, "block": 64},
-    }
-)

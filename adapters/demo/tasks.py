@@ -10,6 +10,9 @@ Four families follow the needle tasks of RULER:
 
 A prompt is ``task.context + question.text``; the context can be prefilled once for all questions. Tasks are
 deterministic: the same tokenizer, text, arguments and seed give the same task.
+
+Which seeds are for what is said here, so that no table comes from tasks that something was chosen on. Training makes its
+own text and uses none of these: its values, keys and places come from another generator.
 """
 
 from __future__ import annotations
@@ -34,7 +37,6 @@ SELECTION = 1_000_000
 TABLES = 2_000_000
 """First seed of the tasks of published tables: those of the demo, and of `evaluate`."""
 
-
 Family = Literal["single", "multikey", "multivalue", "multiquery"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """All families, in the order of the tables."""
@@ -43,6 +45,8 @@ Wording = Literal["short", "long"]
 
 _VALUES: dict[Family, int] = {"single": 1, "multikey": 1, "multivalue": 4, "multiquery": 4}
 _DISTRACTORS: dict[Family, int] = {"single": 0, "multikey": 15, "multivalue": 4, "multiquery": 4}
+_MORE = 512
+# Tokens of a longer text where a context is cut to an exact length.
 
 
 @frozen
@@ -118,6 +122,23 @@ def make_task(
     return Task(family, length, seed, context, order, made)
 
 
+def key_value_prompts(tokenizer: Callable[..., Any], tokens: int, count: int, seed: int) -> list[list[int]]:
+    """Token ids of `count` contexts of the task `multikey`, each of exactly `tokens` tokens.
+
+    Any tokenizer of transformers will do. Raises ValueError where the needles alone need more tokens.
+    """
+    prompts: list[list[int]] = []
+    length = tokens + _MORE
+    while len(prompts) < count:
+        task = make_task(tokenizer, "multikey", length, seed + len(prompts))
+        ids = list(tokenizer(task.context)["input_ids"])[:tokens]
+        if len(ids) == tokens:
+            prompts.append(ids)
+        else:  # a tokenizer that merges across line breaks needs more text
+            length += tokens - len(ids) + _MORE
+    return prompts
+
+
 def score(task: Task, answers: Sequence[str]) -> tuple[int, int]:
     """The number of right values, and of values asked. answers: the text generated after each question's prompt.
 
@@ -173,23 +194,3 @@ def _questions(
         made.append(Question(text, formats.answer(named, values), tuple(values)))
         needles += [formats.needle(key, value) for key, value in zip(named, values, strict=True)]
     return tuple(made), needles
-
-
-_MORE = 512
-
-
-def key_value_prompts(tokenizer: Callable[..., Any], tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Token ids of `count` contexts of the task `multikey`, each of exactly `tokens` tokens.
-
-    Any tokenizer of transformers will do. Raises ValueError where the needles alone need more tokens.
-    """
-    prompts: list[list[int]] = []
-    length = tokens + _MORE
-    while len(prompts) < count:
-        task = make_task(tokenizer, "multikey", length, seed + len(prompts))
-        ids = list(tokenizer(task.context)["input_ids"])[:tokens]
-        if len(ids) == tokens:
-            prompts.append(ids)
-        else:  # a tokenizer that merges across line breaks needs more text
-            length += tokens - len(ids) + _MORE
-    return prompts
