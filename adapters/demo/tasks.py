@@ -11,8 +11,8 @@ Four families follow the needle tasks of RULER:
 A prompt is ``task.context + question.text``; the context can be prefilled once for all questions. Tasks are
 deterministic: the same tokenizer, text, arguments and seed give the same task.
 
-Which seeds are for what is said here, so that no table comes from tasks that something was chosen on. Training makes its
-own text and uses none of these: its values, keys and places come from another generator.
+Which seeds are for what is said here, so that no table comes from tasks that something was chosen on. Training makes
+its own text and uses none of these: its values, keys and places come from another generator.
 """
 
 from __future__ import annotations
