@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from sparseprefill.adapters.cli.group import CommandError
-from sparseprefill.adapters.cli.options import setting
+from sparseprefill.adapters.cli.options import setting, value_of
 
 from sparseprefill import structure
 from sparseprefill.errors import nearest
@@ -77,7 +77,7 @@ def contenders(
         method, parameter, value = setting(text)
         if method not in changes:
             raise CommandError(f"--set {text}: {method!r} is not a method of this run{nearest(method, changes)}")
-        changes[method][parameter] = value
+        changes[method][parameter] = value_of(value)
     made = []
     for name, parameters in changes.items():
         registry.build(name, **parameters)
