@@ -191,8 +191,7 @@ def _output(
         if not isinstance(call, AttentionCall):
             session.decline(layer, call, shape)
             return None
-        read = forward.read if layer == attached.last else None
-        outcome = session.run(call, forward.progress.prefill, read)
+        outcome = session.run(call, forward.progress.prefill)
     if not isinstance(outcome, Fallback):
         return outcome.out.transpose(1, 2).contiguous()
     if outcome.small:
