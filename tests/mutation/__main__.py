@@ -31,7 +31,6 @@ FILES = (
     "core/sparseprefill/mask/*.py",
     "core/sparseprefill/executors/*.py",
     "core/sparseprefill/refiners/*.py",
-    "plugins/delta/corrector.py",
     "plugins/flashprefill/threshold.py",
     "plugins/proxy/corrector.py",
     "plugins/stem/decay.py",
