@@ -37,7 +37,6 @@ TABLE = NeededTable(
     of="heads",
     make=Later(f"{__name__}.clustering", "clustered"),
     settings=Settings,
-    picture=True,
     needs={"scipy": "sparseprefill[cluster]"},
 )
 
