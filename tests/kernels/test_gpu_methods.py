@@ -20,7 +20,6 @@ from sparseprefill import (
     RelativeThreshold,
     Result,
     SparseMask,
-    ValueWeights,
     build,
     default_registry,
     output_error,
@@ -127,8 +126,7 @@ def test_measuring_recall_waits_for_nothing(floor: float | None) -> None:
 BY_SCORE: list[tuple[MaskRefiner, ...]] = [
     (PositionDecay(share=0.2),),
     (RelativeThreshold(0.05),),
-    (ValueWeights(1.0), PositionDecay()),
-    (ValueWeights(), RelativeThreshold(0.05)),
+    (RelativeThreshold(0.05), PositionDecay()),
 ]
 SCORED = ["xattention", "rowmax", "bfla", "streaming", "vertical-slash", "anchor-attention"]
 
