@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.plan import Carry, Plan, Remark, Result, Skipped, SoftmaxState
     from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
+    from sparseprefill.plugins.proxy.corrector import Proxy
     from sparseprefill.plugins.stem.decay import PositionDecay
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
@@ -88,6 +89,7 @@ __all__ = [
     "Priority",
     "PriorityScores",
     "Profile",
+    "Proxy",
     "RandomRescue",
     "RecallFloor",
     "ReferenceExecutor",
@@ -152,6 +154,7 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "pipeline": ("Pipeline",),
     "plan": ("Carry", "Plan", "Remark", "Result", "Skipped", "SoftmaxState"),
     "plugins.flashprefill.threshold": ("RelativeThreshold",),
+    "plugins.proxy.corrector": ("Proxy",),
     "plugins.stem.decay": ("PositionDecay",),
     "profiles.profile": ("Profile",),
     "refiners.budget": ("BudgetCeiling", "BudgetFloor"),

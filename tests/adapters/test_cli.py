@@ -20,9 +20,7 @@ from sparseprefill.adapters.cli.commands import app
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from helpers.corrections import Scaled
 from helpers.harness_tasks import need_harness
-from helpers.registry_plugins import offering
 from sparseprefill import Method, MethodCollisionError, ParameterError, Pipeline, RecallFloor, Registry, Sink, hookimpl
 from sparseprefill import registry as registries
 
@@ -325,18 +323,16 @@ def test_show_of_a_kind_that_is_none() -> None:
 
 
 def test_set_takes_refiners_and_a_corrector() -> None:
-    known = registries.Registry()
-    known.load_entry_points()
-    known.register(offering("corrector", scaled=Scaled), "mine")
-    texts = ["streaming.sink=64", 'streaming.refiners=[{"name": "sink", "tiles": 2}]', "streaming.corrector=scaled"]
+    known = registries.default_registry()
+    texts = ["streaming.sink=64", 'streaming.refiners=[{"name": "sink", "tiles": 2}]', "streaming.corrector=proxy"]
     (made,) = options.contenders(known, ["streaming"], texts, floor=0.9)
     pipeline = made.pipeline
     assert isinstance(pipeline, Pipeline)
     assert pipeline.refiners == (Sink(2), RecallFloor(target=0.9))  # the floor stands behind all of them
-    assert pipeline.corrector == Scaled()
+    assert pipeline.corrector == known.find("corrector", "proxy")()
     for text, message in {
         'streaming.refiners=[{"name": "sinc"}]': r"streaming\.refiners\[0\]\.name: no refiner is named 'sinc'",
-        "streaming.corrector=scale": r"streaming\.corrector: no corrector is named 'scale'; did you mean 'scaled'",
+        "streaming.corrector=prox": r"streaming\.corrector: no corrector is named 'prox'; did you mean 'proxy'",
         "streaming.refinres=[]": "streaming has no parameter 'refinres'",
     }.items():
         with pytest.raises(ParameterError, match=message):

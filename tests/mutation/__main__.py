@@ -32,6 +32,7 @@ FILES = (
     "core/sparseprefill/executors/*.py",
     "core/sparseprefill/refiners/*.py",
     "plugins/flashprefill/threshold.py",
+    "plugins/proxy/corrector.py",
     "plugins/stem/decay.py",
     "core/sparseprefill/breakeven/*.py",
     "core/sparseprefill/config.py",

@@ -1,29 +1,30 @@
-"""The laws of correctors, on any plan, by one that scales rows by what their mask leaves."""
+"""Proxy against its oracle, and the laws of correctors on any plan."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import sparseprefill as sp
 from helpers.build import int32, make
-from helpers.corrections import Scaled
 from helpers.examples import few_calls, few_of
-from helpers.plans import KINDS, plans
+from helpers.plans import KINDS, plans, whole
+from oracles import correct as oracle
 from sparseprefill.testing import calls, check_method, masks
-from sparseprefill.testing.truth import difference
+from sparseprefill.testing.truth import attention, difference
 
 DATA = st.data()
 CALLS = calls(max_len=70, max_heads=4, groups=(1, 2, 4), head_dims=(2,), max_batch=2)
 LENGTHS = (1, 2, 127, 128, 129, 131, 257)
 REFERENCE = sp.ReferenceExecutor()
-CORRECTORS = {"scaled": Scaled(), "scaled twice": Scaled(power=2)}
+CORRECTORS = {"proxy": sp.Proxy(), "proxy of 4": sp.Proxy(tile=4)}
 
 
 def corrected(corrector: sp.Corrector, call: sp.AttentionCall, plan: sp.Plan) -> sp.Result:
@@ -41,11 +42,63 @@ def same(expected: Tensor, actual: Tensor) -> None:
     assert message is None, message
 
 
+def held_by_tiles(plan: sp.Plan) -> Tensor:
+    """bool ``[B, Hq, Nq, Nkv]``: pairs of the tiles of all masks of a plan."""
+    masks = [plan.mask] if plan.carry is None else [plan.mask, plan.carry.region]
+    found = [evolve(mask, stripes=None, group=1).to_dense() for mask in masks]
+    return found[0] if len(found) == 1 else found[0] | found[1]
+
+
+def tile_of(plan: sp.Plan) -> int:
+    """The key tile of all masks of a plan."""
+    sizes = [plan.mask.tile_k] + ([] if plan.carry is None else [plan.carry.region.tile_k])
+    return math.gcd(*sizes)
+
+
+def drawn_plan(data: st.DataObject, call: sp.AttentionCall) -> sp.Plan:
+    plan: sp.Plan = data.draw(plans(call, kinds=KINDS))
+    return plan
+
+
+@settings(max_examples=60)
+@given(call=CALLS, data=DATA)
+def test_proxy_is_its_oracle(call: sp.AttentionCall, data: st.DataObject) -> None:
+    plan = drawn_plan(data, call)
+    own = tile_of(plan)
+    tile = data.draw(st.sampled_from([None, *(n for n in (1, 2, 4, 8) if own % n == 0)]))
+    expected = oracle.proxy(call, whole(plan), held_by_tiles(plan), tile or own)
+    same(expected, corrected(sp.Proxy(tile=tile), call, plan).out)
+
+
+@given(call=CALLS, data=DATA)
+def test_one_key_a_tile_is_dense_attention(call: sp.AttentionCall, data: st.DataObject) -> None:
+    same(attention(call)[0], corrected(sp.Proxy(tile=1), call, drawn_plan(data, call)).out)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_same_at_lengths_around_a_tile(length: int) -> None:
+    call = make(length, heads=4, kv_heads=2)
+    for pipeline in (sp.build("streaming", sink=1, window=1, block=16), sp.build("vertical-slash")):
+        result = pipeline.with_corrector(sp.Proxy(tile=1)).run(call)
+        same(attention(call)[0], result.out)
+
+
 @pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)
 @given(call=CALLS, data=DATA)
 def test_a_full_mask_keeps_every_bit(corrector: sp.Corrector, call: sp.AttentionCall, data: st.DataObject) -> None:
     plan = sp.Plan(data.draw(masks(call, kinds=["full"])))
     assert torch.equal(REFERENCE.execute(call, plan).out, corrected(corrector, call, plan).out)
+
+
+@given(call=CALLS, data=DATA)
+def test_proxies_never_overstate_what_was_left_out(call: sp.AttentionCall, data: st.DataObject) -> None:
+    """Jensen's inequality: beside a sink, values of one add up to a row's mass. It needs logits without a softcap."""
+    sinks = torch.zeros(call.q.shape[1])
+    call = evolve(call, softcap=None, sinks=sinks, v=torch.ones_like(call.v))
+    plan = drawn_plan(data, call)
+    mass = corrected(sp.Proxy(), call, plan).out
+    assert bool((mass >= REFERENCE.execute(call, plan).out - 1e-5).all())
+    assert bool((mass <= attention(call)[0] + 1e-5).all())
 
 
 @pytest.mark.parametrize(
@@ -84,7 +137,7 @@ def test_rows_do_not_feel_what_comes_after_them(
 
 
 def test_chunks_at_the_grain_change_nothing() -> None:
-    pipeline = sp.build("streaming", sink=64, window=64, block=32).with_corrector(Scaled())
+    pipeline = sp.build("streaming", sink=64, window=64, block=32).with_corrector(sp.Proxy())
     grain = pipeline.grain
     assert grain is not None
     call = make(397, heads=4, kv_heads=2)
@@ -149,17 +202,21 @@ def test_padding_is_never_seen(corrector: sp.Corrector, fields: dict[str, Any]) 
 
 
 def test_a_corrector_that_would_not_run_is_refused() -> None:
-    inside = sp.build("streaming").with_corrector(Scaled())
-    with pytest.raises(sp.ParameterError, match="streaming has a corrector, which would not run"):
-        sp.build("star-attention", inner=inside)
+    inside = sp.build("streaming").with_corrector(sp.Proxy())
     with pytest.raises(sp.ParameterError, match="part 1 has a corrector, which would not run"):
         sp.UnionEstimator(sp.build("dense"), inside)
     with pytest.raises(sp.ParameterError, match=r"Pipeline.corrector: int has no correct\(\); a Corrector needs it"):
         sp.build("streaming").with_corrector(3)  # type: ignore[arg-type]
 
 
+def test_a_tile_that_divides_no_key_tile_is_refused() -> None:
+    pipeline = sp.build("streaming", sink=8, window=8, block=8).with_corrector(sp.Proxy(tile=3))
+    with pytest.raises(sp.ParameterError, match=r"Proxy\.tile is 3: pass a divisor of 8"):
+        pipeline.run(make(40))
+
+
 def test_a_route_gives_its_corrector_to_every_pipeline() -> None:
-    made = sp.Route.of(sp.build("streaming")).with_corrector(Scaled())
+    made = sp.Route.of(sp.build("streaming")).with_corrector(sp.Proxy())
     assert made.corrects
-    assert [one.corrector for one in made.known] == [Scaled()]
+    assert [one.corrector for one in made.known] == [sp.Proxy()]
     assert made.with_corrector(None).corrects is False

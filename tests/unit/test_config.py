@@ -15,8 +15,6 @@ import torch
 
 import sparseprefill as sp
 from helpers.build import make
-from helpers.corrections import Scaled
-from helpers.registry_plugins import offering
 from sparseprefill.config import inner_method
 from sparseprefill.errors import ParameterError, UnknownMethodError
 from sparseprefill.profiles.identity import ModelIdentity
@@ -175,12 +173,18 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
             {"method": "dense", "refiners": [{"name": "budget-floor"}]},
             r"refiners\[0\]: BudgetFloor\(.*pass either tiles or share",
         ),
-        ({"method": "dense", "corrector": "scaled"}, "corrector: no corrector is named 'scaled'"),
+        ({"method": "dense", "corrector": "proxi"}, "corrector: no corrector is named 'proxi'; did you mean 'proxy'"),
         ({"method": "dense", "corrector": {"tile": 4}}, "corrector.name is missing"),
+        ({"method": "dense", "corrector": {"name": "proxy", "tile": 0}}, "corrector.tile is 0: pass an integer >= 1"),
+        ({"method": "dense", "corrector": {"name": "proxy", "gamma": 1}}, "corrector.gamma is unknown"),
         ({"method": "dense", "corrector": False}, "corrector is False: give a table"),
         (
-            {"union": [{"method": "dense", "corrector": "scaled"}]},
+            {"union": [{"method": "dense", "corrector": "proxy"}]},
             r"union\[0\].corrector has no meaning there: put corrector next to union",
+        ),
+        (
+            {"method": "star-attention", "parameters": {"inner": {"method": "dense", "corrector": "proxy"}}},
+            ".*dense has a corrector, which would not run",
         ),
         (
             {"union": [{"method": "dense", "profile": "a.json"}]},
@@ -310,30 +314,9 @@ def test_clusters_are_found_beside_the_file(tmp_path: Path, source: str) -> None
 
 @pytest.mark.parametrize(
     ("given", "made"),
-    [("scaled", Scaled()), ({"name": "scaled", "power": 2}, Scaled(power=2))],
+    [("proxy", sp.Proxy()), ({"name": "proxy", "tile": 32}, sp.Proxy(tile=32))],
 )
 def test_a_corrector_by_name_or_by_table(given: Any, made: sp.Corrector) -> None:
-    table = {"union": [{"method": "dense"}, {"method": "streaming"}], "corrector": given}
-    pipeline = sp.from_config(table, registry=with_a_corrector())
+    pipeline = sp.from_config({"union": [{"method": "dense"}, {"method": "streaming"}], "corrector": given})
     assert isinstance(pipeline, sp.Pipeline)
     assert pipeline.corrector == made
-
-
-def with_a_corrector() -> sp.Registry:
-    registry = sp.Registry()
-    registry.load_entry_points()
-    registry.register(offering("corrector", scaled=Scaled), "mine")
-    return registry
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("scalde", "corrector: no corrector is named 'scalde'; did you mean 'scaled'"),
-        ({"name": "scaled", "power": 0}, "corrector.power is 0: pass an integer >= 1"),
-        ({"name": "scaled", "gamma": 1}, "corrector.gamma is unknown"),
-    ],
-)
-def test_a_corrector_that_cannot_be_made(given: Any, message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        sp.from_config({"method": "dense", "corrector": given}, registry=with_a_corrector())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 from sparseprefill.plugins.flashprefill import threshold
+from sparseprefill.plugins.proxy import corrector as proxy
 
 import sparseprefill as sp
 from helpers.build import make
@@ -51,6 +52,23 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         return found
 
     return watch
+
+
+def corrected(corrector: sp.Corrector, given: sp.AttentionCall, chosen: sp.Plan) -> torch.Tensor:
+    return corrector.correct(given, chosen, sp.ReferenceExecutor().execute(given, chosen), sp.Memory()).out
+
+
+@pytest.mark.parametrize("stripes", [False, True])
+@pytest.mark.parametrize(("tiles", "expected"), [(2.0, [2, 2]), (1.999, [1] * 4), (3.0, [3, 1]), (0.1, [1] * 4)])
+def test_proxies_enter_some_query_tiles_at_a_time(
+    pieces: Any, stripes: bool, tiles: float, expected: list[int]
+) -> None:
+    given, corrector = call(), sp.Proxy()
+    whole = corrected(corrector, given, plan(given, stripes))
+    each = (LENGTH // TILE) * HEADS * (TILE + (TILE + DIM + DIM if stripes else 0))  # logits, and means of its own
+    found = pieces(proxy, "_corrected", ("ENTRIES", "ENTRIES_ON_CPU"), int(tiles * each), lambda *a: a[4].shape[1])
+    assert torch.allclose(whole, corrected(corrector, given, plan(given, stripes)), atol=1e-6)
+    assert found == expected
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(3, [(2, 1), (1, 1)]), (2, [(2, 1), (1, 1)]), (1, [(1, 1)] * 3)])

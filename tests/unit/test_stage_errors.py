@@ -9,9 +9,8 @@ import torch
 from attrs import evolve, frozen
 
 from helpers.build import make
-from helpers.corrections import Scaled
 from helpers.stubs import Estimate, Observe, Refine
-from sparseprefill import Corrector
+from sparseprefill import Corrector, Proxy
 from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.method import Method
@@ -128,5 +127,5 @@ def test_own_error_of_build_passes() -> None:
 
 
 def test_whether_an_object_is_a_corrector_can_be_asked() -> None:
-    assert isinstance(Scaled(), Corrector)
+    assert isinstance(Proxy(), Corrector)
     assert not isinstance(Broken(), Corrector)

@@ -21,6 +21,7 @@ STAGES: dict[str, Any] = {
     "recall by span": sp.RecallFloor(span=1024, rows=8),
     "reference": sp.ReferenceExecutor(),
     "triton": TritonExecutor(),
+    "proxy": sp.Proxy(),
 }
 IN_BLOCKS: dict[str, Any] = {
     "threshold": sp.RelativeThreshold(0.1),
