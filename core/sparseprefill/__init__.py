@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
     from sparseprefill.plugins.proxy.corrector import Proxy
     from sparseprefill.plugins.stem.decay import PositionDecay
+    from sparseprefill.plugins.stem.values import ValueWeights
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
     from sparseprefill.refiners.heads import GqaUnion
@@ -110,6 +111,7 @@ __all__ = [
     "UnionEstimator",
     "UnknownMethodError",
     "UnsupportedCallError",
+    "ValueWeights",
     "Verdict",
     "build",
     "default_registry",
@@ -156,6 +158,7 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "plugins.flashprefill.threshold": ("RelativeThreshold",),
     "plugins.proxy.corrector": ("Proxy",),
     "plugins.stem.decay": ("PositionDecay",),
+    "plugins.stem.values": ("ValueWeights",),
     "profiles.profile": ("Profile",),
     "refiners.budget": ("BudgetCeiling", "BudgetFloor"),
     "refiners.heads": ("GqaUnion",),

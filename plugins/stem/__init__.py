@@ -1,4 +1,4 @@
-"""Stem's budget that falls with position, as a refiner (arXiv 2603.06274)."""
+"""Stem's two ideas as refiners: a budget that falls with position, and scores weighted by values (arXiv 2603.06274)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def sparseprefill_refiners() -> Mapping[str, type[MaskRefiner]]:
-    """The one refiner of this package."""
+    """The two refiners of this package."""
     from .decay import PositionDecay
+    from .values import ValueWeights
 
-    return {"position-decay": PositionDecay}
+    return {"position-decay": PositionDecay, "value-weights": ValueWeights}

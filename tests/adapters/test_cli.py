@@ -344,7 +344,7 @@ def test_plugins() -> None:
     keys = {"name", "distribution", "version", "methods", "refiners", "correctors", "error"}
     assert all(set(row) == keys for row in rows)
     stem = next(row for row in rows if row["name"] == "stem")
-    assert (stem["methods"], stem["refiners"]) == ([], ["position-decay"])
+    assert (stem["methods"], stem["refiners"]) == ([], ["position-decay", "value-weights"])
     classic = next(row for row in rows if row["name"] == "classic")
     assert classic["distribution"] == "sparseprefill"
     assert classic["methods"] == ["dense", "streaming", "vertical-slash"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import pytest
@@ -70,30 +69,12 @@ class Counted:
         self.memories.append(weakref.ref(memory))
 
 
-@attrs.frozen
-class Norms:
-    """A refiner that keeps the largest norm of every eight values from chunk to chunk, and changes nothing."""
-
-    grain: ClassVar[int] = 1
-
-    def refine(self, call: sp.AttentionCall, plan: sp.Plan, memory: sp.Memory) -> sp.Plan:
-        found = memory.prefix.get(call, "largest norm", 8, partial(largest_norms, call))
-        assert torch.equal(largest_norms(call), found)
-        return plan
-
-
-def largest_norms(call: sp.AttentionCall, kept: torch.Tensor | None = None, count: int = 0) -> torch.Tensor:
-    """The first `count` as they are kept, the others made of the values behind them."""
-    norms = call.v[:, :, 8 * count :].norm(dim=-1)
-    made = torch.nn.functional.pad(norms, (0, -norms.shape[2] % 8)).unflatten(-1, (-1, 8)).amax(-1)
-    return made if kept is None else torch.cat([kept[:, :, :count], made], 2)
-
-
 def weighted(counted: Counted, **more: Any) -> sp.Pipeline:
-    """A method with statistics of values that go on from chunk to chunk."""
-    plain = sp.build("bfla", block=16, group=4, tile=16, local_tiles=1, stride=None, keep_mass=0.5)
+    """A method that weighs its scores by norms of values, which go on from chunk to chunk."""
+    plain = sp.build("bfla", block=16, group=4, tile=16, local_tiles=1, stride=None)
     assert isinstance(plain, sp.Pipeline)
-    return attrs.evolve(plain, refiners=(*plain.refiners, Norms()), observers=(counted,), **more)
+    refiners = (sp.ValueWeights(2.0, pool=8), sp.RelativeThreshold(0.5, sink=0, local=0))
+    return attrs.evolve(plain, refiners=refiners, observers=(counted,), **more)
 
 
 @torch.no_grad()

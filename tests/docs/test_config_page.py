@@ -54,7 +54,7 @@ def test_the_file_that_chooses_by_score_can_be_read() -> None:
     (toml,) = (block for block in blocks(page) if block.language == "toml")
     made = sp.from_config(tomllib.loads(toml.code))
     assert isinstance(made, sp.Pipeline)
-    assert [sp.PositionDecay(share=0.1), sp.StrideRescue(16)] == list(made.refiners[-2:])
+    assert [sp.ValueWeights(), sp.PositionDecay(share=0.1), sp.StrideRescue(16)] == list(made.refiners[-3:])
 
 
 def test_the_file_that_shares_xattention_can_be_read(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Other choices by the same scores, on the embedded model: `python -m helpers.by_score`, run in tests, prints them.
 
 Of two methods, at two densities each: the method itself, and its scores with a threshold relative to the largest, with
-an even budget, and with one that falls. It writes configuration files and runs `experiments.frontier` with them. The
-settings are those whose density comes closest to the method's own on other texts, those of ``--seed 1000``. An argument
-is another seed.
+an even budget, with one that falls, and with these where scores are weighted by values. It writes configuration files
+and runs `experiments.frontier` with them. The settings are those whose density comes closest to the method's own on
+other texts, those of ``--seed 1000``. An argument is another seed.
 """
 
 from __future__ import annotations
@@ -57,18 +57,22 @@ SUBJECTS: Mapping[str, Subject] = {
         closest=((0.025, 0.04, 0.055), (0.0035, 0.09, 0.11)),
     ),
 }
+BETA = 0.2
 COMMAND = ("--tokens", "8192", "--texts", "1", "--questions", "4", "--rounds", "1", "--threads", "1")
 
 
 def choices(subject: Subject, closest: tuple[float, float, float]) -> Iterator[Choice]:
     """What a row is called, and its refiners."""
     relative, even, falling = closest
+    values = {"name": "value-weights", "beta": BETA}
     threshold = {"name": "relative-threshold", "share": relative, **subject.ends}
     budget = {"name": "position-decay", "share": even, "decay": 1.0, **subject.ends}
     decay = {**budget, "share": falling, "decay": 0.7}
     yield f"relative, share={relative:g}", [threshold]
     yield f"even budget, share={even:g}", [budget]
     yield f"falling budget, share={falling:g}", [decay]
+    yield f"values, relative, share={relative:g}", [values, threshold]
+    yield f"values, falling budget, share={falling:g}", [values, decay]
 
 
 def rows(method: str, folder: Path, *options: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -20,6 +20,7 @@ from sparseprefill import (
     RelativeThreshold,
     Result,
     SparseMask,
+    ValueWeights,
     build,
     default_registry,
     output_error,
@@ -126,7 +127,8 @@ def test_measuring_recall_waits_for_nothing(floor: float | None) -> None:
 BY_SCORE: list[tuple[MaskRefiner, ...]] = [
     (PositionDecay(share=0.2),),
     (RelativeThreshold(0.05),),
-    (RelativeThreshold(0.05), PositionDecay()),
+    (ValueWeights(1.0), PositionDecay()),
+    (ValueWeights(), RelativeThreshold(0.05)),
 ]
 SCORED = ["xattention", "rowmax", "bfla", "streaming", "vertical-slash", "anchor-attention"]
 

@@ -1,10 +1,10 @@
-"""Key means that are extended by chunks: the bits of those made afresh, and no row read twice."""
+"""Key means and value norms that are extended by chunks: the bits of those made afresh, and no row read twice."""
 
 # ruff: noqa: SIM300 - asserts read expected == actual
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,14 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
+from sparseprefill.plugins.stem.kernels import value_norms
+from sparseprefill.plugins.stem.values import largest_norms
+from torch import Tensor
 
-from kernels.caches import STORED, in_fp8, paged, untouched
+from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
-from sparseprefill import AttentionCall, Memory, build, kernels
+from sparseprefill import AttentionCall, Memory, ValueWeights, build, kernels
 from sparseprefill.executors.reference import ReferenceExecutor
 from sparseprefill.kernels import groups as group_keys
 from sparseprefill.kernels.statistics.key_means import key_means
@@ -24,10 +28,12 @@ from sparseprefill.memory import PrefixTiles
 from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry
-from sparseprefill.testing import tensors
+from sparseprefill.testing import calls, tensors
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+Make = Callable[..., Tensor]
+KINDS: dict[str, Make] = {"key means": key_means, "value norms": value_norms, "value norms, PyTorch": largest_norms}
 CUTS = st.lists(st.integers(1, 70), min_size=2, max_size=4)
 
 
@@ -43,6 +49,7 @@ def chunk(of: AttentionCall, first: int, end: int, **fields: Any) -> AttentionCa
 
 @settings(max_examples=100 if CUDA else 20, deadline=None)
 @given(
+    kind=st.sampled_from(sorted(KINDS)),
     lengths=CUTS,
     tile=st.sampled_from([1, 8, 12, 16, 100]),
     page=st.sampled_from([None, 16, 48]),
@@ -51,33 +58,35 @@ def chunk(of: AttentionCall, first: int, end: int, **fields: Any) -> AttentionCa
     width=st.sampled_from([16, 40]),
 )
 def test_chunks_have_the_bits_of_what_is_made_afresh(
-    lengths: list[int], tile: int, page: int | None, stored: str | None, dtype: torch.dtype, width: int
+    kind: str, lengths: list[int], tile: int, page: int | None, stored: str | None, dtype: torch.dtype, width: int
 ) -> None:
-    made, prefix, first = whole(sum(lengths), dtype, width=width), PrefixTiles(), 0
+    make, made, prefix, first = KINDS[kind], whole(sum(lengths), dtype, width=width), PrefixTiles(), 0
     source = made
     if page is not None:
         source = paged(made, page) if stored is None else in_fp8(made, page, "LBNHC", *STORED[stored])
     for length in lengths:
         end = first + length
         call = chunk(source, first, end, prompt_lengths=sum(lengths) + 1)
-        assert torch.equal(key_means(call, tile), prefix.get(call, "mean", tile, partial(key_means, call, tile)))
+        assert torch.equal(make(call, tile), prefix.get(call, kind, tile, partial(make, call, tile)))
         first = end
     assert prefix.nbytes
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page", [None, 16])
-def test_a_chunk_reads_its_own_rows_and_those_of_the_tile_that_it_goes_on_with(page: int | None) -> None:
+def test_a_chunk_reads_its_own_rows_and_those_of_the_tile_that_it_goes_on_with(kind: str, page: int | None) -> None:
     """All that is before them is NaN by then, and whatever read it would say so."""
-    made, prefix = whole(200), PrefixTiles()
+    make, made, prefix = KINDS[kind], whole(200), PrefixTiles()
     source = made if page is None else paged(made, page)
     for first, end in ((90, 150), (150, 171), (171, 200)):
         call = chunk(source, first, end)
-        fresh = key_means(call, 16)
+        fresh = make(call, 16)
         assert bool(fresh.isfinite().all())
         if first > 90:
             forget(call, first // 16 * 16)
-        assert torch.equal(fresh, prefix.get(call, "mean", 16, partial(key_means, call, 16)))
-        assert page is None or untouched(call)
+        assert torch.equal(fresh, prefix.get(call, kind, 16, partial(make, call, 16)))
+        if kind != "value norms, PyTorch":
+            assert page is None or untouched(call)
         made = whole(200)
         source = moved(source, made)
 
@@ -105,6 +114,49 @@ def moved(source: AttentionCall, made: AttentionCall) -> AttentionCall:
     return evolve(source, k=pages, v=pages)
 
 
+@settings(max_examples=100 if CUDA else 20, deadline=None)
+@given(
+    call=calls(max_batch=3, max_heads=4, head_dims=(16, 40), max_len=150, dtypes=DTYPES, device=DEVICE),
+    pool=st.sampled_from([1, 5, 8, 100]),
+)
+def test_norms_are_those_of_plain_pytorch(call: AttentionCall, pool: int) -> None:
+    """Of keys that there are; what stands behind the last of a padded row nobody asks for."""
+    expected = largest_norms(evolve(call, q=call.q.double(), k=call.k.double(), v=call.v.double()), pool).float()
+    counts = (call.geometry.key_counts() // pool)[:, None, None]
+    there = torch.arange(expected.shape[2], device=counts.device) < counts
+    found = torch.where(there, value_norms(call, pool), 0.0)
+    torch.testing.assert_close(torch.where(there, expected, 0.0), found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_value_that_is_not_finite_makes_its_pool_infinite(value: float) -> None:
+    call = whole(40)
+    call.v[0, 1, 17, 3] = value
+    found = value_norms(call, 8).isfinite()
+    assert [(0, 1, 2)] == [tuple(where) for where in (~found).nonzero().tolist()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norms_of_pages_are_those_of_tensors(layout: str) -> None:
+    call = whole(131)
+    for page in (16, 48, 128):
+        there = paged(call, page, layout)
+        assert torch.equal(value_norms(call, 8), value_norms(there, 8))
+        assert untouched(there)
+
+
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("stored", STORED)
+def test_norms_of_an_fp8_cache_are_those_of_its_copy(stored: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "serve", lambda _: True)
+    for number, total in enumerate((1, 127, 129, 251)):
+        for dtype in DTYPES if CUDA else [DTYPES[number % 2]]:
+            there = in_fp8(whole(total, dtype), page, sorted(LAYOUTS)[number % 2], *STORED[stored])
+            found = value_norms(there, 8)
+            assert untouched(there)
+            assert torch.equal(value_norms(copied(there), 8), found)
+
+
 @pytest.fixture
 def _kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -114,12 +166,21 @@ def _kernels() -> Iterator[None]:
         yield
 
 
+WEIGHTED = (ValueWeights(1.0, pool=4), RelativeThreshold(0.3, sink=0, local=0))
+METHODS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...], int | None]] = {
+    "flexprefill": ("flexprefill", {}, (), 16),
+    "bfla, weighted": ("bfla", {}, WEIGHTED, 16),
+    "xattention, weighted": ("xattention", {}, WEIGHTED, None),
+}
+
+
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("page", [None, 16])
-def test_masks_of_chunks_are_those_of_a_pipeline_that_keeps_nothing(page: int | None) -> None:
-    made = build("flexprefill", **default_registry().get("flexprefill").small)
+@pytest.mark.parametrize("method", METHODS)
+def test_masks_of_chunks_are_those_of_a_pipeline_that_keeps_nothing(method: str) -> None:
+    name, parameters, refiners, page = METHODS[method]
+    made = build(name, **{**default_registry().get(name).small, **parameters})
     assert isinstance(made, Pipeline)
-    made = evolve(made, executor=ReferenceExecutor())
+    made = evolve(made, refiners=(*made.refiners, *refiners), executor=ReferenceExecutor())
     keeps, fresh = Memory(), Memory()
     source = whole(100, torch.float32, seed=3)
     source = source if page is None else paged(source, page)

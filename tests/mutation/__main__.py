@@ -34,6 +34,7 @@ FILES = (
     "plugins/flashprefill/threshold.py",
     "plugins/proxy/corrector.py",
     "plugins/stem/decay.py",
+    "plugins/stem/values.py",
     "core/sparseprefill/breakeven/*.py",
     "core/sparseprefill/config.py",
     "core/sparseprefill/pipeline.py",

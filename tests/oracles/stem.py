@@ -1,9 +1,9 @@
-"""Stem's budget in plain loops, over sets and Python's numbers; shares no code with the refiner."""
+"""Stem's two parts in plain loops, over sets and Python's numbers; shares no code with the refiners."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 
@@ -48,3 +48,28 @@ def decayed(
     kept = set(order[:number])
     left = sorted((y for y in columns if y // k not in kept), key=lambda y: (-columns[y], -y))
     return kept | ends, set(left[: room - number * k])
+
+
+def bonuses(values: Sequence[Sequence[float]], position: int, pool: int, beta: float) -> list[float]:
+    """What each pool of keys gets for queries from a position on; values: of the keys on the row's grid."""
+    norms = [math.sqrt(math.fsum(x * x for x in value)) for value in values]
+    logs = [_log(norms[first : first + pool]) for first in range(0, len(norms), pool)]
+    known = [x for n, x in enumerate(logs) if (n + 1) * pool <= position and math.isfinite(x)]
+    if len(known) < 2:
+        return [0.0] * len(logs)
+    mean = math.fsum(known) / len(known)
+    spread = math.sqrt(math.fsum((x - mean) ** 2 for x in known) / (len(known) - 1))
+    return [
+        beta * max(0.0, (x - mean) / (spread + 1e-6)) if (n + 1) * pool <= position and math.isfinite(x) else 0.0
+        for n, x in enumerate(logs)
+    ]
+
+
+def _log(norms: Sequence[float]) -> float:
+    return math.nan if any(math.isnan(x) for x in norms) else math.log(max(norms) + 1e-6)
+
+
+def tile_weight(bonus: Sequence[float], j: int, tile: int, pool: int, position: int) -> float:
+    """Factor on the score of key tile j: of the mean over its pools before the position."""
+    inside = [n for n in range(j * tile // pool, (j + 1) * tile // pool) if (n + 1) * pool <= position]
+    return math.exp(math.fsum(bonus[n] for n in inside) / len(inside)) if inside else 1.0

@@ -132,10 +132,12 @@ HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
     "bfla + recall floor of spans": refined("bfla", sp.RecallFloor(target=0.7, rows=1, span=32)),
     "streaming + recall floor + ceiling": refined("streaming", sp.RecallFloor(rows=2, ceiling=0.6)),
     "xattention + relative threshold": by_score(every("xattention"), thresholded),
-    "bfla + position decay": by_score(every("bfla"), decaying),
+    "bfla + value weights + position decay": by_score(every("bfla"), decaying, sp.ValueWeights(1.0, pool=4)),
     "anchor-attention + relative threshold": by_score(partial(method, "anchor-attention"), thresholded),
     "vertical-slash + position decay": by_score(partial(method, "vertical-slash"), decaying),
-    "stripes and slashes + relative threshold": by_score(stripes_and_slashes("vertical-slash"), thresholded),
+    "stripes and slashes + value weights + relative threshold": by_score(
+        stripes_and_slashes("vertical-slash"), thresholded, sp.ValueWeights(pool=4)
+    ),
     **{f"{name} + dense rows": refined(name, sp.DenseRows(20)) for name in METHODS},
 }
 
@@ -148,9 +150,9 @@ FEW = (
     "bfla in star-attention",
     "xattention shared + rescue",
     "vertical-slash + ceiling",
-    "bfla + position decay",
+    "bfla + value weights + position decay",
 )
-"""Hybrids whose calls are drawn: a union, methods inside others, and a choice by score."""
+"""Hybrids whose calls are drawn: a union, methods inside others, and both kinds of choice by score."""
 
 
 def check_report(report: contracts.Report) -> None:

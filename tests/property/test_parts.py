@@ -45,9 +45,9 @@ BUILT: dict[str, Callable[[], sp.Pipeline]] = {
     "bfla + budget": lambda: refined("bfla", sp.BudgetFloor(share=0.3), sp.BudgetCeiling(share=0.6)),
     **{f"{name} + ceiling": partial(refined, name, sp.BudgetCeiling(share=0.4)) for name in (
         "anchor-attention", "flexprefill", "rowmax", "vertical-slash", "xattention")},
-    **{f"{name} + decay": partial(refined, name, sp.PositionDecay(share=0.3)) for name in (
+    **{f"{name} + decay": partial(refined, name, sp.ValueWeights(pool=1), sp.PositionDecay(share=0.3)) for name in (
         "anchor-attention", "streaming", "xattention")},
-    **{f"{name} + threshold": partial(refined, name, sp.RelativeThreshold(0.3)) for name in (
+    **{f"{name} + threshold": partial(refined, name, sp.ValueWeights(pool=1), sp.RelativeThreshold(0.3)) for name in (
         "anchor-attention", "bfla", "vertical-slash")},
     "anchor-attention + GQA": lambda: refined("anchor-attention", sp.LocalBand(1, tile=16), sp.GqaUnion()),
     "xattention + dense rows": lambda: refined("xattention", sp.DenseRows(20), sp.Sink(1)),

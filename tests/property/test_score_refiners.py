@@ -1,4 +1,4 @@
-"""PositionDecay and RelativeThreshold against their oracles, and their laws on any plan."""
+"""PositionDecay, RelativeThreshold and ValueWeights against their oracles, and their laws on any plan."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from sparseprefill.plugins.flashprefill import threshold
+from sparseprefill.plugins.stem.values import WeightedPriority
 
 import sparseprefill as sp
 from helpers.build import make
 from helpers.plans import CALLS, KINDS, Positions, refined, whole
 from helpers.tile_sets import Tiles, Worth, each, grid, paint, prioritised, stripes_of
 from oracles.flashprefill import above
-from oracles.stem import budget, decayed
+from oracles.stem import bonuses, budget, decayed, tile_weight
+from sparseprefill.testing import calls
 
 DATA = st.data()
 SIXTHS = st.integers(0, 10**6).map(lambda x: x / 10**6)
@@ -135,6 +137,39 @@ def test_threshold(call: sp.AttentionCall, data: st.DataObject, share: float, en
         assert torch.equal(expected, refined(sp.RelativeThreshold(share, **ends), call, plan).mask.to_dense())
 
 
+VALUED = calls(max_len=70, max_heads=4, head_dims=(3,), max_batch=2, dtypes=(torch.float64,))
+
+
+@given(call=VALUED, data=DATA, beta=st.sampled_from([0.2, 0.0, 1.5]), pool=st.sampled_from([1, 2, 4]))
+def test_weights(call: sp.AttentionCall, data: st.DataObject, beta: float, pool: int) -> None:
+    """On scores of 1, so that what is left is the weight; a value is NaN, others differ by far."""
+    g, source = call.geometry, torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    v = call.v * torch.rand(*call.v.shape[:3], 1, generator=source).double().exp().pow(3)
+    v[:, :, data.draw(st.integers(0, call.kv_len - 1))] = data.draw(st.sampled_from([math.nan, math.inf, 0.0]))
+    call = evolve(call, v=v)
+    tile_q, tile_k = data.draw(st.sampled_from([4, 8])), data.draw(st.sampled_from([4, 12]))
+    ones = sp.PriorityScores(
+        tiles=torch.ones(call.q.shape[0], 1, g.tile_rows(4), g.tile_columns(4)).double() * 4, tile_q=4, tile_k=4
+    )
+    priority = WeightedPriority(ones, beta, pool)
+    tiles = priority.tile_scores(call, tile_q, tile_k)
+    heads = call.q.shape[1]
+    for b, h, i, _ in each(call, tile_q):
+        start = 0 if call.starts is None else int(call.starts[b])
+        values = call.v[b, h // call.group, start:].tolist()
+        bonus = bonuses(values, i * tile_q, pool, beta)
+        row = i - int(g.first_tile(tile_q)[b])
+        wanted = [
+            tile_weight(bonus, j, tile_k, pool, i * tile_q)
+            for j in range(min(i * tile_q // tile_k + 1, tiles.shape[3]))
+        ]
+        assert wanted == pytest.approx(tiles[b, h, row, : len(wanted)].tolist(), rel=1e-9)
+        position = torch.full((call.q.shape[0], 1), i * tile_q)
+        found = priority.column_scores(call, position, slice(h, h + 1))[b, 0, 0, : len(values)]
+        assert [math.exp(bonus[y // pool]) for y in range(len(values))] == pytest.approx(found.tolist(), rel=1e-9)
+    assert (call.q.shape[0], heads) == tuple(tiles.shape[:2])
+
+
 def kept(refiner: sp.MaskRefiner, call: sp.AttentionCall, plan: sp.Plan) -> torch.Tensor:
     return whole(refined(refiner, call, plan))
 
@@ -142,6 +177,7 @@ def kept(refiner: sp.MaskRefiner, call: sp.AttentionCall, plan: sp.Plan) -> torc
 ANY = st.one_of(
     st.builds(lambda size, decay: sp.PositionDecay(**size, decay=decay), BUDGETS, DECAYS),
     st.builds(sp.RelativeThreshold, SHARES | SIXTHS),
+    st.builds(sp.ValueWeights, st.sampled_from([0.2, 2.0])),
 )
 
 
@@ -155,7 +191,7 @@ def test_nothing_is_added_but_the_diagonal(
     own = (at.key // k >= at.query // q * q // k) & (at.key // k <= (at.query // q * q + q - 1) // k)
     after = kept(refiner, call, plan)
     assert not bool((after & ~whole(plan) & ~own).any())
-    if refiner != sp.RelativeThreshold(0.0):
+    if not isinstance(refiner, sp.ValueWeights) and refiner != sp.RelativeThreshold(0.0):
         diagonal = (at.query == at.key) & at.allowed
         assert bool((after | ~diagonal).all())
 
@@ -189,12 +225,14 @@ def test_what_cannot_bite_leaves_everything(call: sp.AttentionCall, data: st.Dat
     full = evolve(scored(call, data), carry=None, mask=sp.SparseMask.full(call, tile))
     for refiner in (sp.PositionDecay(share=1.0, decay=1.0), sp.PositionDecay(), sp.RelativeThreshold(0.0)):
         assert torch.equal(whole(full), kept(refiner, call, full))
+    weighted = refined(sp.ValueWeights(pool=4), call, full)
+    assert weighted.mask is full.mask
 
 
 @given(call=CALLS, data=DATA, refiner=ANY)
 def test_of_nothing_the_diagonal_is_left(call: sp.AttentionCall, data: st.DataObject, refiner: sp.MaskRefiner) -> None:
     empty = evolve(scored(call, data), carry=None, mask=sp.SparseMask.empty(call, 8))
-    if refiner == sp.RelativeThreshold(0.0):
+    if isinstance(refiner, sp.ValueWeights) or refiner == sp.RelativeThreshold(0.0):
         assert not kept(refiner, call, empty).any()
         return
     own = sp.SparseMask.from_tiles(call, torch.zeros(1, 1, 1, 1, dtype=torch.bool), 8).to_dense()
@@ -227,7 +265,8 @@ CHUNKED = [
     (sp.PositionDecay(share=0.2),),
     (sp.PositionDecay(tiles=3, decay=0.2),),
     (sp.RelativeThreshold(0.4, sink=1, local=1),),
-    (sp.RelativeThreshold(0.2, sink=0, local=0), sp.PositionDecay(share=0.2, sink=0, local=0)),
+    (sp.ValueWeights(1.0), sp.PositionDecay(share=0.2, sink=0, local=0)),
+    (sp.ValueWeights(1.0), sp.RelativeThreshold(0.6, sink=0, local=0)),
 ]
 
 
@@ -249,17 +288,66 @@ def test_chunks_that_know_the_prompt_are_the_whole(method: str, refiners: tuple[
         assert torch.equal(expected[:, :, first:end, :end], pipeline.run(chunk).mask.to_dense())
 
 
+def test_later_values_have_no_say() -> None:
+    """The weights of a query tile are those of the keys before it: NaN and other numbers behind change nothing."""
+    call = make(200, heads=2, kv_heads=1, dtype=torch.float64)
+    plain = sp.build("xattention", stride=4, threshold=1.0, block=16).plan(call, sp.Memory())
+    before = refined(sp.ValueWeights(1.0), call, plain).priority
+    assert before is not None
+    scores = before.tile_scores(call, 16, 16)
+    assert not torch.equal(plain.priority.tile_scores(call, 16, 16), scores)  # type: ignore[union-attr]
+    for value in (math.nan, 1e9):
+        v = call.v.clone()
+        v[:, :, 96:] = value
+        changed = evolve(call, v=v)
+        after = refined(sp.ValueWeights(1.0), changed, plain).priority
+        assert after is not None
+        assert torch.equal(scores[:, :, :7, :6], after.tile_scores(changed, 16, 16)[:, :, :7, :6])
+
+
+def test_equal_values_change_nothing() -> None:
+    call = make(200, heads=2, kv_heads=1)
+    call = evolve(call, v=torch.full_like(call.v, 0.37))
+    plan = sp.build("xattention", stride=4, threshold=1.0, block=16).plan(call, sp.Memory())
+    weighted = refined(sp.ValueWeights(1.0), call, plan).priority
+    assert plan.priority is not None
+    assert weighted is not None
+    assert torch.equal(plan.priority.tile_scores(call, 16, 16), weighted.tile_scores(call, 16, 16))
+
+
+def test_large_values_decide_between_equal_scores() -> None:
+    """Tiles of one score: those with large values stay."""
+    call = make(256, heads=2, kv_heads=1)
+    v = torch.ones_like(call.v) * (1 + torch.rand(1, 1, 256, 1, generator=torch.Generator().manual_seed(0)) / 100)
+    v[:, :, 64:80] *= 50
+    call = evolve(call, v=v)
+    even = sp.PriorityScores(tiles=torch.ones(1, 1, 16, 16), tile_q=16, tile_k=16)
+    plan = sp.Plan(sp.SparseMask.full(call, 16), priority=even)
+    ends = {"sink": 0, "local": 0}
+    for choose in (sp.PositionDecay(tiles=1, decay=1.0, **ends), sp.RelativeThreshold(0.9, **ends)):
+        after = refined(choose, call, refined(sp.ValueWeights(1.0), call, plan))
+        for i in range(6, 16):
+            assert [4, i] == after.mask.tile_map()[0, 0, i].nonzero()[:, 0].tolist()
+
+
 @pytest.mark.parametrize(
     ("refiner", "remedy"),
     [
         (sp.PositionDecay(), "use BudgetCeiling"),
         (sp.RelativeThreshold(0.1), "leave it out"),
         (sp.RelativeThreshold(0.0), "leave it out"),
+        (sp.ValueWeights(), "leave it out"),
     ],
 )
 def test_a_plan_without_scores_is_an_error(refiner: sp.MaskRefiner, remedy: str) -> None:
     pipeline = evolve(sp.build("dense"), refiners=(refiner,))
     with pytest.raises(sp.ParameterError, match=f"{type(refiner).__name__} needs scores, .* is None: .*{remedy}"):
+        pipeline.run(make(64))
+
+
+def test_a_pool_that_does_not_divide_the_tiles_is_an_error() -> None:
+    pipeline = evolve(sp.build("streaming", block=12), refiners=(sp.ValueWeights(pool=8), sp.RelativeThreshold(0.1)))
+    with pytest.raises(sp.ParameterError, match=r"ValueWeights.pool is 8: pass a divisor of 12"):
         pipeline.run(make(64))
 
 
@@ -273,6 +361,8 @@ def test_a_plan_without_scores_is_an_error(refiner: sp.MaskRefiner, remedy: str)
         (sp.PositionDecay, {"sink": -1}, "sink is -1"),
         (sp.RelativeThreshold, {"share": 1.01}, "share is 1.01"),
         (sp.RelativeThreshold, {"share": 0.1, "local": -1}, "local is -1"),
+        (sp.ValueWeights, {"beta": -1.0}, "beta is -1.0"),
+        (sp.ValueWeights, {"pool": 0}, "pool is 0"),
     ],
 )
 def test_parameters_out_of_bounds_are_named(kind: Any, given: dict[str, Any], words: str) -> None:

@@ -170,7 +170,7 @@ def test_one_plugin_may_offer_all_kinds() -> None:
 def test_the_built_in_parts_come_through_entry_points() -> None:
     registry = default_registry()
     owners = {name: registry.owner("refiner", name).name for name in registry.refiners()}
-    expected = {"position-decay": "stem", "relative-threshold": "flashprefill"}
+    expected = {"position-decay": "stem", "value-weights": "stem", "relative-threshold": "flashprefill"}
     assert expected == {name: owner for name, owner in owners.items() if owner != "core"}
     assert {name: registry.owner("corrector", name).name for name in registry.correctors()} == {
         "proxy": "proxy",

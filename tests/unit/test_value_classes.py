@@ -14,6 +14,7 @@ from sparseprefill.adapters.session import ledger, session, watch
 from sparseprefill.adapters.session.ledger import LayerRecord, Uncounted
 from sparseprefill.adapters.session.report import LayerRecall, LayerReport, Report
 from sparseprefill.adapters.session.session import Prefill
+from sparseprefill.plugins.stem import values
 
 import sparseprefill as sp
 from helpers import tables
@@ -82,7 +83,7 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
 KINDS = (
     *(count.Lists, count._Rows, export.Selection, export._Cells, export._Seen, held.Held),
     *(held.KeptKeys, cpu._Row, cpu._Entries, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
-    *(SampledRecall, Stretches, narrow.Choice, Tiles, fit._Order, fit._Table),
+    *(SampledRecall, Stretches, narrow.Choice, Tiles, fit._Order, fit._Table, values.WeightedPriority, values._Norms),
     *(Planned, Skipped, Guard, watch._Kept, watch._Coming, watch.RecallWatch, ledger.Room),
     session._Begun,
 )
@@ -191,7 +192,7 @@ def test_defaults() -> None:
     assert "auto" == PIPELINE.workspace
 
 
-WORKING = (PriorityScores, AutoGate, BreakEven, sp.Pipeline, Route, cpu._Row)
+WORKING = (PriorityScores, values.WeightedPriority, AutoGate, BreakEven, sp.Pipeline, Route, cpu._Row)
 
 
 @pytest.mark.parametrize("kind", [*WORKING, watch.RecallWatch], ids=lambda kind: kind.__name__)

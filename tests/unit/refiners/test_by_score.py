@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import sparseprefill as sp
-from helpers.by_score import SUBJECTS, choices
+from helpers.by_score import BETA, SUBJECTS, choices
 
 
 @pytest.mark.parametrize("method", SUBJECTS)
@@ -21,6 +21,8 @@ def test_every_row_is_a_pipeline(method: str) -> None:
         (threshold,),
         (sp.PositionDecay(share=even, decay=1.0, **ends),),
         (falls,),
+        (sp.ValueWeights(BETA), threshold),
+        (sp.ValueWeights(BETA), falls),
     ]
     for (name, refiners), wanted in zip(choices(subject, subject.closest[0]), expected, strict=True):
         made = sp.from_config({"method": method, "parameters": subject.every, "refiners": list(refiners)})

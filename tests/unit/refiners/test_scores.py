@@ -48,6 +48,20 @@ def test_a_threshold_takes_the_largest_score_that_a_group_sees() -> None:
     assert [row for row in kept[3] if row < 64] == [40]
 
 
+def test_values_weigh_tiles_alike_however_many_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make(96)
+    plan = Plan(SparseMask.full(call, 16), priority=PriorityScores(tiles=torch.rand(1, 2, 6, 6), tile_q=16, tile_k=16))
+
+    def score() -> Tensor:
+        priority = sp.ValueWeights(0.5).refine(call, plan, Memory()).priority
+        assert priority is not None
+        return priority.tile_scores(call, 16, 16)
+
+    whole = score()
+    monkeypatch.setitem(sp.ValueWeights.refine.__globals__, "ENTRIES", 1)
+    torch.testing.assert_close(score(), whole)
+
+
 def test_a_ceiling_ranks_negative_scores_too() -> None:
     call = make(64, heads=1, kv_heads=1)
     tiles = torch.tensor([-5.0, -1.0, -3.0, -4.0]).expand(1, 1, 4, 4)
