@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from sparseprefill.pages import Pages
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.plan import Carry, Plan, Remark, Result, Skipped, SoftmaxState
+    from sparseprefill.plugins.delta.corrector import Delta
     from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
     from sparseprefill.plugins.proxy.corrector import Proxy
     from sparseprefill.plugins.stem.decay import PositionDecay
@@ -65,6 +66,7 @@ __all__ = [
     "Carry",
     "Corrector",
     "CpuExecutor",
+    "Delta",
     "DenseRows",
     "Gate",
     "Geometry",
@@ -155,6 +157,7 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "pages": ("Pages",),
     "pipeline": ("Pipeline",),
     "plan": ("Carry", "Plan", "Remark", "Result", "Skipped", "SoftmaxState"),
+    "plugins.delta.corrector": ("Delta",),
     "plugins.flashprefill.threshold": ("RelativeThreshold",),
     "plugins.proxy.corrector": ("Proxy",),
     "plugins.stem.decay": ("PositionDecay",),

@@ -324,15 +324,15 @@ def test_show_of_a_kind_that_is_none() -> None:
 
 def test_set_takes_refiners_and_a_corrector() -> None:
     known = registries.default_registry()
-    texts = ["streaming.sink=64", 'streaming.refiners=[{"name": "sink", "tiles": 2}]', "streaming.corrector=proxy"]
+    texts = ["streaming.sink=64", 'streaming.refiners=[{"name": "sink", "tiles": 2}]', "streaming.corrector=delta"]
     (made,) = options.contenders(known, ["streaming"], texts, floor=0.9)
     pipeline = made.pipeline
     assert isinstance(pipeline, Pipeline)
     assert pipeline.refiners == (Sink(2), RecallFloor(target=0.9))  # the floor stands behind all of them
-    assert pipeline.corrector == known.find("corrector", "proxy")()
+    assert pipeline.corrector == known.find("corrector", "delta")()
     for text, message in {
         'streaming.refiners=[{"name": "sinc"}]': r"streaming\.refiners\[0\]\.name: no refiner is named 'sinc'",
-        "streaming.corrector=prox": r"streaming\.corrector: no corrector is named 'prox'; did you mean 'proxy'",
+        "streaming.corrector=delt": r"streaming\.corrector: no corrector is named 'delt'; did you mean 'delta'",
         "streaming.refinres=[]": "streaming has no parameter 'refinres'",
     }.items():
         with pytest.raises(ParameterError, match=message):

@@ -39,6 +39,8 @@ CORRECTORS: Mapping[str, sp.Corrector | None] = {
     "alone": None,
     "proxy": sp.Proxy(),
     "proxy, tiles of 32": sp.Proxy(tile=32),
+    "delta": sp.Delta(),
+    "delta, every 16th": sp.Delta(gamma=16),
 }
 
 
@@ -114,7 +116,7 @@ def fidelity(tokens: int = 8192, prompts: int = 2) -> str:
     against = [Comparison.of(model, Prompt(str(n), tuple(one))) for n, one in enumerate(ids)]
     lines = ["| Method | Corrector | KL | worst | same token |", "|---" * 5 + "|"]
     for name, parameters in METHODS.items():
-        for words in ("alone", "proxy"):
+        for words in ("alone", "proxy", "delta"):
             pipeline = sp.build(name, **parameters).with_corrector(CORRECTORS[words])
             found = [one.run(Contender(name, pipeline, dense_tail=64)).fidelity for one in against]
             all_ = pooled([one.end for one in found if one is not None])

@@ -11,6 +11,7 @@ from attrs import evolve
 from sparseprefill import (
     AttentionCall,
     Corrector,
+    Delta,
     MaskRefiner,
     Memory,
     Plan,
@@ -152,7 +153,7 @@ def test_refiners_that_go_by_score_choose_as_on_the_cpu(name: str, refiners: tup
     assert int((expected ^ actual).sum()) <= 1e-2 * int(expected.sum())
 
 
-CORRECTORS = {"proxy": Proxy(), "proxy of 32": Proxy(tile=32)}
+CORRECTORS = {"proxy": Proxy(), "proxy of 32": Proxy(tile=32), "delta": Delta(gamma=64)}
 
 
 @pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)

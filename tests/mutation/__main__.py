@@ -31,6 +31,7 @@ FILES = (
     "core/sparseprefill/mask/*.py",
     "core/sparseprefill/executors/*.py",
     "core/sparseprefill/refiners/*.py",
+    "plugins/delta/corrector.py",
     "plugins/flashprefill/threshold.py",
     "plugins/proxy/corrector.py",
     "plugins/stem/decay.py",

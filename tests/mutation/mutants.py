@@ -29,6 +29,7 @@ KEPT_RESULTS = {"cache", "kept"}  # decorators without which the same is compute
 PACE = {
     "core/sparseprefill/breakeven/table.py": {"_KEPT"},
     "core/sparseprefill/executors/cpu.py": {"GATHERED", "MASS", "RUN", "TOGETHER", "COLUMNS", "ALIKE", "JOINED"},
+    "plugins/delta/corrector.py": {"ENTRIES", "ENTRIES_ON_CPU"},
     "plugins/proxy/corrector.py": {"ENTRIES", "ENTRIES_ON_CPU"},
     "core/sparseprefill/mask/count.py": {"ENTRIES"},
     "core/sparseprefill/mask/priority.py": {"ENTRIES"},

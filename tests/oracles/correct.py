@@ -1,4 +1,4 @@
-"""Proxy in plain loops over Python's floats; shares no code with the corrector."""
+"""Proxy and Delta in plain loops over Python's floats; shares no code with the correctors."""
 
 from __future__ import annotations
 
@@ -92,3 +92,25 @@ def _mean(head: Head, row: int, left: list[int]) -> Entry:
     keys, values = [head.key(j) for j in left], [head.value(j) for j in left]
     key, value = ([math.fsum(x) / len(left) for x in zip(*some, strict=True)] for some in (keys, values))
     return head.logit(row, key) + math.log(len(left)), value
+
+
+def delta(call: AttentionCall, keep: Tensor, gamma: int) -> Tensor:
+    """Output. keep: bool ``[B, Hq, Nq, Nkv]``, the pairs computed."""
+    allowed = allowed_pairs(call)
+    out = torch.zeros(*call.q.shape[:3], call.value_dim, dtype=torch.float64)
+    for b in range(call.q.shape[0]):
+        for h in range(call.q.shape[1]):
+            head = Head(call, b, h)
+            change = [0.0] * call.value_dim
+            fresh = True
+            for i in range(call.q.shape[2]):
+                seen = allowed[b, i].nonzero()[:, 0].tolist()
+                if not seen:
+                    continue
+                sparse = head.softmax(head.pairs(i, [j for j in seen if bool(keep[b, h, i, j])]))
+                if fresh or head.position(i) % gamma == 0:
+                    dense = head.softmax(head.pairs(i, seen))
+                    change = [x - y for x, y in zip(dense, sparse, strict=True)]
+                    fresh = False
+                out[b, h, i] = torch.tensor([x + y for x, y in zip(sparse, change, strict=True)], dtype=torch.float64)
+    return out

@@ -1,4 +1,4 @@
-"""Proxy against its oracle, and the laws of correctors on any plan."""
+"""Proxy and Delta against their oracles, and their laws on any plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DATA = st.data()
 CALLS = calls(max_len=70, max_heads=4, groups=(1, 2, 4), head_dims=(2,), max_batch=2)
 LENGTHS = (1, 2, 127, 128, 129, 131, 257)
 REFERENCE = sp.ReferenceExecutor()
-CORRECTORS = {"proxy": sp.Proxy(), "proxy of 4": sp.Proxy(tile=4)}
+CORRECTORS = {"proxy": sp.Proxy(), "proxy of 4": sp.Proxy(tile=4), "delta": sp.Delta(gamma=4)}
 
 
 def corrected(corrector: sp.Corrector, call: sp.AttentionCall, plan: sp.Plan) -> sp.Result:
@@ -70,16 +70,27 @@ def test_proxy_is_its_oracle(call: sp.AttentionCall, data: st.DataObject) -> Non
     same(expected, corrected(sp.Proxy(tile=tile), call, plan).out)
 
 
+@settings(max_examples=60)
+@given(call=CALLS, data=DATA, gamma=st.integers(1, 80))
+def test_delta_is_its_oracle(call: sp.AttentionCall, data: st.DataObject, gamma: int) -> None:
+    plan = drawn_plan(data, call)
+    same(oracle.delta(call, whole(plan), gamma), corrected(sp.Delta(gamma=gamma), call, plan).out)
+
+
+@pytest.mark.parametrize("corrector", [sp.Proxy(tile=1), sp.Delta(gamma=1)], ids=str)
 @given(call=CALLS, data=DATA)
-def test_one_key_a_tile_is_dense_attention(call: sp.AttentionCall, data: st.DataObject) -> None:
-    same(attention(call)[0], corrected(sp.Proxy(tile=1), call, drawn_plan(data, call)).out)
+def test_one_key_a_tile_or_every_row_is_dense_attention(
+    corrector: sp.Corrector, call: sp.AttentionCall, data: st.DataObject
+) -> None:
+    same(attention(call)[0], corrected(corrector, call, drawn_plan(data, call)).out)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_same_at_lengths_around_a_tile(length: int) -> None:
+@pytest.mark.parametrize("corrector", [sp.Proxy(tile=1), sp.Delta(gamma=1)], ids=str)
+def test_the_same_at_lengths_around_a_tile(corrector: sp.Corrector, length: int) -> None:
     call = make(length, heads=4, kv_heads=2)
     for pipeline in (sp.build("streaming", sink=1, window=1, block=16), sp.build("vertical-slash")):
-        result = pipeline.with_corrector(sp.Proxy(tile=1)).run(call)
+        result = pipeline.with_corrector(corrector).run(call)
         same(attention(call)[0], result.out)
 
 
@@ -136,8 +147,9 @@ def test_rows_do_not_feel_what_comes_after_them(
     same(before[:, :, :row].double(), corrected(corrector, after, plan).out[:, :, :row])
 
 
-def test_chunks_at_the_grain_change_nothing() -> None:
-    pipeline = sp.build("streaming", sink=64, window=64, block=32).with_corrector(sp.Proxy())
+@pytest.mark.parametrize("corrector", [sp.Proxy(), sp.Delta(gamma=64)], ids=str)
+def test_chunks_at_the_grain_change_nothing(corrector: sp.Corrector) -> None:
+    pipeline = sp.build("streaming", sink=64, window=64, block=32).with_corrector(corrector)
     grain = pipeline.grain
     assert grain is not None
     call = make(397, heads=4, kv_heads=2)
@@ -216,7 +228,17 @@ def test_a_tile_that_divides_no_key_tile_is_refused() -> None:
 
 
 def test_a_route_gives_its_corrector_to_every_pipeline() -> None:
-    made = sp.Route.of(sp.build("streaming")).with_corrector(sp.Proxy())
+    made = sp.Route.of(sp.build("streaming")).with_corrector(sp.Delta())
     assert made.corrects
-    assert [one.corrector for one in made.known] == [sp.Proxy()]
+    assert [one.corrector for one in made.known] == [sp.Delta()]
     assert made.with_corrector(None).corrects is False
+
+
+def test_the_workspace_of_delta_has_room_for_the_values_that_it_widens() -> None:
+    """The more KV heads and keys, the more; the queries are the same."""
+    call, wider, longer = make(8, 4096, heads=8), make(8, 4096, heads=8, kv_heads=8), make(8, 8192, heads=8)
+    found, wide, long = (sp.Delta().workspace(one) for one in (call, wider, longer))
+    one = call.v[:, :1].numel() * 4
+    assert found >= one
+    assert wide - found >= 7 * one
+    assert long - found >= one

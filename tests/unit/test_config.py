@@ -175,15 +175,15 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
         ),
         ({"method": "dense", "corrector": "proxi"}, "corrector: no corrector is named 'proxi'; did you mean 'proxy'"),
         ({"method": "dense", "corrector": {"tile": 4}}, "corrector.name is missing"),
-        ({"method": "dense", "corrector": {"name": "proxy", "tile": 0}}, "corrector.tile is 0: pass an integer >= 1"),
-        ({"method": "dense", "corrector": {"name": "proxy", "gamma": 1}}, "corrector.gamma is unknown"),
+        ({"method": "dense", "corrector": {"name": "delta", "gamma": 0}}, "corrector.gamma is 0: pass an integer >= 1"),
+        ({"method": "dense", "corrector": {"name": "delta", "tile": 1}}, "corrector.tile is unknown"),
         ({"method": "dense", "corrector": False}, "corrector is False: give a table"),
         (
-            {"union": [{"method": "dense", "corrector": "proxy"}]},
+            {"union": [{"method": "dense", "corrector": "delta"}]},
             r"union\[0\].corrector has no meaning there: put corrector next to union",
         ),
         (
-            {"method": "star-attention", "parameters": {"inner": {"method": "dense", "corrector": "proxy"}}},
+            {"method": "star-attention", "parameters": {"inner": {"method": "dense", "corrector": "delta"}}},
             ".*dense has a corrector, which would not run",
         ),
         (
@@ -314,7 +314,7 @@ def test_clusters_are_found_beside_the_file(tmp_path: Path, source: str) -> None
 
 @pytest.mark.parametrize(
     ("given", "made"),
-    [("proxy", sp.Proxy()), ({"name": "proxy", "tile": 32}, sp.Proxy(tile=32))],
+    [("proxy", sp.Proxy()), ({"name": "proxy", "tile": 32}, sp.Proxy(tile=32)), ("delta", sp.Delta())],
 )
 def test_a_corrector_by_name_or_by_table(given: Any, made: sp.Corrector) -> None:
     pipeline = sp.from_config({"union": [{"method": "dense"}, {"method": "streaming"}], "corrector": given})

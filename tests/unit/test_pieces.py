@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from sparseprefill.plugins.delta import corrector as delta
 from sparseprefill.plugins.flashprefill import threshold
 from sparseprefill.plugins.proxy import corrector as proxy
 
@@ -56,6 +57,31 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
 def corrected(corrector: sp.Corrector, given: sp.AttentionCall, chosen: sp.Plan) -> torch.Tensor:
     return corrector.correct(given, chosen, sp.ReferenceExecutor().execute(given, chosen), sp.Memory()).out
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(3.0, [3] * 5 + [1]), (2.999, [2] * 8), (0.5, [1] * 16), (99.0, [16])])
+def test_delta_looks_at_some_rows_at_a_time(pieces: Any, rows: float, expected: list[int]) -> None:
+    given, corrector = call(), sp.Delta(gamma=4)
+    whole = corrected(corrector, given, plan(given, False))
+    entries = int(rows * HEADS * LENGTH)
+    found = pieces(delta, "_differences", ("ENTRIES", "ENTRIES_ON_CPU"), entries, lambda *a: a[5].shape[1])
+    assert torch.allclose(whole, corrected(corrector, given, plan(given, False)), atol=1e-6)
+    assert found == expected
+
+
+def test_delta_is_the_papers() -> None:
+    """Every 64th row is dense where nothing is said (Delta Attention, section 4)."""
+    assert sp.Delta().gamma == sp.Delta().grain == 64
+
+
+def test_delta_counts_its_rows_from_the_first_token() -> None:
+    """Padding of more rows than lie between two dense ones changes nothing."""
+    given, corrector, padding = call(), sp.Delta(gamma=4), 13
+    whole = corrected(corrector, given, sp.Plan(sp.SparseMask.from_rules(given, TILE, band=0)))
+    q, k, v = (torch.cat([torch.randn_like(x[:, :, :padding]), x], 2) for x in (given.q, given.k, given.v))
+    padded = sp.AttentionCall(q, k, v, starts=torch.tensor([padding], dtype=torch.int32))
+    shifted = corrected(corrector, padded, sp.Plan(sp.SparseMask.from_rules(padded, TILE, band=0)))[:, :, padding:]
+    assert torch.allclose(whole, shifted, atol=1e-6)
 
 
 @pytest.mark.parametrize("stripes", [False, True])

@@ -173,6 +173,7 @@ def test_the_built_in_parts_come_through_entry_points() -> None:
     expected = {"position-decay": "stem", "value-weights": "stem", "relative-threshold": "flashprefill"}
     assert expected == {name: owner for name, owner in owners.items() if owner != "core"}
     assert {name: registry.owner("corrector", name).name for name in registry.correctors()} == {
+        "delta": "delta",
         "proxy": "proxy",
     }
 

@@ -215,7 +215,7 @@ def test_counts_begin_at_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (sp.Proxy, {"tile"}), (sp.RecallFloor, {"target", "rows", "span"}),
+        (sp.Proxy, {"tile"}), (sp.Delta, {"gamma"}), (sp.RecallFloor, {"target", "rows", "span"}),
         (LayerRecall, {"mean", "low_calls"}), (PriorityScores, {"tile_q", "tiles"}),
         (Unmeasured, {"keys", "work"}), (sp.RelativeThreshold, {"sink", "local"}), (sp.SkipSoftmax, {"grain"}),
     ],

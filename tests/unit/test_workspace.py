@@ -26,6 +26,7 @@ STAGES: dict[str, Any] = {
 IN_BLOCKS: dict[str, Any] = {
     "threshold": sp.RelativeThreshold(0.1),
     "values": sp.ValueWeights(1.0),
+    "delta": sp.Delta(),
     "dense rows": sp.DenseRows(128),
 }
 EVERY = {**STAGES, **IN_BLOCKS}

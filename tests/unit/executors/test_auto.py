@@ -72,7 +72,7 @@ def test_a_plan_of_another_call_is_refused(verb: str, executor: Any, other: str)
             VERBS[verb](executor, CALL, plan)
 
 
-@pytest.mark.parametrize("corrector", [sp.Proxy(), sp.Proxy(tile=16)], ids=["proxy", "proxy of 16"])
+@pytest.mark.parametrize("corrector", [sp.Proxy(), sp.Delta()], ids=["proxy", "delta"])
 def test_correctors_refuse_it_too(corrector: sp.Corrector) -> None:
     plan = sp.Plan(sp.SparseMask.full(CALL))
     result, other = CPU.execute(CALL, plan), sp.Plan(sp.SparseMask.full(evolve(CALL, window=11)))
