@@ -40,6 +40,7 @@ def attach(
     recall: Recall = None,
     recall_every: int = RECALL_EVERY,
     strict_recall: float | None = None,
+    skip_unread: bool = False,
     **parameters: Any,
 ) -> Handle:
     """Run the model's prefill through a sparse method, until the handle is detached.
@@ -64,6 +65,8 @@ def attach(
     recall_every: of how many prefills one is measured, the first among them: what its sparse layers keep of sampled
     query rows, for the report; nothing waits for it. 0 for none. strict_recall: where a head of a measured call keeps
     less, the call is counted, and the first is logged as a warning, with layer and head; None for neither.
+    skip_unread: compute no rows of the last layer's attention that nobody reads: those before the ones that
+    `logits_to_keep` names, as `generate` does for a prompt. Exact; `verify` compares it with the stock model.
 
     Where nothing of the model can ever run sparse (every layer would stay dense), attach refuses; where nothing may, as
     far as can be told (only sliding windows, a `min_query` or a break-even table beyond the model's length), it warns.
@@ -74,6 +77,7 @@ def attach(
     ImportError without transformers.
     """
     check_flag("verify", verify)
+    check_flag("skip_unread", skip_unread)
     profile = None if profile is None else Profile.load(profile)
     given = Route.of(_pipeline(method, profile, parameters)).with_recall(recall)
     # A route's own gate goes before "auto"; any other choice goes before a route's own.
@@ -90,11 +94,13 @@ def attach(
         strict_recall=strict_recall,
     )
     try:
-        from .dry_run import dry_run
+        from . import unread
+        from .dry_run import compare_unread, dry_run
         from .handle import Handle
         from .identity import identity
-        from .inspection import check, find_decoder, trained_length, warn_of_untested
+        from .inspection import check, find_decoder, trained_length
         from .switch import STAR, claim
+        from .versions import warn_of_untested
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "transformers":
             raise
@@ -105,16 +111,23 @@ def attach(
     check(decoder, STAR)
     if route.asks_model:
         route.check_model(identity(decoder))
+    seen = None
     if verify:
         findings = dry_run(model, decoder, route)
-        session.expect(findings.layers)
+        seen = findings.layers
+        session.expect(seen)
         _check_layers(session, findings.layers)
         if strict:
             _check_strict(session, findings.dense)
         session.start(type(model).__name__, findings.kinds, windows=findings.windows, trained=trained_length(decoder))
         if findings.repeated:
             session.note("layer indices repeat within a forward: methods that remember by layer mix them up")
-    handle = Handle(model, decoder, session)
+    last = None
+    if skip_unread:
+        last = unread.check(model, decoder, seen)
+        if verify:
+            compare_unread(model, decoder, route, last)
+    handle = Handle(model, decoder, session, last=last)
     handle.bind()
     return handle
 

@@ -191,7 +191,8 @@ def _output(
         if not isinstance(call, AttentionCall):
             session.decline(layer, call, shape)
             return None
-        outcome = session.run(call, forward.progress.prefill)
+        read = forward.read if layer == attached.last else None
+        outcome = session.run(call, forward.progress.prefill, read)
     if not isinstance(outcome, Fallback):
         return outcome.out.transpose(1, 2).contiguous()
     if outcome.small:

@@ -96,13 +96,34 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
     return findings
 
 
+def compare_unread(model: torch.nn.Module, decoder: PreTrainedModel, route: Route, last: int) -> None:
+    """Run 2 x 300 random tokens for the logits of the last alone, with all rows of the last layer and with those read.
+
+    Raises AttachError where the logits differ. A model that takes fewer than 256 tokens leaves out no rows.
+    """
+    inputs = {**_inputs(model, decoder, 300), "logits_to_keep": 1}
+    found: list[Tensor] = []
+    for layer in (None, last):
+        session = Session(_full(route), min_query=SHORTEST, warn=False, recall_every=0)
+        handle = Handle(model, decoder, session, only=threading.current_thread(), last=layer)
+        with torch.no_grad(), _evaluating(model), handle:
+            found.append(model(**inputs).logits)
+    whole, part = found
+    limit, error = allowed(whole.dtype), apart(part, whole)
+    if not error <= limit:
+        raise AttachError(
+            f"skip_unread is True, but {type(model).__name__} reads more rows of its last layer than logits_to_keep "
+            f"names: its logits differ by {error:.2g} (relative norm; {limit:g} is allowed); leave skip_unread out"
+        )
+
+
 def _full(route: Route) -> Pipeline:
     """Every key through the executor that will run the method."""
     return Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
 
 
-def _inputs(model: torch.nn.Module, decoder: PreTrainedModel) -> dict[str, Any]:
-    ids = random_ids(model, decoder)
+def _inputs(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> dict[str, Any]:
+    ids = random_ids(model, decoder, most)
     mask = torch.ones_like(ids)
     mask[0, : ids.shape[1] // 4] = 0
     # Attention weights that the configuration asks for would keep every layer dense.
@@ -110,12 +131,12 @@ def _inputs(model: torch.nn.Module, decoder: PreTrainedModel) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask, "use_cache": False, **weights}
 
 
-def random_ids(model: torch.nn.Module, decoder: PreTrainedModel) -> Tensor:
-    """Token ids ``[2, TOKENS]`` of text, fewer where the model takes fewer, on the device where they are read."""
+def random_ids(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> Tensor:
+    """Token ids ``[2, most]`` of text, fewer where the model takes fewer, on the device where they are read."""
     config = getattr(model, "config", decoder.config)
     low, high = allowed_ids(config if hasattr(config, "get_text_config") else decoder.config)
     room = trained_length(decoder)
-    tokens = TOKENS if room is None else min(TOKENS, room)
+    tokens = most if room is None else min(most, room)
     ids = torch.randint(low, high, (2, tokens), generator=torch.Generator().manual_seed(0))
     return ids.to(input_device(decoder))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
@@ -15,7 +16,8 @@ from sparseprefill.errors import AttachError
 from ..session.report import Report
 from ..session.session import Session
 from .attention import register
-from .hooks import decoding, install
+from .drafts import decoding
+from .hooks import install
 from .state import Attachment, Original
 from .switch import LOCK, Switch, claim, named_before
 
@@ -24,7 +26,7 @@ class Handle:
     """A model whose prefill runs through a pipeline, until `detach` or the end of the ``with`` block.
 
     Holds the model weakly: the model keeps its attachment, and a model that is dropped takes it along. only: the one
-    thread whose forwards run so; None for all.
+    thread whose forwards run so; None for all. last: the layer whose rows are left out that nobody reads.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class Handle:
         decoder: PreTrainedModel,
         session: Session,
         only: threading.Thread | None = None,
+        last: int | None = None,
     ) -> None:
-        self.state = Attachment.of(decoder, session, only)
+        self.state = Attachment.of(decoder, session, only, last)
         self._host = type(model).__name__
+        self._model = None if last is None else weakref.ref(model)
 
     @property
     def session(self) -> Session:
@@ -69,7 +73,7 @@ class Handle:
             state.original = Original(str(named_before(decoder.config._attn_implementation)))
             name = register(state.original, state.session.min_query)
             try:
-                state.hooks = state.hooks or install(state, decoder)
+                state.hooks = state.hooks or install(state, decoder, None if self._model is None else self._model())
                 switch.take(state, name)
             except BaseException:
                 state.switch = switch

@@ -1,26 +1,17 @@
-"""The hooks around an attached decoder's forward: they tell a layer's call which request it serves.
-
-Tokens that somebody guessed and a forward only checks, a draft, are decoding, however many they are. A draft and a
-prompt are the same to a model: token ids behind a cache. What tells them apart is who calls. Assisted decoding in
-transformers (prompt lookup, an assistant, early exit) is one function, which is looked up on the stack with two numbers
-of its; whoever decodes with drafts in a loop of their own says so (`Handle.decoding`).
-"""
+"""The hooks around an attached decoder's forward: they tell a layer's call which request it serves."""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from types import FrameType
 from typing import Any
 
 import torch
 from attrs import define
 
 from ..session.session import Prefill
+from . import unread
 from .attention import GRADIENT, TRAINING, WEIGHTS
+from .drafts import drafted
 from .state import Attachment, Forward, Progress, Requests, eagerly, is_steady, owner_of, past_length
 
 EXPORT = "the model is exported or traced: what comes of that is the stock model"
@@ -31,9 +22,6 @@ UNREACHED = (
 DRAFT = "a draft was checked: that is decoding, however many tokens it has"
 NOWHERE = Progress(Prefill(), 0, 0)
 """The progress of a forward that does not go through the session."""
-ALL = sys.maxsize
-"""More rows than a forward has."""
-_decoding: ContextVar[tuple[object, ...]] = ContextVar("sparseprefill_decoding", default=())
 
 
 class Idle:
@@ -44,22 +32,28 @@ class Idle:
 
 
 @define(eq=False)
-class Around:
-    """Opens and closes the forwards of one attachment; gone in a copy or a pickle of the model.
-
-    Short forwards return before anything that cannot be compiled. names: of the forward's arguments.
-    """
+class Hook:
+    """Gone in a copy or a pickle of the model. names: of the arguments of the forward that it stands around."""
 
     names: tuple[str, ...]
-    attached: Attachment
-    requests: Requests
-    min_query: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Idle:
         return Idle()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Idle, ()
+
+
+@define(eq=False)
+class Around(Hook):
+    """Opens and closes the forwards of one attachment.
+
+    Short forwards return before anything that cannot be compiled.
+    """
+
+    attached: Attachment
+    requests: Requests
+    min_query: int
 
 
 class Before(Around):
@@ -84,14 +78,36 @@ class After(Around):
             _close(self.attached, self.requests, module, output)
 
 
-def install(attached: Attachment, decoder: torch.nn.Module) -> list[Any]:
-    """Hook the decoder; returns what removes the hooks."""
+@define(eq=False)
+class Reads(Hook):
+    """Around the forward of the model that a decoder belongs to: which rows it reads.
+
+    decoder: the `id` of the decoder. over: whether the hook comes after the forward.
+    """
+
+    decoder: int
+    over: bool = False
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> None:
+        """Note which rows are read, or forget it."""
+        if not torch.compiler.is_compiling():
+            unread.note(module, self.decoder, None if self.over else _named(self.names, args, kwargs))
+
+
+def install(attached: Attachment, decoder: torch.nn.Module, model: torch.nn.Module | None = None) -> list[Any]:
+    """Hook the decoder; returns what removes the hooks. model: to be asked which rows it reads."""
     names, requests = tuple(inspect.signature(decoder.forward).parameters), Requests()
     given = (names, attached, requests, attached.session.min_query)
-    return [
+    hooks: list[Any] = [
         decoder.register_forward_pre_hook(Before(*given), with_kwargs=True),
         decoder.register_forward_hook(After(*given), with_kwargs=True, always_call=True),
     ]
+    if model is not None:
+        names = tuple(inspect.signature(model.forward).parameters)
+        before, after = (Reads(names, id(decoder), over) for over in (False, True))
+        hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
+    return hooks
 
 
 def _rows(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -134,7 +150,8 @@ def _open(attached: Attachment, requests: Requests, module: torch.nn.Module, nam
     if goes_on and ((grain := attached.session.route.method_grain) is None or past % grain):
         why = "the method has no grain" if grain is None else f"its grain is {grain} tokens"
         attached.session.note(f"prefill was cut at token {past}; {why}, so the cut may change what is selected")
-    attached.enter(Forward(attached, progress, cache, _objection(module, named), draft=draft))
+    read = None if attached.last is None or draft else unread.rows_read(module)
+    attached.enter(Forward(attached, progress, cache, _objection(module, named), draft=draft, read=read))
 
 
 @eagerly
@@ -191,37 +208,3 @@ def _objection(decoder: torch.nn.Module, named: dict[str, Any]) -> str | None:
     if weights is None:
         weights = getattr(getattr(decoder, "config", None), "output_attentions", False)
     return WEIGHTS if weights else None
-
-
-@contextmanager
-def decoding(owner: object) -> Iterator[None]:
-    """Forwards of `owner`'s model that begin in this context check drafts."""
-    token = _decoding.set((*_decoding.get(), owner))
-    try:
-        yield
-    finally:
-        _decoding.reset(token)
-
-
-def drafted(owner: object, past: int) -> int:
-    """How many last rows of a forward behind `past` tokens are a draft: 0 for none, `ALL` where it has no prompt.
-
-    The first forward of assisted decoding has the prompt and the first draft, later ones a draft alone. One without a
-    past is a prompt all the same: an assistant's that keeps no cache.
-    """
-    if any(one is owner for one in _decoding.get()):
-        return ALL
-    known = _assisted()
-    if known is None:
-        return 0
-    if known.get("is_first_iteration", past == 0):
-        return int(known.get("candidate_length", 0))  # not there yet while an assistant drafts
-    return ALL if past else 0
-
-
-def _assisted() -> dict[str, Any] | None:
-    """The variables of the innermost assisted decoding on this thread's stack, by transformers or by a copy of it."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_assisted_decoding":
-        frame = frame.f_back
-    return None if frame is None else dict(frame.f_locals)

@@ -1,16 +1,13 @@
-"""What a model, and the packages that it runs on, must be like to be attached; told by looking at them."""
+"""What a model must be like to be attached, told by looking at it."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -18,10 +15,6 @@ from sparseprefill.errors import AttachError
 
 # Such code treats every implementation that it does not know by name in another way, masks included.
 BY_NAME = re.compile(r"_attn_implementation\s*(?:(?:not\s+)?in\s*[(\[{]|[=!]=\s*[\"']sdpa)")
-TRIED = {"torch": ((2, 11), (2, 13)), "transformers": ((5, 16), (5, 23))}
-"""First and last of each, minor versions; see docs/huggingface.md for what ran with which."""
-VERSION = re.compile(r"(\d+)\.(\d+)")
-log = logging.getLogger(__name__)
 
 
 def find_decoder(model: object) -> PreTrainedModel:
@@ -112,25 +105,3 @@ def input_device(decoder: PreTrainedModel) -> torch.device | str | int:
     devices = (getattr(one, "execution_device", None) for one in each)
     found: torch.device | str | int = next((device for device in devices if device is not None), weights)
     return found
-
-
-def untested(name: str, version: str) -> str | None:
-    """What to say about a version outside of those that were tried; None where there is nothing to say."""
-    found, (first, last) = VERSION.match(version), TRIED[name]
-    if found is not None and first <= (int(found[1]), int(found[2])) <= last:
-        return None
-    tried = " to ".join(".".join(map(str, one)) for one in (first, last))
-    return f"{name} {version} is untested (tried: {tried}); it is used all the same, see docs/huggingface.md"
-
-
-def warn_of_untested() -> None:
-    """Log each version outside of those that were tried, once."""
-    for name, version in (("torch", torch.__version__), ("transformers", transformers.__version__)):
-        text = untested(name, str(version))
-        if text is not None:
-            _warn(text)
-
-
-@cache
-def _warn(text: str) -> None:
-    log.warning("%s", text)

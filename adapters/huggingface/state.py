@@ -69,7 +69,8 @@ class Attachment:
     """One model's attachment. Holds the model weakly: the model's hooks keep the attachment, and it goes with them.
 
     name: under which both functions are registered with transformers. active: whether new forwards run through the
-    session; those that began so end so. only: the one thread whose forwards do; None for all.
+    session; those that began so end so. only: the one thread whose forwards do; None for all. last: the layer whose
+    rows are left out that nobody reads; None for no layer.
     """
 
     session: Session
@@ -77,6 +78,7 @@ class Attachment:
     _decoder: weakref.ref[PreTrainedModel]
     _modules: weakref.WeakSet[torch.nn.Module]
     only: threading.Thread | None = None
+    last: int | None = None
     name: str = field(default="", init=False)
     active: bool = field(default=False, init=False)
     switch: Switch | None = field(default=None, init=False)
@@ -85,10 +87,16 @@ class Attachment:
     _forwards: set[Forward] = field(factory=set, init=False)
 
     @classmethod
-    def of(cls, decoder: PreTrainedModel, session: Session, only: threading.Thread | None = None) -> Attachment:
+    def of(
+        cls,
+        decoder: PreTrainedModel,
+        session: Session,
+        only: threading.Thread | None = None,
+        last: int | None = None,
+    ) -> Attachment:
         """Make one of a decoder that is not switched yet."""
         original = Original(str(named_before(decoder.config._attn_implementation)))
-        return cls(session, original, weakref.ref(decoder), weakref.WeakSet(decoder.modules()), only)
+        return cls(session, original, weakref.ref(decoder), weakref.WeakSet(decoder.modules()), only, last)
 
     @property
     def decoder(self) -> PreTrainedModel | None:
@@ -200,8 +208,8 @@ class Forward:
 
     dense: why every layer of it stays with the host's attention; None if nothing is. stock: it does not go through this
     session at all. aside: it may go through another's. draft: its last tokens that are a draft, and no part of the
-    prompt before them, which ends where `progress` says. small: what the gate left to the host, by sizes. seen: layers
-    that called the attention function. over: it has ended.
+    prompt before them, which ends where `progress` says. read: how many last rows are read; None for all. small: what
+    the gate left to the host, by sizes. seen: layers that called the attention function. over: it has ended.
     """
 
     owner: Attachment
@@ -211,6 +219,7 @@ class Forward:
     stock: bool = False
     aside: bool = False
     draft: int = 0
+    read: int | None = None
     small: dict[Hashable, Fallback] = field(factory=dict, init=False)
     seen: set[int] = field(factory=set, init=False)
     over: bool = field(default=False, init=False)

@@ -27,6 +27,7 @@ from .defaults import MIN_QUERY, TAIL
 from .ledger import LayerRecord, Room
 from .prospects import NOT_CHOSEN, prospects
 from .report import Report
+from .unread import as_whole, read_part
 from .watch import RECALL_EVERY, Hear, RecallWatch, check_every, check_strict
 
 T = TypeVar("T")
@@ -38,6 +39,9 @@ KEPT_BYTES = 64 << 20
 WHOLE = (
     "calls below break-even, and calls that the profile leaves dense, ran with every key in the pipeline's executor, "
     "not in the host"
+)
+UNREAD = (
+    "layer {layer} computed only the last rows of the prompt, with every key: nobody reads the others (skip_unread)"
 )
 UNSKIPPED = "the executor cannot skip tiles by their logits; it computed the whole mask"
 APART = "requests of one step were computed one by one, since together they failed: {error}"
@@ -135,16 +139,22 @@ class Session:
         self._declined: set[str] = set()
         self._short, self._lock = 0, threading.RLock()
 
-    def run(self, call: AttentionCall, prefill: Prefill) -> Result | Fallback:
+    def run(self, call: AttentionCall, prefill: Prefill, read: int | None = None) -> Result | Fallback:
         """One layer's attention, or why the host shall compute it.
 
         A call with a sliding window runs all keys of its window through the executor, never through the method.
+        read: how many of the call's last rows anybody reads; None for all. Where each of them sees every key anyway
+        (`tail`), the others are left out and zeros; the recall of such a call is not measured, and `observe` is told of
+        the rows that were computed.
         Raises UnsupportedCallError if `strict`, and whatever a stage raises: a broken stage is no fallback.
         """
         chosen = self._choose(call)
         if not isinstance(chosen, Pipeline):
             return chosen
         try:
+            part = call if read is None or read > chosen.tail else read_part(call, read)
+            if part is not call and not self.route.executing(part).objection(part):
+                return self._read(call, part, prefill)
             result = chosen.run(call, prefill.memory)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
@@ -348,14 +358,7 @@ class Session:
 
     def _sparse(self, call: AttentionCall, prefill: Prefill, pipeline: Pipeline, result: Result) -> Result:
         """Record a call that ran sparse."""
-        with self._lock:
-            self._record(call.layer).ran(result, sizes(call), prefill.serial, None if self._measure else KEPT_BYTES)
-            self._count(result, pipeline.executor)
-            if result.plan.skip_below is not None and result.skipped is None:
-                self._notes[UNSKIPPED] += 1
-            for note in result.plan.notes.values():
-                if isinstance(note, Remark):
-                    self._notes[str(note)] += 1
+        self._count_sparse(call, prefill, result, pipeline.executor)
         if self._watch is not None:  # nothing waits for what is measured
             if prefill.watched is None:
                 prefill.watched = self._watch.choose()
@@ -366,6 +369,27 @@ class Session:
         if self._observe is not None:
             self._observe(call, result)
         return result
+
+    def _read(self, call: AttentionCall, part: AttentionCall, prefill: Prefill) -> Result:
+        """Every key for the rows that are read, and nothing for the others."""
+        executor = self.route.executing(part)
+        found = executor.execute(part, Plan(SparseMask.full(part)))
+        result = as_whole(found, part, call)
+        self.note(UNREAD.format(layer=call.layer))
+        self._count_sparse(call, prefill, result, executor.given)
+        if self._observe is not None:
+            self._observe(part, found)
+        return result
+
+    def _count_sparse(self, call: AttentionCall, prefill: Prefill, result: Result, executor: object) -> None:
+        with self._lock:
+            self._record(call.layer).ran(result, sizes(call), prefill.serial, None if self._measure else KEPT_BYTES)
+            self._count(result, executor)
+            if result.plan.skip_below is not None and result.skipped is None:
+                self._notes[UNSKIPPED] += 1
+            for note in result.plan.notes.values():
+                if isinstance(note, Remark):
+                    self._notes[str(note)] += 1
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
         executor = self.route.executing(call)

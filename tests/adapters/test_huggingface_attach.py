@@ -14,7 +14,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from sparseprefill.adapters.huggingface import attach, inspection, masks
+from sparseprefill.adapters.huggingface import attach, masks, versions
 from torch import nn
 from transformers import LlamaForCausalLM, StaticCache, masking_utils
 from transformers.models.llama import modeling_llama
@@ -297,7 +297,7 @@ def scores(call: sp.AttentionCall) -> torch.Tensor:
     ],
 )
 def test_untested_versions_are_told(name: str, version: str, tried: bool) -> None:
-    text = inspection.untested(name, version)
+    text = versions.untested(name, version)
     assert (text is None) == tried
     assert text is None or text.startswith(f"{name} {version} is untested (tried: ")
 
@@ -321,6 +321,6 @@ def test_every_version_of_the_extra_can_be_installed_and_the_first_was_tried() -
     metadata = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (wanted,) = metadata["optional-dependencies"]["hf"]
     assert re.fullmatch(r"transformers>=5\.16\.\d+", wanted)
-    assert inspection.TRIED["transformers"][0] == (5, 16)
+    assert versions.TRIED["transformers"][0] == (5, 16)
     assert "torch>=2.11" in metadata["dependencies"]
-    assert inspection.TRIED["torch"][0] == (2, 11)
+    assert versions.TRIED["torch"][0] == (2, 11)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sparseprefill.adapters.huggingface import attach, hooks
-from sparseprefill.adapters.huggingface.hooks import ALL, drafted
+from sparseprefill.adapters.huggingface.drafts import ALL, drafted
 from transformers import DynamicCache
 
 import sparseprefill as sp

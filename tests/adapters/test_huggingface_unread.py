@@ -1,0 +1,202 @@
+"""Rows of the last layer that nobody reads: left out where the model says so, and nowhere else."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from sparseprefill.adapters.demo.model import load_model
+from sparseprefill.adapters.huggingface import attach
+from sparseprefill.adapters.huggingface import unread as reading
+from transformers import DynamicCache
+
+import sparseprefill as sp
+from sparseprefill.errors import AttachError, ParameterError
+
+from . import hf_models
+
+METHODS: dict[str, Mapping[str, Any]] = {
+    "dense": {},
+    "streaming": {"sink": 16, "window": 32, "block": 16},
+    "rowmax": {"eps": 0.05},
+    "bfla": sp.default_registry().get("bfla").small,
+    "share-prefill": sp.default_registry().get("share-prefill").small,
+}
+LENGTH = 390  # with one row read, those from 384 on stay: whole tiles of 128
+
+
+def both(model: Any, method: str, run: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """What `run` gives with every row of the last layer, without those that nobody reads, and the second's report."""
+    found = []
+    for skip in (False, True):
+        with (
+            torch.no_grad(),
+            attach(model, method, gate=None, skip_unread=skip, **METHODS[method], **options) as handle,
+        ):
+            found.append(run(model))
+        assert not model._forward_pre_hooks
+        assert not model._forward_hooks
+    return found[0], found[1], handle.report()
+
+
+def skipped(report: Any) -> int:
+    """How many calls of the last layer did without rows."""
+    return sum(count for note, count in report.notes.items() if "nobody reads" in note)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_are_the_same_and_the_last_layer_costs_a_tile(method: str) -> None:
+    model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
+    whole, part, report = both(model, method, lambda m: m(input_ids=ids, logits_to_keep=1).logits)
+    torch.testing.assert_close(whole, part, atol=2e-6, rtol=1e-5)
+    last, rows = report.layers[-1], torch.arange(384, LENGTH) + 1
+    assert float(rows.sum()) / (LENGTH * (LENGTH + 1) / 2) == pytest.approx(last.density)
+    assert "sparse" == last.mode
+    assert 1 == skipped(report)
+    assert set(report.notes) == {
+        "layer 1 computed only the last rows of the prompt, with every key: nobody reads the others (skip_unread)"
+    }
+
+
+def test_generate_says_that_it_reads_one_row() -> None:
+    model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
+    whole, part, report = both(model, "streaming", lambda m: m.generate(ids, max_new_tokens=5, do_sample=False))
+    assert torch.equal(whole, part)
+    assert 1 == skipped(report)
+
+
+def test_a_padded_batch() -> None:
+    model, inputs = hf_models.build("llama"), hf_models.padded(LENGTH, (0, 7, 200))
+    whole, part, report = both(model, "streaming", lambda m: m(**inputs, logits_to_keep=3).logits)
+    torch.testing.assert_close(whole, part, atol=2e-6, rtol=1e-5)
+    assert 1 == skipped(report)
+
+
+def test_chunks_of_a_prompt() -> None:
+    """Of each chunk the last layer computes the last rows alone."""
+
+    def run(model: Any) -> Any:
+        cache, ids = DynamicCache(config=model.config), hf_models.prompt(2 * LENGTH)
+        made = [model(input_ids=chunk, past_key_values=cache, logits_to_keep=1) for chunk in ids.split(LENGTH, 1)]
+        return made[-1].logits
+
+    whole, part, report = both(hf_models.build("llama"), "streaming", run)
+    torch.testing.assert_close(whole, part, atol=2e-6, rtol=1e-5)
+    assert 2 == skipped(report)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"logits_to_keep": 0},
+        {"logits_to_keep": torch.tensor([5])},
+        {"logits_to_keep": 129},
+        {"logits_to_keep": 1, "output_hidden_states": True},
+    ],
+)
+def test_whoever_reads_more_gets_it(asked: dict[str, Any]) -> None:
+    model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
+    whole, part, report = both(model, "streaming", lambda m: m(input_ids=ids, **asked))
+    assert 0 == skipped(report)
+    assert torch.equal(whole.logits, part.logits)
+    for one, other in zip(whole.hidden_states or (), part.hidden_states or (), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_decoder_alone_a_loss_and_a_method_without_a_tail_read_every_row() -> None:
+    model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
+    *found, report = both(model, "streaming", lambda m: m.model(input_ids=ids).last_hidden_state)
+    assert 0 == skipped(report)
+    assert torch.equal(*found)
+    *found, report = both(model, "streaming", lambda m: m(input_ids=ids, labels=ids, logits_to_keep=LENGTH).loss)
+    assert 0 == skipped(report)
+    assert torch.equal(*found)
+    *_, report = both(model, "streaming", lambda m: m(input_ids=ids, logits_to_keep=1).logits, tail=0)
+    assert 0 == skipped(report)
+
+
+def test_a_forward_that_fails_is_forgotten() -> None:
+    model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
+    with torch.no_grad(), attach(model, "streaming", gate=None, skip_unread=True, **METHODS["streaming"]) as handle:
+        head, model.lm_head = model.lm_head, torch.nn.Linear(7, 7)
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(input_ids=ids, logits_to_keep=1)
+        model.lm_head = head
+        assert reading.rows_read(model.model) is None
+        model.model(input_ids=ids)
+        copied = copy.deepcopy(model)
+        copied(input_ids=ids, logits_to_keep=1)
+    assert 1 == skipped(handle.report())
+
+
+def test_a_forward_that_is_interrupted_is_forgotten() -> None:
+    """Torch calls no hook behind it; the decoder alone gives every row afterwards."""
+    model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
+
+    def interrupts(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad(), attach(model, "streaming", gate=None, skip_unread=True, **METHODS["streaming"]) as handle:
+        hook = model.model.norm.register_forward_pre_hook(interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids, logits_to_keep=1)
+        hook.remove()
+        found = model.model(input_ids=ids).last_hidden_state
+    assert 1 == skipped(handle.report())
+    with torch.no_grad(), attach(model, "streaming", gate=None, **METHODS["streaming"]):
+        assert torch.equal(model.model(input_ids=ids).last_hidden_state, found)
+
+
+def test_observers_are_told_of_the_rows_that_were_computed() -> None:
+    seen: dict[int, tuple[int, int]] = {}
+
+    def observe(call: sp.AttentionCall, result: sp.Result) -> None:
+        seen[call.layer] = (call.q.shape[2], result.out.shape[2])
+
+    model, ids = hf_models.build("llama"), hf_models.prompt(LENGTH)
+    with torch.no_grad(), attach(model, "streaming", gate=None, skip_unread=True, observe=observe):
+        model(input_ids=ids, logits_to_keep=1)
+    assert {0: (LENGTH, LENGTH), 1: (LENGTH - 384, LENGTH - 384)} == seen
+
+
+def test_what_cannot_be_told_is_refused() -> None:
+    model = hf_models.build("llama")
+    with pytest.raises(ParameterError, match="skip_unread is 1: pass True or False"):
+        attach(model, "streaming", skip_unread=1)  # type: ignore[arg-type]
+    for verify in (True, False):
+        with pytest.raises(AttachError, match="LlamaModel does not say which rows it reads: pass a causal LM"):
+            attach(model.model, "streaming", skip_unread=True, verify=verify)
+    with pytest.raises(AttachError, match="the last of LlamaForCausalLM's 2 layers is no attention layer"):
+        reading.check(model, model.model, (0,))
+
+
+def test_a_model_that_reads_more_than_it_says_is_found_out() -> None:
+    model = hf_models.build("llama")
+    forward = model.model.forward
+
+    def mixed(*arguments: Any, **more: Any) -> Any:
+        found = forward(*arguments, **more)
+        found.last_hidden_state = found.last_hidden_state + found.last_hidden_state.mean(1, keepdim=True)
+        return found
+
+    model.model.forward = mixed
+    with pytest.raises(AttachError, match="reads more rows of its last layer than logits_to_keep names"):
+        attach(model, "streaming", skip_unread=True, verify=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["rowmax", "bfla"])
+def test_on_a_gpu(method: str) -> None:
+    model = load_model(torch.bfloat16).cuda()
+    ids = torch.randint(5, 200, (1, 4 * LENGTH), generator=torch.Generator().manual_seed(0)).cuda()
+    whole, part, report = both(model, method, lambda m: m(input_ids=ids, logits_to_keep=1).logits)
+    # rowmax's mask has the tiles of the part's, each by the same kernel; bfla's others, and so another order of sums.
+    assert method != "rowmax" or torch.equal(whole, part)
+    assert float((whole - part).float().norm() / whole.float().norm()) < 0.02
+    assert 1 == skipped(report)
