@@ -95,8 +95,6 @@ def _options(table: NeededTable) -> Iterator[inspect.Parameter]:
     yield one(SEED, 0, int, min=0, max=options.SEEDS, help=helps.get(SEED, "Chooses the samples."))
     file = Path(f"{table.parameter}.json")
     yield one("output", file, Path, names=("--output", "-o"), help="Write the table to this file.")
-    if table.picture:
-        yield one("picture", file.with_suffix(".png"), Path, help="Write the picture to this file.")
     yield one("device", "auto", options.Device)
     yield one("dtype", options.Dtype.AUTO, options.Type)
     yield one("threads", 1, options.Threads)
@@ -121,7 +119,6 @@ def _run(
     dtype: options.Dtype,
     threads: int,
     json: bool,
-    picture: Path | None = None,
     **own: Any,
 ) -> None:
     if table.lacking:
@@ -131,7 +128,6 @@ def _run(
     from .setup import Place, Source, identity_of
 
     check_writable("--output", output)
-    check_writable("--picture", picture, ".png")
     place = Place.of(device, dtype.value, threads)
     names = [one.name for one in fields(table.settings)]
     settings = table.settings(**own, **({SEED: seed} if SEED in names else {}))
@@ -150,16 +146,12 @@ def _run(
         identity = identity_of(found, model)
         with shown.contender(table.of) as progress:
             made = table.make(Reader(found, identity), prompts, settings, progress)
-        if picture is not None and made.draw is not None:
-            made.draw(picture)
     write("--output", output, made.table.to_json())
-    drawn = {} if picture is None else {"picture": picture}
     if json:
-        render.write_json({"model": identity.name, **made.facts, "output": output, **drawn})
+        render.write_json({"model": identity.name, **made.facts, "output": output})
         return
     title = f"{made.measured} of {identity.name}, {samples} samples of {tokens:,} tokens"
     render.show(
         Table(title=title, heads=made.heads, rows=made.rows, words=made.words, drop=made.drop, remarks=made.remarks)
     )
-    for what, path in {"table": output, **drawn}.items():
-        render.line(f"{what}: {path}")
+    render.line(f"table: {output}")

@@ -17,10 +17,6 @@ compared with theirs."""
 VERSION = re.compile(r"(\d+)\.(\d+)")
 CPU_BACKEND = "sparseprefill.adapters.vllm.cpu.SparseCPUBackend"
 CUDA_BACKEND = "sparseprefill.adapters.vllm.cuda.SparseTritonBackend"
-CPU_MLA_BACKENDS = {
-    "CPU_MLA": "sparseprefill.adapters.vllm.mla.WatchedCPUMLA",
-    "AMX_MLA": "sparseprefill.adapters.vllm.mla.WatchedAMXMLA",
-}
 log = logging.getLogger(__name__)
 
 
@@ -28,8 +24,7 @@ def register() -> None:
     """Offer the attention backend ``CUSTOM`` to vLLM. Never raises: a plugin's exception would stop vLLM.
 
     On CUDA, vLLM takes the class of a selected backend. On a CPU it takes the class of ``CPU_ATTN`` whatever is
-    selected, so that one is replaced by a subclass, which is its parent in all respects until ``CUSTOM`` is selected;
-    the classes for MLA models as well, which then only say that nothing runs sparse.
+    selected, so that one is replaced by a subclass, which is its parent in all respects until ``CUSTOM`` is selected.
     """
     try:
         _register()
@@ -56,9 +51,6 @@ def _register() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
-    for name, path in CPU_MLA_BACKENDS.items():
-        if name in AttentionBackendEnum.__members__:
-            register_backend(AttentionBackendEnum[name], path)
     for why in watch_requests():
         _warn(why)
 

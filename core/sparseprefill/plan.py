@@ -203,11 +203,10 @@ class Plan:
         found = [mask.tiles_on(tile_q, tile_k) for mask in self.masks if mask.has_tiles]
         return reduce(or_, found) if found else self._base.tiles_on(tile_q, tile_k)
 
-    def held(self, tile_k: int | None = None) -> Held:
-        """What all masks hold, on their common grid, or with key tiles of fewer tokens, which divide the grid's."""
-        tile_q, own = self.common_grid()
-        grid = (tile_q, own if tile_k is None else tile_k)
-        return Held(self.geometry, grid, self.tiles_on(*grid), self.masks)
+    def held(self) -> Held:
+        """What all masks hold, on their common grid."""
+        grid = self.common_grid()
+        return Held(grid, self.tiles_on(*grid), self.masks)
 
     def keep(self, tile: int | None = None, **rules: Any) -> Plan:
         """The plan with the tiles of rules, such as ``sink=2`` or ``band=1``, those that the carry holds left out.

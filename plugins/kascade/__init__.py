@@ -8,7 +8,7 @@ from attrs import field, frozen
 
 from sparseprefill.method import Later, Method, hookimpl
 from sparseprefill.profiles.table import NeededTable
-from sparseprefill.validate import flag, maybe, number, whole
+from sparseprefill.validate import maybe, number, whole
 
 from .table import AnchorTable, Settings, parse
 
@@ -38,10 +38,10 @@ class KascadeConfig:
 
     anchors: the table of anchor layers and maps of heads, as the path of a JSON file or its content; or the indices of
     the anchor layers, whose followers then go head by head. Without one the method refuses to run. topk: share of the
-    keys that a tile keeps. least: a tile keeps at least so many, and a multiple of it. tile: queries that keep the same
-    keys, in tokens. sampled: rows of each tile whose attention is summed in anchor layers, evenly spread; None: all.
-    rolling: the share is of the keys before the tile; False: of the whole prompt. dense_layers: so many first layers
-    keep every key; those of them that are anchors choose for the layers behind all the same.
+    keys before a tile that it keeps. least: a tile keeps at least so many, and a multiple of it. tile: queries that
+    keep the same keys, in tokens. sampled: rows of each tile whose attention is summed in anchor layers, evenly spread;
+    None: all. dense_layers: so many first layers keep every key; those of them that are anchors choose for the layers
+    behind all the same.
     """
 
     anchors: Any = field(default=None, **TABLE.field)
@@ -49,7 +49,6 @@ class KascadeConfig:
     least: int = field(default=128, validator=whole())
     tile: int = field(default=128, validator=whole())
     sampled: int | None = field(default=64, validator=maybe(whole()))
-    rolling: bool = field(default=True, validator=flag())
     dense_layers: int = field(default=1, validator=whole(0))
 
 

@@ -23,55 +23,33 @@ QUERY_TILE = 128
 
 @frozen
 class Budget:
-    """k(n) = min(max(least, topk n), n), rounded up to a multiple of `least`; see `KascadeConfig`."""
+    """k(n) = min(max(least, topk n), n), rounded up to a multiple of `least`; n: keys before a tile."""
 
     topk: float
     least: int
     tile: int
-    rolling: bool
 
     @property
     def tile_q(self) -> int:
         """Tokens of the mask's tiles."""
         return QUERY_TILE if self.tile % QUERY_TILE == 0 else self.tile
 
-    def columns(self, start: Tensor, total: Tensor | None) -> Tensor:
+    def columns(self, start: Tensor) -> Tensor:
         """int64 like `start`, the first position of each tile: keys before it that the tile keeps.
 
-        0 where it keeps all of them, as there are no more than its share, and none are to be chosen. total: tokens of
-        the prompt, int64 that broadcasts; None for the keys before each tile.
+        0 where it keeps all of them, as there are no more than its share, and none are to be chosen.
         """
-        share = self._share(start if total is None else total)
+        share = self._share(start)
         return torch.where(share < start, share, 0)
 
-    def room(self, start: Tensor, total: int | None) -> Tensor:
-        """int64 like `start`: a bound of `columns` for tiles that begin there or before. total: None if not known."""
-        if not self.rolling and total is None:
-            return start
-        return torch.minimum(self._share(start if self.rolling else torch.full_like(start, total or 0)), start)
+    def room(self, start: Tensor) -> Tensor:
+        """int64 like `start`: a bound of `columns` for tiles that begin there or before."""
+        return torch.minimum(self._share(start), start)
 
     def _share(self, n: Tensor) -> Tensor:
         wide = n.to(torch.float64)
         wanted = torch.minimum((wide * self.topk).clamp(min=self.least), wide)
         return ((wanted / self.least).ceil() * self.least).to(torch.int64)
-
-
-def total_of(call: AttentionCall) -> Tensor:
-    """int64 ``[B, 1]``: tokens of the prompt; of one whose end is not known, up to the call's last real query."""
-    given, geometry = call.prompt_lengths, call.geometry
-    if isinstance(given, Tensor):
-        return given.to(torch.int64)[:, None]
-    if given is not None:
-        return torch.full((geometry.batch, 1), given, dtype=torch.int64, device=geometry.device)
-    return torch.minimum(geometry.first_position() + geometry.q_len, geometry.key_counts())[:, None]
-
-
-def _known_total(call: AttentionCall) -> int | None:
-    """At most so many tokens, known on the host; None where only the device knows."""
-    given = call.prompt_lengths
-    if isinstance(given, Tensor):
-        return None
-    return call.geometry.q_offset + call.geometry.q_len if given is None else given
 
 
 @frozen(eq=False)
@@ -89,26 +67,20 @@ class Layout:
     @classmethod
     def of(cls, call: AttentionCall, budget: Budget) -> Layout:
         """From sizes and padding; nothing is read on the host."""
-        geometry, total = call.geometry, _known_total(call)
+        geometry = call.geometry
         start = geometry.tiles(budget.tile) * budget.tile
-        columns = budget.columns(start, None if budget.rolling else total_of(call))
+        columns = budget.columns(start)
         # A tile beyond the row's last key has no queries, and its share, rounded up, may be more than there are keys.
         columns = torch.where(start < geometry.key_counts()[:, None], columns, 0)
         first, rows = geometry.q_offset // budget.tile, geometry.tile_rows(budget.tile)
-        exact = geometry.starts is None and (budget.rolling or (total is not None and geometry.lengths is None))
-        return cls(start, columns, *_offsets(budget, first, rows, total, exact, geometry.device))
+        return cls(start, columns, *_offsets(budget, first, rows, geometry.starts is None, geometry.device))
 
 
 @kept
-def _offsets(
-    budget: Budget, first: int, rows: int, total: int | None, exact: bool, device: torch.device
-) -> tuple[Tensor, int]:
+def _offsets(budget: Budget, first: int, rows: int, exact: bool, device: torch.device) -> tuple[Tensor, int]:
     def ends(where: torch.device) -> Tensor:
         start = (torch.arange(rows, device=where) + first) * budget.tile
-        if exact:
-            given = None if budget.rolling else torch.full_like(start, total or 0)
-            return budget.columns(start, given).cumsum(0)
-        return budget.room(start, total).cumsum(0)
+        return (budget.columns(start) if exact else budget.room(start)).cumsum(0)
 
     # The same sums twice, so that the host needs not wait for its number.
     each, size = ends(device), int(ends(torch.device("cpu"))[-1])
@@ -118,29 +90,23 @@ def _offsets(
 def mask_of(call: AttentionCall, budget: Budget, stripes: IndexLists) -> SparseMask:
     """The columns before each tile, lists ``[B, Hq, G]``, and the tile's own keys; where none are chosen, all keys."""
     geometry = call.geometry
-    total = _known_total(call)
-    sizes = geometry.sizes if geometry.lengths is None and (budget.rolling or total is not None) else None
-    if sizes is None:
-        own = _own(geometry, budget, None if budget.rolling else total_of(call))
-    else:
-        own = _kept_own(sizes, budget, total)
+    sizes = geometry.sizes if geometry.lengths is None else None
+    own = _own(geometry, budget) if sizes is None else _kept_own(sizes, budget)
     group = budget.tile // budget.tile_q
     return SparseMask(geometry, budget.tile_q, budget.tile_q, own, group, stripes, disjoint=True)
 
 
 @kept
-def _kept_own(sizes: Sizes, budget: Budget, total: int | None) -> IndexLists:
-    geometry = Geometry(*sizes)
-    given = None if budget.rolling else torch.full((1, 1), total or 0, device=geometry.device)
-    return _own(geometry, budget, given)
+def _kept_own(sizes: Sizes, budget: Budget) -> IndexLists:
+    return _own(Geometry(*sizes), budget)
 
 
-def _own(geometry: Geometry, budget: Budget, total: Tensor | None) -> IndexLists:
+def _own(geometry: Geometry, budget: Budget) -> IndexLists:
     """Key tiles from the first of each tile on; every list is a run of one `arange`."""
     size = budget.tile_q
     tile = geometry.tiles(size)
     start = torch.div(tile * size, budget.tile, rounding_mode="floor") * budget.tile
-    chosen = budget.columns(start, total) > 0
+    chosen = budget.columns(start) > 0
     behind = torch.where(tile >= 0, tile + 1, 0).clamp(max=geometry.tile_columns(size))
     first = torch.where(chosen, start // size, 0)
     shape = (-1, geometry.heads, -1)

@@ -48,7 +48,7 @@ class Kascade(KascadeConfig):
     @cached_property
     def budget(self) -> Budget:
         """How many keys its tiles keep."""
-        return Budget(self.topk, self.least, self.tile, self.rolling)
+        return Budget(self.topk, self.least, self.tile)
 
     @property
     def grain(self) -> int:

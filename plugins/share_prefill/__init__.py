@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from sparseprefill.method import Later, Method, a_method, hookimpl, method_table
 from sparseprefill.profiles.table import NeededTable
-from sparseprefill.validate import number, one_of, whole
+from sparseprefill.validate import number, whole
 
 from .table import ClusterTable, Settings, parse
 
@@ -37,7 +37,6 @@ TABLE = NeededTable(
     of="heads",
     make=Later(f"{__name__}.clustering", "clustered"),
     settings=Settings,
-    picture=True,
     needs={"scipy": "sparseprefill[cluster]"},
 )
 
@@ -50,11 +49,9 @@ class ShareConfig:
     head shares its cluster's pivot where their distance (JS, 0 to 1) is below; 0 switches sharing off. delta: a head
     whose distance to the uniform distribution is not below is very sparse and takes vertical-slash; above 1 no head
     is. block: tile size and number of sampled last queries, in tokens. clusters: the table of clusters, as the path of
-    a JSON file or a mapping; 'single' puts all heads into one. Without one the method refuses to run. block_score:
-    'mass' scores a block by its exact attention, 'mean_qk' by the softmax of its mean logit. coverage: gamma holds for
-    each 'row' of blocks, or is 'global' for the map of a head. inner: the method of heads that neither share a pivot
-    nor make one, by name, as a table of `from_config`, or from Python as a pipeline or an estimator; None:
-    vertical-slash with this gamma and block, from the queries that are sampled anyway.
+    a JSON file or a mapping; 'single' puts all heads into one. Without one the method refuses to run. inner: the method
+    of heads that neither share a pivot nor make one, by name, as a table of `from_config`, or from Python as a pipeline
+    or an estimator; None: vertical-slash with this gamma and block, from the queries that are sampled anyway.
     """
 
     gamma: float = field(default=0.9, validator=number(0.0, 1.0))
@@ -62,8 +59,6 @@ class ShareConfig:
     delta: float = field(default=0.3, validator=number(0.0))
     block: int = field(default=128, validator=whole())
     clusters: Any = field(default=None, **TABLE.field)
-    block_score: str = field(default="mass", validator=one_of("mass", "mean_qk"))
-    coverage: str = field(default="row", validator=one_of("row", "global"))
     inner: str | Mapping[str, Any] | Pipeline | PatternEstimator | None = field(
         default=None, converter=method_table, validator=a_method
     )

@@ -7,7 +7,6 @@ These block maps are compressed, clustered, and compared by the patterns that th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,6 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import UnsupportedCallError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
-from sparseprefill.method import Later
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
 from sparseprefill.profiles.table import MadeTable
@@ -75,7 +73,6 @@ def clustered(
             **{"clusters": table.clusters, "noise": table.noise, "restored_error": error_left},
             **{"similarity_within": within, "similarity_across": across},
         },
-        draw=partial(Later(f"{__package__}.picture", "draw"), similar, heads, table),
         useless="" if table.clusters else "no two heads of this model look alike",
     )
 

@@ -189,16 +189,15 @@ PIVOT_ROWS = 8
 
 def choose(
     geometry: Geometry, blocks: Tensor, count: int, codes: Tensor, pivots: tuple[Tensor, Tensor] | None, layer: int,
-    block: int, tau: float, delta: float, *, sums: bool,
+    block: int, tau: float, delta: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Flags and own of `pivots.choose`'s `Choice`, from float32 `blocks` ``[B, H, C]``.
+    """Flags and own of `pivots.choose`'s `Choice`, from mass by blocks, float32 ``[B, H, C]``.
 
-    count: sampled queries. codes: of `LayerHeads`. pivots: `made` and `last` of `Pivots`. sums: whether `blocks` are
-    mass that does not add up to 1 yet.
+    count: sampled queries. codes: of `LayerHeads`. pivots: `made` and `last` of `Pivots`.
     """
     batch, number, columns = blocks.shape
     blocks = blocks.contiguous()
-    own = torch.empty_like(blocks) if sums else blocks
+    own = torch.empty_like(blocks)
     flags = torch.empty(3, batch, number, dtype=torch.bool, device=blocks.device)
     block_h = max(2, power_of_two(number))
     made, last = pivots or (None, None)
@@ -207,7 +206,7 @@ def choose(
         geometry.starts, geometry.lengths, float(tau), float(delta),
         geometry.q_offset, geometry.q_len, geometry.kv_len, count, geometry.window or 0,
         layer, batch, number, 1 if made is None else made.shape[1], columns,
-        BLOCK=block, BLOCK_H=block_h, BLOCK_C=max(16, CELLS // block_h), NEVER=NEVER, SUMS=sums,
+        BLOCK=block, BLOCK_H=block_h, BLOCK_C=max(16, CELLS // block_h), NEVER=NEVER, SUMS=True,
         WINDOW=geometry.window is not None, num_warps=8, **FUSED,
     )  # fmt: skip
     return flags, own

@@ -21,10 +21,11 @@ from sparseprefill.statistics.sampled import SampledMass, by_block, last_rows, s
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 
-from . import SINGLE, ShareConfig, scores
+from . import SINGLE, ShareConfig
 from .heads import Clusters, LayerHeads, of_heads
 from .mixed import HeadsPriority, carry_of_heads, mixed_mask
 from .pivots import Choice, Pivots, choose, earlier, pattern_tiles, renewed
+from .scores import on_blocks, shares
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -121,12 +122,10 @@ class Share(ShareConfig):
         return mine + self.fallback.plan_bound(call) + rows * (call.value_dim + 2) * 4 + default_workspace(call)
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
-        """A missing table, or one for another model; a window, with mean_qk; what the inner method objects to."""
+        """A missing table, or one for another model; what the inner method objects to."""
         if self.clusters is None:
             return (MISSING,)
         reasons = []
-        if call.window is not None and self.block_score == "mean_qk":
-            reasons.append("block_score='mean_qk' does not support a sliding window; use 'mass'")
         objection = None if self.table.table is None else self.table.table.objection(call)
         if objection is not None:
             reasons.append(f"the cluster table is for another model: {objection}")
@@ -153,7 +152,7 @@ class Share(ShareConfig):
         priority = SampledPriority(mass, real, self.block)
         if alone:
             return Plan(self._slashes(call, mass, None, heads, None), priority=priority)
-        choice = self._choice(call, mass, rows, real, heads, pivots, memory)
+        choice = self._choice(call, mass, rows, real, heads, pivots)
         priority = evolve(priority, by_column=choice.either)
         if self.fallback is None:
             plan = Plan(self._slashes(call, mass, choice, heads, pivots), priority=priority)
@@ -161,9 +160,8 @@ class Share(ShareConfig):
             plan = self._mixed(call, self.fallback.plan(call, Memory()), priority, choice, heads, pivots)
         if not heads.open:
             return plan
-        if self.block_score == "mass":
-            plan = evolve(plan, probe=choice.dense if plan.probe is None else plan.probe | choice.dense)
-        return evolve(plan, notes={**plan.notes, self.key: Evidence(heads, choice, plan.mask)})
+        probe = choice.dense if plan.probe is None else plan.probe | choice.dense
+        return evolve(plan, probe=probe, notes={**plan.notes, self.key: Evidence(heads, choice, plan.mask)})
 
     def _slashes(
         self, call: AttentionCall, mass: SampledMass, choice: Choice | None, heads: LayerHeads, pivots: Pivots | None
@@ -190,15 +188,9 @@ class Share(ShareConfig):
 
     def _choice(
         self, call: AttentionCall, mass: SampledMass, rows: Tensor, real: Tensor, heads: LayerHeads,
-        pivots: Pivots | None, memory: Memory,
+        pivots: Pivots | None,
     ) -> Choice:  # fmt: skip
-        geometry = call.geometry
-        sums, seen = self.block_score == "mass", None
-        if sums:
-            blocks = by_block(mass.columns, self.block)
-        else:
-            seen = seen_blocks(geometry, rows, real, self.block)
-            blocks = scores.last_scores(call, rows, real, seen, self.block, memory)
+        geometry, blocks = call.geometry, by_block(mass.columns, self.block)
         if kernels.serve(blocks) and blocks.dtype == torch.float32:
             from . import kernels as gpu
 
@@ -206,12 +198,11 @@ class Share(ShareConfig):
             return Choice(
                 *gpu.choose(
                     geometry, blocks, rows.shape[1], heads.codes(blocks.device), before, call.layer, self.block,
-                    self.tau, self.delta, sums=sums,
+                    self.tau, self.delta,
                 )
             )  # fmt: skip
-        if seen is None:
-            blocks, seen = scores.shares(blocks), seen_blocks(geometry, rows, real, self.block)
-        return choose(blocks, seen, heads, pivots, call.layer, self.tau, self.delta)
+        seen = seen_blocks(geometry, rows, real, self.block)
+        return choose(shares(blocks), seen, heads, pivots, call.layer, self.tau, self.delta)
 
 
 @frozen(eq=False)
@@ -225,8 +216,8 @@ class PivotObserver:
     head_scope: ClassVar[HeadScope] = "head"
 
     def workspace(self, call: AttentionCall) -> int:
-        """Maps of the heads that make a pivot, and for a whole map's cover its sort in float64."""
-        return default_workspace(call, self.share.block, 8 if self.share.coverage == "row" else 48)
+        """Maps of the heads that make a pivot."""
+        return default_workspace(call, self.share.block, 8)
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Nothing where the estimator is another one, or the layer makes no pivot."""
@@ -234,30 +225,23 @@ class PivotObserver:
         if not isinstance(evidence, Evidence):
             return
         evidence = evidence.after(plan)
-        cover = self._cover(self._maps(call, plan, result, evidence, memory))
+        cover = self._cover(self._maps(plan, result, evidence))
         key, count = self.share.key, self.share.table.count
         old = earlier(call, memory, key)
         memory.put(key, renewed(call, old, count, evidence.heads, evidence.choice, cover))
 
-    def _maps(self, call: AttentionCall, plan: Plan, result: Result, evidence: Evidence, memory: Memory) -> Tensor:
+    def _maps(self, plan: Plan, result: Result, evidence: Evidence) -> Tensor:
         """``[B, S, R, C]``: block scores of the heads that run dense, by open cluster."""
-        heads, dense, block = evidence.heads, evidence.choice.dense, self.share.block
-        if self.share.block_score == "mean_qk":
-            return scores.map_scores(call, heads.dense(dense)[0], block, memory)
         if result.probe is None:
             raise StageError("the executor gave no probe, from which share-prefill makes its pivots")
-        return scores.on_blocks(of_heads(result.probe, heads.dense(dense)[0]), plan.mask, block)
+        head, _ = evidence.heads.dense(evidence.choice.dense)
+        return on_blocks(of_heads(result.probe, head), plan.mask, self.share.block)
 
     def _cover(self, maps: Tensor) -> Tensor:
-        """bool ``[B, S, R, C]``: the fewest tiles that carry gamma, of each row or of the map as a whole."""
-        gamma = self.share.gamma
-        if self.share.coverage == "row":
-            if kernels.serve(maps):
-                return top_mass(maps, gamma)
-            return torch.cat([top_mass(part, gamma) for part in maps.split(PART, 2)], 2)
-        # A map has many small numbers, whose running sum in float32 could fall short of gamma.
-        whole = [top_mass(maps[:, i].flatten(1).double(), gamma) for i in range(maps.shape[1])]
-        return torch.stack(whole, 1).view_as(maps)
+        """bool ``[B, S, R, C]``: the fewest tiles of each row that carry gamma."""
+        if kernels.serve(maps):
+            return top_mass(maps, self.share.gamma)
+        return torch.cat([top_mass(part, self.share.gamma) for part in maps.split(PART, 2)], 2)
 
 
 def pipeline(config: ShareConfig) -> Pipeline:

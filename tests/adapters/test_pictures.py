@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import attrs
 import numpy as np
@@ -14,8 +13,6 @@ from matplotlib.patches import Rectangle
 from sparseprefill.adapters.cli import page, picture
 from sparseprefill.adapters.cli.picture import Panel
 from sparseprefill.adapters.evaluation.outcome import Contender, Layer, Outcome
-from sparseprefill.plugins.share_prefill import picture as similarity
-from sparseprefill.plugins.share_prefill.table import ClusterTable
 
 import sparseprefill as sp
 from experiments.bench import plot as bench_plot
@@ -105,18 +102,3 @@ def test_nothing_measured_draws_nothing(tmp_path: Path) -> None:
     failed = [Row(case=row.case, error="out of memory") for row in rows(1024)]
     assert not bench_plot.draw(failed, tmp_path / "bench.png", "an H200")
     assert not (tmp_path / "bench.png").exists()
-
-
-def test_noise_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: drawn.append(self))
-    heads = [(0, 0), (0, 1), (0, 2), (0, 3)]
-    noisy, clean = (
-        ClusterTable(clusters=clusters, noise=noise)
-        for clusters, noise in ((((heads[0], heads[2]),), (heads[1], heads[3])), ((tuple(heads),), ()))
-    )
-    for table in (noisy, clean):
-        similarity.draw(torch.eye(4), heads, table, tmp_path / "clusters.png")
-    texts = [[text.get_text().strip() for text in figure.axes[0].texts] for figure in drawn]
-    assert texts == [["0", "noise"], ["0"]]
-    assert [len(figure.axes[0].patches) for figure in drawn] == [2, 0]

@@ -169,23 +169,16 @@ def fails(rank: int, who: int, phase: int, memory: bool) -> list[str]:
 class Marked:
     """An estimator without a repr of its own: its address is in the one that it has."""
 
-    def __init__(self, keep: Callable[[int], bool]) -> None:
-        self.keep, self.weights = keep, torch.arange(3.0)
+    def __init__(self, weight: float) -> None:
+        self.keep, self.weights = build, torch.tensor([weight, 1.0, 2.0])
 
     def estimate(self, call: sp.AttentionCall, memory: sp.Memory) -> sp.Plan:
         return sp.Plan(sp.SparseMask.full(call))
 
 
-def above(least: int) -> Callable[[int], bool]:
-    """A function that closes over a number."""
-    return lambda x: x > least
-
-
-def marked(least: int = 2, weight: float = 0.0) -> sp.Pipeline:
+def marked(weight: float = 0.0) -> sp.Pipeline:
     """A pipeline of objects and functions that Python shows by their addresses."""
-    estimator = Marked(above(least))
-    estimator.weights[0] = weight
-    return evolve(sp.build("dense"), estimator=estimator)
+    return evolve(sp.build("dense"), estimator=Marked(weight))
 
 
 def differs(rank: int, what: str) -> str:
@@ -194,9 +187,8 @@ def differs(rank: int, what: str) -> str:
     sizes, context, question, options = dict(SIZES), tokens(200), tokens(9, 5), dict(NEW)
     layers = 1 if other and what == "model" else 2
     model = build(seed=int(other and what == "weights"), num_hidden_layers=layers)
-    if what in ("same", "inner.estimator.keep.closure.least", "inner.estimator.weights"):
-        least = 3 if other and what.endswith("least") else 2
-        sizes["inner"] = marked(least, weight=float(other and what.endswith("weights")))
+    if what in ("same", "inner.estimator.weights"):
+        sizes["inner"] = marked(float(other and what.endswith("weights")))
     if what == "same":
         options["logits_processor"] = [Plain()]
     if other:

@@ -48,7 +48,7 @@ def test_what_fails_on_one_rank_is_reported_by_all(who: int, phase: int, memory:
 DIFFERENT = {
     "start": [
         *("sizes", "weights", "model", "dtype", "timeout", "inner"),
-        *("inner.estimator.window", "inner.estimator.weights", "inner.estimator.keep.closure.least"),
+        *("inner.estimator.window", "inner.estimator.weights"),
     ],
     "encode": ["contexts"],
     "generate": ["questions", "before", "seed", "options.max_new_tokens", "generation_config", "the call"],

@@ -15,7 +15,6 @@ from sparseprefill.adapters.star import Star, exchange
 from sparseprefill.adapters.star.anchor import Anchor
 from sparseprefill.adapters.star.api import attention_of
 from sparseprefill.adapters.star.attention import Switch
-from sparseprefill.adapters.star.commands import split_prompt
 from sparseprefill.adapters.star.encode import Block
 from sparseprefill.adapters.star.executor import AnchoredBlockExecutor, Shard
 from sparseprefill.adapters.star.fingerprint import fingerprint
@@ -147,10 +146,8 @@ class _Sent:
         return x
 
 
-class Slotted:
-    """Attributes of all kinds, and no repr of its own."""
-
-    __slots__ = ("x",)
+class Plain:
+    """Attributes, and no repr of its own."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
@@ -163,17 +160,15 @@ def _adds(number: int, other: Any = None) -> Any:
 def _kinds() -> dict[str, Any]:
     """What settings may hold, each made anew; and by the same name something else."""
     return {
-        "closure": (lambda n: _adds(1 + n)),
         "default": (lambda n: partial(_adds, 1, other=n)),
         "tensor": (lambda n: torch.tensor([1.0, n])),
         "shape": (lambda n: torch.zeros(1 + n, 2 - n)),
         "dtype": (lambda n: torch.zeros(2, dtype=(torch.int32, torch.float32)[n])),
         "bfloat16": (lambda n: torch.full((), 1.0 + n, dtype=torch.bfloat16)),
-        "slots": (lambda n: Slotted({"a": [n]})),
-        "method": (lambda n: Slotted(Tail(torch.zeros(n + 1)).keep)),
+        "plain": (lambda n: Plain({"a": [n]})),
         "set": (lambda n: {"b", "a", 3 + n}),
         "number": float,
-        "class": (lambda n: (Slotted, Tail)[n]),
+        "class": (lambda n: (Plain, Tail)[n]),
         "function": (lambda n: (build, tokens)[n]),
         "pipeline": (lambda n: sp.build("streaming", window=64 + n)),
         "name": (lambda n: sp.build(("streaming", "dense")[n])),
@@ -189,7 +184,7 @@ def test_equal_settings_have_one_fingerprint_and_others_have_another(kind: str) 
 
 
 def test_a_fingerprint_ends_where_settings_hold_themselves() -> None:
-    one, two = Slotted(None), Slotted(None)
+    one, two = Plain(None), Plain(None)
     one.x, two.x = [one], [two]
     assert fingerprint(one) == fingerprint(two)
 
@@ -411,20 +406,3 @@ def test_rows_are_token_ids(given_rows: Any) -> None:
 def test_rows_may_be_tensors() -> None:
     assert rows_of("x", torch.tensor([[1, 2]])) == rows_of("x", torch.tensor([1, 2])) == [[1, 2]]
     assert rows_of("x", [torch.tensor([1]), [2, 3]]) == [[1], [2, 3]]  # type: ignore[list-item,arg-type,unused-ignore]
-
-
-def test_a_prompt_is_split_inside_its_template() -> None:
-    from sparseprefill.adapters.demo.model import load_tokenizer
-
-    tokenizer = load_tokenizer()
-    assert split_prompt(tokenizer, "long text\n", "why?") == (
-        tokenizer("long text\n")["input_ids"],
-        tokenizer("why?", add_special_tokens=False)["input_ids"],
-    )
-    tokenizer.chat_template = "{{ '<u>' + messages[0]['content'] + '</u><a>' }}"
-    before, behind = (tokenizer.decode(part) for part in split_prompt(tokenizer, "long text\n", "why?"))
-    assert (before, behind) == ("<u>long text\n", "why?</u><a>")
-    assert (
-        split_prompt(tokenizer, "long text\n", "why?", plain=True)[1]
-        == tokenizer("why?", add_special_tokens=False)["input_ids"]
-    )

@@ -156,8 +156,9 @@ def run(
 
 def _work(end: Connection, rank: int, size: int, port: int, device: str, stack: Path) -> None:
     import torch
-    from sparseprefill.adapters.star.start import connect
     from torch._C._distributed_c10d import TCPStore
+
+    from experiments.star.start import connect
 
     faulthandler.register(signal.SIGUSR1, stack.open("w"))
     torch.set_num_threads(1)

@@ -126,7 +126,7 @@ def test_what_a_floor_adds(spot: Spot, target: float, dense_from: float, kind: s
 
     def plain(share: float) -> Any:
         floor = RecallFloor(target=min(max(share, 0.0), 1.0), dense_from=dense_from, speaks_for=spot.speaks_for)
-        return floor._raised(mass_of(*by_tile), at, Held(geometry, grid, have, ()), reach)
+        return floor._raised(mass_of(*by_tile), at, Held(grid, have, ()), reach)
 
     every, kept = by_tile
     moved = (every.to(DEVICE), None if kept is None else kept.to(DEVICE))

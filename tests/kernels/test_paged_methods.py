@@ -21,7 +21,6 @@ from sparseprefill.testing import tensors
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "rowmax, union": ("rowmax", {"union": "group"}),
-    "share-prefill, mean_qk": ("share-prefill", {"block_score": "mean_qk"}),
     "star-attention, inner": ("star-attention", {"inner": "streaming"}),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,7 +87,7 @@ def test_an_estimate_over_an_fp8_cache_is_that_over_its_copy(case: str) -> None:
     assert torch.equal(expected.mask.to_dense(), found.mask.to_dense())
 
 
-@pytest.mark.parametrize("case", CASES if CUDA else ["share-prefill, mean_qk", "bfla", "anchor-attention"])
+@pytest.mark.parametrize("case", CASES if CUDA else ["share-prefill", "bfla", "anchor-attention"])
 def test_an_fp8_cache_gives_what_its_copy_gives(case: str) -> None:
     """Estimates choose alike; the kernels of attention may sum in another order."""
     call, made = in_fp8(make(SIZES[0], torch.float16), 16), pipeline(case)

@@ -169,7 +169,6 @@ def _kernels() -> Iterator[None]:
 WEIGHTED = (ValueWeights(1.0, pool=4), RelativeThreshold(0.3, sink=0, local=0))
 METHODS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...], int | None]] = {
     "flexprefill": ("flexprefill", {}, (), 16),
-    "share-prefill, mean_qk": ("share-prefill", {"block_score": "mean_qk"}, (), None),
     "bfla, weighted": ("bfla", {}, WEIGHTED, 16),
     "xattention, weighted": ("xattention", {}, WEIGHTED, None),
 }

@@ -4,8 +4,8 @@ Shares no code with the plugin. Settled where the paper and its code are silent,
 
 - Tiles lie on the batch row's own grid: position 0 is its first real token. "Before the tile" is by position, so that
   the keys of earlier chunks count.
-- k(n) = min(max(least, topk * n), n), rounded up to a multiple of `least`. n is the tile's first position (`rolling`)
-  or the length of the prompt. A tile that begins at or before k keeps every key.
+- k(n) = min(max(least, topk * n), n), rounded up to a multiple of `least`. n is the tile's first position. A tile that
+  begins at or before k keeps every key.
 - Scores are sums of softmax weights over a tile's rows and a KV head's query heads. A chunk that ends within a tile
   sums the rows that it has. Of equal scores the earlier key goes first.
 - `sampled` rows: a tile is cut into so many stretches, of floor(i * tile / sampled) tokens from its first on; the last
@@ -35,7 +35,6 @@ class Parameters:
     least: int
     tile: int
     sampled: int | None = None
-    rolling: bool = True
     dense_layers: int = 1
 
     def budget(self, n: int) -> int:
@@ -59,11 +58,6 @@ class BatchRow:
     start: int
     length: int
     rows: list[tuple[int, int]]
-
-    @property
-    def total(self) -> int:
-        """Tokens up to the last query."""
-        return self.rows[-1][1] + 1
 
     def tiles(self, tile: int) -> dict[int, list[tuple[int, int]]]:
         """Tile: its rows."""
@@ -93,9 +87,7 @@ def summed_rows(rows: list[tuple[int, int]], number: int, p: Parameters) -> list
     return found
 
 
-def choose(
-    q: Tensor, k: Tensor, places: list[BatchRow], p: Parameters, prompt: int | None, softcap: float | None
-) -> Chosen:
+def choose(q: Tensor, k: Tensor, places: list[BatchRow], p: Parameters, softcap: float | None) -> Chosen:
     """What an anchor layer keeps."""
     group = q.shape[1] // k.shape[1]
     chosen: Chosen = {}
@@ -103,8 +95,7 @@ def choose(
         for g in range(k.shape[1]):
             for number, rows in place.tiles(p.tile).items():
                 begin = number * p.tile
-                total = place.total if prompt is None else prompt
-                budget = p.budget(begin if p.rolling else total)
+                budget = p.budget(begin)
                 if begin <= budget:
                     chosen[b, g, number] = None
                     continue
@@ -150,7 +141,6 @@ def kascade(
     starts: list[int] | None = None,
     lengths: list[int] | None = None,
     softcap: float | None = None,
-    prompt_lengths: int | None = None,
 ) -> list[Answer]:
     """All layers of one call, in order; the first is an anchor."""
     q, k, _ = layers[0]
@@ -167,7 +157,7 @@ def kascade(
     for layer, (q, k, v) in enumerate(layers):
         heads: Sequence[int] = range(k.shape[1])
         if layer in anchors:
-            chosen, of = choose(q, k, places, p, prompt_lengths, softcap), layer
+            chosen, of = choose(q, k, places, p, softcap), layer
         else:
             heads = (maps or {}).get(layer, heads)
         dense = layer < p.dense_layers

@@ -6,13 +6,13 @@ Algorithm 3, line 6) are the paper's. Settled where the paper is silent or leave
 - Positions lie on the batch row's own grid: blocks count from its first real token.
 - The last query block (A3.2) is the last `block` real queries of the call. A pivot's representative (A2) is the same
   average for the pivot's head.
-- Scores of a block are the exact attention mass, averaged over the rows; "mean_qk" is the paper's softmax over blocks
-  of the mean logit, over the pairs that causality allows. A softcap applies to that mean.
+- Scores of a block are the exact attention mass, averaged over the rows; the paper takes the softmax over blocks of the
+  mean logit.
 - JSD has base 2, and 0 log 0 = 0. The uniform distribution spreads over the blocks that hold a causal key.
 - Heads of one layer are decided at once, before any of them has run: the first head in order that may make a cluster's
   pivot does, the others of its cluster in this layer take vertical-slash.
 - No pivot is made that no later layer could use, and none at tau = 0 ("w/o sharing", Table 2).
-- A2's covering set is per row of blocks; "global" is Algorithm 2 as printed.
+- A2's covering set is per row of blocks; as printed it is of the map as a whole.
 - Pivots belong to one call of each layer: a later chunk begins with none.
 - The diagonal block is kept always.
 """
@@ -40,8 +40,6 @@ class Parameters:
     tau: float
     delta: float
     block: int
-    block_score: str = "mass"
-    coverage: str = "row"
 
 
 @dataclass(frozen=True)
@@ -68,18 +66,11 @@ class Head:
     def scores(self, rows: range, p: Parameters) -> list[float]:
         """Block-averaged attention of some rows: one number for each block of keys up to the last row."""
         blocks = (rows.stop - 1) // p.block + 1
-        total, pairs = [0.0] * blocks, [0] * blocks
+        total = [0.0] * blocks
         for position in rows:
-            logits = self.qk(position)
-            row = torch.softmax(self.capped(logits), -1) if p.block_score == "mass" else logits
-            for key, value in enumerate(row.tolist()):
+            for key, value in enumerate(torch.softmax(self.capped(self.qk(position)), -1).tolist()):
                 total[key // p.block] += value
-                pairs[key // p.block] += 1
-        if p.block_score == "mass":
-            return [value / len(rows) for value in total]
-        mean = torch.tensor([value / count for value, count in zip(total, pairs, strict=True)], dtype=torch.float64)
-        answer: list[float] = torch.softmax(self.capped(mean), -1).tolist()
-        return answer
+        return [value / len(rows) for value in total]
 
 
 @dataclass(frozen=True)
@@ -119,10 +110,7 @@ def pivot_pattern(head: Head, p: Parameters) -> set[tuple[int, int]]:
         r: head.scores(range(max(r * size, head.first), min((r + 1) * size, head.end)), p)
         for r in range(head.first // size, (head.end - 1) // size + 1)
     }
-    if p.coverage == "row":
-        return {(r, c) for r, row in rows.items() for c in budget(row, p.gamma)}
-    flat = [(r, c, score) for r, row in rows.items() for c, score in enumerate(row)]
-    return {flat[i][:2] for i in budget([score for *_, score in flat], p.gamma)}
+    return {(r, c) for r, row in rows.items() for c in budget(row, p.gamma)}
 
 
 def decide(

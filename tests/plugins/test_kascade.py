@@ -53,7 +53,6 @@ PARAMETERS = st.builds(
     least=st.integers(1, 20),
     tile=st.integers(2, 32),
     sampled=st.none() | st.integers(1, 40),
-    rolling=st.booleans(),
     dense_layers=st.integers(0, 2),
 )
 
@@ -104,41 +103,28 @@ def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(deadline=None)
 @given(
-    seed=st.integers(0, 999), cuts=st.lists(st.integers(1, 7), max_size=3, unique=True), rolling=st.booleans(),
+    seed=st.integers(0, 999), cuts=st.lists(st.integers(1, 7), max_size=3, unique=True),
     sampled=st.sampled_from([None, 1, 5]),
 )  # fmt: skip
-def test_chunks_change_nothing(seed: int, cuts: list[int], rolling: bool, sampled: int | None) -> None:
-    """Cut at tiles. With rolling=False each chunk says how long the prompt is."""
+def test_chunks_change_nothing(seed: int, cuts: list[int], sampled: int | None) -> None:
+    """Cut at tiles."""
     layers = tensors(seed, (4, 2), 130, 130)
-    p = oracle.Parameters(topk=0.3, least=4, tile=16, sampled=sampled, rolling=rolling)
+    p = oracle.Parameters(topk=0.3, least=4, tile=16, sampled=sampled)
     pipeline = build(*TABLES[2], p)
     whole = run(layers, pipeline)
     bounds = [0, *sorted(16 * cut for cut in cuts), 130]
     memory = sp.Memory()
     for first, behind in pairwise(bounds):
         part = [(q[:, :, first:behind], k[:, :, :behind], v[:, :, :behind]) for q, k, v in layers]
-        options: dict[str, Any] = {} if rolling else {"prompt_lengths": 130}
-        for expected, found in zip(whole, run(part, pipeline, memory, q_offset=first, **options), strict=True):
+        for expected, found in zip(whole, run(part, pipeline, memory, q_offset=first), strict=True):
             rows = slice(first, behind)
             assert torch.equal(expected.mask.to_dense()[:, :, rows, :behind], found.mask.to_dense())
             torch.testing.assert_close(expected.out[:, :, rows], found.out, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("prompt", [100, torch.tensor([100], dtype=torch.int32)], ids=["number", "tensor"])
-def test_a_share_of_the_whole_prompt(prompt: Any) -> None:
-    layers = tensors(1, (2, 1), 64, 64, layers=2)
-    p = oracle.Parameters(topk=0.25, least=5, tile=8, rolling=False, dense_layers=0)
-    pipeline, memory = build((0,), {}, p), sp.Memory()
-    expected = oracle.kascade(layers, (0,), p, prompt_lengths=100)
-    for layer, (truth, qkv) in enumerate(zip(expected, layers, strict=True)):
-        result = pipeline.run(sp.AttentionCall(*qkv, layer=layer, prompt_lengths=prompt), memory)
-        assert torch.equal(truth.mask, result.mask.to_dense())
-        assert int(truth.mask[0, 0, -1].sum()) == 25 + 8
-
-
 @pytest.mark.parametrize("padding", [{"starts": [0, 3]}, {"lengths": [5, 2]}])
 def test_tiles_beyond_the_last_key_choose_none(padding: dict[str, list[int]]) -> None:
-    """Their share of the prompt, rounded up, may be more keys than there are."""
+    """Their share, rounded up, may be more keys than there are."""
     made = torch.randn(3, 2, 1, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows: dict[str, Any] = {name: torch.tensor(values, dtype=torch.int32) for name, values in padding.items()}
     call = sp.AttentionCall(*made, **rows)
@@ -240,7 +226,7 @@ def test_its_priority_is_the_mean_share_of_a_key() -> None:
     torch.testing.assert_close(whole, plan.priority.tile_scores(call, 16, 16))
 
 
-@pytest.mark.parametrize("parameters", [{"sampled": None}, {"tile": 32, "topk": 0.4}, {"rolling": False}], ids=str)
+@pytest.mark.parametrize("parameters", [{"sampled": None}, {"tile": 32, "topk": 0.4}], ids=str)
 def test_contracts_hold(parameters: dict[str, Any]) -> None:
     small = dict(sp.default_registry().get("kascade").small)
     report = check_method("kascade", parameters={**small, **parameters})
@@ -319,7 +305,6 @@ GOOD: dict[str, Any] = {"schema": "sparseprefill.anchors", "version": 1, "anchor
         ({"topk": 1.5, "anchors": [0]}, "topk is 1.5"),
         ({"least": 0}, "least is 0"),
         ({"sampled": 0}, "sampled is 0"),
-        ({"rolling": 1}, "rolling is 1: pass True or False"),
         ({"anchors": []}, "anchors is empty"),
         ({"anchors": [2, 0]}, r"anchors is \[2, 0\]: pass ascending"),
         ({"anchors": [0, "1"]}, r"anchors\[1\] is \'1\': pass an integer from 0"),

@@ -137,13 +137,10 @@ def test_keys_of_the_largest_sums(seed: int, size: int, kind: str, part: tuple[i
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
-@pytest.mark.parametrize("rolling", [True, False])
-def test_the_choice_is_that_of_plain_pytorch(
-    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], rolling: bool
-) -> None:
+def test_the_choice_is_that_of_plain_pytorch(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
     """The whole way, a few tiles at a time."""
     call = call_of(1, (4, 2), 167, 64, torch.float32, **fields)
-    budget = Budget(0.3, 4, 16, rolling)
+    budget = Budget(0.3, 4, 16)
     monkeypatch.setattr(sums, "SLAB", 2 * 2 * 200 * 4 * 3)
     found = []
     for fast in (False, True):

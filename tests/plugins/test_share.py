@@ -92,8 +92,6 @@ PARAMETERS = st.builds(
     tau=st.sampled_from([0.2, 0.35, 0.6, 1.01]),
     delta=st.sampled_from([0.4, 0.6, 1.01]),
     block=st.sampled_from([8, 16, 24]),
-    block_score=st.sampled_from(["mass", "mass", "mean_qk"]),
-    coverage=st.sampled_from(["row", "global"]),
 )
 
 

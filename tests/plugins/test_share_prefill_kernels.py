@@ -71,7 +71,6 @@ def pivots_of(generator: torch.Generator, geometry: Geometry, block: int, near: 
     labels=st.sampled_from(LABELS),
     fields=st.sampled_from(FIELDS),
     block=st.sampled_from([7, 16, 128]),
-    sums=st.booleans(),
     has_pivots=st.booleans(),
     limits=st.sampled_from([(0.2, 0.3), (0.35, 1.01), (1.01, 0.6)]),
 )
@@ -81,7 +80,6 @@ def test_choice_and_tiles(
     labels: tuple[tuple[int, ...], tuple[bool, ...]],
     fields: dict[str, Any],
     block: int,
-    sums: bool,
     has_pivots: bool,
     limits: tuple[float, float],
 ) -> None:
@@ -94,20 +92,17 @@ def test_choice_and_tiles(
     if seed % 7 == 0:
         blocks[0, 0, 0] = torch.nan
     pivots = pivots_of(generator, geometry, block, blocks.nan_to_num()) if has_pivots else None
-    blocks = blocks if sums else scores.shares(blocks)
     call = AttentionCall(torch.zeros(2, count, lengths[0], 8), *torch.zeros(2, 2, count, sum(lengths), 8))
     call = evolve(call, starts=geometry.starts, lengths=geometry.lengths, window=geometry.window)
     rows, real = last_rows(call, block)
     seen = seen_blocks(geometry, rows, real, block)
-    own = scores.shares(blocks) if sums else blocks
+    own = scores.shares(blocks)
     expected = decide.choose(own, seen, heads, pivots, LAYER, *limits)
 
     there, known = moved(geometry), None if pivots is None else moved(pivots)
     codes = heads.codes(torch.device(DEVICE))
     before = known and (known.made, known.last)
-    by_kernel, mass = kernels.choose(
-        there, blocks.to(DEVICE), rows.shape[1], codes, before, LAYER, block, *limits, sums=sums
-    )
+    by_kernel, mass = kernels.choose(there, blocks.to(DEVICE), rows.shape[1], codes, before, LAYER, block, *limits)
     torch.testing.assert_close(expected.own, mass.cpu(), rtol=1e-5, atol=1e-7, equal_nan=True)
     assert torch.equal(expected.flags, by_kernel.cpu())
 

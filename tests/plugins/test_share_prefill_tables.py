@@ -116,15 +116,8 @@ def test_without_a_table_it_says_how_to_make_one() -> None:
         sp.build("share-prefill").run(call())
 
 
-@pytest.mark.parametrize(("name", "value"), [("block_score", "sum"), ("coverage", "column"), ("tau", -1), ("gamma", 2)])
+@pytest.mark.parametrize(("name", "value"), [("block", 0), ("delta", -1), ("tau", -1), ("gamma", 2)])
 def test_parameters_out_of_bounds(name: str, value: object) -> None:
     parameters: dict[str, Any] = {name: value}
     with pytest.raises(sp.ParameterError, match=name):
         sp.build("share-prefill", **parameters)
-
-
-def test_mean_qk_knows_no_window() -> None:
-    q = torch.randn(1, 1, 40, 8)
-    pipeline = sp.build("share-prefill", clusters="single", block_score="mean_qk")
-    with pytest.raises(sp.UnsupportedCallError, match="sliding window"):
-        pipeline.run(sp.AttentionCall(q, q, q, window=9))

@@ -38,7 +38,6 @@ def refined(name: str, *refiners: sp.MaskRefiner) -> sp.Pipeline:
 
 BUILT: dict[str, Callable[[], sp.Pipeline]] = {
     **{name: partial(method, name) for name in METHODS},
-    "share-prefill mean": lambda: method("share-prefill", block_score="mean_qk", coverage="global"),
     "rowmax union": lambda: method("rowmax", union="group"),
     "kascade map": lambda: method("kascade", anchors=AnchorTable(anchors=(0,), maps=dict.fromkeys((1, 2), HEADS))),
     "share-prefill table": lambda: method("share-prefill", clusters=CLUSTERS),

@@ -177,13 +177,11 @@ def test_a_mask_without_overlap_stays_so() -> None:
     assert torch.equal(mask.to_dense(), tiles.to_dense() | stripes.to_dense())
 
 
-@pytest.mark.parametrize("coverage", ["row", "global"])
-@pytest.mark.parametrize("score", ["mass", "mean_qk"])
-def test_pivots_do_not_know_of_the_tail(score: str, coverage: str) -> None:
+def test_pivots_do_not_know_of_the_tail() -> None:
     """What share-prefill remembers of three layers of equal input is what it remembers without."""
     kept = []
     for tail in (0, TAIL):
-        pipeline = small("share-prefill", block_score=score, coverage=coverage).with_tail(tail)
+        pipeline = small("share-prefill").with_tail(tail)
         memory = sp.Memory()
         for layer in range(3):
             pipeline.run(make(190, heads=4, kv_heads=2, layer=layer, seed=layer), memory)

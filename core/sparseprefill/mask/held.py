@@ -16,7 +16,6 @@ from sparseprefill.mask.lists import IndexLists
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sparseprefill.mask.geometry import Geometry
     from sparseprefill.mask.mask import SparseMask
 
 ALIGNED = 16
@@ -48,21 +47,9 @@ class Held:
     key tiles that a mask holds as tiles; not to be written to.
     """
 
-    geometry: Geometry
     grid: tuple[int, int]
     map: Tensor
     masks: tuple[SparseMask, ...]
-
-    def tiles(self, tile: Tensor) -> Tensor:
-        """bool ``[B, Hq, n, C]``: the key tiles of query tiles, int64 ``[B, n]``, by their index on each row's grid."""
-        index = (tile - self.geometry.first_tile(self.grid[0])[:, None]).clamp(0, self.map.shape[2] - 1)
-        index = index[:, None, :, None].expand(-1, self.map.shape[1], -1, self.map.shape[3])
-        return torch.gather(self.map, 2, index)
-
-    def stripes(self, tile: Tensor, width: int) -> Tensor | None:
-        """bool ``[B, Hq, n, width]``: the stripes of query tiles by position; None where no mask has any."""
-        keys = stripes_at(self.masks, tile * self.grid[0], width)
-        return None if keys is None else keys.by_row[..., :width]
 
 
 def stripes_at(masks: Sequence[SparseMask], position: Tensor, width: int) -> KeptKeys | None:

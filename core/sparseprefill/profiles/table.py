@@ -89,8 +89,8 @@ class MadeTable:
     """A table that was just made, and what is to be said of it.
 
     measured: of what it was made, in words, such as "32 layers". heads, rows, words, drop: a table for people; `words`
-    are the columns of text, `drop` those that may leave. remarks: lines below it. facts: what a program is told. draw:
-    writes a picture to a path. useless: why the method can do nothing with it; empty where it can.
+    are the columns of text, `drop` those that may leave. remarks: lines below it. facts: what a program is told.
+    useless: why the method can do nothing with it; empty where it can.
     """
 
     table: ModelTable
@@ -101,7 +101,6 @@ class MadeTable:
     drop: Sequence[str] = ()
     remarks: Sequence[str] = ()
     facts: Mapping[str, Any]
-    draw: Callable[[Path], None] | None = None
     useless: str = ""
 
 
@@ -122,8 +121,8 @@ class NeededTable:
     measures, such as "layers". make: does so; it is called for a command alone, so that it may import anything.
     settings: attrs class of the maker's own options, whose docstring says ``name: help.`` of each; `seed` is the
     command's. With a method `check(tokens)` it raises ParameterError for samples of so many tokens. tokens, samples:
-    what the command measures by default. picture: whether `MadeTable.draw` is there. needs: modules that the maker
-    imports and that may be missing, with what to install.
+    what the command measures by default. needs: modules that the maker imports and that may be missing, with what to
+    install.
     """
 
     parameter: str
@@ -139,7 +138,6 @@ class NeededTable:
     stand_in: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
     tokens: int = 4096
     samples: int = 4
-    picture: bool = False
     needs: Mapping[str, str] = attrs.field(factory=dict, hash=False)
 
     @property

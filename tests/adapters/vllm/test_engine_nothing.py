@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sparseprefill.adapters.vllm.worker import NOBODY
 
 from . import engine, models
 
@@ -22,7 +23,6 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"runner": "pooling", "skip_tokenizer_init": False, "max_model_len": 512},
         "the layer is of type encoder_only, not a causal decoder's",
     ),
-    "deepseek": ({}, {"dtype": "bfloat16"}, "multi-head latent attention (MLA) has its own backends"),
 }
 
 
@@ -41,3 +41,13 @@ def test_it_is_said_at_start_and_in_the_report(tmp_path: Path) -> None:
         assert text in answer["report"]["text"]
         assert text in log
         assert 0 == sum(layer["sparse_calls"] for layer in answer["report"]["layers"])
+
+
+def test_a_model_with_other_backends_runs_as_without_the_adapter(tmp_path: Path) -> None:
+    """Multi-head latent attention: no layer asks for the backend, as the report says."""
+    model = str(models.save("deepseek", tmp_path / "deepseek"))
+    options = {"dtype": "bfloat16"}
+    job = {"model": model, "rounds": [[models.prompt(200)]], "options": options, "sparse": STREAMING}
+    (answer,) = engine.run([job], tmp_path)
+    assert "error" not in answer, answer["error"]
+    assert {NOBODY: 1} == answer["report"]["notes"]

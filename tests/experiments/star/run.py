@@ -16,7 +16,6 @@ from sparseprefill.adapters.star.api import attention_of
 from sparseprefill.adapters.star.encode import Inner
 from sparseprefill.adapters.star.layout import BLOCK, LONG, Layout, Sizes
 from sparseprefill.adapters.star.ranks import Ranks
-from sparseprefill.adapters.star.start import started
 
 from experiments.bench.clock import Run
 from sparseprefill.registry import default_registry
@@ -24,6 +23,7 @@ from sparseprefill.registry import default_registry
 from . import decode, layer, model
 from .cost import Cost
 from .inner import Seen
+from .start import started
 from .table import Table
 
 INNER = ("anchor-attention", "flexprefill", "xattention", "streaming")
@@ -33,17 +33,17 @@ TIMEOUT = 60.0  # seconds without progress; the first row of a kernel compiles i
 def bench(given: Namespace) -> None:
     """Measure and print; every rank runs it."""
     began = time.monotonic()
-    with started(given.device, "auto", TIMEOUT) as place:
+    with started(given.device, TIMEOUT) as device:
         ranks = Ranks(timeout=TIMEOUT)
         path = None if given.json is None else Path(given.json)
-        table = Table(ranks, place.device, given.seconds, began, path, given.rows)
-        shape = layer.LayerShape(device=place.device)
-        if place.device.type == "cpu":
-            shape = layer.LayerShape(heads=4, kv_heads=2, head_dim=64, dtype="float32", device=place.device)
-        mesh = dist.device_mesh.init_device_mesh(place.device.type, (ranks.size,))
-        device = _name(place.device)
-        table.note(torch=torch.__version__, ranks=ranks.size, device=device, tokens=given.tokens)
-        table.line(f"torch {torch.__version__}, {ranks.size} ranks, {device}; milliseconds of the slowest rank")
+        table = Table(ranks, device, given.seconds, began, path, given.rows)
+        shape = layer.LayerShape(device=device)
+        if device.type == "cpu":
+            shape = layer.LayerShape(heads=4, kv_heads=2, head_dim=64, dtype="float32", device=device)
+        mesh = dist.device_mesh.init_device_mesh(device.type, (ranks.size,))
+        name = _name(device)
+        table.note(torch=torch.__version__, ranks=ranks.size, device=name, tokens=given.tokens)
+        table.line(f"torch {torch.__version__}, {ranks.size} ranks, {name}; milliseconds of the slowest rank")
         table.line("| tokens | attention of one layer, unless it says layers | ms | speed-up | GiB | |")
         table.line("| ---: | --- | ---: | --- | ---: | --- |")
         Rows(table, shape, mesh, given.tokens).all()

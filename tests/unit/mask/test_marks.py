@@ -460,15 +460,13 @@ def test_stripes_are_checked_where_there_are_no_tiles() -> None:
         sp.SparseMask(geometry, 4, 4, None, 2, wrong).check()
 
 
-@pytest.mark.parametrize("tile_k", [None, 2])
-def test_a_plan_without_tiles_holds_none_on_its_own_grid(tile_k: int | None) -> None:
+def test_a_plan_without_tiles_holds_none_on_its_own_grid() -> None:
     call = make(24, 40)
     columns = torch.ones(1, 2, 1, 40, dtype=torch.bool)
     mask = sp.SparseMask.from_stripes(call, columns, 8, (8, 4), diagonal=False)
-    held = sp.Plan(mask).held(tile_k)
-    width = 4 if tile_k is None else tile_k
-    assert (8, width) == held.grid
-    assert (1, 2, call.geometry.tile_rows(8), 40 // width) == tuple(held.map.shape)
+    held = sp.Plan(mask).held()
+    assert (8, 4) == held.grid
+    assert (1, 2, call.geometry.tile_rows(8), 10) == tuple(held.map.shape)
     assert not held.map.any()
 
 
