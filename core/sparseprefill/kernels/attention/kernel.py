@@ -6,6 +6,19 @@ import triton
 import triton.language as tl
 
 from sparseprefill.kernels.attention.arguments import (
+    BITMAP,
+    COLUMNS,
+    FIELDS,
+    GROUP_ROWS,
+    KV_LEN,
+    OUT_BEGIN,
+    Q_BEGIN,
+    Q_LEN,
+    Q_OFFSET,
+    STRIPE_LISTS,
+    TABLE,
+    TILE_LISTS,
+    TILE_ROWS,
     Cache,
     Lists,
     Logits,
@@ -18,7 +31,6 @@ from sparseprefill.kernels.attention.arguments import (
     State,
 )
 from sparseprefill.kernels.attention.block import attend
-from sparseprefill.kernels.attention.requests import attend_request
 
 RUNTIME = (
     "outputs_stride_lb", "outputs_stride_lh", "sizes_q_offset", "sizes_q_len", "sizes_kv_len", "mask_tile_rows",
@@ -56,7 +68,7 @@ def sparse_attention_fwd_kernel(
     Forward: a program per query block and head. REPAIR: programs walk the `flags` of query blocks and do those again
     that met a NaN, mostly none, with care for NaN and infinities of V in keys that a row may not see. With
     `logits_below` steps whose logits cannot matter are left out, and counted: see `skip`. With `sizes_requests` a batch
-    row is a request with sizes, lists and pages of its own: see `requests`.
+    row is a request with sizes, lists and pages of its own: see `attend_request`.
     """
     queries = Queries(queries_ptr, queries_stride_b, queries_stride_h, queries_stride_n)
     k = Matrix(cache_k_ptr, cache_k_desc, cache_k_scale, cache_k_stride_b, cache_k_stride_h, cache_k_stride_n)
@@ -102,3 +114,59 @@ def run(
         attend_request(block, bh, queries, cache, mask, carry, outputs, sizes, logits, S, CAREFUL, PRECISION)
     else:
         attend(block, bh, queries, cache, mask, carry, outputs, sizes, logits, S, CAREFUL, PRECISION)
+
+
+@triton.jit
+def attend_request(
+    block, bh, queries, cache, mask, carry, outputs, sizes, logits, S, CAREFUL: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """`attend` for head ``bh % heads`` of request ``bh // heads``, if that has so many query blocks.
+
+    Flags of nonfinite blocks lie as if all requests had as many query tiles as the longest, `mask.tile_rows`.
+    """
+    request = sizes.requests + (bh // sizes.heads) * FIELDS
+    h = bh % sizes.heads
+    tile_rows = tl.load(request + TILE_ROWS).to(tl.int32)
+    blocks: tl.constexpr = S.TILE_Q // S.BLOCK_M
+    if block < tile_rows * blocks:
+        q_ptr = queries.ptr + tl.load(request + Q_BEGIN) * queries.stride_n
+        table = cache.table + tl.load(request + TABLE)
+        tiles = mask.tiles
+        if mask.tiles.counts is not None:
+            tiles = Lists(
+                mask.tiles.counts + tl.load(request + TILE_LISTS),
+                mask.tiles.offsets + tl.load(request + TILE_LISTS + 1),
+                mask.tiles.indices + tl.load(request + TILE_LISTS + 2),
+            )
+        stripes = mask.stripes
+        if mask.stripes.counts is not None:
+            stripes = Lists(
+                mask.stripes.counts + tl.load(request + STRIPE_LISTS),
+                mask.stripes.offsets + tl.load(request + STRIPE_LISTS + 1),
+                mask.stripes.indices + tl.load(request + STRIPE_LISTS + 2),
+            )
+        bitmap = mask.bitmap
+        if mask.bitmap is not None:
+            bitmap = mask.bitmap + tl.load(request + BITMAP)
+        group_rows = tl.load(request + GROUP_ROWS).to(tl.int32)
+        columns = tl.load(request + COLUMNS).to(tl.int32)
+        out_begin = tl.load(request + OUT_BEGIN)
+        flags = bh.to(tl.int64) * mask.tile_rows - h.to(tl.int64) * tile_rows  # `attend` adds the head's own tiles
+        attend(
+            block, h,
+            Queries(q_ptr, queries.stride_b, queries.stride_h, queries.stride_n),
+            Cache(cache.k, cache.v, table),
+            Mask(tiles, stripes, bitmap, tile_rows, group_rows, columns),
+            carry,
+            Outputs(
+                outputs.out + out_begin * outputs.stride_on, outputs.lse + out_begin, outputs.state,
+                outputs.nonfinite + flags * blocks, outputs.sinks, outputs.skipped,
+                outputs.stride_ob, outputs.stride_oh, outputs.stride_on, outputs.stride_lb, outputs.stride_lh,
+            ),
+            Sizes(
+                None, None, tl.load(request + Q_OFFSET).to(tl.int32), tl.load(request + Q_LEN).to(tl.int32),
+                tl.load(request + KV_LEN).to(tl.int32), sizes.heads, sizes.kv_group, None,
+            ),
+            logits,
+            S, CAREFUL, PRECISION,
+        )  # fmt: skip
