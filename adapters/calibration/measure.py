@@ -25,7 +25,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 from sparseprefill.stages import SparseExecutor
 
 from ..bench.clock import Clock

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from attrs import define, evolve, field, frozen
 
 from sparseprefill.errors import ParameterError
-from sparseprefill.profiles.progress import Steps
+from sparseprefill.profiles.table import Steps
 
 from ..evaluation.outcome import Layer, Outcome
 from .candidates import Candidate

@@ -11,7 +11,7 @@ from rich import progress as rich
 from rich.console import Console
 from rich.text import Text
 
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 FIGURES, LEFT = 42, 16
 """Cells that counts and times take beside the words, and the time left alone."""

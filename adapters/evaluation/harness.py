@@ -32,7 +32,7 @@ from attrs import define, field, frozen
 
 from sparseprefill.breakeven.gate import GateChoice
 from sparseprefill.errors import ParameterError, SparsePrefillError, printed, told
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 from ..huggingface import attach
 from ..session.session import check_flag

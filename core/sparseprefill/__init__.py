@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from sparseprefill.plugins.stem.values import ValueWeights
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
-    from sparseprefill.refiners.heads import GqaUnion
     from sparseprefill.refiners.recall import Recall, RecallFloor
-    from sparseprefill.refiners.rescue import DenseRows, LocalBand, RandomRescue, Sink, StrideRescue
+    from sparseprefill.refiners.rescue import DenseRows, GqaUnion, LocalBand, RandomRescue, Sink, StrideRescue
     from sparseprefill.refiners.skip import SkipSoftmax
     from sparseprefill.registry import PluginRecord, Registry, default_registry
     from sparseprefill.route import Route, gated
@@ -164,9 +163,8 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "plugins.stem.values": ("ValueWeights",),
     "profiles.profile": ("Profile",),
     "refiners.budget": ("BudgetCeiling", "BudgetFloor"),
-    "refiners.heads": ("GqaUnion",),
     "refiners.recall": ("RecallFloor",),
-    "refiners.rescue": ("DenseRows", "LocalBand", "RandomRescue", "Sink", "StrideRescue"),
+    "refiners.rescue": ("DenseRows", "GqaUnion", "LocalBand", "RandomRescue", "Sink", "StrideRescue"),
     "refiners.skip": ("SkipSoftmax",),
     "registry": ("PluginRecord", "Registry", "default_registry"),
     "route": ("Route", "gated"),

@@ -16,9 +16,9 @@ from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import MaskError, ParameterError
 from sparseprefill.mask.count import share
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.held import Held
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
+from sparseprefill.mask.samples import Held
 from sparseprefill.mask.tile_map import TileMap
 
 if TYPE_CHECKING:

@@ -42,8 +42,7 @@ from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.sampled import mass as sampled
 from sparseprefill.kernels.settings import settings
 from sparseprefill.kernels.statistics.key_means import key_means
-from sparseprefill.mask.held import KeptKeys
-from sparseprefill.mask.stretches import Stretches
+from sparseprefill.mask.samples import KeptKeys, Stretches
 from sparseprefill.statistics.sampled import last_rows
 
 LENGTH = 256

@@ -16,9 +16,8 @@ from kernels.test_sampled import FIELDS, call_of
 from sparseprefill import RecallFloor, kernels
 from sparseprefill.kernels.sampled import floor as launch
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.held import Held
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.stretches import Stretches
+from sparseprefill.mask.samples import Held, Stretches
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.recall import _reach

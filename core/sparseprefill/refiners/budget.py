@@ -14,8 +14,7 @@ from sparseprefill.mask.geometry import reachable_map
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.fit import Tiles, fitted
-from sparseprefill.refiners.narrow import Choice
-from sparseprefill.refiners.priority import TOP, highest, tile_worth
+from sparseprefill.refiners.narrow import TOP, Choice, highest, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.refiners.priority import column_worth, descending, first_of
+from sparseprefill.refiners.narrow import column_worth, descending, first_of
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

@@ -13,13 +13,12 @@ from sparseprefill import kernels
 from sparseprefill.call import rows_at
 from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.count import Lists
-from sparseprefill.mask.held import Held, stripes_at
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.stretches import Stretches
+from sparseprefill.mask.samples import Held, Stretches, stripes_at
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners import row_floor
-from sparseprefill.refiners.priority import descending
+from sparseprefill.refiners.narrow import descending
 from sparseprefill.refiners.row_floor import Raised
 from sparseprefill.stages import ALL_ROWS, HeadScope
 from sparseprefill.statistics.by_tile import RowMass, lse_by_tile, mass_of

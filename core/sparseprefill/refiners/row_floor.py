@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.call import rows_at
-from sparseprefill.mask.held import Held, stripes_at
+from sparseprefill.mask.samples import Held, stripes_at
 from sparseprefill.statistics.by_tile import row_mass
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseprefill.kernels.attention.arguments import FIELDS
 from sparseprefill.kernels.source import Source
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

@@ -18,7 +18,7 @@ from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import floor_div
 
 if TYPE_CHECKING:
-    from sparseprefill.mask.stretches import Stretches
+    from sparseprefill.mask.samples import Stretches
 
 MOST_COLUMNS = 1 << 14
 """Key tiles of a row that `choose_kernel` holds in registers."""
