@@ -24,7 +24,7 @@ from sparseprefill.breakeven.gate import AutoGate, Unmeasured
 from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point, Sizes
 from sparseprefill.breakeven.table import BreakEven
 from sparseprefill.executors import cpu, reference
-from sparseprefill.mask import count, export, samples
+from sparseprefill.mask import count, samples
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.priority import BestOf, PriorityScores
 from sparseprefill.mask.samples import Stretches
@@ -79,7 +79,7 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
 
 
 KINDS = (
-    *(count.Lists, count._Rows, export.Selection, export._Cells, export._Seen, samples.Held),
+    *(count.Lists, count._Rows, samples.Held),
     *(samples.KeptKeys, cpu._Row, cpu._Entries, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
     *(SampledRecall, Stretches, narrow.Choice, Tiles, fit._Order, fit._Table, values.WeightedPriority, values._Norms),
     *(Planned, Skipped, Guard, watch._Kept, watch._Coming, watch.RecallWatch, ledger.Room),

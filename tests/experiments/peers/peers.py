@@ -23,6 +23,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan
 
 from .causal import causal
+from .export import to_fa4, to_flex
 
 OURS = "sparseprefill"
 FP8_APART = 0.1
@@ -140,7 +141,7 @@ def _by_token(call: AttentionCall) -> list[Tensor]:
 
 def _flash4(call: AttentionCall, mask: Mask) -> Work:
     ours, _ = mask
-    made = ours.to_fa4()
+    made = to_fa4(ours)
     # Lists of one head would make it compile another kernel.
     each = (x.expand(-1, call.q.shape[1], *x.shape[2:]).contiguous() for x in made[:4])
     tensors = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
@@ -158,7 +159,7 @@ def _flash4(call: AttentionCall, mask: Mask) -> Work:
         out=lambda found: (found[0] if isinstance(found, tuple) else found).transpose(1, 2),
         keep=ours.to_dense,
         pairs=int(ours.pairs().sum()),
-        plan=ours.to_fa4,
+        plan=partial(to_fa4, ours),
     )
 
 
@@ -178,7 +179,7 @@ def _flash_sparse(call: AttentionCall, mask: Mask) -> Work:
 
 def _flex(call: AttentionCall, mask: Mask) -> Work:
     ours, _ = mask
-    block = ours.to_flex()
+    block = to_flex(ours)
     attend = _compiled() if call.q.device.type == "cuda" else _uncompiled()
 
     def run() -> Tensor:
@@ -187,7 +188,9 @@ def _flex(call: AttentionCall, mask: Mask) -> Work:
         )
         return found
 
-    return Work(run=run, out=lambda found: found, keep=ours.to_dense, pairs=int(ours.pairs().sum()), plan=ours.to_flex)
+    return Work(
+        run=run, out=lambda found: found, keep=ours.to_dense, pairs=int(ours.pairs().sum()), plan=partial(to_flex, ours)
+    )
 
 
 @cache
