@@ -147,7 +147,6 @@ def test_over_dense_plans_it_says_that_all_is_kept() -> None:
         ({"each_row": 0.9}, r"each_row is 0\.9: it goes with rows as a share, such as 0\.25"),
         ({"rows": 0.25, "span": 128}, "span is 128: with rows as a share each query tile gets what its own rows need"),
         ({"rows": 0.25, "speaks_for": "tile"}, "speaks_for is 'tile': with rows as a share"),
-        ({"rows": 0.25, "ceiling": 0.5}, r"ceiling is 0\.5: with rows as a share"),
         ({"rows": 0.25, "dense_from": 1.0}, r"dense_from is 1\.0: with rows as a share"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.call import rows_at
 from sparseprefill.errors import ParameterError, nearest, printed
-from sparseprefill.mask.count import Lists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.samples import Held, Stretches, stripes_at
 from sparseprefill.mask.tile_map import TileMap
@@ -86,15 +85,10 @@ class RecallFloor:
     dense_from: a head whose plan holds no more than this share of the key tiles in reach (of the call, or in a span),
     and which would need more, gets all of them. A head whose estimator chose more by itself just gets what is missing.
     1 turns that off.
-    ceiling: no head gets a tile by which it would hold more than this share of the key tiles in reach (of the call, or
-    in a span), not even to reach the target; a stripe counts one key of a tile, even in one that is kept. Of all that
-    is missing the tiles go first that hold most of what a sampled row loses. What the plan holds already stays, and no
-    head runs dense for `dense_from`. None: there is none.
 
     Notes, all on the device: ``recall_before`` and ``recall_after`` ``[B, Hq]``, mean over the sampled rows of a head
-    (NaN where it has none, or where queries or keys are NaN); ``recall_dense`` and ``recall_capped``, bool ``[B, Hq]``,
-    heads that run dense somewhere, and heads of which the ceiling left a row below the target; ``recall_sample``, a
-    `SampledRecall`.
+    (NaN where it has none, or where queries or keys are NaN); ``recall_dense``, bool ``[B, Hq]``, heads that run dense
+    somewhere; ``recall_sample``, a `SampledRecall`.
 
     Source: none of the papers; for the sampled rows, SampleAttention's stage 1 (arXiv 2406.15486).
     """
@@ -105,7 +99,6 @@ class RecallFloor:
     span: int | None = field(default=None, validator=maybe(whole()))
     speaks_for: str = field(default="neighbours", validator=one_of("neighbours", "stretch", "tile"))
     dense_from: float = field(default=0.5, validator=number(0.0, 1.0))
-    ceiling: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
 
     def __attrs_post_init__(self) -> None:
         """Options that do not go together."""
@@ -117,7 +110,7 @@ class RecallFloor:
                 )
             return
         for one in fields(RecallFloor):
-            if one.name in ("span", "speaks_for", "dense_from", "ceiling") and getattr(self, one.name) != one.default:
+            if one.name in ("span", "speaks_for", "dense_from") and getattr(self, one.name) != one.default:
                 raise ParameterError(
                     f"{one.name} is {printed(getattr(self, one.name))}: with rows as a share each query tile gets what "
                     "its own rows need; leave it out, or pass rows as a number"
@@ -160,10 +153,8 @@ class RecallFloor:
         if raised is None:
             raised = self._raised(mass_of(*by_tile), at, held, reach)
         widened = plan.widen(SparseMask.from_rules(call, grid, keep=raised.added))
-        real, after = at.real, raised.after
-        capped = None if self.ceiling is None else ((after < self.target - SLACK) & real[:, None]).any(-1)
         dense = None if raised.dense is None else raised.dense.any(-1)
-        return _noted(widened, SampledRecall(at.rows, real, raised.before, after), dense, capped)
+        return _noted(widened, SampledRecall(at.rows, at.real, raised.before, raised.after), dense)
 
     def _of_share(self, call: AttentionCall, plan: Plan, held: Held, reach: Tensor) -> Plan:
         each_row = self.target if self.each_row is None else self.each_row
@@ -177,7 +168,7 @@ class RecallFloor:
         """What `_raised` computes, in a few launches; None for what the kernels do not know."""
         from sparseprefill.kernels.sampled import floor
 
-        known = self.ceiling is None and self.speaks_for != "tile" and by_tile[0].dtype == torch.float32
+        known = self.speaks_for != "tile" and by_tile[0].dtype == torch.float32
         if not known or held.map.shape[-1] > floor.MOST_COLUMNS:
             return None
         tiles, neighbours = floor.Held(held.map, reach), self.speaks_for == "neighbours"
@@ -195,15 +186,9 @@ class RecallFloor:
         lost = torch.where(own, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
         before = torch.where(own, mass.tiles, mass.kept).sum(-1)
         chosen = self._chosen(lost, before, at.real[:, None], _own_tiles(at, grid, have.shape[-1]))
-        if self.ceiling is None:
-            added = self._spread(chosen, at, grid) & free
-            dense = self._dense(added, have, reach, at)
-            added = torch.where(at.to_tiles(dense)[..., None], free, added)
-        else:
-            scores = self._spread(torch.where(chosen, lost, -1.0), at, grid)
-            room = _room(held.masks, self.ceiling, have, reach, at, grid)
-            added = _most_worth(scores, free & (scores >= 0.0), room, at)
-            dense = None
+        added = self._spread(chosen, at, grid) & free
+        dense = self._dense(added, have, reach, at)
+        added = torch.where(at.to_tiles(dense)[..., None], free, added)
         return Raised(added, before, before + (lost * at.at_samples(added)).sum(-1), dense)
 
     def _chosen(self, lost: Tensor, before: Tensor, real: Tensor, own: Tensor) -> Tensor:
@@ -218,20 +203,16 @@ class RecallFloor:
         return chosen | (own & chosen.any(-1, keepdim=True))
 
     def _spread(self, chosen: Tensor, at: Stretches, grid: tuple[int, int]) -> Tensor:
-        """What sampled rows choose, ``[B, Hq, n, C]``, given to the query tiles that they speak for, ``[B, Hq, R, C]``.
-
-        Bool, or scores, of which a tile that is not chosen has -1.
-        """
-        nothing = chosen.new_full((), 0 if chosen.dtype == torch.bool else -1)
+        """bool ``[B, Hq, R, C]``: what sampled rows choose, ``[B, Hq, n, C]``, for query tiles that they speak for."""
         tile = torch.arange(at.of.shape[1], device=chosen.device)
         if self.speaks_for == "tile":
             own = (torch.gather(at.own, 1, at.of) == tile)[:, None, :, None]
-            return torch.where(own, at.at_tiles(chosen), nothing)
-        spread = _heard(chosen, nothing, at, at.of, grid)
+            return own & at.at_tiles(chosen)
+        spread = _heard(chosen, at, at.of, grid)
         if self.speaks_for == "stretch":
             return spread
-        before = _heard(chosen, nothing, at, (at.of - 1).clamp(min=0), grid)
-        return torch.where((at.of % at.each > 0)[:, None, :, None], torch.maximum(spread, before), spread)
+        before = _heard(chosen, at, (at.of - 1).clamp(min=0), grid)
+        return spread | (before & (at.of % at.each > 0)[:, None, :, None])
 
     def _dense(self, added: Tensor, have: Tensor, reach: Tensor, at: Stretches) -> Tensor:
         """bool ``[B, Hq, P]``: spans of heads that get every tile."""
@@ -291,16 +272,14 @@ def floor_of(given: object) -> RecallFloor | None:
     )
 
 
-def _noted(plan: Plan, seen: SampledRecall, dense: Tensor | None = None, capped: Tensor | None = None) -> Plan:
-    """The plan with a floor's notes; dense, capped: None for no head, else as `RecallFloor` says."""
+def _noted(plan: Plan, seen: SampledRecall, dense: Tensor | None = None) -> Plan:
+    """The plan with a floor's notes; dense: None for no head, else as `RecallFloor` says."""
     real, before = seen.real[:, None], seen.before
     mean = _mean(before, real)
-    none = torch.zeros_like(mean, dtype=torch.bool)
     notes = {
         "recall_before": mean,
         "recall_after": mean if seen.after is before else _mean(seen.after, real),
-        "recall_dense": none if dense is None else dense,
-        "recall_capped": none if capped is None else capped,
+        "recall_dense": torch.zeros_like(mean, dtype=torch.bool) if dense is None else dense,
         "recall_sample": seen,
     }
     return evolve(plan, notes={**plan.notes, **notes})
@@ -312,7 +291,7 @@ def _mean(x: Tensor, real: Tensor) -> Tensor:
     return mean
 
 
-def _heard(chosen: Tensor, nothing: Tensor, at: Stretches, sample: Tensor, grid: tuple[int, int]) -> Tensor:
+def _heard(chosen: Tensor, at: Stretches, sample: Tensor, grid: tuple[int, int]) -> Tensor:
     """What each query tile gets of one sample, int64 ``[B, R]``: its key tiles, and those as far from the diagonal."""
     picked = rows_at(chosen, sample)
     tile = torch.arange(sample.shape[1], device=chosen.device)
@@ -323,7 +302,7 @@ def _heard(chosen: Tensor, nothing: Tensor, at: Stretches, sample: Tensor, grid:
         moved = column + torch.div(tokens + rounding, grid[1], rounding_mode="floor")[..., None]
         known = (moved >= 0) & (moved < chosen.shape[-1])
         index = moved.clamp(0, chosen.shape[-1] - 1)[:, None].expand_as(picked)
-        heard = torch.maximum(heard, torch.where(known[:, None], torch.gather(picked, 3, index), nothing))
+        heard = heard | (torch.gather(picked, 3, index) & known[:, None])
     return heard
 
 
@@ -337,40 +316,3 @@ def _own_tiles(at: Stretches, grid: tuple[int, int], columns: int) -> Tensor:
     """bool ``[B, 1, n, C]``: the key tile that holds each sampled row's own token."""
     own = torch.div(at.position, grid[1], rounding_mode="floor")[..., None]
     return (own == torch.arange(columns, device=own.device))[:, None]
-
-
-def _room(
-    masks: Sequence[SparseMask], ceiling: float, have: Tensor, reach: Tensor, at: Stretches, grid: tuple[int, int]
-) -> Tensor:
-    """int64 ``[B, Hq, P]``: key tiles that the query tiles of a span may still take together."""
-    geometry, (tile_q, tile_k) = masks[0].geometry, grid
-    most = torch.floor(at.in_spans(reach.sum(-1)).double() * ceiling).to(torch.int64)
-    keys = have.sum(-1) * tile_k
-    tile = geometry.tiles(tile_q)
-    for mask in masks:
-        if mask.stripes is None:
-            continue
-        group = torch.div(tile * tile_q, mask.group_rows, rounding_mode="floor")
-        lists = Lists.of(mask.stripes, slice(None), mask.stripe_width, geometry)
-        lists = lists.of_rows(group - geometry.first_tile(mask.group_rows)[:, None])
-        seen = lists.keys_below(((tile + 1) * tile_q)[:, None])
-        if geometry.window is not None:
-            seen = seen - lists.keys_below((tile * tile_q - geometry.window + 1)[:, None])
-        keys = keys + torch.where(at.inhabited[:, None], seen, 0)
-    return (most - torch.div(at.in_spans(keys) + tile_k - 1, tile_k, rounding_mode="floor")).clamp(min=0)
-
-
-def _most_worth(scores: Tensor, candidates: Tensor, room: Tensor, at: Stretches) -> Tensor:
-    """bool ``[B, Hq, R, C]``: the candidates of highest score that a span has room for; of equal ones all or none.
-
-    The score that the first left out has is found by halving its bits, which order scores from 0 on as numbers do.
-    """
-    bits = scores.contiguous().view(torch.int32 if scores.dtype == torch.float32 else torch.int64)
-    width = 8 * scores.element_size() - 1
-    low = torch.full_like(room, -1)
-    high = torch.full_like(room, (1 << width) - 2)  # above all numbers; one less, so that no difference is too large
-    for _ in range(width + 1):
-        middle = low + torch.div(high - low, 2, rounding_mode="floor")
-        fits = at.in_spans((candidates & (bits > at.to_tiles(middle)[..., None])).sum(-1)) <= room
-        low, high = torch.where(fits, low, middle + 1), torch.where(fits, middle, high)
-    return candidates & (bits > at.to_tiles(high)[..., None])
