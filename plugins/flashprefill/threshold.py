@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.refiners.fit import ENTRIES, stripe_map
+from sparseprefill.refiners.budget import ENTRIES, stripe_map
 from sparseprefill.refiners.narrow import Choice, column_worth, scores_of, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import number, whole

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.refiners.fit import Tiles, fitted
+from sparseprefill.refiners.budget import Tiles, fitted
 from sparseprefill.refiners.narrow import Choice, highest, scores_of, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole

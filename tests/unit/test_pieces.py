@@ -15,7 +15,7 @@ from sparseprefill.plugins.proxy import corrector as proxy
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.mask import priority
-from sparseprefill.refiners import fit, row_floor
+from sparseprefill.refiners import budget, row_floor
 
 LENGTH, HEADS, TILE, DIM = 64, 2, 16, 8
 
@@ -179,8 +179,8 @@ def test_a_budget_fits_some_heads_and_tiles_at_a_time(
     scores = sp.PriorityScores(columns=torch.rand(1, HEADS, 4, LENGTH), rows=TILE)
     chosen, refiner = evolve(plan(given, True), priority=scores), sp.BudgetCeiling(share=0.4)
     whole = refiner.refine(given, chosen, sp.Memory()).mask.to_dense()
-    monkeypatch.setattr(fit, "BLOCKS", 1)  # so that the keys are the most that a piece holds
-    monkeypatch.setattr(fit, "ENTRIES", int(pieces_of * LENGTH))
-    found = pieces(fit._Maker, "part", (), 0, lambda *a: (len(range(*a[1].indices(HEADS))), len(a[2])))
+    monkeypatch.setattr(budget, "BLOCKS", 1)  # so that the keys are the most that a piece holds
+    monkeypatch.setattr(budget, "ENTRIES", int(pieces_of * LENGTH))
+    found = pieces(budget._Maker, "part", (), 0, lambda *a: (len(range(*a[1].indices(HEADS))), len(a[2])))
     assert torch.equal(whole, refiner.refine(given, chosen, sp.Memory()).mask.to_dense())
     assert found == expected

@@ -30,8 +30,8 @@ from sparseprefill.mask.priority import BestOf, PriorityScores
 from sparseprefill.mask.samples import Stretches
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Carry, Parts, Plan, Planned, Result, Skipped, SoftmaxState
-from sparseprefill.refiners import fit, narrow
-from sparseprefill.refiners.fit import Tiles, _Maker
+from sparseprefill.refiners import budget, narrow
+from sparseprefill.refiners.budget import Tiles, _Maker
 from sparseprefill.refiners.recall import SampledRecall
 from sparseprefill.route import Choice, Route
 from sparseprefill.stages import ExecutorStage, Guard, Stage
@@ -79,9 +79,18 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
 
 
 KINDS = (
-    *(count.Lists, count._Rows, samples.Held),
+    *(count.Lists, count._Rows, samples.Held, values.WeightedPriority, values._Norms),
     *(samples.KeptKeys, cpu._Row, cpu._Entries, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
-    *(SampledRecall, Stretches, narrow.Choice, Tiles, fit._Order, fit._Table, values.WeightedPriority, values._Norms),
+    *(
+        SampledRecall,
+        Stretches,
+        narrow.Choice,
+        Tiles,
+        budget._Order,
+        budget._Table,
+        values.WeightedPriority,
+        values._Norms,
+    ),
     *(Planned, Skipped, Guard, watch._Kept, watch._Coming, watch.RecallWatch, ledger.Room),
     session._Begun,
 )

@@ -16,7 +16,7 @@ from helpers.build import make
 from helpers.plans import CALLS, Positions, refined, whole
 from helpers.tile_sets import Tiles, Worth, each, grid, paint, prioritised, ranked, stripes_of
 from sparseprefill.mask import priority
-from sparseprefill.refiners import fit
+from sparseprefill.refiners import budget as fit
 
 DATA = st.data()
 BUDGETS = st.fixed_dictionaries({"tiles": st.integers(1, 6)}) | st.fixed_dictionaries(
