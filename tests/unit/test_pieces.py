@@ -15,7 +15,7 @@ from sparseprefill.plugins.proxy import corrector as proxy
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.mask import priority
-from sparseprefill.refiners import budget, row_floor
+from sparseprefill.refiners import budget
 
 LENGTH, HEADS, TILE, DIM = 64, 2, 16, 8
 
@@ -116,23 +116,6 @@ def test_a_threshold_judges_some_columns_at_a_time(pieces: Any, groups: int, exp
     if groups == 3:
         expected = [(3, 1)]
     assert found == expected
-
-
-@pytest.mark.parametrize(("tiles", "expected"), [(2.0, [2, 2]), (1.999, [1] * 4), (3.0, [3, 1]), (0.1, [1] * 4)])
-def test_a_floor_measures_some_query_tiles_at_a_time(pieces: Any, tiles: float, expected: list[int]) -> None:
-    given, floor = call(), sp.RecallFloor(rows=0.25, each_row=0.9, target=0)
-    chosen = plan(given, False)
-    whole = floor.refine(given, chosen, sp.Memory()).mask.to_dense()
-    each = 4 * HEADS * (LENGTH // TILE)  # a quarter of a tile's rows, their masses by key tile
-    found = pieces(
-        row_floor,
-        "sampled",
-        ("ENTRIES", "ENTRIES_ON_CPU"),
-        int(tiles * each),
-        lambda *a: a[3].stop - a[3].start if len(a) > 3 else None,
-    )
-    assert torch.equal(whole, floor.refine(given, chosen, sp.Memory()).mask.to_dense())
-    assert [one for one in found if one is not None] == expected
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Union
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
 
 import torch
-from attrs import Attribute, evolve, field, fields, frozen
+from attrs import evolve, field, fields, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
@@ -16,9 +16,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.samples import Held, Stretches, stripes_at
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.refiners import row_floor
 from sparseprefill.refiners.narrow import descending
-from sparseprefill.refiners.row_floor import Raised
 from sparseprefill.stages import ALL_ROWS, HeadScope
 from sparseprefill.statistics.by_tile import RowMass, lse_by_tile, mass_of
 from sparseprefill.validate import maybe, number, one_of, whole
@@ -51,12 +49,17 @@ class SampledRecall:
     after: Tensor
 
 
-def _rows(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    """a number of rows, 1 to 65536, or a share of all, above 0 and below 1"""
-    number_ = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_ROWS
-    if not number_ and not (isinstance(value, float) and 0.0 < value < 1.0):
-        remedy = f"pass an integer from 1 to {MOST_ROWS}, or a share of all rows above 0 and below 1"
-        raise ParameterError(f"{attribute.name} is {printed(value)}: {remedy}")
+class Raised(NamedTuple):
+    """What a floor adds to a plan.
+
+    added: bool ``[B, Hq, R, C]``, tiles that the plan gets. before, after: ``[B, Hq, n]``, mass that sampled rows kept
+    of theirs, and keep now. dense: bool ``[B, Hq, P]``, spans of heads that get every tile.
+    """
+
+    added: Tensor
+    before: Tensor
+    after: Tensor
+    dense: Tensor
 
 
 @frozen(kw_only=True)
@@ -68,18 +71,12 @@ class RecallFloor:
     keys is worked out once, and what the plan keeps of it, the carry included. Where that is less than the target, the
     key tiles that hold most of what is lost are chosen, the largest first, until it is reached, and its own tile.
 
-    A share of all rows, such as ``rows=0.25``, looks at one row in four of every query tile, other ones from tile to
-    tile, and at the last one of a batch row. Each tile then gets what its own rows need, so that each of them keeps
-    `each_row`; and where those of a head keep less than `target` on average, the rows that keep least are raised
-    further, all to one level. This costs that share of all logits, twice where `each_row` is below the target; and it
-    sees what single rows look up in the middle of a prompt, as a few rows of a whole call do not.
-
     speaks_for: who gets what a sampled row has chosen. "stretch": all query tiles of its stretch, both the very same
     key tiles and those at the same distance from the diagonal, as nobody knows which of the two made them matter.
     "neighbours": those of the next stretch too, so that each query tile hears the rows before and behind it.
     "tile": the query tile alone that holds the row.
     target: from 0 to 1; 1 gives whoever hears of a row every key. rows: query rows to sample in a call, or in each
-    `span`; or a share of all rows, below 1. each_row: what each row of a share keeps at least; None: the target.
+    `span`.
     span: tokens, a multiple of the plan's query tile, that are treated as if they were a call of their own; cuts at its
     multiples then change nothing, which makes it the floor's grain. None: the call as a whole, which has no grain.
     dense_from: a head whose plan holds no more than this share of the key tiles in reach (of the call, or in a span),
@@ -94,32 +91,10 @@ class RecallFloor:
     """
 
     target: float = field(default=0.95, validator=number(0.0, 1.0))
-    rows: int | float = field(default=64, validator=_rows)
-    each_row: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
+    rows: int = field(default=64, validator=whole(1, MOST_ROWS))
     span: int | None = field(default=None, validator=maybe(whole()))
     speaks_for: str = field(default="neighbours", validator=one_of("neighbours", "stretch", "tile"))
     dense_from: float = field(default=0.5, validator=number(0.0, 1.0))
-
-    def __attrs_post_init__(self) -> None:
-        """Options that do not go together."""
-        if not self.of_share:
-            if self.each_row is not None:
-                raise ParameterError(
-                    f"each_row is {self.each_row:g}: it goes with rows as a share, such as 0.25; a number of rows has "
-                    "target"
-                )
-            return
-        for one in fields(RecallFloor):
-            if one.name in ("span", "speaks_for", "dense_from") and getattr(self, one.name) != one.default:
-                raise ParameterError(
-                    f"{one.name} is {printed(getattr(self, one.name))}: with rows as a share each query tile gets what "
-                    "its own rows need; leave it out, or pass rows as a number"
-                )
-
-    @property
-    def of_share(self) -> bool:
-        """Whether a share of all rows is looked at."""
-        return isinstance(self.rows, float)
 
     head_scope: ClassVar[HeadScope] = "head"
 
@@ -131,9 +106,7 @@ class RecallFloor:
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles, and of each sampled row its mass by tile and the keys of the plan's stripes."""
         geometry = call.geometry
-        if self.of_share:
-            return default_workspace(call) + row_floor.workspace(call, self.rows)
-        samples = int(self.rows) if self.span is None else int(self.rows) * geometry.tile_rows(self.span)
+        samples = self.rows if self.span is None else self.rows * geometry.tile_rows(self.span)
         each = geometry.kv_len + 40 * geometry.tile_columns(128)
         return default_workspace(call) + geometry.batch * geometry.heads * min(samples, geometry.q_len) * each
 
@@ -144,23 +117,14 @@ class RecallFloor:
             remedy = f"pass a multiple of {grid[0]}, the tokens of the plan's query tiles"
             raise ParameterError(f"RecallFloor.span is {self.span}: {remedy}")
         held, reach = plan.held(), _reach(geometry, grid)
-        if self.of_share:
-            return self._of_share(call, plan, held, reach)
-        at = Stretches.deal(geometry, grid[0], int(self.rows), self.span)
+        at = Stretches.deal(geometry, grid[0], self.rows, self.span)
         stripes = stripes_at(held.masks, at.position, geometry.tile_columns(grid[1]) * grid[1])
         by_tile = lse_by_tile(call, at.rows, at.real, grid[1], stripes)
         raised = self._by_kernels(by_tile, at, held, reach) if kernels.serve(call.q) else None
         if raised is None:
             raised = self._raised(mass_of(*by_tile), at, held, reach)
         widened = plan.widen(SparseMask.from_rules(call, grid, keep=raised.added))
-        dense = None if raised.dense is None else raised.dense.any(-1)
-        return _noted(widened, SampledRecall(at.rows, at.real, raised.before, raised.after), dense)
-
-    def _of_share(self, call: AttentionCall, plan: Plan, held: Held, reach: Tensor) -> Plan:
-        each_row = self.target if self.each_row is None else self.each_row
-        rows, raised = row_floor.raised(call, held, reach, self.rows, each_row, self.target)
-        widened = plan.widen(SparseMask.from_rules(call, held.grid, keep=raised.added))
-        return _noted(widened, SampledRecall(rows.index, rows.real, raised.before, raised.after))
+        return _noted(widened, SampledRecall(at.rows, at.real, raised.before, raised.after), raised.dense.any(-1))
 
     def _by_kernels(
         self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, held: Held, reach: Tensor
@@ -224,10 +188,10 @@ class RecallFloor:
 class KeptWhole:
     """What a floor is over plans that hold every key: its notes. Nothing is lost, so nothing is worked out.
 
-    rows: query rows to sample, or their share, as of `RecallFloor`.
+    rows: query rows to sample, as of `RecallFloor`.
     """
 
-    rows: int | float
+    rows: int
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
     tail: ClassVar[int] = ALL_ROWS
@@ -235,21 +199,15 @@ class KeptWhole:
     def workspace(self, call: AttentionCall) -> int:
         """The notes, and what deals query tiles to samples."""
         geometry = call.geometry
-        rows = geometry.q_len if isinstance(self.rows, float) else min(self.rows, geometry.q_len)
+        rows = min(self.rows, geometry.q_len)
         return geometry.batch * (64 * geometry.tile_rows(1) + 32 * geometry.heads * rows)
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """The plan, with all of the mass of sampled rows kept before and after."""
         geometry = call.geometry
-        tile = plan.common_grid()[0]
-        if isinstance(self.rows, float):
-            some = row_floor.sampled(geometry, tile, self.rows)
-            rows, real = some.index, some.real
-        else:
-            at = Stretches.deal(geometry, tile, self.rows, None)
-            rows, real = at.rows, at.real
-        kept = torch.ones(geometry.batch, geometry.heads, rows.shape[1], device=geometry.device)
-        return _noted(plan, SampledRecall(rows, real, kept, kept))
+        at = Stretches.deal(geometry, plan.common_grid()[0], self.rows, None)
+        kept = torch.ones(geometry.batch, geometry.heads, at.rows.shape[1], device=geometry.device)
+        return _noted(plan, SampledRecall(at.rows, at.real, kept, kept))
 
 
 def floor_of(given: object) -> RecallFloor | None:
