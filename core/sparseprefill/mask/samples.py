@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from attrs import frozen
@@ -125,6 +125,19 @@ def _floor(x: Tensor, size: Tensor | int) -> Tensor:
 
 ALIGNED = 16
 """Maps of lists are that wide, or a multiple of it."""
+
+
+class Raised(NamedTuple):
+    """What a floor adds to a plan.
+
+    added: bool ``[B, Hq, R, C]``, tiles that the plan gets. before, after: ``[B, Hq, n]``, mass that sampled rows kept
+    of theirs, and keep now. dense: bool ``[B, Hq, P]``, spans of heads that get every tile.
+    """
+
+    added: Tensor
+    before: Tensor
+    after: Tensor
+    dense: Tensor
 
 
 @frozen(eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import torch
 from attrs import evolve, field, fields, frozen
@@ -13,7 +13,7 @@ from sparseprefill import kernels
 from sparseprefill.call import rows_at
 from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.samples import Held, Stretches, stripes_at
+from sparseprefill.mask.samples import Held, Raised, Stretches, stripes_at
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.narrow import descending
@@ -47,19 +47,6 @@ class SampledRecall:
     real: Tensor
     before: Tensor
     after: Tensor
-
-
-class Raised(NamedTuple):
-    """What a floor adds to a plan.
-
-    added: bool ``[B, Hq, R, C]``, tiles that the plan gets. before, after: ``[B, Hq, n]``, mass that sampled rows kept
-    of theirs, and keep now. dense: bool ``[B, Hq, P]``, spans of heads that get every tile.
-    """
-
-    added: Tensor
-    before: Tensor
-    after: Tensor
-    dense: Tensor
 
 
 @frozen(kw_only=True)
@@ -136,10 +123,8 @@ class RecallFloor:
         if not known or held.map.shape[-1] > floor.MOST_COLUMNS:
             return None
         tiles, neighbours = floor.Held(held.map, reach), self.speaks_for == "neighbours"
-        return Raised(
-            *floor.raised(
-                by_tile, at, tiles, held.grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
-            )
+        return floor.raised(
+            by_tile, at, tiles, held.grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
         )
 
     def _raised(self, mass: RowMass, at: Stretches, held: Held, reach: Tensor) -> Raised:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import floor_div
+from sparseprefill.mask.samples import Raised
 
 if TYPE_CHECKING:
     from sparseprefill.mask.samples import Stretches
@@ -34,16 +35,6 @@ class Held(NamedTuple):
 
     have: Tensor
     reach: Tensor
-
-
-class Raised(NamedTuple):
-    """added: bool ``[B, Hq, R, C]``, the tiles that a plan gets. before, after: float32 ``[B, Hq, n]``, mass that each
-    sampled row keeps. dense: bool ``[B, Hq, P]``, spans of heads that get every tile."""
-
-    added: Tensor
-    before: Tensor
-    after: Tensor
-    dense: Tensor
 
 
 @triton.jit
