@@ -117,7 +117,7 @@ class Sizes(NamedTuple):
 class Logits(NamedTuple):
     """scale: factor on q.k, log2(e) included. softcap, window: of the call, or None.
 
-    below: float32 ``[B]``, thresholds of steps that are left out, or None (see `skip`).
+    below: float32 ``[B]``, thresholds of steps that are left out, or None (see `block`).
     """
 
     scale: Any

@@ -72,7 +72,7 @@ def sparse_attention_fwd_kernel(
 
     Forward: a program per query block and head. REPAIR: programs walk the `flags` of query blocks and do those again
     that met a NaN, mostly none, with care for NaN and infinities of V in keys that a row may not see. With
-    `logits_below` steps whose logits cannot matter are left out, and counted: see `skip`. With `sizes_requests` a batch
+    `logits_below` steps whose logits cannot matter are left out, and counted: see `block`. With `sizes_requests` a batch
     row is a request with sizes, lists and pages of its own: see `attend_request`.
     """
     queries = Queries(queries_ptr, queries_stride_b, queries_stride_h, queries_stride_n)

@@ -67,7 +67,7 @@ def _dense_from(tile, batch, columns, dense_ptr, dense_first, dense_behind):
 
 @triton.jit
 def _mix(x):
-    """`mask.hashing.mix` on uint32."""
+    """`mask.tile_map.mix` on uint32."""
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
     return x ^ (x >> 15)
@@ -75,7 +75,7 @@ def _mix(x):
 
 @triton.jit
 def _fold(state, word):
-    """`mask.hashing.fold`: state uint32, word an integer."""
+    """`mask.tile_map.fold`: state uint32, word an integer."""
     return _mix((state ^ word.to(tl.uint32)) + 0x9E3779B9)
 
 
