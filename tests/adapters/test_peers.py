@@ -197,7 +197,7 @@ def per_token(keep: Tensor, tokens: int, tile: int = 128) -> Tensor:
 
 def test_flash_attention_4_gets_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its part is played by PyTorch: blocks as the lists say, causality inside the partial ones alone."""
-    from experiments.peers.export import Fa4Lists
+    from sparseprefill.mask.export import Fa4Lists
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
         lists, n = options["block_sparse_tensors"], q.shape[1]

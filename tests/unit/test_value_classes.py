@@ -24,7 +24,7 @@ from sparseprefill.breakeven.gate import AutoGate, Unmeasured
 from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point, Sizes
 from sparseprefill.breakeven.table import BreakEven
 from sparseprefill.executors import cpu, reference
-from sparseprefill.mask import count, samples
+from sparseprefill.mask import count, export, samples
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.priority import BestOf, PriorityScores
 from sparseprefill.mask.samples import Stretches
@@ -79,7 +79,11 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
 
 
 KINDS = (
+<<<<<<< HEAD
     *(count.Lists, count._Rows, samples.Held, values.WeightedPriority, values._Norms),
+=======
+    *(count.Lists, count._Rows, export.Selection, export._Cells, export._Seen, samples.Held),
+>>>>>>> parent of 0db9fd8 (Masks in the formats of other kernels leave the wheel: they serve the benchmark of peers alone, where they stand now)
     *(samples.KeptKeys, cpu._Row, cpu._Entries, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
     *(
         SampledRecall,

@@ -20,7 +20,10 @@ from sparseprefill.mask.lists import Blocks, IndexLists
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.export import Fa4Lists, Selection
 
 LARGEST = 1 << 31
 """No tile, group or picture reaches it."""
@@ -405,6 +408,45 @@ class SparseMask:
             for row in shades
         )
 
+    def to_flex(self, block: int | tuple[int, int] = 128) -> BlockMask:
+        """The mask as a BlockMask of PyTorch's FlexAttention: tiles and stripes, causality, window and padding.
+
+        Nothing is lost: pairs of partial blocks are decided one by one by its ``mask_mod``. Its blocks lie on the
+        tensors' indices, and full ones are told from partial ones. Heads are one where all have the same lists. It
+        holds int32 ``[B, Hq, R, C]`` several times over. Nothing is read on the host. Scale, softcap and sinks belong
+        to the call: pass ``scale``, or a ``score_mod``, to FlexAttention.
+
+        block: tokens of a block, or (query tokens, key tokens). A stripe makes its whole block partial, and a partial
+        block costs as much as a full one. Raises MaskError for a size that is none.
+        """
+        from sparseprefill.mask import export
+
+        return export.to_flex(self._selection(), _pair(block, "block"))
+
+    def to_fa4(self, block: int | tuple[int, int] | None = None) -> Fa4Lists:
+        """The mask's tiles as the block lists of flash-attn-4: counts and indices of partial blocks, and of full ones.
+
+        Its ``mask_mod`` must do what the lists cannot: causality, and the window, inside partial blocks. Rows of right
+        padding may get any output; real ones get what our executors give. Nothing is read on the host. Lists are int32
+        ``[B, Hq, R, C]``, of one head where all have the same.
+
+        block: tokens of a block, or (query tokens, key tokens), which divide the mask's tiles; None for the tiles.
+        Raises MaskError for what the lists cannot carry: stripes, left padding, an offset inside a block.
+        """
+        from sparseprefill.mask import export
+
+        return export.to_fa4(self._selection(), None if block is None else _pair(block, "block"))
+
+    def _selection(self) -> Selection:
+        from sparseprefill.mask.export import Selection
+
+        keep, heads = None, self.geometry.heads
+        if self.has_tiles:
+            tiles = self.as_map()
+            keep = tiles.by_group(heads) if tiles.shared == heads else tiles.resolved
+        of = (self.geometry, self.tile_q, self.tile_k, self.group, self.stripe_width)
+        return Selection(*of, keep, self.stripes)
+
     def check(self) -> None:
         """Read every value and raise MaskError where a list is not ascending, distinct and within bounds.
 
@@ -470,11 +512,11 @@ def _query_rows(rows: Tensor | Sequence[int], geometry: Geometry) -> Tensor:
     return index.to(geometry.device)
 
 
-def _pair(tile: int | tuple[int, int]) -> tuple[int, int]:
+def _pair(tile: int | tuple[int, int], name: str = "tile") -> tuple[int, int]:
     pair = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
     if len(pair) != 2 or not all(map(_is_size, pair)):
         remedy = "pass a positive number of tokens below 2^31, or (query tokens, key tokens)"
-        raise MaskError(f"tile is {printed(tile)}: {remedy}")
+        raise MaskError(f"{name} is {printed(tile)}: {remedy}")
     return pair[0], pair[1]
 
 

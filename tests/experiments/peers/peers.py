@@ -23,7 +23,6 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Plan
 
 from .causal import causal
-from .export import to_fa4, to_flex
 
 OURS = "sparseprefill"
 FP8_APART = 0.1
@@ -141,7 +140,7 @@ def _by_token(call: AttentionCall) -> list[Tensor]:
 
 def _flash4(call: AttentionCall, mask: Mask) -> Work:
     ours, _ = mask
-    made = to_fa4(ours)
+    made = ours.to_fa4()
     # Lists of one head would make it compile another kernel.
     each = (x.expand(-1, call.q.shape[1], *x.shape[2:]).contiguous() for x in made[:4])
     tensors = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
@@ -159,7 +158,7 @@ def _flash4(call: AttentionCall, mask: Mask) -> Work:
         out=lambda found: (found[0] if isinstance(found, tuple) else found).transpose(1, 2),
         keep=ours.to_dense,
         pairs=int(ours.pairs().sum()),
-        plan=partial(to_fa4, ours),
+        plan=ours.to_fa4,
     )
 
 
@@ -179,7 +178,7 @@ def _flash_sparse(call: AttentionCall, mask: Mask) -> Work:
 
 def _flex(call: AttentionCall, mask: Mask) -> Work:
     ours, _ = mask
-    block = to_flex(ours)
+    block = ours.to_flex()
     attend = _compiled() if call.q.device.type == "cuda" else _uncompiled()
 
     def run() -> Tensor:
@@ -188,9 +187,7 @@ def _flex(call: AttentionCall, mask: Mask) -> Work:
         )
         return found
 
-    return Work(
-        run=run, out=lambda found: found, keep=ours.to_dense, pairs=int(ours.pairs().sum()), plan=partial(to_flex, ours)
-    )
+    return Work(run=run, out=lambda found: found, keep=ours.to_dense, pairs=int(ours.pairs().sum()), plan=ours.to_flex)
 
 
 @cache

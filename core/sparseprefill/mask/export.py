@@ -20,7 +20,6 @@ from sparseprefill.errors import MaskError
 from sparseprefill.mask.count import ENTRIES, Lists
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.mask.mask import SparseMask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -60,15 +59,6 @@ class Selection:
     tiles: Tensor | None
     stripes: IndexLists | None
 
-    @classmethod
-    def of(cls, mask: SparseMask) -> Selection:
-        """What a mask selects; nothing is read on the host."""
-        keep, heads = None, mask.geometry.heads
-        if mask.has_tiles:
-            tiles = mask.as_map()
-            keep = tiles.by_group(heads) if tiles.shared == heads else tiles.resolved
-        return cls(mask.geometry, mask.tile_q, mask.tile_k, mask.group, mask.stripe_width, keep, mask.stripes)
-
     @property
     def heads(self) -> int:
         """Heads that have lists of their own: 1 where all have the same."""
@@ -77,16 +67,10 @@ class Selection:
         return self.geometry.heads if own_tiles or own_stripes else 1
 
 
-def to_flex(mask: SparseMask, block: tuple[int, int] = (128, 128)) -> BlockMask:
-    """The mask as a BlockMask of PyTorch's FlexAttention: tiles and stripes, causality, window and padding.
-
-    Nothing is lost: pairs of partial blocks are decided one by one by its ``mask_mod``. Its blocks lie on the tensors'
-    indices, and full ones are told from partial ones. Heads are one where all have the same lists. It holds int32
-    ``[B, Hq, R, C]`` several times over. Scale, softcap and sinks belong to the call. block: query and key tokens.
-    """
+def to_flex(selection: Selection, block: tuple[int, int]) -> BlockMask:
+    """A BlockMask ``[B, Hq or 1, Nq, Nkv]`` for torch's FlexAttention; see `SparseMask.to_flex`."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    selection = Selection.of(mask)
     geometry = selection.geometry
     partial_count, partial, full_count, full = _lists(selection, block, geometry.lengths, whole_rows=True)
     return BlockMask.from_kv_blocks(
@@ -100,14 +84,8 @@ def to_flex(mask: SparseMask, block: tuple[int, int] = (128, 128)) -> BlockMask:
     )
 
 
-def to_fa4(mask: SparseMask, block: tuple[int, int] | None = None) -> Fa4Lists:
-    """The mask's tiles as the block lists of flash-attn-4: counts and indices of partial blocks, and of full ones.
-
-    Its ``mask_mod`` must do what the lists cannot: causality, and the window, inside partial blocks. Rows of right
-    padding may get any output. block: query and key tokens, which divide the mask's tiles; None for the tiles.
-    Raises MaskError for what the lists cannot carry: stripes, left padding, an offset inside a block.
-    """
-    selection = Selection.of(mask)
+def to_fa4(selection: Selection, block: tuple[int, int] | None) -> Fa4Lists:
+    """Lists for flash-attn-4's block-sparse attention; see `SparseMask.to_fa4`. MaskError for what it cannot carry."""
     g, tile = selection.geometry, (selection.tile_q, selection.tile_k)
     size = tile if block is None else block
     if selection.stripes is not None:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from experiments.peers import export
-from experiments.peers.export import Fa4Lists, to_fa4, to_flex
 from sparseprefill import AttentionCall, MaskError, Plan, ReferenceExecutor, SparseMask, StrideRescue
+from sparseprefill.mask import export
+from sparseprefill.mask.export import Fa4Lists
 from sparseprefill.testing import calls, masks, tensors
 from sparseprefill.testing.truth import difference
 
@@ -57,7 +57,7 @@ def decoded(counts: Tensor, indices: Tensor, heads: int) -> Tensor:
 def test_flex_attention_gives_our_output(call: AttentionCall, data: st.DataObject) -> None:
     """Without the half second in which PyTorch traces each call; the next test but one leaves that in."""
     mask = data.draw(masks(call, diagonal=data.draw(st.booleans())))
-    block = to_flex(mask, data.draw(BLOCKS, label="block"))
+    block = mask.to_flex(data.draw(BLOCKS, label="block"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
         out = flex.flex_attention(call.q, call.k, call.v, block_mask=block, scale=call.softmax_scale, enable_gqa=True)
@@ -68,7 +68,7 @@ def test_flex_attention_gives_our_output(call: AttentionCall, data: st.DataObjec
 def test_flex_blocks_are_full_partial_or_left_out(call: AttentionCall, data: st.DataObject) -> None:
     mask = data.draw(masks(call, diagonal=data.draw(st.booleans())))
     size = data.draw(BLOCKS, label="block")
-    made, keep, heads = to_flex(mask, size), mask.to_dense(), call.q.shape[1]
+    made, keep, heads = mask.to_flex(size), mask.to_dense(), call.q.shape[1]
     assert size == made.BLOCK_SIZE
     assert (call.q.shape[2], call.kv_len) == made.seq_lengths
     partial, full = blocks_of(keep, size)
@@ -86,7 +86,7 @@ def test_flex_attention_at_the_edges_of_a_tile(length: int, kind: str) -> None:
     q, k, v = tensors("random", batch=1, heads=4, kv_heads=2, q_len=length, kv_len=length, head_dim=16)
     call = AttentionCall(q, k, v)
     mask = made(call, kind)
-    out = flex.flex_attention(q, k, v, block_mask=to_flex(mask), enable_gqa=True)
+    out = flex.flex_attention(q, k, v, block_mask=mask.to_flex(), enable_gqa=True)
     assert difference(ReferenceExecutor().execute(call, Plan(mask)).out, out, torch.float32) is None
 
 
@@ -109,20 +109,20 @@ def test_heads_with_the_same_lists_share_them() -> None:
     call = simple()
     everyone = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     for mask in (SparseMask.full(call), SparseMask.from_tiles(call, everyone), SparseMask.from_rules(call, sink=1)):
-        assert to_flex(mask).shape == (1, 1, 300, 300)
-        assert to_fa4(mask).mask_block_idx.shape == (1, 1, 3, 3)
+        assert mask.to_flex().shape == (1, 1, 300, 300)
+        assert mask.to_fa4().mask_block_idx.shape == (1, 1, 3, 3)
     apart = StrideRescue(2).refine(call, Plan(SparseMask.empty(call)), None).mask  # type: ignore[arg-type]
-    assert to_flex(apart).shape == (1, 4, 300, 300)
+    assert apart.to_flex().shape == (1, 4, 300, 300)
     columns = SparseMask.from_stripes(call, torch.ones(1, 1, 1, 300, dtype=torch.bool))
-    assert to_flex(columns).shape[1] in (1, 4)
-    assert torch.equal(columns.to_dense(), flex.create_mask(to_flex(columns).mask_mod, 1, 4, 300, 300, device="cpu"))
+    assert columns.to_flex().shape[1] in (1, 4)
+    assert torch.equal(columns.to_dense(), flex.create_mask(columns.to_flex().mask_mod, 1, 4, 300, 300, device="cpu"))
 
 
 def test_stripes_that_fill_a_block_make_it_full() -> None:
     call = simple()
     keep = torch.zeros(1, 1, 1, 300, dtype=torch.bool)
     keep[..., 16:32] = True
-    block_mask = to_flex(SparseMask.from_stripes(call, keep, tile=16, diagonal=False), (16, 16))
+    block_mask = SparseMask.from_stripes(call, keep, tile=16, diagonal=False).to_flex(16)
     assert block_mask.full_kv_num_blocks is not None
     block = block_mask.full_kv_num_blocks[0, 0, :4].tolist(), block_mask.kv_num_blocks[0, 0, :4].tolist()
     assert ([0, 0, 1, 1], [0, 1, 0, 0]) == block
@@ -145,7 +145,7 @@ def test_fa4_lists_hold_the_same_pairs(call: AttentionCall, data: st.DataObject)
     g = call.geometry
     fits = [n for n in divisors(mask.tile_q) if g.q_offset % n == 0]
     size = (data.draw(st.sampled_from(fits)), data.draw(st.sampled_from(divisors(mask.tile_k))))
-    lists = to_fa4(mask, size)
+    lists = mask.to_fa4(size)
     keep = paired(lists, call)
     real = g.real_queries()[:, None, :, None]
     assert torch.equal(mask.to_dense(), keep & real)
@@ -164,9 +164,9 @@ def test_few_heads_at_a_time_give_the_same(batch: int, heads: int, monkeypatch: 
     columns = torch.rand(batch, heads, 4, 90, generator=torch.Generator().manual_seed(1)) < 0.3
     tiles = SparseMask.from_tiles(call, keep, 8, diagonal=False)
     both = tiles | SparseMask.from_stripes(call, columns, 2, 8, diagonal=False)
-    whole = to_fa4(tiles), to_flex(both, (8, 8))
+    whole = tiles.to_fa4(), both.to_flex(8)
     monkeypatch.setattr(export, "ENTRIES", 1)
-    parts = to_fa4(tiles), to_flex(both, (8, 8))
+    parts = tiles.to_fa4(), both.to_flex(8)
     for name in ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"):
         assert torch.equal(getattr(whole[0], name), getattr(parts[0], name))
     assert torch.equal(whole[1].to_dense(), parts[1].to_dense())
@@ -178,21 +178,30 @@ def test_few_heads_at_a_time_give_the_same(batch: int, heads: int, monkeypatch: 
     [
         ("stripes", {}, None, "has stripes"),
         ("tiles", {"starts": torch.tensor([3], dtype=torch.int32)}, None, "left padding"),
-        ("tiles", {}, (96, 96), r"block is \(96, 96\): pass sizes that divide the mask's tiles, \(128, 128\)"),
+        ("tiles", {}, 96, r"block is \(96, 96\): pass sizes that divide the mask's tiles, \(128, 128\)"),
+        ("tiles", {}, 0, "block is 0"),
+        ("tiles", {}, True, "block is True"),
+        ("tiles", {}, (16, 16, 16), "block is"),
     ],
 )
 def test_what_fa4_cannot_carry_is_refused(kind: str, fields: dict[str, Any], block: Any, words: str) -> None:
     with pytest.raises(MaskError, match=words):
-        to_fa4(made(simple(**fields), kind), block)
+        made(simple(**fields), kind).to_fa4(block)
 
 
 def test_an_offset_that_a_smaller_block_divides_is_carried() -> None:
     call = evolve(simple(), q=simple().q[:, :, :236])
     assert call.geometry.q_offset == 64
     mask = made(call, "tiles")
-    assert torch.equal(mask.to_dense(), paired(to_fa4(mask, (64, 64)), call))
+    assert torch.equal(mask.to_dense(), paired(mask.to_fa4(64), call))
     with pytest.raises(MaskError, match="q_offset is 64, so query 0 lies inside a tile of 128"):
-        to_fa4(mask)
+        mask.to_fa4()
+
+
+@pytest.mark.parametrize("block", [0, -1, 2.0, "128", (128,), True, 1 << 31])
+def test_other_sizes_are_refused(block: Any) -> None:
+    with pytest.raises(MaskError, match="block is"):
+        SparseMask.full(simple()).to_flex(block)
 
 
 def paired(lists: Fa4Lists, call: AttentionCall) -> Tensor:
@@ -218,7 +227,7 @@ def test_compiled_flex_attention_reads_the_blocks() -> None:
     call = simple(385)
     mask = made(call, "tiles") | made(call, "stripes")
     compiled: Any = torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
-    out = compiled(call.q, call.k, call.v, block_mask=to_flex(mask), enable_gqa=True)
+    out = compiled(call.q, call.k, call.v, block_mask=mask.to_flex(), enable_gqa=True)
     assert difference(ReferenceExecutor().execute(call, Plan(mask)).out, out, torch.float32) is None
 
 
@@ -250,7 +259,7 @@ def test_compiled_flex_attention_on_a_gpu(q_len: int, kv_len: int, fields: dict[
     mask = made(call, kind)
     torch._dynamo.reset()  # each mask is a graph of its own, and a process may hold few
     compiled: Any = torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
-    out = compiled(call.q, call.k, call.v, block_mask=to_flex(mask), enable_gqa=True)
+    out = compiled(call.q, call.k, call.v, block_mask=mask.to_flex(), enable_gqa=True)
     assert difference(ReferenceExecutor().execute(call, Plan(mask)).out, out, torch.bfloat16) is None
 
 
@@ -263,7 +272,7 @@ def test_flash_attention_4_reads_the_lists(kind: str) -> None:
     sparsity = pytest.importorskip("flash_attn.cute.block_sparsity")
     call = on_gpu(1000, 1000, {})
     mask = made(call, kind)
-    lists = to_fa4(mask)._asdict()
+    lists = mask.to_fa4()._asdict()
     found = interface.flash_attn_func(
         *(x.transpose(1, 2).contiguous() for x in (call.q, call.k, call.v)),
         mask_mod=causal(),
@@ -281,9 +290,9 @@ def test_flash_attention_4_reads_the_lists(kind: str) -> None:
 def test_lists_are_made_without_waiting_for_the_device(kind: str) -> None:
     call = on_gpu(1000, 1000, {})
     mask = made(call, kind)
-    to_fa4(mask)  # compiles kernels
+    mask.to_fa4()  # compiles kernels
     torch.cuda.set_sync_debug_mode("error")
-    to_fa4(mask)
+    mask.to_fa4()
 
 
 @pytest.mark.parametrize("block", [(4, 3), (3, 4)])
@@ -291,4 +300,4 @@ def test_a_block_has_to_divide_the_tiles_both_ways(block: tuple[int, int]) -> No
     q = torch.zeros(1, 1, 16, 8)
     mask = SparseMask.full(AttentionCall(q, q, q), (8, 8))
     with pytest.raises(MaskError, match="pass sizes that divide the mask's tiles"):
-        to_fa4(mask, block)
+        mask.to_fa4(block)
