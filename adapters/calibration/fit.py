@@ -15,7 +15,7 @@ from sparseprefill.breakeven.table import BreakEven
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 from sparseprefill.registry import Registry
 
 from ..evaluation.comparison import Comparison

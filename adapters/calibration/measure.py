@@ -29,7 +29,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 from sparseprefill.stages import SparseExecutor
 from sparseprefill.testing.heads import head_tensors
 from sparseprefill.validate import whole

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, get_args
 from attrs import define, evolve, field, frozen
 
 from sparseprefill.errors import ParameterError
-from sparseprefill.profiles.progress import Steps
+from sparseprefill.profiles.table import Steps
 from sparseprefill.validate import maybe, number, one_of
 
 from ..evaluation.outcome import Layer, Outcome, Summary

@@ -72,7 +72,7 @@ def calibrate(
     Times dense attention, the sparse executor and the methods by length, and writes the table by which `attach` and
     `build` decide whether a call is worth running sparse.
     """
-    from sparseprefill.breakeven.rule import lines
+    from sparseprefill.breakeven.points import lines
     from sparseprefill.registry import default_registry
 
     from ..calibration import measure
@@ -141,7 +141,7 @@ def _before(path: Path, device: torch.device) -> BreakEven:
 
 def _show(table: BreakEven, shape: HeadShape, methods: Sequence[str]) -> None:
     """Print whole prompts, then chunks: the predicted speed-up over dense attention at the sizes measured."""
-    from sparseprefill.breakeven.rule import too_dense
+    from sparseprefill.breakeven.points import too_dense
 
     whole = [point for point in shape.points if point.whole]
 
@@ -161,7 +161,7 @@ def _show(table: BreakEven, shape: HeadShape, methods: Sequence[str]) -> None:
 
 def _part(shape: HeadShape, methods: Sequence[str], points: Sequence[Point], title: str, *more: Column[str]) -> None:
     """A table of some sizes: a row for dense attention, whose name is empty, and one for each method."""
-    from sparseprefill.breakeven.rule import lines
+    from sparseprefill.breakeven.points import lines
 
     known = {
         (name, line.queries or keys, keys): f"{1 / ratio:.2f}"

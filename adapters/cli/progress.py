@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 NARROW, WIDE = 60, 80
 """Columns of a terminal from which counts and the time so far are shown, and a bar."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 from ..evaluation.prompts import Prompt, spans_of
 from ..session.defaults import MIN_QUERY

@@ -23,7 +23,7 @@ from sparseprefill.errors import ParameterError, SparsePrefillError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.metrics import recall, sample_rows
 from sparseprefill.plan import Result
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 from ..huggingface import attach
 from .outcome import Contender, Fidelity, Layer, Outcome, compare

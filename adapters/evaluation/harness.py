@@ -31,7 +31,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from sparseprefill.errors import ParameterError, SparsePrefillError, printed, told
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 from ..huggingface import attach
 from ..session.session import check_flag

@@ -10,120 +10,74 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sparseprefill.breakeven.gate import Gate, GateChoice
-    from sparseprefill.breakeven.table import BreakEven, Verdict
-    from sparseprefill.call import AttentionCall
-    from sparseprefill.config import from_config
-    from sparseprefill.errors import (
-        AttachError,
-        InvalidCallError,
-        MaskError,
-        MethodCollisionError,
-        ParameterError,
-        PluginLoadError,
-        SparsePrefillError,
-        StageError,
-        UnknownMethodError,
-        UnsupportedCallError,
-    )
-    from sparseprefill.executors.auto import AutoExecutor
-    from sparseprefill.executors.cpu import CpuExecutor
-    from sparseprefill.executors.reference import ReferenceExecutor
-    from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.mask.lists import IndexLists
-    from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.mask.priority import Priority, PriorityScores
-    from sparseprefill.memory import Memory
-    from sparseprefill.method import Method, hookimpl
-    from sparseprefill.metrics import output_error, recall
-    from sparseprefill.pages import Pages
-    from sparseprefill.pipeline import Pipeline
-    from sparseprefill.plan import Carry, Plan, Remark, Result, Skipped, SoftmaxState
-    from sparseprefill.plugins.delta.corrector import Delta
-    from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
-    from sparseprefill.plugins.proxy.corrector import Proxy
-    from sparseprefill.plugins.stem.decay import PositionDecay
-    from sparseprefill.plugins.stem.values import ValueWeights
-    from sparseprefill.profiles.profile import Profile
-    from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
-    from sparseprefill.refiners.heads import GqaUnion
-    from sparseprefill.refiners.recall import Recall, RecallFloor
-    from sparseprefill.refiners.rescue import DenseRows, LocalBand, RandomRescue, Sink, StrideRescue
-    from sparseprefill.refiners.skip import SkipSoftmax
-    from sparseprefill.registry import PluginRecord, Registry, default_registry
-    from sparseprefill.route import Route, gated
-    from sparseprefill.stages import Corrector, HeadScope, MaskRefiner, Observer, PatternEstimator, SparseExecutor
-    from sparseprefill.union import UnionEstimator
+    from sparseprefill.breakeven.gate import Gate as Gate
+    from sparseprefill.breakeven.gate import GateChoice
+    from sparseprefill.breakeven.table import BreakEven as BreakEven
+    from sparseprefill.breakeven.table import Verdict as Verdict
+    from sparseprefill.call import AttentionCall as AttentionCall
+    from sparseprefill.config import from_config as from_config
+    from sparseprefill.errors import AttachError as AttachError
+    from sparseprefill.errors import InvalidCallError as InvalidCallError
+    from sparseprefill.errors import MaskError as MaskError
+    from sparseprefill.errors import MethodCollisionError as MethodCollisionError
+    from sparseprefill.errors import ParameterError as ParameterError
+    from sparseprefill.errors import PluginLoadError as PluginLoadError
+    from sparseprefill.errors import SparsePrefillError as SparsePrefillError
+    from sparseprefill.errors import StageError as StageError
+    from sparseprefill.errors import UnknownMethodError as UnknownMethodError
+    from sparseprefill.errors import UnsupportedCallError as UnsupportedCallError
+    from sparseprefill.executors.auto import AutoExecutor as AutoExecutor
+    from sparseprefill.executors.cpu import CpuExecutor as CpuExecutor
+    from sparseprefill.executors.reference import ReferenceExecutor as ReferenceExecutor
+    from sparseprefill.mask.geometry import Geometry as Geometry
+    from sparseprefill.mask.lists import IndexLists as IndexLists
+    from sparseprefill.mask.mask import SparseMask as SparseMask
+    from sparseprefill.mask.priority import Priority as Priority
+    from sparseprefill.mask.priority import PriorityScores as PriorityScores
+    from sparseprefill.memory import Memory as Memory
+    from sparseprefill.method import Method as Method
+    from sparseprefill.method import hookimpl as hookimpl
+    from sparseprefill.metrics import output_error as output_error
+    from sparseprefill.metrics import recall as recall
+    from sparseprefill.pages import Pages as Pages
+    from sparseprefill.pipeline import Pipeline as Pipeline
+    from sparseprefill.plan import Carry as Carry
+    from sparseprefill.plan import Plan as Plan
+    from sparseprefill.plan import Remark as Remark
+    from sparseprefill.plan import Result as Result
+    from sparseprefill.plan import Skipped as Skipped
+    from sparseprefill.plan import SoftmaxState as SoftmaxState
+    from sparseprefill.plugins.delta.corrector import Delta as Delta
+    from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold as RelativeThreshold
+    from sparseprefill.plugins.proxy.corrector import Proxy as Proxy
+    from sparseprefill.plugins.stem.decay import PositionDecay as PositionDecay
+    from sparseprefill.plugins.stem.values import ValueWeights as ValueWeights
+    from sparseprefill.profiles.profile import Profile as Profile
+    from sparseprefill.refiners.budget import BudgetCeiling as BudgetCeiling
+    from sparseprefill.refiners.budget import BudgetFloor as BudgetFloor
+    from sparseprefill.refiners.recall import Recall
+    from sparseprefill.refiners.recall import RecallFloor as RecallFloor
+    from sparseprefill.refiners.rescue import DenseRows as DenseRows
+    from sparseprefill.refiners.rescue import GqaUnion as GqaUnion
+    from sparseprefill.refiners.rescue import LocalBand as LocalBand
+    from sparseprefill.refiners.rescue import RandomRescue as RandomRescue
+    from sparseprefill.refiners.rescue import Sink as Sink
+    from sparseprefill.refiners.rescue import StrideRescue as StrideRescue
+    from sparseprefill.refiners.skip import SkipSoftmax as SkipSoftmax
+    from sparseprefill.registry import PluginRecord as PluginRecord
+    from sparseprefill.registry import Registry as Registry
+    from sparseprefill.registry import default_registry as default_registry
+    from sparseprefill.route import Route as Route
+    from sparseprefill.route import gated as gated
+    from sparseprefill.stages import Corrector as Corrector
+    from sparseprefill.stages import HeadScope as HeadScope
+    from sparseprefill.stages import MaskRefiner as MaskRefiner
+    from sparseprefill.stages import Observer as Observer
+    from sparseprefill.stages import PatternEstimator as PatternEstimator
+    from sparseprefill.stages import SparseExecutor as SparseExecutor
+    from sparseprefill.union import UnionEstimator as UnionEstimator
 
 __version__ = "0.2.0"
-__all__ = [
-    "AttachError",
-    "AttentionCall",
-    "AutoExecutor",
-    "BreakEven",
-    "BudgetCeiling",
-    "BudgetFloor",
-    "Carry",
-    "Corrector",
-    "CpuExecutor",
-    "Delta",
-    "DenseRows",
-    "Gate",
-    "Geometry",
-    "GqaUnion",
-    "HeadScope",
-    "IndexLists",
-    "InvalidCallError",
-    "LocalBand",
-    "MaskError",
-    "MaskRefiner",
-    "Memory",
-    "Method",
-    "MethodCollisionError",
-    "Observer",
-    "Pages",
-    "ParameterError",
-    "PatternEstimator",
-    "Pipeline",
-    "Plan",
-    "PluginLoadError",
-    "PluginRecord",
-    "PositionDecay",
-    "Priority",
-    "PriorityScores",
-    "Profile",
-    "Proxy",
-    "RandomRescue",
-    "RecallFloor",
-    "ReferenceExecutor",
-    "Registry",
-    "RelativeThreshold",
-    "Remark",
-    "Result",
-    "Route",
-    "Sink",
-    "SkipSoftmax",
-    "Skipped",
-    "SoftmaxState",
-    "SparseExecutor",
-    "SparseMask",
-    "SparsePrefillError",
-    "StageError",
-    "StrideRescue",
-    "UnionEstimator",
-    "UnknownMethodError",
-    "UnsupportedCallError",
-    "ValueWeights",
-    "Verdict",
-    "build",
-    "default_registry",
-    "from_config",
-    "gated",
-    "hookimpl",
-    "methods",
-    "output_error",
-    "recall",
-]
 
 # Names are fetched from their files when they are first asked for (PEP 562), so that what needs none of them, such as
 # the help of the command line, does not import torch. A test holds this table to the imports above.
@@ -164,9 +118,8 @@ _FILES: Mapping[str, tuple[str, ...]] = {
     "plugins.stem.values": ("ValueWeights",),
     "profiles.profile": ("Profile",),
     "refiners.budget": ("BudgetCeiling", "BudgetFloor"),
-    "refiners.heads": ("GqaUnion",),
     "refiners.recall": ("RecallFloor",),
-    "refiners.rescue": ("DenseRows", "LocalBand", "RandomRescue", "Sink", "StrideRescue"),
+    "refiners.rescue": ("DenseRows", "GqaUnion", "LocalBand", "RandomRescue", "Sink", "StrideRescue"),
     "refiners.skip": ("SkipSoftmax",),
     "registry": ("PluginRecord", "Registry", "default_registry"),
     "route": ("Route", "gated"),
@@ -179,6 +132,7 @@ _HOMES = {name: file for file, names in _FILES.items() for name in names}
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
 if not TYPE_CHECKING:  # or checkers would take every misspelt name for one of ours
+    __all__ = sorted(["build", "methods", *_HOMES])  # noqa: PLE0605 - a list it is
 
     def __getattr__(name: str) -> Any:
         """A public name, or a module of the package that has not been imported yet."""

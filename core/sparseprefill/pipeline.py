@@ -16,8 +16,7 @@ from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import KEPT_BYTES, Memory
-from sparseprefill.parts.record import Recorder
-from sparseprefill.parts.split import Part, parts
+from sparseprefill.parts.split import Part, Recorder, parts
 from sparseprefill.plan import Kernel, Parts, Plan, Planned, Result, Skipped
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.refiners.recall import KeptWhole, Recall, RecallFloor, floor_of

@@ -16,9 +16,9 @@ from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import MaskError, ParameterError
 from sparseprefill.mask.count import share
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.held import Held
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
+from sparseprefill.mask.samples import Held
 from sparseprefill.mask.tile_map import TileMap
 
 if TYPE_CHECKING:
@@ -203,10 +203,11 @@ class Plan:
         found = [mask.tiles_on(tile_q, tile_k) for mask in self.masks if mask.has_tiles]
         return reduce(or_, found) if found else self._base.tiles_on(tile_q, tile_k)
 
-    def held(self) -> Held:
-        """What all masks hold, on their common grid."""
-        grid = self.common_grid()
-        return Held(grid, self.tiles_on(*grid), self.masks)
+    def held(self, tile_k: int | None = None) -> Held:
+        """What all masks hold, on their common grid, or with key tiles of fewer tokens, which divide the grid's."""
+        tile_q, own = self.common_grid()
+        grid = (tile_q, own if tile_k is None else tile_k)
+        return Held(self.geometry, grid, self.tiles_on(*grid), self.masks)
 
     def keep(self, tile: int | None = None, **rules: Any) -> Plan:
         """The plan with the tiles of rules, such as ``sink=2`` or ``band=1``, those that the carry holds left out.

@@ -302,9 +302,8 @@ class _Core:
     @hookimpl
     def sparseprefill_refiners(self) -> Mapping[str, type[MaskRefiner]]:
         from sparseprefill.refiners.budget import BudgetCeiling, BudgetFloor
-        from sparseprefill.refiners.heads import GqaUnion
         from sparseprefill.refiners.recall import RecallFloor
-        from sparseprefill.refiners.rescue import DenseRows, LocalBand, RandomRescue, Sink, StrideRescue
+        from sparseprefill.refiners.rescue import DenseRows, GqaUnion, LocalBand, RandomRescue, Sink, StrideRescue
         from sparseprefill.refiners.skip import SkipSoftmax
 
         return {

@@ -7,8 +7,7 @@ import math
 import torch
 from attrs import frozen
 
-from sparseprefill.mask.geometry import Geometry, Sizes
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import Geometry, Sizes, kept
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 

@@ -19,8 +19,7 @@ from sparseprefill.mask.priority import PriorityScores
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
-from sparseprefill.refiners.heads import GqaUnion
-from sparseprefill.refiners.rescue import LocalBand, RandomRescue, Sink, StrideRescue
+from sparseprefill.refiners.rescue import GqaUnion, LocalBand, RandomRescue, Sink, StrideRescue
 from sparseprefill.statistics.grid import keys_on_grid, queries_on_grid, supported, wide_products
 from sparseprefill.statistics.select import top_mass
 

@@ -18,7 +18,7 @@ from sparseprefill.validate import whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.held import Held
+    from sparseprefill.mask.samples import Held
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan, Result
 

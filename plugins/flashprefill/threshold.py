@@ -10,9 +10,8 @@ from torch import Tensor
 
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.refiners.fit import ENTRIES, stripe_map
-from sparseprefill.refiners.narrow import Choice, scores_of
-from sparseprefill.refiners.priority import column_worth, tile_worth
+from sparseprefill.refiners.budget import ENTRIES, stripe_map
+from sparseprefill.refiners.narrow import Choice, column_worth, scores_of, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import number, whole
 

@@ -24,8 +24,7 @@ from sparseprefill.statistics.sampled import Logits
 from .table import AnchorTable, Settings
 
 if TYPE_CHECKING:
-    from sparseprefill.profiles.progress import Progress, Steps
-    from sparseprefill.profiles.table import ModelReader
+    from sparseprefill.profiles.table import ModelReader, Progress, Steps
 
 ONE_IN = 7
 """Layers to an anchor, about, where nobody says how many: 5 of 32, as the authors pick."""

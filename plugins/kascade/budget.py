@@ -8,8 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.mask.geometry import Geometry, Sizes
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import Geometry, Sizes, kept
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.statistics.by_tile import row_lse

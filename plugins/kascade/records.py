@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import kept
 from sparseprefill.mask.lists import IndexLists
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.kernels.hopper.arguments import Sizes
 from sparseprefill.kernels.hopper.gluon import barrier, load_block
-from sparseprefill.kernels.hopper.requests import batch_row
+from sparseprefill.kernels.hopper.paging import batch_row
 from sparseprefill.kernels.hopper.ring import advance
 from sparseprefill.kernels.settings import FUSED, power_of_two
 

@@ -8,8 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.mask.geometry import Geometry, Sizes
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import Geometry, Sizes, kept
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace

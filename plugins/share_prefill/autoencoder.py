@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparseprefill.profiles.progress import Steps
+from sparseprefill.profiles.table import Steps
 
 GRAIN = 16
 """Two poolings of 4: the side of a map must be a multiple of it."""

@@ -28,8 +28,7 @@ from .table import ClusterTable, Settings, Spot
 
 if TYPE_CHECKING:
     from sparseprefill.profiles.identity import ModelIdentity
-    from sparseprefill.profiles.progress import Progress, Steps
-    from sparseprefill.profiles.table import ModelReader
+    from sparseprefill.profiles.table import ModelReader, Progress, Steps
 
 
 def clustered(

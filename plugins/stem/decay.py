@@ -10,9 +10,8 @@ from torch import Tensor
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.refiners.fit import Tiles, fitted
-from sparseprefill.refiners.narrow import Choice, scores_of
-from sparseprefill.refiners.priority import highest, tile_worth
+from sparseprefill.refiners.budget import Tiles, fitted
+from sparseprefill.refiners.narrow import Choice, highest, scores_of, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
 

@@ -10,7 +10,6 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn import functional
 
-from sparseprefill import kernels
 from sparseprefill.errors import ParameterError
 from sparseprefill.mask.priority import ENTRIES, Priority
 from sparseprefill.parts.workspace import default_workspace
@@ -159,11 +158,7 @@ def largest_norms(call: AttentionCall, pool: int, kept: Tensor | None = None, po
     kept: the same of an earlier call of the request, whose first `pools` entries are taken as they are.
     """
     geometry = call.geometry
-    if kernels.serve(call.q) and call.q.dtype != torch.float64:
-        from .kernels import value_norms
-
-        return value_norms(call, pool, kept, pools)
-    if pools and call.pages is not None:  # of which no others are copied
+    if call.pages is not None:  # so that no copy of all values is made and kept
         v = call.values_at(torch.arange(pools * pool, geometry.kv_len, device=geometry.device)[None])
     else:
         v = call.v.detach()[:, :, pools * pool :]

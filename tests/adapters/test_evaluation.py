@@ -42,7 +42,7 @@ from transformers import (
 )
 
 import sparseprefill as sp
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,

@@ -147,7 +147,7 @@ def test_threads_measure_one_prefill_in_so_many() -> None:
 
 
 @pytest.mark.parametrize("tail", [0, 40])
-@pytest.mark.parametrize("floor", [None, 0.7, {"target": 0.99, "ceiling": 0.5}], ids=str)
+@pytest.mark.parametrize("floor", [None, 0.7, {"target": 0.99, "dense_from": 1.0}], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()
 def test_attach_reports_what_sp_recall_says(batch: int, floor: Any, tail: int) -> None:

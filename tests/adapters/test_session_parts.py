@@ -12,7 +12,7 @@ from sparseprefill.adapters.session.session import Prefill, Session
 
 import sparseprefill as sp
 from helpers.build import make
-from sparseprefill.parts import record as parts
+from sparseprefill.parts import split as parts
 
 CALL = make(96, heads=4, kv_heads=2)
 

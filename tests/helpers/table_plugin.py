@@ -9,8 +9,7 @@ from attrs import field, frozen
 
 from sparseprefill.method import Method, hookimpl
 from sparseprefill.profiles.identity import ModelIdentity
-from sparseprefill.profiles.progress import Progress
-from sparseprefill.profiles.table import MadeTable, ModelReader, ModelTable, NeededTable
+from sparseprefill.profiles.table import MadeTable, ModelReader, ModelTable, NeededTable, Progress
 from sparseprefill.structure import Schema
 from sparseprefill.validate import number, whole
 

@@ -26,7 +26,6 @@ from sparseprefill.plugins.kascade import kernels as kascade
 from sparseprefill.plugins.kascade.budget import Rows
 from sparseprefill.plugins.rowmax import RowMaxConfig
 from sparseprefill.plugins.rowmax import launch as rowmax
-from sparseprefill.plugins.stem.kernels import value_norms
 from sparseprefill.plugins.xattention import kernels as xattention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
@@ -42,8 +41,7 @@ from sparseprefill.kernels.sampled import by_tile, floor
 from sparseprefill.kernels.sampled import mass as sampled
 from sparseprefill.kernels.settings import settings
 from sparseprefill.kernels.statistics.key_means import key_means
-from sparseprefill.mask.held import KeptKeys
-from sparseprefill.mask.stretches import Stretches
+from sparseprefill.mask.samples import KeptKeys, Stretches
 from sparseprefill.statistics.sampled import last_rows
 
 LENGTH = 256
@@ -227,9 +225,6 @@ PREFIX = {
     "means": Prefix(Variant("tiles", width=128), key_means, 128, (2, 128)),
     "means: pages": Prefix(Variant("tiles", width=80, page=16), key_means, 100, (2, 80)),
     "means: fp8 pages": Prefix(Variant("tiles", width=128, page=16, stored=FP8), key_means, 128, (2, 128)),
-    "norms": Prefix(Variant("tiles", width=128), value_norms, 8, (20,)),
-    "norms: pages": Prefix(Variant("tiles", width=80, page=16), value_norms, 12, (20,)),
-    "norms: fp8 pages": Prefix(Variant("tiles", width=128, page=16, stored=FP8), value_norms, 8, (20,)),
 }
 
 

@@ -15,9 +15,8 @@ from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.test_sampled import FIELDS, call_of, moved
 from sparseprefill import AttentionCall, RecallFloor, kernels
 from sparseprefill.kernels.sampled.by_tile import tile_lse
-from sparseprefill.mask.held import KeptKeys
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.stretches import Stretches
+from sparseprefill.mask.samples import KeptKeys, Stretches
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.by_tile import lse_by_tile

@@ -78,7 +78,7 @@ def test_no_host_synchronisation(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]ynchroniz.*:UserWarning")
-@pytest.mark.parametrize("floor", [{}, {"ceiling": 0.3, "span": 1024}, {"speaks_for": "tile", "rows": 5}], ids=str)
+@pytest.mark.parametrize("floor", [{}, {"span": 1024}, {"speaks_for": "tile", "rows": 5}], ids=str)
 @pytest.mark.parametrize("name", ["streaming", "vertical-slash", "anchor-attention"])
 def test_no_host_synchronisation_by_a_recall_floor(name: str, floor: dict[str, Any]) -> None:
     run_without_waiting(name, recall=floor)

@@ -22,8 +22,8 @@ from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, Memory, build, kernels
 from sparseprefill.kernels import source
-from sparseprefill.mask.held import KeptKeys
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.samples import KeptKeys
 from sparseprefill.parts.split import Part
 from sparseprefill.statistics.by_tile import lse_by_tile
 from sparseprefill.statistics.pooled import tile_mean

@@ -14,11 +14,10 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.flashprefill.threshold import RelativeThreshold
-from sparseprefill.plugins.stem.kernels import value_norms
 from sparseprefill.plugins.stem.values import largest_norms
 from torch import Tensor
 
-from kernels.caches import LAYOUTS, STORED, copied, in_fp8, paged, untouched
+from kernels.caches import STORED, in_fp8, paged, untouched
 from kernels.device import CUDA, DEVICE, DTYPES
 from sparseprefill import AttentionCall, Memory, ValueWeights, build, kernels
 from sparseprefill.executors.reference import ReferenceExecutor
@@ -28,12 +27,12 @@ from sparseprefill.memory import PrefixTiles
 from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry
-from sparseprefill.testing import calls, tensors
+from sparseprefill.testing import tensors
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 Make = Callable[..., Tensor]
-KINDS: dict[str, Make] = {"key means": key_means, "value norms": value_norms, "value norms, PyTorch": largest_norms}
+KINDS: dict[str, Make] = {"key means": key_means, "value norms": largest_norms}
 CUTS = st.lists(st.integers(1, 70), min_size=2, max_size=4)
 
 
@@ -85,8 +84,7 @@ def test_a_chunk_reads_its_own_rows_and_those_of_the_tile_that_it_goes_on_with(k
         if first > 90:
             forget(call, first // 16 * 16)
         assert torch.equal(fresh, prefix.get(call, kind, 16, partial(make, call, 16)))
-        if kind != "value norms, PyTorch":
-            assert page is None or untouched(call)
+        assert page is None or untouched(call)
         made = whole(200)
         source = moved(source, made)
 
@@ -112,49 +110,6 @@ def moved(source: AttentionCall, made: AttentionCall) -> AttentionCall:
     source.pages.v.copy_(fresh.v)
     pages = evolve(source.pages)
     return evolve(source, k=pages, v=pages)
-
-
-@settings(max_examples=100 if CUDA else 20, deadline=None)
-@given(
-    call=calls(max_batch=3, max_heads=4, head_dims=(16, 40), max_len=150, dtypes=DTYPES, device=DEVICE),
-    pool=st.sampled_from([1, 5, 8, 100]),
-)
-def test_norms_are_those_of_plain_pytorch(call: AttentionCall, pool: int) -> None:
-    """Of keys that there are; what stands behind the last of a padded row nobody asks for."""
-    expected = largest_norms(evolve(call, q=call.q.double(), k=call.k.double(), v=call.v.double()), pool).float()
-    counts = (call.geometry.key_counts() // pool)[:, None, None]
-    there = torch.arange(expected.shape[2], device=counts.device) < counts
-    found = torch.where(there, value_norms(call, pool), 0.0)
-    torch.testing.assert_close(torch.where(there, expected, 0.0), found, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_value_that_is_not_finite_makes_its_pool_infinite(value: float) -> None:
-    call = whole(40)
-    call.v[0, 1, 17, 3] = value
-    found = value_norms(call, 8).isfinite()
-    assert [(0, 1, 2)] == [tuple(where) for where in (~found).nonzero().tolist()]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_norms_of_pages_are_those_of_tensors(layout: str) -> None:
-    call = whole(131)
-    for page in (16, 48, 128):
-        there = paged(call, page, layout)
-        assert torch.equal(value_norms(call, 8), value_norms(there, 8))
-        assert untouched(there)
-
-
-@pytest.mark.parametrize("page", [16, 128])
-@pytest.mark.parametrize("stored", STORED)
-def test_norms_of_an_fp8_cache_are_those_of_its_copy(stored: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "serve", lambda _: True)
-    for number, total in enumerate((1, 127, 129, 251)):
-        for dtype in DTYPES if CUDA else [DTYPES[number % 2]]:
-            there = in_fp8(whole(total, dtype), page, sorted(LAYOUTS)[number % 2], *STORED[stored])
-            found = value_norms(there, 8)
-            assert untouched(there)
-            assert torch.equal(value_norms(copied(there), 8), found)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.device import CUDA, DEVICE
-from sparseprefill.kernels.lists.launch import decode, encode, encode_map, encode_ranges, resolve
+from sparseprefill.kernels.lists.maps import decode, encode, encode_map, encode_ranges, resolve
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Random, Stride, TileMap

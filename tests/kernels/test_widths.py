@@ -18,9 +18,8 @@ from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import together
 from sparseprefill.kernels.attention.launch import variant
 from sparseprefill.mask.lists import IndexLists
-from sparseprefill.parts.record import Recorder
-from sparseprefill.parts.split import Part
-from sparseprefill.refiners.heads import over_group
+from sparseprefill.parts.split import Part, Recorder
+from sparseprefill.refiners.rescue import over_group
 from sparseprefill.testing import attention, tensors
 
 # numpy, which the interpreter computes with, warns of the infinities that a softmax lives with

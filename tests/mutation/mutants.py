@@ -34,8 +34,8 @@ PACE = {
     "core/sparseprefill/mask/count.py": {"ENTRIES"},
     "core/sparseprefill/mask/priority.py": {"ENTRIES"},
     "core/sparseprefill/pipeline.py": {"KEPT", "SHARE"},
-    "core/sparseprefill/refiners/fit.py": {"ENTRIES", "CELLS", "BLOCKS"},
-    "core/sparseprefill/refiners/priority.py": {"ENTRIES"},
+    "core/sparseprefill/refiners/budget.py": {"ENTRIES", "CELLS", "BLOCKS"},
+    "core/sparseprefill/refiners/narrow.py": {"ENTRIES"},
 }
 LEAVES = {"name", "string", "newline", "endmarker"}  # where no operator has a place; skipping them is only faster
 

@@ -135,7 +135,7 @@ ENTRIES, CELLS = 1 << 23, 1 << 24
 
 def test_what_changes_no_result_on_a_cpu_has_no_mutants() -> None:
     pytest.importorskip("cosmic_ray")
-    left = [(one.operator, one.within) for one in Source("core/sparseprefill/refiners/fit.py", NOTHING).mutants()]
+    left = [(one.operator, one.within) for one in Source("core/sparseprefill/refiners/budget.py", NOTHING).mutants()]
     assert {("core/ReplaceAndWithOr", "c"), ("core/AddNot", "c"), ("core/AddNot", "a")} >= set(left)
     elsewhere = [one.within for one in Source(PATH, NOTHING).mutants() if one.operator == "core/NumberReplacer"]
     assert {""} == set(elsewhere), "the names are those of one file"

@@ -13,8 +13,6 @@ from sparseprefill.testing import allowed_pairs
 
 Held = Callable[[int, int, int, int], bool]
 """Batch row, head, query tile and key tile on the row's grid: whether the plan holds the tile as a tile."""
-Stripes = Callable[[int, int, int], int]
-"""Batch row, head, query tile: how many stripes a plan has within the keys that rows of the tile may see."""
 
 
 @frozen(kw_only=True)
@@ -28,7 +26,6 @@ class Rule:
     span: int | None
     speaks_for: str
     dense_from: float
-    ceiling: float | None
 
 
 @define
@@ -41,7 +38,7 @@ class Answer:
     dense: set[tuple[int, int]]
 
 
-def recall_floor(call: AttentionCall, rule: Rule, computed: Tensor, held: Held, stripes: Stripes) -> Answer:
+def recall_floor(call: AttentionCall, rule: Rule, computed: Tensor, held: Held) -> Answer:
     """computed: bool ``[B, Hq, Nq, Nkv]``, what the plan computes."""
     batch, heads, q_len, _ = call.q.shape
     answer = Answer(computed.clone(), {(b, h): {} for b in range(batch) for h in range(heads)}, set())
@@ -58,9 +55,7 @@ def recall_floor(call: AttentionCall, rule: Rule, computed: Tensor, held: Held, 
             samples = _samples(tiles, real, rule)
             for h in range(heads):
                 rows = {n: _attention(call, b, h, x - offset, allowed) for n, x in samples.items()}
-                _floor(
-                    call, rule, answer, computed, held, stripes, b, h, tiles, inhabited, samples, rows, start, offset
-                )
+                _floor(call, rule, answer, computed, held, b, h, tiles, inhabited, samples, rows, start, offset)
     answer.keep &= allowed[:, None]
     return answer
 
@@ -100,7 +95,7 @@ def _attention(call: AttentionCall, b: int, h: int, i: int, allowed: Tensor) -> 
 
 
 def _floor(
-    call: AttentionCall, rule: Rule, answer: Answer, computed: Tensor, held: Held, stripes: Stripes,
+    call: AttentionCall, rule: Rule, answer: Answer, computed: Tensor, held: Held,
     b: int, h: int, tiles: Sequence[int], inhabited: Sequence[int], samples: Mapping[int, int],
     rows: Mapping[int, Mapping[int, float]], start: int, offset: int,
 ) -> None:  # fmt: skip
@@ -122,19 +117,16 @@ def _floor(
         chosen[n] = every if rule.target >= 1 else _chosen(lost[n], before[n], position // rule.tile_k, rule)
     here = [tile for tile in tiles if tile in inhabited]
     wanted: dict[tuple[int, int], float] = {}
-    total = have = keys = 0
+    total = have = 0
     for tile in here:
         reach = _reach(call, rule, tile)
         mine = {j for j in reach if held(b, h, tile, j)}
         worth = _heard(tile, tiles, chosen, lost, samples, rule)
         wanted |= {(tile, j): x for j, x in worth.items() if j in reach and j not in mine}
-        total, have, keys = total + len(reach), have + len(mine), keys + stripes(b, h, tile)
-    if rule.ceiling is not None:
-        room = math.floor(total * rule.ceiling) - math.ceil((have * rule.tile_k + keys) / rule.tile_k)
-        wanted = {one: x for one, x in wanted.items() if sum(other >= x for other in wanted.values()) <= room}
+        total, have = total + len(reach), have + len(mine)
     added = {tile: {j for i, j in wanted if i == tile} for tile in here}
     new = len(wanted)
-    if rule.ceiling is None and have <= rule.dense_from * total < have + new:
+    if have <= rule.dense_from * total < have + new:
         answer.dense.add((b, h))
         added = {tile: {j for j in _reach(call, rule, tile) if not held(b, h, tile, j)} for tile in here}
     for i in range(call.q.shape[2]):

@@ -138,49 +138,66 @@ def unsorted(call: AttentionCall) -> Plan:
     return Plan(evolve(mask, tiles=evolve(mask.tiles, indices=mask.tiles.indices.flip(0))))
 
 
+def law(name: str) -> Callable[..., Any]:
+    """The check of one law."""
+    return lambda one, **options: testing.check_laws(one, (name,), **options)
+
+
+CHUNKS = law("chunk invariance at the grain")
+
+
+def test_a_law_that_there_is_not_is_named() -> None:
+    with pytest.raises(sp.ParameterError, match="names holds 'causal', which is no law; did you mean 'causality'"):
+        testing.check_laws("streaming", ("causal",))
+
+
 BROKEN: dict[str, tuple[Pipeline, Callable[..., Any], str]] = {
-    "non-causal": (spoiling(peeks), testing.assert_causal, "causality"),
-    "NaN leak": (spoiling(leaks), testing.assert_nan_stays_out, "NaN of an unselected key stays out"),
-    "overflow": (spoiling(overflows), testing.assert_no_nan, "no NaN for finite input"),
-    "unwritten row": (spoiling(unwritten), testing.assert_consistent, "softmax over its own mask"),
-    "unwritten row is NaN": (spoiling(unwritten), testing.assert_no_nan, "no NaN"),
-    "batch": (spoiling(batch_bound), testing.assert_batch_rows_independent, "batch rows independent"),
+    "non-causal": (spoiling(peeks), law("causality"), "causality"),
+    "NaN leak": (spoiling(leaks), law("NaN of an unselected key stays out"), "NaN of an unselected key stays out"),
+    "overflow": (spoiling(overflows), law("no NaN for finite input"), "no NaN for finite input"),
+    "unwritten row": (spoiling(unwritten), law("result == softmax over its own mask"), "softmax over its own mask"),
+    "unwritten row is NaN": (spoiling(unwritten), law("no NaN for finite input"), "no NaN"),
+    "batch": (spoiling(batch_bound), law("batch rows independent"), "batch rows independent"),
     "wrong numbers": (
         spoiling(lambda _, result: evolve(result, lse=result.lse + 0.01)),
-        testing.assert_consistent,
+        law("result == softmax over its own mask"),
         "LSE against softmax over its own mask",
     ),
     "wrong dtype": (
         spoiling(lambda _, result: evolve(result, out=result.out.double())),
-        testing.assert_consistent,
+        law("result == softmax over its own mask"),
         "out is torch.float64",
     ),
     "padding not zero": (
         spoiling(lambda _, result: evolve(result, out=torch.where(result.out == 0, 1.0, result.out))),
-        testing.assert_consistent,
+        law("result == softmax over its own mask"),
         "starts",
     ),
-    "empty rows": (estimating(empty_rows), testing.assert_no_empty_row, "rows have LSE -inf"),
+    "empty rows": (estimating(empty_rows), law("no empty row"), "rows have LSE -inf"),
     "no diagonal": (
         estimating(lambda call: Plan(SparseMask.from_stripes(call, torch.arange(70)[None] < 1, 1, 16, diagonal=False))),
-        testing.assert_no_empty_row,
+        law("no empty row"),
         "do not keep their own diagonal",
     ),
-    "nothing at all": (estimating(lambda call: Plan(SparseMask.empty(call))), testing.assert_density, "density is 0"),
-    "density counts twice": (estimating(false_disjoint), testing.assert_density, r"density is .*to_dense\(\) counts"),
-    "false disjoint": (estimating(false_disjoint), testing.assert_disjoint, "a tile and a stripe"),
-    "carry overlaps": (estimating(overlapping_carry), testing.assert_disjoint, "carry region"),
-    "unsorted lists": (estimating(unsorted), testing.assert_disjoint, "ascending, distinct"),
-    "grain lie": (estimating(by_last_query, 16), testing.assert_chunk_invariant, r"chunks cut at \[.*\(grain 16\)"),
-    "grain lie seen by causality": (estimating(by_last_query, 16), testing.assert_causal, "declared grain 16"),
+    "nothing at all": (estimating(lambda call: Plan(SparseMask.empty(call))), law("density in (0, 1]"), "density is 0"),
+    "density counts twice": (estimating(false_disjoint), law("density in (0, 1]"), r"density is .*to_dense\(\) counts"),
+    "false disjoint": (estimating(false_disjoint), law("carry and mask disjoint"), "a tile and a stripe"),
+    "carry overlaps": (estimating(overlapping_carry), law("carry and mask disjoint"), "carry region"),
+    "unsorted lists": (estimating(unsorted), law("carry and mask disjoint"), "ascending, distinct"),
+    "grain lie": (
+        estimating(by_last_query, 16),
+        law("chunk invariance at the grain"),
+        r"chunks cut at \[.*\(grain 16\)",
+    ),
+    "grain lie seen by causality": (estimating(by_last_query, 16), law("causality"), "declared grain 16"),
     "head scope lie": (
         Pipeline(Estimator(by_first_head, head_scope="head"), name="broken"),
-        testing.assert_parts_equal_whole,
+        law("parts by heads == whole"),
         "in 2 parts by heads",
     ),
     "sparse at full": (
         estimating(lambda call: NEAR.estimate(call, Memory())),
-        lambda one, **options: testing.assert_full_mask_is_dense(one, full={}, **options),
+        lambda one, **options: testing.check_laws(one, ("full mask == dense",), full={}, **options),
         "allowed pairs are missing from the mask",
     ),
 }
@@ -219,7 +236,7 @@ def test_calls_that_are_refused_are_left_out() -> None:
     report = testing.check_method("anchor-attention", calls=windowed)
     assert {} == dict(report.cases)
     assert "sliding window" in report.skipped["causality"]
-    assert {"causality": 2} == testing.assert_causal("anchor-attention", calls=[*windowed, *CALLS]).cases
+    assert {"causality": 2} == testing.check_laws("anchor-attention", ("causality",), calls=[*windowed, *CALLS]).cases
 
 
 @frozen(kw_only=True)
@@ -253,8 +270,10 @@ def test_method_name_and_factory_are_all_taken() -> None:
 
 def test_long_grain_gets_a_call_of_its_own() -> None:
     pipeline = sp.build("anchor-attention", theta=0.5, step=8, block=32, init_tokens=32)
-    assert {"chunk invariance at the grain": 1} == testing.assert_chunk_invariant(pipeline).cases
-    too_long = testing.assert_chunk_invariant(sp.build("anchor-attention"))
+    assert {"chunk invariance at the grain": 1} == testing.check_laws(
+        pipeline, ("chunk invariance at the grain",)
+    ).cases
+    too_long = testing.check_laws(sp.build("anchor-attention"), ("chunk invariance at the grain",))
     assert "grain 2048" in too_long.skipped["chunk invariance at the grain"]
 
 

@@ -130,7 +130,7 @@ HYBRIDS: dict[str, Callable[..., sp.Pipeline]] = {
     "anchor-attention + recall floor": refined("anchor-attention", sp.RecallFloor(target=0.7, rows=3, dense_from=1.0)),
     "vertical-slash + recall floor": refined("vertical-slash", sp.RecallFloor(target=0.8, dense_from=1.0)),
     "bfla + recall floor of spans": refined("bfla", sp.RecallFloor(target=0.7, rows=1, span=32)),
-    "streaming + recall floor + ceiling": refined("streaming", sp.RecallFloor(rows=2, ceiling=0.6)),
+    "streaming + recall floor in spans": refined("streaming", sp.RecallFloor(rows=2, span=64)),
     "xattention + relative threshold": by_score(every("xattention"), thresholded),
     "bfla + value weights + position decay": by_score(every("bfla"), decaying, sp.ValueWeights(1.0, pool=4)),
     "anchor-attention + relative threshold": by_score(partial(method, "anchor-attention"), thresholded),

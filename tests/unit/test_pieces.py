@@ -15,7 +15,7 @@ from sparseprefill.plugins.proxy import corrector as proxy
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.mask import priority
-from sparseprefill.refiners import fit, row_floor
+from sparseprefill.refiners import budget
 
 LENGTH, HEADS, TILE, DIM = 64, 2, 16, 8
 
@@ -118,23 +118,6 @@ def test_a_threshold_judges_some_columns_at_a_time(pieces: Any, groups: int, exp
     assert found == expected
 
 
-@pytest.mark.parametrize(("tiles", "expected"), [(2.0, [2, 2]), (1.999, [1] * 4), (3.0, [3, 1]), (0.1, [1] * 4)])
-def test_a_floor_measures_some_query_tiles_at_a_time(pieces: Any, tiles: float, expected: list[int]) -> None:
-    given, floor = call(), sp.RecallFloor(rows=0.25, each_row=0.9, target=0)
-    chosen = plan(given, False)
-    whole = floor.refine(given, chosen, sp.Memory()).mask.to_dense()
-    each = 4 * HEADS * (LENGTH // TILE)  # a quarter of a tile's rows, their masses by key tile
-    found = pieces(
-        row_floor,
-        "sampled",
-        ("ENTRIES", "ENTRIES_ON_CPU"),
-        int(tiles * each),
-        lambda *a: a[3].stop - a[3].start if len(a) > 3 else None,
-    )
-    assert torch.equal(whole, floor.refine(given, chosen, sp.Memory()).mask.to_dense())
-    assert [one for one in found if one is not None] == expected
-
-
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [(8.0, [(2, 4)]), (7.999, [(1, 4)] * 2), (3.0, [(1, 3), (1, 1)] * 2), (2.999, [(1, 2)] * 4), (0.5, [(1, 1)] * 8)],
@@ -179,8 +162,8 @@ def test_a_budget_fits_some_heads_and_tiles_at_a_time(
     scores = sp.PriorityScores(columns=torch.rand(1, HEADS, 4, LENGTH), rows=TILE)
     chosen, refiner = evolve(plan(given, True), priority=scores), sp.BudgetCeiling(share=0.4)
     whole = refiner.refine(given, chosen, sp.Memory()).mask.to_dense()
-    monkeypatch.setattr(fit, "BLOCKS", 1)  # so that the keys are the most that a piece holds
-    monkeypatch.setattr(fit, "ENTRIES", int(pieces_of * LENGTH))
-    found = pieces(fit._Maker, "part", (), 0, lambda *a: (len(range(*a[1].indices(HEADS))), len(a[2])))
+    monkeypatch.setattr(budget, "BLOCKS", 1)  # so that the keys are the most that a piece holds
+    monkeypatch.setattr(budget, "ENTRIES", int(pieces_of * LENGTH))
+    found = pieces(budget._Maker, "part", (), 0, lambda *a: (len(range(*a[1].indices(HEADS))), len(a[2])))
     assert torch.equal(whole, refiner.refine(given, chosen, sp.Memory()).mask.to_dense())
     assert found == expected

@@ -71,10 +71,10 @@ def test_over_dense_plans_a_floor_is_its_notes() -> None:
     call = attrs.evolve(CALL, starts=torch.tensor([7], dtype=torch.int32))
     notes, known = made.run(call).plan.notes, other.run(call).plan.notes
     assert set(known) == set(notes)
-    for name in ("recall_before", "recall_after", "recall_dense", "recall_capped"):
+    for name in ("recall_before", "recall_after", "recall_dense"):
         assert (known[name].shape, known[name].dtype) == (notes[name].shape, notes[name].dtype)
     assert bool((notes["recall_before"] == 1).all())
-    assert not bool((notes["recall_dense"] | notes["recall_capped"]).any())
+    assert not bool(notes["recall_dense"].any())
     sample = notes["recall_sample"]
     kept = sp.recall(call, bare.run(call), rows=sample.rows[0].tolist())
     torch.testing.assert_close(kept[:, :, sample.real[0]], sample.before[:, :, sample.real[0]])

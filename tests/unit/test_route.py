@@ -19,11 +19,9 @@ from helpers import tables
 from helpers.build import int32, make
 from helpers.tables import from_length
 from sparseprefill.breakeven import gate as breakeven_gate
-from sparseprefill.breakeven.gate import AutoGate, gate_of
-from sparseprefill.breakeven.points import DeviceKind
-from sparseprefill.breakeven.rule import pairs
+from sparseprefill.breakeven.gate import AutoGate, gate_of, rule_for
+from sparseprefill.breakeven.points import DeviceKind, pairs
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
-from sparseprefill.breakeven.unmeasured import rule_for
 from sparseprefill.executors.dense import attend, dense
 from sparseprefill.testing import attention
 

@@ -11,8 +11,17 @@ import torch
 from attrs import field, frozen
 
 from sparseprefill import structure
-from sparseprefill.breakeven.points import DeviceKind, HeadShape
-from sparseprefill.breakeven.rule import GAIN, Line, Sizes, from_length, lines, nearest, ratio_of
+from sparseprefill.breakeven.points import (
+    GAIN,
+    DeviceKind,
+    HeadShape,
+    Line,
+    Sizes,
+    from_length,
+    lines,
+    nearest,
+    ratio_of,
+)
 from sparseprefill.errors import ParameterError
 
 if TYPE_CHECKING:

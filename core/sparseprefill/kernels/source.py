@@ -74,23 +74,18 @@ class Keys:
         keys to be converted are copied for more than `PASSES`; and so are those that take fewer bytes as a copy, such as
         float32 of which bfloat16 is asked. Kernels over token groups have reasons of their own to copy (`group_keys`).
         """
-        return cls._in_pages(call.pages, "k", passes) or cls._of_tensor(call.k)
-
-    @classmethod
-    def of_values(cls, call: AttentionCall) -> Keys:
-        """The call's values instead of its keys, for kernels that look at these alone, in one pass."""
-        return cls._in_pages(call.pages, "v", 1) or cls._of_tensor(call.v)
+        return cls._in_pages(call.pages, passes) or cls._of_tensor(call.k)
 
     @classmethod
     def _of_tensor(cls, x: Tensor) -> Keys:
         return cls(x if x.stride(-1) == 1 else x.contiguous())
 
     @classmethod
-    def _in_pages(cls, pages: Pages | None, name: str, passes: int) -> Keys | None:
+    def _in_pages(cls, pages: Pages | None, passes: int) -> Keys | None:
         """None where a tensor is to be read."""
-        if pages is None or name in pages.gathered:
+        if pages is None or "k" in pages.gathered:
             return None
-        x, scale = (pages.k, pages.k_scale) if name == "k" else (pages.v, pages.v_scale)
+        x, scale = pages.k, pages.k_scale
         dtype = None if scale is None and x.dtype == pages.dtype else pages.dtype
         if dtype is not None and (passes > PASSES or x.element_size() > dtype.itemsize):
             return None

@@ -111,15 +111,6 @@ class Lists:
             low = torch.where(less, middle + 1, low)
         return low
 
-    def keys_below(self, bound: Tensor) -> Tensor:
-        """int64: how many keys of each list stand before `bound`, which broadcasts as in `below`."""
-        if self.width == 1:
-            return self.below(bound)
-        number = self.below(_floor(bound + self.width - 1, self.width))
-        offsets = self.offsets.view(*self.offsets.shape, *[1] * (bound.dim() - self.offsets.dim()))
-        end = (self._entry(offsets + number - 1) + 1) * self.width
-        return number * self.width - torch.where(number > 0, (end - bound).clamp(min=0), 0)
-
     def take(self, first: Tensor, number: int) -> Tensor:
         """int64 ``[B, H, R, number]``: entries from slot `first` ``[B, H, R]`` on; anything behind a list's end."""
         slot = first[..., None] + torch.arange(number, device=first.device)

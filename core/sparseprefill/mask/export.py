@@ -250,11 +250,21 @@ def _cells(selection: Selection, rows: _Cells, keys: _Cells, seen: _Seen, heads:
         group = torch.div(rows.first, span, rounding_mode="floor") - _first(g, span)
         lists = Lists.of(selection.stripes, heads, selection.stripe_width, g).of_rows(group.expand(g.batch, -1))
         edges = torch.cat([keys.first, keys.last[:, -1:] + 1], 1)[:, None, None]
-        before = lists.keys_below(edges)  # [B, h, n, m + 1], keys of stripes before each cell
-        low, high = (lists.keys_below(x[:, None])[..., None] for x in (seen.low, seen.high))
+        before = _keys_below(lists, edges)  # [B, h, n, m + 1], keys of stripes before each cell
+        low, high = (_keys_below(lists, x[:, None])[..., None] for x in (seen.low, seen.high))
         some = some | (torch.minimum(before[..., 1:], high) > torch.maximum(before[..., :-1], low))
         every = every | (before.diff(dim=-1) == (keys.last + 1 - keys.first)[:, None, None])
     return (some & seen.some).expand(shape), (every & seen.every).expand(shape)
+
+
+def _keys_below(lists: Lists, bound: Tensor) -> Tensor:
+    """int64: how many keys of each list stand before `bound`, which broadcasts as in `Lists.below`."""
+    if lists.width == 1:
+        return lists.below(bound)
+    number = lists.below(torch.div(bound + lists.width - 1, lists.width, rounding_mode="floor"))
+    offsets = lists.offsets.view(*lists.offsets.shape, *[1] * (bound.dim() - lists.offsets.dim()))
+    last = lists.indices[(offsets + number - 1).clamp(0, lists.indices.numel() - 1)].to(torch.int64)
+    return number * lists.width - torch.where(number > 0, ((last + 1) * lists.width - bound).clamp(min=0), 0)
 
 
 def _first(geometry: Geometry, tile: int) -> Tensor | int:

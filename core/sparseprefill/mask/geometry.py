@@ -1,4 +1,4 @@
-"""Where the rows and keys of a call stand: positions, tiles and who may see whom.
+"""Where the rows and keys of a call stand: positions, tiles and who may see whom; what sizes alone tell is kept.
 
 Every batch row has its own token grid. Position 0 is the row's first real token, so that a left-padded row of a
 batch is computed exactly as it would be alone; tiles, bands and groups lie on that grid and do not move with the cut
@@ -7,11 +7,43 @@ of a chunk.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from attrs import frozen
 from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def kept(make: Callable[P, T]) -> Callable[P, T]:
+    """The function with its last few answers kept, which nobody may write to; its arguments are hashable.
+
+    For small tensors that depend on sizes alone: to make them again takes launches in every layer.
+
+    Each CUDA stream has its own, since another could read them before they are written. While a CUDA graph is captured
+    nothing is kept or given: what a graph makes holds no values until it is replayed.
+    """
+
+    def plain(stream: int, *args: Any, **kwargs: Any) -> T:
+        with torch.inference_mode(False):  # else a later call with gradients could not use them
+            return make(*args, **kwargs)
+
+    known = cast(Callable[..., T], lru_cache(maxsize=64)(plain))
+
+    @wraps(make)
+    def get(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.cuda.is_initialized():
+            return known(0, *args, **kwargs)
+        if torch.cuda.is_current_stream_capturing():
+            return make(*args, **kwargs)
+        return known(torch.cuda.current_stream().cuda_stream, *args, **kwargs)
+
+    return get
+
 
 Sizes = tuple[int, int, int, int, int, torch.device, None, None, int | None]
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
-from sparseprefill.mask.geometry import Geometry, Sizes, span
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import Geometry, Sizes, kept, span
 
 
 class Blocks(NamedTuple):
@@ -75,7 +74,7 @@ class IndexLists:
     def from_map(cls, keep: Tensor) -> IndexLists:
         """Make lists from a bool map ``[B, H, R, C]`` of any strides; one launch on a GPU, with room for more."""
         if kernels.serve(keep):
-            from sparseprefill.kernels.lists.launch import encode_map
+            from sparseprefill.kernels.lists.maps import encode_map
 
             return cls(*encode_map(keep), same_heads=keep.stride(1) == 0)
         counts = keep.sum(-1, dtype=torch.int32)
@@ -93,7 +92,7 @@ class IndexLists:
         """
         _check_ranges(first, last, width)
         if kernels.serve(first):
-            from sparseprefill.kernels.lists.launch import encode_ranges
+            from sparseprefill.kernels.lists.maps import encode_ranges
 
             return cls(*encode_ranges(first, last, heads, width), same_heads=True)
         sizes = (last - first).clamp(min=0)
@@ -137,7 +136,7 @@ class IndexLists:
         if ratio > 1:
             return self.to_map(-(-columns // ratio)).repeat_interleave(ratio, dim=-1)[..., :columns]
         if kernels.serve(self.counts):
-            from sparseprefill.kernels.lists.launch import decode
+            from sparseprefill.kernels.lists.maps import decode
 
             return decode((self.counts, self.offsets, self.indices), columns)
         width = int(self.counts.max()) if self.counts.is_cpu and self.counts.numel() else columns

@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import count
-from sparseprefill.mask.geometry import Geometry, Sizes, regrid
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import Geometry, Sizes, kept, regrid
 from sparseprefill.mask.lists import Blocks, IndexLists
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 

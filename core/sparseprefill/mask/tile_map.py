@@ -1,11 +1,15 @@
-"""TileMap: a set of tiles as a bool map and rules, turned into lists once, when an executor asks for them."""
+"""TileMap: a set of tiles as a bool map and rules, turned into lists once, when an executor asks for them.
+
+Rules that choose by chance do so by an integer hash with the same bits on every device: 32-bit words in int64 tensors,
+no product above 2^63.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from attrs import evolve, frozen
@@ -13,13 +17,55 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
-from sparseprefill.mask import hashing
-from sparseprefill.mask.geometry import Geometry, Sizes, reachable_map, regrid
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import Geometry, Sizes, kept, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
 
 if TYPE_CHECKING:
-    from sparseprefill.kernels.lists.kernels import Rules
+    from sparseprefill.kernels.lists.maps import Rules
+
+WORD = 0xFFFFFFFF
+STRIDE, RANDOM = 1, 2
+"""What a seed is used for: refiners of one seed do not choose alike."""
+
+Word = TypeVar("Word", int, Tensor)
+
+
+def mix(x: Word) -> Word:
+    """A bijection of 32-bit words in which every input bit moves every output bit with probability about 1/2."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & WORD
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & WORD
+    return x ^ (x >> 15)
+
+
+def fold(state: Word, word: Word) -> Word:
+    """The hash of one word more."""
+    return mix(((state ^ (word & WORD)) + 0x9E3779B9) & WORD)
+
+
+@cache
+def layer_hash(use: int, seed: int, layer: int) -> int:
+    """The hash of what all tiles of a layer have in common."""
+    state = 0
+    for word in (use, seed & WORD, seed >> 32, layer):
+        state = fold(state, word)
+    return state
+
+
+def row_hash(geometry: Geometry, tile_q: int, state: int, first_head: int = 0) -> Tensor:
+    """int64 ``[B, Hq, R]``: hash of (state, head, index of the query tile on its row's grid).
+
+    first_head: number among the layer's heads of the first one here.
+    """
+    head = first_head + torch.arange(geometry.heads, device=geometry.device)
+    heads = fold(torch.full_like(head, state), head)
+    return fold(heads[None, :, None], geometry.tiles(tile_q)[:, None])
+
+
+def hashed_below(states: Tensor, columns: int, bound: int, entries: int = 1 << 22) -> Tensor:
+    """bool ``[B, Hq, R, columns]``: where the hash of (state, column) is below `bound`, in chunks of query tiles."""
+    column = torch.arange(columns, device=states.device)
+    step = max(1, entries // max(1, states.shape[0] * states.shape[1] * columns))
+    return torch.cat([fold(part[..., None], column) < bound for part in states.split(step, dim=2)], dim=2)
 
 
 @frozen
@@ -131,7 +177,7 @@ class TileMap:
     def lists(self) -> IndexLists:
         """The tiles as lists; one launch on a GPU."""
         if kernels.serve_device(self.geometry.device):
-            from sparseprefill.kernels.lists.launch import encode
+            from sparseprefill.kernels.lists.maps import encode
 
             same = not self.by_head and (self.keep is None or self.keep.shape[1] == 1)
             return IndexLists(*encode(*self.kernel_arguments()), same_heads=same)
@@ -188,14 +234,14 @@ class TileMap:
     def by_group(self, group: int) -> Tensor:
         """bool ``[B, H / group, R, C]``: what any of each `group` neighbouring heads keeps."""
         if kernels.serve_device(self.geometry.device):
-            from sparseprefill.kernels.lists.launch import resolve
+            from sparseprefill.kernels.lists.maps import resolve
 
             return resolve(*self.kernel_arguments(), group)
         return self.plain(group)
 
     def kernel_arguments(self) -> tuple[Geometry, int, int, Tensor | None, Rules, int, int]:
-        """What `kernels.lists.launch` takes: this map in plain tensors and numbers."""
-        from sparseprefill.kernels.lists.kernels import Rules
+        """What `kernels.lists.maps` takes: this map in plain tensors and numbers."""
+        from sparseprefill.kernels.lists.maps import Rules
 
         stride, random = self.stride, self.random
         rules = Rules(
@@ -234,9 +280,9 @@ class TileMap:
             kept = kept | ((column >= first) & (column <= last))[:, None]
         if self.stride is not None:
             every = self.stride.every
-            phase = hashing.row_hash(geometry, tile_q, self.stride.state, self.first_head) % every
+            phase = row_hash(geometry, tile_q, self.stride.state, self.first_head) % every
             kept = kept | (column % every == ((every - phase) % every)[..., None])
         if self.random is not None:
-            states = hashing.row_hash(geometry, tile_q, self.random.state, self.first_head)
-            kept = kept | hashing.below(states, shape[3], self.random.bound)
+            states = row_hash(geometry, tile_q, self.random.state, self.first_head)
+            kept = kept | hashed_below(states, shape[3], self.random.bound)
         return kept

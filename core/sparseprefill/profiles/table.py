@@ -14,7 +14,6 @@ from attrs import frozen
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.profiles.identity import ModelIdentity
-from sparseprefill.profiles.progress import Progress
 from sparseprefill.validate import FILE, anything
 
 if TYPE_CHECKING:
@@ -24,6 +23,11 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.plan import Result
+
+Progress = Callable[[str, int, int], None]
+"""Hears of progress: what is being done, how much of it is done, of how much."""
+Steps = Callable[[int, int], None]
+"""Hears of the progress of one piece of work: how much of it is done, of how much."""
 
 
 @frozen(kw_only=True)

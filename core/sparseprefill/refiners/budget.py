@@ -1,4 +1,10 @@
-"""Bounds on what a query tile may cost: at least, or at most, so many key tiles, or such a share of them."""
+"""Bounds on what a query tile may cost: at least, or at most, so many key tiles, or such a share of them.
+
+A ceiling ranks tiles and stripes together, by worth per key. A group of stripes may span the whole call, in which each
+query tile has room of its own. So stripes are dealt to query tiles one by one: columns are sorted once for their group,
+and each query tile takes as many of the first as it can. How many those are is counted by table, `blocks` of neighbours
+in the order by key tiles, and not column by column.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +14,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from attrs import field, frozen
 from torch import Tensor
+from torch.nn import functional
 
 from sparseprefill.errors import ParameterError, printed
 from sparseprefill.mask.geometry import reachable_map
+from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.refiners.fit import Tiles, fitted
-from sparseprefill.refiners.narrow import Choice
-from sparseprefill.refiners.priority import TOP, highest, tile_worth
+from sparseprefill.refiners.narrow import TOP, Choice, column_worth, descending, first_of, highest, tile_worth
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
 
@@ -24,6 +30,11 @@ if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan
+
+ENTRIES, CELLS = 1 << 23, 1 << 24
+"""Entries of one temporary tensor, where a single list does not need more: of sorts and tables, and of bool maps."""
+BLOCKS = 256
+"""Blocks into which the order of a group's columns is divided."""
 
 
 @frozen(kw_only=True)
@@ -112,3 +123,245 @@ class BudgetCeiling(_Budget):
         near = (column < first) & (column >= first - self.local)
         scores = torch.where(near, 2 * TOP, scores)
         return torch.where(column < self.sink, 4 * TOP, scores)
+
+
+@frozen(eq=False)
+class Tiles:
+    """What a query tile may choose from, on one grid. All bool ``[B, Hq, R, C]``, scores and room broadcast to it.
+
+    wanted: tiles to choose among, without those kept in any case. open: tiles whose stripes would add keys to what is
+    kept in any case. scores: worth per key. room: int64 ``[B, Hq, R]``, keys that a query tile may still take.
+    """
+
+    tile_q: int
+    tile_k: int
+    wanted: Tensor
+    open: Tensor
+    scores: Tensor
+    room: Tensor
+
+
+def fitted(call: AttentionCall, plan: Plan, tiles: Tiles, width: int) -> tuple[Tensor, IndexLists]:
+    """What fits of the wanted tiles, bool ``[B, Hq, R, C]``, and of the plan's stripes, by query tile.
+
+    Tiles and columns go in order of their worth per key (of equal ones tiles first, then the nearer), as long as they
+    fit. A tile costs its keys. A stripe costs one, in a tile that is kept nothing; it is then left out of the lists.
+    What a tile would not fit into goes to the next columns. width: a bound on a query tile's room, known on the host.
+    """
+    mask, geometry = plan.mask, call.geometry
+    rows, columns = tiles.wanted.shape[2:]
+    per = mask.group_rows // tiles.tile_q
+    groups = geometry.tile_rows(mask.group_rows)
+    slots = min(per, rows)
+    largest = geometry.batch * max(geometry.kv_len, slots * max(columns, geometry.kv_len // BLOCKS), BLOCKS * columns)
+    step = max(1, ENTRIES // largest)
+    heads, some = max(1, step // groups), min(step, groups)
+    maker = _Maker(call, plan, tiles, per, slots, min(width, geometry.kv_len))
+    kept, lists = [], []
+    for head in range(0, geometry.heads, heads):
+        here = slice(head, min(head + heads, geometry.heads))
+        parts = [maker.part(here, range(first, min(first + some, groups))) for first in range(0, groups, some)]
+        kept.append(maker.by_row(torch.cat([part[0] for part in parts], 2)))
+        joined = IndexLists.joined([part[1] for part in parts], 2)
+        counts, offsets = (maker.by_row(x[..., None])[..., 0] for x in (joined.counts, joined.offsets))
+        lists.append(IndexLists(counts, offsets, joined.indices))
+    return torch.cat(kept, 1), IndexLists.joined(lists, 1)
+
+
+@frozen(eq=False)
+class _Maker:
+    """Works on some heads and groups at a time. Each group has `slots` places for its query tiles."""
+
+    call: AttentionCall
+    plan: Plan
+    tiles: Tiles
+    per: int
+    slots: int
+    width: int
+
+    def part(self, heads: slice, groups: range) -> tuple[Tensor, IndexLists]:
+        """Tiles kept, ``[B, h, n * slots, C]``, and stripes, lists of the same places."""
+        tiles, tile_k = self.tiles, self.tiles.tile_k
+        order = _Order.of(self.call, self.plan, heads, groups, tile_k, tiles.scores.dtype)
+        index, real = self._places(groups)
+
+        def placed(x: Tensor) -> Tensor:
+            """``[B, h, n, slots, *]`` of x ``[B, Hq, R, *]``."""
+            x = x[:, heads] if x.shape[1] > 1 else x.expand(-1, heads.stop - heads.start, *x.shape[2:])
+            at = index.view(index.shape[0], 1, -1, *[1] * (x.dim() - 3)).expand(-1, x.shape[1], -1, *x.shape[3:])
+            picked: Tensor = torch.gather(x, 2, at).unflatten(2, (len(groups), -1))
+            return picked
+
+        wanted, free = placed(tiles.wanted) & real[..., None], placed(tiles.open) & real[..., None]
+        room = torch.where(real, placed(tiles.room).clamp(min=0), 0)
+        worth, ranked = descending(placed(tiles.scores.expand(tiles.wanted.shape)), wanted)
+        table = order.table(free)
+        number = _tiles_that_fit(order, table, worth, ranked, wanted, room, tile_k)
+        kept = first_of(ranked, number, wanted)
+        left = order.table(free & ~kept)
+        stripes = self._stripes(order, left, left.first(room - number * tile_k), groups)
+        return kept.flatten(2, 3), stripes
+
+    def _stripes(self, order: _Order, left: _Table, bound: Tensor, groups: range) -> IndexLists:
+        """Lists of the columns that stand before `bound` ``[B, h, n, slots]`` in the order, where tiles are open."""
+        kv_len, width = order.rank.shape[-1], max(1, self.width)
+        batch, heads, count, slots = bound.shape
+        some = max(1, CELLS // (batch * heads * count * kv_len))
+        counts, offsets, indices, length = [], [], [], 0
+        for first in range(0, slots, some):
+            part = slice(first, first + some)
+            free = left.open[..., part, :].repeat_interleave(self.tiles.tile_k, dim=-1)[..., :kv_len]
+            keep = (order.rank[..., None, :] < bound[..., part, None]) & free
+            lists = IndexLists.from_map(keep.flatten(2, 3))
+            index = lists.padded(width)[1].to(torch.int32)
+            here = (
+                torch.arange(lists.counts.numel(), device=index.device).view(batch, heads, count, -1) * width + length
+            )
+            counts.append(lists.counts.unflatten(2, (count, -1)))
+            offsets.append(here)
+            indices.append(index.flatten())
+            length += index.numel()
+        return IndexLists(torch.cat(counts, 3).flatten(2), torch.cat(offsets, 3).flatten(2), torch.cat(indices))
+
+    def _first(self, groups: range) -> tuple[Tensor, Tensor]:
+        """int64 ``[B, n]``: index of each group on its row's grid, and of the first query tile of it in the call."""
+        geometry, tile_q = self.call.geometry, self.tiles.tile_q
+        number = geometry.first_tile(self.per * tile_q)[:, None] + torch.arange(
+            groups.start, groups.stop, device=geometry.device
+        )
+        return number, (number * self.per - geometry.first_tile(tile_q)[:, None]).clamp(min=0)
+
+    def _places(self, groups: range) -> tuple[Tensor, Tensor]:
+        """The query tile of each place, int64 ``[B, n * slots]``; and bool ``[B, 1, n, slots]``, which hold one."""
+        geometry, tile_q = self.call.geometry, self.tiles.tile_q
+        number, first = self._first(groups)
+        row = first[..., None] + torch.arange(self.slots, device=geometry.device)
+        group = torch.div(row + geometry.first_tile(tile_q)[:, None, None], self.per, rounding_mode="floor")
+        rows = geometry.tile_rows(tile_q)
+        real = (row < rows) & (group == number[..., None])
+        return row.clamp(max=rows - 1).flatten(1), real[:, None]
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """``[B, h, R, *]`` of x ``[B, h, G * slots, *]``, the places of all groups."""
+        geometry, tile_q = self.call.geometry, self.tiles.tile_q
+        groups = range(x.shape[2] // self.slots)
+        tile = geometry.tiles(tile_q)
+        group = torch.div(tile, self.per, rounding_mode="floor") - geometry.first_tile(self.per * tile_q)[:, None]
+        group = group.clamp(max=len(groups) - 1)  # a row of padding alone may stand behind the last group
+        first = torch.gather(self._first(groups)[1], 1, group)
+        row = torch.arange(tile.shape[1], device=tile.device)
+        at = (group * self.slots + (row - first).clamp(max=self.slots - 1))[:, None, :, None]
+        return torch.gather(x, 2, at.expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+@frozen(eq=False)
+class _Order:
+    """The columns of some heads and groups in descending order of worth, in blocks of `size` neighbours.
+
+    worth: ``[B, h, n, M]``, -inf behind the last stripe. tile: int64 like it, key tile of each. listed: bool like it.
+    rank: int64 ``[B, h, n, Nkv]``, place of each key; that of keys without a stripe is behind all others.
+    counts: float32 ``[B, h, n, C, blocks]``, stripes of each key tile in each block. M: Nkv up to whole blocks.
+    """
+
+    worth: Tensor
+    tile: Tensor
+    listed: Tensor
+    rank: Tensor
+    counts: Tensor
+    size: int
+
+    @classmethod
+    def of(
+        cls, call: AttentionCall, plan: Plan, heads: slice, groups: range, tile_k: int, dtype: torch.dtype
+    ) -> _Order:
+        """Sorts the stripes of the plan's mask."""
+        geometry, mask = call.geometry, plan.mask
+        keep = stripe_map(mask, heads, groups)
+        number = geometry.first_tile(mask.group_rows)[:, None] + torch.arange(
+            groups.start, groups.stop, device=keep.device
+        )
+        scores = column_worth(plan, call, number * mask.group_rows, heads).to(dtype).expand(keep.shape)
+        worth, column = descending(scores, keep)
+        rank = torch.empty_like(column)
+        place = torch.arange(column.shape[-1], device=column.device).expand_as(column)
+        rank.scatter_(-1, column, place)
+        size = -(-geometry.kv_len // BLOCKS)
+        spare = -geometry.kv_len % size
+        rank = torch.where(keep, rank, geometry.kv_len + spare)
+        listed = functional.pad(worth > -torch.inf, (0, spare))
+        tile = functional.pad(torch.div(column, tile_k, rounding_mode="floor"), (0, spare))
+        columns, blocks = geometry.tile_columns(tile_k), listed.shape[-1] // size
+        block = torch.arange(listed.shape[-1], device=column.device) // size
+        counts = torch.zeros(*keep.shape[:3], columns * blocks, device=keep.device)
+        counts.scatter_add_(-1, tile * blocks + block, listed.float())
+        worth = functional.pad(worth, (0, spare), value=-torch.inf)
+        return cls(worth, tile, listed, rank, counts.unflatten(-1, (columns, blocks)), size)
+
+    def table(self, free: Tensor) -> _Table:
+        """How many stripes of open tiles, bool ``[B, h, n, slots, C]``, stand before each block."""
+        return _Table(self, free, functional.pad((free.float() @ self.counts).cumsum(-1), (1, 0)).to(torch.int64))
+
+
+@frozen(eq=False)
+class _Table:
+    """Stripes in the open tiles of each query tile. before: int64 ``[B, h, n, slots, blocks + 1]``."""
+
+    order: _Order
+    open: Tensor
+    before: Tensor
+
+    def count(self, place: Tensor) -> Tensor:
+        """int64 ``[B, h, n, slots]``: those that stand before `place`, alike, in the order."""
+        block = torch.div(place, self.order.size, rounding_mode="floor")
+        inner = torch.arange(self.order.size, device=place.device) < (place % self.order.size)[..., None]
+        whole = torch.gather(self.before, -1, block[..., None])[..., 0]
+        return whole + (self._members(block) & inner).sum(-1)
+
+    def first(self, number: Tensor) -> Tensor:
+        """int64 ``[B, h, n, slots]``: the place before which at most `number` stand, the last such one."""
+        last = self.before.shape[-1] - 2
+        whole = torch.searchsorted(self.before[..., 1:].contiguous(), number[..., None].contiguous(), right=True)[
+            ..., 0
+        ]
+        block = whole.clamp(max=last)
+        spare = number - torch.gather(self.before, -1, block[..., None])[..., 0]
+        inner = (self._members(block).cumsum(-1) <= spare[..., None]).sum(-1)
+        return block * self.order.size + inner
+
+    def _members(self, block: Tensor) -> Tensor:
+        """bool ``[B, h, n, slots, size]``: of a block of each query tile which columns are stripes in open tiles."""
+        size, order = self.order.size, self.order
+        at = block.clamp(max=self.before.shape[-1] - 2)[..., None] * size + torch.arange(size, device=block.device)
+        tile, listed = (torch.gather(x, -1, at.flatten(3)).view(at.shape) for x in (order.tile, order.listed))
+        return torch.gather(self.open, -1, tile) & listed
+
+
+def _tiles_that_fit(
+    order: _Order, table: _Table, worth: Tensor, ranked: Tensor, wanted: Tensor, room: Tensor, tile_k: int
+) -> Tensor:
+    """int64 ``[B, h, n, slots]``: how many tiles are kept, of their order `ranked`, int64 ``[B, h, n, slots, C]``.
+
+    The most before which, with the columns of higher worth, everything fits; more where all stripes fit as well.
+    """
+    number = wanted.sum(-1)
+    place = torch.searchsorted(-order.worth, -worth.flatten(3).contiguous()).view(worth.shape)
+    low, high = torch.zeros_like(number), number
+    for _ in range(worth.shape[-1].bit_length()):
+        middle = torch.div(low + high + 1, 2, rounding_mode="floor")
+        at = torch.gather(place, -1, (middle - 1).clamp(min=0)[..., None]).squeeze(-1)
+        fits = (middle * tile_k + table.count(at) <= room) | (middle == 0)
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
+    inside = table.open * order.counts.sum(-1)[..., None, :]
+    saved = torch.gather(inside, -1, ranked).to(torch.int64)
+    whole = table.before[..., -1:] + (tile_k - saved).cumsum(-1)
+    fits = (whole <= room[..., None]) & (torch.arange(1, worth.shape[-1] + 1, device=worth.device) <= number[..., None])
+    return torch.maximum(low, fits.sum(-1))
+
+
+def stripe_map(mask: SparseMask, heads: slice, groups: range) -> Tensor:
+    """bool ``[B, h, n, Nkv]`` of some heads and groups."""
+    lists, part = mask.stripes, slice(groups.start, groups.stop)
+    if lists is None:
+        return mask.stripe_map()[:, heads, part]
+    lists = IndexLists(lists.counts[:, heads, part], lists.offsets[:, heads, part], lists.indices)
+    return lists.to_map(mask.geometry.kv_len, mask.stripe_width)

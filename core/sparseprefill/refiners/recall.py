@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import torch
-from attrs import Attribute, evolve, field, fields, frozen
+from attrs import evolve, field, fields, frozen
 from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.call import rows_at
 from sparseprefill.errors import ParameterError, nearest, printed
-from sparseprefill.mask.count import Lists
-from sparseprefill.mask.held import Held, stripes_at
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.stretches import Stretches
+from sparseprefill.mask.samples import Held, Raised, Stretches, stripes_at
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.refiners import row_floor
-from sparseprefill.refiners.priority import descending
-from sparseprefill.refiners.row_floor import Raised
+from sparseprefill.refiners.narrow import descending
 from sparseprefill.stages import ALL_ROWS, HeadScope
 from sparseprefill.statistics.by_tile import RowMass, lse_by_tile, mass_of
 from sparseprefill.validate import maybe, number, one_of, whole
@@ -53,14 +49,6 @@ class SampledRecall:
     after: Tensor
 
 
-def _rows(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    """a number of rows, 1 to 65536, or a share of all, above 0 and below 1"""
-    number_ = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_ROWS
-    if not number_ and not (isinstance(value, float) and 0.0 < value < 1.0):
-        remedy = f"pass an integer from 1 to {MOST_ROWS}, or a share of all rows above 0 and below 1"
-        raise ParameterError(f"{attribute.name} is {printed(value)}: {remedy}")
-
-
 @frozen(kw_only=True)
 class RecallFloor:
     """Each sampled query row keeps at least `target` of its attention mass, whatever the estimator chose.
@@ -70,64 +58,30 @@ class RecallFloor:
     keys is worked out once, and what the plan keeps of it, the carry included. Where that is less than the target, the
     key tiles that hold most of what is lost are chosen, the largest first, until it is reached, and its own tile.
 
-    A share of all rows, such as ``rows=0.25``, looks at one row in four of every query tile, other ones from tile to
-    tile, and at the last one of a batch row. Each tile then gets what its own rows need, so that each of them keeps
-    `each_row`; and where those of a head keep less than `target` on average, the rows that keep least are raised
-    further, all to one level. This costs that share of all logits, twice where `each_row` is below the target; and it
-    sees what single rows look up in the middle of a prompt, as a few rows of a whole call do not.
-
     speaks_for: who gets what a sampled row has chosen. "stretch": all query tiles of its stretch, both the very same
     key tiles and those at the same distance from the diagonal, as nobody knows which of the two made them matter.
     "neighbours": those of the next stretch too, so that each query tile hears the rows before and behind it.
     "tile": the query tile alone that holds the row.
     target: from 0 to 1; 1 gives whoever hears of a row every key. rows: query rows to sample in a call, or in each
-    `span`; or a share of all rows, below 1. each_row: what each row of a share keeps at least; None: the target.
+    `span`.
     span: tokens, a multiple of the plan's query tile, that are treated as if they were a call of their own; cuts at its
     multiples then change nothing, which makes it the floor's grain. None: the call as a whole, which has no grain.
     dense_from: a head whose plan holds no more than this share of the key tiles in reach (of the call, or in a span),
     and which would need more, gets all of them. A head whose estimator chose more by itself just gets what is missing.
     1 turns that off.
-    ceiling: no head gets a tile by which it would hold more than this share of the key tiles in reach (of the call, or
-    in a span), not even to reach the target; a stripe counts one key of a tile, even in one that is kept. Of all that
-    is missing the tiles go first that hold most of what a sampled row loses. What the plan holds already stays, and no
-    head runs dense for `dense_from`. None: there is none.
 
     Notes, all on the device: ``recall_before`` and ``recall_after`` ``[B, Hq]``, mean over the sampled rows of a head
-    (NaN where it has none, or where queries or keys are NaN); ``recall_dense`` and ``recall_capped``, bool ``[B, Hq]``,
-    heads that run dense somewhere, and heads of which the ceiling left a row below the target; ``recall_sample``, a
-    `SampledRecall`.
+    (NaN where it has none, or where queries or keys are NaN); ``recall_dense``, bool ``[B, Hq]``, heads that run dense
+    somewhere; ``recall_sample``, a `SampledRecall`.
 
     Source: none of the papers; for the sampled rows, SampleAttention's stage 1 (arXiv 2406.15486).
     """
 
     target: float = field(default=0.95, validator=number(0.0, 1.0))
-    rows: int | float = field(default=64, validator=_rows)
-    each_row: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
+    rows: int = field(default=64, validator=whole(1, MOST_ROWS))
     span: int | None = field(default=None, validator=maybe(whole()))
     speaks_for: str = field(default="neighbours", validator=one_of("neighbours", "stretch", "tile"))
     dense_from: float = field(default=0.5, validator=number(0.0, 1.0))
-    ceiling: float | None = field(default=None, validator=maybe(number(0.0, 1.0)))
-
-    def __attrs_post_init__(self) -> None:
-        """Options that do not go together."""
-        if not self.of_share:
-            if self.each_row is not None:
-                raise ParameterError(
-                    f"each_row is {self.each_row:g}: it goes with rows as a share, such as 0.25; a number of rows has "
-                    "target"
-                )
-            return
-        for one in fields(RecallFloor):
-            if one.name in ("span", "speaks_for", "dense_from", "ceiling") and getattr(self, one.name) != one.default:
-                raise ParameterError(
-                    f"{one.name} is {printed(getattr(self, one.name))}: with rows as a share each query tile gets what "
-                    "its own rows need; leave it out, or pass rows as a number"
-                )
-
-    @property
-    def of_share(self) -> bool:
-        """Whether a share of all rows is looked at."""
-        return isinstance(self.rows, float)
 
     head_scope: ClassVar[HeadScope] = "head"
 
@@ -139,9 +93,7 @@ class RecallFloor:
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles, and of each sampled row its mass by tile and the keys of the plan's stripes."""
         geometry = call.geometry
-        if self.of_share:
-            return default_workspace(call) + row_floor.workspace(call, self.rows)
-        samples = int(self.rows) if self.span is None else int(self.rows) * geometry.tile_rows(self.span)
+        samples = self.rows if self.span is None else self.rows * geometry.tile_rows(self.span)
         each = geometry.kv_len + 40 * geometry.tile_columns(128)
         return default_workspace(call) + geometry.batch * geometry.heads * min(samples, geometry.q_len) * each
 
@@ -152,25 +104,14 @@ class RecallFloor:
             remedy = f"pass a multiple of {grid[0]}, the tokens of the plan's query tiles"
             raise ParameterError(f"RecallFloor.span is {self.span}: {remedy}")
         held, reach = plan.held(), _reach(geometry, grid)
-        if self.of_share:
-            return self._of_share(call, plan, held, reach)
-        at = Stretches.deal(geometry, grid[0], int(self.rows), self.span)
+        at = Stretches.deal(geometry, grid[0], self.rows, self.span)
         stripes = stripes_at(held.masks, at.position, geometry.tile_columns(grid[1]) * grid[1])
         by_tile = lse_by_tile(call, at.rows, at.real, grid[1], stripes)
         raised = self._by_kernels(by_tile, at, held, reach) if kernels.serve(call.q) else None
         if raised is None:
             raised = self._raised(mass_of(*by_tile), at, held, reach)
         widened = plan.widen(SparseMask.from_rules(call, grid, keep=raised.added))
-        real, after = at.real, raised.after
-        capped = None if self.ceiling is None else ((after < self.target - SLACK) & real[:, None]).any(-1)
-        dense = None if raised.dense is None else raised.dense.any(-1)
-        return _noted(widened, SampledRecall(at.rows, real, raised.before, after), dense, capped)
-
-    def _of_share(self, call: AttentionCall, plan: Plan, held: Held, reach: Tensor) -> Plan:
-        each_row = self.target if self.each_row is None else self.each_row
-        rows, raised = row_floor.raised(call, held, reach, self.rows, each_row, self.target)
-        widened = plan.widen(SparseMask.from_rules(call, held.grid, keep=raised.added))
-        return _noted(widened, SampledRecall(rows.index, rows.real, raised.before, raised.after))
+        return _noted(widened, SampledRecall(at.rows, at.real, raised.before, raised.after), raised.dense.any(-1))
 
     def _by_kernels(
         self, by_tile: tuple[Tensor, Tensor | None], at: Stretches, held: Held, reach: Tensor
@@ -178,14 +119,12 @@ class RecallFloor:
         """What `_raised` computes, in a few launches; None for what the kernels do not know."""
         from sparseprefill.kernels.sampled import floor
 
-        known = self.ceiling is None and self.speaks_for != "tile" and by_tile[0].dtype == torch.float32
+        known = self.speaks_for != "tile" and by_tile[0].dtype == torch.float32
         if not known or held.map.shape[-1] > floor.MOST_COLUMNS:
             return None
         tiles, neighbours = floor.Held(held.map, reach), self.speaks_for == "neighbours"
-        return Raised(
-            *floor.raised(
-                by_tile, at, tiles, held.grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
-            )
+        return floor.raised(
+            by_tile, at, tiles, held.grid, target=self.target, dense_from=self.dense_from, neighbours=neighbours
         )
 
     def _raised(self, mass: RowMass, at: Stretches, held: Held, reach: Tensor) -> Raised:
@@ -196,15 +135,9 @@ class RecallFloor:
         lost = torch.where(own, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
         before = torch.where(own, mass.tiles, mass.kept).sum(-1)
         chosen = self._chosen(lost, before, at.real[:, None], _own_tiles(at, grid, have.shape[-1]))
-        if self.ceiling is None:
-            added = self._spread(chosen, at, grid) & free
-            dense = self._dense(added, have, reach, at)
-            added = torch.where(at.to_tiles(dense)[..., None], free, added)
-        else:
-            scores = self._spread(torch.where(chosen, lost, -1.0), at, grid)
-            room = _room(held.masks, self.ceiling, have, reach, at, grid)
-            added = _most_worth(scores, free & (scores >= 0.0), room, at)
-            dense = None
+        added = self._spread(chosen, at, grid) & free
+        dense = self._dense(added, have, reach, at)
+        added = torch.where(at.to_tiles(dense)[..., None], free, added)
         return Raised(added, before, before + (lost * at.at_samples(added)).sum(-1), dense)
 
     def _chosen(self, lost: Tensor, before: Tensor, real: Tensor, own: Tensor) -> Tensor:
@@ -219,20 +152,16 @@ class RecallFloor:
         return chosen | (own & chosen.any(-1, keepdim=True))
 
     def _spread(self, chosen: Tensor, at: Stretches, grid: tuple[int, int]) -> Tensor:
-        """What sampled rows choose, ``[B, Hq, n, C]``, given to the query tiles that they speak for, ``[B, Hq, R, C]``.
-
-        Bool, or scores, of which a tile that is not chosen has -1.
-        """
-        nothing = chosen.new_full((), 0 if chosen.dtype == torch.bool else -1)
+        """bool ``[B, Hq, R, C]``: what sampled rows choose, ``[B, Hq, n, C]``, for query tiles that they speak for."""
         tile = torch.arange(at.of.shape[1], device=chosen.device)
         if self.speaks_for == "tile":
             own = (torch.gather(at.own, 1, at.of) == tile)[:, None, :, None]
-            return torch.where(own, at.at_tiles(chosen), nothing)
-        spread = _heard(chosen, nothing, at, at.of, grid)
+            return own & at.at_tiles(chosen)
+        spread = _heard(chosen, at, at.of, grid)
         if self.speaks_for == "stretch":
             return spread
-        before = _heard(chosen, nothing, at, (at.of - 1).clamp(min=0), grid)
-        return torch.where((at.of % at.each > 0)[:, None, :, None], torch.maximum(spread, before), spread)
+        before = _heard(chosen, at, (at.of - 1).clamp(min=0), grid)
+        return spread | (before & (at.of % at.each > 0)[:, None, :, None])
 
     def _dense(self, added: Tensor, have: Tensor, reach: Tensor, at: Stretches) -> Tensor:
         """bool ``[B, Hq, P]``: spans of heads that get every tile."""
@@ -244,10 +173,10 @@ class RecallFloor:
 class KeptWhole:
     """What a floor is over plans that hold every key: its notes. Nothing is lost, so nothing is worked out.
 
-    rows: query rows to sample, or their share, as of `RecallFloor`.
+    rows: query rows to sample, as of `RecallFloor`.
     """
 
-    rows: int | float
+    rows: int
     grain: ClassVar[int] = 1
     head_scope: ClassVar[HeadScope] = "head"
     tail: ClassVar[int] = ALL_ROWS
@@ -255,21 +184,15 @@ class KeptWhole:
     def workspace(self, call: AttentionCall) -> int:
         """The notes, and what deals query tiles to samples."""
         geometry = call.geometry
-        rows = geometry.q_len if isinstance(self.rows, float) else min(self.rows, geometry.q_len)
+        rows = min(self.rows, geometry.q_len)
         return geometry.batch * (64 * geometry.tile_rows(1) + 32 * geometry.heads * rows)
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """The plan, with all of the mass of sampled rows kept before and after."""
         geometry = call.geometry
-        tile = plan.common_grid()[0]
-        if isinstance(self.rows, float):
-            some = row_floor.sampled(geometry, tile, self.rows)
-            rows, real = some.index, some.real
-        else:
-            at = Stretches.deal(geometry, tile, self.rows, None)
-            rows, real = at.rows, at.real
-        kept = torch.ones(geometry.batch, geometry.heads, rows.shape[1], device=geometry.device)
-        return _noted(plan, SampledRecall(rows, real, kept, kept))
+        at = Stretches.deal(geometry, plan.common_grid()[0], self.rows, None)
+        kept = torch.ones(geometry.batch, geometry.heads, at.rows.shape[1], device=geometry.device)
+        return _noted(plan, SampledRecall(at.rows, at.real, kept, kept))
 
 
 def floor_of(given: object) -> RecallFloor | None:
@@ -292,16 +215,14 @@ def floor_of(given: object) -> RecallFloor | None:
     )
 
 
-def _noted(plan: Plan, seen: SampledRecall, dense: Tensor | None = None, capped: Tensor | None = None) -> Plan:
-    """The plan with a floor's notes; dense, capped: None for no head, else as `RecallFloor` says."""
+def _noted(plan: Plan, seen: SampledRecall, dense: Tensor | None = None) -> Plan:
+    """The plan with a floor's notes; dense: None for no head, else as `RecallFloor` says."""
     real, before = seen.real[:, None], seen.before
     mean = _mean(before, real)
-    none = torch.zeros_like(mean, dtype=torch.bool)
     notes = {
         "recall_before": mean,
         "recall_after": mean if seen.after is before else _mean(seen.after, real),
-        "recall_dense": none if dense is None else dense,
-        "recall_capped": none if capped is None else capped,
+        "recall_dense": torch.zeros_like(mean, dtype=torch.bool) if dense is None else dense,
         "recall_sample": seen,
     }
     return evolve(plan, notes={**plan.notes, **notes})
@@ -313,7 +234,7 @@ def _mean(x: Tensor, real: Tensor) -> Tensor:
     return mean
 
 
-def _heard(chosen: Tensor, nothing: Tensor, at: Stretches, sample: Tensor, grid: tuple[int, int]) -> Tensor:
+def _heard(chosen: Tensor, at: Stretches, sample: Tensor, grid: tuple[int, int]) -> Tensor:
     """What each query tile gets of one sample, int64 ``[B, R]``: its key tiles, and those as far from the diagonal."""
     picked = rows_at(chosen, sample)
     tile = torch.arange(sample.shape[1], device=chosen.device)
@@ -324,7 +245,7 @@ def _heard(chosen: Tensor, nothing: Tensor, at: Stretches, sample: Tensor, grid:
         moved = column + torch.div(tokens + rounding, grid[1], rounding_mode="floor")[..., None]
         known = (moved >= 0) & (moved < chosen.shape[-1])
         index = moved.clamp(0, chosen.shape[-1] - 1)[:, None].expand_as(picked)
-        heard = torch.maximum(heard, torch.where(known[:, None], torch.gather(picked, 3, index), nothing))
+        heard = heard | (torch.gather(picked, 3, index) & known[:, None])
     return heard
 
 
@@ -338,40 +259,3 @@ def _own_tiles(at: Stretches, grid: tuple[int, int], columns: int) -> Tensor:
     """bool ``[B, 1, n, C]``: the key tile that holds each sampled row's own token."""
     own = torch.div(at.position, grid[1], rounding_mode="floor")[..., None]
     return (own == torch.arange(columns, device=own.device))[:, None]
-
-
-def _room(
-    masks: Sequence[SparseMask], ceiling: float, have: Tensor, reach: Tensor, at: Stretches, grid: tuple[int, int]
-) -> Tensor:
-    """int64 ``[B, Hq, P]``: key tiles that the query tiles of a span may still take together."""
-    geometry, (tile_q, tile_k) = masks[0].geometry, grid
-    most = torch.floor(at.in_spans(reach.sum(-1)).double() * ceiling).to(torch.int64)
-    keys = have.sum(-1) * tile_k
-    tile = geometry.tiles(tile_q)
-    for mask in masks:
-        if mask.stripes is None:
-            continue
-        group = torch.div(tile * tile_q, mask.group_rows, rounding_mode="floor")
-        lists = Lists.of(mask.stripes, slice(None), mask.stripe_width, geometry)
-        lists = lists.of_rows(group - geometry.first_tile(mask.group_rows)[:, None])
-        seen = lists.keys_below(((tile + 1) * tile_q)[:, None])
-        if geometry.window is not None:
-            seen = seen - lists.keys_below((tile * tile_q - geometry.window + 1)[:, None])
-        keys = keys + torch.where(at.inhabited[:, None], seen, 0)
-    return (most - torch.div(at.in_spans(keys) + tile_k - 1, tile_k, rounding_mode="floor")).clamp(min=0)
-
-
-def _most_worth(scores: Tensor, candidates: Tensor, room: Tensor, at: Stretches) -> Tensor:
-    """bool ``[B, Hq, R, C]``: the candidates of highest score that a span has room for; of equal ones all or none.
-
-    The score that the first left out has is found by halving its bits, which order scores from 0 on as numbers do.
-    """
-    bits = scores.contiguous().view(torch.int32 if scores.dtype == torch.float32 else torch.int64)
-    width = 8 * scores.element_size() - 1
-    low = torch.full_like(room, -1)
-    high = torch.full_like(room, (1 << width) - 2)  # above all numbers; one less, so that no difference is too large
-    for _ in range(width + 1):
-        middle = low + torch.div(high - low, 2, rounding_mode="floor")
-        fits = at.in_spans((candidates & (bits > at.to_tiles(middle)[..., None])).sum(-1)) <= room
-        low, high = torch.where(fits, low, middle + 1), torch.where(fits, middle, high)
-    return candidates & (bits > at.to_tiles(high)[..., None])

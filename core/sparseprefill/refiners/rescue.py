@@ -2,6 +2,7 @@
 
 Every rule looks at absolute tile indices alone, so the rescued set does not depend on how a prompt is cut into chunks.
 Each takes `tile`: its tile size in tokens, by default the tiles of the plan. A plan collects rules (`Plan.keep`).
+`GqaUnion` keeps what any head of a group selects.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
-from sparseprefill.mask import hashing
-from sparseprefill.mask.tile_map import Random, Rows, Stride
+from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.tile_map import RANDOM, STRIDE, Random, Rows, Stride, layer_hash
 from sparseprefill.stages import HeadScope
 from sparseprefill.validate import maybe, number, whole
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+    from sparseprefill.mask.mask import SparseMask
     from sparseprefill.memory import Memory
     from sparseprefill.plan import Plan
 
@@ -73,7 +75,7 @@ class StrideRescue(_Rule):
 
     def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
         """Adds a tile in `every`."""
-        rule = Stride(self.every, hashing.begin(hashing.STRIDE, self.seed, call.layer))
+        rule = Stride(self.every, layer_hash(STRIDE, self.seed, call.layer))
         return plan.keep(self.tile, stride=rule, first_head=call.first_head)
 
 
@@ -94,7 +96,7 @@ class RandomRescue(_Rule):
         bound = int(self.share * 2**32)
         if bound == 0:
             return plan
-        rule = Random(bound, hashing.begin(hashing.RANDOM, self.seed, call.layer))
+        rule = Random(bound, layer_hash(RANDOM, self.seed, call.layer))
         return plan.keep(self.tile, random=rule, first_head=call.first_head)
 
 
@@ -147,3 +149,36 @@ class DenseRows(_Rule):
         begin = torch.zeros_like(end) + (end if prompt is None else prompt) - self.last
         ends = torch.stack([begin, end + tile - 1], -1)
         return torch.div(ends, tile, rounding_mode="floor").clamp(min=0).to(torch.int32)
+
+
+@frozen
+class GqaUnion:
+    """Gives every query head what any head of its GQA group selects, the carry's region included.
+
+    Tiles and stripes are united through bool maps, ``[B, Hq, R, C]`` and ``[B, Hq, G, Nkv]``. Where the carry's region
+    differs between heads (`IndexLists.same_heads` does not say otherwise), a head gets the regions of the others too.
+    """
+
+    grain: ClassVar[int] = 1
+    head_scope: ClassVar[HeadScope] = "group"
+
+    def refine(self, call: AttentionCall, plan: Plan, memory: Memory) -> Plan:
+        """Unites the masks of each group."""
+        if call.group == 1:
+            return plan
+        mask = over_group(plan.mask, call.group)
+        if plan.carry is not None:
+            region = plan.carry.region
+            if any(lists is not None and not lists.same_heads for lists in (region.tiles, region.stripes)):
+                mask = (mask | over_group(region, call.group)) - region
+        return evolve(plan, mask=mask)
+
+
+def over_group(mask: SparseMask, group: int) -> SparseMask:
+    """The union over each `group` consecutive heads, given to all of them."""
+    tiles = mask.as_map().united(group) if mask.has_tiles else None
+    stripes = mask.stripes
+    if stripes is not None and not stripes.same_heads:
+        columns = mask.stripe_map(mask.stripe_width).unflatten(1, (-1, group)).any(2)
+        stripes = IndexLists.from_map(columns).for_group(group)
+    return evolve(mask, tiles=tiles, stripes=stripes, disjoint=False)

@@ -14,7 +14,7 @@ from sparseprefill.statistics.sampled import PAIRS, PAIRS_ON_CPU, Logits
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.held import KeptKeys
+    from sparseprefill.mask.samples import KeptKeys
 
 TILE = 512
 """Tokens of a key tile where nobody asks for one: few sums to keep, and on a CPU as many logits as its cache holds."""

@@ -1,3 +1,3 @@
 """The name by which plugins import `kept`."""
 
-from sparseprefill.mask.kept import kept as kept
+from sparseprefill.mask.geometry import kept as kept

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.mask.geometry import Geometry, Sizes
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import Geometry, Sizes, kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

@@ -1,4 +1,4 @@
-"""Contract checks that any method can be put through, one by one or all at once with `check_method`.
+"""Contract checks that any method can be put through, all at once with `check_method`, or some by name (`check_laws`).
 
     from sparseprefill.testing import check_method
 
@@ -13,18 +13,18 @@ left out. A refiner is put behind a few methods with `check_refiner`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from attrs import evolve, frozen
 
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import ParameterError, StageError
+from sparseprefill.errors import ParameterError, StageError, nearest, printed
 from sparseprefill.method import configured
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import default_registry
 from sparseprefill.stages import MaskRefiner
-from sparseprefill.testing import laws, laws_change
+from sparseprefill.testing import laws
 from sparseprefill.testing.cases import chunked_call, describe, standard_calls
 from sparseprefill.testing.trial import BreachError, Candidate, NotApplicableError, Subject, Trial
 
@@ -63,14 +63,13 @@ LAWS: Mapping[str, Callable[[Trial], None]] = {
     "no NaN for finite input": laws.no_nan,
     "density in (0, 1]": laws.density_in_bounds,
     "carry and mask disjoint": laws.disjoint,
-    "causality": laws_change.causal,
-    "NaN of an unselected key stays out": laws_change.unselected_nan,
-    "batch rows independent": laws_change.batch_rows_independent,
-    "chunk invariance at the grain": laws_change.chunk_invariant,
-    "parts by heads == whole": laws_change.parts_equal_the_whole,
+    "causality": laws.causal,
+    "NaN of an unselected key stays out": laws.unselected_nan,
+    "batch rows independent": laws.batch_rows_independent,
+    "chunk invariance at the grain": laws.chunk_invariant,
+    "parts by heads == whole": laws.parts_equal_the_whole,
 }
-
-
+"""What every method keeps, by name; the functions say what each law holds."""
 LAWS_OF_REFINERS: Mapping[str, Callable[[Trial], None]] = {
     "the same plan again": laws.repeatable,
     "memory is read only": laws.memory_is_read_only,
@@ -138,48 +137,11 @@ def _refined(name: str, kind: type, method: str, small: Mapping[str, Any], full:
     )
 
 
-class Check(Protocol):
-    """A check of one law alone, as `check_method` tries it."""
-
-    def __call__(self, candidate: Candidate, **options: Unpack[Options]) -> Report:
-        """Raise AssertionError where the law is broken."""
-        ...
-
-
-def _of(law: str) -> Check:
-    def check(candidate: Candidate, **options: Unpack[Options]) -> Report:
-        return check_laws(candidate, (law,), **options)
-
-    check.__doc__ = LAWS[law].__doc__
-    return check
-
-
-assert_full_mask_is_dense = _of("full mask == dense")
-"""Check that the method is dense attention at its full parameters."""
-assert_consistent = _of("result == softmax over its own mask")
-"""Output and LSE are the softmax over the mask that the result reports."""
-assert_no_empty_row = _of("no empty row")
-"""Every real row has a finite LSE and keeps its own diagonal."""
-assert_no_nan = _of("no NaN for finite input")
-"""Finite input gives finite output."""
-assert_density = _of("density in (0, 1]")
-"""Density lies in (0, 1] and counts what `mask.to_dense()` holds."""
-assert_disjoint = _of("carry and mask disjoint")
-"""Carry region and remaining mask share no pair."""
-assert_causal = _of("causality")
-"""Changing or poisoning the future changes no row before it."""
-assert_nan_stays_out = _of("NaN of an unselected key stays out")
-"""NaN in an unselected key never reaches the output."""
-assert_batch_rows_independent = _of("batch rows independent")
-"""A row of a padded batch equals the row alone."""
-assert_chunk_invariant = _of("chunk invariance at the grain")
-"""Cutting a prompt at multiples of the declared grain changes nothing."""
-assert_parts_equal_whole = _of("parts by heads == whole")
-"""Cutting a call by heads, as the declared `head_scope` allows, changes nothing."""
-
-
-def check_laws(candidate: Candidate, names: tuple[str, ...], **options: Unpack[Options]) -> Report:
-    """The laws of these names; see `LAWS`."""
+def check_laws(candidate: Candidate, names: Sequence[str], **options: Unpack[Options]) -> Report:
+    """The laws of these names, which are those of `LAWS`; ParameterError for another one."""
+    for name in names:
+        if name not in LAWS:
+            raise ParameterError(f"names holds {printed(name)}, which is no law{nearest(str(name), LAWS)}")
     subject = Subject.of(candidate, options.get("parameters"), options.get("full"))
     return _check(subject, {name: LAWS[name] for name in names}, options)
 

@@ -25,7 +25,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan, Result
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 from sparseprefill.route import Route
 from sparseprefill.validate import whole
 

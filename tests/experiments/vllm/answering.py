@@ -14,7 +14,7 @@ from sparseprefill.adapters.demo.model import CHECKPOINT, load_tokenizer
 from sparseprefill.adapters.demo.tasks import FAMILIES, Task, make_task, score
 
 from experiments.bench.shape import ModelShape
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 from .counters import tokens
 from .engine import Engine, Setup, described

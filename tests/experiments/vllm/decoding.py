@@ -9,7 +9,7 @@ from typing import Any
 from attrs import define, field, frozen
 from sparseprefill.adapters.cli.group import CommandError
 
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 from .engine import Setup, described, prompt
 from .first_token import Contender

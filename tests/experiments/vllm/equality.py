@@ -9,7 +9,7 @@ import torch
 from attrs import asdict, frozen
 from sparseprefill.adapters.cli.group import CommandError
 
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 from .compare import Answer, Compared, differ
 from .engine import Engine, Setup, described, prompt

@@ -15,7 +15,7 @@ from experiments.bench.baseline import baseline
 from experiments.bench.clock import Clock, middle
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import SparsePrefillError
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 from .counters import pairs
 from .engine import Engine, Setup, described, prompt

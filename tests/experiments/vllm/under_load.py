@@ -9,7 +9,7 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 from sparseprefill.adapters.cli.group import CommandError
 
-from sparseprefill.profiles.progress import Progress
+from sparseprefill.profiles.table import Progress
 
 from .counters import pairs, tokens
 from .engine import Engine, Setup, described

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 import sparseprefill as sp
 from helpers.tables import SHAPE, altered, from_length, point, shape_of, table, whole
-from sparseprefill.breakeven.points import HeadShape
-from sparseprefill.breakeven.rule import GAIN, Sizes
+from sparseprefill.breakeven.points import GAIN, HeadShape, Sizes
 from sparseprefill.breakeven.table import BELOW, BreakEven
 
 CHUNKED = shape_of(

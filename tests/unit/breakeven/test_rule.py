@@ -15,14 +15,18 @@ from attrs import evolve
 import sparseprefill as sp
 from helpers.build import make
 from helpers.tables import SHAPE, altered, point, shape_of, table, whole
-from sparseprefill.breakeven import rule
+from sparseprefill.breakeven import points as rule
 from sparseprefill.breakeven import table as tables
-from sparseprefill.breakeven.points import MOST, DeviceKind, MethodTime, Point
-from sparseprefill.breakeven.rule import (
+from sparseprefill.breakeven.gate import RULES
+from sparseprefill.breakeven.points import (
     GAIN,
+    MOST,
     TELLING,
     UNSURE,
+    DeviceKind,
     Line,
+    MethodTime,
+    Point,
     Sizes,
     between,
     nearest,
@@ -31,7 +35,6 @@ from sparseprefill.breakeven.rule import (
     too_dense,
 )
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict, device_kind
-from sparseprefill.breakeven.unmeasured import RULES
 from sparseprefill.structure import structure
 
 WHOLE = Line(None, (100, 400), (2.0, 0.5))

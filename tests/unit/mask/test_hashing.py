@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.build import int32, make
-from sparseprefill.mask import hashing
+from sparseprefill.mask import tile_map as hashing
 
 WORDS = st.integers(0, 2**32 - 1)
 
@@ -40,13 +40,13 @@ def test_bits_of_integers_and_of_tensors(words: list[int]) -> None:
 
 def test_known_bits() -> None:
     """Written down: a change of code and test together is seen."""
-    begun = hashing.begin(1, 0, 0), hashing.begin(2, 2**40 + 3, 5)
+    begun = hashing.layer_hash(1, 0, 0), hashing.layer_hash(2, 2**40 + 3, 5)
     assert (0x86D2FA73, 0x99B5E683, 0x5795660B, 0x9C8CEB48) == (hashing.mix(1), hashing.mix(2**32 - 1), *begun)
 
 
 @given(seed=st.integers(0, 2**63 - 1), layer=st.integers(0, 200), use=st.sampled_from([1, 2]))
 def test_a_seed_counts_with_all_of_its_bits(seed: int, layer: int, use: int) -> None:
-    assert folded(use, seed % 2**32, seed >> 32, layer) == hashing.begin(use, seed, layer)
+    assert folded(use, seed % 2**32, seed >> 32, layer) == hashing.layer_hash(use, seed, layer)
     assert {1, 2} == {hashing.STRIDE, hashing.RANDOM}
 
 
@@ -73,7 +73,7 @@ def test_columns_below_a_bound_in_chunks_of_rows(entries: int, rows: int, monkey
 
     real = hashing.fold
     monkeypatch.setattr(hashing, "fold", fold)
-    found = hashing.below(states, 5, 2**31, entries)
+    found = hashing.hashed_below(states, 5, 2**31, entries)
     expected = [
         [[[mixed(((s ^ j) + 2654435769) % 2**32) < 2**31 for j in range(5)] for s in head] for head in row]
         for row in states.tolist()
@@ -85,11 +85,13 @@ def test_columns_below_a_bound_in_chunks_of_rows(entries: int, rows: int, monkey
 def test_the_bound_itself_is_not_below() -> None:
     state = torch.tensor([[[5]]])
     value = mixed((5 ^ 0) + 2654435769)
-    assert [[[[[False]]]], [[[[True]]]]] == [hashing.below(state, 1, bound).tolist() for bound in (value, value + 1)]
+    assert [[[[[False]]]], [[[[True]]]]] == [
+        hashing.hashed_below(state, 1, bound).tolist() for bound in (value, value + 1)
+    ]
 
 
 def test_no_columns() -> None:
-    assert (1, 1, 1, 0) == tuple(hashing.below(torch.tensor([[[5]]]), 0, 9).shape)
+    assert (1, 1, 1, 0) == tuple(hashing.hashed_below(torch.tensor([[[5]]]), 0, 9).shape)
 
 
 def test_four_million_numbers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,5 +102,5 @@ def test_four_million_numbers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
         return torch.zeros(1, dtype=torch.int64).expand(*state.shape[:3], len(word))
 
     monkeypatch.setattr(hashing, "fold", fold)
-    hashing.below(torch.zeros(1, 1, 5, dtype=torch.int64), 1 << 21, 1)
+    hashing.hashed_below(torch.zeros(1, 1, 5, dtype=torch.int64), 1 << 21, 1)
     assert [2, 2, 1] == seen

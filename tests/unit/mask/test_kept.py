@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import kept
 
 CPU = torch.device("cpu")
 

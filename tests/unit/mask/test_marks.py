@@ -17,8 +17,8 @@ from sparseprefill.errors import MaskError
 from sparseprefill.mask import count
 from sparseprefill.mask import mask as masks
 from sparseprefill.mask.geometry import Geometry
-from sparseprefill.mask.held import stripes_at
 from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.samples import stripes_at
 from sparseprefill.mask.tile_map import Random, Stride, TileMap
 
 CALL = make(10, 12)
@@ -326,7 +326,7 @@ def test_rules_by_head_are_united_too() -> None:
 
 def test_a_stride_keeps_one_of_every_so_many_neighbours() -> None:
     """By the rule: (column + phase) divides, with the phase of the row's hash."""
-    from sparseprefill.mask import hashing
+    from sparseprefill.mask import tile_map as hashing
 
     for every in (1, 2, 3, 7):
         phase = hashing.row_hash(WIDE, 4, 11)

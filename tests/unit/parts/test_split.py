@@ -13,7 +13,6 @@ from attrs import evolve, frozen
 import sparseprefill as sp
 from helpers.build import int32, make
 from helpers.stubs import Estimate, Observe, Refine
-from sparseprefill.parts import record as parts
 from sparseprefill.parts import split
 from sparseprefill.parts.split import Part
 
@@ -181,7 +180,7 @@ def test_a_result_in_parts_has_pairs_and_a_plan_of_all_masks() -> None:
 
 
 def test_large_masks_are_dropped_and_the_density_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "KEPT", 100)
+    monkeypatch.setattr(split, "KEPT", 100)
     result = evolve(needing(), workspace=1).run(CALL)
     with pytest.raises(sp.MaskError, match=r"12 parts, and their masks were not kept.*workspace=None"):
         _ = result.mask

@@ -16,7 +16,7 @@ from helpers.build import make
 from helpers.plans import CALLS, Positions, refined, whole
 from helpers.tile_sets import Tiles, Worth, each, grid, paint, prioritised, ranked, stripes_of
 from sparseprefill.mask import priority
-from sparseprefill.refiners import fit
+from sparseprefill.refiners import budget as fit
 
 DATA = st.data()
 BUDGETS = st.fixed_dictionaries({"tiles": st.integers(1, 6)}) | st.fixed_dictionaries(
@@ -149,7 +149,7 @@ def test_the_mass_of_blocks_orders_the_tiles_of_bfla() -> None:
 
 
 def test_chunks_of_the_sort_are_the_whole() -> None:
-    from sparseprefill.refiners.priority import highest
+    from sparseprefill.refiners.narrow import highest
 
     source = torch.Generator().manual_seed(0)
     scores, candidates = (torch.rand(2, 3, 9, 17, generator=source) for _ in range(2))

@@ -15,7 +15,7 @@ from helpers.build import int32, make
 from helpers.examples import few_calls, few_of
 from helpers.plans import CALLS, Positions, plans, refined, tile_of, whole
 from sparseprefill.executors.reference import ReferenceExecutor
-from sparseprefill.testing import assert_batch_rows_independent, attention, check_method
+from sparseprefill.testing import attention, check_laws, check_method
 
 DATA = st.data()
 
@@ -124,4 +124,4 @@ def test_all_refiners_together_on_a_plan_with_a_carry() -> None:
     out, _ = attention(call, result.mask.to_dense())
     torch.testing.assert_close(out, result.out, rtol=1e-10, atol=1e-10)
     assert built.run(call).density < result.density < 1
-    assert_batch_rows_independent(hybrid, calls=[call])
+    check_laws(hybrid, ("batch rows independent",), calls=[call])

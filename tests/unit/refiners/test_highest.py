@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparseprefill.refiners.priority import TOP, highest
+from sparseprefill.refiners.narrow import TOP, highest
 
 
 @pytest.mark.parametrize(("entries", "rows"), [(1, 1), (59, 1), (60, 2), (119, 3), (120, 4), (1 << 23, 9)])

@@ -16,7 +16,7 @@ from helpers.ceilings import METHODS as TABLED
 from helpers.ceilings import SHARES, Trial
 from sparseprefill.mask import priority
 from sparseprefill.mask.priority import BestOf, PriorityScores, nearness
-from sparseprefill.refiners.fit import _Order
+from sparseprefill.refiners.budget import _Order
 
 METHODS = (*TABLED, "rowmax")
 POOLED = {"bfla": 0.65, "xattention": 0.75, "rowmax": 0.85}

@@ -32,7 +32,6 @@ OPTIONS = st.fixed_dictionaries(
         "span": st.sampled_from([None, None, 1, 2, 3]),
         "speaks_for": st.sampled_from(["neighbours", "stretch", "tile"]),
         "dense_from": st.sampled_from([0.5, 1.0, 0.1]),
-        "ceiling": st.sampled_from([None, None, 0.3, 0.7, 1.0]),
     }
 )
 
@@ -48,23 +47,11 @@ class Plain:
     def held(self, b: int, h: int, tile: int, j: int) -> bool:
         return any(self._tile(mask, b, h, tile * self.q, j * self.k) for mask in self.masks)
 
-    def stripes(self, b: int, h: int, tile: int) -> int:
-        return sum(self._stripes(mask, b, h, tile * self.q) for mask in self.masks)
-
     def _tile(self, mask: sp.SparseMask, b: int, h: int, x: int, y: int) -> bool:
         if mask.tiles is None:
             return False
         row = x // mask.tile_q - int(mask.geometry.first_tile(mask.tile_q)[b])
         return y // mask.tile_k in mask.tiles.row(b, h, row).tolist()
-
-    def _stripes(self, mask: sp.SparseMask, b: int, h: int, x: int) -> int:
-        stripes = mask.with_stripe_width(1).stripes
-        if stripes is None:
-            return 0
-        g = mask.geometry
-        row = x // mask.group_rows - int(g.first_tile(mask.group_rows)[b])
-        low = 0 if g.window is None else x - g.window + 1
-        return sum(low <= key < x + self.q for key in stripes.row(b, h, row).tolist())
 
 
 @part(6)
@@ -88,18 +75,10 @@ def test_samples_speak_along_the_diagonal_where_tiles_are_not_square(tile: tuple
         assert_oracles(call, plan, options(rows=4, target=0.3, speaks_for=speaks_for, dense_from=1.0))
 
 
-def test_a_ceiling_counts_the_stripes_in_a_window() -> None:
-    call = make(160, heads=4, kv_heads=2, window=70, dtype=torch.float64)
-    for seed in range(4):
-        keep = torch.rand(1, 4, 10, 160, generator=torch.Generator().manual_seed(seed)) < 0.2
-        plan = sp.Plan(sp.SparseMask.from_stripes(call, keep[:, :, :5], 2, 16))
-        assert_oracles(call, plan, options(rows=3, ceiling=0.7))
-
-
 def options(**given: Any) -> dict[str, Any]:
     """The floor's defaults, changed."""
     defaults = {"target": 0.95, "rows": 64, "span": None, "speaks_for": "neighbours", "dense_from": 0.5}
-    return {**defaults, "ceiling": None, **given}
+    return {**defaults, **given}
 
 
 def assert_oracles(call: sp.AttentionCall, plan: sp.Plan, options: dict[str, Any]) -> None:
@@ -109,7 +88,7 @@ def assert_oracles(call: sp.AttentionCall, plan: sp.Plan, options: dict[str, Any
         options["span"] *= plain.q * 2
     after = refined(sp.RecallFloor(**options), call, plan)
     rule = oracle.Rule(tile_q=plain.q, tile_k=plain.k, **options)
-    expected = oracle.recall_floor(call, rule, whole(plan), plain.held, plain.stripes)
+    expected = oracle.recall_floor(call, rule, whole(plan), plain.held)
     assert torch.equal(expected.keep, whole(after))
     sample = after.notes["recall_sample"]
     for (b, h), rows in expected.samples.items():
@@ -121,8 +100,6 @@ def assert_oracles(call: sp.AttentionCall, plan: sp.Plan, options: dict[str, Any
             mean = after.notes[f"recall_{name}"][b, h]
             assert math.isnan(mean) if not each else math.isclose(sum(each) / len(each), mean, abs_tol=1e-9)
         assert ((b, h) in expected.dense) == bool(after.notes["recall_dense"][b, h])
-        short = any(both[1] < options["target"] - 1e-5 for both in rows.values())
-        assert short == bool(after.notes["recall_capped"][b, h])
 
 
 def test_an_observer_finds_the_recall_in_the_notes() -> None:
@@ -206,31 +183,6 @@ def test_bfloat16_and_float16_are_measured_in_float32() -> None:
         assert bool((notes["recall_sample"].after >= 0.95 - 1e-5).all())
 
 
-def test_a_ceiling_wins_and_says_so() -> None:
-    call = make(256, heads=2)
-    plan = sp.Plan(sp.SparseMask.from_rules(call, 16, band=0))
-    free, held = (refined(sp.RecallFloor(ceiling=x), call, plan) for x in (None, 0.25))
-    assert not free.notes["recall_capped"].any()
-    assert held.notes["recall_capped"].all()
-    tiles = held.mask.tiles_on(16, 16).sum((2, 3))
-    assert bool((tiles <= 16 * 17 // 2 // 4).all())
-    assert bool((tiles > 16 * 17 // 2 // 5).all())
-    assert bool((held.notes["recall_after"] > held.notes["recall_before"]).all())
-
-
-@pytest.mark.parametrize(("columns", "cost"), [(1, 1), (16, 1), (17, 2)])
-@pytest.mark.parametrize("ceiling", [0.3, 0.5, 0.7])
-def test_a_ceiling_rounds_columns_up_to_tiles(columns: int, cost: int, ceiling: float) -> None:
-    """A column more than whole tiles takes the room of one more; all that is left is filled, as heads are flat."""
-    call = make(128, heads=1, kv_heads=1, dtype=torch.float64)
-    call = evolve(call, q=call.q * 0.01)
-    keep = torch.zeros(1, 1, 1, 128, dtype=torch.bool)
-    keep[..., :columns] = True
-    plan = sp.Plan(sp.SparseMask.from_stripes(call, keep, 8, 16, diagonal=False))
-    found = refined(sp.RecallFloor(rows=1, span=16, ceiling=ceiling), call, plan).mask.tiles_on(16, 16).sum((0, 1, 3))
-    assert [max(0, math.floor((tile + 1) * ceiling) - (cost if tile else 1)) for tile in range(8)] == found.tolist()
-
-
 def test_a_padded_batch_says_nothing_of_rows_that_are_padding() -> None:
     call = make(64, batch=2, starts=int32(0, 64 - 17))
     sample = refined(sp.RecallFloor(rows=4), call, sp.Plan(sp.SparseMask.empty(call, 16))).notes["recall_sample"]
@@ -254,12 +206,11 @@ def test_the_docs_table_of_what_floors_bring() -> None:
         ({"target": 1.5}, "target is 1.5: pass a number from 0 to 1"),
         ({"target": "high"}, "target is 'high': pass a number from 0 to 1"),
         ({"target": math.nan}, "target is nan: pass a number from 0 to 1"),
-        ({"rows": 0}, "rows is 0: pass an integer from 1 to 65536, or a share of all rows above 0 and below 1"),
-        ({"rows": True}, "rows is True: pass an integer from 1 to 65536, or a share of all rows above 0 and below 1"),
+        ({"rows": 0}, "rows is 0: pass an integer from 1 to 65536"),
+        ({"rows": True}, "rows is True: pass an integer from 1 to 65536"),
         ({"span": 0}, "span is 0: pass an integer >= 1"),
         ({"speaks_for": "all"}, "speaks_for is 'all': pass 'neighbours' or 'stretch' or 'tile'"),
         ({"dense_from": -1}, "dense_from is -1: pass a number from 0 to 1"),
-        ({"ceiling": 2}, "ceiling is 2: pass a number from 0 to 1"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], words: str) -> None:

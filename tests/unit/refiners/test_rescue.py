@@ -13,7 +13,7 @@ import sparseprefill as sp
 from helpers.build import make
 from helpers.plans import CALLS, Positions, plans, refined, tile_of, whole
 from oracles.bfla import RANDOM, STRIDE, hash_words
-from sparseprefill.mask import hashing
+from sparseprefill.mask import tile_map as hashing
 
 DATA = st.data()
 TILES = st.none() | st.sampled_from([8, 12, 64])
@@ -138,14 +138,14 @@ def test_the_hash_has_the_same_bits_on_the_gpu() -> None:
     x = torch.arange(1 << 20)
     assert torch.equal(hashing.mix(x), hashing.mix(x.cuda()).cpu())
     call = make(300, heads=4)
-    begun = hashing.begin(hashing.RANDOM, 2**40 + 3, 7)
+    begun = hashing.layer_hash(hashing.RANDOM, 2**40 + 3, 7)
     states = hashing.row_hash(call.geometry, 16, begun)
-    assert torch.equal(hashing.below(states, 50, 2**30), hashing.below(states.cuda(), 50, 2**30).cpu())
+    assert torch.equal(hashing.hashed_below(states, 50, 2**30), hashing.hashed_below(states.cuda(), 50, 2**30).cpu())
 
 
 def test_chunks_of_the_hash_are_the_whole() -> None:
     states = torch.arange(2 * 3 * 7).view(2, 3, 7)
-    assert torch.equal(hashing.below(states, 11, 2**31), hashing.below(states, 11, 2**31, entries=1))
+    assert torch.equal(hashing.hashed_below(states, 11, 2**31), hashing.hashed_below(states, 11, 2**31, entries=1))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from helpers.build import int32, make
 from helpers.stubs import Estimate
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.memory import Memory
-from sparseprefill.refiners.heads import over_group
+from sparseprefill.refiners.rescue import over_group
 from sparseprefill.union import UnionEstimator
 
 CALL = make(24, 40)  # queries 16 .. 39: query tiles 2, 3, 4 of 8 tokens

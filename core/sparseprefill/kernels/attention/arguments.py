@@ -3,6 +3,10 @@
 Kernels keep flat signatures, since `do_not_specialize` does not reach into a tuple: `flat` takes a launcher's tuples
 apart, and a parameter is called as the way to its field, such as `mask_tiles_counts`. A field may be None, which device
 code asks for as it does of a pointer (``mask.bitmap is not None``); the branch is then decided when it is compiled.
+
+Requests of a launch share a cache, its pages' strides, heads, tile sizes and everything else that is one argument. What
+is each one's own stands in a table, int64 ``[requests, FIELDS]``. Tensors of its own are told by how many elements they
+begin behind those of the first request, which are the kernel's arguments.
 """
 
 from __future__ import annotations
@@ -13,6 +17,20 @@ import triton
 import triton.language as tl
 
 from sparseprefill.kernels.steps import stored_rows
+
+Q_BEGIN = tl.constexpr(0)  # its first row in q
+OUT_BEGIN = tl.constexpr(1)  # and in out and lse
+Q_LEN = tl.constexpr(2)
+KV_LEN = tl.constexpr(3)
+Q_OFFSET = tl.constexpr(4)
+TILE_ROWS = tl.constexpr(5)  # query tiles
+GROUP_ROWS = tl.constexpr(6)  # lists of stripes a head
+COLUMNS = tl.constexpr(7)  # key tiles
+TABLE = tl.constexpr(8)  # from here on elements behind the first request's: its pages
+TILE_LISTS = tl.constexpr(9)  # counts, offsets and indices
+STRIPE_LISTS = tl.constexpr(12)  # the same
+BITMAP = tl.constexpr(15)
+FIELDS = tl.constexpr(16)
 
 
 class Queries(NamedTuple):
@@ -83,7 +101,7 @@ class Sizes(NamedTuple):
     """Lengths of the call, and where its batch rows begin and end (see `batch_row`).
 
     kv_group: query heads a KV head. requests: where batch rows are requests, the table of what is their own (see
-    `requests`), else None.
+    `attend_request`), else None.
     """
 
     starts: Any
@@ -99,7 +117,7 @@ class Sizes(NamedTuple):
 class Logits(NamedTuple):
     """scale: factor on q.k, log2(e) included. softcap, window: of the call, or None.
 
-    below: float32 ``[B]``, thresholds of steps that are left out, or None (see `skip`).
+    below: float32 ``[B]``, thresholds of steps that are left out, or None (see `block`).
     """
 
     scale: Any

@@ -27,8 +27,7 @@ from sparseprefill.kernels.attention.arguments import (
     State,
     flat,
 )
-from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel
-from sparseprefill.kernels.attention.tile_mass import tile_mass_fwd_kernel
+from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel, tile_mass_fwd_kernel
 from sparseprefill.kernels.attention.together import Together
 from sparseprefill.kernels.settings import FUSED, Settings, power_of_two, settings
 from sparseprefill.kernels.source import Source, strides

@@ -9,9 +9,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.kernels.attention.requests import FIELDS
+from sparseprefill.kernels.attention.arguments import FIELDS
 from sparseprefill.kernels.source import Source
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -25,7 +25,7 @@ class Together:
 
     masks: of each. lists, bitmaps: `arrays` and `bitmap` of each mask. q: ``[1, Hq, N, D]``, from the first row of all to the last.
     out, lse: of all rows, ``[1, Hq, n, D]`` and ``[1, Hq, n]``, and `begins`, where each request's lie. tile_rows: query
-    tiles of the longest. table: of `requests`, on the device.
+    tiles of the longest. table: what is each one's own (`arguments`), on the device.
     """
 
     masks: tuple[SparseMask, ...]

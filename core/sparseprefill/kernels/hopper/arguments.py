@@ -116,10 +116,10 @@ class Work(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Lengths of the call, and where its batch rows begin and end (see `work.batch_row`).
+    """Lengths of the call, and where its batch rows begin and end (see `paging.batch_row`).
 
     starts, lengths: ``[B]`` or None. blocks: of one head; items: of all. kv_group: query heads a KV head. requests: where
-    batch rows are requests, the table of what is their own (`attention.requests`), else None; blocks are then those of
+    batch rows are requests, the table of what is their own (`attention.arguments`), else None; blocks are then those of
     the longest.
     """
 

@@ -6,16 +6,44 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from sparseprefill.kernels.attention.requests import OUT_BEGIN
-from sparseprefill.kernels.hopper.requests import behind, rows_of
-from sparseprefill.kernels.hopper.ring import advance, start_logits, values_of
+from sparseprefill.kernels.attention.arguments import OUT_BEGIN
+from sparseprefill.kernels.hopper.paging import behind, rows_of
+from sparseprefill.kernels.hopper.ring import advance, hide, pin, softmax, start_logits, values_of
 from sparseprefill.kernels.hopper.skim import bound_of, skim
-from sparseprefill.kernels.hopper.softmax import hide, pin, softmax
-from sparseprefill.kernels.hopper.store import store_rows
 from sparseprefill.kernels.hopper.work import CROSSING, ITEM, SEEN, SLOTS, TILES, UNMASKED, get, item_rows
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.constexpr_function
+def quad_layout(width, step):
+    """Layouts of ``[64, width]`` from what the matrix instruction leaves (0) to 8 values a lane side by side (2).
+
+    Rows stay where they are, and each step exchanges one bit between the four lanes of a quad and their registers, which
+    the compiler does by shuffles.
+    """
+    lanes = [[[0, 2], [0, 4]], [[0, 8], [0, 4]], [[0, 8], [0, 16]]][step]
+    columns = [[0, c] for c in (1, 2, 4, 8, 16, 32, 64, 128) if c < width and [0, c] not in lanes]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*columns, [8, 0]],
+        lane_bases=[*lanes, [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, width],
+    )
+
+
+@gluon.jit
+def store_rows(ptr, stride, first, q_len, x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Rows x [ROWS, WIDTH], 16-bit, to row `first` and on of the head at `ptr`, those within [0, q_len): 16 bytes a
+    lane, without shared memory."""
+    layout: gl.constexpr = quad_layout(WIDTH, 2)
+    x = gl.convert_layout(gl.convert_layout(x, quad_layout(WIDTH, 1)), layout)
+    index = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    dims = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    inside = (index >= 0) & (index < q_len)
+    gl.store(ptr + index.to(gl.int64)[:, None] * stride + dims[None, :], x, mask=inside[:, None])
 
 
 @gluon.jit

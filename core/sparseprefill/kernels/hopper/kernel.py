@@ -58,7 +58,7 @@ def hopper_attention_fwd_kernel(
     The parameters are those of `Arguments`; what a call lacks is None. FP8: see `Shape`. REGISTERS: per thread of
     consumer, producer, scheduler. DEFER: where steps may be left out (`below`), values of tiles are fetched when a
     consumer has said that it wants them. With `sizes_requests` batch rows are requests, each with sizes, lists and pages
-    of its own: see `requests`.
+    of its own: see `attention.arguments`.
     """
     dtype: gl.constexpr = queries.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()

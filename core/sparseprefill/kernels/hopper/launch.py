@@ -16,7 +16,7 @@ from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.hopper.paging import PANEL
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, strides
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import kept
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

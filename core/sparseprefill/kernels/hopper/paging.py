@@ -1,4 +1,4 @@
-"""Of the producer: a step of keys or values, from a tensor or from the pages of a cache."""
+"""Where rows lie: those of a batch, of requests in its place, and a step of keys or values in a tensor or in pages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,76 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparseprefill.kernels.attention.arguments import FIELDS, KV_LEN, Q_LEN, Q_OFFSET
 from sparseprefill.kernels.hopper.gluon import load_block, reinterpret
 
 PANEL = gl.constexpr(64)
 """Columns that lie together in shared memory: 128 bytes, the width of its swizzle."""
+
+
+@gluon.jit
+def behind(sizes, b, field: gl.constexpr):
+    """A field of request `b`, int64."""
+    return gl.load(sizes.requests + b * FIELDS + field)
+
+
+@gluon.jit
+def number(sizes, b, field: gl.constexpr):
+    """A field of request `b` that is a size, int32."""
+    return behind(sizes, b, field).to(gl.int32)
+
+
+@gluon.jit
+def batch_row(sizes, b):
+    """Of row `b` of the batch: its first key, its length, and the position of the call's first query."""
+    start = 0
+    if sizes.starts is not None:
+        start = gl.load(sizes.starts + b)
+    length = sizes.kv_len - start
+    if sizes.lengths is not None:
+        length = gl.load(sizes.lengths + b)
+    first = sizes.q_offset - start
+    if sizes.requests is not None:
+        length = number(sizes, b, KV_LEN)
+        first = number(sizes, b, Q_OFFSET)
+    return start, length, first
+
+
+@gluon.jit
+def rows_of(sizes, b):
+    """Query rows of batch row `b`."""
+    return own_size(sizes.q_len, sizes, b, Q_LEN)
+
+
+@gluon.jit
+def keys_of(sizes, b):
+    """Keys of batch row `b`, padding included."""
+    return own_size(sizes.kv_len, sizes, b, KV_LEN)
+
+
+@gluon.jit
+def head_of(sizes, bh):
+    """Which head of the mask's lists: requests have lists of their own."""
+    head = bh
+    if sizes.requests is not None:
+        head = bh % sizes.heads
+    return head
+
+
+@gluon.jit
+def own(pointer, sizes, b, field: gl.constexpr):
+    """A pointer, or an offset, of batch row `b`: each request's lies behind the first one's."""
+    if sizes.requests is not None:
+        pointer += behind(sizes, b, field)
+    return pointer
+
+
+@gluon.jit
+def own_size(size, sizes, b, field: gl.constexpr):
+    """A size of batch row `b`: what all have, or a field of the request's."""
+    if sizes.requests is not None:
+        size = number(sizes, b, field)
+    return size
 
 
 @gluon.constexpr_function

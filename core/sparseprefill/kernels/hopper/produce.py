@@ -7,10 +7,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sparseprefill.kernels.attention.requests import BITMAP, COLUMNS, TABLE, TILE_ROWS
+from sparseprefill.kernels.attention.arguments import BITMAP, COLUMNS, TABLE, TILE_ROWS
 from sparseprefill.kernels.hopper.gluon import barrier, load_rows
-from sparseprefill.kernels.hopper.paging import boxes, entries_of, load_step, row_in_cache
-from sparseprefill.kernels.hopper.requests import batch_row, head_of, keys_of, own, own_size
+from sparseprefill.kernels.hopper.paging import (
+    batch_row,
+    boxes,
+    entries_of,
+    head_of,
+    keys_of,
+    load_step,
+    own,
+    own_size,
+    row_in_cache,
+)
 from sparseprefill.kernels.hopper.ring import advance
 from sparseprefill.kernels.hopper.skim import fetch
 from sparseprefill.kernels.hopper.work import SLOTS, column_keys, query_block, take

@@ -8,8 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from sparseprefill.kernels.hopper.gluon import barrier
 from sparseprefill.kernels.hopper.paging import entries_of, load_step
-from sparseprefill.kernels.hopper.ring import advance, start_logits, values_of
-from sparseprefill.kernels.hopper.softmax import hide, pin
+from sparseprefill.kernels.hopper.ring import advance, hide, pin, start_logits, values_of
 
 
 @gluon.jit

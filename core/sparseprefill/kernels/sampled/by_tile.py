@@ -17,7 +17,7 @@ from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, logits, s
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.held import KeptKeys
+    from sparseprefill.mask.samples import KeptKeys
 
 KEYS = 2048
 """Keys of a program, in whole tiles."""

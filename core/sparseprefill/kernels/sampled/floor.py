@@ -16,9 +16,10 @@ from torch import Tensor
 
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import floor_div
+from sparseprefill.mask.samples import Raised
 
 if TYPE_CHECKING:
-    from sparseprefill.mask.stretches import Stretches
+    from sparseprefill.mask.samples import Stretches
 
 MOST_COLUMNS = 1 << 14
 """Key tiles of a row that `choose_kernel` holds in registers."""
@@ -34,16 +35,6 @@ class Held(NamedTuple):
 
     have: Tensor
     reach: Tensor
-
-
-class Raised(NamedTuple):
-    """added: bool ``[B, Hq, R, C]``, the tiles that a plan gets. before, after: float32 ``[B, Hq, n]``, mass that each
-    sampled row keeps. dense: bool ``[B, Hq, P]``, spans of heads that get every tile."""
-
-    added: Tensor
-    before: Tensor
-    after: Tensor
-    dense: Tensor
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseprefill.kernels.lists.kernels import span
+from sparseprefill.kernels.lists.maps import span
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import LOG2E, batch_row, floor_div
 

@@ -1,14 +1,23 @@
-"""Stretches: the query tiles of a call dealt to samples, the last row of each of which is looked at."""
+"""Sampled query rows: the query tiles of a call dealt to stretches, and what a plan's masks hold of some rows."""
 
 from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.call import rows_at
-from sparseprefill.mask.geometry import Geometry, Sizes
-from sparseprefill.mask.kept import kept
+from sparseprefill.mask.geometry import Geometry, Sizes, kept
+from sparseprefill.mask.lists import IndexLists
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sparseprefill.mask.mask import SparseMask
 
 
 @frozen(eq=False)
@@ -112,3 +121,86 @@ def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretc
 
 def _floor(x: Tensor, size: Tensor | int) -> Tensor:
     return torch.div(x, size, rounding_mode="floor")
+
+
+ALIGNED = 16
+"""Maps of lists are that wide, or a multiple of it."""
+
+
+class Raised(NamedTuple):
+    """What a floor adds to a plan.
+
+    added: bool ``[B, Hq, R, C]``, tiles that the plan gets. before, after: ``[B, Hq, n]``, mass that sampled rows kept
+    of theirs, and keep now. dense: bool ``[B, Hq, P]``, spans of heads that get every tile.
+    """
+
+    added: Tensor
+    before: Tensor
+    after: Tensor
+    dense: Tensor
+
+
+@frozen(eq=False)
+class KeptKeys:
+    """Which keys a mask keeps for sampled rows, several of which may share a line.
+
+    map: bool ``[B, Hq, L, X]``, by position on the row's grid; more than Nkv columns change nothing: kernels like whole
+    tiles, and a multiple of 16. line: int64 ``[B, n]``, the line of each row; None where each has its own.
+    """
+
+    map: Tensor
+    line: Tensor | None = None
+
+    @property
+    def by_row(self) -> Tensor:
+        """bool ``[B, Hq, n, X]``."""
+        return self.map if self.line is None else rows_at(self.map, self.line)
+
+
+@frozen(eq=False)
+class Held:
+    """The masks of a plan, its carry's region included, on one grid. Nothing is read on the host.
+
+    grid: tokens of a query tile and of a key tile, which divide those of all masks. map: bool ``[B, Hq, R, C]``, the
+    key tiles that a mask holds as tiles; not to be written to.
+    """
+
+    geometry: Geometry
+    grid: tuple[int, int]
+    map: Tensor
+    masks: tuple[SparseMask, ...]
+
+    def tiles(self, tile: Tensor) -> Tensor:
+        """bool ``[B, Hq, n, C]``: the key tiles of query tiles, int64 ``[B, n]``, by their index on each row's grid."""
+        index = (tile - self.geometry.first_tile(self.grid[0])[:, None]).clamp(0, self.map.shape[2] - 1)
+        index = index[:, None, :, None].expand(-1, self.map.shape[1], -1, self.map.shape[3])
+        return torch.gather(self.map, 2, index)
+
+    def stripes(self, tile: Tensor, width: int) -> Tensor | None:
+        """bool ``[B, Hq, n, width]``: the stripes of query tiles by position; None where no mask has any."""
+        keys = stripes_at(self.masks, tile * self.grid[0], width)
+        return None if keys is None else keys.by_row[..., :width]
+
+
+def stripes_at(masks: Sequence[SparseMask], position: Tensor, width: int) -> KeptKeys | None:
+    """The stripes of rows by their position on the batch row's grid, int64 ``[B, n]``; None where no mask has any.
+
+    At least `width` columns, and a multiple of 16. Lists that several rows share are read once.
+    """
+    found = []
+    for mask in masks:
+        if mask.stripes is None:
+            continue
+        lists, geometry = mask.stripes, mask.geometry
+        group = torch.div(position, mask.group_rows, rounding_mode="floor")
+        index = (group - geometry.first_tile(mask.group_rows)[:, None]).clamp(0, lists.shape[2] - 1)
+        size = (width + -width % ALIGNED, mask.stripe_width)
+        if lists.shape[2] <= index.shape[1]:
+            found.append(KeptKeys(lists.to_map(*size), index))
+            continue
+        each = index[:, None].expand(-1, geometry.heads, -1)
+        counts, offsets = (torch.gather(x, 2, each) for x in (lists.counts, lists.offsets))
+        found.append(KeptKeys(IndexLists(counts, offsets, lists.indices).to_map(*size)))
+    if len(found) < 2:
+        return found[0] if found else None
+    return KeptKeys(reduce(or_, [one.by_row for one in found]))
