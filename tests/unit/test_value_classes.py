@@ -79,11 +79,8 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
 
 
 KINDS = (
-<<<<<<< HEAD
-    *(count.Lists, count._Rows, samples.Held, values.WeightedPriority, values._Norms),
-=======
     *(count.Lists, count._Rows, export.Selection, export._Cells, export._Seen, samples.Held),
->>>>>>> parent of 0db9fd8 (Masks in the formats of other kernels leave the wheel: they serve the benchmark of peers alone, where they stand now)
+    *(values.WeightedPriority, values._Norms),
     *(samples.KeptKeys, cpu._Row, cpu._Entries, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
     *(
         SampledRecall,
