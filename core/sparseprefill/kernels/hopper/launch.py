@@ -11,9 +11,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.kernels.attention.arguments import flat
-from sparseprefill.kernels.hopper.arguments import Arguments, Cache, Outputs, Sizes
+from sparseprefill.kernels.hopper.arguments import Arguments, Cache, Eight, Outputs, Sizes
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.hopper.paging import PANEL
+from sparseprefill.kernels.hopper.quantise import TILE
+from sparseprefill.kernels.hopper.quantise import eight as quantised
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.mask.geometry import kept
@@ -39,6 +41,16 @@ CONVERTING = (192, 96, 32)
 """The same where the producer converts what an fp8 cache holds."""
 STAGES_FP8, AHEAD = {64: 4, 128: 2, 256: 2}, {64: 2, 128: 2, 256: 1}
 """Over an fp8 cache: steps in shared memory that are converted, and that are not yet, by head dimension."""
+STAGES_EIGHT, ROUNDING = {128: 4}, (232, 24, 24)
+"""Of steps in 8 bits: steps in shared memory, and registers; the producer gathers nothing there. With 224 registers of a
+consumer a prompt of 131,072 tokens took 2 % longer, with 216 8 % (H100)."""
+LEAST_BLOCKS, LEAST_KEYS = 8, 8192
+"""Query blocks of a head and keys from which 8 bits are tried: below, the passes over K and V cost what they save."""
+SAMPLED = 4
+"""Query blocks of each head of which the error is looked at."""
+LEAST_NORM = 1e-30
+"""Of sampled rows, so that zeros have no error."""
+NOTHING = Eight(None, None, None, None, None, None, None)
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """What the producer converts."""
 LEAST_PAGE = 16
@@ -122,21 +134,86 @@ def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
     return call.q.shape[2] * reads >= call.kv_len
 
 
+def unrounded(call: AttentionCall, mask: SparseMask) -> str | None:
+    """Why a call that the kernel serves is not done in 8 bits, or None. Sizes and features alone; no device is asked."""
+    if call.q.shape[3] != TILE.value:
+        return f"head dimension {call.q.shape[3]}; {TILE.value} is the one with 8 bits"
+    if mask.stripes is not None:
+        return "columns in the mask; tiles alone are done in 8 bits"
+    if (mask.tile_q, mask.tile_k) != (BLOCK_M, TILE.value):
+        return f"tiles of {mask.tile_q} x {mask.tile_k}; those of {BLOCK_M} x {TILE.value} are done in 8 bits"
+    if call.starts is not None or call.lengths is not None:
+        return "padding"
+    if call.pages is not None and (call.pages.k.dtype in FORMATS or not call.pages.copies):
+        return "an fp8 cache" if call.pages.copies else "pages that may not be copied"
+    rows, keys = mask.geometry.tile_rows(BLOCK_M), call.kv_len
+    if rows < LEAST_BLOCKS or keys < LEAST_KEYS:
+        return f"{call.q.shape[2]} rows over {keys} keys; {LEAST_BLOCKS * BLOCK_M} over {LEAST_KEYS} pay for 8 bits"
+    return None
+
+
 def launch(call: AttentionCall, mask: SparseMask, given: Given, requests: Together | None = None) -> Tensor:
     """Run the kernel; int8 flags ``[B * Hq * blocks]`` of the query blocks whose sums are nonfinite.
 
     given: what the portable kernel would be given; its pairs left out are two numbers for each query block, one of each
     half. requests: in place of the call's rows; call and mask are then the first's.
     """
+    blocks = _blocks(mask, given)
+    order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
+    return _run(call, mask, given, order, requests)
+
+
+def launch_eight(call: AttentionCall, mask: SparseMask, given: Given, bound: float) -> tuple[Tensor, Tensor]:
+    """Run the kernel in 8 bits: its flags, and float32 ``[B, Hq]``, how far sampled rows are from the same in 16 bits, as
+    a share of their norm. Heads where that is more than `bound` run in 16 bits. Nothing is read on the host.
+    """
+    out, blocks = given.outputs.out, _blocks(mask, given)
+    batch, heads = call.q.shape[:2]
+    in_16 = torch.ones(batch * heads, dtype=torch.int8, device=out.device)
+    eight = quantised(call, torch.zeros_like(in_16))
+    tiles = torch.arange(1, 2 * SAMPLED, 2, device=out.device) * blocks // (2 * SAMPLED)
+    head = torch.arange(batch * heads, device=out.device)[:, None] * blocks
+    items = (head + blocks - 1 - tiles).to(torch.int32).flatten()  # of a head's items the last block comes first
+    first = -(given.sizes.q_offset % BLOCK_M)
+    rows = (first + tiles[:, None] * BLOCK_M + torch.arange(BLOCK_M, device=out.device)).flatten()
+    found = []
+    for exact in (in_16, eight.exact):
+        _run(call, mask, given, items, eight=eight._replace(exact=exact))
+        found.append(out[:, :, rows].float())
+    errors = (found[1] - found[0]).flatten(2).norm(dim=2) / found[0].flatten(2).norm(dim=2).clamp(min=LEAST_NORM)
+    order = _order(call, mask, blocks)
+    if order is None:  # the sampled launches' variant of the kernel
+        order = torch.arange(batch * heads * blocks, dtype=torch.int32, device=out.device)
+    beyond = (~(errors <= bound)).to(torch.int8).flatten()
+    return _run(call, mask, given, order, eight=eight._replace(exact=beyond)), errors
+
+
+def _blocks(mask: SparseMask, given: Given) -> int:
+    """Query blocks of a head."""
+    rows: int = given.mask.tile_rows
+    return rows * (mask.tile_q // BLOCK_M)
+
+
+def _run(
+    call: AttentionCall,
+    mask: SparseMask,
+    given: Given,
+    order: Tensor | None,
+    requests: Together | None = None,
+    eight: Eight | None = None,
+) -> Tensor:
+    """One launch, of all items or of those in `order`."""
     (batch, heads, _, width), q, source = call.q.shape, given.queries.ptr, Source.of(call)
     block_n, fp8 = min(mask.tile_k, BLOCK_N[width]), FORMATS.get(source.k.dtype)
+    stages, registers = (STAGES, REGISTERS) if fp8 is None else (STAGES_FP8, CONVERTING)
+    if eight is not None:
+        block_n, stages, registers = TILE.value // 2, STAGES_EIGHT, ROUNDING
     batch = batch if requests is None else len(requests.masks)
-    blocks = given.mask.tile_rows * (mask.tile_q // BLOCK_M)
+    blocks = _blocks(mask, given)
     items = batch * heads * blocks
     scratch = torch.zeros(SCRATCH + items, dtype=torch.int8, device=call.q.device)
     counter, nonfinite = scratch[:4].view(torch.int32), scratch[SCRATCH:]
-    order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
-    draws = None if requests is None or order is None else order.numel()
+    draws = None if order is None or (requests is None and eight is None) else order.numel()
     outputs, sizes = given.outputs, given.sizes
     strides = (outputs.stride_ob, outputs.stride_oh, outputs.stride_on, outputs.stride_lb, outputs.stride_lh)
     arguments = Arguments(
@@ -153,12 +230,13 @@ def launch(call: AttentionCall, mask: SparseMask, given: Given, requests: Togeth
         counter,
         order,
         draws,
+        (NOTHING if eight is None else eight)[:7],
     )
     hopper_attention_fwd_kernel[(min(draws or items, _multiprocessors(q.device)),)](
         *flat(arguments),
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BLOCK_M=BLOCK_M,
-        BLOCK_N=block_n, D=width, STAGES=(STAGES if fp8 is None else STAGES_FP8)[width], PAGE=source.page,
-        REGISTERS=REGISTERS if fp8 is None else CONVERTING, FP8=fp8, AHEAD=0 if fp8 is None else AHEAD[width],
+        BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
+        AHEAD=0 if fp8 is None else AHEAD[width],
         DEFER=DEFER and given.logits.below is not None, num_warps=4, **FUSED,
     )  # fmt: skip
     return nonfinite
