@@ -90,7 +90,8 @@ class Eight(NamedTuple):
     """What `quantise` makes of K and V for steps in 8 bits, and where the roles keep it; all None where there are none.
 
     k_desc, v_desc: of int8 keys ``[B, Hkv, Nkv, D]`` and of e4m3 values, transposed, ``[B, Hkv, D, places]``. k_scale:
-    float32 ``[B * Hkv, tiles]``, factors of key tiles. k_mean, v_mean, v_scale: float32 ``[B * Hkv, D]``. exact: int8
+    float32 ``[B * Hkv, tiles]``, factors of key tiles. k_mean, v_mean: float32 ``[B * Hkv, D]``.
+    v_scale, v_inverse: what makes sums of values of a step's, and the other way round. exact: int8
     ``[B * Hq]``, heads whose steps all stay in 16 bits. q_smem: the block's queries, of each consumer. k_smem, v_smem:
     the ring's slots, which a step in 8 bits fills with twice as many keys. scales: of the step's tile, once for each row
     of a consumer; told and freed with the keys.
@@ -101,6 +102,7 @@ class Eight(NamedTuple):
     k_scale: Any
     k_mean: Any
     v_scale: Any
+    v_inverse: Any
     v_mean: Any
     exact: Any
     q_smem: Any = None  # [2, BLOCK_M // 2, D]

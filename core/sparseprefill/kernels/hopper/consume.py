@@ -135,10 +135,11 @@ def attend_mixed(
     NUMBER: gl.constexpr, q, queries, ring, eight, tiles, crossing, first, last, position, bh, m, l, o, stage, phase,
     scale, RESUMED: gl.constexpr, sizes, shape,
 ):  # fmt: skip
-    """`attend`, of tiles alone, with the steps from `first` up to `last` in 8 bits, two of them at once."""
-    if first > 0:
+    """`attend`, of tiles alone: the steps before `first` and from `last` on, then those between in 8 bits, two at once."""
+    if (first > 0) | (last < tiles):
+        end = first + tiles - last
         m, l, o, _, stage, phase = attend(
-            q, queries, ring, 0, first, crossing, tiles, position, m, l, o, o, stage, phase, scale, RESUMED, False, shape
+            q, queries, ring, 0, end, crossing, tiles, position, m, l, o, o, stage, phase, scale, RESUMED, False, shape
         )
     if first < last:
         half: gl.constexpr = shape.BLOCK_M // 2
@@ -146,14 +147,12 @@ def attend_mixed(
         head = bh // sizes.kv_group
         q8 = eight.q_smem.index(NUMBER)
         by_row, beside = round_queries(q, q8, eight.k_mean + head * shape.D, scale, layout, half, shape.D)
+        mbarrier.arrive(queries.empty, count=1)
         m, l, o, stage, phase = attend_eight(
             q8, by_row, beside, ring, eight, head, (last - first) // 2, m, l, o, stage, phase, shape
         )
-    if last < tiles:
-        m, l, o, _, stage, phase = attend(
-            q, queries, ring, last, tiles, crossing, tiles, position, m, l, o, o, stage, phase, scale, True, False, shape
-        )
-    mbarrier.arrive(queries.empty, count=1)
+    else:
+        mbarrier.arrive(queries.empty, count=1)
     return m, l, o, stage, phase
 
 

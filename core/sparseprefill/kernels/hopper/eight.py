@@ -55,12 +55,13 @@ def start_eight(q8, eight, stage, bits):
 
 @gluon.jit
 def weights(s, m, l, factor, beside):
-    """One online step, as `ring.softmax`: s as `start_eight` leaves it, factor and beside ``[half]``.
+    """One online step, as `ring.softmax`: s as `start_eight` leaves it, factor and beside ``[half]``. m: SHIFT below the
+    largest logit, so that the largest weight is 448.
 
-    The maximum is one that the reference of the exponent rounds to, so that one instruction makes an exponent of s.
+    m is rounded to what leaves one product and one sum to make an exponent of s.
     """
     s = s.to(gl.float32, bitcast=True)
-    m_new = gl.maximum(m, gl.fma(gl.max(s, 1) - MAGIC, factor, beside))
+    m_new = gl.maximum(m, gl.fma(gl.max(s, 1) - MAGIC, factor, beside - SHIFT))
     base = gl.fma(gl.full_like(factor, MAGIC), factor, m_new - beside)
     m_new = gl.fma(gl.full_like(factor, -MAGIC), factor, base) + beside
     p = gl.exp2(s * factor[:, None] - base[:, None])
@@ -103,15 +104,13 @@ def attend_eight(q8, by_row, beside, ring, eight, head, steps, m, l, o, stage, p
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dims = head * D + gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))
-    by_column = gl.load(eight.v_scale + dims)[None, :]  # [1, D]
-    mean = gl.load(eight.v_mean + dims)[None, :]
+    mean = gl.load(eight.v_mean + dims)[None, :]  # [1, D]
     was: gl.constexpr = o.type.layout
     m_rows: gl.constexpr = m.type.layout
     before_l = gl.convert_layout(l, o_rows)[:, None]
-    o = (gl.convert_layout(o, o_layout) - before_l * mean) * (448.0 / by_column)
+    o = (gl.convert_layout(o, o_layout) - before_l * mean) * gl.load(eight.v_inverse + dims)[None, :]
     m = gl.convert_layout(m, rows) - SHIFT
     l = gl.convert_layout(l, rows) * 448.0  # noqa: E741
-    beside = beside - SHIFT
     bits = gl.full([half, TILE], MAGIC_BITS, gl.int32, s_layout)
     zero = gl.full([half, D], 0.0, gl.float32, o_layout)
     mbarrier.wait(ring.k_ready.index(stage), phase)
@@ -144,7 +143,7 @@ def attend_eight(q8, by_row, beside, ring, eight, head, steps, m, l, o, stage, p
     o = o * gl.convert_layout(alpha, o_rows)[:, None] + part
     stage, phase = advance(stage, phase, shape.STAGES)
     l = l * (1.0 / 448.0)  # noqa: E741
-    o = o * (by_column * (1.0 / 448.0)) + gl.convert_layout(l, o_rows)[:, None] * mean
+    o = o * gl.load(eight.v_scale + dims)[None, :] + gl.convert_layout(l, o_rows)[:, None] * mean
     m = gl.convert_layout(m + SHIFT, m_rows)
     return m, gl.convert_layout(l, m_rows), gl.convert_layout(o, was), stage, phase
 

@@ -44,7 +44,7 @@ def hopper_attention_fwd_kernel(
     sizes_starts, sizes_lengths, sizes_q_offset, sizes_q_len, sizes_kv_len, sizes_blocks, sizes_items, sizes_heads,
     sizes_kv_group, sizes_requests,
     scale, k_scale, below, skipped, counter, order, draws,
-    eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_mean, eight_exact,
+    eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_inverse, eight_v_mean, eight_exact,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
     FP8: gl.constexpr, AHEAD: gl.constexpr, DEFER: gl.constexpr,
@@ -123,13 +123,13 @@ def hopper_attention_fwd_kernel(
         raw_v = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, D // 4], spread)
         raw = Raw(raw_k, raw_v)
     eight = Eight(
-        eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_mean, eight_exact,
+        eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_inverse, eight_v_mean, eight_exact,
         None, None, None, None,
     )  # fmt: skip
     if eight_k_desc is not None:
         q8: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
         eight = Eight(
-            eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_mean, eight_exact,
+            eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_inverse, eight_v_mean, eight_exact,
             gl.allocate_shared_memory(gl.int8, [2, BLOCK_M // 2, D], q8),
             reinterpret(k_smem, gl.int8, [STAGES, 1, 1, 2 * BLOCK_N, D], eight_k_desc.layout),
             reinterpret(v_smem, gl.float8e4nv, [STAGES, 1, 1, D, 2 * BLOCK_N], eight_v_desc.layout),

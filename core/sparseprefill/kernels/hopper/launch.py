@@ -14,7 +14,7 @@ from sparseprefill.kernels.attention.arguments import flat
 from sparseprefill.kernels.hopper.arguments import Arguments, Cache, Eight, Outputs, Sizes
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.hopper.paging import PANEL
-from sparseprefill.kernels.hopper.quantise import TILE
+from sparseprefill.kernels.hopper.quantise import TILE, errors_of
 from sparseprefill.kernels.hopper.quantise import eight as quantised
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, strides
@@ -48,9 +48,7 @@ LEAST_BLOCKS, LEAST_KEYS = 8, 8192
 """Query blocks of a head and keys from which 8 bits are tried: below, the passes over K and V cost what they save."""
 SAMPLED = 4
 """Query blocks of each head of which the error is looked at."""
-LEAST_NORM = 1e-30
-"""Of sampled rows, so that zeros have no error."""
-NOTHING = Eight(None, None, None, None, None, None, None)
+NOTHING = Eight(*(None,) * 8)
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """What the producer converts."""
 LEAST_PAGE = 16
@@ -169,23 +167,27 @@ def launch_eight(call: AttentionCall, mask: SparseMask, given: Given, bound: flo
     """
     out, blocks = given.outputs.out, _blocks(mask, given)
     batch, heads = call.q.shape[:2]
-    in_16 = torch.ones(batch * heads, dtype=torch.int8, device=out.device)
-    eight = quantised(call, torch.zeros_like(in_16))
-    tiles = torch.arange(1, 2 * SAMPLED, 2, device=out.device) * blocks // (2 * SAMPLED)
-    head = torch.arange(batch * heads, device=out.device)[:, None] * blocks
-    items = (head + blocks - 1 - tiles).to(torch.int32).flatten()  # of a head's items the last block comes first
+    items, rows, every, one_way = _sampled(batch * heads, blocks, given.sizes.q_offset % BLOCK_M, out.device)
+    eight = quantised(call, one_way[0])
+    _run(call, mask, given, items, eight=eight._replace(exact=one_way[1]))
+    exact = out.index_select(2, rows)
+    _run(call, mask, given, items, eight=eight)
     first = -(given.sizes.q_offset % BLOCK_M)
-    rows = (first + tiles[:, None] * BLOCK_M + torch.arange(BLOCK_M, device=out.device)).flatten()
-    found = []
-    for exact in (in_16, eight.exact):
-        _run(call, mask, given, items, eight=eight._replace(exact=exact))
-        found.append(out[:, :, rows].float())
-    errors = (found[1] - found[0]).flatten(2).norm(dim=2) / found[0].flatten(2).norm(dim=2).clamp(min=LEAST_NORM)
+    errors, beyond = errors_of(out, exact, first, blocks, SAMPLED, BLOCK_M, bound)
     order = _order(call, mask, blocks)
-    if order is None:  # the sampled launches' variant of the kernel
-        order = torch.arange(batch * heads * blocks, dtype=torch.int32, device=out.device)
-    beyond = (~(errors <= bound)).to(torch.int8).flatten()
-    return _run(call, mask, given, order, eight=eight._replace(exact=beyond)), errors
+    return _run(call, mask, given, every if order is None else order, eight=eight._replace(exact=beyond)), errors
+
+
+@kept
+def _sampled(lines: int, blocks: int, behind: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of `lines` heads: the items of sampled blocks, their rows, all items (so that one variant of the kernel serves both),
+    and int8 ``[2, lines]`` of zeros and ones. behind: rows by which the first block begins before the call's."""
+    tiles = torch.arange(1, 2 * SAMPLED, 2, device=device) * blocks // (2 * SAMPLED)
+    head = torch.arange(lines, device=device)[:, None] * blocks
+    items = (head + blocks - 1 - tiles).to(torch.int32).flatten()  # of a head's items the last block comes first
+    rows = (tiles[:, None] * BLOCK_M + torch.arange(BLOCK_M, device=device) - behind).flatten()
+    every = torch.arange(lines * blocks, dtype=torch.int32, device=device)
+    return items, rows, every, torch.arange(2, dtype=torch.int8, device=device)[:, None].expand(2, lines).contiguous()
 
 
 def _blocks(mask: SparseMask, given: Given) -> int:
@@ -230,7 +232,7 @@ def _run(
         counter,
         order,
         draws,
-        (NOTHING if eight is None else eight)[:7],
+        (NOTHING if eight is None else eight)[:8],
     )
     hopper_attention_fwd_kernel[(min(draws or items, _multiprocessors(q.device)),)](
         *flat(arguments),

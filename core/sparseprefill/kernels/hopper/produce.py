@@ -136,16 +136,16 @@ def produce(ring, eight, work, sizes, mask, cache, skip, shape):
                         stage, phase, shape,
                     )  # fmt: skip
                     if eight.k_desc is not None:
+                        stage, phase = send_tiles(
+                            ring, cache, tile_ptr, table, last_eight, tiles, tiles, crossing, b, hk, start, kv_len,
+                            k_boxes, v_boxes, stage, phase, shape,
+                        )  # fmt: skip
                         if first_eight < last_eight:
                             stage, phase = send_eight(
                                 ring, eight, bh // sizes.kv_group, sizes.heads // sizes.kv_group, mask.columns,
                                 tile_ptr + (tiles - 1 - first_eight) // parts, (last_eight - first_eight) // parts,
                                 stage, phase, shape,
                             )  # fmt: skip
-                        stage, phase = send_tiles(
-                            ring, cache, tile_ptr, table, last_eight, tiles, tiles, crossing, b, hk, start, kv_len,
-                            k_boxes, v_boxes, stage, phase, shape,
-                        )  # fmt: skip
             if mask.stripes.indices is not None:
                 start, _, _ = batch_row(sizes, b)  # again, rather than held through the tiles
                 if mask.bitmap is not None:
