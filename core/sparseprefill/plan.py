@@ -281,8 +281,8 @@ class Skipped:
 class EightBits:
     """What is known of a call that an executor computed in 8 bits.
 
-    errors: float32 ``[B, Hq]`` on the device: how far sampled query rows of each head are from the same in 16 bits, as a
-    share of their norm. bound: of the executor; heads beyond it were computed in 16 bits.
+    errors: float32 ``[B, Hq]`` on the device: how far sampled query rows of each head are from the same in 16 bits, as
+    a share of their norm. bound: of the executor; heads beyond it were computed in 16 bits.
     """
 
     errors: Tensor

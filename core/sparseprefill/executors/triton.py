@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Precision = Literal["call", "int8"]
 BOUND = 0.1
-"""Of the error of a head in 8 bits. Rounding weights and values to e4m3's three bits alone makes 0.04 where attention is
-flat (docs/numerics.md)."""
+"""Of the error of a head in 8 bits. Rounding weights and values to e4m3's three bits alone makes 0.04 where attention
+is flat (docs/numerics.md)."""
 
 
 @frozen
@@ -34,8 +34,9 @@ class TritonExecutor:
     Softmax in float32. Honours padding, offsets, window, softcap and sinks, and skips tiles by their logits.
 
     precision: "call" for the call's dtype, "int8" for products in 8 bits where they pay: masks of tiles, on Hopper
-    (SageAttention2's recipe, see `kernels.hopper.eight`). What stays in 16 bits has its reason in `Result.kernels`. bound: the error up to which a head
-    is done in 8 bits: that of sampled query rows beside the same in 16 bits, as a share of their norm.
+    (SageAttention2's recipe, see `kernels.hopper.eight`). What stays in 16 bits has its reason in `Result.kernels`.
+    bound: the error up to which a head is done in 8 bits: that of sampled query rows beside the same in 16 bits, as a
+    share of their norm; `Result.eight` has it.
     """
 
     precision: Precision = field(default="call", kw_only=True, validator=one_of("call", "int8"))

@@ -11,7 +11,18 @@ from sparseprefill.kernels.hopper.eight import attend_eight, round_queries
 from sparseprefill.kernels.hopper.paging import behind, rows_of
 from sparseprefill.kernels.hopper.ring import advance, hide, pin, softmax, start_logits, values_of
 from sparseprefill.kernels.hopper.skim import bound_of, skim
-from sparseprefill.kernels.hopper.work import CROSSING, FIRST_EIGHT, ITEM, LAST_EIGHT, SEEN, SLOTS, TILES, UNMASKED, get, item_rows
+from sparseprefill.kernels.hopper.work import (
+    CROSSING,
+    FIRST_EIGHT,
+    ITEM,
+    LAST_EIGHT,
+    SEEN,
+    SLOTS,
+    TILES,
+    UNMASKED,
+    get,
+    item_rows,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -172,11 +183,8 @@ def consume(NUMBER: gl.constexpr, queries, ring, eight, work, sizes, carry, outp
     wide: gl.constexpr = D > 128
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    dtype: gl.constexpr = ring.k_smem.dtype
     stage = 0
     phase = 0
     turn = 0

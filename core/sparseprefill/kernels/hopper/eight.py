@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparseprefill.kernels.hopper.gluon import barrier, load_block, reinterpret
+from sparseprefill.kernels.hopper.gluon import barrier, load_block
 from sparseprefill.kernels.hopper.ring import advance
 
 TILE = gl.constexpr(128)

@@ -44,10 +44,12 @@ STAGES_FP8, AHEAD = {64: 4, 128: 2, 256: 2}, {64: 2, 128: 2, 256: 1}
 STAGES_EIGHT, ROUNDING = {128: 4}, (232, 24, 24)
 """Of steps in 8 bits: steps in shared memory, and registers; the producer gathers nothing there. With 224 registers of a
 consumer a prompt of 131,072 tokens took 2 % longer, with 216 8 % (H100)."""
-LEAST_BLOCKS, LEAST_KEYS = 8, 8192
-"""Query blocks of a head and keys from which 8 bits are tried: below, the passes over K and V cost what they save."""
+LEAST_BLOCKS, LEAST_KEYS = 16, 1 << 16
+"""Query blocks of a head and keys from which 8 bits are tried: of shorter prompts the passes over K and V, and what stays
+in 16 bits, cost what they save (docs/performance.md)."""
 SAMPLED = 4
-"""Query blocks of each head of which the error is looked at."""
+"""Query blocks of each head of which the error is looked at, in the first half of the rows: that of the longest list is
+computed twice by one multiprocessor while most others wait."""
 NOTHING = Eight(*(None,) * 8)
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """What the producer converts."""
@@ -182,7 +184,7 @@ def launch_eight(call: AttentionCall, mask: SparseMask, given: Given, bound: flo
 def _sampled(lines: int, blocks: int, behind: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of `lines` heads: the items of sampled blocks, their rows, all items (so that one variant of the kernel serves both),
     and int8 ``[2, lines]`` of zeros and ones. behind: rows by which the first block begins before the call's."""
-    tiles = torch.arange(1, 2 * SAMPLED, 2, device=device) * blocks // (2 * SAMPLED)
+    tiles = torch.arange(1, 2 * SAMPLED, 2, device=device) * blocks // (4 * SAMPLED)
     head = torch.arange(lines, device=device)[:, None] * blocks
     items = (head + blocks - 1 - tiles).to(torch.int32).flatten()  # of a head's items the last block comes first
     rows = (tiles[:, None] * BLOCK_M + torch.arange(BLOCK_M, device=device) - behind).flatten()

@@ -63,7 +63,9 @@ def sums_kernel(
 
 
 @triton.jit(do_not_specialize=("kv_len", "chunks"))
-def means_kernel(sums_ptr, k_mean_ptr, v_mean_ptr, v_scale_ptr, v_inverse_ptr, kv_len, chunks, BLOCK: tl.constexpr, D: tl.constexpr):
+def means_kernel(
+    sums_ptr, k_mean_ptr, v_mean_ptr, v_scale_ptr, v_inverse_ptr, kv_len, chunks, BLOCK: tl.constexpr, D: tl.constexpr
+):
     """One program: means and factors ``[B * Hkv, D]`` of a head, from its `sums_kernel`."""
     dims = tl.arange(0, D)
     head = tl.program_id(0).to(tl.int64)
@@ -101,7 +103,7 @@ def apart_kernel(
     apart = 0.0
     norm = 0.0
     for i in range(SAMPLED):
-        row = first + (2 * i + 1) * blocks // (2 * SAMPLED) * BLOCK + tl.arange(0, BLOCK)
+        row = first + (2 * i + 1) * blocks // (4 * SAMPLED) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(out_ptr + row.to(tl.int64)[:, None] * stride_on + dims[None, :]).to(tl.float32)
         line = (bh * SAMPLED + i).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         y = tl.load(exact_ptr + line[:, None] * D + dims[None, :]).to(tl.float32)
