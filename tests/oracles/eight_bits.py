@@ -37,8 +37,7 @@ def summed(p: Tensor, v: Tensor, before: Tensor | None = None) -> Tensor:
 
 
 def flat_sum(v: Tensor, flush: int) -> Tensor:
-    """The mean of v ``[keys, D]`` by weights of 1: as the matrix unit sums it where its sum is added to float32 and begun
-    anew after every `flush` keys."""
+    """Mean of v ``[keys, D]``, of one weight, where the sum is added to float32 and begun anew each `flush` keys."""
     total = torch.zeros(1, v.shape[1], dtype=torch.float32)
     part: Tensor | None = None
     for at in range(0, len(v), AT_ONCE):
@@ -51,8 +50,10 @@ def flat_sum(v: Tensor, flush: int) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, offset: int, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """out ``[N, D]`` and LSE ``[N]`` of one head. q ``[N, D]``; k, v ``[M, D]``; tiles: bool ``[query tiles, key tiles]``,
-    query tiles on the grid of positions, of which q's rows begin at `offset`. exact: whether the head stays in 16 bits."""
+    """out ``[N, D]`` and LSE ``[N]`` of one head. q ``[N, D]``; k, v ``[M, D]``; tiles: bool, query tiles x key tiles.
+
+    Query tiles lie on the grid of positions, of which q's rows begin at `offset`. exact: the head stays in 16 bits.
+    """
     q, k, v = q.double(), k.double(), v.double()
     k_mean, v_mean = k.mean(0), v.mean(0)
     v_unit = (v - v_mean).abs().amax(0).clamp(min=1e-30) / LARGEST
@@ -63,15 +64,12 @@ def attention(
     lse = torch.full((len(q),), -torch.inf, dtype=torch.float64)
     first = offset // TILE
     for number in range(len(tiles)):
-        positions = torch.arange(
-            max((first + number) * TILE, offset), min((first + number + 1) * TILE, offset + len(q))
-        )
+        low = (first + number) * TILE
+        positions = torch.arange(max(low, offset), min(low + TILE, offset + len(q)))
         rows = positions - offset
         m = torch.full((len(rows),), -torch.inf, dtype=torch.float64)
-        total, acc = (
-            torch.zeros(len(rows), dtype=torch.float64),
-            torch.zeros(len(rows), v.shape[1], dtype=torch.float64),
-        )
+        total = torch.zeros(len(rows), dtype=torch.float64)
+        acc = torch.zeros(len(rows), v.shape[1], dtype=torch.float64)
         chosen = torch.nonzero(tiles[number]).flatten().tolist()[::-1]
         whole = exact or number == len(tiles) - 1
         early = [t for t in chosen if whole or (t + 1) * TILE - 1 > low or t == 0]
