@@ -365,7 +365,7 @@ def main() -> None:
     for name in ("group_settings", "paged_settings"):
         chosen = getattr(groups, name)
         replace(groups, **{name: lambda _, *sizes, chosen=chosen: chosen((9, 0), *sizes)})
-    replace(hopper, LEAST_KEYS=0, LEAST_BLOCKS=0)
+    replace(hopper, LEAST_KEYS=0, LEAST_ITEMS=0, LEAST_BLOCKS=0)
     replace(groups, COPY=0)  # or keys of a prompt this short would be copied out of their pages
     found: dict[str, list[str]] = {}
     asked = {*PORTABLE, *HOPPER} if "every" in sys.argv[1:] else {*FEW}

@@ -50,8 +50,10 @@ def call(n: int = 4096, width: int = 128, **more: Any) -> AttentionCall:
 def test_reasons_name_what_stays_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     given = call()
     full = SparseMask.full(given)
-    assert launch.unrounded(given, full) == "4096 rows over 4096 keys; 2048 over 65536 pay for 8 bits"
-    monkeypatch.setattr(launch, "LEAST_KEYS", 4096)
+    assert launch.unrounded(given, full) == "4096 keys; 8 bits pay from 65536"
+    monkeypatch.setattr(launch, "LEAST_KEYS", 0)
+    assert launch.unrounded(given, full) == "64 query blocks of 128 rows; 8 bits pay from 8192"
+    monkeypatch.setattr(launch, "LEAST_ITEMS", 0)
     assert launch.unrounded(given, full) is None
     columns = SparseMask.from_stripes(given, torch.ones(4096, dtype=torch.bool), diagonal=False)
     assert "columns" in launch.unrounded(given, full | columns)
@@ -61,7 +63,7 @@ def test_reasons_name_what_stays_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> 
     padded = call(starts=torch.tensor([3], dtype=torch.int32))
     assert launch.unrounded(padded, SparseMask.full(padded)) == "padding"
     few = call(1920)
-    assert "1920 rows" in launch.unrounded(few, SparseMask.full(few))
+    assert "30 query blocks" in launch.unrounded(few, SparseMask.full(few))
 
 
 def test_a_cpu_says_that_it_computes_as_the_call_does() -> None:

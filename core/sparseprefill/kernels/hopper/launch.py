@@ -44,9 +44,9 @@ STAGES_FP8, AHEAD = {64: 4, 128: 2, 256: 2}, {64: 2, 128: 2, 256: 1}
 STAGES_EIGHT, ROUNDING = {128: 4}, (232, 24, 24)
 """Of steps in 8 bits: steps in shared memory, and registers; the producer gathers nothing there. With 224 registers of a
 consumer a prompt of 131,072 tokens took 2 % longer, with 216 8 % (H100)."""
-LEAST_BLOCKS, LEAST_KEYS = 16, 1 << 16
-"""Query blocks of a head and keys from which 8 bits are tried: of shorter prompts the passes over K and V, and what stays
-in 16 bits, cost what they save (docs/performance.md)."""
+LEAST_KEYS, LEAST_ITEMS, LEAST_BLOCKS = 1 << 16, 1 << 13, 16
+"""Keys, query blocks of all heads and of one from which 8 bits are tried: of shorter prompts and chunks the passes over K
+and V, and what is sampled and stays in 16 bits, cost what they save (docs/performance.md)."""
 SAMPLED = 4
 """Query blocks of each head of which the error is looked at, in the first half of the rows: that of the longest list is
 computed twice by one multiprocessor while most others wait."""
@@ -146,9 +146,12 @@ def unrounded(call: AttentionCall, mask: SparseMask) -> str | None:
         return "padding"
     if call.pages is not None and (call.pages.k.dtype in FORMATS or not call.pages.copies):
         return "an fp8 cache" if call.pages.copies else "pages that may not be copied"
-    rows, keys = mask.geometry.tile_rows(BLOCK_M), call.kv_len
-    if rows < LEAST_BLOCKS or keys < LEAST_KEYS:
-        return f"{call.q.shape[2]} rows over {keys} keys; {LEAST_BLOCKS * BLOCK_M} over {LEAST_KEYS} pay for 8 bits"
+    if call.kv_len < LEAST_KEYS:
+        return f"{call.kv_len} keys; 8 bits pay from {LEAST_KEYS}"
+    blocks = mask.geometry.tile_rows(BLOCK_M)
+    items = blocks * call.q.shape[0] * call.q.shape[1]
+    if blocks < LEAST_BLOCKS or items < LEAST_ITEMS:
+        return f"{items} query blocks of {BLOCK_M} rows; 8 bits pay from {LEAST_ITEMS}"
     return None
 
 
