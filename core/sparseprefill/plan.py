@@ -278,6 +278,23 @@ class Skipped:
 
 
 @frozen(eq=False)
+class EightBits:
+    """What is known of a call that an executor computed in 8 bits.
+
+    errors: float32 ``[B, Hq]`` on the device: how far sampled query rows of each head are from the same in 16 bits, as
+    a share of their norm. bound: of the executor; heads beyond it were computed in 16 bits.
+    """
+
+    errors: Tensor
+    bound: float
+
+    @property
+    def heads(self) -> Tensor:
+        """bool ``[B, Hq]``: those that were computed in 8 bits."""
+        return self.errors <= self.bound
+
+
+@frozen(eq=False)
 class Parts:
     """What is known of a call that ran in parts.
 
@@ -308,6 +325,7 @@ class Result:
     not tell.
     skipped: what the executor left out of the mask while it ran, and who voted; None where the plan asks for nothing of
     the kind, or the executor does not do it.
+    eight: of a call in 8 bits, what they cost; None otherwise, for a reason that `kernels` has.
     """
 
     out: Tensor
@@ -319,6 +337,7 @@ class Result:
     corrected: str = field(default="", kw_only=True)
     kernels: tuple[Kernel, ...] = field(default=(), kw_only=True)
     skipped: Skipped | None = field(default=None, kw_only=True)
+    eight: EightBits | None = field(default=None, kw_only=True)
 
     @cached_property
     def mask(self) -> SparseMask:

@@ -75,6 +75,7 @@ class Variant:
     requests: int = 1
     stored: torch.dtype | None = None
     columns: int = 1
+    eight: bool = False
 
     def call(self) -> AttentionCall:
         """Two query heads of one KV head."""
@@ -117,7 +118,8 @@ class Variant:
         carry = Carry(state, SparseMask.empty(call, self.tile)) if self.carry else None
         plan = Plan(self.mask(call), carry, probe=torch.ones(1, 2, dtype=torch.bool) if self.probe else None)
         plan = evolve(plan, skip_below=torch.full((1,), 0.01)) if self.skip else plan
-        (TritonExecutor().accumulate if self.state else TritonExecutor().execute)(call, plan)
+        executor = TritonExecutor(precision="int8" if self.eight else "call")
+        (executor.accumulate if self.state else executor.execute)(call, plan)
 
 
 PORTABLE = {
@@ -144,6 +146,8 @@ HOPPER = {
     "hopper: fp8, stripes": Variant(
         "stripes", dtype=torch.float16, page=16, state=True, tile=128, stored=torch.float8_e4m3fn
     ),
+    "hopper: 8 bits": Variant("tiles", width=128, tile=128, eight=True),
+    "hopper: 8 bits, pages": Variant("tiles", width=128, page=16, tile=128, eight=True),
     "hopper: skip": Variant("both", width=128, tile=128, skip=True),
     "hopper: skip, resumed, pages": Variant("tiles", page=16, carry=True, tile=(128, 64), skip=True),
     "hopper: wide": Variant("both", width=128, tile=(128, 64), columns=16),
@@ -153,6 +157,7 @@ HOPPER = {
 FEW = (
     "both, padded", "resumed state", "window, softcap", "skip", "requests", "wide", "hopper: 64, both",
     "hopper: 256, stripes", "hopper: requests", "hopper: fp8", "hopper: skip, resumed, pages", "hopper: wide",
+    "hopper: 8 bits, pages",
 )  # fmt: skip
 
 
@@ -356,6 +361,7 @@ def main() -> None:
     for name in ("group_settings", "paged_settings"):
         chosen = getattr(groups, name)
         replace(groups, **{name: lambda _, *sizes, chosen=chosen: chosen((9, 0), *sizes)})
+    replace(hopper, LEAST_KEYS=0, LEAST_ITEMS=0, LEAST_BLOCKS=0)
     replace(groups, COPY=0)  # or keys of a prompt this short would be copied out of their pages
     found: dict[str, list[str]] = {}
     asked = {*PORTABLE, *HOPPER} if "every" in sys.argv[1:] else {*FEW}

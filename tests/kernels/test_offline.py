@@ -38,12 +38,15 @@ def test_variants_compile_for_hopper(tmp_path: Path) -> None:
     portable = ["both, padded", "resumed state", "window, softcap", "skip", "requests", "wide"]
     fast = ["hopper: 64, both", "hopper: 256, stripes", "hopper: requests", "hopper: fp8"]
     fast += ["hopper: skip, resumed, pages", "hopper: wide"]
+    eight = ["hopper: 8 bits, pages"]
     if EVERY:
         portable += ["tiles", "stripes", "pages", "float32", "wide, skip"]
         fast += ["hopper: 128, tiles resumed", "hopper: pages", "hopper: skip"]
         fast += ["hopper: fp8, resumed", "hopper: fp8, stripes", "hopper: wide, pages", "hopper: wide, fp8"]
+        eight += ["hopper: 8 bits"]
     # Forward and repair are one kernel, compiled twice.
     expected = {name: [PORTABLE, PORTABLE] for name in portable} | {name: [HOPPER] for name in fast}
+    expected |= {name: [HOPPER] * 3 for name in eight}  # sampled rows in 16 bits and in 8, then all
     expected["both, padded"].append(MASS)
     rows = ("rows: 128", "rows: keys", "rows: float32, padded", "rows: pages", "rows: fp8 pages")
     expected |= {name: ["row_tiles_kernel"] for name in rows}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from attrs import frozen
+from attrs import evolve, field, frozen
 
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.executors.cpu import CpuExecutor
 from sparseprefill.executors.reference import REFERENCE, ReferenceExecutor
+from sparseprefill.validate import number, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,12 @@ class AutoExecutor:
     """Picks by the device of the call; Triton is imported when the first CUDA call comes.
 
     A CUDA call that Triton cannot run is refused (`unsupported`), never passed to the slow reference in silence.
+
+    precision, bound: of `TritonExecutor`; on other devices calls run as they are, which `Result.kernels` says.
     """
+
+    precision: Literal["call", "int8"] = field(default="call", kw_only=True, validator=one_of("call", "int8"))
+    bound: float = field(default=0.1, kw_only=True, validator=number(0.0))
 
     def choose(self, call: AttentionCall) -> CpuExecutor | ReferenceExecutor | TritonExecutor:
         """The executor for this call; ParameterError for no call."""
@@ -35,7 +41,7 @@ class AutoExecutor:
             return CPU if call.q.device.type == "cpu" else REFERENCE
         from sparseprefill.executors.triton import TritonExecutor
 
-        return TritonExecutor()
+        return TritonExecutor(precision=self.precision, bound=self.bound)
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """The chosen executor's objection."""
@@ -47,11 +53,11 @@ class AutoExecutor:
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Attention of one call over its plan, by the executor that `choose` names: see `SparseExecutor.execute`."""
-        return self.choose(call).execute(call, plan)
+        return self._told(call, self.choose(call).execute(call, plan))
 
     def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
         """Run `execute`, and leave output and LSE in tensors of the caller."""
-        return self.choose(call).execute_into(call, plan, out, lse)
+        return self._told(call, self.choose(call).execute_into(call, plan, out, lse))
 
     def execute_many(self, calls: Sequence[AttentionCall], plans: Sequence[Plan]) -> list[Result]:
         """Run `execute` for each call; together where Triton serves all: see `TritonExecutor.execute_many`."""
@@ -63,3 +69,9 @@ class AutoExecutor:
     def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
         """The unnormalised state of one call, by the executor that `choose` names: see `SparseExecutor.accumulate`."""
         return self.choose(call).accumulate(call, plan)
+
+    def _told(self, call: AttentionCall, result: Result) -> Result:
+        if self.precision == "call" or call.q.is_cuda:
+            return result
+        why = "the call's precision, for 8 bits need a Hopper GPU"
+        return evolve(result, kernels=tuple(evolve(one, reason=one.reason or why) for one in result.kernels))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.errors import UnsupportedCallError
@@ -14,10 +14,16 @@ from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention import together
 from sparseprefill.kernels.settings import HEAD_DIMS
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import Plan, Result, SoftmaxState, check_plan
+from sparseprefill.plan import EightBits, Plan, Result, SoftmaxState, check_plan
+from sparseprefill.validate import number, one_of
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
+
+Precision = Literal["call", "int8"]
+BOUND = 0.1
+"""Of the error of a head in 8 bits. Rounding weights and values to e4m3's three bits alone makes 0.04 where attention
+is flat (docs/numerics.md)."""
 
 
 @frozen
@@ -26,7 +32,19 @@ class TritonExecutor:
 
     float16, bfloat16 and float32; head dimensions 64, 80, 96, 128, 256; mask tiles that are powers of two >= 16.
     Softmax in float32. Honours padding, offsets, window, softcap and sinks, and skips tiles by their logits.
+
+    precision: "call" for the call's dtype, "int8" for products in 8 bits where they pay: masks of tiles, on Hopper
+    (SageAttention2's recipe, see `kernels.hopper.eight`). What stays in 16 bits has its reason in `Result.kernels`.
+    bound: the error up to which a head is done in 8 bits: that of sampled query rows beside the same in 16 bits, as a
+    share of their norm; `Result.eight` has it.
     """
+
+    precision: Precision = field(default="call", kw_only=True, validator=one_of("call", "int8"))
+    bound: float = field(default=BOUND, kw_only=True, validator=number(0.0))
+
+    @property
+    def _bound(self) -> float | None:
+        return self.bound if self.precision == "int8" else None
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Why this executor cannot run the call, or None."""
@@ -88,16 +106,17 @@ class TritonExecutor:
     def _together(self, pairs: Sequence[tuple[AttentionCall, Plan]]) -> list[Result]:
         calls = [call for call, _ in pairs]
         with torch.cuda.device_of(calls[0].q):
-            made, kernel = attention.sparse_attention_together(calls, [plan.mask for _, plan in pairs])
+            made, kernel = attention.sparse_attention_together(calls, [plan.mask for _, plan in pairs], self._bound)
         return [Result(*one, plan, kernels=(kernel,)) for one, (_, plan) in zip(made, pairs, strict=True)]
 
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call, plan)
         with torch.cuda.device_of(call.q):
-            made = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into, plan.skip_below)
-            out, lse, kernel, skipped = made
+            made = attention.sparse_attention_fwd(call, plan.mask, _carried(plan), into, plan.skip_below, self._bound)
+            out, lse, kernel, skipped, errors = made
             probe = None if plan.probe is None else attention.tile_mass_fwd(call, plan.mask, lse, plan.probe)
-        return Result(out, lse, plan, probe, kernels=(kernel,), skipped=skipped)
+        eight = None if errors is None else EightBits(errors, self.bound)
+        return Result(out, lse, plan, probe, kernels=(kernel,), skipped=skipped, eight=eight)
 
     def _checked(self, call: AttentionCall, plan: Plan) -> AttentionCall:
         check_plan(call, plan)

@@ -85,9 +85,9 @@ def test_results_into_tensors_of_the_caller(out: bool, lse: bool, monkeypatch: p
     seen: list[Any] = []
     made = torch.ones(1, 2, 32, 64), torch.full((1, 2, 32), 3.0)
 
-    def run(call: sp.AttentionCall, mask: sp.SparseMask, carry: Any, into: Any, below: Any) -> Any:
+    def run(call: sp.AttentionCall, mask: sp.SparseMask, carry: Any, into: Any, below: Any, bound: Any) -> Any:
         seen.append(into)
-        return *(made if into is None else into), Kernel("portable"), below
+        return *(made if into is None else into), Kernel("portable"), below, bound
 
     monkeypatch.setattr(attention, "interpreted", lambda: True)
     monkeypatch.setattr(attention, "sparse_attention_fwd", run)
@@ -109,7 +109,7 @@ def test_heads_are_probed_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     call, heads = wide(), torch.ones(1, 2) > 0
     monkeypatch.setattr(attention, "interpreted", lambda: True)
     monkeypatch.setattr(
-        attention, "sparse_attention_fwd", lambda *_: (call.q, call.q[..., 0], Kernel("portable"), None)
+        attention, "sparse_attention_fwd", lambda *_: (call.q, call.q[..., 0], Kernel("portable"), None, None)
     )
     monkeypatch.setattr(attention, "tile_mass_fwd", lambda call, mask, lse, probe: probe)
     mask = sp.SparseMask.full(call, 16)
@@ -123,9 +123,9 @@ def test_calls_that_share_no_launch_are_run_one_by_one(monkeypatch: pytest.Monke
 
     def alone(call: sp.AttentionCall, *_: Any) -> Any:
         made.append([call.layer])
-        return call.q, call.q[..., 0], Kernel("portable"), None
+        return call.q, call.q[..., 0], Kernel("portable"), None, None
 
-    def together(calls: Any, _: Any) -> Any:
+    def together(calls: Any, *_: Any) -> Any:
         made.append([call.layer for call in calls])
         return [(call.q, call.q[..., 0]) for call in calls], Kernel("portable")
 

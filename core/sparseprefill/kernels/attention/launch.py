@@ -152,10 +152,10 @@ def _failure(which: Hashable) -> str | None:
     return f"the Hopper kernel does not work here for {which}: {type(error).__name__}: {text}"
 
 
-def _flags_of(hopper: Any, which: Hashable, *arguments: Any) -> Tensor | None:
-    """What the Hopper kernel flags as nonfinite, or None where this variant cannot be compiled or launched here."""
+def _flags_of(launch: Any, which: Hashable, *arguments: Any) -> Any:
+    """What a launch of the Hopper kernel returns, or None where this variant cannot be compiled or launched here."""
     try:
-        flags: Tensor = hopper.launch(*arguments)
+        flags = launch(*arguments)
     except torch.OutOfMemoryError:
         raise
     except (TritonError, RuntimeError) as error:
@@ -164,34 +164,48 @@ def _flags_of(hopper: Any, which: Hashable, *arguments: Any) -> Tensor | None:
     return flags
 
 
+def _unrounded(choice: Choice, mask: SparseMask, resumed: bool, skips: bool, together: bool) -> str:
+    """Why a call is not done in 8 bits; empty where it is."""
+    if choice.hopper is None:
+        return "the portable kernel"
+    features = {"a softmax to resume": resumed, "tiles that may be left out": skips, "a shared launch": together}
+    for what, there in features.items():
+        if there:
+            return what
+    reason: str | None = choice.hopper.unrounded(choice.call, mask)
+    return reason or _failure(("8 bits", variant(choice.call, mask))) or ""
+
+
 def sparse_attention_fwd(
     call: AttentionCall,
     mask: SparseMask,
     carry: SoftmaxState | None = None,
     into: tuple[Tensor, Tensor] | None = None,
     below: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Kernel, Skipped | None]:
+    bound: float | None = None,
+) -> tuple[Tensor, Tensor, Kernel, Skipped | None, Tensor | None]:
     """Attention over the mask, resumed from `carry`: out ``[B, Hq, Nq, D]`` as q, LSE ``[B, Hq, Nq]`` float32, which
-    kernel computed them, and what it left out.
+    kernel computed them, what it left out, and the heads' errors where it worked in 8 bits.
 
-    into: tensors for out and lse, whose rows are contiguous, in place of fresh ones. below: `Plan.skip_below`.
+    into: tensors for out and lse, whose rows are contiguous, in place of fresh ones. below: `Plan.skip_below`. bound:
+    the error up to which a head is done in 8 bits; None for none.
     """
     if into is None:
         # Laid out as q is, which spares a host that keeps heads beside tokens a copy.
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
         into = torch.empty_like(call.q), lse
-    return *into, *_launch(call, mask, carry, *into, None, below)
+    return *into, *_launch(call, mask, carry, *into, None, below, bound=bound)
 
 
 def sparse_attention_together(
-    calls: Sequence[AttentionCall], masks: Sequence[SparseMask]
+    calls: Sequence[AttentionCall], masks: Sequence[SparseMask], bound: float | None = None
 ) -> tuple[list[tuple[Tensor, Tensor]], Kernel]:
     """Out and LSE of several requests, as `sparse_attention_fwd` of each, from one launch; and which kernel it was.
 
     calls, masks: those with one `together.key`, of calls that may share a launch (`shares`).
     """
     requests = Together.of(calls, masks)
-    kernel, _ = _launch(calls[0], masks[0], None, requests.out, requests.lse, None, None, requests)
+    kernel, *_ = _launch(calls[0], masks[0], None, requests.out, requests.lse, None, None, requests, bound)
     return requests.results(), kernel
 
 
@@ -216,9 +230,10 @@ def _launch(
     state: State | None,
     below: Tensor | None,
     requests: Together | None = None,
-) -> tuple[Kernel, Skipped | None]:
-    """Fill out and lse, or the state; which kernel did, and what it left out where there are thresholds for that.
-    requests: instead of the call's own rows; call and mask are then the first's, and say what holds for all.
+    bound: float | None = None,
+) -> tuple[Kernel, Skipped | None, Tensor | None]:
+    """Fill out and lse, or the state; which kernel did, what it left out where there are thresholds for that, and the
+    errors ``[B, Hq]`` of what it did in 8 bits. requests: instead of the call's own rows; call and mask are then the first's, and say what holds for all.
 
     Two launches: the second repeats, with care for NaN and infinities of V in keys that a row may not see, only those
     query blocks in which the first met a NaN. Those vote once more, as blocks of the portable kernel.
@@ -251,13 +266,20 @@ def _launch(
         None,  # told below, like `Outputs.nonfinite`: the Hopper kernel may have other blocks
     )
     voting = (chosen.block_m, chosen.block_m, chosen.block_n)
-    nonfinite, served = None, Kernel("portable", choice.reason or "")
-    if choice.hopper is not None:
+    nonfinite, served, errors = None, Kernel("portable", choice.reason or ""), None
+    rounded = None if bound is None else _unrounded(choice, mask, carry is not None, below is not None, together)
+    if rounded == "":
+        which = ("8 bits", variant(call, mask))
+        made = _flags_of(choice.hopper.launch_eight, which, call, mask, given, bound)
+        nonfinite, errors = (None, None) if made is None else made
+        served, rounded = Kernel("hopper, 8 bits"), _failure(which)
+    if nonfinite is None and choice.hopper is not None:
         which = variant(call, mask, skips=below is not None, together=together)
-        nonfinite = _flags_of(choice.hopper, which, call, mask, given, requests)
+        nonfinite = _flags_of(choice.hopper.launch, which, call, mask, given, requests)
         if nonfinite is not None and below is not None:
             voting = choice.hopper.voting(mask, width)
-        served = Kernel("hopper") if nonfinite is not None else Kernel("portable", _failure(which) or "")
+        why = f"16 bits, for {rounded}" if rounded else ""
+        served = Kernel("hopper", why) if nonfinite is not None else Kernel("portable", _failure(which) or "")
     forward = nonfinite is None
     if nonfinite is None:
         # Requests with fewer blocks than the longest leave flags unwritten.
@@ -273,7 +295,7 @@ def _launch(
         sparse_attention_fwd_kernel[(blocks, batch * heads)](*arguments, **options, REPAIR=False)
     programs = min(-(-nonfinite.numel() // FLAGS.value), REPAIRERS)
     sparse_attention_fwd_kernel[(programs,)](*arguments, **options, REPAIR=True)
-    return served, None if counted is None else Skipped(counted.sum(-1), *voting)
+    return served, None if counted is None else Skipped(counted.sum(-1), *voting), errors
 
 
 def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Tensor) -> Tensor:

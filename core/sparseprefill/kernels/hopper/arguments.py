@@ -86,6 +86,31 @@ class Raw(NamedTuple):
     v: Any
 
 
+class Eight(NamedTuple):
+    """What `quantise` makes of K and V for steps in 8 bits, and where the roles keep it; all None where there are none.
+
+    k_desc, v_desc: of int8 keys ``[B, Hkv, Nkv, D]`` and of e4m3 values, transposed, ``[B, Hkv, D, places]``. k_scale:
+    float32 ``[B * Hkv, tiles]``, factors of key tiles. k_mean, v_mean: float32 ``[B * Hkv, D]``.
+    v_scale, v_inverse: what makes sums of values of a step's, and the other way round. exact: int8
+    ``[B * Hq]``, heads whose steps all stay in 16 bits. q_smem: the block's queries, of each consumer. k_smem, v_smem:
+    the ring's slots, which a step in 8 bits fills with twice as many keys. scales: of the step's tile, once for each row
+    of a consumer; told and freed with the keys.
+    """
+
+    k_desc: Any
+    v_desc: Any
+    k_scale: Any
+    k_mean: Any
+    v_scale: Any
+    v_inverse: Any
+    v_mean: Any
+    exact: Any
+    q_smem: Any = None  # [2, BLOCK_M // 2, D]
+    k_smem: Any = None  # [STAGES, 1, 1, 2 * BLOCK_N, D]
+    v_smem: Any = None  # [STAGES, 1, 1, D, 2 * BLOCK_N]
+    scales: Any = None  # [STAGES, BLOCK_M // 2]
+
+
 class Skip(NamedTuple):
     """Steps that are left out; all None where none may be.
 
@@ -179,7 +204,8 @@ class Arguments(NamedTuple):
     """Everything that one launch is given, but what the kernel is compiled for.
 
     queries: descriptor of q, in halves. scale: factor on q.k, log2(e) included. k_scale: factor on the keys of an fp8
-    cache, or None. below, skipped: see `Skip.below` and `Skip.counts`. counter, order, draws: see `Work`.
+    cache, or None. below, skipped: see `Skip.below` and `Skip.counts`. counter, order, draws: see `Work`. eight: of
+    `Eight` what comes from the host.
     """
 
     queries: Any
@@ -195,3 +221,4 @@ class Arguments(NamedTuple):
     counter: Any
     order: Any
     draws: Any
+    eight: tuple[Any, ...]

@@ -7,10 +7,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from sparseprefill.kernels.attention.arguments import OUT_BEGIN
+from sparseprefill.kernels.hopper.eight import attend_eight, round_queries
 from sparseprefill.kernels.hopper.paging import behind, rows_of
 from sparseprefill.kernels.hopper.ring import advance, hide, pin, softmax, start_logits, values_of
 from sparseprefill.kernels.hopper.skim import bound_of, skim
-from sparseprefill.kernels.hopper.work import CROSSING, ITEM, SEEN, SLOTS, TILES, UNMASKED, get, item_rows
+from sparseprefill.kernels.hopper.work import (
+    CROSSING,
+    FIRST_EIGHT,
+    ITEM,
+    LAST_EIGHT,
+    SEEN,
+    SLOTS,
+    TILES,
+    UNMASKED,
+    get,
+    item_rows,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -47,7 +59,116 @@ def store_rows(ptr, stride, first, q_len, x, ROWS: gl.constexpr, WIDTH: gl.const
 
 
 @gluon.jit
-def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, skip, scale, shape):
+def attend(
+    q, queries, ring, begin, end, crossing, masked, position, m, l, o, o_high, stage, phase, scale,
+    RESUMED: gl.constexpr, LAST: gl.constexpr, shape,
+):  # fmt: skip
+    """Steps `begin` up to `end` of an item, at least one, in 16 bits: m, l ``[half]`` and o, o_high ``[half, width]``
+    with them, the slot behind them and its phase.
+
+    RESUMED: whether o holds anything yet. LAST: whether the queries are free behind them. o_high: of a head dimension
+    beyond 128; else it is passed on.
+    """
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    half: gl.constexpr = shape.BLOCK_M // 2
+    width: gl.constexpr = shape.D if shape.D <= 128 else 128
+    wide: gl.constexpr = shape.D > 128
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    dtype: gl.constexpr = ring.k_smem.dtype
+    zero = gl.full([half, BLOCK_N], 0.0, gl.float32, s_layout)
+    mbarrier.wait(ring.k_ready.index(stage), phase)
+    s = start_logits(q, ring, stage, zero, shape)  # [half, BLOCK_N]
+    s = warpgroup_mma_wait(0, deps=[s])
+    if (begin < crossing) | (begin >= masked):
+        s = hide(s, ring.positions.index(stage), position, s_columns)
+    mbarrier.arrive(ring.k_empty.index(stage), count=1)
+    p, alpha, l, m = softmax(s, m, l, scale)
+    if RESUMED:
+        factor = gl.convert_layout(alpha, o_rows)[:, None]
+        o = o * factor
+        if wide:
+            o_high = o_high * factor
+    p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
+    for j in range(begin + 1, end):
+        before = stage
+        phase_before = phase
+        stage, phase = advance(stage, phase, shape.STAGES)
+        mbarrier.wait(ring.k_ready.index(stage), phase)
+        s = start_logits(q, ring, stage, zero, shape)  # [half, BLOCK_N]
+        mbarrier.wait(ring.v_ready.index(before), phase_before)
+        v = values_of(ring, before, shape)  # [BLOCK_N, D]
+        if wide:
+            o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
+            o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
+        else:
+            o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
+        s = warpgroup_mma_wait(2 if wide else 1, deps=[s])
+        if (j < crossing) | (j >= masked):
+            s = hide(s, ring.positions.index(stage), position, s_columns)
+        mbarrier.arrive(ring.k_empty.index(stage), count=1)
+        p, alpha, l, m = softmax(s, m, l, scale)
+        # ptxas moves the wait for the values above the softmax, which would then hide behind nothing.
+        # A wait that is over already (a loop in the machine code) holds it in place.
+        l = pin(l)  # noqa: E741
+        mbarrier.wait(ring.k_ready.index(stage), phase)
+        if wide:
+            o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
+        else:
+            o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(ring.v_empty.index(before), count=1)
+        factor = gl.convert_layout(alpha, o_rows)[:, None]
+        o = o * factor
+        if wide:
+            o_high = o_high * factor
+        p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
+    if LAST:
+        mbarrier.arrive(queries.empty, count=1)
+    mbarrier.wait(ring.v_ready.index(stage), phase)
+    v = values_of(ring, stage, shape)  # [BLOCK_N, D]
+    if wide:
+        o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
+        o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
+        o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
+    else:
+        o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
+        o = warpgroup_mma_wait(0, deps=[o])
+    mbarrier.arrive(ring.v_empty.index(stage), count=1)
+    stage, phase = advance(stage, phase, shape.STAGES)
+    return m, l, o, o_high, stage, phase
+
+
+@gluon.jit
+def attend_mixed(
+    NUMBER: gl.constexpr, q, queries, ring, eight, tiles, crossing, first, last, position, bh, m, l, o, stage, phase,
+    scale, RESUMED: gl.constexpr, sizes, shape,
+):  # fmt: skip
+    """`attend`, of tiles alone: the steps before `first` and from `last` on, then those between in 8 bits, two at once."""
+    if (first > 0) | (last < tiles):
+        end = first + tiles - last
+        m, l, o, _, stage, phase = attend(
+            q, queries, ring, 0, end, crossing, tiles, position, m, l, o, o, stage, phase, scale, RESUMED, False, shape
+        )
+    if first < last:
+        half: gl.constexpr = shape.BLOCK_M // 2
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.D, 32])
+        head = bh // sizes.kv_group
+        q8 = eight.q_smem.index(NUMBER)
+        by_row, beside = round_queries(q, q8, eight.k_mean + head * shape.D, scale, layout, half, shape.D)
+        mbarrier.arrive(queries.empty, count=1)
+        m, l, o, stage, phase = attend_eight(
+            q8, by_row, beside, ring, eight, head, (last - first) // 2, m, l, o, stage, phase, shape
+        )
+    else:
+        mbarrier.arrive(queries.empty, count=1)
+    return m, l, o, stage, phase
+
+
+@gluon.jit
+def consume(NUMBER: gl.constexpr, queries, ring, eight, work, sizes, carry, outputs, skip, scale, shape):
     """One warpgroup: half of a query block. The next step's logits run on the tensor cores during this one's softmax.
 
     The softmax of step j hides behind the product of step j - 1 with its values: FlashAttention-3's overlap within a
@@ -62,11 +183,8 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
     wide: gl.constexpr = D > 128
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    dtype: gl.constexpr = ring.k_smem.dtype
     stage = 0
     phase = 0
     turn = 0
@@ -80,6 +198,11 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
         crossing = get(work, slot, CROSSING)
         steps = tiles + gl.cdiv(get(work, slot, SEEN), BLOCK_N)
         masked = tiles + get(work, slot, UNMASKED)
+        first_eight = 0
+        last_eight = 0
+        if eight.k_desc is not None:
+            first_eight = get(work, slot, FIRST_EIGHT)
+            last_eight = get(work, slot, LAST_EIGHT)
         mbarrier.arrive(work.empty.index(slot), count=1)
         slot, lap = advance(slot, lap, SLOTS)
         going = item < sizes.items
@@ -135,64 +258,21 @@ def consume(NUMBER: gl.constexpr, queries, ring, work, sizes, carry, outputs, sk
                     q = queries.smem.index(NUMBER).reshape([half, D])  # [half, D]
                     mbarrier.wait(queries.ready, turn & 1)
                     turn += 1
-                    zero = gl.full([half, BLOCK_N], 0.0, gl.float32, s_layout)
-                    mbarrier.wait(ring.k_ready.index(stage), phase)
-                    s = start_logits(q, ring, stage, zero, shape)  # [half, BLOCK_N]
-                    s = warpgroup_mma_wait(0, deps=[s])
-                    if (crossing > 0) | (masked == 0):
-                        s = hide(s, ring.positions.index(stage), position, s_columns)
-                    mbarrier.arrive(ring.k_empty.index(stage), count=1)
-                    p, alpha, l, m = softmax(s, m, l, scale)
-                    if carry.m is not None:
-                        factor = gl.convert_layout(alpha, o_rows)[:, None]
-                        o = o * factor
-                        if wide:
-                            o_high = o_high * factor
-                    p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
-                    for j in range(1, steps):
-                        before = stage
-                        phase_before = phase
-                        stage, phase = advance(stage, phase, shape.STAGES)
-                        mbarrier.wait(ring.k_ready.index(stage), phase)
-                        s = start_logits(q, ring, stage, zero, shape)  # [half, BLOCK_N]
-                        mbarrier.wait(ring.v_ready.index(before), phase_before)
-                        v = values_of(ring, before, shape)  # [BLOCK_N, D]
-                        if wide:
-                            o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
-                            o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
-                        else:
-                            o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
-                        s = warpgroup_mma_wait(2 if wide else 1, deps=[s])
-                        if (j < crossing) | (j >= masked):
-                            s = hide(s, ring.positions.index(stage), position, s_columns)
-                        mbarrier.arrive(ring.k_empty.index(stage), count=1)
-                        p, alpha, l, m = softmax(s, m, l, scale)
-                        # ptxas moves the wait for the values above the softmax, which would then hide behind nothing.
-                        # A wait that is over already (a loop in the machine code) holds it in place.
-                        l = pin(l)  # noqa: E741
-                        mbarrier.wait(ring.k_ready.index(stage), phase)
-                        if wide:
-                            o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
-                        else:
-                            o = warpgroup_mma_wait(0, deps=[o])
-                        mbarrier.arrive(ring.v_empty.index(before), count=1)
-                        factor = gl.convert_layout(alpha, o_rows)[:, None]
-                        o = o * factor
-                        if wide:
-                            o_high = o_high * factor
-                        p16 = gl.convert_layout(p.to(dtype), p_layout)  # [half, BLOCK_N]
-                    mbarrier.arrive(queries.empty, count=1)
-                    mbarrier.wait(ring.v_ready.index(stage), phase)
-                    v = values_of(ring, stage, shape)  # [BLOCK_N, D]
+                    other = o
                     if wide:
-                        o = warpgroup_mma(p16, v.slice(0, width, dim=1), o, is_async=True)  # [half, width]
-                        o_high = warpgroup_mma(p16, v.slice(width, width, dim=1), o_high, is_async=True)
-                        o, o_high = warpgroup_mma_wait(0, deps=[o, o_high])
+                        other = o_high
+                    if eight.k_desc is not None:
+                        m, l, o, stage, phase = attend_mixed(
+                            NUMBER, q, queries, ring, eight, tiles, crossing, first_eight, last_eight, position, bh, m, l, o,
+                            stage, phase, scale, carry.m is not None, sizes, shape,
+                        )  # fmt: skip
                     else:
-                        o = warpgroup_mma(p16, v, o, is_async=True)  # [half, width]
-                        o = warpgroup_mma_wait(0, deps=[o])
-                    mbarrier.arrive(ring.v_empty.index(stage), count=1)
-                    stage, phase = advance(stage, phase, shape.STAGES)
+                        m, l, o, other, stage, phase = attend(
+                            q, queries, ring, 0, steps, crossing, masked, position, m, l, o, other, stage, phase, scale,
+                            carry.m is not None, True, shape,
+                        )  # fmt: skip
+                    if wide:
+                        o_high = other
             real = inside & (position >= 0) & (position < length)
             o_real = o_inside & (o_index + first >= 0) & (o_index + first < length)
             if outputs.v_scale is not None:

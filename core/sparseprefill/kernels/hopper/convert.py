@@ -92,7 +92,7 @@ def fetch(raw, base, where, words, here):
 
 
 @gluon.jit
-def produce_converted(ring, raw, work, sizes, mask, cache, shape):
+def produce_converted(ring, raw, eight, work, sizes, mask, cache, shape):
     """Four warps, and steps as `produce` has them; of one request, whose steps are never left out.
 
     Ours. What the copy engine fetches could not be converted on its way, so tiles are gathered by rows as stripes are,
@@ -112,7 +112,7 @@ def produce_converted(ring, raw, work, sizes, mask, cache, shape):
     turn = 0
     going = True
     while going:
-        item, tiles, _, seen, unmasked, tile_list, stripe_list = take(work, mask, slot, turn)
+        item, tiles, _, seen, unmasked, tile_list, stripe_list, _, _ = take(work, mask, eight, slot, turn)
         slot, turn = advance(slot, turn, SLOTS)
         going = item < sizes.items
         if going:

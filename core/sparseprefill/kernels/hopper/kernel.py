@@ -7,9 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseprefill.kernels.attention.arguments import Lists, Mask, State
-from sparseprefill.kernels.hopper.arguments import Cache, Outputs, Queries, Raw, Ring, Shape, Sizes, Skip, Work
+from sparseprefill.kernels.hopper.arguments import Cache, Eight, Outputs, Queries, Raw, Ring, Shape, Sizes, Skip, Work
 from sparseprefill.kernels.hopper.consume import consume
 from sparseprefill.kernels.hopper.convert import produce_converted
+from sparseprefill.kernels.hopper.gluon import reinterpret
 from sparseprefill.kernels.hopper.produce import produce
 from sparseprefill.kernels.hopper.work import FIELDS, SLOTS, schedule
 
@@ -21,12 +22,12 @@ RUNTIME = (
 
 
 @gluon.jit
-def fill(ring, raw, work, sizes, mask, cache, skip, shape):
+def fill(ring, raw, eight, work, sizes, mask, cache, skip, shape):
     """The producer that the cache needs."""
     if shape.FP8 is None:
-        produce(ring, work, sizes, mask, cache, skip, shape)
+        produce(ring, eight, work, sizes, mask, cache, skip, shape)
     else:
-        produce_converted(ring, raw, work, sizes, mask, cache, shape)
+        produce_converted(ring, raw, eight, work, sizes, mask, cache, shape)
 
 
 @gluon.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=("cache_table",))
@@ -43,6 +44,7 @@ def hopper_attention_fwd_kernel(
     sizes_starts, sizes_lengths, sizes_q_offset, sizes_q_len, sizes_kv_len, sizes_blocks, sizes_items, sizes_heads,
     sizes_kv_group, sizes_requests,
     scale, k_scale, below, skipped, counter, order, draws,
+    eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_inverse, eight_v_mean, eight_exact,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, REGISTERS: gl.constexpr,
     FP8: gl.constexpr, AHEAD: gl.constexpr, DEFER: gl.constexpr,
@@ -58,7 +60,8 @@ def hopper_attention_fwd_kernel(
     The parameters are those of `Arguments`; what a call lacks is None. FP8: see `Shape`. REGISTERS: per thread of
     consumer, producer, scheduler. DEFER: where steps may be left out (`below`), values of tiles are fetched when a
     consumer has said that it wants them. With `sizes_requests` batch rows are requests, each with sizes, lists and pages
-    of its own: see `attention.arguments`.
+    of its own: see `attention.arguments`. With `eight_k_desc` most steps of tiles are done in 8 bits, two of the others at
+    once.
     """
     dtype: gl.constexpr = queries.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -119,6 +122,19 @@ def hopper_attention_fwd_kernel(
         raw_k = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, D // 4], spread)
         raw_v = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, D // 4], spread)
         raw = Raw(raw_k, raw_v)
+    eight = Eight(
+        eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_inverse, eight_v_mean, eight_exact,
+        None, None, None, None,
+    )  # fmt: skip
+    if eight_k_desc is not None:
+        q8: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+        eight = Eight(
+            eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_inverse, eight_v_mean, eight_exact,
+            gl.allocate_shared_memory(gl.int8, [2, BLOCK_M // 2, D], q8),
+            reinterpret(k_smem, gl.int8, [STAGES, 1, 1, 2 * BLOCK_N, D], eight_k_desc.layout),
+            reinterpret(v_smem, gl.float8e4nv, [STAGES, 1, 1, D, 2 * BLOCK_N], eight_v_desc.layout),
+            gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M // 2], flat),
+        )  # fmt: skip
     if k_scale is not None:
         scale *= gl.load(k_scale)
     v_scale = None
@@ -130,10 +146,10 @@ def hopper_attention_fwd_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (0, block, ring, work, sizes, carry, outputs, skip, scale, shape)),
-            (consume, (1, block, ring, work, sizes, carry, outputs, skip, scale, shape)),
-            (fill, (ring, raw, work, sizes, mask, cache, skip, shape)),
-            (schedule, (block, work, sizes, mask, shape)),
+            (consume, (0, block, ring, eight, work, sizes, carry, outputs, skip, scale, shape)),
+            (consume, (1, block, ring, eight, work, sizes, carry, outputs, skip, scale, shape)),
+            (fill, (ring, raw, eight, work, sizes, mask, cache, skip, shape)),
+            (schedule, (block, eight, work, sizes, mask, shape)),
         ],
         [4, 4, 1],
         [REGISTERS[0], REGISTERS[1], REGISTERS[2]],

@@ -11,9 +11,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparseprefill.kernels.attention.arguments import flat
-from sparseprefill.kernels.hopper.arguments import Arguments, Cache, Outputs, Sizes
+from sparseprefill.kernels.hopper.arguments import Arguments, Cache, Eight, Outputs, Sizes
 from sparseprefill.kernels.hopper.kernel import hopper_attention_fwd_kernel
 from sparseprefill.kernels.hopper.paging import PANEL
+from sparseprefill.kernels.hopper.quantise import TILE, errors_of
+from sparseprefill.kernels.hopper.quantise import eight as quantised
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.source import Source, strides
 from sparseprefill.mask.geometry import kept
@@ -39,6 +41,16 @@ CONVERTING = (192, 96, 32)
 """The same where the producer converts what an fp8 cache holds."""
 STAGES_FP8, AHEAD = {64: 4, 128: 2, 256: 2}, {64: 2, 128: 2, 256: 1}
 """Over an fp8 cache: steps in shared memory that are converted, and that are not yet, by head dimension."""
+STAGES_EIGHT, ROUNDING = {128: 4}, (232, 24, 24)
+"""Of steps in 8 bits: steps in shared memory, and registers; the producer gathers nothing there. With 224 registers of a
+consumer a prompt of 131,072 tokens took 2 % longer, with 216 8 % (H100)."""
+LEAST_KEYS, LEAST_ITEMS, LEAST_BLOCKS = 1 << 16, 1 << 13, 16
+"""Keys, query blocks of all heads and of one from which 8 bits are tried: of shorter prompts and chunks the passes over K
+and V, and what is sampled and stays in 16 bits, cost what they save (docs/performance.md)."""
+SAMPLED = 4
+"""Query blocks of each head of which the error is looked at, in the first half of the rows: that of the longest list is
+computed twice by one multiprocessor while most others wait."""
+NOTHING = Eight(*(None,) * 8)
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """What the producer converts."""
 LEAST_PAGE = 16
@@ -122,21 +134,93 @@ def better_copied(call: AttentionCall, mask: SparseMask) -> bool:
     return call.q.shape[2] * reads >= call.kv_len
 
 
+def unrounded(call: AttentionCall, mask: SparseMask) -> str | None:
+    """Why a call that the kernel serves is not done in 8 bits, or None. Sizes and features alone; no device is asked."""
+    if call.q.shape[3] != TILE.value:
+        return f"head dimension {call.q.shape[3]}; {TILE.value} is the one with 8 bits"
+    if mask.stripes is not None:
+        return "columns in the mask; tiles alone are done in 8 bits"
+    if (mask.tile_q, mask.tile_k) != (BLOCK_M, TILE.value):
+        return f"tiles of {mask.tile_q} x {mask.tile_k}; those of {BLOCK_M} x {TILE.value} are done in 8 bits"
+    if call.starts is not None or call.lengths is not None:
+        return "padding"
+    if call.pages is not None and (call.pages.k.dtype in FORMATS or not call.pages.copies):
+        return "an fp8 cache" if call.pages.copies else "pages that may not be copied"
+    if call.kv_len < LEAST_KEYS:
+        return f"{call.kv_len} keys; 8 bits pay from {LEAST_KEYS}"
+    blocks = mask.geometry.tile_rows(BLOCK_M)
+    items = blocks * call.q.shape[0] * call.q.shape[1]
+    if blocks < LEAST_BLOCKS or items < LEAST_ITEMS:
+        return f"{items} query blocks of {BLOCK_M} rows; 8 bits pay from {LEAST_ITEMS}"
+    return None
+
+
 def launch(call: AttentionCall, mask: SparseMask, given: Given, requests: Together | None = None) -> Tensor:
     """Run the kernel; int8 flags ``[B * Hq * blocks]`` of the query blocks whose sums are nonfinite.
 
     given: what the portable kernel would be given; its pairs left out are two numbers for each query block, one of each
     half. requests: in place of the call's rows; call and mask are then the first's.
     """
+    blocks = _blocks(mask, given)
+    order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
+    return _run(call, mask, given, order, requests)
+
+
+def launch_eight(call: AttentionCall, mask: SparseMask, given: Given, bound: float) -> tuple[Tensor, Tensor]:
+    """Run the kernel in 8 bits: its flags, and float32 ``[B, Hq]``, how far sampled rows are from the same in 16 bits, as
+    a share of their norm. Heads where that is more than `bound` run in 16 bits. Nothing is read on the host.
+    """
+    out, blocks = given.outputs.out, _blocks(mask, given)
+    batch, heads = call.q.shape[:2]
+    items, rows, every, one_way = _sampled(batch * heads, blocks, given.sizes.q_offset % BLOCK_M, out.device)
+    eight = quantised(call, one_way[0])
+    _run(call, mask, given, items, eight=eight._replace(exact=one_way[1]))
+    exact = out.index_select(2, rows)
+    _run(call, mask, given, items, eight=eight)
+    first = -(given.sizes.q_offset % BLOCK_M)
+    errors, beyond = errors_of(out, exact, first, blocks, SAMPLED, BLOCK_M, bound)
+    order = _order(call, mask, blocks)
+    return _run(call, mask, given, every if order is None else order, eight=eight._replace(exact=beyond)), errors
+
+
+@kept
+def _sampled(lines: int, blocks: int, behind: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of `lines` heads: the items of sampled blocks, their rows, all items (so that one variant of the kernel serves both),
+    and int8 ``[2, lines]`` of zeros and ones. behind: rows by which the first block begins before the call's."""
+    tiles = torch.arange(1, 2 * SAMPLED, 2, device=device) * blocks // (4 * SAMPLED)
+    head = torch.arange(lines, device=device)[:, None] * blocks
+    items = (head + blocks - 1 - tiles).to(torch.int32).flatten()  # of a head's items the last block comes first
+    rows = (tiles[:, None] * BLOCK_M + torch.arange(BLOCK_M, device=device) - behind).flatten()
+    every = torch.arange(lines * blocks, dtype=torch.int32, device=device)
+    return items, rows, every, torch.arange(2, dtype=torch.int8, device=device)[:, None].expand(2, lines).contiguous()
+
+
+def _blocks(mask: SparseMask, given: Given) -> int:
+    """Query blocks of a head."""
+    rows: int = given.mask.tile_rows
+    return rows * (mask.tile_q // BLOCK_M)
+
+
+def _run(
+    call: AttentionCall,
+    mask: SparseMask,
+    given: Given,
+    order: Tensor | None,
+    requests: Together | None = None,
+    eight: Eight | None = None,
+) -> Tensor:
+    """One launch, of all items or of those in `order`."""
     (batch, heads, _, width), q, source = call.q.shape, given.queries.ptr, Source.of(call)
     block_n, fp8 = min(mask.tile_k, BLOCK_N[width]), FORMATS.get(source.k.dtype)
+    stages, registers = (STAGES, REGISTERS) if fp8 is None else (STAGES_FP8, CONVERTING)
+    if eight is not None:
+        block_n, stages, registers = TILE.value // 2, STAGES_EIGHT, ROUNDING
     batch = batch if requests is None else len(requests.masks)
-    blocks = given.mask.tile_rows * (mask.tile_q // BLOCK_M)
+    blocks = _blocks(mask, given)
     items = batch * heads * blocks
     scratch = torch.zeros(SCRATCH + items, dtype=torch.int8, device=call.q.device)
     counter, nonfinite = scratch[:4].view(torch.int32), scratch[SCRATCH:]
-    order = _order(call, mask, blocks) if requests is None else _order_together(requests, blocks)
-    draws = None if requests is None or order is None else order.numel()
+    draws = None if order is None or (requests is None and eight is None) else order.numel()
     outputs, sizes = given.outputs, given.sizes
     strides = (outputs.stride_ob, outputs.stride_oh, outputs.stride_on, outputs.stride_lb, outputs.stride_lh)
     arguments = Arguments(
@@ -153,12 +237,13 @@ def launch(call: AttentionCall, mask: SparseMask, given: Given, requests: Togeth
         counter,
         order,
         draws,
+        (NOTHING if eight is None else eight)[:8],
     )
     hopper_attention_fwd_kernel[(min(draws or items, _multiprocessors(q.device)),)](
         *flat(arguments),
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, GROUP=mask.group, WIDTH=mask.stripe_width, BLOCK_M=BLOCK_M,
-        BLOCK_N=block_n, D=width, STAGES=(STAGES if fp8 is None else STAGES_FP8)[width], PAGE=source.page,
-        REGISTERS=REGISTERS if fp8 is None else CONVERTING, FP8=fp8, AHEAD=0 if fp8 is None else AHEAD[width],
+        BLOCK_N=block_n, D=width, STAGES=stages[width], PAGE=source.page, REGISTERS=registers, FP8=fp8,
+        AHEAD=0 if fp8 is None else AHEAD[width],
         DEFER=DEFER and given.logits.below is not None, num_warps=4, **FUSED,
     )  # fmt: skip
     return nonfinite

@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparseprefill.kernels.attention.arguments import BITMAP, COLUMNS, TABLE, TILE_ROWS
+from sparseprefill.kernels.hopper.eight import send_eight
 from sparseprefill.kernels.hopper.gluon import barrier, load_rows
 from sparseprefill.kernels.hopper.paging import (
     batch_row,
@@ -48,7 +49,36 @@ def hand_over(ready, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def produce(ring, work, sizes, mask, cache, skip, shape):
+def send_tiles(
+    ring, cache, tile_ptr, table, begin, end, tiles, crossing, b, hk, start, kv_len, k_boxes, v_boxes, stage, phase,
+    shape,
+):  # fmt: skip
+    """Fetch steps `begin` up to `end` of the `tiles` of an item. The slot behind them and its phase."""
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    parts: gl.constexpr = shape.TILE_K // BLOCK_N
+    number = gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    entry = gl.load(tile_ptr + (tiles - 1 - begin) // parts, mask=tiles > begin, other=0)
+    for j in range(begin, end):
+        key = entry * shape.TILE_K + ((tiles - 1 - j) % parts) * BLOCK_N
+        entry = gl.load(tile_ptr + gl.maximum(tiles - 2 - j, 0) // parts)
+        entries = ()
+        if shape.PAGE > 0:  # early: their latency passes while the stage empties
+            entries = entries_of(table, key, kv_len, shape)
+        mbarrier.wait(ring.k_empty.index(stage), phase)
+        if j < crossing:
+            ring.positions.index(stage).store(key + number)
+            barrier()
+        ready = ring.k_ready.index(stage)
+        load_step(cache.k_desc, entries, b, hk, key, start, ready, k_boxes, stage, shape)
+        mbarrier.wait(ring.v_empty.index(stage), phase)
+        ready = ring.v_ready.index(stage)
+        load_step(cache.v_desc, entries, b, hk, key, start, ready, v_boxes, stage, shape)
+        stage, phase = advance(stage, phase, shape.STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def produce(ring, eight, work, sizes, mask, cache, skip, shape):
     """Four warps. Steps of an item: its tiles from the last to the first, then its stripes, BLOCK_N at a time.
 
     Tiles come through the copy engine, as all keys do in FlashAttention-3 (Shah et al., 2024, Algorithm 1). Stripes are
@@ -72,7 +102,9 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
     turn = 0
     going = True
     while going:
-        item, tiles, crossing, seen, unmasked, tile_list, stripe_list = take(work, mask, slot, turn)
+        item, tiles, crossing, seen, unmasked, tile_list, stripe_list, first_eight, last_eight = take(
+            work, mask, eight, slot, turn
+        )
         if mask.tiles.indices is not None:
             tile_ptr = mask.tiles.indices + tile_list
         if mask.stripes.indices is not None:
@@ -96,23 +128,24 @@ def produce(ring, work, sizes, mask, cache, skip, shape):
                 else:
                     start, _, _ = batch_row(sizes, b)
                     kv_len = keys_of(sizes, b)
-                    entry = gl.load(tile_ptr + (tiles - 1) // parts, mask=tiles > 0, other=0)
-                    for j in range(tiles):
-                        key = entry * shape.TILE_K + ((tiles - 1 - j) % parts) * BLOCK_N
-                        entry = gl.load(tile_ptr + gl.maximum(tiles - 2 - j, 0) // parts)
-                        entries = ()
-                        if shape.PAGE > 0:  # early: their latency passes while the stage empties
-                            entries = entries_of(table, key, kv_len, shape)
-                        mbarrier.wait(ring.k_empty.index(stage), phase)
-                        if j < crossing:
-                            ring.positions.index(stage).store(key + number)
-                            barrier()
-                        ready = ring.k_ready.index(stage)
-                        load_step(cache.k_desc, entries, b, hk, key, start, ready, k_boxes, stage, shape)
-                        mbarrier.wait(ring.v_empty.index(stage), phase)
-                        ready = ring.v_ready.index(stage)
-                        load_step(cache.v_desc, entries, b, hk, key, start, ready, v_boxes, stage, shape)
-                        stage, phase = advance(stage, phase, shape.STAGES)
+                    end = tiles
+                    if eight.k_desc is not None:
+                        end = first_eight
+                    stage, phase = send_tiles(
+                        ring, cache, tile_ptr, table, 0, end, tiles, crossing, b, hk, start, kv_len, k_boxes, v_boxes,
+                        stage, phase, shape,
+                    )  # fmt: skip
+                    if eight.k_desc is not None:
+                        stage, phase = send_tiles(
+                            ring, cache, tile_ptr, table, last_eight, tiles, tiles, crossing, b, hk, start, kv_len,
+                            k_boxes, v_boxes, stage, phase, shape,
+                        )  # fmt: skip
+                        if first_eight < last_eight:
+                            stage, phase = send_eight(
+                                ring, eight, bh // sizes.kv_group, sizes.heads // sizes.kv_group, mask.columns,
+                                tile_ptr + (tiles - 1 - first_eight) // parts, (last_eight - first_eight) // parts,
+                                stage, phase, shape,
+                            )  # fmt: skip
             if mask.stripes.indices is not None:
                 start, _, _ = batch_row(sizes, b)  # again, rather than held through the tiles
                 if mask.bitmap is not None:

@@ -19,7 +19,9 @@ SEEN = gl.constexpr(3)  # keys of stripes
 UNMASKED = gl.constexpr(4)  # steps of stripes before the first that needs a mask
 TILE_LIST = gl.constexpr(5)  # where the list of tiles begins; two words
 STRIPE_LIST = gl.constexpr(7)  # and that of stripes; two words
-FIELDS = gl.constexpr(9)
+FIRST_EIGHT = gl.constexpr(9)  # the first step of tiles in 8 bits, where there are any (`eight`)
+LAST_EIGHT = gl.constexpr(10)  # one past the last
+FIELDS = gl.constexpr(11)
 SLOTS = gl.constexpr(2)
 
 
@@ -77,9 +79,9 @@ def get_wide(work, slot, field: gl.constexpr):
 
 
 @gluon.jit
-def take(work, mask, slot, turn):
+def take(work, mask, eight, slot, turn):
     """Wait for the item in `slot`, read it and free the slot: ITEM to UNMASKED in their order, and where the item's
-    lists begin, 0 where the mask has none."""
+    lists begin, 0 where the mask has none; then FIRST_EIGHT and LAST_EIGHT, 0 where nothing is done in 8 bits."""
     mbarrier.wait(work.ready.index(slot), turn)
     item = get(work, slot, ITEM)
     tiles = get(work, slot, TILES)
@@ -92,8 +94,13 @@ def take(work, mask, slot, turn):
         tile_list = get_wide(work, slot, TILE_LIST)
     if mask.stripes.indices is not None:
         stripe_list = get_wide(work, slot, STRIPE_LIST)
+    first_eight = 0
+    last_eight = 0
+    if eight.k_desc is not None:
+        first_eight = get(work, slot, FIRST_EIGHT)
+        last_eight = get(work, slot, LAST_EIGHT)
     mbarrier.arrive(work.empty.index(slot), count=1)
-    return item, tiles, crossing, seen, unmasked, tile_list, stripe_list
+    return item, tiles, crossing, seen, unmasked, tile_list, stripe_list, first_eight, last_eight
 
 
 @gluon.jit
@@ -137,7 +144,7 @@ def column_keys(list_ptr, number, WIDTH: gl.constexpr, some=None):
 
 
 @gluon.jit
-def schedule(queries, work, sizes, mask, shape):
+def schedule(queries, eight, work, sizes, mask, shape):
     """One warp: draw items from a counter, read what their lists hold, hand them on and load their queries.
 
     Ours. It runs ahead of the others, so that nobody waits for a chain of dependent loads between two items. Items
@@ -200,6 +207,18 @@ def schedule(queries, work, sizes, mask, shape):
         put(work, slot, CROSSING, crossing)
         put(work, slot, SEEN, seen)
         put(work, slot, UNMASKED, unmasked)
+        if eight.k_desc is not None:
+            # In 16 bits: tiles with a key behind a row, the first key tile, the last query block, and heads said to.
+            first_eight = gl.minimum(gl.cdiv(crossing, parts) * parts, tiles)
+            last_eight = tiles
+            if tiles > 0:
+                if gl.load(list_ptr) == 0:
+                    last_eight = tiles - parts
+                if (gl.load(eight.exact + bh) != 0) | (block == sizes.blocks - 1):
+                    last_eight = 0
+            first_eight = gl.where(first_eight < last_eight, first_eight, tiles)
+            put(work, slot, FIRST_EIGHT, first_eight)
+            put(work, slot, LAST_EIGHT, gl.maximum(first_eight, last_eight))
         if mask.tiles.indices is not None:
             put_wide(work, slot, TILE_LIST, tile_list)
         if mask.stripes.indices is not None:
