@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sparseprefill.mask.geometry import Geometry
     from sparseprefill.mask.mask import SparseMask
-    from sparseprefill.plan import Result
+    from sparseprefill.plan import EightBits, Result
 
 
 @frozen(eq=False)
@@ -94,7 +94,7 @@ class LayerRecord:
     of it that are not measured yet; held: bytes of them, which count in `room`, too, without those counted at once.
     lost: some result was neither kept nor counted, in a CUDA graph's capture or for lack of memory, so that the density
     is unknown. skips: whether a result of it could leave out pairs by their logits; skipped: how many did, and how many
-    the masks held.
+    the masks held. eight: of its last call in 8 bits.
     """
 
     layer: int
@@ -112,6 +112,7 @@ class LayerRecord:
     total: tuple[int, int] = (0, 0)
     skips: bool = False
     skipped: tuple[int, int] = (0, 0)
+    eight: EightBits | None = None
 
     def count(self, mode: Mode, sizes: tuple[int, int, int]) -> None:
         """One call ran in `mode`; sizes: batch rows, queries, keys."""
@@ -122,6 +123,7 @@ class LayerRecord:
         """One call of the prefill `serial` ran sparse. most: see `keep`; None to `measure` at once."""
         self.count("sparse", sizes)
         self.begin(serial)
+        self.eight = result.eight or self.eight
         if most is None:
             self.measure(Uncounted.of(result))
         else:
@@ -131,7 +133,7 @@ class LayerRecord:
         """Forget the results of the prefill before, if `serial` is another."""
         if serial != self.serial:
             self.serial, self.pairs, self.lost = serial, (0, 0), False
-            self.skips, self.skipped = False, (0, 0)
+            self.skips, self.skipped, self.eight = False, (0, 0), None
             self.waiting.clear()
             self._hold(0)
 
@@ -187,6 +189,7 @@ class LayerRecord:
             density=None if self.lost or self.last != "sparse" else _ratio(self.pairs),
             mean_density=_ratio(self.total) if mean else None,
             skipped=None if self.lost or self.last != "sparse" or not self.skips else _ratio(self.skipped),
+            in_16_bits=None if self.eight is None or self.last != "sparse" else _heads_of(~self.eight.heads),
             recall=recall,
             batch=batch,
             query_length=queries,
@@ -201,6 +204,11 @@ class LayerRecord:
 def recording() -> bool:
     """Whether a CUDA graph is captured: nothing may be asked of the device then, and figures would be no figures."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _heads_of(which: Tensor) -> tuple[int, ...]:
+    """Indices of the heads that are in ``[B, Hq]`` in any batch row (host sync)."""
+    return tuple(which.any(0).nonzero().flatten().tolist())
 
 
 def _add(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:

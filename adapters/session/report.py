@@ -46,6 +46,8 @@ class LayerReport:
     mean_density: over all sparse calls, if each was measured.
     skipped: of the pairs that the masks of that prefill held, the share that was left out by their logits and is not in
     density; None where nothing could be (`SkipSoftmax`), or it is not known.
+    in_16_bits: query heads that stayed in 16 bits in that prefill's last call in 8, since their error was beyond the
+    bound; None where no call was in 8.
     recall: of the prefills in which it was measured; None where it was in none.
     batch, query_length, key_length: of the last call, in rows and tokens.
     """
@@ -60,6 +62,7 @@ class LayerReport:
     density: float | None = None
     mean_density: float | None = None
     skipped: float | None = None
+    in_16_bits: tuple[int, ...] | None = None
     recall: LayerRecall | None = None
     batch: int = 0
     query_length: int = 0
@@ -81,6 +84,9 @@ class LayerReport:
             text += f" (mean {self.mean_density:.3f})"
         if self.skipped is not None:
             text += f"  skipped {self.skipped:.3f}"
+        if self.in_16_bits is not None:
+            stayed = f", heads {', '.join(map(str, self.in_16_bits))} in 16" if self.in_16_bits else ""
+            text += f"  8 bits{stayed}"
         if self.recall is not None:
             text += f"  {self.recall}"
         if self.cross_calls:

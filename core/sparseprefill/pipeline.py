@@ -17,7 +17,7 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import KEPT_BYTES, Memory
 from sparseprefill.parts.split import Part, Recorder, parts
-from sparseprefill.plan import Kernel, Parts, Plan, Planned, Result, Skipped
+from sparseprefill.plan import Parts, Plan, Planned, Result
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.refiners.recall import KeptWhole, Recall, RecallFloor, floor_of
 from sparseprefill.refiners.rescue import DenseRows
@@ -386,17 +386,18 @@ class Pipeline(Runner):
         corrected = "".join(stage.name for stage in self._correcting)
         kernels = tuple(recorder.kernels)
         whole = Plan(recorder.mask)
-        return Result(out, lse, whole, parts=record, corrected=corrected, kernels=kernels, skipped=recorder.skipped)
+        more = {"skipped": recorder.skipped, "eight": recorder.eight}
+        return Result(out, lse, whole, parts=record, corrected=corrected, kernels=kernels, **more)
 
     def _run_part(
         self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor
-    ) -> tuple[tuple[SparseMask, ...], tuple[Kernel, ...], Skipped | None]:
+    ) -> tuple[tuple[SparseMask, ...], Result]:
         planned = Planned(call, self.plan(call, memory), memory)
         computed = self.executing.execute_into(call, planned.plan, out, lse)
         result = self._finish(planned, computed)
         if result.out is not computed.out:
             out.copy_(result.out)
-        return planned.plan.computed(), result.kernels, result.skipped
+        return planned.plan.computed(), result
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Let the observers see a layer's result; errors as of `run`."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from attrs import evolve
 from sparseprefill.adapters.session.ledger import Uncounted
 from sparseprefill.adapters.session.report import LayerReport
@@ -13,6 +14,7 @@ from sparseprefill.adapters.session.session import Prefill, Session
 import sparseprefill as sp
 from helpers.build import make
 from sparseprefill.parts import split as parts
+from sparseprefill.plan import EightBits
 
 CALL = make(96, heads=4, kv_heads=2)
 
@@ -45,3 +47,15 @@ def test_what_waits_is_small_where_the_masks_are_large() -> None:
     assert () == waiting.lists
     assert 4 * 8 == waiting.held
     assert waiting.count()[0] == waiting.count()[1] == 4 * 96 * 97 // 2
+
+
+def test_errors_of_parts_in_8_bits_are_the_largest_of_each_head() -> None:
+    recorder, call = parts.Recorder(CALL.geometry), sp.Plan(sp.SparseMask.full(CALL))
+    plain = sp.Result(CALL.q, CALL.q[..., 0], call)
+    for heads, errors in (((0, 2), [0.1, 0.2]), ((0, 2), [0.3, 0.1]), ((2, 4), [0.0, torch.nan])):
+        found = evolve(plain, eight=EightBits(torch.tensor([errors]), 0.25))
+        recorder.add(parts.Part(heads, (0, 96)), (), found)
+    recorder.add(parts.Part((0, 2), (0, 96)), (), plain)
+    assert recorder.eight is not None
+    assert recorder.eight.heads.tolist() == [[False, True, True, False]]
+    assert torch.allclose(recorder.eight.errors[0, :3], torch.tensor([0.3, 0.2, 0.0]))

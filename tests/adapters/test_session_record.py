@@ -23,6 +23,7 @@ import sparseprefill as sp
 from helpers.build import make
 from helpers.stubs import Estimate
 from helpers.tables import from_length
+from sparseprefill.plan import EightBits
 
 CALL = make(32, heads=4, kv_heads=2)
 METHOD = sp.build("streaming", sink=8, window=8, block=8)
@@ -65,6 +66,22 @@ def test_another_prefill_begins_from_nothing() -> None:
     assert (4 * 66, 4 * 528) == record.total
     assert record.report(mean=False).density is None
     assert 66 / 528 == record.report(mean=True).mean_density
+
+
+def test_a_layer_says_which_heads_stayed_in_16_bits() -> None:
+    record, plan = LayerRecord(0), sp.Plan(sp.SparseMask.full(CALL))
+    plain = sp.Result(CALL.q, CALL.q[..., 0], plan)
+    for errors, wanted, text in (
+        ([0.0, 0.2, 0.1, torch.nan], (1, 3), "8 bits, heads 1, 3 in 16"),
+        ([0.0] * 4, (), "8 bits"),
+    ):
+        record.ran(evolve(plain, eight=EightBits(torch.tensor([errors]), 0.1)), (1, 32, 32), 0, None)
+        record.ran(plain, (1, 32, 32), 0, None)  # a chunk of it in 16 bits
+        found = record.report(mean=False)
+        assert found.in_16_bits == wanted
+        assert str(found).endswith(text)
+    record.ran(plain, (1, 32, 32), 1, None)
+    assert record.report(mean=False).in_16_bits is None
 
 
 @pytest.mark.parametrize("mode", ["dense", "window"])

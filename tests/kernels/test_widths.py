@@ -12,7 +12,17 @@ from sparseprefill.plugins.star_attention.stages import StarEstimator
 
 from kernels.device import BOUNDS, CUDA, DEVICE
 from kernels.requests import mask_of, step_of
-from sparseprefill import AttentionCall, MaskError, Memory, Pipeline, Plan, ReferenceExecutor, SparseMask, output_error
+from sparseprefill import (
+    AttentionCall,
+    MaskError,
+    Memory,
+    Pipeline,
+    Plan,
+    ReferenceExecutor,
+    Result,
+    SparseMask,
+    output_error,
+)
 from sparseprefill.executors.cpu import CpuExecutor
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import together
@@ -113,7 +123,8 @@ def test_parts_of_other_widths_are_joined_on_the_finest() -> None:
     for number, heads in enumerate(((0, 2), (2, 4))):
         part = Part(heads, (0, 100))
         mask = columns(part.of(CALL), (16, 2)[number])
-        recorder.add(part, (mask,), (), None)
+        call = part.of(CALL)
+        recorder.add(part, (mask,), Result(call.q, call.q[..., 0], Plan(mask)))
         dense.append(mask.to_dense())
     whole = recorder.mask()
     assert whole.stripe_width == 2

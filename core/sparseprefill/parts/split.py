@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.geometry import Geometry
-    from sparseprefill.plan import Kernel, Skipped
+    from sparseprefill.plan import EightBits, Kernel, Result, Skipped
 
 SPARE = 4
 """One part in so many of the limit stays free while a call runs in parts: for the LSE, for counting pairs, and for what
@@ -169,11 +169,13 @@ class Recorder:
 
     geometry: of the whole call. masks: each part with its masks, disjoint ones; None once they were too large to keep.
     kernels: what computed the parts, each once. skipped: what they left out together, who voted being the last part's.
+    eight: the largest errors of those in 8 bits.
     """
 
     geometry: Geometry
     pairs: Tensor = field(init=False)
     skipped: Skipped | None = None
+    eight: EightBits | None = None
     count: int = 0
     held: int = 0
     masks: list[tuple[Part, tuple[SparseMask, ...]]] | None = field(factory=list)
@@ -183,18 +185,23 @@ class Recorder:
         g = self.geometry
         self.pairs = torch.zeros(g.batch, g.heads, dtype=torch.int64, device=g.device)
 
-    def add(
-        self, part: Part, masks: tuple[SparseMask, ...], kernels: tuple[Kernel, ...], skipped: Skipped | None
-    ) -> None:
-        """Count one part's masks (`Plan.computed`) and what it left out of them, without host synchronisation, and keep
-        the masks while there is room."""
-        if skipped is not None:
+    def add(self, part: Part, masks: tuple[SparseMask, ...], result: Result) -> None:
+        """Count one part's masks (`Plan.computed`) and what its result says of them, without host synchronisation, and
+        keep the masks while there is room."""
+        heads = slice(*part.heads)
+        if result.skipped is not None:
             pairs = torch.zeros_like(self.pairs) if self.skipped is None else self.skipped.pairs
-            pairs[:, slice(*part.heads)] += skipped.pairs
-            self.skipped = evolve(skipped, pairs=pairs)
-        self.kernels.update(dict.fromkeys(kernels))
+            pairs[:, heads] += result.skipped.pairs
+            self.skipped = evolve(result.skipped, pairs=pairs)
+        if result.eight is not None:
+            errors = (
+                torch.zeros(self.pairs.shape, device=self.pairs.device) if self.eight is None else self.eight.errors
+            )
+            errors[:, heads] = torch.maximum(errors[:, heads], result.eight.errors)
+            self.eight = evolve(result.eight, errors=errors)
+        self.kernels.update(dict.fromkeys(result.kernels))
         for mask in masks:
-            self.pairs[:, slice(*part.heads)] += mask.pairs()
+            self.pairs[:, heads] += mask.pairs()
         self.count += 1
         self.held += sum(mask.nbytes for mask in masks)
         if self.held > KEPT:
