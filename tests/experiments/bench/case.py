@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import or_
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from attrs import evolve, field, frozen
@@ -128,7 +128,7 @@ class Case:
     table: that it belongs to. name: of the method, or the mask as text. input: kind of inputs, of `call_of`. pipeline:
     of a method, None for a mask. parameters: those that differ from the method's defaults. gate: whether the break-even
     gate may choose dense. layers: of a prefill that stand behind the figures, all on the same inputs, which are their
-    mean: for methods whose layers do different things.
+    mean: for methods whose layers do different things. precision: of the executor, for masks.
     """
 
     table: str = ""
@@ -140,12 +140,14 @@ class Case:
     parameters: Mapping[str, Any] = field(factory=dict, eq=False)
     gate: bool = False
     layers: int = field(default=1, validator=whole())
+    precision: Literal["call", "int8"] = "call"
 
     @property
     def label(self) -> str:
         """The name, with what differs from the defaults."""
         said = [f"{name}={value}" for name, value in self.parameters.items()]
         said += ["gated"] if self.gate else []
+        said += ["8 bits"] if self.precision == "int8" else []
         said += [f"mean of {self.layers} layers"] if self.layers > 1 else []
         return f"{self.name} ({', '.join(said)})" if said else self.name
 
@@ -154,10 +156,10 @@ class Case:
         return re.sub(r"[^\w.=()%+/, -]", "", f"{self.label} {self.shape.length}{sizes}")
 
 
-def of_mask(text: str, shape: Shape, table: str = "") -> Case:
+def of_mask(text: str, shape: Shape, table: str = "", **more: Any) -> Case:
     """A random mask through the executor, on Gaussian inputs; ParameterError for a text that is none."""
     mask = parse_mask(text)
-    return Case(table=table, name=" + ".join(map(str, mask)), shape=shape, input="random", mask=mask)
+    return Case(table=table, name=" + ".join(map(str, mask)), shape=shape, input="random", mask=mask, **more)
 
 
 def of_method(registry: Registry, name: str, shape: Shape, table: str = "", **more: Any) -> Case:

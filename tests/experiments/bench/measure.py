@@ -142,7 +142,7 @@ def prepare(
     if case.shape.page:
         call = in_pages(call, case.shape.page, seed)
     if case.pipeline is None:
-        plan, executor = Plan(random_mask(call, case.mask, seed)), AutoExecutor()
+        plan, executor = Plan(random_mask(call, case.mask, seed)), AutoExecutor(precision=case.precision)
         run = lambda one: executor.execute(uncopied(one), plan)  # noqa: E731
         return Ready(case=case, calls=[call], layer=run, planned=None, dense=beside)
     plain = gated(case.pipeline, None)

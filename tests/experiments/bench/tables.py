@@ -21,6 +21,7 @@ MASKS = (
     *(f"stripes:{share}" for share in (0.1, 0.05, 0.02)),
     "tiles:0.05+stripes:0.05",
 )
+EIGHT_MASKS = ("full", *(f"tiles:{share}" for share in (0.5, 0.25, 0.1, 0.05, 0.02)))
 CHUNKS, CHUNK_MASKS = (2048, 8192), ("full", "tiles:0.1", "diagonal+stripes:0.1")
 """New tokens behind cached ones."""
 BEHIND = "chunks"
@@ -57,6 +58,11 @@ def names(registry: Registry) -> list[str]:
 
 def _executor(registry: Registry, shape: Shape) -> Iterable[Case]:
     return [of_mask(mask, shape, "executor") for mask in MASKS]
+
+
+def _eight(registry: Registry, shape: Shape) -> Iterable[Case]:
+    pairs = product(EIGHT_MASKS, ("call", "int8"))
+    return [of_mask(mask, shape, "eight", precision=precision) for mask, precision in pairs]
 
 
 def _methods(registry: Registry, shape: Shape) -> Iterable[Case]:
@@ -127,6 +133,7 @@ def _captured(registry: Registry, shape: Shape) -> Iterable[Case]:
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         "executor": Table((32768, 131072), (1024,), _executor, "random masks through the executor alone"),
+        "eight": Table((65536, 131072), (1024,), _eight, "random masks of tiles in 16 bits and in 8"),
         "methods": Table((32768, 131072), (1024,), _methods, "methods at their defaults"),
         "curves": Table((131072,), (1024,), _curves, "recall against time over a method's parameters"),
         "shapes": Table((65536,), (512,), _shapes, "other head dimensions, dtypes, groups and batches"),

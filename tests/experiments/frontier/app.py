@@ -43,7 +43,7 @@ from sparseprefill.registry import default_registry
 
 from . import results
 from .exams import exams_of, readings_of
-from .points import Point, Reader, best_settings, configured, spread
+from .points import Point, Reader, best_settings, configured, in_eight_bits, spread
 
 TOKENS = {"cpu": (4096,), "cuda": (32768,)}
 """Lengths unless told otherwise."""
@@ -86,6 +86,7 @@ def frontier(
     ] = None,
     tail: Tail = TAIL,
     recall_floor: Floor = None,
+    eight_bits: Annotated[bool, typer.Option("--eight-bits", help="Let the executor compute tiles in 8 bits.")] = False,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 1,
     questions: Annotated[int, typer.Option(min=1, max=16, help="Questions of each family about a text.")] = 4,
     seed: Seed = TABLES,
@@ -134,11 +135,12 @@ def frontier(
         methods, left_out = with_tables(methods, fixed, loaded, identity, prompts, shown)
         candidates = _candidates(methods, fixed, values, most, best, suited(model))
         candidates += files_of_settings
+        candidates = list(map(in_eight_bits, candidates)) if eight_bits else candidates
         facts: dict[str, Any] = {
             **{"model": model or "embedded", "tail": tail, "recall_floor": recall_floor, "texts": texts},
             **{"questions": questions, "seed": seed, "from": None if chosen_by is None else str(chosen_by)},
             **{"minutes": minutes, "rounds": rounds, "dtype": place.dtype_name, "threads": threads},
-            "left_out": left_out,
+            **{"left_out": left_out, "eight_bits": eight_bits},
         }
         shown.expect(len(lengths) * len(candidates))
         with Stop() as stop:

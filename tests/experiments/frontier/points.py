@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.cli.group import CommandError
 from sparseprefill.adapters.evaluation.outcome import Summary
@@ -21,6 +21,7 @@ from experiments.bench.clock import Clock
 from sparseprefill import structure
 from sparseprefill.config import from_config
 from sparseprefill.errors import ParameterError, SparsePrefillError
+from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
 
@@ -213,3 +214,10 @@ def configured(path: Path) -> Candidate:
     name = re.sub("[^a-z0-9]+", "-", build(File(config=str(path))).name.lower()).strip("-")
     method = Method(name=name, summary=f"the pipeline of {path}", config=File, build=build)
     return Candidate(method, {"config": str(path)})
+
+
+def in_eight_bits(candidate: Candidate) -> Candidate:
+    """The candidate with an executor that computes tiles in 8 bits."""
+    plain = candidate.method
+    method = evolve(plain, build=lambda config: evolve(plain.build(config), executor=AutoExecutor(precision="int8")))
+    return evolve(candidate, method=method)
