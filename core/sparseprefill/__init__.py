@@ -77,6 +77,8 @@ if TYPE_CHECKING:
     from sparseprefill.stages import SparseExecutor as SparseExecutor
     from sparseprefill.union import UnionEstimator as UnionEstimator
 
+    __all__: list[str]
+
 __version__ = "0.2.0"
 
 # Names are fetched from their files when they are first asked for (PEP 562), so that what needs none of them, such as

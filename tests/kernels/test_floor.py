@@ -17,7 +17,7 @@ from sparseprefill import RecallFloor, kernels
 from sparseprefill.kernels.sampled import floor as launch
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.mask.samples import Held, Stretches
+from sparseprefill.mask.samples import Held, Raised, Stretches
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan
 from sparseprefill.refiners.recall import _reach
@@ -133,7 +133,7 @@ def test_what_a_floor_adds(spot: Spot, target: float, dense_from: float, kind: s
     raised = launch.raised(
         moved, there(at), held, grid, target=target, dense_from=dense_from, neighbours=spot.neighbours
     )
-    found = launch.Raised(*(x.cpu() for x in raised))
+    found = Raised(*(x.cpu() for x in raised))
     less, same, more = (plain(target + width) for width in (-WIDTH, 0.0, WIDTH if target < 1 else 0.0))
     assert bool((less.added <= found.added).all())
     assert bool((found.added <= more.added).all())
