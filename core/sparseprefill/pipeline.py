@@ -386,8 +386,8 @@ class Pipeline(Runner):
         corrected = "".join(stage.name for stage in self._correcting)
         kernels = tuple(recorder.kernels)
         whole = Plan(recorder.mask)
-        more = {"skipped": recorder.skipped, "eight": recorder.eight}
-        return Result(out, lse, whole, parts=record, corrected=corrected, kernels=kernels, **more)
+        result = Result(out, lse, whole, parts=record, corrected=corrected, kernels=kernels)
+        return evolve(result, skipped=recorder.skipped, eight=recorder.eight)
 
     def _run_part(
         self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor

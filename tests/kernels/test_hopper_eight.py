@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from oracles import eight_bits as oracle
-from sparseprefill import AttentionCall, Pages, Plan, SparseMask, output_error
+from sparseprefill import AttentionCall, Pages, Plan, Result, SparseMask, output_error
 from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.plan import EightBits
 from sparseprefill.testing import attention
 
 launch = pytest.importorskip("sparseprefill.kernels.hopper.launch")
@@ -36,6 +37,11 @@ def make(lengths: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, see
     return AttentionCall(q.to(dtype), k.to(dtype), (v + 1).to(dtype))
 
 
+def eight_of(result: Result) -> EightBits:
+    assert result.eight is not None
+    return result.eight
+
+
 def masks(call: AttentionCall, seed: int = 0) -> dict[str, SparseMask]:
     g = torch.Generator(device="cuda").manual_seed(seed)
     rows, columns = call.geometry.tile_rows(128), call.geometry.tile_columns(128)
@@ -54,7 +60,7 @@ def test_equals_its_oracle(lengths: tuple[int, int, int], dtype: torch.dtype) ->
     for name, mask in masks(call).items():
         result = EIGHT.execute(call, Plan(mask))
         assert [str(one) for one in result.kernels] == ["hopper, 8 bits"]
-        assert bool(result.eight.heads.all()), name
+        assert bool(eight_of(result).heads.all()), name
         head = 1
         tiles = mask.tile_map()[0, head].cpu()
         kv = head // lengths[2]
@@ -73,7 +79,7 @@ def test_is_as_near_to_float64_as_its_errors_say(lengths: tuple[int, int, int]) 
         result = EIGHT.execute(call, Plan(mask))
         out, lse = attention(call, mask.to_dense())
         assert output_error(result.out, out) < 5e-3
-        assert float(result.eight.errors.max()) < 1e-2
+        assert float(eight_of(result).errors.max()) < 1e-2
         real = lse > -torch.inf
         assert (result.lse - lse)[real].abs().max() < 2e-2
         assert result.out[~real].abs().sum() == 0
@@ -88,16 +94,16 @@ def test_heads_beyond_the_bound_run_in_16_bits() -> None:
     loose = TritonExecutor(precision="int8", bound=1.0).execute(call, Plan(mask))
     bound = 0.02
     result = TritonExecutor(precision="int8", bound=bound).execute(call, Plan(mask))
-    errors = result.eight.errors[0]
+    errors = eight_of(result).errors[0]
     assert (errors[:2] > bound).all()
     assert (errors[2:] <= bound).all()
-    assert result.eight.heads.tolist() == [[False, False, True, True]]
+    assert eight_of(result).heads.tolist() == [[False, False, True, True]]
     for head in range(4):
         wanted = exact if head < 2 else loose
         assert output_error(result.out[:, head], wanted.out[:, head]) < 2e-3
     assert output_error(loose.out[:, :2], exact.out[:, :2]) > bound
     every = ALL_IN_16.execute(call, Plan(mask))
-    assert not bool(every.eight.heads.any())
+    assert not bool(eight_of(every).heads.any())
     assert output_error(every.out, exact.out) < 2e-3
 
 
@@ -128,7 +134,7 @@ def test_pages_are_read_where_they_are(page: int) -> None:
         whole[: call.kv_len] = x[0].transpose(0, 1)
         cache[table.long()] = whole.view(count, page, 2, 128)
         caches.append(cache)
-    paged = AttentionCall.of_pages(call.q, Pages(*caches, table, call.kv_len))
+    paged = AttentionCall.of_pages(call.q, Pages(caches[0], caches[1], table, call.kv_len))
     for name, mask in masks(call).items():
         there = {"full": SparseMask.full(paged)}.get(
             name, SparseMask.from_tiles(paged, mask.tile_map(), diagonal=False)

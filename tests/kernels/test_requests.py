@@ -41,10 +41,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     launch = launcher._launch
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **more: Any) -> Any:
         requests = given[7] if len(given) > 7 else None
         found.append(1 if requests is None else len(requests.masks))
-        return launch(*given)
+        return launch(*given, **more)
 
     monkeypatch.setattr(launcher, "_launch", counted)
     return found

@@ -269,7 +269,7 @@ def _launch(
     nonfinite, served, errors = None, Kernel("portable", choice.reason or ""), None
     rounded = None if bound is None else _unrounded(choice, mask, carry is not None, below is not None, together)
     if rounded == "":
-        which = ("8 bits", variant(call, mask))
+        which: Hashable = ("8 bits", variant(call, mask))
         made = _flags_of(choice.hopper.launch_eight, which, call, mask, given, bound)
         nonfinite, errors = (None, None) if made is None else made
         served, rounded = Kernel("hopper, 8 bits"), _failure(which)

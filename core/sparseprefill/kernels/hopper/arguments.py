@@ -53,19 +53,22 @@ class Shape(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The block of queries at work. desc: of q, in halves."""
+    """The block of queries at work. desc: of q, in halves. eight: where each consumer puts its half in int8; or None."""
 
     desc: Any
     smem: Any  # [2, 1, 1, BLOCK_M // 2, D]
     ready: Any  # [1]
     empty: Any  # [1]
+    eight: Any  # [2, BLOCK_M // 2, D]
 
 
 class Ring(NamedTuple):
     """Steps of keys and values on their way.
 
     positions: of the step's keys, where rows need a mask; told and freed with the keys. cache_rows: where the keys of a
-    step of stripes stand in the pages of a cache; a note of the producer's to itself, without barriers.
+    step of stripes stand in the pages of a cache; a note of the producer's to itself, without barriers. k_eight, v_eight:
+    the same slots as steps in 8 bits see them, of twice as many keys; scales: factors of such a step's tile, one for each
+    row of a consumer, told and freed with the keys. None where no step is in 8 bits.
     """
 
     k_smem: Any  # [STAGES, 1, 1, BLOCK_N, D]
@@ -76,6 +79,9 @@ class Ring(NamedTuple):
     v_ready: Any
     v_empty: Any
     cache_rows: Any  # [BLOCK_N] with pages and stripes, else [1]
+    k_eight: Any  # [STAGES, 1, 1, 2 * BLOCK_N, D]
+    v_eight: Any  # [STAGES, 1, 1, D, 2 * BLOCK_N]
+    scales: Any  # [STAGES, BLOCK_M // 2]
 
 
 class Raw(NamedTuple):
@@ -87,14 +93,12 @@ class Raw(NamedTuple):
 
 
 class Eight(NamedTuple):
-    """What `quantise` makes of K and V for steps in 8 bits, and where the roles keep it; all None where there are none.
+    """What `quantise` makes of K and V for steps in 8 bits; all None where there are none.
 
     k_desc, v_desc: of int8 keys ``[B, Hkv, Nkv, D]`` and of e4m3 values, transposed, ``[B, Hkv, D, places]``. k_scale:
-    float32 ``[B * Hkv, tiles]``, factors of key tiles. k_mean, v_mean: float32 ``[B * Hkv, D]``.
-    v_scale, v_inverse: what makes sums of values of a step's, and the other way round. exact: int8
-    ``[B * Hq]``, heads whose steps all stay in 16 bits. q_smem: the block's queries, of each consumer. k_smem, v_smem:
-    the ring's slots, which a step in 8 bits fills with twice as many keys. scales: of the step's tile, once for each row
-    of a consumer; told and freed with the keys.
+    float32 ``[B * Hkv, tiles]``, factors of key tiles. k_mean, v_mean: float32 ``[B * Hkv, D]``. v_scale, v_inverse: what
+    makes sums of values of a step's, and the other way round. exact: int8 ``[B * Hq]``, heads whose steps all stay in 16
+    bits.
     """
 
     k_desc: Any
@@ -105,10 +109,6 @@ class Eight(NamedTuple):
     v_inverse: Any
     v_mean: Any
     exact: Any
-    q_smem: Any = None  # [2, BLOCK_M // 2, D]
-    k_smem: Any = None  # [STAGES, 1, 1, 2 * BLOCK_N, D]
-    v_smem: Any = None  # [STAGES, 1, 1, D, 2 * BLOCK_N]
-    scales: Any = None  # [STAGES, BLOCK_M // 2]
 
 
 class Skip(NamedTuple):
@@ -204,8 +204,7 @@ class Arguments(NamedTuple):
     """Everything that one launch is given, but what the kernel is compiled for.
 
     queries: descriptor of q, in halves. scale: factor on q.k, log2(e) included. k_scale: factor on the keys of an fp8
-    cache, or None. below, skipped: see `Skip.below` and `Skip.counts`. counter, order, draws: see `Work`. eight: of
-    `Eight` what comes from the host.
+    cache, or None. below, skipped: see `Skip.below` and `Skip.counts`. counter, order, draws: see `Work`. eight: see `Eight`.
     """
 
     queries: Any
@@ -221,4 +220,4 @@ class Arguments(NamedTuple):
     counter: Any
     order: Any
     draws: Any
-    eight: tuple[Any, ...]
+    eight: Eight

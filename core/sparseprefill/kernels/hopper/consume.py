@@ -59,7 +59,7 @@ def store_rows(ptr, stride, first, q_len, x, ROWS: gl.constexpr, WIDTH: gl.const
 
 
 @gluon.jit
-def attend(
+def attend_sixteen(
     q, queries, ring, begin, end, crossing, masked, position, m, l, o, o_high, stage, phase, scale,
     RESUMED: gl.constexpr, LAST: gl.constexpr, shape,
 ):  # fmt: skip
@@ -146,17 +146,17 @@ def attend_mixed(
     NUMBER: gl.constexpr, q, queries, ring, eight, tiles, crossing, first, last, position, bh, m, l, o, stage, phase,
     scale, RESUMED: gl.constexpr, sizes, shape,
 ):  # fmt: skip
-    """`attend`, of tiles alone: the steps before `first` and from `last` on, then those between in 8 bits, two at once."""
+    """`attend_sixteen`, of tiles alone: the steps before `first` and from `last` on, then those between in 8 bits, two at once."""
     if (first > 0) | (last < tiles):
         end = first + tiles - last
-        m, l, o, _, stage, phase = attend(
+        m, l, o, _, stage, phase = attend_sixteen(
             q, queries, ring, 0, end, crossing, tiles, position, m, l, o, o, stage, phase, scale, RESUMED, False, shape
         )
     if first < last:
         half: gl.constexpr = shape.BLOCK_M // 2
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.D, 32])
         head = bh // sizes.kv_group
-        q8 = eight.q_smem.index(NUMBER)
+        q8 = queries.eight.index(NUMBER)
         by_row, beside = round_queries(q, q8, eight.k_mean + head * shape.D, scale, layout, half, shape.D)
         mbarrier.arrive(queries.empty, count=1)
         m, l, o, stage, phase = attend_eight(
@@ -267,7 +267,7 @@ def consume(NUMBER: gl.constexpr, queries, ring, eight, work, sizes, carry, outp
                             stage, phase, scale, carry.m is not None, sizes, shape,
                         )  # fmt: skip
                     else:
-                        m, l, o, other, stage, phase = attend(
+                        m, l, o, other, stage, phase = attend_sixteen(
                             q, queries, ring, 0, steps, crossing, masked, position, m, l, o, other, stage, phase, scale,
                             carry.m is not None, True, shape,
                         )  # fmt: skip

@@ -47,9 +47,9 @@ def round_queries(q, q8, mean_ptr, scale, LAYOUT: gl.constexpr, HALF: gl.constex
 
 
 @gluon.jit
-def start_eight(q8, eight, stage, bits):
+def start_eight(q8, ring, stage, bits):
     """Logits ``[half, TILE]`` of a step, on their way, in units of a row's and a tile's factor, MAGIC added."""
-    k = eight.k_smem.index(stage).reshape([TILE, TILE]).permute((1, 0))  # [D, TILE]
+    k = ring.k_eight.index(stage).reshape([TILE, TILE]).permute((1, 0))  # [D, TILE]
     return warpgroup_mma(q8, k, bits, is_async=True)
 
 
@@ -82,9 +82,9 @@ def operand(p, LAYOUT: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon.jit
-def start_values(p8, eight, stage, zero):
+def start_values(p8, ring, stage, zero):
     """A step's weighted values ``[half, D]``, on their way."""
-    v = eight.v_smem.index(stage).reshape([TILE, TILE]).permute((1, 0))  # [TILE, D]
+    v = ring.v_eight.index(stage).reshape([TILE, TILE]).permute((1, 0))  # [TILE, D]
     return warpgroup_mma(p8, v, zero, use_acc=False, is_async=True)
 
 
@@ -114,9 +114,9 @@ def attend_eight(q8, by_row, beside, ring, eight, head, steps, m, l, o, stage, p
     bits = gl.full([half, TILE], MAGIC_BITS, gl.int32, s_layout)
     zero = gl.full([half, D], 0.0, gl.float32, o_layout)
     mbarrier.wait(ring.k_ready.index(stage), phase)
-    s = start_eight(q8, eight, stage, bits)
+    s = start_eight(q8, ring, stage, bits)
     s = warpgroup_mma_wait(0, deps=[s])
-    factor = eight.scales.index(stage).load(rows) * by_row
+    factor = ring.scales.index(stage).load(rows) * by_row
     mbarrier.arrive(ring.k_empty.index(stage), count=1)
     for _ in range(1, steps):
         before = stage
@@ -125,19 +125,19 @@ def attend_eight(q8, by_row, beside, ring, eight, head, steps, m, l, o, stage, p
         p, alpha, l, m = weights(s, m, l, factor, beside)
         p8 = operand(p, p_layout, half)
         mbarrier.wait(ring.v_ready.index(before), phase_before)
-        part = start_values(p8, eight, before, zero)
+        part = start_values(p8, ring, before, zero)
         mbarrier.wait(ring.k_ready.index(stage), phase)
-        s = start_eight(q8, eight, stage, bits)
+        s = start_eight(q8, ring, stage, bits)
         part = warpgroup_mma_wait(1, deps=[part])
         mbarrier.arrive(ring.v_empty.index(before), count=1)
         o = o * gl.convert_layout(alpha, o_rows)[:, None] + part
         s = warpgroup_mma_wait(0, deps=[s])
-        factor = eight.scales.index(stage).load(rows) * by_row
+        factor = ring.scales.index(stage).load(rows) * by_row
         mbarrier.arrive(ring.k_empty.index(stage), count=1)
     p, alpha, l, m = weights(s, m, l, factor, beside)
     p8 = operand(p, p_layout, half)
     mbarrier.wait(ring.v_ready.index(stage), phase)
-    part = start_values(p8, eight, stage, zero)
+    part = start_values(p8, ring, stage, zero)
     part = warpgroup_mma_wait(0, deps=[part])
     mbarrier.arrive(ring.v_empty.index(stage), count=1)
     o = o * gl.convert_layout(alpha, o_rows)[:, None] + part
@@ -160,15 +160,15 @@ def send_eight(ring, eight, head, kv_heads, columns, tile_ptr, steps, stage, pha
         key = entry * TILE
         entry = gl.load(tile_ptr - gl.minimum(j + 1, steps - 1))
         mbarrier.wait(ring.k_empty.index(stage), phase)
-        eight.scales.index(stage).store(factor + none)
+        ring.scales.index(stage).store(factor + none)
         barrier()
         factor = gl.load(eight.k_scale + head * columns + entry)
         mbarrier.expect(ring.k_ready.index(stage), TILE * shape.D)
         at = [head // kv_heads, head % kv_heads, key, 0]
-        load_block(eight.k_desc, at, ring.k_ready.index(stage), eight.k_smem.index(stage))  # [TILE, D]
+        load_block(eight.k_desc, at, ring.k_ready.index(stage), ring.k_eight.index(stage))  # [TILE, D]
         mbarrier.wait(ring.v_empty.index(stage), phase)
         mbarrier.expect(ring.v_ready.index(stage), TILE * shape.D)
         at = [head // kv_heads, head % kv_heads, 0, key]
-        load_block(eight.v_desc, at, ring.v_ready.index(stage), eight.v_smem.index(stage))  # [D, TILE]
+        load_block(eight.v_desc, at, ring.v_ready.index(stage), ring.v_eight.index(stage))  # [D, TILE]
         stage, phase = advance(stage, phase, shape.STAGES)
     return stage, phase

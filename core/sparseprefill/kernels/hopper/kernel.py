@@ -100,8 +100,28 @@ def hopper_attention_fwd_kernel(
             mbarrier.init(told.index(i), count=1)
     skip = Skip(below, skipped, votes, told)
     shape: gl.constexpr = Shape(TILE_Q, TILE_K, GROUP, WIDTH, BLOCK_M, BLOCK_N, D, STAGES, PAGE, FP8, AHEAD)
-    block = Queries(queries, q_smem, q_ready, q_empty)
-    ring = Ring(k_smem, v_smem, positions, k_ready, k_empty, v_ready, v_empty, cache_rows)
+    eight = Eight(
+        eight_k_desc,
+        eight_v_desc,
+        eight_k_scale,
+        eight_k_mean,
+        eight_v_scale,
+        eight_v_inverse,
+        eight_v_mean,
+        eight_exact,
+    )
+    q_eight = None
+    k_eight = None
+    v_eight = None
+    scales = None
+    if eight_k_desc is not None:
+        rows: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+        q_eight = gl.allocate_shared_memory(gl.int8, [2, BLOCK_M // 2, D], rows)
+        k_eight = reinterpret(k_smem, gl.int8, [STAGES, 1, 1, 2 * BLOCK_N, D], eight_k_desc.layout)
+        v_eight = reinterpret(v_smem, gl.float8e4nv, [STAGES, 1, 1, D, 2 * BLOCK_N], eight_v_desc.layout)
+        scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M // 2], flat)
+    block = Queries(queries, q_smem, q_ready, q_empty, q_eight)
+    ring = Ring(k_smem, v_smem, positions, k_ready, k_empty, v_ready, v_empty, cache_rows, k_eight, v_eight, scales)
     work = Work(work_smem, work_ready, work_empty, counter, order, draws)
     sizes = Sizes(
         sizes_starts, sizes_lengths, sizes_q_offset, sizes_q_len, sizes_kv_len, sizes_blocks, sizes_items, sizes_heads,
@@ -122,19 +142,6 @@ def hopper_attention_fwd_kernel(
         raw_k = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, D // 4], spread)
         raw_v = gl.allocate_shared_memory(gl.int32, [AHEAD, BLOCK_N, D // 4], spread)
         raw = Raw(raw_k, raw_v)
-    eight = Eight(
-        eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_inverse, eight_v_mean, eight_exact,
-        None, None, None, None,
-    )  # fmt: skip
-    if eight_k_desc is not None:
-        q8: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-        eight = Eight(
-            eight_k_desc, eight_v_desc, eight_k_scale, eight_k_mean, eight_v_scale, eight_v_inverse, eight_v_mean, eight_exact,
-            gl.allocate_shared_memory(gl.int8, [2, BLOCK_M // 2, D], q8),
-            reinterpret(k_smem, gl.int8, [STAGES, 1, 1, 2 * BLOCK_N, D], eight_k_desc.layout),
-            reinterpret(v_smem, gl.float8e4nv, [STAGES, 1, 1, D, 2 * BLOCK_N], eight_v_desc.layout),
-            gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M // 2], flat),
-        )  # fmt: skip
     if k_scale is not None:
         scale *= gl.load(k_scale)
     v_scale = None

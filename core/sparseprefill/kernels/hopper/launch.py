@@ -237,7 +237,7 @@ def _run(
         counter,
         order,
         draws,
-        (NOTHING if eight is None else eight)[:8],
+        NOTHING if eight is None else eight,
     )
     hopper_attention_fwd_kernel[(min(draws or items, _multiprocessors(q.device)),)](
         *flat(arguments),
