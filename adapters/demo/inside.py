@@ -105,8 +105,9 @@ def places_of(text: str, passages: Sequence[Passage]) -> tuple[Place, ...]:
     for line in text.split("\n"):
         if waiting.get(line):
             passage = waiting[line].pop(0)
-            if passage.family is not None:
-                found += [(passage.family, begin + a, begin + b) for a, b in passage.answers]
+            family = passage.family
+            if family is not None:
+                found.extend((family, begin + a, begin + b) for a, b in passage.answers)
         begin += len(line) + 1
     return tuple(found)
 
