@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cached_property, reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import evolve, field, frozen
@@ -275,6 +275,13 @@ class Skipped:
     block: int
     rows: int
     keys: int
+
+
+Precision = Literal["call", "int8"]
+"""What an executor computes in: the call's dtype, or 8 bits where it can."""
+BOUND = 0.1
+"""Of the error of a head in 8 bits, unless another is asked for. Rounding weights and values to e4m3's three bits alone
+makes 0.04 where attention is flat (docs/numerics.md)."""
 
 
 @frozen(eq=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.executors.cpu import CpuExecutor
 from sparseprefill.executors.reference import REFERENCE, ReferenceExecutor
+from sparseprefill.plan import BOUND, Precision
 from sparseprefill.validate import number, one_of
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class AutoExecutor:
     precision, bound: of `TritonExecutor`; on other devices calls run as they are, which `Result.kernels` says.
     """
 
-    precision: Literal["call", "int8"] = field(default="call", kw_only=True, validator=one_of("call", "int8"))
-    bound: float = field(default=0.1, kw_only=True, validator=number(0.0))
+    precision: Precision = field(default="call", kw_only=True, validator=one_of("call", "int8"))
+    bound: float = field(default=BOUND, kw_only=True, validator=number(0.0))
 
     def choose(self, call: AttentionCall) -> CpuExecutor | ReferenceExecutor | TritonExecutor:
         """The executor for this call; ParameterError for no call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, field, frozen
@@ -14,16 +14,11 @@ from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.kernels.attention import together
 from sparseprefill.kernels.settings import HEAD_DIMS
 from sparseprefill.parts.workspace import default_workspace
-from sparseprefill.plan import EightBits, Plan, Result, SoftmaxState, check_plan
+from sparseprefill.plan import BOUND, EightBits, Plan, Precision, Result, SoftmaxState, check_plan
 from sparseprefill.validate import number, one_of
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-
-Precision = Literal["call", "int8"]
-BOUND = 0.1
-"""Of the error of a head in 8 bits. Rounding weights and values to e4m3's three bits alone makes 0.04 where attention
-is flat (docs/numerics.md)."""
 
 
 @frozen
@@ -36,7 +31,7 @@ class TritonExecutor:
     precision: "call" for the call's dtype, "int8" for products in 8 bits where they pay: masks of tiles, on Hopper
     (SageAttention2's recipe, see `kernels.hopper.eight`). What stays in 16 bits has its reason in `Result.kernels`.
     bound: the error up to which a head is done in 8 bits: that of sampled query rows beside the same in 16 bits, as a
-    share of their norm; `Result.eight` has it.
+    share of their norm; `Result.eight` has it. A softmax that is left in progress (`accumulate`) is never in 8 bits.
     """
 
     precision: Precision = field(default="call", kw_only=True, validator=one_of("call", "int8"))
@@ -69,8 +64,9 @@ class TritonExecutor:
             return SoftmaxState(*made)
 
     def workspace(self, call: AttentionCall) -> int:
-        """A map of tiles, for masks of tiles and stripes."""
-        return default_workspace(call, per_pair=4)
+        """A map of tiles, for masks of tiles and stripes; keys and values in 8 bits, a byte for each number."""
+        rounded = 2 * call.geometry.batch * call.kv_heads * call.kv_len * call.q.shape[3]
+        return default_workspace(call, per_pair=4) + (rounded if self.precision == "int8" else 0)
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""

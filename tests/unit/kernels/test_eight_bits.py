@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ import torch
 from oracles import eight_bits as oracle
 from sparseprefill import AttentionCall, AutoExecutor, ParameterError, Plan, SparseMask
 from sparseprefill.executors.triton import TritonExecutor
+from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.plan import EightBits
 from sparseprefill.testing import tensors
 
@@ -57,6 +59,7 @@ def test_reasons_name_what_stays_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> 
     assert launch.unrounded(given, full) is None
     columns = SparseMask.from_stripes(given, torch.ones(4096, dtype=torch.bool), diagonal=False)
     assert "columns" in launch.unrounded(given, full | columns)
+    assert "no tiles" in launch.unrounded(given, SparseMask.empty(given))
     assert "tiles of 128 x 64" in launch.unrounded(given, SparseMask.full(given, (128, 64)))
     small = call(width=64)
     assert "head dimension 64" in launch.unrounded(small, SparseMask.full(small))
@@ -74,6 +77,27 @@ def test_a_cpu_says_that_it_computes_as_the_call_does() -> None:
     plain = AutoExecutor().execute(given, Plan(SparseMask.full(given)))
     assert torch.equal(plain.out, result.out)
     assert not plain.kernels[0].reason
+
+
+def test_another_gpu_says_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable kernel, here without its launch."""
+    given = call(300)
+    monkeypatch.setattr(attention, "interpreted", lambda: True)
+    monkeypatch.setattr(TritonExecutor, "unsupported", lambda *_: None)
+    monkeypatch.setattr(attention, "sparse_attention_fwd_kernel", defaultdict(lambda: lambda *_, **__: None))
+    for precision, wanted in (
+        ("call", "portable"),
+        ("int8", "portable (the call's precision, for 8 bits need a Hopper GPU)"),
+    ):
+        result = TritonExecutor(precision=precision).execute(given, Plan(SparseMask.full(given)))
+        assert str(result.kernels[0]) == wanted
+        assert result.eight is None
+
+
+def test_copies_in_8_bits_count_as_workspace() -> None:
+    given = call(300)
+    more = TritonExecutor(precision="int8").workspace(given) - TritonExecutor().workspace(given)
+    assert more == 2 * 300 * 128
 
 
 @pytest.mark.parametrize("make", [TritonExecutor, AutoExecutor])

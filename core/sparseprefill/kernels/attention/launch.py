@@ -233,7 +233,8 @@ def _launch(
     bound: float | None = None,
 ) -> tuple[Kernel, Skipped | None, Tensor | None]:
     """Fill out and lse, or the state; which kernel did, what it left out where there are thresholds for that, and the
-    errors ``[B, Hq]`` of what it did in 8 bits. requests: instead of the call's own rows; call and mask are then the first's, and say what holds for all.
+    errors ``[B, Hq]`` of what it did in 8 bits. requests: instead of the call's own rows; call and mask are then the
+    first's, and say what holds for all.
 
     Two launches: the second repeats, with care for NaN and infinities of V in keys that a row may not see, only those
     query blocks in which the first met a NaN. Those vote once more, as blocks of the portable kernel.
@@ -266,7 +267,8 @@ def _launch(
         None,  # told below, like `Outputs.nonfinite`: the Hopper kernel may have other blocks
     )
     voting = (chosen.block_m, chosen.block_m, chosen.block_n)
-    nonfinite, served, errors = None, Kernel("portable", choice.reason or ""), None
+    alone = "" if bound is None else "the call's precision, for 8 bits need a Hopper GPU"
+    nonfinite, served, errors = None, Kernel("portable", choice.reason or alone), None
     rounded = None if bound is None else _unrounded(choice, mask, carry is not None, below is not None, together)
     if rounded == "":
         which: Hashable = ("8 bits", variant(call, mask))

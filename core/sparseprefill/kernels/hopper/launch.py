@@ -138,8 +138,8 @@ def unrounded(call: AttentionCall, mask: SparseMask) -> str | None:
     """Why a call that the kernel serves is not done in 8 bits, or None. Sizes and features alone; no device is asked."""
     if call.q.shape[3] != TILE.value:
         return f"head dimension {call.q.shape[3]}; {TILE.value} is the one with 8 bits"
-    if mask.stripes is not None:
-        return "columns in the mask; tiles alone are done in 8 bits"
+    if mask.stripes is not None or mask.tiles is None:
+        return "columns in the mask, or no tiles; tiles alone are done in 8 bits"
     if (mask.tile_q, mask.tile_k) != (BLOCK_M, TILE.value):
         return f"tiles of {mask.tile_q} x {mask.tile_k}; those of {BLOCK_M} x {TILE.value} are done in 8 bits"
     if call.starts is not None or call.lengths is not None:
