@@ -37,9 +37,9 @@ def test_the_bits_of_one_by_one(
     launches: list[int] = []
     launch = launcher._launch
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **more: Any) -> Any:
         launches.append(1 if len(given) < 8 or given[7] is None else len(given[7].masks))
-        return launch(*given)
+        return launch(*given, **more)
 
     monkeypatch.setattr(launcher, "_launch", counted)
     for number, sizes in enumerate(STEPS):

@@ -63,10 +63,10 @@ def _count_launches() -> None:
     if launch.__name__ == "counted":
         return
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **more: Any) -> Any:
         requests = given[7] if len(given) > 7 else None
         LAUNCHES.append(1 if requests is None else len(requests.masks))
-        return launch(*given)
+        return launch(*given, **more)
 
     launcher._launch = counted
 
