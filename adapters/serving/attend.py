@@ -108,7 +108,8 @@ def _outcomes(
         if part.prefill is not None:
             by_method.setdefault(part.served or runtime.main, []).append((part, call, part.prefill))
     for served, some in by_method.items():
-        outcomes = served.session.run_many([(call, prefill) for _, call, prefill in some])
+        asked = [(call, prefill, runtime.rows_read(layer, part.row)) for part, call, prefill in some]
+        outcomes = served.session.run_many(asked)
         for (part, call, _), outcome in zip(some, outcomes, strict=True):
             try:
                 found = _output(served, layer, part, call, outcome, slow)

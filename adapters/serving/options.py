@@ -61,8 +61,9 @@ class Settings:
     indices to run sparse; None for all. strict: refuse to start where a layer would stay dense. measure: count the
     density of every call at once. tail: last query rows of a prompt that get every key; 0 for none.
     recall_every: of how many prefills the recall of one is measured; 0 for none. strict_recall: below which a measured
-    call is counted, and the first is logged as a warning; None for neither. warm_up: compile the kernels at start; None
-    to do as the server does. log_level: of the library's messages in the server's log.
+    call is counted, and the first is logged as a warning; None for neither. skip_unread: compute no rows of the last
+    layer that nobody reads. warm_up: compile the kernels at start; None to do as the server does. log_level: of the
+    library's messages in the server's log.
     """
 
     chunk: int | None = field(default=None, validator=maybe(whole(2)))
@@ -75,6 +76,7 @@ class Settings:
     tail: int = field(default=TAIL, validator=whole(0, MOST_ROWS))
     recall_every: int = field(default=RECALL_EVERY, validator=_every)
     strict_recall: float | None = field(default=None, validator=maybe(number(0, 1)))
+    skip_unread: bool = field(default=False, validator=flag())
     warm_up: bool | None = field(default=None, validator=maybe(flag()))
     log_level: str = field(default="info", validator=one_of("debug", "info", "warning", "error"))
 

@@ -21,7 +21,8 @@ class Row:
 
     start, end: the tokens of its sequence that the chunk holds. name: the request's id, None where it is not known.
     prompt: tokens of its whole prompt, None where that is not known. asked: the profile that it asked for, None for
-    none, `names.Unknown` where nobody tells.
+    none, `names.Unknown` where nobody tells. ends_alone: whether the server reads the model's output for the chunk's
+    last token alone, if for any.
     """
 
     start: int
@@ -29,6 +30,7 @@ class Row:
     name: str | None = None
     prompt: int | None = None
     asked: object = None
+    ends_alone: bool = False
 
 
 @frozen(eq=False)

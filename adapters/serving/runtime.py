@@ -15,6 +15,7 @@ from sparseprefill.route import Route
 from ..session.report import Report
 from ..session.session import Prefill, Session
 from .failures import reason
+from .layer import Layer
 from .model import Model
 from .options import TABLE, Options, Source
 from .requests import Requests, Row
@@ -101,6 +102,11 @@ class Runtime:
     def serving(self, row: Row) -> Served:
         """What runs a row sparse."""
         return self.profiles.get(row.asked, self.main) if isinstance(row.asked, str) else self.main
+
+    def rows_read(self, layer: Layer, row: Row | None) -> int | None:
+        """How many last rows of a chunk anybody reads in this layer; None for all (`skip_unread`)."""
+        last = layer.index == self.model.identity.layers - 1
+        return 1 if self.options.skip_unread and last and row is not None and row.ends_alone else None
 
     def settle(self) -> None:
         """The step that ran last is through all layers: count its chunks."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeVar
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from sparseprefill.breakeven.gate import GateChoice
@@ -145,22 +145,22 @@ class Session:
         A call with a sliding window runs all keys of its window through the executor, never through the method.
         read: how many of the call's last rows anybody reads; None for all. Where each of them sees every key anyway
         (`tail`), the others are left out and zeros; the recall of such a call is not measured, and `observe` is told of
-        the rows that were computed.
+        the rows that were computed, with a density that is a share of the whole call's pairs.
         Raises UnsupportedCallError if `strict`, and whatever a stage raises: a broken stage is no fallback.
         """
         chosen = self._choose(call)
         if not isinstance(chosen, Pipeline):
             return chosen
         try:
-            part = call if read is None or read > chosen.tail else read_part(call, read)
-            if part is not call and not self.route.executing(part).objection(part):
-                return self._read(call, part, prefill)
+            found = self._read(call, prefill, chosen, read)
+            if found is not None:
+                return found
             result = chosen.run(call, prefill.memory)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
         return self._sparse(call, prefill, chosen, result)
 
-    def run_many(self, calls: Sequence[tuple[AttentionCall, Prefill]]) -> list[Outcome]:
+    def run_many(self, calls: Sequence[tuple[AttentionCall, Prefill, int | None]]) -> list[Outcome]:
         """What `run` gives for each call, of different requests, with one launch for several where the executor can.
 
         In the place of a call that fails is what `run` would have raised: the others have their results all the same.
@@ -181,12 +181,15 @@ class Session:
             found += [ended[one] if isinstance(one, _Begun) else one for one in begun]
         return found
 
-    def _begin(self, call: AttentionCall, prefill: Prefill) -> _Begun | Result | Fallback:
+    def _begin(self, call: AttentionCall, prefill: Prefill, read: int | None) -> _Begun | Result | Fallback:
         """A call's plan; or its result, where it cannot wait for others, or why the host shall compute it."""
         chosen = self._choose(call)
         if not isinstance(chosen, Pipeline):
             return chosen
         try:
+            found = self._read(call, prefill, chosen, read)
+            if found is not None:
+                return found
             begun = chosen.begin(call, prefill.memory)
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
@@ -370,15 +373,19 @@ class Session:
             self._observe(call, result)
         return result
 
-    def _read(self, call: AttentionCall, part: AttentionCall, prefill: Prefill) -> Result:
-        """Every key for the rows that are read, and nothing for the others."""
+    def _read(self, call: AttentionCall, prefill: Prefill, pipeline: Pipeline, rows: int | None) -> Result | None:
+        """Every key for the last rows of a call, which alone are read, and nothing for the others; None where `run`
+        computes them all."""
+        part = call if rows is None or rows > pipeline.tail else read_part(call, rows)
         executor = self.route.executing(part)
+        if part is call or executor.objection(part):
+            return None
         found = executor.execute(part, Plan(SparseMask.full(part)))
         result = as_whole(found, part, call)
         self.note(UNREAD.format(layer=call.layer))
         self._count_sparse(call, prefill, result, executor.given)
         if self._observe is not None:
-            self._observe(part, found)
+            self._observe(part, evolve(found, parts=result.parts))
         return result
 
     def _count_sparse(self, call: AttentionCall, prefill: Prefill, result: Result, executor: object) -> None:

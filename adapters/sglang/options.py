@@ -18,8 +18,11 @@ from ..serving.options import TABLE, Options, read_table
 VARIABLE = "SPARSEPREFILL_SGLANG"
 BACKEND = "backend"
 """The key for the name of SGLang's own attention that runs the rest."""
-FOREIGN = ("chunk",)
-"""Keys of other servers: SGLang's ``--chunked-prefill-size`` says where prompts are cut."""
+FOREIGN = {
+    "chunk": "SGLang cuts prompts by --chunked-prefill-size",
+    "skip_unread": "SGLang's backend computes all rows of a prompt",
+}
+"""Keys that are for vLLM alone, and why."""
 EXAMPLE = f"""{VARIABLE}='{{"method": "bfla"}}'"""
 
 
@@ -42,8 +45,8 @@ def given(text: str | None = None) -> Given:
     table = _table(text.strip())
     if not isinstance(table, Mapping):
         raise ParameterError(f"{VARIABLE} is {printed(table)}: give a table of keys and values, such as {EXAMPLE}")
-    if FOREIGN[0] in table:
-        raise ParameterError(f"{TABLE}.{FOREIGN[0]} is for vLLM: SGLang cuts prompts by --chunked-prefill-size")
+    for key in FOREIGN.keys() & table.keys():
+        raise ParameterError(f"{TABLE}.{key} is for vLLM: {FOREIGN[key]}; leave it out")
     backend = table.get(BACKEND)
     if backend is not None and (not isinstance(backend, str) or not backend):
         raise ParameterError(f"{TABLE}.{BACKEND} is {printed(backend)}: give the name of one of SGLang's own, as fa3")

@@ -25,6 +25,7 @@ from .layer import heads_of, index_of, layer_of
 from .names import Names
 from .runtime import DRAFTS, KEYLESS, Runtime
 from .split import check_fields
+from .unread import check_unread
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
     The first builder of an engine surveys all layers of the process, so that what will not run sparse is said, or
     refused, before the engine serves anything.
     """
-    config = builder.vllm_config
+    config, chosen = builder.vllm_config, runtime.options.layers
     runtime.names = Names.of_caller()
     if not runtime.surveyed:
         runtime.surveyed = True
@@ -43,13 +44,19 @@ def announce(runtime: Runtime, builder: Any) -> list[tuple[Layer, Any]]:
         modules = get_layers_from_vllm_config(config, Attention).items()
         _leave_drafts(runtime, [one for _, one in modules])
         ours = [(name, one) for name, one in modules if getattr(one.impl, "runtime", None) is runtime]
-        runtime.expect([(index_of(name), _reason(runtime, builder, name, one)) for name, one in ours])
+        reasons = [(index_of(name), _reason(runtime, builder, name, one)) for name, one in ours]
+        runtime.expect(reasons)
+        check_unread(
+            config,
+            runtime.options,
+            runtime.model.identity.layers - 1,
+            [index for index, why in reasons if why is None and (chosen is None or index in chosen)],
+        )
         for kind, count in _keyless(config).items():
             runtime.leave(KEYLESS.format(kind=kind), count)
             log.info("sparseprefill: %d %s", count, KEYLESS.format(kind=kind))
         runtime.check_names()
         check_fields(CommonAttentionMetadata)
-    chosen = runtime.options.layers
     found = get_layers_from_vllm_config(config, Attention, builder.layer_names).items()
     mine = [(name, one) for name, one in found if getattr(one.impl, "runtime", None) is runtime]  # no draft model's
     able = [(name, module) for name, module in mine if _reason(runtime, builder, name, module) is None]

@@ -40,13 +40,24 @@ UNNAMED = "vLLM does not say which request it belongs to, so what it asks for is
 SILENT = "vLLM does not say what the request asks for"
 
 
-def _asked(request: object) -> object:
-    """What vLLM's record of a request asks for. One of a pooling model has no sampling parameters."""
-    try:
-        params: Any = request.sampling_params  # type: ignore[attr-defined]
-        return None if params is None else wish(params.extra_args)
-    except AttributeError:
-        return Unknown(SILENT)
+@frozen
+class Asked:
+    """What a request asks for: under ``sparseprefill`` in its extra arguments (None for nothing, Unknown where nobody
+    tells), and whether for the log probabilities of its prompt, or for anything else of all its tokens."""
+
+    wish: object
+    every_row: bool = True
+
+    @classmethod
+    def of(cls, request: object) -> Asked:
+        """What vLLM's record of a request asks for. One of a pooling model has no sampling parameters."""
+        try:
+            params: Any = request.sampling_params  # type: ignore[attr-defined]
+            if params is None:
+                return cls(None)
+            return cls(wish(params.extra_args), getattr(params, "prompt_logprobs", 0) is not None)
+        except AttributeError:
+            return cls(Unknown(SILENT))
 
 
 @define(eq=False)
@@ -57,7 +68,7 @@ class Sight:
     while none are.
     """
 
-    wishes: dict[int, tuple[str, object]] = field(factory=dict, init=False)
+    wishes: dict[int, tuple[str, Asked]] = field(factory=dict, init=False)
     rows: list[str] | None = field(default=None, init=False)
 
     @classmethod
@@ -73,7 +84,7 @@ class Sight:
 
         @functools.wraps(coming)
         def add_request(req_index: int, new_req_data: Any, *args: Any, **kwargs: Any) -> Any:
-            sight.wishes[req_index] = new_req_data.req_id, _asked(new_req_data)
+            sight.wishes[req_index] = new_req_data.req_id, Asked.of(new_req_data)
             return coming(req_index, new_req_data, *args, **kwargs)
 
         @functools.wraps(making)
@@ -87,10 +98,10 @@ class Sight:
         state.add_request, state.prepare_attn = add_request, prepare_attn
         return sight
 
-    def asked(self, slot: int | None, name: str) -> object:
+    def asked(self, slot: int | None, name: str) -> Asked:
         """What the request of this id asks for. slot: where it stands."""
-        whose, found = (None, None) if slot is None else self.wishes.get(slot, (None, None))
-        return found if whose == name else Unknown(SILENT)
+        whose, found = self.wishes.get(-1 if slot is None else slot, (None, Asked(None)))
+        return found if whose == name else Asked(Unknown(SILENT))
 
 
 @frozen(eq=False)
@@ -159,13 +170,20 @@ class Names:
     def asked(self, name: str | None) -> object:
         """What a request asks for under ``sparseprefill`` in its extra arguments: None for nothing, Unknown where
         nobody tells."""
+        return self._asked(name).wish
+
+    def ends_alone(self, name: str | None) -> bool:
+        """Whether of a request's prompt vLLM reads the model's output for the last token alone."""
+        return not self._asked(name).every_row
+
+    def _asked(self, name: str | None) -> Asked:
         runner = self._runner()
         if runner is None or name is None:
-            return Unknown(UNNAMED)
+            return Asked(Unknown(UNNAMED))
         if hasattr(runner, "req_states"):
             slot = runner.req_states.req_id_to_index.get(name)
-            return Unknown(SILENT) if self._sight is None else self._sight.asked(slot, name)
-        return _asked(runner.requests.get(name))
+            return Asked(Unknown(SILENT)) if self._sight is None else self._sight.asked(slot, name)
+        return Asked.of(runner.requests.get(name))
 
     def alive(self, name: str) -> bool:
         """Whether the runner still has a request of this id, running or waiting for its next chunk."""

@@ -39,7 +39,8 @@ def plan(runtime: Runtime, common: Any, stock: Callable[[Any], Any]) -> list[Par
         for i in places:
             name, start = names[i], lengths[i] - starts[i + 1] + starts[i]
             asked = runtime.names.asked(name) if why is None else Unknown(why)
-            rows.append(Row(start, lengths[i], name, runtime.names.prompt(name), asked))
+            alone = runtime.options.skip_unread and runtime.names.ends_alone(name)
+            rows.append(Row(start, lengths[i], name, runtime.names.prompt(name), asked, alone))
     decoding = partial(_decoding, names, places, starts, lengths)
     found = runtime.prefills(common.query_start_loc_cpu, rows, decoding)
     sparse = {i: n for n, i in enumerate(places) if runtime.chunks[n] is not None}

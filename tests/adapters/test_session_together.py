@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from sparseprefill.adapters.session.session import APART, Fallback, Prefill, Session
+from sparseprefill.adapters.session.session import APART, UNREAD, Fallback, Prefill, Session
 
 import sparseprefill as sp
 from helpers.build import make
@@ -47,8 +47,8 @@ def pipeline(executor: Any, broken: int = 0) -> sp.Pipeline:
     return sp.Pipeline(Estimate(estimate), executor=executor)
 
 
-def asked(*lengths: int, **fields: Any) -> list[tuple[sp.AttentionCall, Prefill]]:
-    return [(attrs.evolve(make(n, seed=n), **fields), Prefill()) for n in lengths]
+def asked(*lengths: int, read: int | None = None, **fields: Any) -> list[tuple[sp.AttentionCall, Prefill, int | None]]:
+    return [(attrs.evolve(make(n, seed=n), **fields), Prefill(), read) for n in lengths]
 
 
 def session(made: sp.Pipeline, **more: Any) -> Session:
@@ -61,8 +61,8 @@ def test_every_call_is_counted() -> None:
     some = asked(20, 21, 22)
     found = mine.run_many(some)
     assert [3] == executor.asked
-    assert [call for call, _ in some] == seen
-    for (call, _), result in zip(some, found, strict=True):
+    assert [call for call, *_ in some] == seen
+    for (call, *_), result in zip(some, found, strict=True):
         assert isinstance(result, sp.Result)
         assert torch.equal(session(pipeline(executor)).run(call, Prefill()).out, result.out)  # type: ignore[union-attr]
     (layer,) = mine.report("", "").layers
@@ -114,3 +114,23 @@ def test_a_call_that_the_method_cannot_run(strict: bool) -> None:
     first, second = mine.run_many(asked(20, 21))
     assert isinstance(first, sp.Result)
     assert isinstance(second, sp.UnsupportedCallError if strict else Fallback)
+
+
+def test_rows_that_nobody_reads_are_left_out_of_a_step() -> None:
+    """Of one call the last row is read, of the others all; what is read is as if everything were."""
+    executor, seen = Together(), list[tuple[int, float]]()
+
+    def observe(call: sp.AttentionCall, result: sp.Result) -> None:
+        seen.append((call.q.shape[2], result.density))
+
+    mine = Session(pipeline(executor), min_query=2, observe=observe)
+    part, *whole = mine.run_many([*asked(300, read=1), *asked(20, 21)])
+    assert isinstance(part, sp.Result)
+    assert [2] == executor.asked
+    assert [(44, pytest.approx(part.density)), (20, 1.0), (21, 1.0)] == seen
+    alone = session(pipeline(executor)).run(make(300, seed=300), Prefill())
+    assert isinstance(alone, sp.Result)
+    torch.testing.assert_close(alone.out[:, :, -1], part.out[:, :, -1])
+    assert not part.out[:, :, :256].any()
+    assert [(300,), (20,), (21,)] == [one.out.shape[2:3] for one in (part, *whole) if isinstance(one, sp.Result)]
+    assert {UNREAD.format(layer=0): 1} == mine.report("", "").notes

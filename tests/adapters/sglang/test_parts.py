@@ -45,6 +45,7 @@ def test_the_table_stands_in_the_variable_or_in_a_file(tmp_path: Path, monkeypat
             '{"method": "bfla", "chunk": 64}',
             "sparseprefill.chunk is for vLLM: SGLang cuts prompts by --chunked",
         ),
+        ('{"method": "bfla", "skip_unread": true}', "skip_unread is for vLLM: SGLang's backend computes all rows"),
         ('{"method": "bfla", "backend": 3}', "sparseprefill.backend is 3: give the name of one of SGLang's own"),
         ('{"method": "bfla", "tail": -1}', "sparseprefill.tail is -1: pass an integer from 0 to"),
     ],

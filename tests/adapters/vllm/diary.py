@@ -86,7 +86,13 @@ def sparseprefill_methods() -> Iterable[sp.Method]:
         streaming = sp.build("streaming", sink=32, window=64, block=16)
         return attrs.evolve(streaming, executor=TritonExecutor(), name="triton")
 
+    def tiles(config: Nothing) -> sp.Pipeline:
+        from sparseprefill.executors.triton import TritonExecutor
+
+        return attrs.evolve(sp.build("dense", block=128), executor=TritonExecutor(), name="tiles")
+
     return [
+        sp.Method(name="tiles", summary="for tests", config=Nothing, build=tiles),
         sp.Method(name="triton", summary="for tests", config=Nothing, build=triton),
         sp.Method(name="diary", summary="for tests", config=Nothing, build=build),
         sp.Method(name="broken", summary="for tests", config=Nothing, build=broken),

@@ -11,6 +11,7 @@ import importlib.util
 from typing import Any
 
 import pytest
+from sparseprefill.adapters.session.session import UNREAD as NOTE
 
 from . import engine, models
 
@@ -34,6 +35,7 @@ def _version() -> None:
 FULL = {"method": "diary", "min_query": 32, "warm_up": True, "tail": 0}
 ASKED = models.prompt(200, seed=260)
 CACHED, GIVEN_UP = models.prompt(160, seed=1), models.prompt(300, seed=2)
+UNREAD = models.prompt(150, seed=4)
 STEP = [models.prompt(length, seed=length) for length in (70, 41, 20, 53)]
 RUNNERS = {"V2": ("1", "LBNHC"), "V1": ("0", "LBHNC")}
 
@@ -90,9 +92,12 @@ def in_steps(wide: str) -> dict[str, dict[str, Any]]:
     sparse = {"method": "triton", "min_query": 32, "tail": 0}
     options = {**SMALL, "max_num_batched_tokens": 256}
     each: dict[str, Any] = {"model": wide, "options": options, "tokens": 3, "sparse": sparse}
+    unread = {**each, "rounds": [[UNREAD]], "logprobs": 1}
     return {
         "together": {**each, "rounds": [STEP]},
         "apart": {**each, "rounds": [[one] for one in STEP]},
+        "all rows": {**unread, "sparse": {"method": "tiles", "min_query": 32}},
+        "rows read": {**unread, "sparse": {"method": "tiles", "min_query": 32, "skip_unread": True}},
     }
 
 
@@ -208,3 +213,12 @@ def test_prompts_of_one_step_share_a_launch(answers: Answers) -> None:
     for answer in (together, apart):
         assert [3, 3] == [layer["sparse_calls"] for layer in answer["report"]["layers"]]
         assert not answer["report"]["notes"]
+
+
+@pytest.mark.parametrize("answers", ["V2"], indirect=True)
+def test_without_rows_that_nobody_reads_the_bits_are_the_same(answers: Answers) -> None:
+    """In the kernel, which computes each query tile by itself; `test_engine_unread` has the rest."""
+    whole, part = answers["all rows"], answers["rows read"]
+    assert engine.tokens(whole) == engine.tokens(part)
+    assert whole["rounds"][0][0]["logprobs"] == part["rounds"][0][0]["logprobs"]
+    assert ({}, {NOTE.format(layer=1): 1}) == (whole["report"]["notes"], part["report"]["notes"])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from sparseprefill.adapters.serving import runtime as serving
+from sparseprefill.adapters.serving.layer import Layer
 from sparseprefill.adapters.serving.runtime import NO_PROFILE
 from sparseprefill.adapters.serving.summary import Summary, every
 from sparseprefill.adapters.serving.tally import METRICS, OWNER, PREFIX, Served, Tally
@@ -259,6 +260,37 @@ def test_other_arguments_are_no_business_of_ours(mine: Runtime) -> None:
     host = RunnerV2(mine)
     host.add("a", SimpleNamespace(extra_args={"kv_transfer_params": {}, "sparse": 1, "prefill": 2}))
     assert [mine.session] == served(mine, host.batch([20], [20], [True], "a"))
+
+
+@pytest.mark.parametrize("kind", [RunnerV1, RunnerV2])
+def test_whose_last_row_alone_is_read(kind: type[RunnerV1 | RunnerV2]) -> None:
+    """Not of a prompt whose log probabilities are asked for, of a pooling model, nor where vLLM does not tell."""
+    given = {
+        "a": SimpleNamespace(extra_args=None, prompt_logprobs=None),
+        "b": SimpleNamespace(extra_args=None, prompt_logprobs=0),
+        "c": SimpleNamespace(extra_args=None),
+        "d": None,
+    }
+    for table, alone in (({"skip_unread": True}, [True, False, False, False]), ({}, [False] * 4)):
+        mine = runtime(**table)
+        host = kind(mine)
+        for name, params in given.items():
+            if isinstance(host, RunnerV1):
+                host.requests[name] = SimpleNamespace(sampling_params=params)
+            else:
+                host.add(name, params)
+        parts = plan(mine, host.batch([20] * 4, [20] * 4, [True] * 4, *given), stock)
+        assert parts is not None
+        rows = [part.row for part in parts]
+        assert alone == [row is not None and row.ends_alone for row in rows]
+        read = [[mine.rows_read(layer_with(index), row) for row in rows] for index in range(3)]
+        assert [[None] * 4, [None] * 4, [1 if one else None for one in alone]] == read, "in the last layer"
+    assert not mine.names.ends_alone("nobody")
+    assert not mine.names.ends_alone(None)
+
+
+def layer_with(index: int) -> Layer:
+    return Layer(index, 1.0, None, None, None)
 
 
 def exposed() -> dict[str, set[str]]:

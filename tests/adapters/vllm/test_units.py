@@ -32,9 +32,11 @@ from sparseprefill.adapters.vllm.layer import index_of, layer_of
 from sparseprefill.adapters.vllm.options import parse
 from sparseprefill.adapters.vllm.pages import pages_of
 from sparseprefill.adapters.vllm.split import narrow
+from sparseprefill.adapters.vllm.unread import check_unread
 from sparseprefill.plugins.share_prefill import TABLE as NEEDED
 
 import sparseprefill as sp
+from sparseprefill.errors import AttachError
 from sparseprefill.pages import Pages
 from sparseprefill.profiles.profile import LengthRange
 from sparseprefill.route import Route
@@ -42,6 +44,37 @@ from sparseprefill.route import Route
 
 def options(**table: Any) -> Any:
     return parse({"sparseprefill": table})
+
+
+def engine_with(**more: Any) -> Any:
+    """What a VllmConfig says of rows that are read."""
+    model = {"runner_type": "generate", "quantization": None}
+    made = {"speculative_config": None, "aux_output_config": SimpleNamespace(enabled=False)}
+    parallel = SimpleNamespace(pipeline_parallel_size=more.pop("pipeline", 1))
+    given = {name: more.pop(name, usual) for name, usual in model.items()}
+    return SimpleNamespace(**{**made, **more}, model_config=SimpleNamespace(**given), parallel_config=parallel)
+
+
+@pytest.mark.parametrize(("config", "table", "able", "said"), [
+    ({}, {}, [0, 1, 2], None),
+    ({}, {}, [0, 1], "layer 2, the model's last, cannot run sparse here"),
+    ({"pipeline": 2}, {}, [0, 1], None),
+    ({}, {"tail": 0}, [2], "tail is 0, so a prompt's last row need not see every key"),
+    ({"speculative_config": object()}, {}, [2], "drafts are made from all rows"),
+    ({"runner_type": "pooling"}, {}, [2], "a pooling model reads all rows"),
+    ({"aux_output_config": SimpleNamespace(enabled=True)}, {}, [2], "the experts of all rows are asked for"),
+    ({"quantization": "fp8"}, {}, [2], "the model is quantised (fp8), so the rows of a step may share a scale"),
+])  # fmt: skip
+def test_where_rows_may_be_left_out(
+    config: dict[str, Any], table: dict[str, Any], able: list[int], said: str | None
+) -> None:
+    wanted = options(method="streaming", skip_unread=True, **table)
+    if said is None:
+        check_unread(engine_with(**config), wanted, 2, able)
+    else:
+        with pytest.raises(AttachError, match=re.escape(f"sparseprefill.skip_unread is true, but {said}")):
+            check_unread(engine_with(**config), wanted, 2, able)
+    check_unread(engine_with(**config), options(method="streaming", **table), 2, able)
 
 
 def test_options_are_read() -> None:
