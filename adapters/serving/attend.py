@@ -108,7 +108,7 @@ def _outcomes(
         if part.prefill is not None:
             by_method.setdefault(part.served or runtime.main, []).append((part, call, part.prefill))
     for served, some in by_method.items():
-        asked = [(call, prefill, runtime.rows_read(layer, part.row)) for part, call, prefill in some]
+        asked = [(call, prefill, _rows_read(runtime, layer, part)) for part, call, prefill in some]
         outcomes = served.session.run_many(asked)
         for (part, call, _), outcome in zip(some, outcomes, strict=True):
             try:
@@ -117,6 +117,11 @@ def _outcomes(
                 _fail(runtime, layer, part, error)
                 found = None
             yield part, found
+
+
+def _rows_read(runtime: Runtime, layer: Layer, part: Part) -> int | None:
+    """How many of a part's last rows anybody reads in this layer; None for all."""
+    return 1 if layer.index == runtime.unread and part.row is not None and part.row.ends_alone else None
 
 
 def _output(

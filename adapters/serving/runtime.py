@@ -15,7 +15,6 @@ from sparseprefill.route import Route
 from ..session.report import Report
 from ..session.session import Prefill, Session
 from .failures import reason
-from .layer import Layer
 from .model import Model
 from .options import TABLE, Options, Source
 from .requests import Requests, Row
@@ -39,7 +38,8 @@ class Runtime:
     """What the layers and metadata builders of one engine share in one process.
 
     session, tally: of the requests that ask for nothing, together `main`. profiles: what serves the others, by the name
-    that they ask for. chunks: of the step's prefill rows; None where the host computes the row whatever the layer.
+    that they ask for. unread: index of the layer of which no rows are computed that nobody reads, if there is one.
+    chunks: of the step's prefill rows; None where the host computes the row whatever the layer.
     A server's adapter says in a subclass which requests it still has.
     """
 
@@ -49,6 +49,7 @@ class Runtime:
     tally: Tally
     profiles: Mapping[str, Served] = field(factory=dict)
     main: Served = field(init=False)
+    unread: int | None = field(init=False)
     requests: Requests = field(factory=Requests, init=False)
     warmed: set[object] = field(factory=set, init=False)
     surveyed: bool = field(default=False, init=False)
@@ -59,6 +60,7 @@ class Runtime:
 
     def __attrs_post_init__(self) -> None:
         self.main = Served(self.session, self.tally)
+        self.unread = self.model.identity.layers - 1 if self.options.skip_unread else None
 
     @classmethod
     def made(cls, options: Options, model: Model, owner: Owner) -> Self:
@@ -102,11 +104,6 @@ class Runtime:
     def serving(self, row: Row) -> Served:
         """What runs a row sparse."""
         return self.profiles.get(row.asked, self.main) if isinstance(row.asked, str) else self.main
-
-    def rows_read(self, layer: Layer, row: Row | None) -> int | None:
-        """How many last rows of a chunk anybody reads in this layer; None for all (`skip_unread`)."""
-        last = layer.index == self.model.identity.layers - 1
-        return 1 if self.options.skip_unread and last and row is not None and row.ends_alone else None
 
     def settle(self) -> None:
         """The step that ran last is through all layers: count its chunks."""

@@ -376,9 +376,10 @@ class Session:
     def _read(self, call: AttentionCall, prefill: Prefill, pipeline: Pipeline, rows: int | None) -> Result | None:
         """Every key for the last rows of a call, which alone are read, and nothing for the others; None where `run`
         computes them all."""
-        part = call if rows is None or rows > pipeline.tail else read_part(call, rows)
+        if rows is None or rows > pipeline.tail or (part := read_part(call, rows)) is call:
+            return None
         executor = self.route.executing(part)
-        if part is call or executor.objection(part):
+        if executor.objection(part):
             return None
         found = executor.execute(part, Plan(SparseMask.full(part)))
         result = as_whole(found, part, call)
