@@ -171,8 +171,7 @@ def _of_heads(
     if tiles is not None:
         total = total + _pairs(rows, tiles)
     if stripes is not None:
-        group = torch.div(geometry.tiles(tile_q), size, rounding_mode="floor")
-        group = group - geometry.first_tile(tile_q * size)[:, None]
+        group = geometry.tile_at(geometry.tiles(tile_q) * tile_q, tile_q * size)
         by_tile = stripes.of_rows(group)
         total = total + _pairs(rows, by_tile)
         if tiles is not None and not disjoint:

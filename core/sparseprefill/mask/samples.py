@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.call import rows_at
-from sparseprefill.mask.geometry import Geometry, Sizes, kept
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes, rows_around
 from sparseprefill.mask.lists import IndexLists
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ class Stretches:
         Tiles are counted from the first that holds a real row; or from the multiple of `span` tokens before each, and
         then T are the tiles of a span. Nothing is read on the host.
         """
-        if geometry.lengths is None and geometry.sizes is not None:
-            return _kept(geometry.sizes, tile, rows, span)
         return _dealt(geometry, tile, rows, span)
 
     def at_samples(self, x: Tensor) -> Tensor:
@@ -77,11 +75,7 @@ class Stretches:
         return torch.div(self.of, self.each, rounding_mode="floor")[:, None].expand(-1, heads, -1)
 
 
-@kept
-def _kept(sizes: Sizes, tile: int, rows: int, span: int | None) -> Stretches:
-    return _dealt(Geometry(*sizes), tile, rows, span)
-
-
+@kept_by_sizes(lengths=True)
 def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretches:
     start, number = geometry.first_position(), geometry.tile_rows(tile)
     begin = start.clamp(min=0)
@@ -172,9 +166,7 @@ class Held:
 
     def tiles(self, tile: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the key tiles of query tiles, int64 ``[B, n]``, by their index on each row's grid."""
-        index = (tile - self.geometry.first_tile(self.grid[0])[:, None]).clamp(0, self.map.shape[2] - 1)
-        index = index[:, None, :, None].expand(-1, self.map.shape[1], -1, self.map.shape[3])
-        return torch.gather(self.map, 2, index)
+        return rows_around(self.geometry, self.map, tile * self.grid[0], self.grid[0])
 
     def stripes(self, tile: Tensor, width: int) -> Tensor | None:
         """bool ``[B, Hq, n, width]``: the stripes of query tiles by position; None where no mask has any."""
@@ -192,8 +184,7 @@ def stripes_at(masks: Sequence[SparseMask], position: Tensor, width: int) -> Kep
         if mask.stripes is None:
             continue
         lists, geometry = mask.stripes, mask.geometry
-        group = torch.div(position, mask.group_rows, rounding_mode="floor")
-        index = (group - geometry.first_tile(mask.group_rows)[:, None]).clamp(0, lists.shape[2] - 1)
+        index = geometry.tile_at(position, mask.group_rows)
         size = (width + -width % ALIGNED, mask.stripe_width)
         if lists.shape[2] <= index.shape[1]:
             found.append(KeptKeys(lists.to_map(*size), index))
