@@ -145,13 +145,13 @@ def _skim(call: AttentionCall, plan: Plan, below: Tensor) -> tuple[SoftmaxState,
     bounds = below.to(state.m.dtype).log().tolist()
     for b, row in _rows(call, mask):
         places = [x[b, :, row.rows] for x in (state.m, state.l, state.acc)]
-        own = [row.tiled(x, empty).clone() for x, empty in zip(places, (-torch.inf, 0.0, 0.0), strict=True)]
-        votes = _Votes(row, *own, bounds[b])
+        m, l, acc = (row.tiled(x, none).clone() for x, none in zip(places, (-torch.inf, 0.0, 0.0), strict=True))  # noqa: E741
+        votes = _Votes(row, m, l, acc, bounds[b])
         for head in range(shape[1]):
             for position, there, width in row.in_order(head):
                 for items, index, seen in row.steps(head, position, there, width):
                     pairs[b, head] += votes.step(items, index, width, seen)
-        for place, part in zip(places, own, strict=True):
+        for place, part in zip(places, (m, l, acc), strict=True):
             place.copy_(row.untiled(part))
     return state, Skipped(pairs, mask.tile_q, mask.tile_q, mask.tile_k)
 
@@ -203,7 +203,7 @@ class _Row:
 
     batch: number of the row. rows: the tokens' place among the call's query rows. position: that of query row 0 on the
     row's grid, negative where it is padding. tiles: bool ``[Hq, R, C]``, the mask's tiles, for the R query tiles that
-    the tokens touch. wants_most: whether each row's largest logit is wanted.
+    the tokens touch. share: query heads of a KV head. wants_most: whether each row's largest logit is wanted.
     q: ``[Hq * R, Tq, D]``; where the first or the last tile reaches beyond the tokens, zeros. k, v: ``[Hkv * C * Tk,
     D]``, the last key tile filled up with zeros. out: ``[Hq * R, Tq, Dv]``. lse, most: ``[Hq * R, Tq]``.
     """
@@ -214,6 +214,7 @@ class _Row:
     rows: slice
     position: int
     tiles: Tensor
+    share: int
     wants_most: bool
     q: Tensor
     k: Tensor
@@ -243,6 +244,7 @@ class _Row:
             rows,
             position,
             mask.tile_map()[batch, :, skipped : skipped + end - start, :columns],
+            call.q.shape[1] // k.shape[0],
             most,
             q,
             k.flatten(0, 1).contiguous(),
@@ -259,7 +261,7 @@ class _Row:
     @property
     def start(self) -> int:
         """The first query tile on the row's grid."""
-        return (self.position + self.rows.start) // self.mask.tile_q
+        return int(self.position + self.rows.start) // self.mask.tile_q
 
     @property
     def skipped(self) -> int:
@@ -269,7 +271,7 @@ class _Row:
     @property
     def before(self) -> int:
         """Rows of the first query tile that come before the tokens."""
-        return (self.position + self.rows.start) % self.mask.tile_q
+        return int(self.position + self.rows.start) % self.mask.tile_q
 
     def tile_starts(self) -> Tensor:
         """int64 [R]: position of the first row of each query tile."""
@@ -340,8 +342,8 @@ class _Row:
             if (last - n) * last < least:
                 continue
             at = slice(n - self.start * tile_q, last - self.start * tile_q)
-            kv_heads = slice(some.start // self.call.group, -(-some.stop // self.call.group))
-            k, v = (x.view(self.call.kv_heads, -1, x.shape[-1])[None, kv_heads] for x in (self.k, self.v))
+            kv_heads = slice(some.start // self.share, -(-some.stop // self.share))
+            k, v = (x.view(heads // self.share, -1, x.shape[-1])[None, kv_heads] for x in (self.k, self.v))
             found, more = _fused(q[None, some, at], k[:, :, n:last], v[:, :, n:last], scale, causal=True)
             if n:
                 found, more = _merge(found, more, *_fused(q[None, some, at], k[:, :, :n], v[:, :, :n], scale))
@@ -352,7 +354,7 @@ class _Row:
     def entries(self, item: Tensor, position: Tensor, width: int, run: int = 1) -> _Entries:
         """Blocks of `width` keys for query tiles. item, position: number of each one's query tile, and first key."""
         _, rows, columns = self.tiles.shape
-        index = (item // rows // self.call.group * (columns * self.mask.tile_k) + position) // width
+        index = (item // rows // self.share * (columns * self.mask.tile_k) + position) // width
         return _Entries(item, index, self.tile_starts()[item % rows] - position, width, run)
 
     def tile_entries(self, tiles: Tensor) -> _Entries:
@@ -382,7 +384,7 @@ class _Row:
     def _stripe_lists(self, stripes: IndexLists) -> tuple[Tensor, Tensor]:
         """int64 ``[Hq, R]`` each: how many stripes a query tile has, and where its list begins."""
         tile = self.start + torch.arange(self.tiles.shape[1])
-        group = tile // self.mask.group - self.position // self.mask.group_rows
+        group = tile // self.mask.group - self.position // (self.mask.tile_q * self.mask.group)
         return stripes.counts[self.batch][:, group].to(torch.int64), stripes.offsets[self.batch][:, group]
 
     def _beside(self, item: Tensor, position: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Lists:
 
     def of_rows(self, row: Tensor) -> Lists:
         """The list of each query tile; row: int64 ``[B, R]``."""
-        at = row.clamp(0, self.counts.shape[2] - 1)[:, None].expand(-1, self.counts.shape[1], -1)
+        at = row[:, None].expand(-1, self.counts.shape[1], -1)
         return evolve(self, counts=torch.gather(self.counts, 2, at), offsets=torch.gather(self.offsets, 2, at))
 
     def part(self, rows: slice) -> Lists:

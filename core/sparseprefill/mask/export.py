@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
@@ -325,13 +325,11 @@ def _mask_mod(selection: Selection) -> MaskMod:
 
 def _bits(stripes: IndexLists, columns: int) -> Tensor:
     """uint8 ``[B, h, G, columns / 8]``: a bit for each column, set where it is a stripe; a few groups at a time."""
-    if stripes.same_heads:
-        stripes = IndexLists(stripes.counts[:, :1], stripes.offsets[:, :1], stripes.indices)
+    stripes = stripes.distinct
     (batch, heads, groups), device = stripes.shape, stripes.counts.device
     bits = torch.empty(batch, heads, groups, -(-columns // BITS), dtype=torch.uint8, device=device)
     values = (1 << torch.arange(BITS, device=device)).to(torch.uint8)
     for part in _heads(groups, batch * heads * columns):
-        some = evolve(stripes, counts=stripes.counts[:, :, part], offsets=stripes.offsets[:, :, part])
-        keep = functional.pad(some.to_map(columns), (0, -columns % BITS)).unflatten(-1, (-1, BITS))
+        keep = functional.pad(stripes[:, :, part].to_map(columns), (0, -columns % BITS)).unflatten(-1, (-1, BITS))
         bits[:, :, part] = (keep * values).sum(-1, dtype=torch.uint8)
     return bits

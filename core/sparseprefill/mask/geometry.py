@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.nn import functional
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -270,3 +271,9 @@ def rows_around(geometry: Geometry, x: Tensor, position: Tensor, tile: int) -> T
     """``[B, H, n, X]``: of x ``[B, H, R, X]`` by query tiles of `tile` tokens, those around positions ``[B, n]``."""
     index = geometry.tile_at(position, tile).clamp(max=x.shape[2] - 1)[:, None, :, None]
     return torch.gather(x, 2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def by_block(columns: Tensor, block: int) -> Tensor:
+    """``[..., ceil(n / block)]``: sums of `block` neighbouring entries of ``[..., n]``."""
+    total: Tensor = functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
+    return total

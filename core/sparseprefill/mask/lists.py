@@ -179,10 +179,19 @@ class IndexLists:
         indices = (self.indices[:, None] * ratio + part).flatten()
         return evolve(self, counts=counts, offsets=self.offsets * ratio, indices=indices)
 
-    def narrow(self, batch: int, head: int) -> IndexLists:
-        """The lists of one head, as ``[1, 1, R]`` (a view)."""
-        part = (slice(batch, batch + 1), slice(head, head + 1))
-        return IndexLists(self.counts[part], self.offsets[part], self.indices)
+    def __getitem__(self, part: tuple[slice, ...]) -> IndexLists:
+        """Some of the lists, by slices of batch rows, heads and rows; in the same storage."""
+        return evolve(self, counts=self.counts[part], offsets=self.offsets[part])
+
+    @property
+    def distinct(self) -> IndexLists:
+        """The lists of one head where all heads have the same, else all of them."""
+        return self[:, :1] if self.same_heads else self
+
+    def of_rows(self, index: Tensor) -> IndexLists:
+        """The lists of some rows, int64 ``[B, n]``, in the same storage: ``[B, H, n]``."""
+        each = index[:, None].expand(-1, self.counts.shape[1], -1)
+        return evolve(self, counts=torch.gather(self.counts, 2, each), offsets=torch.gather(self.offsets, 2, each))
 
 
 @kept_by_sizes()

@@ -119,7 +119,7 @@ class SparseMask:
         """The tiles as a map with rules, to which more can be added before lists are made."""
         if isinstance(self._tiles, TileMap):
             return self._tiles
-        keep = None if self._tiles is None else _one_map(self._tiles, self.geometry.tile_columns(self.tile_k))
+        keep = None if self._tiles is None else self._tiles.distinct.to_map(self.geometry.tile_columns(self.tile_k))
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=keep)
 
     @property
@@ -222,7 +222,7 @@ class SparseMask:
         All of them are united at once; what `exclude` selects is taken from their union.
         """
         if exclude is None and self.stripes is None and isinstance(self._tiles, TileMap):
-            return evolve(self, tiles=self._tiles.joined(rules), group=1, disjoint=False)
+            return evolve(self, tiles=self._tiles | reduce(or_, rules), group=1, disjoint=False)
         mask, alone = self, [one.rows_alone for one in rules]
         tiles = [one for one, rows in zip(rules, alone, strict=True) if rows is None]
         if tiles:
@@ -257,9 +257,9 @@ class SparseMask:
 
     def _stripes_beside(self, rows: Rows) -> IndexLists | None:
         """The stripes, each query tile with a list of its own, and those of some query tiles left out."""
-        own = self.regrouped(1).stripes
-        if own is None:
+        if self.stripes is None:
             return None
+        own = self.stripes.of_rows(_groups_of(self.geometry, self.tile_q, self.group_rows))
         return evolve(own, counts=own.counts.masked_fill(rows_map(self.geometry, self.tile_q, rows)[:, None], 0))
 
     def regrouped(self, group: int) -> SparseMask:
@@ -272,9 +272,7 @@ class SparseMask:
         if stripes is None:
             return evolve(self, group=group)
         index = _groups_of(self.geometry, self.tile_q * group, self.group_rows)
-        index = index[:, None].expand(-1, self.geometry.heads, -1)
-        counts, offsets = (torch.gather(x, 2, index) for x in (stripes.counts, stripes.offsets))
-        return evolve(self, group=group, stripes=evolve(stripes, counts=counts, offsets=offsets))
+        return evolve(self, group=group, stripes=stripes.of_rows(index))
 
     def _check_same_call(self, other: SparseMask, verb: str) -> None:
         if not self.geometry.fits(other.geometry):
@@ -369,8 +367,9 @@ class SparseMask:
         one = slice(batch, batch + 1)
         starts = None if g.starts is None else g.starts[one]
         lengths = None if g.lengths is None else g.lengths[one]
-        tiles = None if self.tiles is None else self.tiles.narrow(batch, head)
-        stripes = None if self.stripes is None else self.stripes.narrow(batch, head)
+        own = (one, slice(head, head + 1))
+        tiles = None if self.tiles is None else self.tiles[own]
+        stripes = None if self.stripes is None else self.stripes[own]
         geometry = evolve(g, batch=1, heads=1, starts=starts, lengths=lengths)
         return evolve(self, geometry=geometry, tiles=tiles, stripes=stripes)
 
@@ -583,13 +582,6 @@ def _width_of(a: SparseMask, b: SparseMask, tile_k: int) -> int:
 def _groups_of(geometry: Geometry, rows: int, large: int) -> Tensor:
     """int64 [B, R]: of groups of `rows` query tokens, in which group of `large` tokens each is."""
     return geometry.tile_at(geometry.tiles(rows) * rows, large)
-
-
-def _one_map(lists: IndexLists, columns: int) -> Tensor:
-    """bool ``[B, h, R, columns]`` of lists: one head where all have the same."""
-    if lists.same_heads:
-        lists = IndexLists(lists.counts[:, :1], lists.offsets[:, :1], lists.indices)
-    return lists.to_map(columns)
 
 
 def _map_on(mask: SparseMask, tile_q: int, tile_k: int) -> TileMap:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from attrs import field, frozen
 from torch import Tensor
-from torch.nn import functional
 
 from sparseprefill.errors import ParameterError
-from sparseprefill.mask.geometry import reachable_map, regrid, rows_around
+from sparseprefill.mask.geometry import by_block, reachable_map, regrid, rows_around
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -160,9 +159,3 @@ def nearness(call: AttentionCall, first: Tensor | int, tile: int) -> Tensor:
     weight = torch.maximum(1 / (1 + distance), (column < first) / (1 + column))
     weight = weight * reachable_map(geometry, tile, tile)
     return (weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny))[:, None]
-
-
-def by_block(columns: Tensor, block: int) -> Tensor:
-    """``[..., ceil(n / block)]``: sums of `block` neighbouring entries of ``[..., n]``."""
-    total: Tensor = functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
-    return total

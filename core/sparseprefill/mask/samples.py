@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sparseprefill.call import rows_at
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes, rows_around
-from sparseprefill.mask.lists import IndexLists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,14 +48,6 @@ class Stretches:
         then T are the tiles of a span. Nothing is read on the host.
         """
         return _dealt(geometry, tile, rows, span)
-
-    def at_samples(self, x: Tensor) -> Tensor:
-        """``[B, H, n, C]``: of x ``[B, H, R, C]`` the query tiles that hold the sampled rows."""
-        return rows_at(x, self.own)
-
-    def at_tiles(self, x: Tensor) -> Tensor:
-        """``[B, H, R, C]``: of x ``[B, H, n, C]`` what belongs to each query tile's stretch."""
-        return rows_at(x, self.of)
 
     def in_spans(self, x: Tensor) -> Tensor:
         """int64 ``[B, H, P]``: sums over the query tiles of each span, of x int64 ``[B, H, R]``."""
@@ -188,10 +179,8 @@ def stripes_at(masks: Sequence[SparseMask], position: Tensor, width: int) -> Kep
         size = (width + -width % ALIGNED, mask.stripe_width)
         if lists.shape[2] <= index.shape[1]:
             found.append(KeptKeys(lists.to_map(*size), index))
-            continue
-        each = index[:, None].expand(-1, geometry.heads, -1)
-        counts, offsets = (torch.gather(x, 2, each) for x in (lists.counts, lists.offsets))
-        found.append(KeptKeys(IndexLists(counts, offsets, lists.indices).to_map(*size)))
+        else:
+            found.append(KeptKeys(lists.of_rows(index).to_map(*size)))
     if len(found) < 2:
         return found[0] if found else None
     return KeptKeys(reduce(or_, [one.by_row for one in found]))

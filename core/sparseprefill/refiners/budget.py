@@ -246,8 +246,7 @@ class _Maker:
         geometry, tile_q = self.call.geometry, self.tiles.tile_q
         groups = range(x.shape[2] // self.slots)
         tile = geometry.tiles(tile_q)
-        group = torch.div(tile, self.per, rounding_mode="floor") - geometry.first_tile(self.per * tile_q)[:, None]
-        group = group.clamp(max=len(groups) - 1)  # a row of padding alone may stand behind the last group
+        group = geometry.tile_at(tile * tile_q, self.per * tile_q)
         first = torch.gather(self._first(groups)[1], 1, group)
         row = torch.arange(tile.shape[1], device=tile.device)
         at = (group * self.slots + (row - first).clamp(max=self.slots - 1))[:, None, :, None]
@@ -363,5 +362,4 @@ def stripe_map(mask: SparseMask, heads: slice, groups: range) -> Tensor:
     lists, part = mask.stripes, slice(groups.start, groups.stop)
     if lists is None:
         return mask.stripe_map()[:, heads, part]
-    lists = IndexLists(lists.counts[:, heads, part], lists.offsets[:, heads, part], lists.indices)
-    return lists.to_map(mask.geometry.kv_len, mask.stripe_width)
+    return lists[:, heads, part].to_map(mask.geometry.kv_len, mask.stripe_width)
