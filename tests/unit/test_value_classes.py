@@ -81,7 +81,7 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
 KINDS = (
     *(count.Lists, count._Rows, export.Selection, export._Cells, export._Seen, samples.Held),
     *(values.WeightedPriority, values._Norms),
-    *(samples.KeptKeys, cpu._Row, cpu._Entries, cpu._Votes, PriorityScores, BestOf),
+    *(samples.KeptKeys, cpu._Row, cpu._Entries, PriorityScores, BestOf),
     *(
         SampledRecall,
         Stretches,

@@ -49,8 +49,8 @@ class CpuExecutor:
     others in float32. Calls of which gradients are recorded, or with numbers that are not finite or whose products may
     overflow, are the reference's, and the result's kernel says why.
 
-    Where a plan skips (`Plan.skip_below`), the j-th key tiles of all query tiles are looked at together, each
-    query tile votes as a whole, and those that want theirs are computed together.
+    Where a plan skips (`Plan.skip_below`), the j-th key tiles of a head's query tiles are looked at together,
+    each query tile votes as a whole, and those that want theirs are computed together.
     """
 
     def unsupported(self, call: AttentionCall) -> str | None:
@@ -145,13 +145,13 @@ def _skim(call: AttentionCall, plan: Plan, below: Tensor) -> tuple[SoftmaxState,
     bounds = below.to(state.m.dtype).log().tolist()
     for b, row in _rows(call, mask):
         places = [x[b, :, row.rows] for x in (state.m, state.l, state.acc)]
-        m, l, acc = (row.tiled(x, none).clone() for x, none in zip(places, (-torch.inf, 0.0, 0.0), strict=True))  # noqa: E741
-        votes = _Votes(row, m, l, acc, bounds[b])
+        empty = (-torch.inf, 0.0, 0.0)
+        own = SoftmaxState(*(row.tiled(x, none).clone() for x, none in zip(places, empty, strict=True)))
         for head in range(shape[1]):
             for position, there, width in row.in_order(head):
                 for items, index, seen in row.steps(head, position, there, width):
-                    pairs[b, head] += votes.step(items, index, width, seen)
-        for place, part in zip(places, (m, l, acc), strict=True):
+                    pairs[b, head] += _vote(row, own, bounds[b], items, index, width, seen)
+        for place, part in zip(places, (own.m, own.l, own.acc), strict=True):
             place.copy_(row.untiled(part))
     return state, Skipped(pairs, mask.tile_q, mask.tile_q, mask.tile_k)
 
@@ -568,42 +568,33 @@ class _Entries:
             yield items[chosen], place[at], real
 
 
-@frozen(eq=False)
-class _Votes:
-    """Skip-softmax of one batch row in the making, step by step.
+def _vote(
+    row: _Row, state: SoftmaxState, bound: float, items: Tensor, index: Tensor, width: int, seen: Tensor | None
+) -> int:
+    """One step of `_Row.steps` with skip-softmax: query tiles of which a row wants it go on; the pairs left out.
 
-    m, l: ``[Hq * R, Tq]``, acc: ``[Hq * R, Tq, Dv]``, of a softmax in progress. bound: the threshold's logarithm.
+    state: of query tiles, m and l ``[Hq * R, Tq]``, acc ``[Hq * R, Tq, Dv]``. bound: the threshold's logarithm.
     """
-
-    row: _Row
-    m: Tensor
-    l: Tensor  # noqa: E741
-    acc: Tensor
-    bound: float
-
-    def step(self, items: Tensor, index: Tensor, width: int, seen: Tensor | None) -> int:
-        """One step of `_Row.steps`: query tiles of which a row wants it go on; the pairs left out."""
-        row = self.row
-        logits = _logits(row.q.index_select(0, items), row.gather("k", index, width), row, seen)
-        most, m = logits.amax(-1), self.m.index_select(0, items)
-        wanted = ~(most < m + self.bound)
-        if seen is not None:
-            wanted &= row.real()[items]
-        wanted = wanted.any(1)
-        lost = ~wanted
-        gone = int(lost.sum()) * logits[0].numel() if seen is None else int(seen[lost].sum())
-        if bool(lost.any()):
-            items, logits, most, m, index = (x[wanted] for x in (items, logits, most, m, index))
-        if items.numel() == 0:
-            return gone
-        highest = torch.maximum(m, most)
-        base = torch.where(highest.isneginf(), 0.0, highest)
-        p, alpha = logits.sub_(base[..., None]).exp_(), (m - base).exp_()
-        self.m.index_copy_(0, items, highest)
-        self.l.index_copy_(0, items, self.l.index_select(0, items) * alpha + p.sum(-1))
-        acc = torch.baddbmm(self.acc.index_select(0, items) * alpha[..., None], p, row.gather("v", index, width))
-        self.acc.index_copy_(0, items, acc)
+    logits = _logits(row.q.index_select(0, items), row.gather("k", index, width), row, seen)
+    most, m = logits.amax(-1), state.m.index_select(0, items)
+    wanted = ~(most < m + bound)
+    if seen is not None:
+        wanted &= row.real()[items]
+    wanted = wanted.any(1)
+    lost = ~wanted
+    gone = int(lost.sum()) * logits[0].numel() if seen is None else int(seen[lost].sum())
+    if bool(lost.any()):
+        items, logits, most, m, index = (x[wanted] for x in (items, logits, most, m, index))
+    if items.numel() == 0:
         return gone
+    highest = torch.maximum(m, most)
+    base = torch.where(highest.isneginf(), 0.0, highest)
+    p, alpha = logits.sub_(base[..., None]).exp_(), (m - base).exp_()
+    state.m.index_copy_(0, items, highest)
+    state.l.index_copy_(0, items, state.l.index_select(0, items) * alpha + p.sum(-1))
+    acc = torch.baddbmm(state.acc.index_select(0, items) * alpha[..., None], p, row.gather("v", index, width))
+    state.acc.index_copy_(0, items, acc)
+    return gone
 
 
 def _batches(counts: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:

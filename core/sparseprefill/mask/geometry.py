@@ -210,7 +210,7 @@ def kept_by_sizes(
                 return make(geometry, *args, **kwargs)
             return known(sizes, *args, **kwargs)
 
-        return get
+        return cast(Callable[Concatenate[Geometry, P], T], get)
 
     return decorate
 

@@ -72,8 +72,7 @@ class SampledPriority(Priority):
         """``[B, Hq, n or 1, *]`` of x ``[B, Hq, S, *]``: the sample that speaks for each position."""
         if x.shape[2] == 1 or self.part is None:
             return x.amax(2, keepdim=True)
-        tile = torch.div(position, self.block, rounding_mode="floor") - call.geometry.first_tile(self.block)[:, None]
-        part = torch.gather(self.part, 1, tile.clamp(0, self.part.shape[1] - 1))[:, None, :, None]
+        part = torch.gather(self.part, 1, call.geometry.tile_at(position, self.block))[:, None, :, None]
         return torch.gather(x, 2, part.expand(-1, x.shape[1], -1, x.shape[3]))
 
     def _tiles(self, call: AttentionCall) -> Tensor:
