@@ -89,8 +89,8 @@ class Lists:
 
     def of_rows(self, row: Tensor) -> Lists:
         """The list of each query tile; row: int64 ``[B, R]``."""
-        at = row[:, None].expand(-1, self.counts.shape[1], -1)
-        return evolve(self, counts=torch.gather(self.counts, 2, at), offsets=torch.gather(self.offsets, 2, at))
+        counts, offsets = (torch.take_along_dim(x, row[:, None], 2) for x in (self.counts, self.offsets))
+        return evolve(self, counts=counts, offsets=offsets)
 
     def part(self, rows: slice) -> Lists:
         """Some of the rows."""

@@ -270,7 +270,7 @@ def regrid(geometry: Geometry, keep: Tensor, old: int, new: int) -> Tensor:
 def rows_around(geometry: Geometry, x: Tensor, position: Tensor, tile: int) -> Tensor:
     """``[B, H, n, X]``: of x ``[B, H, R, X]`` by query tiles of `tile` tokens, those around positions ``[B, n]``."""
     index = geometry.tile_at(position, tile).clamp(max=x.shape[2] - 1)[:, None, :, None]
-    return torch.gather(x, 2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+    return torch.take_along_dim(x, index, 2)
 
 
 def by_block(columns: Tensor, block: int) -> Tensor:

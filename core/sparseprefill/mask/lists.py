@@ -143,6 +143,10 @@ class IndexLists:
         keep.scatter_(-1, torch.where(inside, index, columns), True)
         return keep[..., :columns]
 
+    def own_map(self, columns: int) -> Tensor:
+        """bool ``[B, h, R, columns]``: that of one head where all have the same lists."""
+        return self.distinct.to_map(columns)
+
     def padded(self, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` entries of each list: (bool is an entry, int64 index), both ``[B, H, R, width]``."""
         slot = torch.arange(width, device=self.counts.device)
@@ -188,10 +192,14 @@ class IndexLists:
         """The lists of one head where all heads have the same, else all of them."""
         return self[:, :1] if self.same_heads else self
 
-    def of_rows(self, index: Tensor) -> IndexLists:
-        """The lists of some rows, int64 ``[B, n]``, in the same storage: ``[B, H, n]``."""
-        each = index[:, None].expand(-1, self.counts.shape[1], -1)
-        return evolve(self, counts=torch.gather(self.counts, 2, each), offsets=torch.gather(self.offsets, 2, each))
+    def of_rows(self, index: Tensor, without: Tensor | None = None) -> IndexLists:
+        """The lists of some rows, int64 ``[B, n]``, in the same storage: ``[B, H, n]``.
+
+        without: bool ``[B, n]``, which of them are to be empty.
+        """
+        counts, offsets = (torch.take_along_dim(x, index[:, None], 2) for x in (self.counts, self.offsets))
+        counts = counts if without is None else counts.masked_fill(without[:, None], 0)
+        return evolve(self, counts=counts, offsets=offsets)
 
 
 @kept_by_sizes()

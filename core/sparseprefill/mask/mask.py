@@ -119,7 +119,7 @@ class SparseMask:
         """The tiles as a map with rules, to which more can be added before lists are made."""
         if isinstance(self._tiles, TileMap):
             return self._tiles
-        keep = None if self._tiles is None else self._tiles.distinct.to_map(self.geometry.tile_columns(self.tile_k))
+        keep = None if self._tiles is None else self._tiles.own_map(self.geometry.tile_columns(self.tile_k))
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=keep)
 
     @property
@@ -222,7 +222,7 @@ class SparseMask:
         All of them are united at once; what `exclude` selects is taken from their union.
         """
         if exclude is None and self.stripes is None and isinstance(self._tiles, TileMap):
-            return evolve(self, tiles=self._tiles | reduce(or_, rules), group=1, disjoint=False)
+            return evolve(self, tiles=self._tiles.joined(rules), group=1, disjoint=False)
         mask, alone = self, [one.rows_alone for one in rules]
         tiles = [one for one, rows in zip(rules, alone, strict=True) if rows is None]
         if tiles:
@@ -243,7 +243,10 @@ class SparseMask:
         every = TileMap(geometry=g, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
         if exclude is not None and (exclude.stripes is not None or (exclude.tile_q, exclude.tile_k) != mine):
             return self | (evolve(self, tiles=every, group=1, stripes=None, disjoint=True) - exclude)
-        group, stripes = (1, self._stripes_beside(rows)) if self.disjoint else (self.group, self.stripes)
+        group, stripes = 1 if self.disjoint else self.group, self.stripes
+        if self.disjoint and stripes is not None:
+            groups = _groups_of(g, self.tile_q, self.group_rows)
+            stripes = stripes.of_rows(groups, without=rows_map(g, self.tile_q, rows))
         if exclude is not None:
             left = exclude.as_map().left_of(rows)
             return evolve(self, tiles=left if tiles is None else self.as_map() | left, group=group, stripes=stripes)
@@ -254,13 +257,6 @@ class SparseMask:
             tiles = evolve(tiles, same_heads=True)
         filled = tiles.filled(rows_map(g, self.tile_q, rows), g, self.tile_q, self.tile_k)
         return evolve(self, tiles=filled, group=group, stripes=stripes)
-
-    def _stripes_beside(self, rows: Rows) -> IndexLists | None:
-        """The stripes, each query tile with a list of its own, and those of some query tiles left out."""
-        if self.stripes is None:
-            return None
-        own = self.stripes.of_rows(_groups_of(self.geometry, self.tile_q, self.group_rows))
-        return evolve(own, counts=own.counts.masked_fill(rows_map(self.geometry, self.tile_q, rows)[:, None], 0))
 
     def regrouped(self, group: int) -> SparseMask:
         """The mask with stripes for groups of fewer query tiles, which divide its own; lists stay in their storage."""
@@ -297,8 +293,8 @@ class SparseMask:
         ):
             if keep is not None:
                 column = torch.div(key, width, rounding_mode="floor")
-                at = column.clamp(0, keep.shape[3] - 1)[:, None, None].expand(-1, geometry.heads, query.shape[1], -1)
-                selected |= torch.gather(rows_around(geometry, keep, query, size), 3, at)
+                at = column.clamp(0, keep.shape[3] - 1)[:, None, None]
+                selected |= torch.take_along_dim(rows_around(geometry, keep, query, size), at, 3)
         return selected & geometry.visible(rows)[:, None]
 
     def pairs(self) -> Tensor:

@@ -6,7 +6,9 @@ no product above 2^63.
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from collections.abc import Sequence
+from functools import cache, cached_property, reduce
+from operator import or_
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -196,6 +198,10 @@ class TileMap:
             reach = reachable_map(self.geometry, self.tile_q, self.tile_k)[:, None]
             keep = (every._by_rules() & ~self._by_rules() & reach)[:, ::group]
         return evolve(every, dense=None, keep=keep)
+
+    def joined(self, others: Sequence[TileMap]) -> TileMap:
+        """The union with one or more others, all on one grid; rules meet before maps do."""
+        return self | reduce(or_, others)
 
     def __or__(self, other: TileMap) -> TileMap:
         """The union; both on one grid."""

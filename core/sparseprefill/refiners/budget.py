@@ -188,8 +188,8 @@ class _Maker:
         def placed(x: Tensor) -> Tensor:
             """``[B, h, n, slots, *]`` of x ``[B, Hq, R, *]``."""
             x = x[:, heads] if x.shape[1] > 1 else x.expand(-1, heads.stop - heads.start, *x.shape[2:])
-            at = index.view(index.shape[0], 1, -1, *[1] * (x.dim() - 3)).expand(-1, x.shape[1], -1, *x.shape[3:])
-            picked: Tensor = torch.gather(x, 2, at).unflatten(2, (len(groups), -1))
+            at = index.view(index.shape[0], 1, -1, *[1] * (x.dim() - 3))
+            picked: Tensor = torch.take_along_dim(x, at, 2).unflatten(2, (len(groups), -1))
             return picked
 
         wanted, free = placed(tiles.wanted) & real[..., None], placed(tiles.open) & real[..., None]
@@ -250,7 +250,7 @@ class _Maker:
         first = torch.gather(self._first(groups)[1], 1, group)
         row = torch.arange(tile.shape[1], device=tile.device)
         at = (group * self.slots + (row - first).clamp(max=self.slots - 1))[:, None, :, None]
-        return torch.gather(x, 2, at.expand(-1, x.shape[1], -1, x.shape[3]))
+        return torch.take_along_dim(x, at, 2)
 
 
 @frozen(eq=False)

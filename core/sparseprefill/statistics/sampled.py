@@ -158,10 +158,9 @@ class Logits:
 
     def __init__(self, call: AttentionCall, rows: Tensor, real: Tensor) -> None:
         self.call, self.real = call, real
-        width, heads = call.q.shape[-1], call.geometry.heads
         self.dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        q = torch.gather(call.q, 2, rows[:, None, :, None].expand(-1, heads, -1, width)).to(self.dtype)
-        self.q = q.reshape(q.shape[0], -1, call.group * rows.shape[1], width) * call.softmax_scale
+        q = torch.take_along_dim(call.q, rows[:, None, :, None], 2).to(self.dtype)
+        self.q = q.reshape(q.shape[0], -1, call.group * rows.shape[1], q.shape[-1]) * call.softmax_scale
         self.query = torch.gather(call.geometry.query_positions(), 1, rows)
         self.key = call.geometry.key_positions()
         self._open = self._seen_by_all()
@@ -224,7 +223,6 @@ def _diagonals(mass: Tensor) -> Tensor:
 def _binned(x: Tensor, at: Tensor, size: int) -> Tensor:
     """Sums ``[B, H, m // size]`` of the entries ``x[..., at]``, `size` at a time; at: int64 ``[B, m]``."""
     inside = (at >= 0) & (at < x.shape[2])
-    index = at.clamp(0, x.shape[2] - 1)[:, None].expand(-1, x.shape[1], -1)
-    picked = torch.where(inside[:, None], torch.gather(x, 2, index), 0.0)
+    picked = torch.where(inside[:, None], torch.take_along_dim(x, at.clamp(0, x.shape[2] - 1)[:, None], 2), 0.0)
     total: Tensor = picked.unflatten(2, (-1, size)).sum(3)
     return total
