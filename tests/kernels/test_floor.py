@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.device import CUDA, DEVICE, DTYPES
 from kernels.test_sampled import FIELDS, call_of
 from sparseprefill import RecallFloor, kernels
+from sparseprefill.call import rows_at
 from sparseprefill.kernels.sampled import floor as launch
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.mask import SparseMask
@@ -100,7 +101,7 @@ def masses(
     shape = (geometry.batch, 2, at.rows.shape[1], geometry.tile_columns(grid[1]))
     every = torch.randn(shape, generator=source) * 3
     every = every.round() if "ties" in kind else every
-    unseen = ~at.at_samples(_reach(geometry, grid) & at.inhabited[:, None, :, None]) | ~at.real[:, None, :, None]
+    unseen = ~rows_at(_reach(geometry, grid) & at.inhabited[:, None, :, None], at.own) | ~at.real[:, None, :, None]
     every = every.masked_fill(unseen | (torch.rand(shape, generator=source) < 0.1), -torch.inf)
     if "nan" in kind:
         every[0, 0, -1, 0] = torch.nan

@@ -28,7 +28,7 @@ KEPT_RESULTS = {"cache", "kept"}  # decorators without which the same is compute
 # could but repeat it. What obeys them is mutated like everything else.
 PACE = {
     "core/sparseprefill/breakeven/table.py": {"_KEPT"},
-    "core/sparseprefill/executors/cpu.py": {"GATHERED", "MASS", "RUN", "TOGETHER", "COLUMNS", "ALIKE", "JOINED"},
+    "core/sparseprefill/executors/cpu.py": {"GATHERED", "RUN", "TOGETHER", "COLUMNS", "ALIKE", "JOINED"},
     "plugins/delta/corrector.py": {"ENTRIES", "ENTRIES_ON_CPU"},
     "plugins/proxy/corrector.py": {"ENTRIES", "ENTRIES_ON_CPU"},
     "core/sparseprefill/mask/count.py": {"ENTRIES"},

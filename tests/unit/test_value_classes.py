@@ -23,7 +23,7 @@ from helpers.stubs import Estimate
 from sparseprefill.breakeven.gate import AutoGate, Unmeasured
 from sparseprefill.breakeven.points import DeviceKind, HeadShape, MethodTime, Point, Sizes
 from sparseprefill.breakeven.table import BreakEven
-from sparseprefill.executors import cpu, reference
+from sparseprefill.executors import cpu
 from sparseprefill.mask import count, export, samples
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.priority import BestOf, PriorityScores
@@ -81,7 +81,7 @@ def test_one_made_alike_is_another(build: Callable[[], Any]) -> None:
 KINDS = (
     *(count.Lists, count._Rows, export.Selection, export._Cells, export._Seen, samples.Held),
     *(values.WeightedPriority, values._Norms),
-    *(samples.KeptKeys, cpu._Row, cpu._Entries, cpu._Votes, cpu._Piece, reference._HostLists, PriorityScores, BestOf),
+    *(samples.KeptKeys, cpu._Row, cpu._Entries, PriorityScores, BestOf),
     *(
         SampledRecall,
         Stretches,

@@ -25,8 +25,6 @@ KERNELS = (Kernel("cpu"),)
 GATHERED = 4 << 20
 """Bytes of keys that are gathered at once, about; as many of values, and at most as many of logits that are held. This
 and the others below are round guesses."""
-MASS = 1024
-"""Keys whose shares of a query tile's softmax are worked out at once, about."""
 RUN = 1 << 20
 """Pairs of a head's neighbouring query tiles with every key in reach, from which they are one dense call."""
 TOGETHER = 512
@@ -51,8 +49,8 @@ class CpuExecutor:
     others in float32. Calls of which gradients are recorded, or with numbers that are not finite or whose products may
     overflow, are the reference's, and the result's kernel says why.
 
-    Where a plan skips (`Plan.skip_below`), the j-th key tiles of all query tiles are looked at together, each
-    query tile votes as a whole, and those that want theirs are computed together.
+    Where a plan skips (`Plan.skip_below`), the j-th key tiles of a head's query tiles are looked at together,
+    each query tile votes as a whole, and those that want theirs are computed together.
     """
 
     def unsupported(self, call: AttentionCall) -> str | None:
@@ -78,7 +76,12 @@ class CpuExecutor:
         """The carry, if any, merged with attention over the plan's mask; unnormalised."""
         if self._objection(call, plan):
             return REFERENCE.accumulate(call, plan)
-        return _state(call, plan) if plan.skip_below is None else _skim(call, plan, plan.skip_below)[0]
+        if plan.skip_below is not None:
+            return _skim(call, plan, plan.skip_below)[0]
+        out, lse, most = _attend(call, plan.mask, most=True)
+        share = torch.where(lse.isneginf(), 0.0, (lse - most).exp())
+        state = SoftmaxState(most, share, out.mul_(share[..., None]))
+        return state if plan.carry is None else plan.carry.state.merge(state)
 
     def execute(self, call: AttentionCall, plan: Plan) -> Result:
         """Output, LSE, and the tile mass of probed heads."""
@@ -92,7 +95,7 @@ class CpuExecutor:
             out, lse, _ = _attend(call, plan.mask)
             if plan.carry is not None:
                 out, lse = _merge(out, lse, *plan.carry.state.finish())
-        probe = None if plan.probe is None else _tile_mass(call, plan, lse)
+        probe = None if plan.probe is None else _tile_mass(call, plan.mask, lse, plan.probe)
         if call.sinks is not None:
             share = torch.sigmoid(lse - call.sinks.to(lse.dtype)[:, None])
             out = torch.where(lse.isneginf()[..., None], out, out * share[..., None])
@@ -132,13 +135,6 @@ def _largest(x: Tensor) -> float:
     return low if math.isnan(low) else max(abs(low), abs(high))
 
 
-def _state(call: AttentionCall, plan: Plan) -> SoftmaxState:
-    out, lse, most = _attend(call, plan.mask, most=True)
-    share = torch.where(lse.isneginf(), 0.0, (lse - most).exp())
-    state = SoftmaxState(most, share, out.mul_(share[..., None]))
-    return state if plan.carry is None else plan.carry.state.merge(state)
-
-
 def _skim(call: AttentionCall, plan: Plan, below: Tensor) -> tuple[SoftmaxState, Skipped]:
     """The carry, if any, resumed over the plan's mask, but for what its rows leave out: see `SkipSoftmax`."""
     mask, shape = plan.mask, (call.q.shape[0], call.q.shape[1], call.q.shape[2])
@@ -148,11 +144,15 @@ def _skim(call: AttentionCall, plan: Plan, below: Tensor) -> tuple[SoftmaxState,
     pairs = torch.zeros(shape[:2], dtype=torch.int64)
     bounds = below.to(state.m.dtype).log().tolist()
     for b, row in _rows(call, mask):
-        votes = _Votes.of(row, SoftmaxState(*(x[b, :, row.rows] for x in (state.m, state.l, state.acc))), bounds[b])
-        votes.run()
-        for whole, part in ((state.m, votes.m), (state.l, votes.l), (state.acc, votes.acc)):
-            whole[b, :, row.rows] = row.untiled(part)
-        pairs[b] = votes.skipped.view(shape[1], -1).sum(-1)
+        places = [x[b, :, row.rows] for x in (state.m, state.l, state.acc)]
+        empty = (-torch.inf, 0.0, 0.0)
+        own = SoftmaxState(*(row.tiled(x, none).clone() for x, none in zip(places, empty, strict=True)))
+        for head in range(shape[1]):
+            for position, there, width in row.in_order(head):
+                for items, index, seen in row.steps(head, position, there, width):
+                    pairs[b, head] += _vote(row, own, bounds[b], items, index, width, seen)
+        for place, part in zip(places, (own.m, own.l, own.acc), strict=True):
+            place.copy_(row.untiled(part))
     return state, Skipped(pairs, mask.tile_q, mask.tile_q, mask.tile_k)
 
 
@@ -175,13 +175,12 @@ def _attend(call: AttentionCall, mask: SparseMask, *, most: bool = False) -> tup
     return out, lse, largest
 
 
-def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
+def _tile_mass(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Tensor) -> Tensor:
     """float32 ``[B, Hq, R, C]``: see `Result.probe`."""
-    mass = torch.zeros(plan.mask.tile_map().shape)
-    for b, row in _rows(call, plan.mask):
+    mass = torch.zeros(mask.tile_map().shape)
+    for b, row in _rows(call, mask):
         rows, columns = row.tiles.shape[1:]
-        asked = row.tiles if plan.probe is None else row.tiles & plan.probe[b, :, None, None]
-        mass[b, :, row.skipped : row.skipped + rows, :columns] = row.mass(lse[b, :, row.rows], asked)
+        mass[b, :, row.skipped : row.skipped + rows, :columns] = row.mass(lse[b, :, row.rows], probe[b])
     return mass
 
 
@@ -202,32 +201,27 @@ class _Row:
     """One batch row without its padding: its n tokens as query tiles, the keys that these may see, and output in the
     making.
 
-    q: ``[Hq * R, Tq, D]``, the R query tiles that the tokens touch; where the first or the last tile reaches beyond
-    them, zeros. k, v: ``[Hkv * C * Tk, D]``, the last key tile filled up with zeros. out: ``[Hq * R, Tq, Dv]``. lse,
-    most: ``[Hq * R, Tq]``.
-    rows: the tokens' place among the call's query rows. first: the position of the first one, and start: its query tile
-    on the row's grid. skipped: the call's query tiles before that. tiles: bool ``[Hq, R, C]``, the mask's tiles.
-    batch: number of the row. group: number of its first query tile group on the grid. wants_most: whether each row's
-    largest logit is wanted.
+    batch: number of the row. rows: the tokens' place among the call's query rows. position: that of query row 0 on the
+    row's grid, negative where it is padding. tiles: bool ``[Hq, R, C]``, the mask's tiles, for the R query tiles that
+    the tokens touch. share: query heads of a KV head. wants_most: whether each row's largest logit is wanted.
+    q: ``[Hq * R, Tq, D]``; where the first or the last tile reaches beyond the tokens, zeros. k, v: ``[Hkv * C * Tk,
+    D]``, the last key tile filled up with zeros. out: ``[Hq * R, Tq, Dv]``. lse, most: ``[Hq * R, Tq]``.
     """
 
+    call: AttentionCall
+    mask: SparseMask
+    batch: int
+    rows: slice
+    position: int
+    tiles: Tensor
+    share: int
+    wants_most: bool
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
     lse: Tensor
     most: Tensor
-    mask: SparseMask
-    tiles: Tensor
-    rows: slice
-    first: int
-    start: int
-    skipped: int
-    batch: int
-    group: int
-    scale: float
-    softcap: float | None
-    wants_most: bool
     _rooms: dict[str, Tensor] = field(factory=dict, init=False)
 
     @classmethod
@@ -243,46 +237,45 @@ class _Row:
         k, v = (_padded(x[batch, :, begin : begin + last].to(dtype), 0, columns * tile_k) for x in (call.k, call.v))
         q = _padded(call.q[batch, :, rows].to(dtype), first - start * tile_q, (end - start) * tile_q)
         q = q.reshape(-1, tile_q, q.shape[-1])
-        lse, largest = (torch.full(q.shape[:2], -torch.inf, dtype=dtype) for _ in range(2))
         return cls(
+            call,
+            mask,
+            batch,
+            rows,
+            position,
+            mask.tile_map()[batch, :, skipped : skipped + end - start, :columns],
+            call.q.shape[1] // k.shape[0],
+            most,
             q,
             k.flatten(0, 1).contiguous(),
             v.flatten(0, 1).contiguous(),
             q.new_zeros(*q.shape[:2], v.shape[-1]),
-            lse,
-            largest,
-            mask,
-            mask.tile_map()[batch, :, skipped : skipped + end - start, :columns],
-            rows,
-            first,
-            start,
-            skipped,
-            batch,
-            position // (tile_q * mask.group),
-            call.softmax_scale,
-            call.softcap,
-            most,
+            *(q.new_full(q.shape[:2], -torch.inf) for _ in range(2)),
         )
-
-    @property
-    def share(self) -> int:
-        """Query heads of a KV head."""
-        heads, _, columns = self.tiles.shape
-        return heads * columns * self.mask.tile_k // self.k.shape[0]
 
     @property
     def fused(self) -> bool:
         """Whether PyTorch's fused kernel gives all that is wanted."""
-        return self.softcap is None and not self.wants_most and self.v.shape[-1] == self.q.shape[-1]
+        return self.call.softcap is None and not self.wants_most and self.v.shape[-1] == self.q.shape[-1]
 
-    def tile_starts(self) -> Tensor:
-        """int64 [R]: position of the first row of each query tile."""
-        return (self.start + torch.arange(self.tiles.shape[1])) * self.mask.tile_q
+    @property
+    def start(self) -> int:
+        """The first query tile on the row's grid."""
+        return int(self.position + self.rows.start) // self.mask.tile_q
+
+    @property
+    def skipped(self) -> int:
+        """The call's query tiles before the first one."""
+        return self.start - self.position // self.mask.tile_q
 
     @property
     def before(self) -> int:
         """Rows of the first query tile that come before the tokens."""
-        return self.first - self.start * self.mask.tile_q
+        return int(self.position + self.rows.start) % self.mask.tile_q
+
+    def tile_starts(self) -> Tensor:
+        """int64 [R]: position of the first row of each query tile."""
+        return (self.start + torch.arange(self.tiles.shape[1])) * self.mask.tile_q
 
     def tiled(self, x: Tensor, value: float = 0.0) -> Tensor:
         """Of rows ``[Hq, n, *]`` query tiles ``[Hq * R, Tq, *]``; `value` where a tile reaches beyond the rows."""
@@ -309,10 +302,11 @@ class _Row:
         """By how far a row is from a key: whether it sees it."""
         return self.near(apart, 1, 1)
 
-    def bytes_of(self, keys: int, held: bool = False, run: int = 1) -> int:
-        """What so many keys of `run` query tiles count against `GATHERED`. held: whether their logits are held."""
-        rows = run * self.mask.tile_q if held else 0
-        return keys * max(self.k.shape[-1], rows) * self.k.element_size()
+    def seen_of(self, apart: Tensor, width: int, rows: int, there: Tensor | None) -> Tensor:
+        """bool ``[n, rows, w * width]``: which keys of w blocks ``[n, w]`` each row sees; of those that are there."""
+        keys = (apart[..., None] - torch.arange(width)).flatten(1)[:, None]
+        seen = self.seen(keys + torch.arange(rows)[:, None])
+        return seen if there is None else seen & there.repeat_interleave(width, 1)[:, None]
 
     def gather(self, name: str, index: Tensor, width: int) -> Tensor:
         """Blocks of `width` rows of k or v by number ``[n, w]``: ``[n, w * width, D]``, in memory used again."""
@@ -334,75 +328,73 @@ class _Row:
         if self.mask.geometry.window is not None:
             return self.tiles
         reach = torch.arange(columns) * self.mask.tile_k < self.tile_starts()[:, None] + tile_q
-        dense = (self.tiles | ~reach).all(-1)
-        if bool(dense.all()):  # all heads at once, however short: dense attention to the bit
-            self._add_rows(slice(0, heads), 0, rows)
-            return torch.zeros_like(self.tiles)
+        dense, least = (self.tiles | ~reach).all(-1), RUN
         edges = functional.pad(dense, (1, 1)).to(torch.int8).diff(dim=-1)
         begins, ends = ((edges == sign).nonzero().tolist() for sign in (1, -1))
-        left = self.tiles.clone() if begins else self.tiles
-        for (head, begin), (_, end) in zip(begins, ends, strict=True):
-            if self._add_rows(slice(head, head + 1), begin, end, least=RUN):
-                left[head, begin:end] = False
+        runs = [(slice(head, head + 1), begin, end) for (head, begin), (_, end) in zip(begins, ends, strict=True)]
+        if bool(dense.all()):  # all heads at once, however short: dense attention to the bit
+            runs, least = [(slice(0, heads), 0, rows)], 0
+        first, behind = self.position + self.rows.start, self.position + self.rows.stop
+        q, out, lse = (x.view(heads, -1, x.shape[-1]) for x in (self.q, self.out, self.lse[..., None]))
+        left, scale = self.tiles.clone() if runs else self.tiles, self.call.softmax_scale
+        for some, begin, end in runs:
+            n, last = max((self.start + begin) * tile_q, first), min((self.start + end) * tile_q, behind)
+            if (last - n) * last < least:
+                continue
+            at = slice(n - self.start * tile_q, last - self.start * tile_q)
+            kv_heads = slice(some.start // self.share, -(-some.stop // self.share))
+            k, v = (x.view(heads // self.share, -1, x.shape[-1])[None, kv_heads] for x in (self.k, self.v))
+            found, more = _fused(q[None, some, at], k[:, :, n:last], v[:, :, n:last], scale, causal=True)
+            if n:
+                found, more = _merge(found, more, *_fused(q[None, some, at], k[:, :, :n], v[:, :, :n], scale))
+            out[some, at], lse[some, at] = found[0], more[0, ..., None]
+            left[some, begin:end] = False
         return left
 
-    def _add_rows(self, heads: slice, begin: int, end: int, least: int = 0) -> bool:
-        """Every key that they may see, for the query tiles `begin` to `end` of one query head or of all.
-
-        Whether that was done: not where a head has fewer than `least` pairs of them.
-        """
-        (query_heads, _, columns), (tile_q, tile_k) = self.tiles.shape, (self.mask.tile_q, self.mask.tile_k)
-        first = self.start * tile_q
-        rows = self.rows.stop - self.rows.start
-        at = slice(max(begin * tile_q, self.before), min(end * tile_q, self.before + rows))
-        n, behind = first + at.start, first + at.stop
-        if (at.stop - at.start) * behind < least:
-            return False
-        q, out, lse = (x.view(query_heads, -1, x.shape[-1]) for x in (self.q, self.out, self.lse[..., None]))
-        kv_heads = slice(heads.start // self.share, -(-heads.stop // self.share))
-        k, v = (x.view(-1, columns * tile_k, x.shape[-1])[None, kv_heads] for x in (self.k, self.v))
-        mine = q[None, heads, at]
-        found, more = _fused(mine, k[:, :, n:behind], v[:, :, n:behind], self.scale, causal=True)
-        if n:
-            found, more = _merge(found, more, *_fused(mine, k[:, :, :n], v[:, :, :n], self.scale))
-        out[heads, at], lse[heads, at] = found[0], more[0, ..., None]
-        return True
+    def entries(self, item: Tensor, position: Tensor, width: int, run: int = 1) -> _Entries:
+        """Blocks of `width` keys for query tiles. item, position: number of each one's query tile, and first key."""
+        _, rows, columns = self.tiles.shape
+        index = (item // rows // self.share * (columns * self.mask.tile_k) + position) // width
+        return _Entries(item, index, self.tile_starts()[item % rows] - position, width, run)
 
     def tile_entries(self, tiles: Tensor) -> _Entries:
         """Tiles, bool ``[Hq, R, C]``, of each query tile."""
-        _, rows, columns = tiles.shape
         head, tile, column = tiles.nonzero(as_tuple=True)
-        apart = self.tile_starts()[tile] - column * self.mask.tile_k
-        index = head // self.share * columns + column
-        return _Entries(head * rows + tile, index, apart, self.mask.tile_k)
+        return self.entries(head * tiles.shape[1] + tile, column * self.mask.tile_k, self.mask.tile_k)
 
     def stripe_entries(self) -> Iterator[_Entries]:
         """Stripes that no tile holds, some heads at a time; query tiles that share a list go together."""
-        mask, (heads, rows, columns) = self.mask, self.tiles.shape
-        if mask.stripes is None:
+        stripes, width, (heads, rows, _) = self.mask.stripes, self.mask.stripe_width, self.tiles.shape
+        if stripes is None:
             return
-        width, keys = mask.stripe_width, columns * mask.tile_k
-        group = (self.start + torch.arange(rows)) // mask.group - self.group
-        counts, offsets = (x[self.batch][:, group] for x in (mask.stripes.counts, mask.stripes.offsets))
+        counts, offsets = self._stripe_lists(stripes)
         step = max(1, COLUMNS // max(1, int(counts.sum(1).max())))
         for first in range(0, heads, step):
-            count, offset = (x[first : first + step].to(torch.int64) for x in (counts, offsets))
+            count, offset = counts[first : first + step], offsets[first : first + step]
             for run, some in self._runs(count, offset):
-                if some.numel() == 0:
-                    continue
-                count_of = count.flatten()[some]
-                which = torch.arange(some.numel()).repeat_interleave(count_of)
-                at = torch.arange(which.numel()) + (offset.flatten()[some] - count_of.cumsum(0) + count_of)[which]
-                item, position = (first * rows + some)[which], mask.stripes.indices[at].to(torch.int64) * width
-                keep = (position >= 0) & (position < keys)
-                if not mask.disjoint:
-                    column = torch.div(position, mask.tile_k, rounding_mode="floor").clamp(0, columns - 1)
-                    keep &= ~self.tiles.flatten(0, 1)[item, column]
+                many = count.flatten()[some]
+                which = torch.arange(some.numel()).repeat_interleave(many)
+                at = torch.arange(which.numel()) + (offset.flatten()[some] - many.cumsum(0) + many)[which]
+                item, position = (first * rows + some)[which], stripes.indices[at].to(torch.int64) * width
+                keep = self._beside(item, position)
                 if not bool(keep.all()):
                     item, position = item[keep], position[keep]
-                apart = self.tile_starts()[item % rows] - position
-                index = (item // rows // self.share * keys + position) // width
-                yield _Entries(item, index, apart, width, run)
+                yield self.entries(item, position, width, run)
+
+    def _stripe_lists(self, stripes: IndexLists) -> tuple[Tensor, Tensor]:
+        """int64 ``[Hq, R]`` each: how many stripes a query tile has, and where its list begins."""
+        tile = self.start + torch.arange(self.tiles.shape[1])
+        group = tile // self.mask.group - self.position // (self.mask.tile_q * self.mask.group)
+        return stripes.counts[self.batch][:, group].to(torch.int64), stripes.offsets[self.batch][:, group]
+
+    def _beside(self, item: Tensor, position: Tensor) -> Tensor:
+        """bool: which stripes lie among the keys, and in no tile of their query tile."""
+        columns, tile_k = self.tiles.shape[2], self.mask.tile_k
+        keep = (position >= 0) & (position < columns * tile_k)
+        if self.mask.disjoint:
+            return keep
+        column = torch.div(position, tile_k, rounding_mode="floor").clamp(0, columns - 1)
+        return keep & ~self.tiles.flatten(0, 1)[item, column]
 
     def _runs(self, counts: Tensor, offsets: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Every query tile with stripes: neighbours that have the same ones by the first of them, ``[n]``, and how many
@@ -423,66 +415,99 @@ class _Row:
         alone = ~alike.repeat_interleave(run, 1)[:, ahead : ahead + rows] & (counts > 0)
         yield 1, alone.flatten().nonzero()[:, 0]
 
+    def in_order(self, head: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """A head's tiles, then its stripes, as `steps` takes them, in the order of `SkipSoftmax`."""
+        mask, tiles, (_, rows, columns) = self.mask, self.tiles[head], self.tiles.shape
+        column = torch.arange(columns)
+        beyond = (column + 1) * mask.tile_k - 1 > self.tile_starts()[:, None]
+        place = torch.where(beyond, columns - column, 2 * columns - column)  # those behind the first row lead
+        first = (tiles.cumsum(1) == 1) & tiles & ~beyond
+        place = torch.where(first, columns, place).masked_fill_(~tiles, torch.iinfo(place.dtype).max)
+        counts = tiles.sum(1, keepdim=True)
+        order = place.argsort(1)[:, : int(counts.max())]
+        yield order * mask.tile_k, torch.arange(order.shape[1]) < counts, mask.tile_k
+        if mask.stripes is not None:
+            count, offset = (x[None, None, head] for x in self._stripe_lists(mask.stripes))
+            lists = IndexLists(count.to(torch.int32), offset, mask.stripes.indices)
+            there, index = (x[0, 0] for x in lists.padded(int(count.max())))
+            there &= self._beside((head * rows + torch.arange(rows))[:, None], index * mask.stripe_width)
+            yield torch.where(there, index * mask.stripe_width, 0), there, mask.stripe_width
+
+    def steps(
+        self, head: int, position: Tensor, there: Tensor, width: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """A head's key blocks one after the other, as many keys at a time as a tile has.
+
+        position: int64 ``[R, m]``, of each query tile's blocks the first key. there: bool like it, which of them count.
+        Returns query tiles ``[n]``, numbers of their blocks ``[n, w]`` as `gather` takes them, and bool ``[n, Tq, w *
+        width]``, which keys each row sees; None where all rows are tokens and see all.
+        """
+        rows, tile_q, per = self.tiles.shape[1], self.mask.tile_q, self.mask.tile_k // width
+        items = head * rows + torch.arange(rows)
+        real = self.real()[items]
+        entries = self.entries(items[:, None], position, width)
+        whole = self.full(entries.apart, width, tile_q) & there & real.all(1)[:, None]
+        for first in range(0, position.shape[1], per):
+            here = slice(first, first + per)
+            asked, clear = there[:, here].any(1), whole[:, here].all(1)
+            for chosen in (asked & clear, asked & ~clear):
+                some = chosen.nonzero().flatten()
+                for cut in _cut(some.numel(), self.mask.tile_k * self.k.shape[-1] * self.k.element_size()):
+                    at, seen = some[cut], None
+                    if not bool(clear[at[0]]):
+                        seen = self.seen_of(entries.apart[at, here], width, tile_q, there[at, here])
+                        seen &= real[at][..., None]
+                    yield items[at], entries.index[at, here], seen
+
+    def real(self) -> Tensor:
+        """bool ``[Hq * R, Tq]``: rows that are tokens."""
+        return self.tiled(torch.ones(self.tiles.shape[0], self.rows.stop - self.rows.start, dtype=torch.bool), False)
+
+    def mass(self, lse: Tensor, heads: Tensor) -> Tensor:
+        """float32 ``[Hq, R, C]``: the share of its rows' softmax that each of the tiles of some heads has.
+
+        lse: ``[Hq, n]`` of the rows. heads: bool ``[Hq]``.
+        """
+        base, real = self.tiled(torch.where(lse.isneginf(), 0.0, lse)), self.real().sum(-1)
+        found = torch.zeros(self.tiles.shape)
+        for head in heads.nonzero().flatten().tolist():
+            position, there, width = next(self.in_order(head))
+            for items, index, seen in self.steps(head, position, there, width):
+                p = _logits(self.q.index_select(0, items), self.gather("k", index, width), self, seen)
+                p.sub_(base.index_select(0, items)[..., None]).exp_()
+                column = index[:, 0] % found.shape[2]
+                found.flatten(0, 1)[items, column] = (p.sum(1).sum(-1) / real[items]).float()
+        return found
+
     def add(self, entries: _Entries) -> None:
-        """Attend to key blocks of query tiles, of which some rows may see some keys only."""
-        for piece in self._pieces(entries, held=not self.fused):
-            k, v = (self.gather(name, piece.index, entries.width) for name in ("k", "v"))
-            self._add(piece, k, v, entries.run)
-
-    def mass(self, lse: Tensor, asked: Tensor) -> Tensor:
-        """float32 ``[Hq, R, C]``: the share of its rows' softmax that each of the tiles has that are asked for.
-
-        lse: ``[Hq, n]`` of the rows. asked: bool ``[Hq, R, C]``.
-        """
-        tile_k, columns = self.mask.tile_k, asked.shape[2]
-        base = self.tiled(torch.where(lse.isneginf(), 0.0, lse), torch.inf)
-        real = (base < torch.inf).sum(-1)
-        found = torch.zeros(base.shape[0], columns)
-        for piece in self._pieces(self.tile_entries(asked), held=True, most=max(1, MASS // tile_k)):
-            p = _logits(self.q.index_select(0, piece.items), self.gather("k", piece.index, tile_k), self, piece.seen)
-            p.sub_(base.index_select(0, piece.items)[..., None]).exp_()
-            own = p.sum(1).unflatten(-1, (-1, tile_k)).sum(-1) / real[piece.items, None]
-            at = piece.items[:, None] * columns + piece.index % columns
-            found.view(-1).index_add_(0, at.flatten(), own.flatten().float())
-        return found.view(asked.shape)
-
-    def _pieces(self, entries: _Entries, *, held: bool, most: int | None = None) -> Iterator[_Piece]:
-        """The work, cut so that a piece's keys are gathered at once: what all rows of a query tile see, and the rest.
-
-        held: whether logits are held. most: blocks of a query tile in one piece, which then comes in several; None for
-        all of them.
-        """
+        """Attend to key blocks of query tiles, in pieces whose keys are gathered at once: of what all rows of a query
+        tile see, then of the rest."""
         width, rows = entries.width, entries.run * self.mask.tile_q
-        size = self.bytes_of(width, held, entries.run)
+        held = 0 if self.fused else rows  # logits beside each key
+        size = width * max(self.k.shape[-1], held) * self.k.element_size()
         full, near = self.full(entries.apart, width, rows), self.near(entries.apart, width, rows)
-        if most is None and width == rows == self.mask.tile_k and self.mask.geometry.window is None:
+        square = width == rows == self.mask.tile_k and self.mask.geometry.window is None
+        if square:
             short = near & self._short(entries, near)
-            joined = entries.where(short.nonzero()[:, 0].flip(0))  # the diagonal tile is then the first of its list
-            for some, counts, part in joined.split(joined.apart >= 0, None):
-                for chosen, at, _ in _batches(counts, size):  # of one length: see `JOINED`
-                    below = torch.ones(rows, at.shape[1] * width, dtype=torch.bool)
-                    below[:, :width].tril_()
-                    yield _Piece(some[chosen], part.index[at], below)
+            place = short.nonzero()[:, 0].flip(0)  # the diagonal tile is then the first of its list
+            for items, at, _ in entries.lists(place, size):  # of one length: see `JOINED`
+                below = torch.ones(rows, at.shape[1] * width, dtype=torch.bool)
+                below[:, :width].tril_()
+                self._add(entries, items, at, below)
             full, near = full & ~short, near & ~short
-        for some, counts, part in entries.split(full, most):
-            for chosen, at, real in _batches(counts, size):
-                seen = None if real is None else real.repeat_interleave(width, 1)[:, None]
-                yield _Piece(some[chosen], part.index[at], seen)
+        for items, at, real in entries.lists(full.nonzero()[:, 0], size):
+            self._add(entries, items, at, None if real is None else real.repeat_interleave(width, 1)[:, None])
         edge = near & ~full
         if width == self.mask.tile_k:  # of one distance from the diagonal at a time, which are seen alike
-            for offset in torch.unique(entries.apart[edge]).tolist():
-                part = entries.where(edge & (entries.apart == offset))
-                seen = self.seen(offset + torch.arange(rows)[:, None] - torch.arange(width))
-                causal = offset == 0 and rows == width and self.mask.geometry.window is None
-                for cut in _cut(part.item.numel(), size):
-                    yield _Piece(part.item[cut], part.index[cut, None], seen, causal)
+            for apart in torch.unique(entries.apart[edge]).tolist():
+                place = (edge & (entries.apart == apart)).nonzero()[:, 0]
+                seen = self.seen(apart + torch.arange(rows)[:, None] - torch.arange(width))
+                for cut in _cut(place.numel(), size):
+                    at = place[cut]
+                    self._add(entries, entries.item[at], at[:, None], seen, causal=square and apart == 0)
             return
-        for some, counts, part in entries.split(edge, most):
-            for chosen, at, real in _batches(counts, size):
-                apart = (part.apart[at][..., None] - torch.arange(width)).flatten(1)
-                seen = self.seen(apart[:, None] + torch.arange(rows)[:, None])
-                seen = seen if real is None else seen & real.repeat_interleave(width, 1)[:, None]
-                yield _Piece(some[chosen], part.index[at], seen)
+        for items, at, real in entries.lists(edge.nonzero()[:, 0], size):
+            self._add(entries, items, at, self.seen_of(entries.apart[at], width, rows, real))
 
     def _short(self, entries: _Entries, near: Tensor) -> Tensor:
         """bool: blocks of query tiles that have their diagonal tile and a few others, of square tiles."""
@@ -490,15 +515,18 @@ class _Row:
         count, own = (torch.bincount(item[some], minlength=number) for some in (near, entries.apart == 0))
         return ((own > 0) & (count > 1) & (count <= JOINED))[item]
 
-    def _add(self, piece: _Piece, k: Tensor, v: Tensor, run: int) -> None:
-        """Attention of a piece's query tiles over keys of their own, ``[n, w, D]``, merged with what was before."""
-        items, seen = piece.items, piece.seen
-        if run > 1:
-            items = (items[:, None] + torch.arange(run)).flatten()
+    def _add(self, entries: _Entries, items: Tensor, at: Tensor, seen: Tensor | None, *, causal: bool = False) -> None:
+        """Attend to as many key blocks of each of some query tiles ``[n]``: the entries ``at``, ``[n, w]``.
+
+        seen: bool that broadcasts to ``[n, rows, keys]``, None where all is seen. causal: it says no more than that row
+        i sees keys 0 to i.
+        """
+        k, v = (self.gather(name, entries.index[at], entries.width) for name in ("k", "v"))
+        if entries.run > 1:
+            items = (items[:, None] + torch.arange(entries.run)).flatten()
         q = self.q.index_select(0, items).view(k.shape[0], -1, self.q.shape[-1])
         if self.fused:
-            bias = None if piece.causal else _bias(seen, q.dtype)
-            found = _fused(q[:, None], k[:, None], v[:, None], self.scale, bias=bias, causal=piece.causal)
+            found = _fused(q[:, None], k[:, None], v[:, None], self.call.softmax_scale, seen=seen, causal=causal)
             out, lse = (x.squeeze(1) for x in found)
         else:
             out, lse, most = _plain(_logits(q, k, self, seen), v)
@@ -530,153 +558,43 @@ class _Entries:
     width: int
     run: int = 1
 
-    def where(self, keep: Tensor) -> _Entries:
-        """Some of the blocks."""
-        return evolve(self, item=self.item[keep], index=self.index[keep], apart=self.apart[keep])
+    def lists(self, place: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """The blocks at some places ``[m]`` by query tile, those with about as many together: see `_batches`.
 
-    def split(self, keep: Tensor, most: int | None) -> Iterator[tuple[Tensor, Tensor, _Entries]]:
-        """Some of the blocks by query tile, and by parts of at most so many: query tiles, how many blocks each has, and
-        the blocks themselves. Nothing where there are none."""
-        if not bool(keep.any()):
-            return
-        part = self if bool(keep.all()) else self.where(keep)
-        items, counts = torch.unique_consecutive(part.item, return_counts=True)
-        if most is not None:
-            pieces = (counts + most - 1) // most
-            which = torch.arange(items.numel()).repeat_interleave(pieces)
-            done = (torch.arange(which.numel()) - (pieces.cumsum(0) - pieces)[which]) * most
-            items, counts = items[which], (counts[which] - done).clamp(max=most)
-        yield items, counts, part
-
-
-@frozen(eq=False)
-class _Piece:
-    """Query tiles ``[n]`` with as many key blocks each: their numbers ``[n, w]`` among those of all KV heads.
-
-    seen: bool that broadcasts to ``[n, rows, keys]``, None where all is seen. causal: it says no more than that row i
-    sees keys 0 to i.
-    """
-
-    items: Tensor
-    index: Tensor
-    seen: Tensor | None
-    causal: bool = False
-
-
-@frozen(eq=False)
-class _Votes:
-    """Skip-softmax of one batch row in the making, query tile by query tile.
-
-    m, l: ``[Hq * R, Tq]``, acc: ``[Hq * R, Tq, Dv]``, of a softmax in progress. real: bool ``[Hq * R, Tq]``, rows that
-    are tokens. bound: the threshold's logarithm. skipped: int64 ``[Hq * R]``, pairs left out.
-    """
-
-    row: _Row
-    m: Tensor
-    l: Tensor  # noqa: E741
-    acc: Tensor
-    real: Tensor
-    bound: float
-    skipped: Tensor
-
-    @classmethod
-    def of(cls, row: _Row, state: SoftmaxState, bound: float) -> _Votes:
-        """From a state of its rows, ``[Hq, n]`` and ``[Hq, n, Dv]``."""
-        m, l, acc = row.tiled(state.m, -torch.inf), row.tiled(state.l), row.tiled(state.acc)  # noqa: E741
-        m, l, acc = m.clone(), l.clone(), acc.clone()  # noqa: E741 - where nothing is padded they are the state's own
-        real = row.tiled(torch.ones_like(state.m)) > 0
-        return cls(row, m, l, acc, real, bound, torch.zeros(m.shape[0], dtype=torch.int64))
-
-    def run(self) -> None:
-        """Tiles in their order, then stripes."""
-        row, tile_k = self.row, self.row.mask.tile_k
-        (heads, rows, columns), (order, counts) = row.tiles.shape, self._order()
-        base = torch.arange(heads).repeat_interleave(rows) // row.share * columns
-        apart = row.tile_starts().repeat(heads)[:, None] - order * tile_k
-        whole = row.full(apart, tile_k, row.mask.tile_q) & self.real.all(1)[:, None]
-        there = torch.arange(columns) < counts[:, None]
-        for j in range(int(counts.max())):
-            for seen_by_all in (True, False):
-                chosen = (there & (whole == seen_by_all))[:, j].nonzero().flatten()
-                for part in _cut(chosen.numel(), row.bytes_of(tile_k)):
-                    some = chosen[part]
-                    self._step(
-                        some, (base[some] + order[some, j])[:, None], tile_k, apart[some, j, None], whole=seen_by_all
-                    )
-        if row.mask.stripes is not None:
-            for head in range(heads):
-                self._stripes(head, row.mask.stripes)
-
-    def _order(self) -> tuple[Tensor, Tensor]:
-        """int64 ``[Hq * R, C]``, columns of the mask's tiles as they come, and how many each query tile has."""
-        row = self.row
-        tiles, columns = row.tiles.flatten(0, 1), row.tiles.shape[2]
-        column = torch.arange(columns)
-        beyond = (column + 1) * row.mask.tile_k - 1 > row.tile_starts()[:, None]
-        beyond = beyond.repeat(row.tiles.shape[0], 1)
-        place = torch.where(beyond, columns - column, 2 * columns - column)  # those behind the first row lead
-        first = (tiles.cumsum(1) == 1) & tiles & ~beyond
-        place = torch.where(first, columns, place)
-        return place.masked_fill_(~tiles, torch.iinfo(place.dtype).max).argsort(1), tiles.sum(1)
-
-    def _stripes(self, head: int, stripes: IndexLists) -> None:
-        """A head's stripes, as many keys at a time as a tile has."""
-        row, mask, (_, rows, columns) = self.row, self.row.mask, self.row.tiles.shape
-        width, keys, tiles = mask.stripe_width, columns * mask.tile_k, row.tiles[head]
-        group = (row.start + torch.arange(rows)) // mask.group - row.group
-        own = stripes.narrow(row.batch, head)
-        entry, index = (x[0, 0, group] for x in own.padded(int(own.counts.max())))
-        position = index * width
-        entry = entry & (position >= 0) & (position < keys)
-        if not mask.disjoint:
-            tile = torch.div(position, mask.tile_k, rounding_mode="floor").clamp(0, columns - 1)
-            entry = entry & ~torch.gather(tiles, 1, tile)
-        position = torch.where(entry, position, 0)
-        apart, base = row.tile_starts()[:, None] - position, head // row.share * keys
-        for first in range(0, position.shape[1], mask.tile_k // width):
-            here = slice(first, first + mask.tile_k // width)
-            for part in _cut(rows, row.bytes_of(mask.tile_k)):
-                items, there = (head * rows + torch.arange(rows))[part], entry[part, here]
-                self._step(items, (base + position[part, here]) // width, width, apart[part, here], there)
-
-    def _step(
-        self,
-        items: Tensor,
-        index: Tensor,
-        width: int,
-        apart: Tensor,
-        there: Tensor | None = None,
-        *,
-        whole: bool = False,
-    ) -> None:
-        """One step of some query tiles: those of which a row wants it go on.
-
-        index: of key blocks, as of `_Row.gather`. apart: ``[n, w]``, from each one's first key to the first row. there:
-        which blocks count, or None for all. whole: all rows are real and see every key.
+        Query tiles ``[n]``, where their blocks are ``[n, w]``, and which of these are real.
         """
-        row, seen = self.row, None
-        if not whole:
-            keys = (apart[..., None] - torch.arange(width)).flatten(1)[:, None]
-            seen = row.seen(keys + torch.arange(row.mask.tile_q)[:, None]) & self.real[items][..., None]
-            seen = seen if there is None else seen & there.repeat_interleave(width, 1)[:, None]
-        logits = _logits(row.q.index_select(0, items), row.gather("k", index, width), row, seen)
-        most, m = logits.amax(-1), self.m.index_select(0, items)
-        wanted = (~(most < m + self.bound) & self.real[items]).any(1)
-        lost = items[~wanted]
-        gone = torch.full(lost.shape, logits[0].numel()) if seen is None else seen[~wanted].sum((1, 2))
-        self.skipped.index_add_(0, lost, gone)
-        items = items[wanted]
-        if items.numel() == 0:
-            return
-        if lost.numel():
-            logits, most, m, index = logits[wanted], most[wanted], m[wanted], index[wanted]
-        highest = torch.maximum(m, most)
-        base = torch.where(highest.isneginf(), 0.0, highest)
-        p, alpha = logits.sub_(base[..., None]).exp_(), (m - base).exp_()
-        self.m.index_copy_(0, items, highest)
-        self.l.index_copy_(0, items, self.l.index_select(0, items) * alpha + p.sum(-1))
-        acc = torch.baddbmm(self.acc.index_select(0, items) * alpha[..., None], p, row.gather("v", index, width))
-        self.acc.index_copy_(0, items, acc)
+        items, counts = torch.unique_consecutive(self.item[place], return_counts=True)
+        for chosen, at, real in _batches(counts, size):
+            yield items[chosen], place[at], real
+
+
+def _vote(
+    row: _Row, state: SoftmaxState, bound: float, items: Tensor, index: Tensor, width: int, seen: Tensor | None
+) -> int:
+    """One step of `_Row.steps` with skip-softmax: query tiles of which a row wants it go on; the pairs left out.
+
+    state: of query tiles, m and l ``[Hq * R, Tq]``, acc ``[Hq * R, Tq, Dv]``. bound: the threshold's logarithm.
+    """
+    logits = _logits(row.q.index_select(0, items), row.gather("k", index, width), row, seen)
+    most, m = logits.amax(-1), state.m.index_select(0, items)
+    wanted = ~(most < m + bound)
+    if seen is not None:
+        wanted &= row.real()[items]
+    wanted = wanted.any(1)
+    lost = ~wanted
+    gone = int(lost.sum()) * logits[0].numel() if seen is None else int(seen[lost].sum())
+    if bool(lost.any()):
+        items, logits, most, m, index = (x[wanted] for x in (items, logits, most, m, index))
+    if items.numel() == 0:
+        return gone
+    highest = torch.maximum(m, most)
+    base = torch.where(highest.isneginf(), 0.0, highest)
+    p, alpha = logits.sub_(base[..., None]).exp_(), (m - base).exp_()
+    state.m.index_copy_(0, items, highest)
+    state.l.index_copy_(0, items, state.l.index_select(0, items) * alpha + p.sum(-1))
+    acc = torch.baddbmm(state.acc.index_select(0, items) * alpha[..., None], p, row.gather("v", index, width))
+    state.acc.index_copy_(0, items, acc)
+    return gone
 
 
 def _batches(counts: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
@@ -710,9 +628,16 @@ def _cut(count: int, size: int) -> Iterator[slice]:
 
 
 def _fused(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, bias: Tensor | None = None, causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, seen: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, N, D]`` and LSE ``[B, H, N]`` by PyTorch's fused kernel."""
+    """Output ``[B, H, N, D]`` and LSE ``[B, H, N]`` by PyTorch's fused kernel.
+
+    seen: bool ``[N, m]``, or ``[B, N, m]`` or what broadcasts to it; needless where `causal` says the same.
+    """
+    bias = None
+    if seen is not None and not causal:
+        bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+        bias = bias[:, None] if bias.dim() == 3 else bias
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = run(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return out, lse
@@ -720,9 +645,9 @@ def _fused(
 
 def _logits(q: Tensor, k: Tensor, row: _Row, seen: Tensor | None) -> Tensor:
     """``[n, Tq, w]`` of queries ``[n, Tq, D]`` and keys ``[n, w, D]``; -inf where a key is not seen."""
-    logits = torch.bmm(q * row.scale, k.transpose(1, 2))
-    if row.softcap is not None:
-        logits.div_(row.softcap).tanh_().mul_(row.softcap)
+    logits = torch.bmm(q * row.call.softmax_scale, k.transpose(1, 2))
+    if (cap := row.call.softcap) is not None:
+        logits.div_(cap).tanh_().mul_(cap)
     if seen is None:
         return logits
     if seen.dim() == 2:  # one mask for all of them is added faster than filled in
@@ -737,14 +662,6 @@ def _plain(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = logits.sum(-1)
     out = torch.bmm(logits, v).div_(torch.where(total == 0, 1.0, total)[..., None])
     return out, most + total.log(), most
-
-
-def _bias(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What the fused kernel adds to logits ``[n, 1, Tq, w]``."""
-    if seen is None:
-        return None
-    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
-    return bias[:, None] if bias.dim() == 3 else bias
 
 
 def _merge(out: Tensor, lse: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:

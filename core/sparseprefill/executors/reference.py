@@ -9,7 +9,6 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.plan import Kernel, Plan, Result, Skipped, SoftmaxState, check_plan
 
@@ -173,13 +172,13 @@ def _tile_mass(call: AttentionCall, plan: Plan, lse: Tensor) -> Tensor:
 
 
 class _TileKeys:
-    """Which keys each query tile needs: lists turned into tensor indices, whose counts the host reads once."""
+    """Which keys each query tile needs: lists turned into tensor indices."""
 
     def __init__(self, mask: SparseMask) -> None:
         geometry = mask.geometry
         self.mask = mask
         self.rows = geometry.tile_rows(mask.tile_q)
-        self._tiles, self._stripes = _host(mask.tiles), _host(mask.stripes)
+        self._tiles, self._stripes = mask.tiles, mask.stripes
         self._first_position = geometry.first_position().tolist()
         self._first_tile = geometry.first_tile(mask.tile_q).tolist()
         self._first_group = geometry.first_tile(mask.group_rows).tolist()
@@ -255,21 +254,3 @@ def _keys(blocks: Tensor, width: int) -> Tensor:
     """int64: positions of the keys in blocks of `width` tokens."""
     first = blocks[:, None].to(torch.int64) * width
     return (first + torch.arange(width, device=first.device)).flatten()
-
-
-@frozen(eq=False)
-class _HostLists:
-    """`IndexLists` whose counts and offsets the host has read."""
-
-    offsets: list[list[list[int]]]
-    counts: list[list[list[int]]]
-    indices: Tensor
-
-    def row(self, batch: int, head: int, row: int) -> Tensor:
-        """Entries of one list."""
-        offset = self.offsets[batch][head][row]
-        return self.indices[offset : offset + self.counts[batch][head][row]]
-
-
-def _host(lists: IndexLists | None) -> _HostLists | None:
-    return None if lists is None else _HostLists(lists.offsets.tolist(), lists.counts.tolist(), lists.indices)

@@ -87,23 +87,20 @@ class TritonExecutor:
         alike: dict[object, list[int]] = {}
         for i, (call, plan) in enumerate(zip(calls, plans, strict=True)):
             self._checked(call, plan)
-            found = together.key(call, plan)
-            alone = found is None or not attention.shares(call, plan.mask)
-            alike.setdefault(i if alone else found, []).append(i)
+            key = together.key(call, plan)
+            alone = key is None or not attention.shares(call, plan.mask)
+            alike.setdefault(i if alone else key, []).append(i)
         made: dict[int, Result] = {}
         for group in alike.values():
             if len(group) == 1:
                 made[group[0]] = self.execute(calls[group[0]], plans[group[0]])
             else:
                 group.sort(key=lambda i: calls[i].kv_len, reverse=True)  # long work first, so that all end together
-                made.update(zip(group, self._together([(calls[i], plans[i]) for i in group]), strict=True))
+                some, masks = [calls[i] for i in group], [plans[i].mask for i in group]
+                with torch.cuda.device_of(some[0].q):
+                    found, kernel = attention.sparse_attention_together(some, masks, self._bound)
+                made.update((i, Result(*one, plans[i], kernels=(kernel,))) for i, one in zip(group, found, strict=True))
         return [made[i] for i in range(len(calls))]
-
-    def _together(self, pairs: Sequence[tuple[AttentionCall, Plan]]) -> list[Result]:
-        calls = [call for call, _ in pairs]
-        with torch.cuda.device_of(calls[0].q):
-            made, kernel = attention.sparse_attention_together(calls, [plan.mask for _, plan in pairs], self._bound)
-        return [Result(*one, plan, kernels=(kernel,)) for one, (_, plan) in zip(made, pairs, strict=True)]
 
     def _execute(self, call: AttentionCall, plan: Plan, into: tuple[Tensor, Tensor] | None) -> Result:
         call = self._checked(call, plan)

@@ -89,8 +89,8 @@ class Lists:
 
     def of_rows(self, row: Tensor) -> Lists:
         """The list of each query tile; row: int64 ``[B, R]``."""
-        at = row.clamp(0, self.counts.shape[2] - 1)[:, None].expand(-1, self.counts.shape[1], -1)
-        return evolve(self, counts=torch.gather(self.counts, 2, at), offsets=torch.gather(self.offsets, 2, at))
+        counts, offsets = (torch.take_along_dim(x, row[:, None], 2) for x in (self.counts, self.offsets))
+        return evolve(self, counts=counts, offsets=offsets)
 
     def part(self, rows: slice) -> Lists:
         """Some of the rows."""
@@ -171,8 +171,7 @@ def _of_heads(
     if tiles is not None:
         total = total + _pairs(rows, tiles)
     if stripes is not None:
-        group = torch.div(geometry.tiles(tile_q), size, rounding_mode="floor")
-        group = group - geometry.first_tile(tile_q * size)[:, None]
+        group = geometry.tile_at(geometry.tiles(tile_q) * tile_q, tile_q * size)
         by_tile = stripes.of_rows(group)
         total = total + _pairs(rows, by_tile)
         if tiles is not None and not disjoint:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
@@ -148,13 +148,7 @@ class _Cells:
         at = (torch.div(self.first, grid, rounding_mode="floor") - first).clamp(0, x.shape[axis] - 1)
         if self.plain and at.shape[1] == x.shape[axis] and self.count == x.shape[axis]:
             return x
-        if at.shape[0] == 1:
-            return x.index_select(axis, at[0])
-        shape = [x.shape[0], *[1] * (x.dim() - 1)]
-        shape[axis] = at.shape[1]
-        wanted = list(x.shape)
-        wanted[axis] = at.shape[1]
-        return torch.gather(x, axis, at.view(shape).expand(wanted))
+        return torch.take_along_dim(x, self._along(at, x.dim(), axis), axis)
 
     def summed(self, x: Tensor, axis: int) -> Tensor:
         """bool cells as blocks: whether any cell of a block is set."""
@@ -162,11 +156,13 @@ class _Cells:
             return x
         shape = list(x.shape)
         shape[axis] = self.count
-        view = [self.block.shape[0], *[1] * (x.dim() - 1)]
-        view[axis] = self.block.shape[1]
-        index = self.block.view(view).expand(x.shape)
         total = torch.zeros(shape, dtype=torch.int32, device=x.device)
+        index = self._along(self.block, x.dim(), axis).expand(x.shape)
         return total.scatter_add_(axis, index, x.to(torch.int32)) > 0
+
+    def _along(self, cells: Tensor, dims: int, axis: int) -> Tensor:
+        """``[b, n]`` as a tensor of so many dimensions, n along an axis."""
+        return cells.view(-1, *(cells.shape[1] if one == axis else 1 for one in range(1, dims)))
 
 
 @frozen(eq=False)
@@ -325,13 +321,11 @@ def _mask_mod(selection: Selection) -> MaskMod:
 
 def _bits(stripes: IndexLists, columns: int) -> Tensor:
     """uint8 ``[B, h, G, columns / 8]``: a bit for each column, set where it is a stripe; a few groups at a time."""
-    if stripes.same_heads:
-        stripes = IndexLists(stripes.counts[:, :1], stripes.offsets[:, :1], stripes.indices)
+    stripes = stripes.distinct
     (batch, heads, groups), device = stripes.shape, stripes.counts.device
     bits = torch.empty(batch, heads, groups, -(-columns // BITS), dtype=torch.uint8, device=device)
     values = (1 << torch.arange(BITS, device=device)).to(torch.uint8)
     for part in _heads(groups, batch * heads * columns):
-        some = evolve(stripes, counts=stripes.counts[:, :, part], offsets=stripes.offsets[:, :, part])
-        keep = functional.pad(some.to_map(columns), (0, -columns % BITS)).unflatten(-1, (-1, BITS))
+        keep = functional.pad(stripes[:, :, part].to_map(columns), (0, -columns % BITS)).unflatten(-1, (-1, BITS))
         bits[:, :, part] = (keep * values).sum(-1, dtype=torch.uint8)
     return bits

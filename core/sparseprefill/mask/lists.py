@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
-from sparseprefill.mask.geometry import Geometry, Sizes, kept, span
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes, span
 
 
 class Blocks(NamedTuple):
@@ -112,10 +112,7 @@ class IndexLists:
 
         Without padding all calls of the same sizes, such as a model's layers, share one answer: nobody may write to it.
         """
-        sizes = geometry.sizes
-        if sizes is None:
-            return cls(*_every(geometry, tile_q, tile_k), same_heads=True, whole=True)
-        return cls(*_kept_every(sizes, tile_q, tile_k), same_heads=True, whole=True)
+        return cls(*_every(geometry, tile_q, tile_k), same_heads=True, whole=True)
 
     @classmethod
     def empty(cls, batch: int, heads: int, rows: int, device: torch.device) -> IndexLists:
@@ -146,6 +143,10 @@ class IndexLists:
         keep.scatter_(-1, torch.where(inside, index, columns), True)
         return keep[..., :columns]
 
+    def own_map(self, columns: int) -> Tensor:
+        """bool ``[B, h, R, columns]``: that of one head where all have the same lists."""
+        return self.distinct.to_map(columns)
+
     def padded(self, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` entries of each list: (bool is an entry, int64 index), both ``[B, H, R, width]``."""
         slot = torch.arange(width, device=self.counts.device)
@@ -165,8 +166,7 @@ class IndexLists:
 
     def filled(self, rows: Tensor, geometry: Geometry, tile_q: int, tile_k: int) -> IndexLists:
         """Lists of tiles with every tile in reach for some query tiles, bool ``[B, R]``; those share one `arange`."""
-        sizes = geometry.sizes
-        first, seen, every = _reach(geometry, tile_q, tile_k) if sizes is None else _kept_reach(sizes, tile_q, tile_k)
+        first, seen, every = _reach(geometry, tile_q, tile_k)
         counts = torch.where(rows[:, None], seen, self.counts)
         offsets = torch.where(rows[:, None], first + self.indices.numel(), self.offsets)
         return evolve(self, counts=counts, offsets=offsets, indices=torch.cat([self.indices, every]))
@@ -183,12 +183,26 @@ class IndexLists:
         indices = (self.indices[:, None] * ratio + part).flatten()
         return evolve(self, counts=counts, offsets=self.offsets * ratio, indices=indices)
 
-    def narrow(self, batch: int, head: int) -> IndexLists:
-        """The lists of one head, as ``[1, 1, R]`` (a view)."""
-        part = (slice(batch, batch + 1), slice(head, head + 1))
-        return IndexLists(self.counts[part], self.offsets[part], self.indices)
+    def __getitem__(self, part: tuple[slice, ...]) -> IndexLists:
+        """Some of the lists, by slices of batch rows, heads and rows; in the same storage."""
+        return evolve(self, counts=self.counts[part], offsets=self.offsets[part])
+
+    @property
+    def distinct(self) -> IndexLists:
+        """The lists of one head where all heads have the same, else all of them."""
+        return self[:, :1] if self.same_heads else self
+
+    def of_rows(self, index: Tensor, without: Tensor | None = None) -> IndexLists:
+        """The lists of some rows, int64 ``[B, n]``, in the same storage: ``[B, H, n]``.
+
+        without: bool ``[B, n]``, which of them are to be empty.
+        """
+        counts, offsets = (torch.take_along_dim(x, index[:, None], 2) for x in (self.counts, self.offsets))
+        counts = counts if without is None else counts.masked_fill(without[:, None], 0)
+        return evolve(self, counts=counts, offsets=offsets)
 
 
+@kept_by_sizes()
 def _reach(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each query tile, ``[B, 1, R]``, the first key tile in reach, int64, and how many are, int32; and all tiles."""
     first, last = span(geometry, tile_q, tile_k)
@@ -196,21 +210,12 @@ def _reach(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor
     return first[:, None], (last - first).clamp(min=0).to(torch.int32)[:, None], every
 
 
+@kept_by_sizes()
 def _every(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Counts, offsets and indices of `IndexLists.full`."""
     first, counts, every = _reach(geometry, tile_q, tile_k)
     shape = (-1, geometry.heads, -1)
     return counts.expand(shape).contiguous(), first.expand(shape).contiguous(), every
-
-
-@kept
-def _kept_every(sizes: Sizes, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _every(Geometry(*sizes), tile_q, tile_k)
-
-
-@kept
-def _kept_reach(sizes: Sizes, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _reach(Geometry(*sizes), tile_q, tile_k)
 
 
 def _check_ranges(first: object, last: object, width: object) -> None:

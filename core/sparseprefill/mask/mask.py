@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from sparseprefill.errors import MaskError, printed
 from sparseprefill.mask import count
-from sparseprefill.mask.geometry import Geometry, Sizes, kept, regrid
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes, regrid, rows_around
 from sparseprefill.mask.lists import Blocks, IndexLists
 from sparseprefill.mask.tile_map import Rows, TileMap, rows_map
 
@@ -119,7 +119,7 @@ class SparseMask:
         """The tiles as a map with rules, to which more can be added before lists are made."""
         if isinstance(self._tiles, TileMap):
             return self._tiles
-        keep = None if self._tiles is None else _one_map(self._tiles, self.geometry.tile_columns(self.tile_k))
+        keep = None if self._tiles is None else self._tiles.own_map(self.geometry.tile_columns(self.tile_k))
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=keep)
 
     @property
@@ -243,7 +243,10 @@ class SparseMask:
         every = TileMap(geometry=g, tile_q=self.tile_q, tile_k=self.tile_k, dense=rows)
         if exclude is not None and (exclude.stripes is not None or (exclude.tile_q, exclude.tile_k) != mine):
             return self | (evolve(self, tiles=every, group=1, stripes=None, disjoint=True) - exclude)
-        group, stripes = (1, self._stripes_beside(rows)) if self.disjoint else (self.group, self.stripes)
+        group, stripes = 1 if self.disjoint else self.group, self.stripes
+        if self.disjoint and stripes is not None:
+            groups = _groups_of(g, self.tile_q, self.group_rows)
+            stripes = stripes.of_rows(groups, without=rows_map(g, self.tile_q, rows))
         if exclude is not None:
             left = exclude.as_map().left_of(rows)
             return evolve(self, tiles=left if tiles is None else self.as_map() | left, group=group, stripes=stripes)
@@ -255,14 +258,6 @@ class SparseMask:
         filled = tiles.filled(rows_map(g, self.tile_q, rows), g, self.tile_q, self.tile_k)
         return evolve(self, tiles=filled, group=group, stripes=stripes)
 
-    def _stripes_beside(self, rows: Rows) -> IndexLists | None:
-        """The stripes, each query tile with a list of its own, and those of some query tiles left out."""
-        if self.stripes is None:
-            return None
-        counts, offsets = self._by_group(self.stripes, 1)
-        counts = counts.masked_fill(rows_map(self.geometry, self.tile_q, rows)[:, None], 0)
-        return evolve(self.stripes, counts=counts, offsets=offsets)
-
     def regrouped(self, group: int) -> SparseMask:
         """The mask with stripes for groups of fewer query tiles, which divide its own; lists stay in their storage."""
         stripes = self.stripes
@@ -272,16 +267,8 @@ class SparseMask:
             raise MaskError(f"group is {group}: pass a divisor of {self.group}, the mask's own")
         if stripes is None:
             return evolve(self, group=group)
-        counts, offsets = self._by_group(stripes, group)
-        return evolve(self, group=group, stripes=evolve(stripes, counts=counts, offsets=offsets))
-
-    def _by_group(self, stripes: IndexLists, group: int) -> tuple[Tensor, Tensor]:
-        """Counts and offsets of the stripes' lists for groups of fewer query tiles, which divide the mask's own."""
-        g, of = self.geometry, (self.tile_q * group, self.group // group, stripes.counts.shape[2])
-        index = _groups_of(g, *of) if g.sizes is None else _kept_groups_of(g.sizes, *of)
-        index = index[:, None].expand(-1, g.heads, -1)
-        counts, offsets = (torch.gather(x, 2, index) for x in (stripes.counts, stripes.offsets))
-        return counts, offsets
+        index = _groups_of(self.geometry, self.tile_q * group, self.group_rows)
+        return evolve(self, group=group, stripes=stripes.of_rows(index))
 
     def _check_same_call(self, other: SparseMask, verb: str) -> None:
         if not self.geometry.fits(other.geometry):
@@ -306,7 +293,8 @@ class SparseMask:
         ):
             if keep is not None:
                 column = torch.div(key, width, rounding_mode="floor")
-                selected |= _lookup(keep, _local_tile(geometry, query, size), column)
+                at = column.clamp(0, keep.shape[3] - 1)[:, None, None]
+                selected |= torch.take_along_dim(rows_around(geometry, keep, query, size), at, 3)
         return selected & geometry.visible(rows)[:, None]
 
     def pairs(self) -> Tensor:
@@ -375,8 +363,9 @@ class SparseMask:
         one = slice(batch, batch + 1)
         starts = None if g.starts is None else g.starts[one]
         lengths = None if g.lengths is None else g.lengths[one]
-        tiles = None if self.tiles is None else self.tiles.narrow(batch, head)
-        stripes = None if self.stripes is None else self.stripes.narrow(batch, head)
+        own = (one, slice(head, head + 1))
+        tiles = None if self.tiles is None else self.tiles[own]
+        stripes = None if self.stripes is None else self.stripes[own]
         geometry = evolve(g, batch=1, heads=1, starts=starts, lengths=lengths)
         return evolve(self, geometry=geometry, tiles=tiles, stripes=stripes)
 
@@ -585,22 +574,10 @@ def _width_of(a: SparseMask, b: SparseMask, tile_k: int) -> int:
     return math.gcd(*widths, tile_k) if widths else 1
 
 
-def _groups_of(geometry: Geometry, rows: int, ratio: int, count: int) -> Tensor:
-    """int64 [B, R]: of groups of `rows` query tokens, in which of the `count` groups `ratio` times as large each is."""
-    large = torch.div(geometry.tiles(rows), ratio, rounding_mode="floor")
-    return (large - geometry.first_tile(rows * ratio)[:, None]).clamp(0, count - 1)
-
-
-@kept
-def _kept_groups_of(sizes: Sizes, rows: int, ratio: int, count: int) -> Tensor:
-    return _groups_of(Geometry(*sizes), rows, ratio, count)
-
-
-def _one_map(lists: IndexLists, columns: int) -> Tensor:
-    """bool ``[B, h, R, columns]`` of lists: one head where all have the same."""
-    if lists.same_heads:
-        lists = IndexLists(lists.counts[:, :1], lists.offsets[:, :1], lists.indices)
-    return lists.to_map(columns)
+@kept_by_sizes()
+def _groups_of(geometry: Geometry, rows: int, large: int) -> Tensor:
+    """int64 [B, R]: of groups of `rows` query tokens, in which group of `large` tokens each is."""
+    return geometry.tile_at(geometry.tiles(rows) * rows, large)
 
 
 def _map_on(mask: SparseMask, tile_q: int, tile_k: int) -> TileMap:
@@ -636,18 +613,6 @@ def _any_column(stripes: Tensor, ratio: int) -> Tensor:
     padded = functional.pad(stripes, (0, -stripes.shape[-1] % ratio))
     found: Tensor = padded.unflatten(-1, (-1, ratio)).any(-1)
     return found
-
-
-def _local_tile(geometry: Geometry, query: Tensor, tile: int) -> Tensor:
-    return torch.div(query, tile, rounding_mode="floor") - geometry.first_tile(tile)[:, None]
-
-
-def _lookup(keep: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    heads = keep.shape[1]
-    row = row[:, None, :, None].expand(-1, heads, -1, keep.shape[3])
-    picked = torch.gather(keep, 2, row)
-    column = column.clamp(0, keep.shape[3] - 1)[:, None, None].expand(-1, heads, row.shape[2], -1)
-    return torch.gather(picked, 3, column)
 
 
 def _row_chunks(geometry: Geometry, step: int, pairs: int = 1 << 24) -> Sequence[Tensor]:

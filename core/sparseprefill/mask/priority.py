@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from attrs import field, frozen
 from torch import Tensor
-from torch.nn import functional
 
 from sparseprefill.errors import ParameterError
-from sparseprefill.mask.geometry import Geometry, reachable_map, regrid
+from sparseprefill.mask.geometry import by_block, reachable_map, regrid, rows_around
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -96,7 +95,7 @@ class PriorityScores(Priority):
         else:
             scores, rows = self._scores("tiles", cast(Scores, self.tiles), call), self.tile_q
         scores = scores[:, heads] if scores.shape[1] > 1 else scores
-        picked = scores if rows is None else _at_rows(geometry, scores, position, rows)
+        picked = scores if rows is None else rows_around(geometry, scores, position, rows)
         if self.columns is None and self.tile_k is not None:
             picked = (picked / self.tile_k).repeat_interleave(self.tile_k, dim=-1)[..., : geometry.kv_len]
         return picked.expand(-1, -1, position.shape[1], -1)
@@ -139,7 +138,7 @@ def tiles_of_columns(priority: Priority, call: AttentionCall, rows: int | None, 
     parts = []
     for head in range(0, heads, some):
         here = slice(head, min(head + some, heads))
-        each = [_summed(priority.column_scores(call, at, here), tile_k) for at in position.split(groups, 1)]
+        each = [by_block(priority.column_scores(call, at, here), tile_k) for at in position.split(groups, 1)]
         parts.append(torch.cat(each, 2))
     means = torch.cat(parts, 1) / tile_k
     if rows is None:
@@ -160,16 +159,3 @@ def nearness(call: AttentionCall, first: Tensor | int, tile: int) -> Tensor:
     weight = torch.maximum(1 / (1 + distance), (column < first) / (1 + column))
     weight = weight * reachable_map(geometry, tile, tile)
     return (weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny))[:, None]
-
-
-def _at_rows(geometry: Geometry, scores: Tensor, position: Tensor, rows: int) -> Tensor:
-    """``[B, h, n, X]``: of scores ``[B, h, G, X]`` by groups of `rows` query tokens those around the positions."""
-    index = torch.div(position, rows, rounding_mode="floor") - geometry.first_tile(rows)[:, None]
-    index = index.clamp(0, scores.shape[2] - 1)[:, None, :, None]
-    return torch.gather(scores, 2, index.expand(-1, scores.shape[1], -1, scores.shape[3]))
-
-
-def _summed(scores: Tensor, tile_k: int) -> Tensor:
-    """Sums over key tiles, of ``[..., Nkv]``."""
-    total: Tensor = functional.pad(scores, (0, -scores.shape[-1] % tile_k)).unflatten(-1, (-1, tile_k)).sum(-1)
-    return total

@@ -11,8 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.call import rows_at
-from sparseprefill.mask.geometry import Geometry, Sizes, kept
-from sparseprefill.mask.lists import IndexLists
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes, rows_around
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,17 +47,7 @@ class Stretches:
         Tiles are counted from the first that holds a real row; or from the multiple of `span` tokens before each, and
         then T are the tiles of a span. Nothing is read on the host.
         """
-        if geometry.lengths is None and geometry.sizes is not None:
-            return _kept(geometry.sizes, tile, rows, span)
         return _dealt(geometry, tile, rows, span)
-
-    def at_samples(self, x: Tensor) -> Tensor:
-        """``[B, H, n, C]``: of x ``[B, H, R, C]`` the query tiles that hold the sampled rows."""
-        return rows_at(x, self.own)
-
-    def at_tiles(self, x: Tensor) -> Tensor:
-        """``[B, H, R, C]``: of x ``[B, H, n, C]`` what belongs to each query tile's stretch."""
-        return rows_at(x, self.of)
 
     def in_spans(self, x: Tensor) -> Tensor:
         """int64 ``[B, H, P]``: sums over the query tiles of each span, of x int64 ``[B, H, R]``."""
@@ -77,11 +66,7 @@ class Stretches:
         return torch.div(self.of, self.each, rounding_mode="floor")[:, None].expand(-1, heads, -1)
 
 
-@kept
-def _kept(sizes: Sizes, tile: int, rows: int, span: int | None) -> Stretches:
-    return _dealt(Geometry(*sizes), tile, rows, span)
-
-
+@kept_by_sizes(lengths=True)
 def _dealt(geometry: Geometry, tile: int, rows: int, span: int | None) -> Stretches:
     start, number = geometry.first_position(), geometry.tile_rows(tile)
     begin = start.clamp(min=0)
@@ -172,9 +157,7 @@ class Held:
 
     def tiles(self, tile: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the key tiles of query tiles, int64 ``[B, n]``, by their index on each row's grid."""
-        index = (tile - self.geometry.first_tile(self.grid[0])[:, None]).clamp(0, self.map.shape[2] - 1)
-        index = index[:, None, :, None].expand(-1, self.map.shape[1], -1, self.map.shape[3])
-        return torch.gather(self.map, 2, index)
+        return rows_around(self.geometry, self.map, tile * self.grid[0], self.grid[0])
 
     def stripes(self, tile: Tensor, width: int) -> Tensor | None:
         """bool ``[B, Hq, n, width]``: the stripes of query tiles by position; None where no mask has any."""
@@ -192,15 +175,12 @@ def stripes_at(masks: Sequence[SparseMask], position: Tensor, width: int) -> Kep
         if mask.stripes is None:
             continue
         lists, geometry = mask.stripes, mask.geometry
-        group = torch.div(position, mask.group_rows, rounding_mode="floor")
-        index = (group - geometry.first_tile(mask.group_rows)[:, None]).clamp(0, lists.shape[2] - 1)
+        index = geometry.tile_at(position, mask.group_rows)
         size = (width + -width % ALIGNED, mask.stripe_width)
         if lists.shape[2] <= index.shape[1]:
             found.append(KeptKeys(lists.to_map(*size), index))
-            continue
-        each = index[:, None].expand(-1, geometry.heads, -1)
-        counts, offsets = (torch.gather(x, 2, each) for x in (lists.counts, lists.offsets))
-        found.append(KeptKeys(IndexLists(counts, offsets, lists.indices).to_map(*size)))
+        else:
+            found.append(KeptKeys(lists.of_rows(index).to_map(*size)))
     if len(found) < 2:
         return found[0] if found else None
     return KeptKeys(reduce(or_, [one.by_row for one in found]))

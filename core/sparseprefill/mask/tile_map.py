@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseprefill import kernels
 from sparseprefill.errors import MaskError, printed
-from sparseprefill.mask.geometry import Geometry, Sizes, kept, reachable_map, regrid
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes, reachable_map, regrid
 from sparseprefill.mask.lists import IndexLists
 
 if TYPE_CHECKING:
@@ -96,20 +96,15 @@ Rows = tuple[int, int] | Tensor
 
 def rows_map(geometry: Geometry, tile_q: int, rows: Rows) -> Tensor:
     """bool [B, R]: the query tiles of a call that lie in a range. Nobody may write to it."""
-    sizes = geometry.sizes
-    if sizes is None or isinstance(rows, Tensor):
-        return _rows_map(geometry, tile_q, rows)
-    return _kept_rows_map(sizes, tile_q, rows)
-
-
-@kept
-def _kept_rows_map(sizes: Sizes, tile_q: int, rows: Rows) -> Tensor:
-    return _rows_map(Geometry(*sizes), tile_q, rows)
-
-
-def _rows_map(geometry: Geometry, tile_q: int, rows: Rows) -> Tensor:
+    if not isinstance(rows, Tensor):
+        return _rows_between(geometry, tile_q, *rows)
     tile = geometry.tiles(tile_q)
-    first, behind = (rows[:, :1], rows[:, 1:]) if isinstance(rows, Tensor) else rows
+    return (tile >= rows[:, :1]) & (tile < rows[:, 1:])
+
+
+@kept_by_sizes()
+def _rows_between(geometry: Geometry, tile_q: int, first: int, behind: int) -> Tensor:
+    tile = geometry.tiles(tile_q)
     return (tile >= first) & (tile < behind)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import pairwise
@@ -147,15 +148,10 @@ def _cut_rows(cuts: list[int], heads: int, fits: Callable[[Part], bool]) -> list
     """Ranges of as many rows as fit, at least those between two cuts."""
     at, found = 0, []
     while at < len(cuts) - 1:
-        low, high = at + 1, len(cuts) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits(Part((0, heads), (cuts[at], cuts[middle]))):
-                low = middle
-            else:
-                high = middle - 1
-        found.append((cuts[at], cuts[low]))
-        at = low
+        parts = [Part((0, heads), (cuts[at], end)) for end in cuts[at + 1 :]]
+        number = bisect_left(parts, True, lo=1, key=lambda part: not fits(part))
+        found.append(parts[number - 1].rows)
+        at += number
     return found
 
 

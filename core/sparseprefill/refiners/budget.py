@@ -188,8 +188,8 @@ class _Maker:
         def placed(x: Tensor) -> Tensor:
             """``[B, h, n, slots, *]`` of x ``[B, Hq, R, *]``."""
             x = x[:, heads] if x.shape[1] > 1 else x.expand(-1, heads.stop - heads.start, *x.shape[2:])
-            at = index.view(index.shape[0], 1, -1, *[1] * (x.dim() - 3)).expand(-1, x.shape[1], -1, *x.shape[3:])
-            picked: Tensor = torch.gather(x, 2, at).unflatten(2, (len(groups), -1))
+            at = index.view(index.shape[0], 1, -1, *[1] * (x.dim() - 3))
+            picked: Tensor = torch.take_along_dim(x, at, 2).unflatten(2, (len(groups), -1))
             return picked
 
         wanted, free = placed(tiles.wanted) & real[..., None], placed(tiles.open) & real[..., None]
@@ -246,12 +246,11 @@ class _Maker:
         geometry, tile_q = self.call.geometry, self.tiles.tile_q
         groups = range(x.shape[2] // self.slots)
         tile = geometry.tiles(tile_q)
-        group = torch.div(tile, self.per, rounding_mode="floor") - geometry.first_tile(self.per * tile_q)[:, None]
-        group = group.clamp(max=len(groups) - 1)  # a row of padding alone may stand behind the last group
+        group = geometry.tile_at(tile * tile_q, self.per * tile_q)
         first = torch.gather(self._first(groups)[1], 1, group)
         row = torch.arange(tile.shape[1], device=tile.device)
         at = (group * self.slots + (row - first).clamp(max=self.slots - 1))[:, None, :, None]
-        return torch.gather(x, 2, at.expand(-1, x.shape[1], -1, x.shape[3]))
+        return torch.take_along_dim(x, at, 2)
 
 
 @frozen(eq=False)
@@ -363,5 +362,4 @@ def stripe_map(mask: SparseMask, heads: slice, groups: range) -> Tensor:
     lists, part = mask.stripes, slice(groups.start, groups.stop)
     if lists is None:
         return mask.stripe_map()[:, heads, part]
-    lists = IndexLists(lists.counts[:, heads, part], lists.offsets[:, heads, part], lists.indices)
-    return lists.to_map(mask.geometry.kv_len, mask.stripe_width)
+    return lists[:, heads, part].to_map(mask.geometry.kv_len, mask.stripe_width)

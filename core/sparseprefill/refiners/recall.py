@@ -131,14 +131,14 @@ class RecallFloor:
         """What the floor adds. reach: tiles with an allowed pair, bool ``[B, 1, R, C]``."""
         grid, reach = held.grid, reach & at.inhabited[:, None, :, None]
         have, free = held.map & reach, ~held.map & reach
-        own = at.at_samples(have)
+        own = rows_at(have, at.own)
         lost = torch.where(own, 0.0, mass.tiles - mass.kept).nan_to_num(nan=0.0).clamp(min=0.0)
         before = torch.where(own, mass.tiles, mass.kept).sum(-1)
         chosen = self._chosen(lost, before, at.real[:, None], _own_tiles(at, grid, have.shape[-1]))
         added = self._spread(chosen, at, grid) & free
         dense = self._dense(added, have, reach, at)
         added = torch.where(at.to_tiles(dense)[..., None], free, added)
-        return Raised(added, before, before + (lost * at.at_samples(added)).sum(-1), dense)
+        return Raised(added, before, before + (lost * rows_at(added, at.own)).sum(-1), dense)
 
     def _chosen(self, lost: Tensor, before: Tensor, real: Tensor, own: Tensor) -> Tensor:
         """bool ``[B, Hq, n, C]``: the tiles that each sampled row needs, its own among them if it needs any."""
@@ -156,7 +156,7 @@ class RecallFloor:
         tile = torch.arange(at.of.shape[1], device=chosen.device)
         if self.speaks_for == "tile":
             own = (torch.gather(at.own, 1, at.of) == tile)[:, None, :, None]
-            return own & at.at_tiles(chosen)
+            return own & rows_at(chosen, at.of)
         spread = _heard(chosen, at, at.of, grid)
         if self.speaks_for == "stretch":
             return spread

@@ -34,19 +34,8 @@ class RowMass:
     lse: Tensor
 
 
-@torch.no_grad()
-def row_mass(call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: KeptKeys | None = None) -> RowMass:
-    """Softmax rows of the queries `rows` (index ``[B, n]``, where `real`) over all keys they may see, by key tile.
-
-    tile: tokens of a key tile. keys: those that a mask keeps; None for none. One pass over the keys, some key tiles at
-    a time: of each its LSE is kept, from which the row's own follows, so that no matrix of rows and all keys is made
-    and no key is read twice.
-    """
-    return mass_of(*lse_by_tile(call, rows, real, tile, keys))
-
-
 def mass_of(by_tile: Tensor, of_mask: Tensor | None) -> RowMass:
-    """The same from what `lse_by_tile` returns."""
+    """The mass of each row by key tile, from what `lse_by_tile` returns."""
     lse = torch.logsumexp(by_tile, -1)
     base = torch.where(lse.isneginf(), 0.0, lse)[..., None]
     mass = (by_tile - base).exp()
@@ -67,7 +56,11 @@ def row_lse(call: AttentionCall, rows: Tensor, real: Tensor) -> Tensor:
 def lse_by_tile(
     call: AttentionCall, rows: Tensor, real: Tensor, tile: int, keys: KeptKeys | None
 ) -> tuple[Tensor, Tensor | None]:
-    """``[B, Hq, n, C]``: LSE of each row in each key tile, over all keys and over those that are kept."""
+    """``[B, Hq, n, C]``: LSE of each row in each key tile, over all keys and over those that are kept.
+
+    rows, real: as of `row_lse`. tile: tokens of a key tile. keys: those that a mask keeps; None for none. One pass over
+    the keys, some key tiles at a time: no matrix of rows and all keys is made, and no key is read twice.
+    """
     if kernels.serve_rows(call.q):
         from sparseprefill.kernels.sampled.by_tile import tile_lse
 

@@ -29,7 +29,8 @@ def queries_on_grid(call: AttentionCall, tile: int, first: int, count: int) -> T
     geometry = call.geometry
     if call.starts is None and call.lengths is None:
         return _cut(call.q, (geometry.q_offset // tile + first) * tile - geometry.q_offset, count * tile)
-    return _picked(call.q, geometry.token_range(), (geometry.first_tile(tile) + first) * tile, count * tile)
+    start = (geometry.first_tile(tile) + first) * tile
+    return _picked(call.q, *geometry.locate(start[:, None] + torch.arange(count * tile, device=call.q.device)))
 
 
 def keys_on_grid(call: AttentionCall, tokens: int) -> Tensor:
@@ -38,10 +39,10 @@ def keys_on_grid(call: AttentionCall, tokens: int) -> Tensor:
     k = call.k[:, :, : geometry.q_offset + geometry.q_len]
     if call.starts is None and call.lengths is None:
         return _cut(k, 0, tokens)
+    position = torch.arange(tokens, device=k.device).expand(geometry.batch, -1)
+    index = position if geometry.starts is None else position + geometry.starts[:, None]
     _, _, behind = geometry.token_range()
-    zero = torch.zeros_like(behind)
-    first = zero if geometry.starts is None else -geometry.starts.to(torch.int64)
-    return _picked(k, (first, zero, behind), zero, tokens)
+    return _picked(k, index.clamp(max=k.shape[2] - 1), position < behind[:, None])
 
 
 def wide_products(q: Tensor, k: Tensor) -> Tensor:
@@ -67,13 +68,6 @@ def _cut(x: Tensor, first: int, tokens: int) -> Tensor:
     return functional.pad(some, (0, 0, front, back)) if front or back else some
 
 
-def _picked(x: Tensor, span: tuple[Tensor, Tensor, Tensor], start: Tensor, tokens: int) -> Tensor:
-    """Rows of x ``[B, H, N, C]`` at the `tokens` positions from `start`, int64 ``[B]``.
-
-    span: int64 ``[B]`` each, position of x's row 0, and the half-open range of positions that hold a token.
-    """
-    row_zero, low, high = (bound[:, None] for bound in span)
-    position = start[:, None] + torch.arange(tokens, device=x.device)
-    real = (position >= low) & (position < high)
-    row = (position - row_zero).clamp(0, x.shape[2] - 1)
-    return torch.where(real[:, None, :, None], rows_at(x, row), 0)
+def _picked(x: Tensor, index: Tensor, real: Tensor) -> Tensor:
+    """Rows of x ``[B, H, N, C]`` by index ``[B, n]``, zeros where they are not real, bool ``[B, n]``."""
+    return torch.where(real[:, None, :, None], rows_at(x, index), 0)

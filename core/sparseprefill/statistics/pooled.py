@@ -94,19 +94,17 @@ def key_tile_mean(call: AttentionCall, tile: int, memory: Memory | None = None) 
         return functional.pad(mean, [0, 0, 0, missing]) if missing else mean
     # Rows of `mean` begin with the tile of index 0 among the keys, which is padding where the row starts later.
     at = torch.arange(columns, device=k.device) - keys.first_tile(tile)[:, None]
-    inside = (at < mean.shape[2]).view(geometry.batch, 1, columns, 1)
-    where = at.clamp(max=mean.shape[2] - 1).view(geometry.batch, 1, columns, 1)
-    return torch.where(inside, torch.gather(mean, 2, where.expand(-1, k.shape[1], -1, k.shape[3])), 0)
+    at = at[:, None, :, None]
+    picked = torch.take_along_dim(mean, at.clamp(max=mean.shape[2] - 1), 2)
+    return torch.where(at < mean.shape[2], picked, 0)
 
 
 def _ragged(x: Tensor, geometry: Geometry, tile: int, dtype: torch.dtype) -> Tensor:
     rows, tail = geometry.tile_rows(tile), x.dim() - 3
-    index, real = geometry.locate(
-        geometry.first_tile(tile)[:, None] * tile + torch.arange(rows * tile, device=x.device)
-    )
-    where = index.view(geometry.batch, 1, -1, *[1] * tail).expand(-1, x.shape[1], -1, *x.shape[3:])
-    keep = real.view(geometry.batch, 1, -1, *[1] * tail)
-    picked = torch.where(keep, torch.gather(x, 2, where), 0)
+    position = geometry.first_tile(tile)[:, None] * tile + torch.arange(rows * tile, device=x.device)
+    index, real = geometry.locate(position)
+    where, keep = (one.view(geometry.batch, 1, -1, *[1] * tail) for one in (index, real))
+    picked = torch.where(keep, torch.take_along_dim(x, where, 2), 0)
     total: Tensor = picked.unflatten(2, (rows, tile)).sum(3, dtype=dtype)
     count: Tensor = real.unflatten(1, (rows, tile)).sum(2).clamp(min=1)
     return total / count.view(geometry.batch, 1, rows, *[1] * tail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.mask.geometry import Geometry, Sizes, kept
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes
+from sparseprefill.mask.geometry import by_block as by_block
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -39,9 +40,10 @@ def last_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
 
     Not to be written to: without padding the same tensors serve every layer.
     """
-    return _rows_of(call.geometry, _last, count)
+    return _last(call.geometry, count)
 
 
+@kept_by_sizes(lengths=True)
 def _last(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
     count = min(count, geometry.q_len)
@@ -69,21 +71,16 @@ def seen_blocks(geometry: Geometry, rows: Tensor, real: Tensor, block: int) -> T
     return (column >= low) & (column <= high)
 
 
-def by_block(columns: Tensor, block: int) -> Tensor:
-    """``[..., ceil(n / block)]``: sums of `block` neighbouring entries of ``[..., n]``."""
-    total: Tensor = functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
-    return total
-
-
 def spread_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
     """The last real query row of each of `count` stretches that are equally long: int64 ``[B, count]``, bool alike.
 
     Each batch row's own real rows are dealt, and the last of them is always among these; of fewer rows than stretches
     each is. Not to be written to, as of `last_rows`. Nothing is read on the host.
     """
-    return _rows_of(call.geometry, _spread, count)
+    return _spread(call.geometry, count)
 
 
+@kept_by_sizes(lengths=True)
 def _spread(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     begin = (-geometry.first_position()).clamp(0, geometry.q_len)
     behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
@@ -91,21 +88,6 @@ def _spread(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     edges = torch.arange(count + 1, device=total.device) * total[:, None] // count
     rows = begin[:, None] + (edges[:, 1:] - 1).clamp(min=0)
     return rows.clamp(max=geometry.q_len - 1), edges[:, 1:] > edges[:, :-1]
-
-
-RowsOf = Callable[["Geometry", int], tuple[Tensor, Tensor]]
-
-
-def _rows_of(geometry: Geometry, find: RowsOf, count: int) -> tuple[Tensor, Tensor]:
-    sizes = geometry.sizes
-    if sizes is None or geometry.lengths is not None:
-        return find(geometry, count)
-    return _kept_rows(sizes, find, count)
-
-
-@kept
-def _kept_rows(sizes: Sizes, find: RowsOf, count: int) -> tuple[Tensor, Tensor]:
-    return find(Geometry(*sizes), count)
 
 
 @torch.no_grad()
@@ -176,10 +158,9 @@ class Logits:
 
     def __init__(self, call: AttentionCall, rows: Tensor, real: Tensor) -> None:
         self.call, self.real = call, real
-        width, heads = call.q.shape[-1], call.geometry.heads
         self.dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        q = torch.gather(call.q, 2, rows[:, None, :, None].expand(-1, heads, -1, width)).to(self.dtype)
-        self.q = q.reshape(q.shape[0], -1, call.group * rows.shape[1], width) * call.softmax_scale
+        q = torch.take_along_dim(call.q, rows[:, None, :, None], 2).to(self.dtype)
+        self.q = q.reshape(q.shape[0], -1, call.group * rows.shape[1], q.shape[-1]) * call.softmax_scale
         self.query = torch.gather(call.geometry.query_positions(), 1, rows)
         self.key = call.geometry.key_positions()
         self._open = self._seen_by_all()
@@ -242,7 +223,6 @@ def _diagonals(mass: Tensor) -> Tensor:
 def _binned(x: Tensor, at: Tensor, size: int) -> Tensor:
     """Sums ``[B, H, m // size]`` of the entries ``x[..., at]``, `size` at a time; at: int64 ``[B, m]``."""
     inside = (at >= 0) & (at < x.shape[2])
-    index = at.clamp(0, x.shape[2] - 1)[:, None].expand(-1, x.shape[1], -1)
-    picked = torch.where(inside[:, None], torch.gather(x, 2, index), 0.0)
+    picked = torch.where(inside[:, None], torch.take_along_dim(x, at.clamp(0, x.shape[2] - 1)[:, None], 2), 0.0)
     total: Tensor = picked.unflatten(2, (-1, size)).sum(3)
     return total

@@ -72,9 +72,8 @@ class SampledPriority(Priority):
         """``[B, Hq, n or 1, *]`` of x ``[B, Hq, S, *]``: the sample that speaks for each position."""
         if x.shape[2] == 1 or self.part is None:
             return x.amax(2, keepdim=True)
-        tile = torch.div(position, self.block, rounding_mode="floor") - call.geometry.first_tile(self.block)[:, None]
-        part = torch.gather(self.part, 1, tile.clamp(0, self.part.shape[1] - 1))[:, None, :, None]
-        return torch.gather(x, 2, part.expand(-1, x.shape[1], -1, x.shape[3]))
+        part = torch.gather(self.part, 1, call.geometry.tile_at(position, self.block))[:, None, :, None]
+        return torch.take_along_dim(x, part, 2)
 
     def _tiles(self, call: AttentionCall) -> Tensor:
         geometry, block = call.geometry, self.block
@@ -82,8 +81,7 @@ class SampledPriority(Priority):
         bins = self._shares(self.mass.slashes)
         lags = self._by_part((functional.pad(bins, (0, 1)) + functional.pad(bins, (1, 0))) / 2, call, position)
         lag = geometry.tiles(block)[..., None] - torch.arange(geometry.tile_columns(block), device=geometry.device)
-        at = lag.clamp(0, bins.shape[3])[:, None].expand(-1, bins.shape[1], -1, -1)
-        tiles = torch.gather(lags.expand(-1, -1, lag.shape[1], -1), 3, at)
+        tiles = torch.take_along_dim(lags, lag.clamp(0, bins.shape[3])[:, None], 3)
         if self.by_column is False:
             return tiles
         columns = self._by_part(self._shares(self.mass.columns), call, position)
@@ -134,14 +132,14 @@ def slash_tiles(
 
         return diagonal_tiles(geometry, slashes, block, part, columns, *(exclude or ()))
     part = torch.zeros_like(geometry.tiles(block)) if part is None else part
-    heads, bins = slashes.shape[1], slashes.shape[3]
+    bins = slashes.shape[3]
     lags = functional.pad(slashes, (0, 1)) | functional.pad(slashes, (1, 0))
     lags[..., 0] = True
     lag = geometry.tiles(block)[..., None] - torch.arange(geometry.tile_columns(block), device=geometry.device)
     at = part[..., None] * (bins + 1) + lag.clamp(0, bins)
-    picked: Tensor = torch.gather(lags.flatten(2), 2, at.flatten(1)[:, None].expand(-1, heads, -1))
+    picked = torch.take_along_dim(lags.flatten(2), at.flatten(1)[:, None], 2)
     keep = picked.unflatten(2, lag.shape[1:]) & (lag <= bins)[:, None]
     if columns is not None:
-        keep = keep | torch.gather(columns, 2, part[:, None, :, None].expand(-1, heads, -1, columns.shape[3]))
+        keep = keep | torch.take_along_dim(columns, part[:, None, :, None], 2)
     past: Tensor = keep & (lag >= 0)[:, None]
     return past if exclude is None else torch.where(exclude[0][..., None, None], exclude[1], past)

@@ -104,8 +104,7 @@ def test_short_lists_and_dense_rows_are_computed_at_once(data: st.DataObject, jo
     if data.draw(st.booleans()):
         mask = mask.with_dense_rows((data.draw(st.integers(0, 3)), data.draw(st.integers(0, 9))))
     plan = Plan(mask, probe=torch.ones(call.q.shape[:2], dtype=torch.bool))
-    mass = data.draw(st.sampled_from([mask.tile_k, 1]))  # a tile at a time, also where one is more than it should be
-    with patch.object(cpu, "RUN", 1), patch.object(cpu, "JOINED", joined), patch.object(cpu, "MASS", mass):
+    with patch.object(cpu, "RUN", 1), patch.object(cpu, "JOINED", joined):
         equal(call, plan)
 
 
@@ -413,12 +412,12 @@ def test_keys_that_every_row_sees_need_no_mask(last: int, masked: set[bool]) -> 
     columns = torch.zeros(1, 2, 1, 96, dtype=torch.bool)
     columns[..., [3, 8, last]] = True
     mask = evolve(sp.SparseMask.from_stripes(call, columns, 4, 8, diagonal=False), disjoint=True)
-    seen, bias = list[bool](), cpu._bias
+    masked_calls, run = list[bool](), cpu._fused
 
-    def spy(keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        seen.append(keep is not None)
-        return bias(keep, dtype)
+    def spy(*tensors: Any, seen: torch.Tensor | None = None, causal: bool = False) -> Any:
+        masked_calls.append(seen is not None)
+        return run(*tensors, seen=seen, causal=causal)
 
-    with patch.object(cpu, "_bias", spy):
+    with patch.object(cpu, "_fused", spy):
         equal(call, Plan(mask))
-    assert masked == set(seen)
+    assert masked == set(masked_calls)
