@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -97,8 +98,7 @@ def fit(
     candidates(without_tables(methods, fixed), fixed, seed, values)  # all that can be seen of settings that do not fit
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place.device.type)
-    how = {"seed": seed, "tail": tail, "recall_floor": recall_floor}
-    run = Run(target=target, by=cost, methods=(), output=output, place=place, minutes=minutes, how=how)
+    until = time.monotonic() + 60.0 * minutes
     with bars(1) as shown, place.threaded():
         source = Source.of(model, place, device_map)
         sizes = evolve(SIZES, repeats=1 if place.device.type == "cpu" or cost == "density" else 3)
@@ -106,16 +106,21 @@ def fit(
         for one in (one for own in groups.values() for one in own):
             check_length(one, sizes)
         loaded = source.load()
-        identity = run.identity = identity_of(loaded, model)
+        identity = identity_of(loaded, model)
         first = next(iter(groups.values()))
-        methods, run.how["left_out"] = with_tables(methods, fixed, loaded, identity, first, shown)
-        run.methods = [one.name for one in methods]
+        methods, left_out = with_tables(methods, fixed, loaded, identity, first, shown)
+        names, every = [one.name for one in methods], candidates(methods, fixed, seed, values)
+        how = {
+            **{"seed": seed, "tail": tail, "recall_floor": recall_floor, "left_out": left_out, "minutes": minutes},
+            **{"by": cost, "settings": len(every), "target": str(target), "device": str(place.device)},
+            "dtype": place.dtype_name,
+        }
+        run = Run(target=target, by=cost, methods=names, identity=identity, output=output, place=place, how=how)
 
         def readings(length: int) -> ModelReadings:
-            own = groups[length]
-            return ModelReadings(loaded, identity, own, sizes, tail)
+            return ModelReadings(loaded, identity, groups[length], sizes, tail)
 
-        stop = run.over(list(groups), readings, candidates(methods, fixed, seed, values), shown)
+        stop = run.over(list(groups), readings, every, until, shown)
         if cost == "seconds" and not stop.heard:
             run.time(shown)
     run.report(f"{identity.name}: {target}", stop, len(groups), json=json)

@@ -76,13 +76,18 @@ class Stop:
         if self.heard and not done:
             raise typer.Abort if self.code == 130 else typer.Exit(self.code)
 
-    def end(self, done: int, of: int, what: str) -> None:
-        """End the command if a signal came, with its code and how far it got. Call it when the results are out."""
+    def end(self, done: int, of: int, what: str, *, failed: bool = False) -> None:
+        """End the command if a signal came, with its code and how far it got, or with 1 if something failed.
+
+        Call it when the results are out.
+        """
         from .render import note
 
         if self.heard:
             note(f"stopped after {done} of {of} {what}; {written()}")
             raise typer.Exit(self.code)
+        if failed:
+            raise typer.Exit(1)
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from attrs import asdict, evolve
 
 from sparseprefill import __version__
@@ -14,12 +13,9 @@ from sparseprefill import __version__
 from ..evaluation.outcome import Outcome, Summary, summaries
 from ..evaluation.reading import APART, Sizes
 from . import render
-from .group import Stop
 from .render import Column, Item, Table
 
 if TYPE_CHECKING:
-    from sparseprefill.registry import Registry
-
     from .setup import Place
 
 NOTES = (
@@ -112,14 +108,6 @@ def report(
     for what, path in files.items():
         if path is not None:
             render.line(f"{what}: {path}")
-
-
-def finish(registry: Registry, stop: Stop, found: Sequence[Outcome], of: int) -> None:
-    """End the command: with a note on plugins that did not load, with 1 if a reading failed. of: readings of a run."""
-    render.broken(registry)
-    stop.end(len(found), of, "readings")
-    if any(outcome.error for outcome in found):
-        raise typer.Exit(1)
 
 
 def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
 
+from ..evaluation.reading import threads
 from .group import CommandError
 from .options import MODELS
 
@@ -69,15 +70,9 @@ class Place:
             f"{memory / 1e9:,.0f} GB; {remedy}"
         )
 
-    @contextmanager
-    def threaded(self) -> Iterator[None]:
+    def threaded(self) -> AbstractContextManager[None]:
         """Runs the block with this many threads."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        return threads(self.threads)
 
     @classmethod
     def of(cls, device: str, dtype: str, threads: int) -> Place:
@@ -131,16 +126,6 @@ class Source:
             spread = {} if self.device_map is None else {"device_map": self.device_map}
             found: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.place.dtype, **spread)
             return (found.to(self.place.device) if self.device_map is None else found).eval()
-
-    @property
-    def generation_config(self) -> Any:
-        """How the model generates, None where nothing says so."""
-        from transformers import GenerationConfig
-
-        try:
-            return GenerationConfig.from_pretrained(self.path) if self.path is not None else None
-        except (OSError, ValueError):
-            return None
 
     @property
     def positions(self) -> int | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -89,6 +90,17 @@ class Sizes:
     greedy: int = field(default=64, validator=whole(1))
     rows: int = field(default=64, validator=whole(1))
     repeats: int = field(default=1, validator=whole(1))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Runs the block with so many threads of PyTorch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @frozen

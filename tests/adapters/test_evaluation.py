@@ -396,7 +396,7 @@ def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
     [
         ("a.txt", b"", "holds no text"),
         ("a.txt", b"\xff\xfe\xfa", "cannot be read as UTF-8"),
-        ("a.jsonl", b"", "holds no line"),
+        ("a.jsonl", b"", "holds no text"),
         ("a.jsonl", b"{", "a.jsonl:1 is not JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is nested too deeply"),
         ("a.jsonl", b'{"prompt": "x", "prompt": "y"}', "a.jsonl:1 has the key 'prompt' twice"),
