@@ -18,6 +18,7 @@ from sparseprefill.profiles.profile import LengthRange, Profile
 from sparseprefill.route import Route
 
 from ..evaluation.outcome import Contender
+from ..session.defaults import TAIL
 
 
 @frozen
@@ -45,10 +46,10 @@ class Candidate:
         profile = Profile(methods=(self.name,), model=model, ranges=(only,))
         return Route.by_length(profile, lambda _: self.method)
 
-    def contender(self, model: ModelIdentity | None = None) -> Contender:
-        """What a comparison runs."""
+    def contender(self, model: ModelIdentity | None = None, tail: int = TAIL) -> Contender:
+        """What a comparison runs. tail: last rows of a prompt that get every key."""
         layers = {"dense_layers": list(self.dense_layers)} if self.dense_layers else {}
-        return Contender(self.name, self.pipeline(model), {**self.parameters, **layers})
+        return Contender(self.name, self.pipeline(model), {**self.parameters, **layers}, tail)
 
 
 def settings(

@@ -93,7 +93,7 @@ def evaluate(
         tokenizer = source.tokenizer
         harness.check_tokenizer(tokenizer, chat_template=chat_template)
         for length in sizes:
-            source.check_tokens(length, "--tokens")
+            source.check_tokens(length)
         asked: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "chat_template": chat_template}
         with bars(len(names)) as shown:
             suite = harness.loaded(source, tokenizer, names, sizes, limit, shown)

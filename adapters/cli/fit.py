@@ -57,9 +57,6 @@ def fit(
     by: Annotated[
         options.Cost, typer.Option("--by", help="What to minimise; by default seconds on a GPU, density on a CPU.")
     ] = options.Cost.AUTO,
-    seed: Annotated[
-        int, typer.Option(min=0, max=options.SEEDS, help="Orders the settings, in case there is no time for all.")
-    ] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the profile to this file.")] = Path(
         "model.profile.json"
     ),
@@ -95,7 +92,7 @@ def fit(
     methods = chosen(default_registry(), method)
     values = options.tried([one.name for one in methods], settings or (), tried or ())
     fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
-    candidates(without_tables(methods, fixed), fixed, seed, values)  # all that can be seen of settings that do not fit
+    candidates(without_tables(methods, fixed), fixed, values=values)  # all that can be seen of settings that do not fit
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place.device.type)
     until = time.monotonic() + 60.0 * minutes
@@ -109,11 +106,10 @@ def fit(
         identity = identity_of(loaded, model)
         first = next(iter(groups.values()))
         methods, left_out = with_tables(methods, fixed, loaded, identity, first, shown)
-        names, every = [one.name for one in methods], candidates(methods, fixed, seed, values)
+        names, every = [one.name for one in methods], candidates(methods, fixed, values=values)
         how = {
-            **{"seed": seed, "tail": tail, "recall_floor": recall_floor, "left_out": left_out, "minutes": minutes},
-            **{"by": cost, "settings": len(every), "target": str(target), "device": str(place.device)},
-            "dtype": place.dtype_name,
+            **{"tail": tail, "recall_floor": recall_floor, "left_out": left_out, "minutes": minutes, "by": cost},
+            **{"settings": len(every), "target": str(target), "device": str(place.device), "dtype": place.dtype_name},
         }
         run = Run(target=target, by=cost, methods=names, identity=identity, output=output, place=place, how=how)
 

@@ -133,14 +133,14 @@ class Source:
         found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return int(found) if isinstance(found, int) and found > 0 else None
 
-    def check_tokens(self, tokens: int, option: str = "--tokens") -> None:
+    def check_tokens(self, tokens: int) -> None:
         """CommandError where the model does not read so many."""
         most = self.positions
         if most is not None and tokens > most:
-            raise CommandError(f"{option} {tokens}: the model reads at most {most}; pass that or less")
+            raise CommandError(f"--tokens {tokens}: the model reads at most {most}; pass that or less")
         width = getattr(self.config.get_text_config(), "hidden_size", None) or 1
         if most is None and self.device_map is None:
-            self.place.check_room(option, tokens, width * self.place.dtype.itemsize, "one hidden state of them")
+            self.place.check_room("--tokens", tokens, width * self.place.dtype.itemsize, "one hidden state of them")
 
     def check_greedy(self, what: str, tokens: int, greedy: int) -> None:
         """CommandError where the model does not read so many tokens and a greedy continuation of so many."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -158,7 +159,10 @@ class Comparison:
                 watch(call, result)
                 spent += time.perf_counter() - began
 
-        with _attached(reader.model, contender, observe) as handle:
+        attached = partial(
+            attach, reader.model, contender.pipeline, gate=None, tail=contender.dense_tail, recall_every=0
+        )
+        with attached(observe=observe) as handle:
             with _counted(reader.model, lambda done, of: progress("prefill", done, of)):
                 began = time.perf_counter()
                 logits, cache = reader.prefill(ids, self.kept.index)
@@ -171,7 +175,7 @@ class Comparison:
         answered = right_inside(self.prompt, ids.shape[1], spans)
         fidelity = self._fidelity(inside, last, cache, tail)
         del cache, logits, inside, spans, last
-        with _attached(reader.model, contender, None):
+        with attached():
             progress("clock", 0, 1)
             seconds, peak = reader.clock(ids, sizes, seconds)
         return Outcome(
@@ -251,15 +255,6 @@ def _cut(prompt: Prompt, sizes: Sizes, reader: Reader) -> tuple[Tensor, Tensor]:
     check_length(prompt, sizes)
     ids = torch.tensor([prompt.ids], device=reader.device)
     return ids[:, : -sizes.tail], ids[:, -sizes.tail :]
-
-
-def _attached(model: Any, contender: Contender, observe: Any) -> AbstractContextManager[Any]:
-    if contender.pipeline is None:
-        return nullcontext()
-    handle: AbstractContextManager[Any] = attach(
-        model, contender.pipeline, observe=observe, gate=None, tail=contender.dense_tail, recall_every=0
-    )
-    return handle
 
 
 def _dense_layers(model: Any) -> tuple[Layer, ...]:
