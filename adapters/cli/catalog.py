@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from attrs import NOTHING, Attribute, Factory, asdict, fields_dict, frozen
+from attrs import NOTHING, Factory, asdict, fields_dict, frozen
 
 from sparseprefill.errors import ParameterError, nearest, told
 
@@ -160,7 +160,14 @@ def parameters(kind: type) -> list[Parameter]:
     fields = {str(one.alias): one for one in fields_dict(kind).values() if one.init}
     docs = _documented(inspect.getdoc(kind) or "", list(fields))
     return [
-        Parameter(name, _type(one), _default(one), _bounds(one.validator), docs.get(name, ""), one.default is NOTHING)
+        Parameter(
+            name,
+            one.type.__name__ if isinstance(one.type, type) else str(one.type or "any"),
+            _default(one.default),
+            _bounds(one.validator),
+            docs.get(name, ""),
+            required=one.default is NOTHING,
+        )
         for name, one in fields.items()
     ]
 
@@ -200,18 +207,10 @@ def _documented(text: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def _type(attribute: Attribute[Any]) -> str:
-    return attribute.type.__name__ if isinstance(attribute.type, type) else str(attribute.type or "any")
-
-
-def _default(attribute: Attribute[Any]) -> Any:
-    default = attribute.default
-    if default is NOTHING:
-        return None
+def _default(default: Any) -> Any:
     if isinstance(default, Factory):  # type: ignore[arg-type]
-        factory: Any = default
-        return "computed" if factory.takes_self else factory.factory()
-    return default
+        return "computed" if default.takes_self else default.factory()
+    return None if default is NOTHING else default
 
 
 def _bounds(validator: object) -> str:

@@ -32,10 +32,6 @@ class StoppedError(Exception):
     """Ctrl-C, where the command itself did not hear it."""
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came, which services and batch systems send where a person presses Ctrl-C."""
-
-
 def wrote(path: Path) -> None:
     """Remember a file that this run has written."""
     if str(path) not in _files:
@@ -50,7 +46,8 @@ def written() -> str:
 class Stop:
     """Ctrl-C or SIGTERM ends the block and not the command, which then shows what it has: ``with Stop() as stop: ...``.
 
-    heard: whether one came. code: of the exit, 130 after Ctrl-C and 143 after SIGTERM.
+    Services and batch systems send SIGTERM where a person presses Ctrl-C. heard: whether one came. code: of the exit,
+    130 after Ctrl-C and 143 after SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -68,7 +65,7 @@ class Stop:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
         self.heard = isinstance(error, KeyboardInterrupt)
-        self.code = 128 + signal.SIGTERM if isinstance(error, Terminated) else 130
+        self.code = 143 if error is not None and error.args == (signal.SIGTERM,) else 130
         return self.heard
 
     def check(self, done: int) -> None:
@@ -91,7 +88,7 @@ class Stop:
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+    raise KeyboardInterrupt(number)
 
 
 class Group(TyperGroup):

@@ -126,9 +126,10 @@ def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
         Column("speed-up", times),
         Column("extra", lambda one: "" if one.extra_bytes is None else f"{one.extra_bytes / 2**20:,.0f} MiB"),
     ]
-    made = Table.of(columns, [one for one in rows if one.prompts], title=title, drop=DROP)
-    notes = f"{ANSWERS} {NOTES}" if "end" in made.heads else NOTES
-    return evolve(made, remarks=[*_failures(rows), *cannot(rows)], notes=notes.format(**asdict(sizes), apart=APART))
+    notes = (f"{ANSWERS} {NOTES}" if rows[0].answers[1] else NOTES).format(**asdict(sizes), apart=APART)
+    remarks = [*_failures(rows), *cannot(rows)]
+    read = [one for one in rows if one.prompts]
+    return Table.of(columns, read, title=title, drop=DROP, remarks=remarks, notes=notes)
 
 
 def cannot(rows: Sequence[Summary]) -> list[str]:

@@ -68,11 +68,12 @@ def fixed_parameters(
     for one in methods:
         suiting = {name: value for name, value in usual.get(one.name, {}).items() if name not in one.search}
         own = {**suiting, **floored(one.name, floor), **changed[one.name]}
-        made[one.name] = {name: value for name, value in own.items() if name not in tried[one.name]}
-    for table, own in ((one.table, made[one.name]) for one in methods):
-        path = None if table is None else own.get(table.parameter)
-        if table is not None and isinstance(path, str) and Path(path).is_file():
-            own[table.parameter] = structure.unstructure(table.read(path))  # a profile is one file: tables go into it
+        own = {name: value for name, value in own.items() if name not in tried[one.name]}
+        path = None if one.table is None else own.get(one.table.parameter)
+        if one.table is not None and isinstance(path, str) and Path(path).is_file():
+            # A profile is one file: tables go into it.
+            own[one.table.parameter] = structure.unstructure(one.table.read(path))
+        made[one.name] = own
     return made
 
 
