@@ -83,13 +83,13 @@ def fit(
     from ..calibration.search import Target
     from ..evaluation.comparison import check_length
     from .progress import bars
-    from .searched import Run, chosen, fixed_parameters, with_tables, without_tables
+    from .searched import Run, fixed_parameters, with_tables, without_tables
     from .setup import Place, Source, identity_of
 
     check_writable("--output", output)
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
     target = Target(agreement=default, kl=kl, recall=recall, rows="end" if end else "all")
-    methods = chosen(default_registry(), method)
+    methods = options.chosen(default_registry(), method)
     values = options.tried([one.name for one in methods], settings or (), tried or ())
     fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
     candidates(without_tables(methods, fixed), fixed, values=values)  # all that can be seen of settings that do not fit

@@ -20,6 +20,7 @@ from ..session.defaults import TAIL
 from .group import CommandError
 
 if TYPE_CHECKING:
+    from sparseprefill.method import Method
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.registry import Registry
     from sparseprefill.route import Route
@@ -171,9 +172,8 @@ def contenders(
 
     from ..evaluation.outcome import Contender
 
-    chosen = every(registry) if names is None else dict.fromkeys(names)
     made = []
-    for name, changed in changes([registry.get(name).name for name in chosen], settings).items():
+    for name, changed in changes([one.name for one in chosen(registry, names)], settings).items():
         parameters = {**suited(model).get(name, {}), **floored(name, floor), **changed}
         made.append(Contender(name, _built(registry, name, parameters), parameters, tail))
     for path in configs:
@@ -182,6 +182,11 @@ def contenders(
     for path in profiles:
         made.append(Contender(path.name, registry.build(profile=path), {"profile": str(path)}, tail))
     return made
+
+
+def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
+    """The methods of these names, each once; None for every one that is registered but dense."""
+    return [registry.get(name) for name in dict.fromkeys(every(registry) if names is None else names)]
 
 
 def every(registry: Registry) -> list[str]:

@@ -14,7 +14,7 @@ from attrs import define, field
 from sparseprefill import structure
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.profile import Profile
-from sparseprefill.registry import Registry, default_registry
+from sparseprefill.registry import default_registry
 
 from ..calibration.candidates import Candidate
 from ..calibration.fit import break_even, described, figures, ranges, versions
@@ -24,7 +24,7 @@ from ..evaluation.outcome import Summary
 from . import render
 from .catalog import DEFAULTS, worded
 from .group import Stop, unwritable, wrote
-from .options import changes, every, floored, suited
+from .options import changes, floored, suited
 from .render import Column, Table
 from .results import measured
 
@@ -45,11 +45,6 @@ DROP = ("prompts", "prefill", "rows", "recall", "99 %", "density", "KL", "same",
 """Columns that a narrow terminal leaves out, in this order."""
 Shown = tuple[Search, Trial | None]
 """A row: a trial of a search, or, without one, dense attention."""
-
-
-def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
-    """The methods that are named; without names every one but dense."""
-    return [registry.get(name) for name in dict.fromkeys(names or every(registry))]
 
 
 def fixed_parameters(
