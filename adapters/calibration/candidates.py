@@ -76,16 +76,15 @@ def settings(
 def candidates(
     methods: Iterable[Method],
     fixed: Mapping[str, Mapping[str, Any]] | None = None,
-    seed: int = 0,
     values: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
 ) -> list[Candidate]:
     """The settings of several methods in the order in which to try them, should the time not suffice for all.
 
-    The methods take turns. Each begins with its defaults, and goes on through its search space in an order that `seed`
-    shuffles; one without a search space has its defaults alone. fixed: parameters by method that each setting has.
-    values: by method, as of `settings`.
+    The methods take turns. Each begins with its defaults, and goes on through its search space in an order that is
+    shuffled, the same every time; one without a search space has its defaults alone. fixed: parameters by method that
+    each setting has. values: by method, as of `settings`.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     columns = []
     for method in methods:
         given, tried = dict((fixed or {}).get(method.name, {})), (values or {}).get(method.name, {})

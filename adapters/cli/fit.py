@@ -92,7 +92,7 @@ def fit(
     methods = options.chosen(default_registry(), method)
     values = options.tried([one.name for one in methods], settings or (), tried or ())
     fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
-    candidates(without_tables(methods, fixed), fixed, values=values)  # all that can be seen of settings that do not fit
+    candidates(without_tables(methods, fixed), fixed, values)  # all that can be seen of settings that do not fit
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place.device.type)
     until = time.monotonic() + 60.0 * minutes
@@ -106,7 +106,7 @@ def fit(
         identity = identity_of(loaded, model)
         first = next(iter(groups.values()))
         methods, left_out = with_tables(methods, fixed, loaded, identity, first, shown)
-        names, every = [one.name for one in methods], candidates(methods, fixed, values=values)
+        names, every = [one.name for one in methods], candidates(methods, fixed, values)
         how = {
             **{"tail": tail, "recall_floor": recall_floor, "left_out": left_out, "minutes": minutes, "by": cost},
             **{"settings": len(every), "target": str(target), "device": str(place.device), "dtype": place.dtype_name},
