@@ -18,6 +18,7 @@ from sparseprefill.profiles.profile import LengthRange, Profile
 from sparseprefill.route import Route
 
 from ..evaluation.outcome import Contender
+from ..session.defaults import TAIL
 
 
 @frozen
@@ -45,10 +46,10 @@ class Candidate:
         profile = Profile(methods=(self.name,), model=model, ranges=(only,))
         return Route.by_length(profile, lambda _: self.method)
 
-    def contender(self, model: ModelIdentity | None = None) -> Contender:
-        """What a comparison runs."""
+    def contender(self, model: ModelIdentity | None = None, tail: int = TAIL) -> Contender:
+        """What a comparison runs. tail: last rows of a prompt that get every key."""
         layers = {"dense_layers": list(self.dense_layers)} if self.dense_layers else {}
-        return Contender(self.name, self.pipeline(model), {**self.parameters, **layers})
+        return Contender(self.name, self.pipeline(model), {**self.parameters, **layers}, tail)
 
 
 def settings(
@@ -75,16 +76,15 @@ def settings(
 def candidates(
     methods: Iterable[Method],
     fixed: Mapping[str, Mapping[str, Any]] | None = None,
-    seed: int = 0,
     values: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
 ) -> list[Candidate]:
     """The settings of several methods in the order in which to try them, should the time not suffice for all.
 
-    The methods take turns. Each begins with its defaults, and goes on through its search space in an order that `seed`
-    shuffles; one without a search space has its defaults alone. fixed: parameters by method that each setting has.
-    values: by method, as of `settings`.
+    The methods take turns. Each begins with its defaults, and goes on through its search space in an order that is
+    shuffled, the same every time; one without a search space has its defaults alone. fixed: parameters by method that
+    each setting has. values: by method, as of `settings`.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     columns = []
     for method in methods:
         given, tried = dict((fixed or {}).get(method.name, {})), (values or {}).get(method.name, {})

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import asdict, evolve, field, frozen
+from attrs import asdict, field, frozen
 
 from sparseprefill import __version__
 from sparseprefill.breakeven.points import HeadShape, Point
@@ -59,7 +59,7 @@ class ModelReadings:
 
     def run(self, candidate: Candidate, prompt: int) -> Outcome:
         """What a candidate does to it."""
-        return self._comparison(prompt).run(evolve(candidate.contender(self.identity), dense_tail=self.tail))
+        return self._comparison(prompt).run(candidate.contender(self.identity, self.tail))
 
     def compared(self, prompt: int) -> Comparison:
         """The prompt, by index, read by the model's own attention."""

@@ -19,7 +19,7 @@ from sparseprefill.errors import ParameterError
 from sparseprefill.profiles.table import Steps
 from sparseprefill.validate import maybe, number, one_of
 
-from ..evaluation.outcome import Layer, Outcome, Summary
+from ..evaluation.outcome import Outcome, Summary
 from .candidates import Candidate
 
 Rows = Literal["all", "end"]
@@ -284,13 +284,10 @@ class Searcher:
             plausible = one.shortfall <= slack
             return (not plausible, one.cost(self.by) if plausible else one.shortfall)
 
-        best = min((one.cost(self.by) for one in self._trials.values() if self._finished(one)), default=math.inf)
+        reached = (one for one in self._trials.values() if one.shortfall <= 1.0)
+        best = min((one.cost(self.by) for one in reached if len(one.outcomes) == self.rungs[-1]), default=math.inf)
         going = sorted((one for one in read if not one.error and one.cost(self.by) < best), key=rank)
         return going[: max(FEWEST, math.ceil(len(going) / 3))]
-
-    def _finished(self, trial: Trial) -> bool:
-        """Whether it reached the target on every prompt."""
-        return trial.shortfall <= 1.0 and len(trial.outcomes) == self.rungs[-1]
 
     def _repaired(self, read: Sequence[Trial], prompts: int, ends: float | None) -> list[Trial]:
         """Cheap candidates that miss the target, with as few of their worst layers dense as it takes to reach it."""
@@ -335,12 +332,9 @@ def _worst_layers(outcomes: Iterable[Outcome]) -> list[int]:
     for outcome in outcomes:
         for layer in outcome.layers:
             if not layer.reason:
-                kept.setdefault(layer.index, []).append(_kept(layer))
+                least = min(fmean(layer.recalls), fmean(layer.last or layer.recalls))
+                kept.setdefault(layer.index, []).append(least)
     return sorted(kept, key=lambda index: fmean(kept[index]))
-
-
-def _kept(layer: Layer) -> float:
-    return min(fmean(layer.recalls), fmean(layer.last or layer.recalls))
 
 
 def _furthest(trials: Iterable[Trial]) -> list[Trial]:

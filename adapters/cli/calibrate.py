@@ -88,10 +88,10 @@ def calibrate(
         heads=heads or usual[0], kv_heads=kv_heads or usual[1], head_dim=head_dim or usual[2], dtype=place.dtype_name
     )
     registry = default_registry()
-    names = [registry.get(name).name for name in method or options.every(registry)]
+    names = [one.name for one in options.chosen(registry, method)]
     parameters = {
         name: {**registry.get(name).stand_in, **TIMED.get(name, {}), **given}
-        for name, given in options.changes(list(dict.fromkeys(names)), settings or ()).items()
+        for name, given in options.changes(names, settings or ()).items()
     }
     before = _before(output, place.device) if append else None
     rows = CHUNK[kind] if chunk is None else chunk

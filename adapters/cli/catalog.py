@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from attrs import NOTHING, Attribute, Factory, asdict, fields_dict, frozen
+from attrs import NOTHING, Factory, asdict, fields_dict, frozen
 
 from sparseprefill.errors import ParameterError, nearest, told
 
@@ -22,6 +22,7 @@ from .render import Table
 
 if TYPE_CHECKING:
     from sparseprefill.method import Method
+    from sparseprefill.pipeline import Pipeline
     from sparseprefill.registry import PluginRecord, Registry
 
 DEFAULTS = "defaults"
@@ -56,7 +57,7 @@ def show(
     if kind is not None and kind not in KINDS:
         raise ParameterError(f"--kind {kind}: it is none{nearest(kind, KINDS)}")
     kinds = registry.kinds(name) if kind is None else (kind,)
-    facts = _method(registry, name) if kinds[0] == "method" else _stage(registry, kinds[0], name)
+    facts = _method(registry.get(name)) if kinds[0] == "method" else _stage(registry, kinds[0], name)
     if json:
         render.write_json(facts)
         return
@@ -77,16 +78,17 @@ def show(
         render.line(f"There is a {other} of this name too: sparseprefill show {name} --kind {other}")
 
 
-def _method(registry: Registry, name: str) -> dict[str, Any]:
-    method = registry.get(name)
-    found, grain = stages(method)
+def _method(method: Method) -> dict[str, Any]:
+    """A method, with the grain and the stages that its defaults build; none where a parameter has no default."""
+    known = parameters(method.config)
+    pipeline = None if any(one.required for one in known) else method.pipeline()
     return {
         "name": method.name,
         "summary": method.summary,
         "paper": method.paper,
-        "grain": grain,
-        "stages": found,
-        "parameters": [asdict(parameter) for parameter in parameters(method.config)],
+        "grain": None if pipeline is None else pipeline.grain,
+        "stages": [] if pipeline is None else _stages(pipeline),
+        "parameters": [asdict(one) for one in known],
     }
 
 
@@ -96,7 +98,7 @@ def _stage(registry: Registry, kind: str, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "kind": kind,
-        "summary": summary(found),
+        "summary": _summary(found),
         "class": found.__name__,
         "from": registry.owner(kind, name).source,
         "parameters": [asdict(parameter) for parameter in parameters(found)],
@@ -160,29 +162,29 @@ def parameters(kind: type) -> list[Parameter]:
     fields = {str(one.alias): one for one in fields_dict(kind).values() if one.init}
     docs = _documented(inspect.getdoc(kind) or "", list(fields))
     return [
-        Parameter(name, _type(one), _default(one), _bounds(one.validator), docs.get(name, ""), one.default is NOTHING)
+        Parameter(
+            name,
+            one.type.__name__ if isinstance(one.type, type) else str(one.type or "any"),
+            _default(one.default),
+            _bounds(one.validator),
+            docs.get(name, ""),
+            required=one.default is NOTHING,
+        )
         for name, one in fields.items()
     ]
 
 
-def stages(method: Method) -> tuple[list[dict[str, str]], int | None]:
-    """Role, name and doc of the stages that the defaults build, as they run, and the pipeline's grain.
-
-    No stages for a method with parameters that have no default.
-    """
-    if any(one.required for one in parameters(method.config)):
-        return [], None
-    pipeline = method.pipeline()
+def _stages(pipeline: Pipeline) -> list[dict[str, str]]:
+    """Role, name and doc of the stages, as they run."""
     listed = [("estimator", pipeline.estimator), *(("refiner", refiner) for refiner in pipeline.refiners)]
     listed.append(("executor", pipeline.executor))
     if pipeline.corrector is not None:
         listed.append(("corrector", pipeline.corrector))
     listed += [("observer", observer) for observer in pipeline.observers]
-    found = [{"role": role, "name": type(one).__name__, "doc": summary(type(one))} for role, one in listed]
-    return found, pipeline.grain
+    return [{"role": role, "name": type(one).__name__, "doc": _summary(type(one))} for role, one in listed]
 
 
-def summary(kind: type) -> str:
+def _summary(kind: type) -> str:
     """The first line of a class's docstring."""
     return (inspect.getdoc(kind) or "").strip().split("\n")[0]
 
@@ -200,18 +202,10 @@ def _documented(text: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def _type(attribute: Attribute[Any]) -> str:
-    return attribute.type.__name__ if isinstance(attribute.type, type) else str(attribute.type or "any")
-
-
-def _default(attribute: Attribute[Any]) -> Any:
-    default = attribute.default
-    if default is NOTHING:
-        return None
+def _default(default: Any) -> Any:
     if isinstance(default, Factory):  # type: ignore[arg-type]
-        factory: Any = default
-        return "computed" if factory.takes_self else factory.factory()
-    return default
+        return "computed" if default.takes_self else default.factory()
+    return None if default is NOTHING else default
 
 
 def _bounds(validator: object) -> str:

@@ -78,7 +78,7 @@ def compare(
     registry = default_registry()
     names, left_out = _names(registry, method or (), settings or (), model)
     compared = options.contenders(
-        registry, names, settings or (), options.suited(model), tail, recall_floor, config or (), profile or ()
+        registry, names, settings or (), model, tail, recall_floor, config or (), profile or ()
     )
     place = Place.of(device, dtype.value, threads)
     repeats = repeats or (1 if place.device.type == "cpu" else 3)
@@ -110,7 +110,8 @@ def compare(
     results.report(found, sizes, place, title, facts, {"picture": picture, "page": html}, json=json)
     for name, reason in left_out.items():
         render.note(f"{name} is left out: {reason}")
-    results.finish(registry, stop, found, readings)
+    render.broken(registry)
+    stop.end(len(found), readings, "readings", failed=any(one.error for one in found))
 
 
 def _names(

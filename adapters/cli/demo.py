@@ -9,7 +9,7 @@ import typer
 
 from ..demo.tasks import TABLES
 from ..session.defaults import TAIL
-from . import options
+from . import options, render
 from .group import CommandError, Stop, check_writable
 
 if TYPE_CHECKING:
@@ -69,9 +69,7 @@ def demo(
     if not (full or method):
         set_too = [options.setting(text)[0] for text in settings or ()]
         names = [*SHOWN, *(name for name in set_too if name in options.every(registry))]
-    compared = options.contenders(
-        registry, names, settings or (), options.suited(None), tail, recall_floor, config or ()
-    )
+    compared = options.contenders(registry, names, settings or (), None, tail, recall_floor, config or ())
     place = Place.of(device, dtype.value, threads)
     found: list[Outcome] = []
     with bars(len(compared) + 1) as shown, place.threaded():
@@ -102,4 +100,5 @@ def demo(
     title = f"{tokens:,} tokens, {exam.questions} questions, seed {seed}, {place}"
     shown_files = {f"picture of layer {layer}, head {head}": picture}
     results.report(found, sizes, place, title, facts, shown_files, json=json)
-    results.finish(registry, stop, found, len(compared) + 1)
+    render.broken(registry)
+    stop.end(len(found), len(compared) + 1, "readings", failed=any(one.error for one in found))

@@ -80,7 +80,7 @@ def evaluate(
     if settings and not method:
         raise CommandError(f"--set {settings[0]}: it changes a parameter of a method; pass --method too")
     compared = options.contenders(
-        registry, method or (), settings or (), options.suited(model), tail, recall_floor, config or (), profile or ()
+        registry, method or (), settings or (), model, tail, recall_floor, config or (), profile or ()
     )
     place = Place.of(device, dtype.value, threads)
     try:
@@ -91,9 +91,9 @@ def evaluate(
     with place.threaded():
         source = Source.of(model, place, device_map)
         tokenizer = source.tokenizer
-        harness.check_tokenizer(source, tokenizer, chat_template=chat_template)
+        harness.check_tokenizer(tokenizer, chat_template=chat_template)
         for length in sizes:
-            source.check_tokens(length, "--tokens")
+            source.check_tokens(length)
         asked: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "chat_template": chat_template}
         with bars(len(names)) as shown:
             suite = harness.loaded(source, tokenizer, names, sizes, limit, shown)
@@ -121,9 +121,7 @@ def evaluate(
         if output is not None:
             render.line(f"written: {output}")
     render.broken(registry)
-    stop.end(len(found), total, "runs")
-    if any(run.error for run in found):
-        raise typer.Exit(1)
+    stop.end(len(found), total, "runs", failed=any(run.error for run in found))
 
 
 def as_json(found: Sequence[Run], facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -56,9 +57,6 @@ def fit(
     by: Annotated[
         options.Cost, typer.Option("--by", help="What to minimise; by default seconds on a GPU, density on a CPU.")
     ] = options.Cost.AUTO,
-    seed: Annotated[
-        int, typer.Option(min=0, max=options.SEEDS, help="Orders the settings, in case there is no time for all.")
-    ] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the profile to this file.")] = Path(
         "model.profile.json"
     ),
@@ -85,20 +83,19 @@ def fit(
     from ..calibration.search import Target
     from ..evaluation.comparison import check_length
     from .progress import bars
-    from .searched import Run, chosen, fixed_parameters, with_tables, without_tables
+    from .searched import Run, fixed_parameters, with_tables, without_tables
     from .setup import Place, Source, identity_of
 
     check_writable("--output", output)
     default = AGREEMENT if (agreement, kl, recall) == (None, None, None) else agreement
     target = Target(agreement=default, kl=kl, recall=recall, rows="end" if end else "all")
-    methods = chosen(default_registry(), method)
+    methods = options.chosen(default_registry(), method)
     values = options.tried([one.name for one in methods], settings or (), tried or ())
     fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
-    candidates(without_tables(methods, fixed), fixed, seed, values)  # all that can be seen of settings that do not fit
+    candidates(without_tables(methods, fixed), fixed, values)  # all that can be seen of settings that do not fit
     place = Place.of(device, dtype.value, threads)
     cost = by.of(place.device.type)
-    how = {"seed": seed, "tail": tail, "recall_floor": recall_floor}
-    run = Run(target=target, by=cost, methods=(), output=output, place=place, minutes=minutes, how=how)
+    until = time.monotonic() + 60.0 * minutes
     with bars(1) as shown, place.threaded():
         source = Source.of(model, place, device_map)
         sizes = evolve(SIZES, repeats=1 if place.device.type == "cpu" or cost == "density" else 3)
@@ -106,16 +103,20 @@ def fit(
         for one in (one for own in groups.values() for one in own):
             check_length(one, sizes)
         loaded = source.load()
-        identity = run.identity = identity_of(loaded, model)
+        identity = identity_of(loaded, model)
         first = next(iter(groups.values()))
-        methods, run.how["left_out"] = with_tables(methods, fixed, loaded, identity, first, shown)
-        run.methods = [one.name for one in methods]
+        methods, left_out = with_tables(methods, fixed, loaded, identity, first, shown)
+        names, every = [one.name for one in methods], candidates(methods, fixed, values)
+        how = {
+            **{"tail": tail, "recall_floor": recall_floor, "left_out": left_out, "minutes": minutes, "by": cost},
+            **{"settings": len(every), "target": str(target), "device": str(place.device), "dtype": place.dtype_name},
+        }
+        run = Run(target=target, by=cost, methods=names, identity=identity, output=output, place=place, how=how)
 
         def readings(length: int) -> ModelReadings:
-            own = groups[length]
-            return ModelReadings(loaded, identity, own, sizes, tail)
+            return ModelReadings(loaded, identity, groups[length], sizes, tail)
 
-        stop = run.over(list(groups), readings, candidates(methods, fixed, seed, values), shown)
+        stop = run.over(list(groups), readings, every, until, shown)
         if cost == "seconds" and not stop.heard:
             run.time(shown)
     run.report(f"{identity.name}: {target}", stop, len(groups), json=json)

@@ -32,10 +32,6 @@ class StoppedError(Exception):
     """Ctrl-C, where the command itself did not hear it."""
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came, which services and batch systems send where a person presses Ctrl-C."""
-
-
 def wrote(path: Path) -> None:
     """Remember a file that this run has written."""
     if str(path) not in _files:
@@ -50,7 +46,8 @@ def written() -> str:
 class Stop:
     """Ctrl-C or SIGTERM ends the block and not the command, which then shows what it has: ``with Stop() as stop: ...``.
 
-    heard: whether one came. code: of the exit, 130 after Ctrl-C and 143 after SIGTERM.
+    Services and batch systems send SIGTERM where a person presses Ctrl-C. heard: whether one came. code: of the exit,
+    130 after Ctrl-C and 143 after SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -68,7 +65,7 @@ class Stop:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
         self.heard = isinstance(error, KeyboardInterrupt)
-        self.code = 128 + signal.SIGTERM if isinstance(error, Terminated) else 130
+        self.code = 143 if error is not None and error.args == (signal.SIGTERM,) else 130
         return self.heard
 
     def check(self, done: int) -> None:
@@ -76,17 +73,22 @@ class Stop:
         if self.heard and not done:
             raise typer.Abort if self.code == 130 else typer.Exit(self.code)
 
-    def end(self, done: int, of: int, what: str) -> None:
-        """End the command if a signal came, with its code and how far it got. Call it when the results are out."""
+    def end(self, done: int, of: int, what: str, *, failed: bool = False) -> None:
+        """End the command if a signal came, with its code and how far it got, or with 1 if something failed.
+
+        Call it when the results are out.
+        """
         from .render import note
 
         if self.heard:
             note(f"stopped after {done} of {of} {what}; {written()}")
             raise typer.Exit(self.code)
+        if failed:
+            raise typer.Exit(1)
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+    raise KeyboardInterrupt(number)
 
 
 class Group(TyperGroup):

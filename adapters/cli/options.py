@@ -20,6 +20,7 @@ from ..session.defaults import TAIL
 from .group import CommandError
 
 if TYPE_CHECKING:
+    from sparseprefill.method import Method
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.registry import Registry
     from sparseprefill.route import Route
@@ -153,7 +154,7 @@ def contenders(
     registry: Registry,
     names: Sequence[str] | None,
     settings: Sequence[str],
-    suiting: Mapping[str, Mapping[str, Any]] | None = None,
+    model: str | None = None,
     tail: int = TAIL,
     floor: Any = None,
     configs: Sequence[Path] = (),
@@ -162,19 +163,18 @@ def contenders(
     """Everything to compare, built: methods, configuration files and profiles.
 
     names: of methods; None for every one that is registered but dense. settings: texts ``name.parameter=value``, where
-    refiners and a corrector may be set like parameters, as in a configuration. suiting: parameters that suit the model,
-    by method, under the settings. tail: last rows that get every key, as `attach` takes it. floor: of the recall of
-    every method but dense, unless it has a setting of its own. Raises CommandError or the library's own errors for what
-    does not fit.
+    refiners and a corrector may be set like parameters, as in a configuration. model: its path, None for the embedded
+    one, whose methods get what suits it where no setting says otherwise. tail: last rows that get every key, as
+    `attach` takes it. floor: of the recall of every method but dense, unless it has a setting of its own. Raises
+    CommandError or the library's own errors for what does not fit.
     """
     from sparseprefill.config import from_config
 
     from ..evaluation.outcome import Contender
 
-    chosen = every(registry) if names is None else dict.fromkeys(names)
     made = []
-    for name, changed in changes([registry.get(name).name for name in chosen], settings).items():
-        parameters = {**(suiting or {}).get(name, {}), **floored(name, floor), **changed}
+    for name, changed in changes([one.name for one in chosen(registry, names)], settings).items():
+        parameters = {**suited(model).get(name, {}), **floored(name, floor), **changed}
         made.append(Contender(name, _built(registry, name, parameters), parameters, tail))
     for path in configs:
         pipeline = from_config(path)
@@ -182,6 +182,11 @@ def contenders(
     for path in profiles:
         made.append(Contender(path.name, registry.build(profile=path), {"profile": str(path)}, tail))
     return made
+
+
+def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
+    """The methods of these names, each once; None for every one that is registered but dense."""
+    return [registry.get(name) for name in dict.fromkeys(every(registry) if names is None else names)]
 
 
 def every(registry: Registry) -> list[str]:
@@ -231,9 +236,9 @@ def tried(names: Sequence[str], settings: Sequence[str], texts: Sequence[str]) -
     return values
 
 
-def suited(model: str | None) -> dict[str, Any]:
+def suited(model: str | None) -> Mapping[str, Mapping[str, Any]]:
     """Parameters that suit the embedded model, by method; none for another. model: its path, None for the embedded."""
-    return dict(PARAMETERS) if model is None else {}
+    return PARAMETERS if model is None else {}
 
 
 def floored(name: str, floor: Any) -> dict[str, Any]:

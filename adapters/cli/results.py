@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from attrs import asdict, evolve
 
 from sparseprefill import __version__
@@ -14,12 +13,9 @@ from sparseprefill import __version__
 from ..evaluation.outcome import Outcome, Summary, summaries
 from ..evaluation.reading import APART, Sizes
 from . import render
-from .group import Stop
 from .render import Column, Item, Table
 
 if TYPE_CHECKING:
-    from sparseprefill.registry import Registry
-
     from .setup import Place
 
 NOTES = (
@@ -114,14 +110,6 @@ def report(
             render.line(f"{what}: {path}")
 
 
-def finish(registry: Registry, stop: Stop, found: Sequence[Outcome], of: int) -> None:
-    """End the command: with a note on plugins that did not load, with 1 if a reading failed. of: readings of a run."""
-    render.broken(registry)
-    stop.end(len(found), of, "readings")
-    if any(outcome.error for outcome in found):
-        raise typer.Exit(1)
-
-
 def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
     """A line for each contender that read a prompt, with what failed and what the columns mean.
 
@@ -138,9 +126,10 @@ def table_of(rows: Sequence[Summary], sizes: Sizes, title: str = "") -> Table:
         Column("speed-up", times),
         Column("extra", lambda one: "" if one.extra_bytes is None else f"{one.extra_bytes / 2**20:,.0f} MiB"),
     ]
-    made = Table.of(columns, [one for one in rows if one.prompts], title=title, drop=DROP)
-    notes = f"{ANSWERS} {NOTES}" if "end" in made.heads else NOTES
-    return evolve(made, remarks=[*_failures(rows), *cannot(rows)], notes=notes.format(**asdict(sizes), apart=APART))
+    notes = (f"{ANSWERS} {NOTES}" if rows[0].answers[1] else NOTES).format(**asdict(sizes), apart=APART)
+    remarks = [*_failures(rows), *cannot(rows)]
+    read = [one for one in rows if one.prompts]
+    return Table.of(columns, read, title=title, drop=DROP, remarks=remarks, notes=notes)
 
 
 def cannot(rows: Sequence[Summary]) -> list[str]:

@@ -14,17 +14,17 @@ from attrs import define, field
 from sparseprefill import structure
 from sparseprefill.errors import SparsePrefillError
 from sparseprefill.profiles.profile import Profile
-from sparseprefill.registry import Registry, default_registry
+from sparseprefill.registry import default_registry
 
 from ..calibration.candidates import Candidate
-from ..calibration.fit import ModelReadings, break_even, described, figures, ranges, versions
+from ..calibration.fit import break_even, described, figures, ranges, versions
 from ..calibration.measure import Clock
-from ..calibration.search import By, Search, Searcher, Target, Trial
+from ..calibration.search import By, Readings, Search, Searcher, Target, Trial
 from ..evaluation.outcome import Summary
 from . import render
 from .catalog import DEFAULTS, worded
 from .group import Stop, unwritable, wrote
-from .options import changes, every, floored, suited
+from .options import changes, floored, suited
 from .render import Column, Table
 from .results import measured
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from sparseprefill.breakeven.table import BreakEven
     from sparseprefill.method import Method
     from sparseprefill.profiles.identity import ModelIdentity
-    from sparseprefill.profiles.table import ModelReader, NeededTable
 
     from ..evaluation.prompts import Prompt
     from .progress import Bars
@@ -46,11 +45,6 @@ DROP = ("prompts", "prefill", "rows", "recall", "99 %", "density", "KL", "same",
 """Columns that a narrow terminal leaves out, in this order."""
 Shown = tuple[Search, Trial | None]
 """A row: a trial of a search, or, without one, dense attention."""
-
-
-def chosen(registry: Registry, names: Sequence[str] | None) -> list[Method]:
-    """The methods that are named; without names every one but dense."""
-    return [registry.get(name) for name in dict.fromkeys(names or every(registry))]
 
 
 def fixed_parameters(
@@ -69,11 +63,12 @@ def fixed_parameters(
     for one in methods:
         suiting = {name: value for name, value in usual.get(one.name, {}).items() if name not in one.search}
         own = {**suiting, **floored(one.name, floor), **changed[one.name]}
-        made[one.name] = {name: value for name, value in own.items() if name not in tried[one.name]}
-    for table, own in ((one.table, made[one.name]) for one in methods):
-        path = None if table is None else own.get(table.parameter)
-        if table is not None and isinstance(path, str) and Path(path).is_file():
-            own[table.parameter] = structure.unstructure(table.read(path))  # a profile is one file: tables go into it
+        own = {name: value for name, value in own.items() if name not in tried[one.name]}
+        path = None if one.table is None else own.get(one.table.parameter)
+        if one.table is not None and isinstance(path, str) and Path(path).is_file():
+            # A profile is one file: tables go into it.
+            own[one.table.parameter] = structure.unstructure(one.table.read(path))
+        made[one.name] = own
     return made
 
 
@@ -100,71 +95,60 @@ def with_tables(
         if table is None or table.parameter in fixed[name]:
             continue
         if table.lacking:
-            reason = f"it needs a table of {table.parameter}, and making one needs {table.lacking}"
-        else:
-            fixed[name][table.parameter], reason = _made(name, table, Reader(model, identity), samples, shown)
-        if reason:
-            left_out[name] = reason
+            left_out[name] = f"it needs a table of {table.parameter}, and making one needs {table.lacking}"
+            continue
+        try:
+            with shown.contender(f"the table of {name}") as progress:
+                made = table.make(Reader(model, identity), samples, table.settings(), progress)
+        except SparsePrefillError as error:
+            left_out[name] = f"its {table.parameter} cannot be made: {error}"
+            continue
+        fixed[name][table.parameter] = structure.unstructure(made.table)
+        if made.useless:
+            left_out[name] = made.useless
     return [one for one in methods if one.name not in left_out], left_out
-
-
-def _made(
-    name: str, table: NeededTable, reader: ModelReader, samples: Sequence[Sequence[int]], shown: Bars
-) -> tuple[Any, str]:
-    """A table as a file has it; and why there is none, empty where there is."""
-    try:
-        with shown.contender(f"the table of {name}") as progress:
-            made = table.make(reader, samples, table.settings(), progress)
-    except SparsePrefillError as error:
-        return None, f"its {table.parameter} cannot be made: {error}"
-    return structure.unstructure(made.table), made.useless
 
 
 @define(eq=False, kw_only=True)
 class Run:
     """A search for a profile, one length of prompts after the other; the file is whole after each of them.
 
-    target, by: see `Searcher`. methods: that are searched. minutes: for the search, counted from
-    when the run is made. how: what is told in the file. identity: of the model, once it is loaded.
+    target, by: see `Searcher`. methods: that are searched. identity: of the model. how: what is told in the file.
     """
 
     target: Target
     by: By
     methods: Sequence[str]
+    identity: ModelIdentity
     output: Path
     place: Place
-    minutes: float
     how: dict[str, Any]
-    identity: ModelIdentity = field(init=False)
     searches: list[Search] = field(factory=list, init=False)
-    began: float = field(factory=time.monotonic, init=False)
 
     def over(
         self,
         lengths: Sequence[int],
-        readings: Callable[[int], ModelReadings],
+        readings: Callable[[int], Readings],
         candidates: Sequence[Candidate],
+        until: float,
         shown: Bars,
     ) -> Stop:
         """Search at every length, and write the profile; Ctrl-C ends it, with what was found.
 
-        Each length gets its share of the time.
+        readings: of a length, made when its turn comes. until: when all must end, by `time.monotonic`; each length gets
+        its share of the time.
         """
-        self.how |= {"minutes": self.minutes, "by": self.by, "settings": len(candidates), "target": str(self.target)}
-        self.how |= {"device": str(self.place.device), "dtype": self.place.dtype_name}
-        until = self.began + 60.0 * self.minutes
         shown.expect(len(lengths))
-        stop = Stop()
         for index, length in enumerate(lengths):
             now = time.monotonic()
             ends = now + (until - now) * length / sum(lengths[index:])
             searcher = Searcher(length, candidates, readings(length), self.target, self.by, until=ends)
-            stop = Stop()
-            with stop, shown.contender(f"{length:,} tokens") as progress:
-                self.searches.append(searcher.run(partial(progress, "settings")))
-            if stop.heard:
-                self.searches = [one for one in (*self.searches, searcher.result()) if one.trials]
-                stop.check(len(self.searches))
+            with Stop() as stop, shown.contender(f"{length:,} tokens") as progress:
+                searcher.run(partial(progress, "settings"))
+            found = searcher.result()
+            if found.trials or not stop.heard:
+                self.searches.append(found)
+            stop.check(len(self.searches))
             self.write()
             if stop.heard:
                 break
@@ -216,7 +200,8 @@ class Run:
             if self.place.device.type == "cpu":
                 render.line(ON_CPU, style="dim")
             for one in self.searches:
-                _frontier(one)
+                if one.frontier:
+                    _show([(one, trial) for trial in one.frontier], f"{one.tokens:,} tokens. {FRONTIER}")
             for name, reason in self.how.get("left_out", {}).items():
                 render.line(f"{name} is left out: {reason}")
             for name, reason in self.how.get("not_timed", {}).items():
@@ -261,13 +246,6 @@ def _show(rows: Sequence[Shown], title: str, *, tokens: bool = False) -> None:
         Column("prompts", lambda row: str(summary(row).prompts)),
     ]
     render.show(Table.of(columns, rows, lambda row: row[1] and row[1].error, title=title, drop=DROP))
-
-
-def _frontier(search: Search) -> None:
-    """Print the frontier that was seen at one length."""
-    shown = search.frontier
-    if shown:
-        _show([(search, one) for one in shown], f"{search.tokens:,} tokens. {FRONTIER}")
 
 
 def _lost(search: Search) -> str:

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 import typer
 from attrs import asdict
 
+from sparseprefill import structure
+from sparseprefill.errors import ParameterError
+
 from . import render
 from .group import CommandError
 from .options import Json
@@ -153,16 +156,10 @@ def _show(url: str, found: object, server: str, start: str, json: bool) -> None:
 
 def _read(config: str) -> Mapping[str, Any]:
     """The additional configuration; the table under ``sparseprefill`` may stand alone."""
+    loads, kind = (tomllib.loads, "TOML") if config.endswith(".toml") else (structure.loads, "JSON")
     try:
-        if config.lstrip().startswith("{"):
-            found = reading.loads(config)
-        else:
-            text = Path(config).read_text(encoding="utf-8")
-            found = tomllib.loads(text) if config.endswith(".toml") else reading.loads(text)
-    except OSError as error:
-        raise CommandError(f"{config}: {error.strerror}; pass JSON, or a .json or .toml file") from error
-    except ValueError as error:
-        raise CommandError(f"{config} is no JSON or TOML: {error}") from error
-    if not isinstance(found, Mapping):
-        raise CommandError(f"{config} is {found!r}: give a table with the key {TABLE}")
+        text = config if config.lstrip().startswith("{") else structure.read(config)
+        found = structure.table(structure.parsed(text, loads, kind))
+    except ParameterError as error:
+        raise CommandError(f"{config}: {error}; give JSON, or a .json or .toml file") from error
     return found if TABLE in found else {TABLE: found}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
 
+from ..evaluation.reading import threads
 from .group import CommandError
 from .options import MODELS
 
@@ -69,15 +70,9 @@ class Place:
             f"{memory / 1e9:,.0f} GB; {remedy}"
         )
 
-    @contextmanager
-    def threaded(self) -> Iterator[None]:
+    def threaded(self) -> AbstractContextManager[None]:
         """Runs the block with this many threads."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        return threads(self.threads)
 
     @classmethod
     def of(cls, device: str, dtype: str, threads: int) -> Place:
@@ -133,29 +128,19 @@ class Source:
             return (found.to(self.place.device) if self.device_map is None else found).eval()
 
     @property
-    def generation_config(self) -> Any:
-        """How the model generates, None where nothing says so."""
-        from transformers import GenerationConfig
-
-        try:
-            return GenerationConfig.from_pretrained(self.path) if self.path is not None else None
-        except (OSError, ValueError):
-            return None
-
-    @property
     def positions(self) -> int | None:
         """Tokens that the model reads at most, None where its configuration does not say."""
         found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return int(found) if isinstance(found, int) and found > 0 else None
 
-    def check_tokens(self, tokens: int, option: str = "--tokens") -> None:
+    def check_tokens(self, tokens: int) -> None:
         """CommandError where the model does not read so many."""
         most = self.positions
         if most is not None and tokens > most:
-            raise CommandError(f"{option} {tokens}: the model reads at most {most}; pass that or less")
+            raise CommandError(f"--tokens {tokens}: the model reads at most {most}; pass that or less")
         width = getattr(self.config.get_text_config(), "hidden_size", None) or 1
         if most is None and self.device_map is None:
-            self.place.check_room(option, tokens, width * self.place.dtype.itemsize, "one hidden state of them")
+            self.place.check_room("--tokens", tokens, width * self.place.dtype.itemsize, "one hidden state of them")
 
     def check_greedy(self, what: str, tokens: int, greedy: int) -> None:
         """CommandError where the model does not read so many tokens and a greedy continuation of so many."""

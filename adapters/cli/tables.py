@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -22,8 +21,6 @@ from .render import Table
 
 SEED = "seed"
 """The option of the command that chooses the samples; settings with such a field are given it, too."""
-BOUNDS = re.compile(r"(?:integer|number) (?:>= )?(\d+)(?: to (\d+))?")
-"""How the validators of whole numbers and numbers describe themselves."""
 
 
 class WithTables(Group):
@@ -79,7 +76,7 @@ def _command(table: NeededTable) -> Callable[..., None]:
 def _options(table: NeededTable) -> Iterator[inspect.Parameter]:
     kinds = get_type_hints(table.settings)
     known = {one.name: one for one in parameters(table.settings)}
-    helps = {name: one.doc[:1].upper() + one.doc[1:] for name, one in known.items()}
+    helps = {name: f"{one.doc[:1].upper()}{one.doc[1:].rstrip('.')}: {one.bounds}." for name, one in known.items()}
 
     def one(name: str, default: Any, kind: Any, **more: Any) -> inspect.Parameter:
         annotation = Annotated[kind, typer.Option(*more.pop("names", ()), **more)] if more else kind
@@ -90,8 +87,7 @@ def _options(table: NeededTable) -> Iterator[inspect.Parameter]:
     yield one("samples", table.samples, int, min=1, help="Samples to average over.")
     for name, parameter in known.items():
         if name != SEED:
-            least, most = _bounds(parameter.bounds, float if kinds[name] is float else int)
-            yield one(name, parameter.default, kinds[name], min=least, max=most, help=helps[name])
+            yield one(name, parameter.default, kinds[name], help=helps[name])
     yield one(SEED, 0, int, min=0, max=options.SEEDS, help=helps.get(SEED, "Chooses the samples."))
     file = Path(f"{table.parameter}.json")
     yield one("output", file, Path, names=("--output", "-o"), help="Write the table to this file.")
@@ -99,12 +95,6 @@ def _options(table: NeededTable) -> Iterator[inspect.Parameter]:
     yield one("dtype", options.Dtype.AUTO, options.Type)
     yield one("threads", 1, options.Threads)
     yield one("json", False, options.Json)
-
-
-def _bounds(words: str, kind: type) -> tuple[Any, Any]:
-    found = BOUNDS.match(words)
-    least, most = (None, None) if found is None else found.groups()
-    return least and kind(least), most and kind(most)
 
 
 def _run(

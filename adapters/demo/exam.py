@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from sparseprefill.profiles.table import Progress
 
 from ..evaluation.prompts import Prompt, spans_of
+from ..evaluation.reading import threads
 from ..session.defaults import MIN_QUERY
 from . import formats
 from .formats import ADJECTIVES, NOUNS, Key
@@ -110,24 +111,13 @@ def asker(model: Any, tokenizer: Any, exam: Exam) -> Callable[[Any, Progress], M
             found: str = tokenizer.decode(greedy(model, cache, prompt, draft))
             return found
 
-        with _one_thread(model):
+        # Decoding on a CPU is many small operations, where more threads cost more than they bring.
+        with threads(1) if model.device.type == "cpu" else nullcontext():
             answers = take(exam, answer)
         progress("questions", done, exam.questions)
         return answers
 
     return ask
-
-
-@contextmanager
-def _one_thread(model: Any) -> Iterator[None]:
-    """Decoding on a CPU is many small operations, where more threads cost more than they bring."""
-    threads = torch.get_num_threads()
-    if model.device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.inference_mode()

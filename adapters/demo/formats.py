@@ -116,12 +116,6 @@ def long_question(key: Key, opening: str, asked: str) -> str:
     return f"{opening} {asked.format(key=name(key))} {_lead(key)}"
 
 
-def parted(text: str) -> tuple[str, str]:
-    """Return a question, and the beginning of its answer's sentence that stands behind it in the prompt."""
-    cut = text.rindex("The special magic number")
-    return text[:cut].rstrip(), text[cut:]
-
-
 def answer(keys: Sequence[Key], values: Sequence[str]) -> str:
     """Return the answer: the values, each after the first led by its key."""
     rest = (f", for {name(key)} is {value}" for key, value in zip(keys[1:], values[1:], strict=True))

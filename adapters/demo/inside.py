@@ -70,25 +70,19 @@ class Passage:
 def make_passages(keys: Callable[[], Key], rng: random.Random, tokens: int) -> list[Passage]:
     """Make the lines of all families for a text of about so many tokens.
 
-    keys: gives a key that nothing else in the text has. rng: chooses values, wordings and places. tokens: with 8,192
-    and more there are `MOST` answers of each family, with fewer fewer. Raises ValueError where the text is too short
-    for an answer to be far from its fact.
+    keys: gives a key that nothing else in the text has. rng: chooses values, wordings and places. tokens: `SHORTEST`
+    at least; with 8,192 and more there are `MOST` answers of each family, with fewer fewer.
     """
-    if tokens < SHORTEST:
-        raise ValueError(
-            f"tokens is {tokens}: answers inside a text look back over more than {WINDOW}, pass {SHORTEST} or more"
-        )
     count = min(MOST, tokens // 1024) // 2 * 2
-    places = _Depths(rng, tokens)
     made: list[Passage] = []
     for index in range(count):
-        made += _restated(keys(), rng, places, _FACTS[index % len(_FACTS)])
+        made += _restated(keys(), rng, tokens, _FACTS[index % len(_FACTS)])
     for index in range(count):
-        made += _turn(keys(), rng, places, long=bool(index % 2))
+        made += _turn(keys(), rng, tokens, long=bool(index % 2))
     for index in range(count // 2):
-        made += _linked([keys() for _ in range(3)], rng, places, _LINKS[index % len(_LINKS)])
+        made += _linked([keys() for _ in range(3)], rng, tokens, _LINKS[index % len(_LINKS)])
     for _ in range(count // 2):
-        made += _list([keys() for _ in range(4)], rng, places)
+        made += _list([keys() for _ in range(4)], rng, tokens)
     return made
 
 
@@ -112,33 +106,26 @@ def places_of(text: str, passages: Sequence[Passage]) -> tuple[Place, ...]:
     return tuple(found)
 
 
-@frozen
-class _Depths:
-    """Draws where lines stand: depths within the filler text."""
-
-    rng: random.Random
-    tokens: int
-
-    def chain(self, count: int) -> list[float]:
-        """Depths of so many lines, one after the other, far apart but for one pair in ten."""
-        near = self.rng.random() < 0.1
-        least = (_NEAR if near else _FAR) / self.tokens
-        room = 1 - _END / self.tokens - least * (count - 1)
-        if near:
-            room = min(room, (WINDOW - _NEAR) / self.tokens * (count - 1))
-        ends = sorted(self.rng.random() for _ in range(count))
-        start = self.rng.random() * (1 - _END / self.tokens - least * (count - 1) - room)
-        return [start + end * room + index * least for index, end in enumerate(ends)]
+def _chain(rng: random.Random, tokens: int, count: int) -> list[float]:
+    """Depths within a text of about so many tokens, of lines one after the other, far apart but for one pair in ten."""
+    near = rng.random() < 0.1
+    least = (_NEAR if near else _FAR) / tokens
+    room = 1 - _END / tokens - least * (count - 1)
+    if near:
+        room = min(room, (WINDOW - _NEAR) / tokens * (count - 1))
+    ends = sorted(rng.random() for _ in range(count))
+    start = rng.random() * (1 - _END / tokens - least * (count - 1) - room)
+    return [start + end * room + index * least for index, end in enumerate(ends)]
 
 
-def _restated(key: Key, rng: random.Random, places: _Depths, form: str) -> list[Passage]:
-    said, again = places.chain(2)
+def _restated(key: Key, rng: random.Random, tokens: int, form: str) -> list[Passage]:
+    said, again = _chain(rng, tokens, 2)
     text = form.format(key=formats.name(key), value=(value := _value(rng)))
     return [Passage(said, text), _passage(again, "restated", text, [value])]
 
 
-def _turn(key: Key, rng: random.Random, places: _Depths, *, long: bool) -> list[Passage]:
-    said, asked = places.chain(2)
+def _turn(key: Key, rng: random.Random, tokens: int, *, long: bool) -> list[Passage]:
+    said, asked = _chain(rng, tokens, 2)
     value = _value(rng)
     question = formats.one_question(key)
     if long:
@@ -147,9 +134,9 @@ def _turn(key: Key, rng: random.Random, places: _Depths, *, long: bool) -> list[
     return [Passage(said, formats.needle(key, value)), _passage(asked, "turns", question + answer, [value])]
 
 
-def _linked(keys: Sequence[Key], rng: random.Random, places: _Depths, link: str) -> list[Passage]:
+def _linked(keys: Sequence[Key], rng: random.Random, tokens: int, link: str) -> list[Passage]:
     """A fact, and two keys that have its value, each by way of the one before; then the line gives it as a fact."""
-    depths, value = places.chain(len(keys)), _value(rng)
+    depths, value = _chain(rng, tokens, len(keys)), _value(rng)
     made = [Passage(depths[0], formats.needle(keys[0], value))]
     for depth, key, new in zip(depths[1:], keys, keys[1:], strict=False):
         text = link.format(new=formats.name(new), key=formats.name(key), value=value)
@@ -160,9 +147,9 @@ def _linked(keys: Sequence[Key], rng: random.Random, places: _Depths, link: str)
     return made
 
 
-def _list(keys: Sequence[Key], rng: random.Random, places: _Depths) -> list[Passage]:
+def _list(keys: Sequence[Key], rng: random.Random, tokens: int) -> list[Passage]:
     """The values of four keys, a question for all of them that is answered by half, and later the other half."""
-    said, asked, resumed = places.chain(3)
+    said, asked, resumed = _chain(rng, tokens, 3)
     values = [_value(rng) for _ in keys]
     made = [Passage(said * rng.random(), formats.needle(key, value)) for key, value in zip(keys, values, strict=True)]
     begun = formats.answer(keys[:2], values[:2]).removesuffix(".") + ","

@@ -30,18 +30,12 @@ _BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 def text_lines() -> tuple[str, ...]:
     """Return the filler text as lines, always in the same order.
 
-    A line holds printable ASCII only, with single spaces, and has neither a
-    space nor a line break at its ends.
+    A line holds printable ASCII only, with single spaces, and has neither a space nor a line break at its ends.
     """
-    texts = dict.fromkeys([*_topics(), *_docstrings()])
-    return tuple(line for text in texts for line in _clean(text))
-
-
-def _topics() -> Iterator[str]:
     from pydoc_data.topics import topics
 
-    for key in sorted(topics):
-        yield topics[key]
+    texts = dict.fromkeys([*(topics[key] for key in sorted(topics)), *_docstrings()])
+    return tuple(line for text in texts for line in _clean(text))
 
 
 def _docstrings() -> Iterator[str]:

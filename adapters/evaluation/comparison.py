@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ from sparseprefill.profiles.table import Progress
 from ..huggingface import attach
 from .outcome import Contender, Fidelity, Layer, Outcome, compare
 from .prompts import Prompt
-from .reading import Answers, Reader, Sizes, Truth, right_inside
+from .reading import Answers, Kept, Reader, Sizes, right_inside
 
 Ask = Callable[[Any, Progress], Answers]
 """Asks about the prompt that a cache holds, and leaves the cache as it was: ``ask(cache, progress)``."""
@@ -74,15 +75,23 @@ def _means(kept: Tensor) -> tuple[float, ...]:
 class Comparison:
     """One prompt on one model, read by the model itself; runs contenders one after the other.
 
-    truth: the dense pass. stock: its outcome. answers come from `ask`, if there is one. pictured: layer and head whose
-    mask is kept.
+    stock: the outcome of that dense pass. kept: which of its rows were read. inside, last: their logits
+    ``[n, vocabulary]`` in the model's dtype, those of `inside` on the CPU. tail, greedy: logits of the held-back text
+    and of the greedy continuation. continuation: the greedy tokens. peak: bytes that a dense prefill adds on the
+    devices, None on a CPU. pictured: layer and head whose mask is kept. ask: asks about the prompt, if there is one.
     """
 
     reader: Reader
     prompt: Prompt
     sizes: Sizes
-    truth: Truth
     stock: Outcome
+    kept: Kept
+    inside: Tensor
+    last: Tensor
+    tail: Tensor
+    greedy: Tensor
+    continuation: Tensor
+    peak: int | None
     pictured: tuple[int, int] | None = None
     ask: Ask | None = None
 
@@ -100,20 +109,32 @@ class Comparison:
     ) -> Comparison:
         """Read the prompt with the model's own attention. ParameterError where it is too short for the sizes."""
         sizes, reader = sizes or Sizes(), Reader(model)
-        ids, tail = _cut(prompt, sizes, reader)
+        ids, text = _cut(prompt, sizes, reader)
+        kept = Kept.of(prompt, ids.shape[1], sizes)
         with _counted(model, lambda done, of: progress("dense", done, of)):
-            truth = Truth.of(reader, prompt, ids, tail, sizes, lambda cache: ask(cache, progress) if ask else {})
+            began = time.perf_counter()
+            logits, cache = reader.prefill(ids, kept.index)
+            seconds = time.perf_counter() - began
+            inside, spans, last = kept.split(logits)
+            answered, inside, last = right_inside(prompt, ids.shape[1], spans), inside.cpu(), last.clone()
+            del logits, spans
+            answers = {} if ask is None else ask(cache, progress)
+            tail = reader.follow(cache, text)
+            continuation, greedy = reader.decode(cache, tail[-1], sizes.greedy)
+            del cache
+            seconds, peak = reader.clock(ids, sizes, seconds)
         stock = Outcome(
             Contender("stock"),
             prompt.name,
             ids.shape[1],
-            seconds=truth.seconds,
-            extra_bytes=None if truth.peak is None else 0,
+            seconds=seconds,
+            extra_bytes=None if peak is None else 0,
             layers=_dense_layers(model),
-            inside=truth.answered,
-            answers=truth.answers,
+            inside=answered,
+            answers=answers,
         )
-        return cls(reader, prompt, sizes, truth, stock, pictured, ask)
+        read = kept, inside, last, tail[:-1], greedy, continuation, peak
+        return cls(reader, prompt, sizes, stock, *read, pictured, ask)
 
     def run(self, contender: Contender, progress: Progress = _silent) -> Outcome:
         """Prefill, compare, ask. An error of the library, or lack of memory, ends the contender alone."""
@@ -138,20 +159,23 @@ class Comparison:
                 watch(call, result)
                 spent += time.perf_counter() - began
 
-        with _attached(reader.model, contender, observe) as handle:
+        attached = partial(
+            attach, reader.model, contender.pipeline, gate=None, tail=contender.dense_tail, recall_every=0
+        )
+        with attached(observe=observe) as handle:
             with _counted(reader.model, lambda done, of: progress("prefill", done, of)):
                 began = time.perf_counter()
-                logits, cache = reader.prefill(ids, self.truth.kept.index)
+                logits, cache = reader.prefill(ids, self.kept.index)
                 seconds = time.perf_counter() - began - spent
             watching = False
             report = handle.report()
             answers = {} if self.ask is None else self.ask(cache, progress)
         progress("fidelity", 0, 1)
-        inside, spans, last = self.truth.kept.split(logits)
+        inside, spans, last = self.kept.split(logits)
         answered = right_inside(self.prompt, ids.shape[1], spans)
         fidelity = self._fidelity(inside, last, cache, tail)
         del cache, logits, inside, spans, last
-        with _attached(reader.model, contender, None):
+        with attached():
             progress("clock", 0, 1)
             seconds, peak = reader.clock(ids, sizes, seconds)
         return Outcome(
@@ -160,7 +184,7 @@ class Comparison:
             ids.shape[1],
             fidelity,
             seconds,
-            None if peak is None or self.truth.peak is None else peak - self.truth.peak,
+            None if peak is None or self.peak is None else peak - self.peak,
             _layers(watch, report, self.stock.layers),
             answered,
             answers,
@@ -169,17 +193,16 @@ class Comparison:
         )
 
     def _fidelity(self, inside: Tensor, last: Tensor, cache: Any, tail: Tensor) -> Fidelity:
-        truth, reader = self.truth, self.reader
         ids = torch.tensor(self.prompt.ids)
         end = len(self.prompt.ids) - tail.shape[1]
-        follows = reader.follow(cache, tail)
-        _, chosen = reader.decode(cache, follows[-1], self.sizes.greedy, truth.continuation)
-        parted = (chosen.argmax(-1).cpu() != truth.continuation.cpu()).nonzero()
+        follows = self.reader.follow(cache, tail)
+        _, chosen = self.reader.decode(cache, follows[-1], self.sizes.greedy, self.continuation)
+        parted = (chosen.argmax(-1).cpu() != self.continuation.cpu()).nonzero()
         return Fidelity(
-            compare(truth.inside, inside, ids[truth.kept.inside + 1]),
-            compare(truth.last, last, ids[truth.kept.last + 1]),
-            compare(truth.tail, follows[:-1], ids[end + 1 :]),
-            compare(truth.greedy, chosen),
+            compare(self.inside, inside, ids[self.kept.inside + 1]),
+            compare(self.last, last, ids[self.kept.last + 1]),
+            compare(self.tail, follows[:-1], ids[end + 1 :]),
+            compare(self.greedy, chosen),
             int(parted[0]) if parted.numel() else None,
         )
 
@@ -232,15 +255,6 @@ def _cut(prompt: Prompt, sizes: Sizes, reader: Reader) -> tuple[Tensor, Tensor]:
     check_length(prompt, sizes)
     ids = torch.tensor([prompt.ids], device=reader.device)
     return ids[:, : -sizes.tail], ids[:, -sizes.tail :]
-
-
-def _attached(model: Any, contender: Contender, observe: Any) -> AbstractContextManager[Any]:
-    if contender.pipeline is None:
-        return nullcontext()
-    handle: AbstractContextManager[Any] = attach(
-        model, contender.pipeline, observe=observe, gate=None, tail=contender.dense_tail, recall_every=0
-    )
-    return handle
 
 
 def _dense_layers(model: Any) -> tuple[Layer, ...]:

@@ -105,7 +105,7 @@ def evaluate(
     check_flag("stock", stock)
     check_flag("chat_template", chat_template)
     made = loaded(model, tokenizer, tasks, lengths, limit, listener) if items is None else items
-    check_tokenizer(model, tokenizer, chat_template=chat_template)
+    check_tokenizer(tokenizer, chat_template=chat_template)
     asker = _Asker.of(model, tokenizer, limit, batch_size, chat_template)
     for one in made:
         dense: Run | None = None
@@ -121,15 +121,13 @@ def evaluate(
             yield evolve(run, scores=tuple(score.beside(None if run is dense else dense) for score in run.scores))
 
 
-def check_tokenizer(model: Any, tokenizer: Any, *, chat_template: bool = False) -> None:
-    """ParameterError where the harness cannot work with a tokenizer. model: as of `evaluate`, or what has its `config`,
-    and its `generation_config` where there is one."""
+def check_tokenizer(tokenizer: Any, *, chat_template: bool = False) -> None:
+    """ParameterError where the harness cannot work with a tokenizer."""
     if chat_template and not getattr(tokenizer, "chat_template", None):
         raise ParameterError("chat_template is True, but the tokenizer has no chat template: pass False")
-    if _end(model, tokenizer) is None:
+    if getattr(tokenizer, "eos_token", None) is None:
         raise ParameterError(
-            "tokenizer.eos_token is None, and the model's configuration names no token of the tokenizer that ends a "
-            "text either (eos_token_id): the harness ends answers at it; set tokenizer.eos_token, or eos_token in "
+            "tokenizer.eos_token is None, and the harness ends answers at it: set tokenizer.eos_token, or eos_token in "
             "tokenizer_config.json"
         )
 
@@ -240,10 +238,8 @@ class _Asker:
         with _quiet():
             host: Any = import_module("lm_eval.models.huggingface")
             try:
-                # It sets a padding token where there is none, and needs one that ends a text: on one of its own.
-                own = copy.deepcopy(tokenizer)
-                own.eos_token = _end(model, tokenizer)
-                lm = host.HFLM(pretrained=model, tokenizer=own, batch_size=batch_size)
+                # It sets a padding token where there is none: on one of its own.
+                lm = host.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
             except AssertionError as error:
                 raise ParameterError(
                     f"tokenizer is a {type(tokenizer).__name__}: pass one of transformers, which the harness takes"
@@ -483,18 +479,6 @@ def _heard(listener: Listener | None, name: str) -> Iterator[Progress]:
     else:
         with listener.contender(name) as progress:
             yield progress
-
-
-def _end(model: Any, tokenizer: Any) -> str | None:
-    """The token that ends a text: the tokenizer's, or else the first that the model names and the tokenizer has."""
-    if getattr(tokenizer, "eos_token", None) is not None:
-        return str(tokenizer.eos_token)
-    for where in (getattr(model, "generation_config", None), model.config.get_text_config()):
-        named = getattr(where, "eos_token_id", None)
-        for one in named if isinstance(named, list | tuple) else [named]:
-            if isinstance(one, int) and 0 <= one < len(tokenizer):
-                return str(tokenizer.convert_ids_to_tokens(one))
-    return None
 
 
 def _is_file(name: str) -> bool:

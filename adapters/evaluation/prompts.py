@@ -134,16 +134,14 @@ def _of_file(path: Path) -> Iterator[Text]:
         text = structure.read(path, MOST)
     except ParameterError as error:
         raise ParameterError(f"prompts: {path} cannot be read as UTF-8 text: {error}; pass another file") from error
+    if not text.strip():
+        raise ParameterError(f"prompts: {path} holds no text: pass a file with a prompt")
     if path.suffix.lower() != ".jsonl":
-        if not text.strip():
-            raise ParameterError(f"prompts: {path} holds no text: pass a file with a prompt")
         yield Text(path.name, text)
         return
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    if not lines:
-        raise ParameterError(f"prompts: {path} holds no line: pass a file with a prompt in each")
-    for number, line in lines:
-        yield _of_line(line, f"{path.name}:{number}")
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield _of_line(line, f"{path.name}:{number}")
 
 
 def _of_line(line: str, where: str) -> Text:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -91,6 +92,17 @@ class Sizes:
     repeats: int = field(default=1, validator=whole(1))
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Runs the block with so many threads of PyTorch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @frozen
 class Reader:
     """A causal language model of transformers, read one prompt at a time (batch of 1), without gradients."""
@@ -167,47 +179,3 @@ class Reader:
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             more["logits_to_keep"] = keep
         return self.model(ids, **more)
-
-
-@frozen(eq=False)
-class Truth:
-    """What the model's own prefill of one prompt makes of it.
-
-    kept: which rows of the prefill were read. inside, last: their logits ``[n, vocabulary]`` in the model's dtype,
-    those of `inside` on the CPU. tail, greedy: logits of the held-back text and of the greedy continuation.
-    continuation: the greedy tokens. answered: right answers inside the prompt. answers: what was asked of the cache.
-    seconds: of a prefill, median. peak: bytes that one adds on the devices, None on a CPU.
-    """
-
-    kept: Kept
-    inside: Tensor
-    last: Tensor
-    tail: Tensor
-    greedy: Tensor
-    continuation: Tensor
-    answered: Answers
-    answers: Answers
-    seconds: float
-    peak: int | None
-
-    @classmethod
-    def of(
-        cls, reader: Reader, prompt: Prompt, ids: Tensor, tail: Tensor, sizes: Sizes, ask: Callable[[Any], Answers]
-    ) -> Truth:
-        """One dense pass over the prompt's tokens ``[1, n]``, the tail ``[1, t]`` behind it, and greedy tokens more.
-
-        ask: is given the prompt's cache, and leaves it as it was.
-        """
-        kept = Kept.of(prompt, ids.shape[1], sizes)
-        began = time.perf_counter()
-        logits, cache = reader.prefill(ids, kept.index)
-        seconds = time.perf_counter() - began
-        inside, spans, last = kept.split(logits)
-        answered, inside, last = right_inside(prompt, ids.shape[1], spans), inside.cpu(), last.clone()
-        del logits, spans
-        answers = ask(cache)
-        follows = reader.follow(cache, tail)
-        continuation, chosen = reader.decode(cache, follows[-1], sizes.greedy)
-        del cache
-        seconds, peak = reader.clock(ids, sizes, seconds)
-        return cls(kept, inside, last, follows[:-1], chosen, continuation, answered, answers, seconds, peak)

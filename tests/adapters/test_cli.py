@@ -229,7 +229,7 @@ def test_ctrl_c_while_a_model_loads(command: str, monkeypatch: pytest.MonkeyPatc
     refused(invoke(*command.split(), "--device", "cpu"), "stopped: nothing was written", status=130)
 
 
-@pytest.mark.parametrize("command", ["demo", "fit", "cluster", "anchors"])
+@pytest.mark.parametrize("command", ["demo", "cluster", "anchors"])
 def test_a_seed_that_no_generator_takes(command: str) -> None:
     for seed in ("9" * 25, "-1"):
         refused(invoke(*command.split(), "--seed", seed), "'--seed'", status=2)

@@ -95,7 +95,7 @@ def test_nothing_to_run_sparse_is_a_failure(changes: dict[str, Any], tmp_path: P
             '{"sparseprefill": {"method": "streaming", "profiles": {"a": {"method": "x"}}}}',
             "sparseprefill.profiles.a.method: no method is named 'x'",
         ),
-        ("{", "is no JSON or TOML"),
+        ("{", "{: is not JSON"),
         ("nowhere.json", "nowhere.json: No such file"),
     ],
 )

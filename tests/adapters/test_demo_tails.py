@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sparseprefill.adapters.demo.formats import parted
 from sparseprefill.adapters.demo.model import load_model
 from sparseprefill.adapters.demo.tasks import make_task
 
 import sparseprefill as sp
 from experiments.bench.clock import Clock
-from experiments.training.tails import WAYS, Row, main, prompts, rows, table
+from experiments.training.tails import WAYS, Row, main, parted, prompts, rows, table
 
 
 @pytest.fixture(scope="module")

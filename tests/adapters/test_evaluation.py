@@ -160,7 +160,7 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
     prompt, contender = prompt_of(570, 1), streaming()
     one = Comparison.of(model, prompt, SIZES)
     found = one.run(contender)
-    ids = torch.tensor([[*prompt.ids, *one.truth.continuation.tolist()]])
+    ids = torch.tensor([[*prompt.ids, *one.continuation.tolist()]])
     end = len(prompt.ids) - SIZES.tail
     with torch.inference_mode():
         dense = model(ids).logits[0].double()
@@ -194,7 +194,7 @@ def test_figures_are_those_of_the_model_run_by_hand(model: LlamaForCausalLM) -> 
         text = ids[0, span.start + 1 : span.stop + 1]
         surprise = -q[span].gather(1, text[:, None]).mean()
         assert getattr(found.fidelity, name).surprise == pytest.approx(float(surprise), rel=1e-4)
-    greedy = q[spans["greedy"]].argmax(-1) != one.truth.continuation
+    greedy = q[spans["greedy"]].argmax(-1) != one.continuation
     assert found.fidelity.parted == (int(greedy.nonzero()[0]) if greedy.any() else None)
     assert found.fidelity.end.kl > 1e-4
 
@@ -245,7 +245,7 @@ def test_nothing_of_a_run_stays(model: LlamaForCausalLM) -> None:
             return logits, cache
 
     one = Comparison.of(model, prompt_of(150), SIZES)
-    spied = Comparison(Spy(model), one.prompt, one.sizes, one.truth, one.stock)
+    spied = evolve(one, reader=Spy(model))
     for _ in range(3):
         assert spied.run(streaming()).error == ""
     assert len(seen) == 3
@@ -396,7 +396,7 @@ def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
     [
         ("a.txt", b"", "holds no text"),
         ("a.txt", b"\xff\xfe\xfa", "cannot be read as UTF-8"),
-        ("a.jsonl", b"", "holds no line"),
+        ("a.jsonl", b"", "holds no text"),
         ("a.jsonl", b"{", "a.jsonl:1 is not JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is nested too deeply"),
         ("a.jsonl", b'{"prompt": "x", "prompt": "y"}', "a.jsonl:1 has the key 'prompt' twice"),

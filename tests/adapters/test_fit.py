@@ -215,7 +215,6 @@ def test_methods_take_turns_and_begin_with_their_defaults() -> None:
     assert ["anchor-attention", "vertical-slash"] == [one.name for one in made[3:5]]
     assert 1 + 8 == sum(one.name == "anchor-attention" for one in made)
     assert made == candidates(methods, {"anchor-attention": {"step": 2}, "streaming": {"window": 64}})
-    assert made != candidates(methods, {"anchor-attention": {"step": 2}, "streaming": {"window": 64}}, seed=1)
     assert len(made) == len(set(made))
     tried = candidates(
         methods[1:2], {"streaming": {"sink": 4}}, values={"streaming": {"window": [8, 16], "block": [8]}}

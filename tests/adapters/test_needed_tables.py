@@ -146,9 +146,9 @@ def test_its_command_makes_the_table(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(installed)
     shown = " ".join(bands("--help").stdout.split())
-    for words in ("--share", "Of the attention that a band has.", "default: 16; 16<=x<=99", "bands.json", "--seed"):
+    for words in ("--share", "Of the attention that a band has:", "integer 16 to 99", "bands.json", "--seed"):
         assert words in shown
-    assert bands("--shortest", "3").exit_code == 2
+    assert "shortest is 3: pass an integer" in bands("--shortest", "3").stderr
     made = bands("--share", "0.9", "--device", "cpu")
     assert made.exit_code == 0, made.output
     assert "6 layers of embedded, 1 samples of 512 tokens" in " ".join(made.stdout.split())

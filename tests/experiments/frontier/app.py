@@ -29,7 +29,7 @@ from sparseprefill.adapters.cli.options import (
     suited,
 )
 from sparseprefill.adapters.cli.progress import bars
-from sparseprefill.adapters.cli.searched import SAMPLED, chosen, fixed_parameters, with_tables, without_tables
+from sparseprefill.adapters.cli.searched import SAMPLED, fixed_parameters, with_tables, without_tables
 from sparseprefill.adapters.cli.setup import Place, Source, identity_of
 from sparseprefill.adapters.demo.exam import prompt_of
 from sparseprefill.adapters.demo.tasks import TABLES, TUNING
@@ -107,7 +107,7 @@ def frontier(
     """
     files = Files(plot=plot, markdown=markdown, json=json)
     registry = default_registry()
-    methods = chosen(registry, method)
+    methods = options.chosen(registry, method)
     values = options.tried([one.name for one in methods], settings or (), tried or ())
     fixed = fixed_parameters(methods, settings or (), model, recall_floor, values)
     best = None if chosen_by is None else best_settings(chosen_by, seed, texts)

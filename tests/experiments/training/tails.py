@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args
 import torch
 from attrs import frozen
 from sparseprefill.adapters.demo.exam import greedy
-from sparseprefill.adapters.demo.formats import parted
 from sparseprefill.adapters.demo.model import PARAMETERS, load_model, load_tokenizer
 from sparseprefill.adapters.demo.tasks import TABLES, Family, make_task
 
@@ -68,6 +67,12 @@ class Row:
     right: Mapping[Way, int]
     density: float = 1.0
     time: LayersTime | None = None
+
+
+def parted(text: str) -> tuple[str, str]:
+    """A question, and the beginning of its answer's sentence that stands behind it in the prompt."""
+    cut = text.rindex("The special magic number")
+    return text[:cut].rstrip(), text[cut:]
 
 
 def prompts(tokenizer: Any, tokens: int, tasks: int, seed: int = TABLES) -> list[Asked]:
