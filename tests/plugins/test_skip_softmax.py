@@ -176,14 +176,6 @@ def test_where_it_cannot_stand() -> None:
         sp.SkipSoftmax(-1)
     with pytest.raises(sp.ParameterError, match="skip_below is -1: pass a number from 0"):
         method(skip_below=-1)
-    call = call_of(64)
-    for wrong in (torch.ones(1), torch.tensor([-0.1]), torch.tensor([float("nan")])):
-        with pytest.raises(sp.MaskError, match=r"pass thresholds from 0 to less than 1"):
-            sp.Plan(sp.SparseMask.full(call), skip_below=wrong)
-    others: tuple[Any, ...] = (torch.zeros(2), torch.zeros(1, dtype=torch.float64), 0.5)
-    for other in others:
-        with pytest.raises(sp.MaskError, match=r"pass a float32 tensor \[B\] = \(1,\)"):
-            sp.Plan(sp.SparseMask.full(call), skip_below=other)
 
 
 def test_of_a_union_all_parts_must_want_it() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from helpers.build import int32, make, random_mask
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import MaskError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.testing import calls, masks
 
@@ -59,10 +58,3 @@ def test_tiles_alone_stay_tiles() -> None:
     assert left.stripes is None
     assert left.tile_q == 8
     assert left.tile_k == 4
-
-
-def test_masks_of_different_calls_are_refused() -> None:
-    with pytest.raises(MaskError, match="cannot subtract masks of different calls"):
-        _ = random_mask(CALL, "tiles", (8, 8), 1, seed=1) - SparseMask.full(make(40), 8)
-    with pytest.raises(TypeError):
-        _ = random_mask(CALL, "tiles", (8, 8), 1, seed=1) - 1  # type: ignore[operator]

@@ -15,7 +15,7 @@ import sparseprefill as sp
 from helpers.build import make
 from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill import pipeline as pipelines
-from sparseprefill.errors import MaskError, ParameterError, UnsupportedCallError
+from sparseprefill.errors import ParameterError, UnsupportedCallError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.plan import Carry, Parts, Plan, Result
@@ -64,25 +64,6 @@ def test_a_mask_made_when_it_is_read() -> None:
     assert [] == made
     assert plan.mask is plan.mask is FULL
     assert [FULL] == made
-
-
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: Plan(None), r"Plan\.mask is NoneType: pass a SparseMask"),  # type: ignore[arg-type]
-        (lambda: Plan(dict[str, Any]({"mask": sp.SparseMask})["mask"]), r"Plan\.mask is the class SparseMask"),
-        (lambda: Plan(FULL, 3), r"Plan\.carry is int: pass a Carry"),  # type: ignore[arg-type]
-        (lambda: Plan(FULL, probe=[[True, True]]), r"Plan\.probe is list: pass a Tensor"),  # type: ignore[arg-type]
-        (lambda: Plan(FULL, probe=torch.ones(1, 2)), r"Plan\.probe is torch\.float32 \(1, 2\): pass a bool tensor"),
-        (lambda: Plan(FULL, probe=torch.ones(1, 3) > 0), r"Plan\.probe is torch\.bool \(1, 3\).*= \(1, 2\)"),
-        (lambda: Plan(FULL, probe=torch.ones(2) > 0), r"Plan\.probe is torch\.bool \(2,\)"),
-        (lambda: Carry(3, FULL), r"Carry\.state is int: pass a SoftmaxState"),  # type: ignore[arg-type]
-        (lambda: Carry(carry_of(FULL).state, CALL), r"Carry\.region is AttentionCall"),  # type: ignore[arg-type]
-    ],
-)
-def test_what_is_no_plan(build: Any, words: str) -> None:
-    with pytest.raises(MaskError, match=words):
-        build()
 
 
 def test_results_into_other_tensors() -> None:
