@@ -151,6 +151,7 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
         ({"method": "dense", "parameters": []}, r"parameters is \[\]: give a table"),
         ({"method": "dense", "parameters": {"blok": 1}}, "parameters.blok is unknown; did you mean 'block'"),
         ({"method": "dense", "parameters": {"block": 0}}, "parameters.block is 0: pass an integer >= 1"),
+        ({"method": "streaming", "parameters": {"self": 1}}, r"parameters\.self is unknown"),
         ({"method": "dense", "profile": 1}, "profile is 1: give a name"),
         ({"method": "dense", "refiners": {}}, "refiners is {}: give a list of tables"),
         ({"method": "dense", "refiners": "sink"}, "refiners is 'sink': give a list of tables"),
@@ -279,14 +280,6 @@ def test_an_inner_method_is_a_name_a_table_a_pipeline_or_an_estimator() -> None:
     assert sp.build("streaming").estimator == named.estimator
     assert method.estimator == listed.estimator
     assert (method.estimator, type(method.estimator).__name__) == (alone.estimator, alone.name)
-
-
-def test_a_parameter_called_self() -> None:
-    for make_it in (sp.build, sp.build.__globals__["default_registry"]().build):
-        with pytest.raises(ParameterError, match="streaming has no parameter 'self'"):
-            make_it("streaming", **dict[str, Any]({"self": 1}))
-    with pytest.raises(ParameterError, match=r"parameters\.self is unknown"):
-        sp.from_config({"method": "streaming", "parameters": {"self": 1}})
 
 
 @pytest.mark.parametrize(("method", "name"), [("streaming", "sink"), ("anchor-attention", "theta")])

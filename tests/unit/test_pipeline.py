@@ -160,11 +160,6 @@ def test_every_objection_is_raised() -> None:
     assert ("Estimate: no windows",) == caught.value.reasons
 
 
-def test_anchor_attention_refuses_a_window() -> None:
-    with pytest.raises(UnsupportedCallError, match=r"AnchorEstimator: a sliding window \(5 keys\)"):
-        sp.build("anchor-attention").run(evolve(CALL, window=5))
-
-
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
