@@ -326,8 +326,6 @@ def test_a_verdict_that_is_none(verdict: Any) -> None:
         ask("gate", "judge", odd("judge", verdict))
 
 
-def test_memory_must_be_one() -> None:
-    with pytest.raises(sp.ParameterError, match="memory is 3: pass a Memory, or None"):
-        build("estimator", Good()).run(CALL, 3)  # type: ignore[arg-type]
+def test_memory_may_be_given() -> None:
     assert isinstance(build("estimator", Good()).run(CALL, Memory()), Result)
     assert isinstance(SoftmaxState.empty((1, 1, 1), 1, torch.float32, torch.device("cpu")), SoftmaxState)

@@ -279,12 +279,6 @@ def test_a_cpu_has_a_table_in_float32_and_the_rule_for_other_types(monkeypatch: 
     assert "has no figures for bfloat16: dense by the built-in rule" in half.reason
 
 
-@pytest.mark.parametrize("given", [True, 3, object()])
-def test_no_gate(given: Any) -> None:
-    with pytest.raises(sp.ParameterError, match=r'gate is .*: pass "auto", the path'):
-        sp.gated(sp.build("streaming"), given)
-
-
 def test_a_configuration_names_its_gate(path: Path) -> None:
     config = path.with_name("pipeline.json")
     config.write_text(json.dumps({"method": "streaming", "parameters": SMALL, "gate": path.name}), encoding="utf-8")
