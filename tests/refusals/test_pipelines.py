@@ -109,7 +109,6 @@ GATES = [
     for given in (True, 3, 0, object(), ["auto"])
 ]
 
-RECALL = STREAMING.run(make(24))
 EXECUTORS = [
     parameter_error("AttentionCall", sp.AutoExecutor().choose, None),
     parameter_error("call is", CPU.execute, 1, PLAN),
