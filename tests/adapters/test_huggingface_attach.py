@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,103 +15,11 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from sparseprefill.adapters.huggingface import attach, masks, versions
-from torch import nn
 from transformers import LlamaForCausalLM, StaticCache, masking_utils
-from transformers.models.llama import modeling_llama
 
 import sparseprefill as sp
 
 from . import hf_models
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def bloom() -> nn.Module:
-    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4))
-
-
-def bert() -> nn.Module:
-    return transformers.BertModel(transformers.BertConfig(**SMALL))
-
-
-def mamba() -> nn.Module:
-    config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8)
-    return transformers.MambaForCausalLM(config)
-
-
-class NamedAttention(modeling_llama.LlamaAttention):
-    """Drops its mask under an implementation that it does not know."""
-
-    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        if self.config._attn_implementation in ("eager", "sdpa"):
-            kwargs["attention_mask"] = attention_mask
-        else:
-            kwargs["attention_mask"] = None
-        return super().forward(*args, **kwargs)
-
-
-class BiasedAttention(modeling_llama.LlamaAttention):
-    """Mixes something into its keys that depends on the implementation in use."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        out, weights = super().forward(*args, **kwargs)
-        return out * len(str(self.config._attn_implementation)), weights
-
-
-def llama_with(attention: type[nn.Module]) -> nn.Module:
-    model = hf_models.build("llama")
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = attention
-    return cast(nn.Module, model)
-
-
-REFUSED: list[tuple[Any, str]] = [
-    (t5, "encoder-decoder"),
-    (bloom, "does not use transformers' AttentionInterface"),
-    (bert, "no attention layer to attach to: the layer is not causal"),
-    (mamba, "no attention layer to attach to: none of them calls"),
-    (lambda: llama_with(NamedAttention), r"branches on the name of its attention implementation \(in NamedAttention\)"),
-    (lambda: llama_with(BiasedAttention), "does not compute plain attention"),
-    (lambda: nn.Linear(3, 3), "holds no transformers decoder"),
-    (lambda: "llama", "not a torch module"),
-]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("make", "reason"), REFUSED)
-def test_models_that_are_refused(make: Any, reason: str) -> None:
-    model = make()
-    with pytest.raises(sp.AttachError, match=reason):
-        attach(model, "dense", block=32)
-    config = getattr(model, "config", None)
-    assert config is None or not str(config._attn_implementation).startswith("sparseprefill")
-
-
-def test_a_model_that_fails_the_dry_run_can_be_attached_without() -> None:
-    model = hf_models.build("llama")
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("needs pictures")
-
-    hook = model.register_forward_pre_hook(fail)
-    with pytest.raises(sp.AttachError, match=r"does not run on plain token ids.*needs pictures.*verify=False"):
-        attach(model, "dense")
-    with attach(model, "dense", verify=False) as handle:
-        hook.remove()
-        with torch.no_grad():
-            model(hf_models.prompt())
-    assert len(handle.report().layers) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -12,8 +12,6 @@ import torch
 from sparseprefill.adapters.huggingface import attach
 from torch import nn
 
-import sparseprefill as sp
-
 from . import hf_models
 from .hf_models import logits
 
@@ -82,54 +80,3 @@ def test_accelerate(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits(model), wanted, atol=2e-5, rtol=1e-4)
     assert ["sparse", "sparse"] == [layer.mode for layer in handle.report().layers]
     assert torch.equal(wanted, logits(model))
-
-
-def test_weights_on_meta_without_hooks_are_the_stock_models_failure() -> None:
-    model = hf_models.build("llama").to("meta")
-    with pytest.raises(sp.AttachError, match="does not run on plain token ids as it is, before it is attached"):
-        attach(model, "dense")
-
-
-def failing(model: Any, on: set[int]) -> list[int]:
-    """Make some of the model's forwards fail, by their number from 0."""
-    forwards: list[int] = []
-
-    def count(*_: object) -> None:
-        forwards.append(len(forwards))
-        if forwards[-1] in on:
-            raise RuntimeError("out of luck")
-
-    model.register_forward_pre_hook(count)
-    return forwards
-
-
-@pytest.mark.parametrize("on", [{0}, {1, 2}])
-def test_a_stock_model_that_fails_is_named_as_such(on: set[int]) -> None:
-    """At once, or in the middle: what fails with our attention is run once more without it."""
-    model = hf_models.build("llama")
-    failing(model, on)
-    with pytest.raises(sp.AttachError, match=r"as it is, before it is attached: RuntimeError: out of luck.*verify="):
-        attach(model, "dense")
-    assert "sdpa" == model.config._attn_implementation
-
-
-def test_a_failure_with_our_attention_alone_is_ours() -> None:
-    model = hf_models.build("llama")
-    forwards = failing(model, {1})
-    with pytest.raises(sp.AttachError, match="fails with another attention function: RuntimeError: out of luck"):
-        attach(model, "dense")
-    assert [0, 1, 2] == forwards
-
-
-def test_a_model_that_differs_from_itself_is_not_said_to_differ_through_us() -> None:
-    model = hf_models.build("llama")
-    model.lm_head.register_forward_hook(lambda module, args, out: out + torch.randn_like(out) * out.std())
-    with pytest.raises(sp.AttachError, match="gives other logits from run to run"):
-        attach(model, "dense")
-
-
-def test_logits_that_are_not_finite_verify_nothing() -> None:
-    model = hf_models.build("llama")
-    model.lm_head.register_forward_hook(lambda module, args, out: out * torch.inf)
-    with pytest.raises(sp.AttachError, match="before it is attached, gives logits that are not finite"):
-        attach(model, "dense")
