@@ -47,8 +47,11 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"layers": []}, "layers is empty: pass the layers to run sparse"),
     ({"layers": range(1 << 20)}, rf"layers is range\(0, 1048576\), {MORE}"),
     *(({"tail": tail}, TAIL) for tail in (-1, 1.5, True, None, "128", 1 << 31)),
-    *(({"strict": strict}, "strict is .*: pass True or False") for strict in ("no", None, 0, 1, Torn())),
-    *(({"measure": measure}, "measure is .*: pass True or False") for measure in ("no", None, 0, 1, Torn())),
+    *(
+        ({name: value}, rf"{name} is {shown}: pass True or False")
+        for name in ("strict", "measure")
+        for value, shown in (("no", "'no'"), (None, "None"), (0, "0"), (1, "1"), (Torn(), ".*Torn object at .*"))
+    ),
     ({"observe": 3}, "observe is 3: pass a function of a call and its result, or None"),
     ({"gate": True}, "gate is True"),
     ({"recall_every": -1}, "^recall_every is -1: pass N to measure one of N prefills, an integer from 0"),
@@ -62,7 +65,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
 SESSION = [
     *(parameter_error(words, Session, METHOD, **options) for options, words in SHARED),
     parameter_error(r"min_query is .*: pass an integer from 2", Session, METHOD, min_query=None),
-    parameter_error(MORE, Session, METHOD, layers=range(MOST_LAYERS + 1)),
+    parameter_error(f"layers is .*, {MORE}", Session, METHOD, layers=range(MOST_LAYERS + 1)),
 ]
 
 
