@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from attrs import evolve
 from sparseprefill.plugins.share_prefill import TABLE as NEEDED
@@ -44,18 +43,6 @@ def test_a_mapping_by_hand() -> None:
 def changed(**fields: Any) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(TABLE.to_json())
     return {**facts, **fields}
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(sp.ParameterError, match=r"nowhere.json.*No such file"):
-        sp.build("share-prefill", clusters=tmp_path / "nowhere.json")
-    path = tmp_path / "half.json"
-    path.write_text("{")
-    with pytest.raises(sp.ParameterError, match=r"half.json: is not JSON"):
-        sp.build("share-prefill", clusters=str(path))
-    path.write_text(json.dumps(changed(version=9)))
-    with pytest.raises(sp.ParameterError, match=r"half.json: version is 9"):
-        sp.build("share-prefill", clusters=str(path))
 
 
 def test_a_table_serves_a_copy_of_its_model() -> None:

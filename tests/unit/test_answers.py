@@ -265,15 +265,3 @@ def test_what_a_gate_says_reaches_the_choice() -> None:
         empty.pipeline.run(CALL)
     assert 1.0 == objected.run(CALL).density
     assert (noted.grain, Route.of(made).grain) == (None, made.grain)
-
-
-@pytest.mark.parametrize(("depth", "good"), [(31, True), (32, False)])
-def test_unions_within_unions_to_the_last(depth: int, good: bool) -> None:
-    table: dict[str, Any] = {"method": "dense"}
-    for _ in range(depth):
-        table = {"union": [table]}
-    if good:
-        assert isinstance(sp.from_config(table), sp.Pipeline)
-        return
-    with pytest.raises(ParameterError, match="nested too deeply: use at most 32 levels"):
-        sp.from_config(table)

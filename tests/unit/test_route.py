@@ -287,17 +287,3 @@ def test_a_configuration_names_its_gate(path: Path) -> None:
     assert table() == found.gate
     assert isinstance(sp.from_config({"method": "streaming", "gate": "auto"}), sp.Route)
     assert isinstance(sp.from_config({"method": "streaming", "gate": False}), sp.Pipeline)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"method": "streaming", "gate": 3}, 'gate is 3: give "auto", the path'),
-        ({"method": "streaming", "gate": ""}, "gate is ''"),
-        ({"method": "streaming", "gate": "nowhere.json"}, "gate: break-even table is 'nowhere.json'"),
-        ({"union": [{"method": "streaming", "gate": "auto"}]}, r"union\[0\].gate has no meaning there"),
-    ],
-)
-def test_a_wrong_gate_of_a_configuration_is_named(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(sp.ParameterError, match=message):
-        sp.from_config(given)

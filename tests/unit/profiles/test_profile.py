@@ -133,10 +133,6 @@ def test_a_profile_of_several_methods_is_for_none_alone() -> None:
         sp.build("streaming", profile=several())
     with pytest.raises(sp.ParameterError, match=r"parameters \(sink\) belong to one method"):
         sp.build(profile=several(), sink=3)
-    with pytest.raises(sp.ParameterError, match="parameters belong to one method"):
-        sp.from_config({"profile": "x.json", "parameters": {"sink": 3}})
-    with pytest.raises(sp.ParameterError, match="both profile and union"):
-        sp.from_config({"profile": "x.json", "union": []})
     lost = LengthRange(least=0, tokens=9, method="lost", parameters={})
     with pytest.raises(sp.UnknownMethodError, match="no method is named 'lost'"):
         sp.build(profile=Profile(methods=("lost",), model=MODEL, ranges=(lost,)))
@@ -254,18 +250,6 @@ def test_a_missing_field_is_named(name: str) -> None:
     del facts[name]
     with pytest.raises(sp.ParameterError, match=name):
         Profile.of(facts)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [(b"{", "is not JSON"), (b"[]", r"the file is \[\]"), (b"\xff\xfe", "is not a text file")]
-)
-def test_a_file_that_is_no_profile(content: bytes, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "wrong.json"
-    path.write_bytes(content)
-    with pytest.raises(sp.ParameterError, match=message):
-        Profile.load(path)
-    with pytest.raises(sp.ParameterError, match="No such file"):
-        Profile.load(tmp_path / "none.json")
 
 
 @given(
