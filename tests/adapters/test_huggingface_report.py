@@ -1,4 +1,4 @@
-"""The adapter's own behaviour: options, report, fallbacks."""
+"""What a report says: densities, layers that ran dense and why, training, and stages that object."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_report(model: Any) -> None:
     assert report.fallbacks == {}
     text = str(report)
     assert "anchor-attention on LlamaForCausalLM (dense: sdpa; grain 32 tokens)" in text
+    assert "layer   1  sparse" in text
     assert f"density {layer.density:.3f}" in text
     assert "dense by length (fewer than 16 query rows): 3 forwards" in text
 
@@ -200,27 +201,6 @@ def test_attention_weights_that_the_configuration_asks_for(model: Any) -> None:
     assert handle.report().layers[0].sparse_calls == 1
 
 
-@torch.no_grad()
-def test_masks_that_no_call_can_express_run_dense(model: Any) -> None:
-    ids, square = hf_models.prompt(), torch.ones(90, 90, dtype=torch.bool).tril()
-    holes = torch.ones_like(ids)
-    holes[0, 30:40] = 0
-    square[60:, 3:9] = False
-    packed = torch.cat([torch.arange(50), torch.arange(40)])[None]
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"attention_mask": holes}, "has holes"),
-        ({"attention_mask": square[None, None]}, "custom"),
-        ({"position_ids": packed, "use_cache": False}, "custom"),
-        ({"output_attentions": True}, "weights are requested"),
-    ]
-    for inputs, reason in cases:
-        wanted = model(ids, **inputs).logits
-        with attach(model, "streaming", tail=0, **STREAMING) as handle:
-            torch.testing.assert_close(model(ids, **inputs).logits, wanted)
-        assert any(reason in why for why in handle.report().fallbacks), handle.report()
-        assert f"{reason}" in str(handle.report())
-
-
 @attrs.frozen
 class Picky:
     """An estimator that objects to sinks."""
@@ -247,11 +227,3 @@ def test_a_stage_that_objects_leaves_its_layers_to_the_host() -> None:
     assert full.reasons == {"Picky: sinks are beyond me": 1}
     with pytest.raises(sp.AttachError, match="layer 1: Picky: sinks are beyond me"):
         attach(model, picky, strict=True)
-
-
-def test_what_sdpa_ignores_is_ignored_and_noted() -> None:
-    model = hf_models.build("gemma2-sdpa")
-    with attach(model, "dense", block=32) as handle:
-        logits(model)
-    assert any("softcap" in note for note in handle.report().notes)
-    assert "note: sdpa ignores" in str(handle.report())
