@@ -1,4 +1,7 @@
-"""What methods refuse: names and parameters of `build`, tables that do not fit, and declarations of methods."""
+"""What methods refuse: names and parameters of `build`, tables that do not fit, and declarations of methods.
+
+Values that no parameter of their type takes are in `helpers.bad_inputs`, for every parameter.
+"""
 
 from __future__ import annotations
 
@@ -40,24 +43,15 @@ PARAMETERS: list[tuple[str, dict[str, Any], str]] = [
     ("dense", {"block": -16}, "block is -16: pass an integer >= 1"),
     ("dense", {"block": 2.0}, "block is 2.0: pass an integer >= 1"),
     ("streaming", {"sink": -1}, "sink is -1: pass an integer >= 0"),
-    ("streaming", {"window": 0}, "window is 0"),
     ("streaming", {"windw": 3}, r"streaming has no parameter 'windw'; did you mean 'window'\? Known: block"),
     ("streaming", {"self": 1}, "streaming has no parameter 'self'"),
     ("vertical-slash", {"gamma": 1.5}, "gamma is 1.5: pass a number from 0 to 1"),
-    ("vertical-slash", {"gamma": math.nan}, "gamma is nan"),
-    ("anchor-attention", {"step": 0}, "step is 0"),
-    ("anchor-attention", {"block": True}, "block is True"),
     ("anchor-attention", {"init_tokens": "128"}, "init_tokens is '128'"),
-    ("anchor-attention", {"theta": math.nan}, "theta is nan"),
     ("anchor-attention", {"use_anchor": 1}, "use_anchor is 1: pass True or False"),
     ("bfla", {"block": 100, "group": 64}, "group is 64: block 100"),
     ("bfla", {"block": 64, "group": 64}, "tile is 128: block 64"),
-    ("bfla", {"keep_mass": 1.5}, "keep_mass is 1.5"),
     ("bfla", {"score_norm": "max"}, "score_norm is 'max': pass 'sum' or 'mean'"),
-    ("bfla", {"stride": 0}, "stride is 0"),
-    ("bfla", {"random": math.nan}, "random is nan"),
     ("bfla", {"seed": 2**63}, "seed is"),
-    ("bfla", {"local_tiles": -1}, "local_tiles is -1"),
     ("flexprefill", {"coverage": "map"}, "coverage is 'map': pass 'row' or 'global'"),
     ("flexprefill", {"max_budget": 512}, "max_budget is 512: pass at least min_budget, 1024, or None"),
     ("rowmax", {"block": 100, "every": 8}, "block is 100: pass a multiple of every, 8"),
@@ -68,7 +62,6 @@ PARAMETERS: list[tuple[str, dict[str, Any], str]] = [
     ("rowmax", {"precision": "int4"}, "precision is 'int4': pass 'auto' or 'exact' or 'fp8'"),
     ("rowmax", {"sink": 1}, "sink is 1: pass True or False"),
     ("sample-attention", {"alpha_c": 1.5}, "alpha_c is 1.5: pass a number from 0 to 1"),
-    ("sample-attention", {"alpha_s": math.nan}, "alpha_s is nan"),
     ("sample-attention", {"chunk_n": 0}, "chunk_n is 0: pass an integer >= 1"),
     ("sample-attention", {"block": 16.0}, "block is 16.0"),
     ("sample-attention", {"extend": "all"}, "extend is 'all': pass 'chunk' or 'union'"),
@@ -88,10 +81,6 @@ PARAMETERS: list[tuple[str, dict[str, Any], str]] = [
         "inner: streaming skips tiles while its plan is executed",
     ),
     ("xattention", {"block": 100}, "block is 100: pass a multiple of stride, 16"),
-    ("xattention", {"threshold": 1.5}, r"threshold is 1\.5"),
-    ("share-prefill", {"block": 0}, "block"),
-    ("share-prefill", {"delta": -1}, "delta"),
-    ("share-prefill", {"tau": -1}, "tau"),
     ("share-prefill", {"gamma": 2}, "gamma"),
     ("share-prefill", {"inner": 3}, "inner is 3: pass a method's name"),
     ("share-prefill", {"inner": sp.SparseMask}, "inner is .*SparseMask"),
@@ -107,9 +96,6 @@ PARAMETERS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("share-prefill", {"inner": "share-prefill"}, r"inner: share-prefill remembers"),
     ("share-prefill", {"inner": sp.build("share-prefill").estimator}, "inner is a Share itself"),
-    ("kascade", {"topk": 1.5, "anchors": [0]}, "topk is 1.5"),
-    ("kascade", {"least": 0}, "least is 0"),
-    ("kascade", {"sampled": 0}, "sampled is 0"),
     ("kascade", {"anchors": []}, "anchors is empty"),
     ("kascade", {"anchors": [2, 0]}, r"anchors is \[2, 0\]: pass ascending"),
     ("kascade", {"anchors": [0, "1"]}, r"anchors\[1\] is \'1\': pass an integer from 0"),
@@ -126,9 +112,6 @@ PARAMETERS: list[tuple[str, dict[str, Any], str]] = [
     ("kascade", anchors(model={**MODEL, "kv_heads": 2}, maps={"1": [0, 2]}), r"maps\[1\] is \[0, 2\]"),
     ("share-prefill", clusters(schema="other"), "schema is 'other'"),
     ("share-prefill", clusters(version=2), "version is 2"),
-    ("share-prefill", clusters(version=True), "version is True"),
-    ("share-prefill", clusters(model={**MODEL, "heads": math.nan}), "model.heads is nan"),
-    ("share-prefill", clusters(model={**MODEL, "layers": 0}), "model.layers is 0"),
     ("share-prefill", clusters(model={"name": "x"}), "model.architecture is missing"),
     ("share-prefill", clusters(model={**MODEL, "name": 3}), "model.name is 3"),
     ("share-prefill", clusters(clusters=[[[0, 0], [1, 7]]]), r"clusters\[0\]: layer 1, head 7 does not exist"),

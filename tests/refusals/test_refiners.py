@@ -1,4 +1,7 @@
-"""What refiners and correctors refuse: parameters out of bounds, and plans that they cannot work on."""
+"""What refiners and correctors refuse: parameters out of bounds, and plans that they cannot work on.
+
+Values that no parameter of their type takes are in `helpers.bad_inputs`, for every parameter.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,8 @@ from helpers.refusals import Refusal, over, parameter_error
 
 # A class, its parameters, and the words.
 PARAMETERS: list[tuple[Any, dict[str, Any], str]] = [
-    (sp.LocalBand, {"tiles": -1}, "tiles is -1"),
-    (sp.Sink, {"tiles": -1}, "tiles is -1"),
-    (sp.Sink, {"tiles": 1.5}, "tiles is 1.5"),
-    (sp.Sink, {"tiles": 1, "tile": 0}, "tile is 0"),
-    (sp.DenseRows, {"last": 0}, "last is 0"),
-    (sp.StrideRescue, {"every": 0}, "every is 0"),
-    *(
-        (kind, {**size, "seed": seed}, words)
-        for kind, size in ((sp.StrideRescue, {"every": 7}), (sp.RandomRescue, {"share": 0.5}))
-        for seed, words in ((-1, "seed is -1"), (2**63, "seed is 9223372036854775808"), (True, "seed is"))
-    ),
+    (sp.StrideRescue, {"every": 7, "seed": 2**63}, "seed is 9223372036854775808"),
+    (sp.RandomRescue, {"share": 0.5, "seed": 2**63}, "seed is 9223372036854775808"),
     *((sp.RandomRescue, {"share": share}, rf"share is {share}") for share in (1.1, 1.01, -0.01)),
     *(
         (kind, size, words)
@@ -31,23 +25,14 @@ PARAMETERS: list[tuple[Any, dict[str, Any], str]] = [
         for size, words in (
             ({}, "pass either tiles or share"),
             ({"tiles": 1, "share": 0.5}, "pass either tiles or share"),
-            ({"tiles": 0}, "tiles is 0"),
-            ({"share": 1.5}, "share is 1.5"),
             ({"share": 1.01}, r"share is 1\.01"),
             ({"share": -0.01}, r"share is -0\.01"),
         )
     ),
-    (sp.BudgetCeiling, {"tiles": 1, "sink": -1}, "sink is -1"),
-    (sp.BudgetCeiling, {"tiles": 1, "local": -1}, "local is -1"),
     (sp.PositionDecay, {"tiles": 3, "share": 0.5}, "pass tiles or share, or neither"),
-    (sp.PositionDecay, {"tiles": 0}, "tiles is 0"),
-    (sp.PositionDecay, {"share": 1.5}, "share is 1.5"),
     (sp.PositionDecay, {"decay": -0.1}, "decay is -0.1"),
-    (sp.PositionDecay, {"sink": -1}, "sink is -1"),
     (sp.RelativeThreshold, {"share": 1.01}, "share is 1.01"),
-    (sp.RelativeThreshold, {"share": 0.1, "local": -1}, "local is -1"),
     (sp.ValueWeights, {"beta": -1.0}, "beta is -1.0"),
-    (sp.ValueWeights, {"pool": 0}, "pool is 0"),
     (sp.RecallFloor, {"target": 1.5}, "^target is 1.5: pass a number from 0 to 1$"),
     (sp.RecallFloor, {"target": "high"}, "^target is 'high': pass a number from 0 to 1$"),
     (sp.RecallFloor, {"target": math.nan}, "^target is nan: pass a number from 0 to 1$"),
