@@ -224,8 +224,8 @@ def test_what_is_no_failure_of_the_stage_passes(question: str, error: BaseExcept
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_errors_of_the_library_pass(question: str) -> None:
-    mine = sp.ParameterError("mine")
-    with pytest.raises(sp.ParameterError) as caught:
+    mine = sp.SparsePrefillError("mine")
+    with pytest.raises(sp.SparsePrefillError) as caught:
         ask(QUESTIONS[question][0], question, odd(question, mine))
     assert mine is caught.value
 

@@ -13,7 +13,7 @@ from helpers.build import make
 from helpers.registry_plugins import method
 from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill import Corrector, Proxy
-from sparseprefill.errors import MaskError, SparsePrefillError, StageError
+from sparseprefill.errors import MaskError, StageError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan, SoftmaxState
@@ -77,16 +77,6 @@ def test_original_error_is_the_cause(run: Callable[[], object]) -> None:
     with pytest.raises(StageError) as caught:
         run()
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-@pytest.mark.parametrize("error", [MaskError("mine"), SparsePrefillError("mine"), torch.OutOfMemoryError("full")])
-def test_own_errors_and_lack_of_memory_pass_unchanged(error: Exception) -> None:
-    def stop(*_: Any) -> Any:
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        Pipeline(Estimate(stop)).run(CALL)
-    assert error is caught.value
 
 
 @pytest.mark.parametrize("other", [make(19), make(10, 20), make(20, heads=4), make(20, batch=2), make(20, window=3)])
