@@ -1,4 +1,4 @@
-"""Unions and differences of masks: exact for any grids, tiles and stripes; a difference has nothing of what was taken."""
+"""Unions and differences of masks: exact for any grids, tiles and stripes, and disjoint from what was taken away."""
 
 from __future__ import annotations
 
