@@ -39,6 +39,7 @@ parameter_error = partial(refused, sp.ParameterError)
 unknown_method = partial(refused, sp.UnknownMethodError)
 unsupported = partial(refused, sp.UnsupportedCallError)
 stage_error = partial(refused, sp.StageError)
+invalid_call = partial(refused, sp.InvalidCallError)
 
 
 def over(rows: Iterable[Refusal]) -> pytest.MarkDecorator:

@@ -163,7 +163,8 @@ def llama_with(attention: type[nn.Module]) -> nn.Module:
 def failing(*on: int) -> Any:
     """A model of whose forwards some fail, by their number from 0; `forwards` are those that ran."""
     model = hf_models.build("llama")
-    model.forwards = forwards = []
+    forwards: list[int] = []
+    model.forwards = forwards
 
     def count(*_: object) -> None:
         forwards.append(len(forwards))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import asdict, evolve, frozen
@@ -160,7 +160,7 @@ NAMES = [
     refused(LookupError, r"'zzz'\. Known: ", sp.build, "zzz"),
     *(
         unknown_method(r"name is .*: pass the name of a method.*Known: .*dense", sp.build, name)
-        for name in (["dense"], None, {}, 3)
+        for name in cast(tuple[Any, ...], (["dense"], None, {}, 3))
     ),
     parameter_error("streaming has no parameter 'self'", sp.default_registry().build, "streaming", self=1),
     unknown_method("inner.method: .*'anchor-attention'", sp.build, "star-attention", inner="anchor-atention"),

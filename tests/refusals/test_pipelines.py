@@ -8,13 +8,14 @@ import torch
 
 import sparseprefill as sp
 from helpers.build import make
-from helpers.refusals import Refusal, over, parameter_error, refused, stage_error
+from helpers.refusals import Refusal, invalid_call, over, parameter_error, stage_error
 from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill import metrics
 from sparseprefill.executors.auto import CPU
 from sparseprefill.executors.triton import TritonExecutor
 
 CALL = make(40)
+THREE = (CALL.q, CALL.k, CALL.v)
 PLAN = sp.Plan(sp.SparseMask.full(CALL))
 STREAMING, DENSE = sp.build("streaming"), sp.build("dense")
 MADE = sp.Pipeline(Estimate())
@@ -67,18 +68,11 @@ STAGES = [
 
 CALLS = [
     *(
-        refused(
-            *(sp.InvalidCallError, rf"\.{name} is 1: there is no such field.*Known: .*sinks"),
-            *(made, CALL.q, CALL.k, CALL.v),
-            **{name: 1},
-        )
+        invalid_call(rf"\.{name} is 1: there is no such field.*Known: .*sinks", made, *THREE, **{name: 1})
         for name in ("bogus", "self")
         for made in BOTH
     ),
-    *(
-        refused(sp.InvalidCallError, "did you mean 'softcap'", made, CALL.q, CALL.k, CALL.v, soft_cap=1)
-        for made in BOTH
-    ),
+    *(invalid_call("did you mean 'softcap'", made, *THREE, soft_cap=1) for made in BOTH),
     *(parameter_error("call is NoneType: pass an AttentionCall", made.run, None) for made in BOTH),
     parameter_error("memory is 3: pass a Memory, or None", MADE.run, CALL, 3),
     parameter_error(

@@ -47,7 +47,8 @@ PARAMETERS: list[tuple[Any, dict[str, Any], str]] = [
 
 
 def run(refiner: sp.MaskRefiner, method: str = "dense", **parameters: Any) -> sp.Result:
-    return evolve(sp.build(method, **parameters), refiners=(refiner,)).run(make(64))
+    found: sp.Result = evolve(sp.build(method, **parameters), refiners=(refiner,)).run(make(64))
+    return found
 
 
 PLANS = [
