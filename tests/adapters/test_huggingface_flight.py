@@ -7,18 +7,13 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from sparseprefill.adapters.huggingface import attach, masks, state
-from torch import Tensor
-from transformers import DynamicCache, StaticCache, masking_utils
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from sparseprefill.adapters.huggingface import attach, state
+from transformers import DynamicCache
 
 import sparseprefill as sp
 
@@ -233,122 +228,3 @@ def test_an_interrupt_leaves_nothing_to_wait_for(implementation: str) -> None:
     assert model.config._attn_implementation == implementation
     assert not model.model._forward_hooks
     assert torch.equal(logits(model), stock)
-
-
-@both
-@torch.no_grad()
-def test_a_mask_made_before_detaching_is_the_stock_mask(implementation: str) -> None:
-    """As `generate` makes them, ahead of the forward, for a static cache."""
-    model, inputs = build(implementation), hf_models.padded(60, (0, 9))
-    real = inputs["attention_mask"].bool()
-
-    def mask(cache: Any) -> Any:
-        embeds = torch.empty(2, 60, 0)
-        return masking_utils.create_causal_mask(model.config, embeds, real, cache)
-
-    def cache() -> Any:
-        return StaticCache(config=model.config, max_cache_len=80)
-
-    wanted = model(inputs["input_ids"], attention_mask=mask(first := cache()), past_key_values=first).logits
-    handle, second = attach(model, "streaming", tail=0, gate=None, **STREAMING), cache()
-    lazy = mask(second)
-    handle.detach()
-    got = model(inputs["input_ids"], attention_mask=lazy, past_key_values=second).logits
-    assert torch.equal(got, wanted)
-
-
-class Tail(torch.nn.Module):
-    """A layer that computes its last rows alone, with the rows of the mask that belong to them."""
-
-    def __init__(self, layer: Any, rows: int) -> None:
-        super().__init__()
-        self.layer, self.rows = layer, rows
-
-    def forward(self, hidden: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """Hidden states of the last rows; the others pass."""
-        attention, norm = self.layer.self_attn, self.layer.input_layernorm
-        whole = norm(hidden)
-        cos, sin = kwargs["position_embeddings"]
-        if attention_mask is not None:
-            attention_mask = attention_mask[:, :, -self.rows :]
-        shape = (*whole.shape[:2], -1, attention.head_dim)
-        q, k, v = (p(whole).view(shape).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            attention.config._attn_implementation, modeling_llama.eager_attention_forward
-        )
-        out, _ = interface(attention, q[:, :, -self.rows :], k, v, attention_mask, scaling=attention.scaling)
-        out = attention.o_proj(out.reshape(hidden.shape[0], self.rows, -1))
-        hidden = torch.cat([hidden[:, : -self.rows], hidden[:, -self.rows :] + out], 1)
-        return hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
-
-
-@both
-@pytest.mark.parametrize("rows", [1, 4, 20])
-@torch.no_grad()
-def test_a_layer_that_shortens_its_queries_gets_the_rows_of_the_stock_mask(implementation: str, rows: int) -> None:
-    model, inputs = build(implementation), hf_models.padded(60, (0, 9))
-    model.model.layers[1] = Tail(model.model.layers[1], rows)
-    wanted = model(**inputs).logits[:, -rows:]
-    with attach(model, "dense", block=16, gate=None, verify=False):
-        close(model(**inputs).logits[:, -rows:], wanted)
-
-
-@both
-@pytest.mark.parametrize("inference", [False, True])
-def test_whoever_reads_a_lazy_mask_reads_the_stock_mask(implementation: str, inference: bool) -> None:
-    model, padding = build(implementation), hf_models.padded(60, (0, 9))["attention_mask"].bool()
-    embeds = torch.empty(2, 60, 0)
-    with torch.inference_mode(inference):
-        wanted: Any = masking_utils.create_causal_mask(model.config, embeds, padding, None)
-        with attach(model, "dense", gate=None, verify=False):
-            mask: Any = masking_utils.create_causal_mask(model.config, embeds, padding, None)
-        assert isinstance(mask, masks.LazyMask)
-        assert (mask.shape, mask.dtype, mask.device) == (wanted.shape, wanted.dtype, wanted.device)
-        for kept in (mask.contiguous(), mask[..., :60], mask.to(mask.device), mask[:, :, -60:], mask.detach()):
-            assert isinstance(kept, masks.LazyMask)
-            assert kept.order is mask.order
-        assert isinstance(mask.to("meta"), masks.LazyMask)
-        readers: list[Callable[[Any], Any]] = [
-            lambda x: x + torch.ones(2, 4, 60, 60),
-            lambda x: torch.ones(2, 4, 60, 60) + x,
-            lambda x: x[:, :, -3:],
-            lambda x: x[:, :, 5],
-            lambda x: x.to(torch.float16),
-            lambda x: torch.cat([x, x], -1),
-            lambda x: torch.where(x > -1, 1.0, 2.0),
-            lambda x: x.sum(),
-        ]
-        for read in readers:
-            assert type(read(mask)) is Tensor
-            assert torch.equal(read(mask), read(wanted))
-        assert not mask.order.changed
-        mask[:, :, :, 7] = wanted[0, 0, 0, -1]
-        assert mask.order.changed, "a mask that somebody wrote into is a custom one"
-        assert torch.equal(masks.stock(mask)[:, 0, :, 7], wanted[0, 0, 0, -1].expand(2, 60))
-
-
-@both
-@torch.no_grad()
-def test_a_layer_that_writes_into_its_mask_runs_dense_with_what_it_wrote(implementation: str) -> None:
-    model, inputs = build(implementation), hf_models.padded(60, (0, 9))
-
-    def write(module: Any, args: Any, kwargs: Any) -> None:
-        mask = kwargs["attention_mask"]
-        mask[:, :, 40:, :30] = mask[:, :, :1, -1:]  # nobody sees the last key from the first row
-
-    model.model.layers[0].self_attn.register_forward_pre_hook(write, with_kwargs=True)
-    wanted = model(**inputs).logits
-    with attach(model, "dense", block=16, gate=None, verify=False) as handle:
-        assert torch.equal(model(**inputs).logits, wanted)
-    assert all("custom" in reason for reason in handle.report().fallbacks)
-
-
-def test_a_mask_that_has_no_tensor_says_so() -> None:
-    asked = {"batch_size": 1, "q_length": 4, "kv_length": 4, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
-    mask = masks.LazyMask.of(masks.Order.of(masks.Pattern(), lambda **_: None, asked))
-    assert masks.stock(mask) is None
-    with pytest.raises(
-        sp.AttachError, match="add reads the mask as a tensor, which this attention implementation does not make"
-    ):
-        _ = mask + 1

@@ -1,4 +1,4 @@
-"""Attaching and detaching: what is restored, what two models share, threads, errors in the middle."""
+"""Attaching and detaching: what is restored, what models share, threads, errors in the middle; versions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import copy
 import gc
 import io
 import pickle
+import re
+import subprocess
+import sys
 import threading
+import tomllib
 import weakref
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sparseprefill.adapters.huggingface import attach, attention, hooks, state
+from sparseprefill.adapters.huggingface import attach, attention, hooks, state, versions
 from transformers import LlamaForCausalLM
 
 import sparseprefill as sp
@@ -338,3 +342,70 @@ def test_an_export_is_the_stock_model_and_says_so(model: Any) -> None:
         pytest.raises(sp.UnsupportedCallError, match="exported"),
     ):
         torch.export.export(model, (ids,), kwargs={"use_cache": False})
+
+
+def test_the_dry_run_leaves_no_trace() -> None:
+    model = hf_models.build("llama").train()
+    model.model.layers[0].eval()
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    with attach(model, "dense"):
+        assert torch.equal(torch.rand(3), wanted)
+        assert model.training
+        assert not model.model.layers[0].training
+
+
+def test_without_transformers_the_adapter_imports_and_the_error_says_what_to_install() -> None:
+    code = """
+import sys
+from sparseprefill.adapters.huggingface import attach
+assert "transformers" not in sys.modules
+sys.modules["transformers"] = None
+try:
+    attach(None, "dense")
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 'pip install "sparseprefill[hf]"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "tried"),
+    [
+        *(("transformers", version, True) for version in ("5.16.1", "5.19.0", "5.23.7")),
+        *(("transformers", version, False) for version in ("5.15.1", "5.24.0", "6.0.0", "4.57.6", "unknown")),
+        *(("torch", version, True) for version in ("2.11.0+cu130", "2.13.0")),
+        *(("torch", version, False) for version in ("2.15.0", "2.14.1+cpu", "3.0.0a0+git1", "2.9.1")),
+    ],
+)
+def test_untested_versions_are_told(name: str, version: str, tried: bool) -> None:
+    text = versions.untested(name, version)
+    assert (text is None) == tried
+    assert text is None or text.startswith(f"{name} {version} is untested (tried: ")
+
+
+def test_an_untested_version_is_logged_once_and_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    for _ in range(2):
+        with attach(hf_models.build("llama"), "dense", verify=False) as handle:
+            assert handle.active
+    said = [record.getMessage() for record in caplog.records if "is untested" in record.getMessage()]
+    assert len(said) == 2
+    assert "torch 2.99.0 is untested (tried: 2.11 to 2.13)" in said[0]
+    assert "transformers 5.99.0 is untested (tried: 5.16 to 5.23)" in said[1]
+
+
+def test_every_version_of_the_extra_can_be_installed_and_the_first_was_tried() -> None:
+    """No cap: what is newer is used, and told."""
+    metadata = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (wanted,) = metadata["optional-dependencies"]["hf"]
+    assert re.fullmatch(r"transformers>=5\.16\.\d+", wanted)
+    assert versions.TRIED["transformers"][0] == (5, 16)
+    assert "torch>=2.11" in metadata["dependencies"]
+    assert versions.TRIED["torch"][0] == (2, 11)

@@ -73,11 +73,3 @@ def test_of_a_prompt_in_chunks_each_ones_last_rows() -> None:
         model.generate(hf_models.prompt(192), max_new_tokens=1, do_sample=False, prefill_chunk_size=96)
     assert [*range(48), *range(80, 96), *range(176, 192)] == dense, "what sink and window leave nothing out of, too"
     assert {} == handle.report().notes
-
-
-@pytest.mark.parametrize("tail", [-1, 1.5, True, None, "128", 1 << 31])
-def test_what_is_no_tail(tail: Any) -> None:
-    model = hf_models.build("llama")
-    with pytest.raises(sp.ParameterError, match=r"tail is .*: pass a number of query rows from 0 to 2147483647"):
-        attach(model, "streaming", tail=tail)
-    assert "sdpa" == model.config._attn_implementation

@@ -361,24 +361,6 @@ def test_what_keeps_everything_is_not_below(name: str, caplog: pytest.LogCapture
     assert found.mean <= 1.0
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"recall_every": -1}, "recall_every is -1: pass N to measure one of N prefills, an integer from 0"),
-        ({"recall_every": True}, "recall_every is True: pass"),
-        ({"recall_every": 0.5}, "recall_every is 0.5: pass"),
-        ({"strict_recall": 1.5}, "strict_recall is 1.5: pass a number from 0 to 1, or None"),
-        ({"strict_recall": float("nan")}, "strict_recall is nan: pass a number"),
-        ({"strict_recall": False}, "strict_recall is False: pass a number"),
-        ({"strict_recall": 0.9, "recall_every": 0}, "strict_recall is 0.9, but recall_every is 0, so nothing is"),
-    ],
-)
-def test_wrong_options_are_errors(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(sp.ParameterError) as caught:
-        attach(hf_models.build("llama"), "streaming", **options)
-    assert str(caught.value).startswith(words)
-
-
 # Nothing waits
 
 

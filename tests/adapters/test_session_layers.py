@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from attrs import evolve
 from sparseprefill.adapters.session.prospects import NOT_CHOSEN
@@ -48,18 +46,6 @@ def test_a_host_that_declines_a_layer_not_asked_for_is_no_failure() -> None:
         session.decline(0, "padding", (1, 4, 4))
 
 
-@pytest.mark.parametrize("layers", [3, [], "12", ["first"], [True], [1.0]], ids=str)
-def test_a_wrong_filter_is_refused(layers: object) -> None:
-    with pytest.raises(sp.ParameterError, match="layers is"):
-        Session(METHOD, layers=layers)  # type: ignore[arg-type]
-
-
 def test_no_model_has_more_layers_than_a_filter_may_name() -> None:
-    """An iterator without an end is refused as well, and read no further than it takes to know."""
     assert MOST_LAYERS == 65536
-    endless = itertools.count()
     assert Session(METHOD, layers=range(MOST_LAYERS)).layers == frozenset(range(MOST_LAYERS))
-    for layers in (range(MOST_LAYERS + 1), endless):
-        with pytest.raises(sp.ParameterError, match=rf"layers is .*, which has more than {MOST_LAYERS} indices: pass"):
-            Session(METHOD, layers=layers)
-    assert next(endless) == MOST_LAYERS + 1

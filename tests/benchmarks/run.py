@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import median
-from typing import Any
 
-import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
@@ -24,10 +21,10 @@ ROWS: list[Row] = []
 CLOCK = Clock(torch.device("cuda"))
 
 
-def cases(table: str) -> Callable[..., Any]:
-    """Parametrizes a test over the cases of a table, at its lengths on a GPU."""
+def cases(table: str) -> list[Case]:
+    """The cases of a table, at its lengths on a GPU."""
     shapes = [Shape(length=length) for length in tables.lengths(table, "cuda")]
-    return pytest.mark.parametrize("case", tables.cases(table, default_registry(), shapes), ids=str)
+    return tables.cases(table, default_registry(), shapes)
 
 
 def bench(benchmark: BenchmarkFixture, case: Case) -> Row:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from attrs import frozen
-from sparseprefill.adapters.cli.group import check_writable
+from sparseprefill.adapters.cli.group import Group, check_writable
 from sparseprefill.adapters.cli.render import Table
 
 MarkdownFile = Annotated[Path | None, typer.Option(help="Write the tables to this file as Markdown.")]
@@ -18,6 +18,18 @@ JsonFile = Annotated[
     typer.Option("--json", metavar="PATH", help="Write the figures to this file as JSON; - prints only them."),
 ]
 NONE: Mapping[str, str] = MappingProxyType({})
+
+
+def command(words: str) -> typer.Typer:
+    """A command line of one command, which its callback is; words: what it is for."""
+    return typer.Typer(
+        cls=Group,
+        help=words,
+        subcommand_metavar="",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
 
 
 @frozen(kw_only=True)

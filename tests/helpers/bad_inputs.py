@@ -28,6 +28,7 @@ from helpers.build import make
 from sparseprefill import structure
 from sparseprefill.breakeven.gate import shipped
 from sparseprefill.breakeven.points import DeviceKind
+from sparseprefill.errors import printed
 
 
 class Unprintable:
@@ -39,7 +40,7 @@ class Unprintable:
 
 @frozen
 class Bad:
-    """One bad input: what is tried, the field that the error must name, and the function that tries it."""
+    """One bad input: what is tried, the field (or more) that the error must name, and the function to try."""
 
     what: str
     field: str
@@ -206,10 +207,11 @@ def refiners() -> Iterator[Bad]:
         needed = {str(one.alias): 1 for one in known if one.default is NOTHING}
         for one in known:
             for word, value in strange(*_right(one)):
-                given = {**needed, str(one.alias): value}
-                yield Bad(f"{kind.__name__}({one.alias}={word})", str(one.alias), partial(kind, **given))
+                given, said = {**needed, str(one.alias): value}, f"{one.alias} is {printed(value)}"
+                yield Bad(f"{kind.__name__}({one.alias}={word})", said, partial(kind, **given))
                 table = {"method": "streaming", "refiners": [{"name": name, **given}]}
-                yield Bad(f"from_config({name}.{one.alias}={word})", str(one.alias), partial(sp.from_config, table))
+                run = partial(sp.from_config, table)
+                yield Bad(f"from_config({name}.{one.alias}={word})", f"refiners[0].{said}", run)
 
 
 def methods() -> Iterator[Bad]:
@@ -220,7 +222,8 @@ def methods() -> Iterator[Bad]:
                 continue
             field = str(one.alias)
             for word, value in strange(*_right(one)):
-                yield Bad(f"build({name}, {field}={word})", field, partial(sp.build, name, **{field: value}))
+                said = field if field in TABLED else f"{field} is {printed(value)}"
+                yield Bad(f"build({name}, {field}={word})", said, partial(sp.build, name, **{field: value}))
         for field in ("bogus", "", "self"):
             yield Bad(f"build({name}, {field}=1)", field, partial(sp.build, name, **{field: 1}))
     for word, value in strange():
@@ -232,6 +235,10 @@ def methods() -> Iterator[Bad]:
                 "gate" if word not in ("text", "empty text") else "table",
                 partial(sp.build, "streaming", gate=value),
             )
+
+
+TABLED = ("anchors", "clusters", "inner")
+"""Parameters that take a table, of which the error names a part, or a type."""
 
 
 def _right(one: Any) -> tuple[str, ...]:
@@ -421,8 +428,7 @@ def files(folder: Path) -> Iterator[Bad]:
                     continue
                 text = _changed(good, path, value)
                 if text is not None:
-                    at = [part for part in path if isinstance(part, str)][-1]
-                    at = "" if word == "longer than Python writes" else at  # no reader of JSON gets as far
+                    at = "" if word == "longer than Python writes" else _said(path, value)  # no reader gets as far
                     yield Bad(f"{name}({path}={word})", at, partial(load, _written(folder, text)))
     for suffix in (".toml", ".json"):
         for word, content in texts.items():
@@ -451,6 +457,14 @@ def _leaves(facts: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     inner = facts.items() if isinstance(facts, dict) else enumerate(facts) if isinstance(facts, list) else ()
     for key, value in inner:
         yield from _leaves(value, (*at, key))
+
+
+def _said(path: tuple[Any, ...], value: Any) -> str:
+    """What an error must say: the whole path and the value; of what is read by parts, the name of the whole."""
+    if value in ([], {}) or path[0] in ("anchors", "clusters") or "capability" in path:
+        return str([part for part in path if isinstance(part, str) and not part.isdecimal()][-1])
+    where = "".join(f"[{part}]" if str(part).isdecimal() else f".{part}" for part in path).removeprefix(".")
+    return f"{where} is {printed(value)}"
 
 
 def _changed(good: Any, path: tuple[Any, ...], value: Any) -> bytes | None:

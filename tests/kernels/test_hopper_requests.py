@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.launches import noted_launches
 from kernels.caches import LAYOUTS, untouched
 from kernels.requests import mask_of, step_of
 from kernels.test_hopper import HALVES, HOPPER
 from sparseprefill import Plan
 from sparseprefill.executors.triton import TritonExecutor
-from sparseprefill.kernels.attention import launch as launcher
 
 pytest.importorskip("sparseprefill.kernels.hopper.launch")
 
@@ -34,14 +34,7 @@ STEPS = (
 def test_the_bits_of_one_by_one(
     dtype: torch.dtype, width: int, page: int, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches: list[int] = []
-    launch = launcher._launch
-
-    def counted(*given: Any, **more: Any) -> Any:
-        launches.append(1 if len(given) < 8 or given[7] is None else len(given[7].masks))
-        return launch(*given, **more)
-
-    monkeypatch.setattr(launcher, "_launch", counted)
+    launches = noted_launches(monkeypatch)
     for number, sizes in enumerate(STEPS):
         of: dict[str, Any] = {"heads": (8, 4, 8, 2)[number], "kv_heads": 2, "width": width, "page": page}
         garbage = (math.nan, 3.0)[number % 2]  # behind the last key: what is not finite has blocks repaired

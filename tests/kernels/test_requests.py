@@ -12,6 +12,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.launches import noted_launches
 from kernels.caches import LAYOUTS, untouched
 from kernels.device import DEVICE
 from kernels.requests import mask_of, step_of
@@ -37,17 +38,7 @@ def _portable() -> Iterator[None]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many requests each launch has."""
-    found: list[int] = []
-    launch = launcher._launch
-
-    def counted(*given: Any, **more: Any) -> Any:
-        requests = given[7] if len(given) > 7 else None
-        found.append(1 if requests is None else len(requests.masks))
-        return launch(*given, **more)
-
-    monkeypatch.setattr(launcher, "_launch", counted)
-    return found
+    return noted_launches(monkeypatch)
 
 
 def plans_of(calls: Sequence[AttentionCall], kind: str, tile: tuple[int, int] = TILE, group: int = 2) -> list[Plan]:

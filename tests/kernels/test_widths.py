@@ -14,7 +14,6 @@ from kernels.device import BOUNDS, CUDA, DEVICE
 from kernels.requests import mask_of, step_of
 from sparseprefill import (
     AttentionCall,
-    MaskError,
     Memory,
     Pipeline,
     Plan,
@@ -74,14 +73,6 @@ def columns(call: AttentionCall, width: int, tile: int | tuple[int, int] = TILE)
     """Every third column, for groups of two query tiles."""
     keep = torch.arange(call.geometry.tile_columns(width)) % 3 == 0
     return SparseMask.from_stripes(call, keep.view(1, 1, 1, -1), 2, tile, width=width, diagonal=False)
-
-
-def test_a_width_divides_the_key_tile() -> None:
-    for width, wrong in ((48, "pass a number of tokens that divides tile_k, 32"), (0, "positive"), (64, "divides")):
-        with pytest.raises(MaskError, match=rf"SparseMask\.stripe_width is {width}: .*{wrong}"):
-            columns(CALL, 16) if width == 16 else evolve(columns(CALL, 1), stripe_width=width)
-    with pytest.raises(MaskError, match="width is 12: pass a divisor of 16, the mask's own"):
-        columns(CALL, 16).with_stripe_width(12)
 
 
 def test_finer_lists_name_no_key_behind_the_last_and_share_what_was_shared() -> None:

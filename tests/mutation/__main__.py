@@ -48,6 +48,7 @@ FILES = (
 TESTS = (
     "tests/unit",
     "tests/property",
+    "tests/refusals",
     "tests/adapters/test_session_*.py",
     "tests/adapters/test_prospects.py",
     "tests/adapters/test_recall_watch.py",

@@ -184,12 +184,6 @@ def test_without_anchor_compares_with_zero() -> None:
     assert without.density > with_anchor.density
 
 
-def test_a_sliding_window_is_refused_with_the_reason() -> None:
-    q, k, v = tensors(10, (1, 1), 40, 40)
-    with pytest.raises(sp.UnsupportedCallError, match="sliding window"):
-        run(Parameters(1.0, 2, 8, 8), q, k, v, window=16)
-
-
 def test_layers_of_one_shape_share_the_lists_of_the_anchor_region() -> None:
     regions, call = Regions(8, 2, 8), sp.AttentionCall(*tensors(11, (2, 1), 60, 90))
     first, again = regions.anchor(call.geometry), regions.anchor(call.geometry)

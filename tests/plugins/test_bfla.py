@@ -215,24 +215,6 @@ def test_nan_of_a_key_reaches_the_rows_of_its_blocks() -> None:
     assert not bool(keep[32:48, :16].any())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"block": 100, "group": 64}, "group is 64: block 100"),
-        ({"block": 64, "group": 64}, "tile is 128: block 64"),
-        ({"keep_mass": 1.5}, "keep_mass is 1.5"),
-        ({"score_norm": "max"}, "score_norm is 'max': pass 'sum' or 'mean'"),
-        ({"stride": 0}, "stride is 0"),
-        ({"random": float("nan")}, "random is nan"),
-        ({"seed": 2**63}, "seed is"),
-        ({"local_tiles": -1}, "local_tiles is -1"),
-    ],
-)
-def test_parameters_out_of_bounds_are_named(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(sp.ParameterError, match=words):
-        sp.build("bfla", **wrong)
-
-
 def test_rescues_are_refiners_that_can_be_replaced() -> None:
     pipeline = sp.build("bfla", random=0.1)
     names = [type(refiner).__name__ for refiner in pipeline.refiners]

@@ -179,10 +179,6 @@ def test_budgets_bound_the_selection(tau: float) -> None:
     assert int(most.tile_map()[0, 0].sum(-1).max()) <= (4 if tau else 6)
 
 
-def test_parameters_are_checked() -> None:
-    with pytest.raises(sp.ParameterError, match="coverage is 'map': pass 'row' or 'global'"):
-        sp.build("flexprefill", coverage="map")
-    with pytest.raises(sp.ParameterError, match="max_budget is 512: pass at least min_budget, 1024, or None"):
-        sp.build("flexprefill", max_budget=512)
+def test_defaults_are_the_papers() -> None:
     defaults: dict[str, Any] = asdict(FlexConfig())
     assert defaults == vars(Parameters(0.95, 0.1, 128, 1024))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import asdict, evolve
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.kascade import TABLE
@@ -243,14 +243,6 @@ def test_contracts_hold_with_a_layer_that_follows() -> None:
     check_method("kascade", calls=calls, parameters=small)
 
 
-def test_without_a_table_it_refuses_and_says_how_to_make_one() -> None:
-    call = sp.AttentionCall(*tensors(0, (2, 1), 20, 20, layers=1)[0])
-    with pytest.raises(sp.UnsupportedCallError, match="sparseprefill anchors --model PATH"):
-        sp.build("kascade").run(call)
-    with pytest.raises(sp.UnsupportedCallError, match="sliding window"):
-        sp.build("kascade", anchors=[0]).run(evolve(call, window=8))
-
-
 def test_a_table_of_another_model_is_refused() -> None:
     layers = tensors(0, (4, 2), 20, 20, layers=1)
     pipeline = sp.build("kascade", anchors=AnchorTable(anchors=(0,), model=IDENTITY))
@@ -294,34 +286,3 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert table == estimator.anchors
     assert tuple(map(table.anchor_of, range(4))) == (0, 0, 2, 2)
     assert (table.heads(1, 0, 2), table.heads(2, 0, 2), table.heads(3, 1, 1)) == ((1, 1), (0, 1), (1,))
-
-
-GOOD: dict[str, Any] = {"schema": "sparseprefill.anchors", "version": 1, "anchors": [0], "maps": {"1": [0, 1]}}
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"topk": 1.5, "anchors": [0]}, "topk is 1.5"),
-        ({"least": 0}, "least is 0"),
-        ({"sampled": 0}, "sampled is 0"),
-        ({"anchors": []}, "anchors is empty"),
-        ({"anchors": [2, 0]}, r"anchors is \[2, 0\]: pass ascending"),
-        ({"anchors": [0, "1"]}, r"anchors\[1\] is \'1\': pass an integer from 0"),
-        ({"anchors": 3}, "anchors is 3: pass a path"),
-        ({"anchors": "nowhere.json"}, "anchors is 'nowhere.json': No such file"),
-        ({"anchors": {**GOOD, "version": 2}}, "version is 2"),
-        ({"anchors": {**GOOD, "more": 2}}, "more is not a field"),
-        ({"anchors": {**GOOD, "maps": [1]}}, "maps is"),
-        ({"anchors": {**GOOD, "maps": {"x": [1]}}}, "the key 'x'"),
-        ({"anchors": {**GOOD, "maps": {"01": [1]}}}, "the key '01'"),
-        ({"anchors": {**GOOD, "maps": {"0": [1]}}}, r"maps\[0\] is of a layer that follows no anchor"),
-        ({"anchors": {**GOOD, "maps": {"1": []}}}, r"maps\[1\] is \[\]"),
-        ({"anchors": {**GOOD, "model": asdict(IDENTITY), "anchors": [0, 9]}}, "layer 9 does not exist"),
-        ({"anchors": {**GOOD, "model": asdict(IDENTITY), "maps": {"1": [0, 2]}}}, r"maps\[1\] is \[0, 2\]"),
-    ],
-    ids=str,
-)
-def test_wrong_parameters_are_named(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(sp.ParameterError, match=message):
-        sp.build("kascade", **given)

@@ -137,18 +137,3 @@ def test_cra_takes_a_result_of_this_method() -> None:
     other = sp.build("dense").run(sp.AttentionCall(made["q"], made["k"], made["v"]))
     with pytest.raises(sp.StageError, match="sample-attention"):
         cra(other)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"alpha_c": 1.5}, "alpha_c is 1.5: pass a number from 0 to 1"),
-        ({"alpha_s": float("nan")}, "alpha_s is nan"),
-        ({"chunk_n": 0}, "chunk_n is 0: pass an integer >= 1"),
-        ({"block": 16.0}, "block is 16.0"),
-        ({"extend": "all"}, "extend is 'all': pass 'chunk' or 'union'"),
-    ],
-)
-def test_wrong_parameters_are_named(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(sp.ParameterError, match=message):
-        sp.build("sample-attention", **parameters)

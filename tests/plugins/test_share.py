@@ -16,7 +16,7 @@ from torch import Tensor
 import sparseprefill as sp
 from helpers.examples import few_calls, untied
 from helpers.layers import Layers, calls, run
-from helpers.stubs import Estimate, Observe
+from helpers.stubs import Estimate
 from oracles import share as oracle
 from oracles.share_prefill import Parameters
 from sparseprefill.testing import check_method, standard_calls
@@ -238,24 +238,6 @@ def test_two_that_share_may_unite() -> None:
     inner = Estimate(lambda call, memory: sp.UnionEstimator(ones[1]).estimate(call, memory))
     assert masks(run(layers, shared(sp.UnionEstimator(ones[1]), NOISE)))[0].any()
     assert run(layers, shared(inner, TABLES[1]))[2].density <= 1.0
-
-
-def test_what_cannot_be_shared_is_refused_by_name() -> None:
-    watched = evolve(sp.build("streaming"), observers=(Observe(),))
-    for inner, message in (
-        (3, "inner is 3: pass a method's name"),
-        (sp.SparseMask, "inner is .*SparseMask"),
-        ("xatention", "inner.method: .*'xattention'"),
-        ({"method": "streaming", "parameters": {"sink": -1}}, "inner.parameters.sink is -1"),
-        (
-            watched,
-            r"inner: streaming remembers .*\(Observe\), and some of the heads it would see here ran another pattern",
-        ),
-        ("share-prefill", r"inner: share-prefill remembers"),
-        (shared(None).estimator, "inner is a Share itself"),
-    ):
-        with pytest.raises((sp.ParameterError, sp.UnknownMethodError), match=message):
-            shared(inner)
 
 
 def test_what_the_inner_method_objects_to_is_objected_to() -> None:

@@ -59,17 +59,6 @@ def test_an_empty_table_is_none(tmp_path: Path) -> None:
         TABLE.read(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("read", [TABLE.read, Profile.load])
-def test_files_that_python_cannot_hold(tmp_path: Path, read: Any) -> None:
-    path = tmp_path / "a.json"
-    for text, message in (("[" * 100000, "is nested too deeply"), ("1" * 5000, r"is not JSON \(Exceeds the limit")):
-        path.write_text(text)
-        with pytest.raises(ParameterError, match=f"a.json: {message}"):
-            read(path)
-    with pytest.raises(ParameterError, match=r"is not a path \(embedded null byte\)"):
-        read("a\0b")
-
-
 def test_a_profile_nested_as_deep_as_json_allows(tmp_path: Path) -> None:
     names = ("methods", "model", "break_even", "versions", "ranges")
     deep = '{"a":' * 900 + "1" + "}" * 900

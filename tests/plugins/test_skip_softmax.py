@@ -164,26 +164,10 @@ def test_on_any_method_in_one_line_through_the_contracts(name: str) -> None:
     assert skipping.density < plain.run(call).density
 
 
-def test_where_it_cannot_stand() -> None:
+def test_a_configuration_names_the_refiner() -> None:
     skips = {"name": "skip-softmax", "below": 20.0, "grain": 16}
     table = {"method": "streaming", "parameters": {"block": 16}, "refiners": [skips]}
     assert sp.SkipSoftmax(20.0, grain=16) == sp.from_config(table).refiners[0]  # type: ignore[union-attr]
-    with pytest.raises(sp.ParameterError, match="inner: streaming skips tiles while its plan is executed"):
-        sp.build("star-attention", block_size=64, anchor_length=32, context_length=128, inner=table)
-    with pytest.raises(sp.ParameterError, match=r"SkipSoftmax\.grain is 8: pass a multiple of 16"):
-        evolve(method(), refiners=(sp.SkipSoftmax(20.0, grain=8),)).run(call_of(64))
-    with pytest.raises(sp.ParameterError, match="below is -1: pass a number from 0"):
-        sp.SkipSoftmax(-1)
-    with pytest.raises(sp.ParameterError, match="skip_below is -1: pass a number from 0"):
-        method(skip_below=-1)
-    call = call_of(64)
-    for wrong in (torch.ones(1), torch.tensor([-0.1]), torch.tensor([float("nan")])):
-        with pytest.raises(sp.MaskError, match=r"pass thresholds from 0 to less than 1"):
-            sp.Plan(sp.SparseMask.full(call), skip_below=wrong)
-    others: tuple[Any, ...] = (torch.zeros(2), torch.zeros(1, dtype=torch.float64), 0.5)
-    for other in others:
-        with pytest.raises(sp.MaskError, match=r"pass a float32 tensor \[B\] = \(1,\)"):
-            sp.Plan(sp.SparseMask.full(call), skip_below=other)
 
 
 def test_of_a_union_all_parts_must_want_it() -> None:

@@ -131,13 +131,6 @@ def test_the_scale_is_the_calls() -> None:
     assert sharp.density < flat.density
 
 
-def test_parameters_are_checked() -> None:
-    with pytest.raises(sp.ParameterError, match="block is 100: pass a multiple of stride, 16"):
-        sp.build("xattention", block=100)
-    with pytest.raises(sp.ParameterError, match=r"threshold is 1\.5"):
-        sp.build("xattention", threshold=1.5)
-
-
 @pytest.mark.parametrize("kind", ["random", "heads"])
 def test_own_tile_and_sink_cost_what_the_page_says(kind: str) -> None:
     """On top of the threshold at most 3 * block / N of all pairs, one third of it without the sink."""

@@ -213,20 +213,6 @@ def test_padding_is_never_seen(corrector: sp.Corrector, fields: dict[str, Any]) 
     assert not bool(padding.any())
 
 
-def test_a_corrector_that_would_not_run_is_refused() -> None:
-    inside = sp.build("streaming").with_corrector(sp.Proxy())
-    with pytest.raises(sp.ParameterError, match="part 1 has a corrector, which would not run"):
-        sp.UnionEstimator(sp.build("dense"), inside)
-    with pytest.raises(sp.ParameterError, match=r"Pipeline.corrector: int has no correct\(\); a Corrector needs it"):
-        sp.build("streaming").with_corrector(3)  # type: ignore[arg-type]
-
-
-def test_a_tile_that_divides_no_key_tile_is_refused() -> None:
-    pipeline = sp.build("streaming", sink=8, window=8, block=8).with_corrector(sp.Proxy(tile=3))
-    with pytest.raises(sp.ParameterError, match=r"Proxy\.tile is 3: pass a divisor of 8"):
-        pipeline.run(make(40))
-
-
 def test_a_route_gives_its_corrector_to_every_pipeline() -> None:
     made = sp.Route.of(sp.build("streaming")).with_corrector(sp.Delta())
     assert made.corrects

@@ -330,46 +330,6 @@ def test_large_values_decide_between_equal_scores() -> None:
             assert [4, i] == after.mask.tile_map()[0, 0, i].nonzero()[:, 0].tolist()
 
 
-@pytest.mark.parametrize(
-    ("refiner", "remedy"),
-    [
-        (sp.PositionDecay(), "use BudgetCeiling"),
-        (sp.RelativeThreshold(0.1), "leave it out"),
-        (sp.RelativeThreshold(0.0), "leave it out"),
-        (sp.ValueWeights(), "leave it out"),
-    ],
-)
-def test_a_plan_without_scores_is_an_error(refiner: sp.MaskRefiner, remedy: str) -> None:
-    pipeline = evolve(sp.build("dense"), refiners=(refiner,))
-    with pytest.raises(sp.ParameterError, match=f"{type(refiner).__name__} needs scores, .* is None: .*{remedy}"):
-        pipeline.run(make(64))
-
-
-def test_a_pool_that_does_not_divide_the_tiles_is_an_error() -> None:
-    pipeline = evolve(sp.build("streaming", block=12), refiners=(sp.ValueWeights(pool=8), sp.RelativeThreshold(0.1)))
-    with pytest.raises(sp.ParameterError, match=r"ValueWeights.pool is 8: pass a divisor of 12"):
-        pipeline.run(make(64))
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "words"),
-    [
-        (sp.PositionDecay, {"tiles": 3, "share": 0.5}, "pass tiles or share, or neither"),
-        (sp.PositionDecay, {"tiles": 0}, "tiles is 0"),
-        (sp.PositionDecay, {"share": 1.5}, "share is 1.5"),
-        (sp.PositionDecay, {"decay": -0.1}, "decay is -0.1"),
-        (sp.PositionDecay, {"sink": -1}, "sink is -1"),
-        (sp.RelativeThreshold, {"share": 1.01}, "share is 1.01"),
-        (sp.RelativeThreshold, {"share": 0.1, "local": -1}, "local is -1"),
-        (sp.ValueWeights, {"beta": -1.0}, "beta is -1.0"),
-        (sp.ValueWeights, {"pool": 0}, "pool is 0"),
-    ],
-)
-def test_parameters_out_of_bounds_are_named(kind: Any, given: dict[str, Any], words: str) -> None:
-    with pytest.raises(sp.ParameterError, match=words):
-        kind(**given)
-
-
 @given(
     tokens=st.integers(1, 40000),
     tile=st.sampled_from([16, 64, 128]),

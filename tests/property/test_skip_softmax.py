@@ -112,6 +112,3 @@ def test_the_running_maximum_begins_with_the_carry(
 
 def test_the_largest_threshold_is_one_that_no_prompt_reaches() -> None:
     assert sp.SkipSoftmax(1e12).below == 1e12
-    for more in (1e12 + 0.5, float("inf")):
-        with pytest.raises(sp.ParameterError, match=r"below is .*: pass .*1e\+12"):
-            sp.SkipSoftmax(more)

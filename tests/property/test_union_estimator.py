@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import sparseprefill as sp
 from helpers.build import make
-from helpers.stubs import Estimate, Observe, Refine
+from helpers.stubs import Estimate, Refine
 from sparseprefill.testing import attention, calls, masks
 
 CALLS = calls(max_len=70, max_batch=2, max_heads=4, head_dims=(8,), dtypes=(torch.float64,))
@@ -130,20 +130,6 @@ def test_a_model_is_asked_for_in_every_part() -> None:
     model: Any = object()
     sp.UnionEstimator(Estimate(), Picky(), sp.Pipeline(Picky())).check_model(model)
     assert [model, model] == asked
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ((), "UnionEstimator has no parts"),
-        ((Estimate(), Observe()), "UnionEstimator part 1 is Observe: pass an estimator or a Pipeline"),
-        ((Estimate,), "UnionEstimator part 0 is Estimate, a class"),
-        (("dense",), "UnionEstimator part 0 is str"),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(parts: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(sp.ParameterError, match=message):
-        sp.UnionEstimator(*parts)
 
 
 def test_a_failing_part_is_named() -> None:

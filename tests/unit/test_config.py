@@ -119,11 +119,19 @@ def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
         '{"method": "dense", "parameters": {"block": 0}}': "parameters.block is 0: pass an integer >= 1",
         '{"method": "dens"}': "method: no method is named 'dens'",
         "{": "cannot be read: ",
+        "[" * 100000: "cannot be read: is nested too deeply",
+        f'{{"method": {"1" * 5000}}}': "cannot be read: is not JSON",
         "[]": r"the configuration is \[\]",
+        '{"method": "dense", "profile": "none.json"}': f"profile is '{tmp_path}/none.json': No such file",
     }
     for text, message in cases.items():
         path.write_text(text)
         with pytest.raises((ParameterError, UnknownMethodError), match=f"a.json: {message}"):
+            sp.from_config(path)
+    path = tmp_path / "a.toml"
+    for value, message in (("[" * 100000, "is nested too deeply"), ("1" * 5000, "is not TOML")):
+        path.write_text(f"method = {value}")
+        with pytest.raises(ParameterError, match=f"a.toml: cannot be read: {message}"):
             sp.from_config(path)
     with pytest.raises(ParameterError, match=r"b.json: cannot be read: .*No such file"):
         sp.from_config(tmp_path / "b.json")
@@ -131,10 +139,15 @@ def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
         sp.from_config(tmp_path / "a.yaml")
 
 
-def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text('method = "dense"\nprofile = "none.json"')
-    with pytest.raises(ParameterError, match=r"a.toml: profile is '.*none.json': No such file"):
-        sp.from_config(tmp_path / "a.toml")
+def within_unions(depth: int) -> dict[str, Any]:
+    table: dict[str, Any] = {"method": "dense"}
+    for _ in range(depth):
+        table = {"union": [table]}
+    return table
+
+
+def test_unions_within_unions_to_the_last() -> None:
+    assert isinstance(sp.from_config(within_unions(31)), sp.Pipeline)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +164,19 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
         ({"method": "dense", "parameters": []}, r"parameters is \[\]: give a table"),
         ({"method": "dense", "parameters": {"blok": 1}}, "parameters.blok is unknown; did you mean 'block'"),
         ({"method": "dense", "parameters": {"block": 0}}, "parameters.block is 0: pass an integer >= 1"),
+        ({"method": "streaming", "parameters": {"self": 1}}, r"parameters\.self is unknown"),
         ({"method": "dense", "profile": 1}, "profile is 1: give a name"),
+        ("a\0b.json", r".*cannot be read: is not a path \(embedded null byte\)"),
+        ({"method": "streaming", "profile": "a\0b.json"}, r".*is not a path \(embedded null byte\)"),
+        ({"method": "streaming", "gate": "a\0b.json"}, r".*is not a path \(embedded null byte\)"),
+        ({"method": "streaming", "gate": 3}, 'gate is 3: give "auto", the path'),
+        ({"method": "streaming", "gate": ""}, "gate is ''"),
+        ({"method": "streaming", "gate": "nowhere.json"}, "gate: break-even table is 'nowhere.json'"),
+        ({"union": [{"method": "streaming", "gate": "auto"}]}, r"union\[0\].gate has no meaning there"),
+        ({"profile": "x.json", "parameters": {"sink": 3}}, ".*parameters belong to one method"),
+        ({"profile": "x.json", "union": []}, ".*both profile and union"),
+        (within_unions(32), ".*is nested too deeply: use at most 32 levels"),
+        (within_unions(5000), ".*is nested too deeply: use at most 32"),
         ({"method": "dense", "refiners": {}}, "refiners is {}: give a list of tables"),
         ({"method": "dense", "refiners": "sink"}, "refiners is 'sink': give a list of tables"),
         ({"method": "dense", "refiners": ["sink"]}, r"refiners\[0\] is 'sink': give a table"),
@@ -226,46 +251,12 @@ def test_every_public_refiner_and_corrector_has_its_name() -> None:
             assert name.replace("-", "") == kind.__name__.lower()
 
 
-DEEP = "[" * 100000
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.json", DEEP, "is nested too deeply"),
-        ("a.toml", f"method = {DEEP}", "is nested too deeply"),
-        ("a.json", f'{{"method": {"1" * 5000}}}', "is not JSON"),
-        ("a.toml", f"method = {'1' * 5000}", "is not TOML"),
-    ],
-)
-def test_files_that_python_cannot_hold(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ParameterError, match=f"{name}: cannot be read: {message}"):
-        sp.from_config(tmp_path / name)
-
-
-@pytest.mark.parametrize("key", ["profile", "gate"])
-def test_null_bytes_in_paths(key: str) -> None:
-    with pytest.raises(ParameterError, match=r"is not a path \(embedded null byte\)"):
-        sp.from_config({"method": "streaming", key: "a\0b.json"})
-    with pytest.raises(ParameterError, match=r"cannot be read: is not a path \(embedded null byte\)"):
-        sp.from_config("a\0b.json")
-
-
 def test_a_union_that_holds_itself() -> None:
     table: dict[str, Any] = {"union": [STREAMING]}
     table["union"].append({"union": [table]})
     with pytest.raises(ParameterError, match=r"union\[1\]\.union\[0\] contains itself"):
         sp.from_config(table)
     assert pipeline_of({"union": [STREAMING, STREAMING]})  # beside itself a table may stand
-
-
-def test_unions_without_end() -> None:
-    table: dict[str, Any] = STREAMING
-    for _ in range(5000):
-        table = {"union": [table]}
-    with pytest.raises(ParameterError, match="is nested too deeply: use at most 32"):
-        sp.from_config(table)
 
 
 def test_an_inner_method_is_a_name_a_table_a_pipeline_or_an_estimator() -> None:
@@ -279,14 +270,6 @@ def test_an_inner_method_is_a_name_a_table_a_pipeline_or_an_estimator() -> None:
     assert sp.build("streaming").estimator == named.estimator
     assert method.estimator == listed.estimator
     assert (method.estimator, type(method.estimator).__name__) == (alone.estimator, alone.name)
-
-
-def test_a_parameter_called_self() -> None:
-    for make_it in (sp.build, sp.build.__globals__["default_registry"]().build):
-        with pytest.raises(ParameterError, match="streaming has no parameter 'self'"):
-            make_it("streaming", **dict[str, Any]({"self": 1}))
-    with pytest.raises(ParameterError, match=r"parameters\.self is unknown"):
-        sp.from_config({"method": "streaming", "parameters": {"self": 1}})
 
 
 @pytest.mark.parametrize(("method", "name"), [("streaming", "sink"), ("anchor-attention", "theta")])

@@ -14,7 +14,7 @@ import sparseprefill as sp
 from helpers.build import int32, make
 from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill.call import AttentionCall
-from sparseprefill.errors import InvalidCallError, MaskError, ParameterError, UnsupportedCallError
+from sparseprefill.errors import MaskError, UnsupportedCallError
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
@@ -33,17 +33,6 @@ def test_call_returns_the_output_of_run() -> None:
     expected = pipeline.run(CALL).out
     assert torch.equal(expected, pipeline(CALL.q, CALL.k, CALL.v))
     assert CALL.q.dtype == expected.dtype
-
-
-@pytest.mark.parametrize("made", [Pipeline(Estimate()), sp.gated(Pipeline(Estimate()))], ids=["pipeline", "route"])
-def test_unknown_options_and_calls_that_are_none(made: sp.Pipeline | sp.Route) -> None:
-    for name in ("bogus", "self"):
-        with pytest.raises(InvalidCallError, match=rf"\.{name} is 1: there is no such field.*Known: .*sinks"):
-            made(CALL.q, CALL.k, CALL.v, **dict[str, Any]({name: 1}))
-    with pytest.raises(InvalidCallError, match="did you mean 'softcap'"):
-        made(CALL.q, CALL.k, CALL.v, soft_cap=1)
-    with pytest.raises(ParameterError, match="call is NoneType: pass an AttentionCall"):
-        made.run(None)  # type: ignore[arg-type]
 
 
 def test_call_passes_its_arguments_on() -> None:
@@ -158,33 +147,6 @@ def test_every_objection_is_raised() -> None:
     with pytest.raises(UnsupportedCallError, match="no windows") as caught:
         pipeline.run(CALL)
     assert ("Estimate: no windows",) == caught.value.reasons
-
-
-def test_anchor_attention_refuses_a_window() -> None:
-    with pytest.raises(UnsupportedCallError, match=r"AnchorEstimator: a sliding window \(5 keys\)"):
-        sp.build("anchor-attention").run(evolve(CALL, window=5))
-
-
-@pytest.mark.parametrize(
-    ("stages", "said"),
-    [
-        ({"estimator": object()}, r"Pipeline\.estimator: object has no estimate\(\); a PatternEstimator needs it"),
-        ({"refiners": (Refine(), 3)}, r"Pipeline\.refiners: int has no refine\(\); a MaskRefiner needs it"),
-        ({"executor": Estimate()}, r"Pipeline\.executor: Estimate has no execute\(\), accumulate\(\)"),
-        ({"observers": (Refine(),)}, r"Pipeline\.observers: Refine has no observe\(\)"),
-    ],
-)
-def test_stage_without_its_method_is_refused(stages: dict[str, Any], said: str) -> None:
-    given: dict[str, Any] = {"estimator": Estimate()} | stages
-    with pytest.raises(ParameterError, match=said):
-        Pipeline(**given)
-
-
-@pytest.mark.parametrize("name", ["refiners", "observers"])
-@pytest.mark.parametrize("given", [5, "sink", b"sink", torch.zeros(2)])
-def test_stages_that_are_no_tuple_are_refused(name: str, given: object) -> None:
-    with pytest.raises(sp.ParameterError, match=f"Pipeline.{name} is .*: pass a tuple of stages"):
-        sp.Pipeline(sp.build("dense").estimator, **{name: given})  # type: ignore[arg-type]
 
 
 def test_subclass_without_its_method_is_refused_by_python() -> None:

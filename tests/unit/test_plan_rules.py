@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import sparseprefill as sp
 from helpers.build import make
 from helpers.stubs import Estimate
-from sparseprefill.errors import MaskError, StageError
+from sparseprefill.errors import StageError
 from sparseprefill.mask.tile_map import Random, Stride
 from sparseprefill.plan import Carry, Plan
 
@@ -123,22 +123,6 @@ def test_a_plan_with_rules_can_be_copied() -> None:
     assert torch.equal(plan.mask.to_dense(), pickle.loads(pickle.dumps(plan)).mask.to_dense())
 
 
-@pytest.mark.parametrize(("name", "value"), [("band", -1), ("band", "1"), ("sink", 1.5), ("sink", True), ("sink", -3)])
-def test_what_is_no_number_of_tiles_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(MaskError, match=rf"TileMap\.{name} is .*: pass a number of tiles, an integer from 0"):
-        Plan(bases()["map"]).keep(**{name: value})
-
-
-def test_what_is_no_rule_is_refused_at_once() -> None:
-    with pytest.raises(TypeError, match="sinks"):
-        Plan(bases()["map"]).keep(sinks=1)
-    with pytest.raises(MaskError, match="tile is 0"):
-        Plan(bases()["map"]).keep(0, sink=1)
-
-
-def test_other_fields_are_checked_while_rules_wait() -> None:
-    plan = Plan(bases()["map"]).keep(sink=1)
-    with pytest.raises(MaskError, match=r"Plan\.probe"):
-        evolve(plan, probe=torch.zeros(1, 3, dtype=torch.bool))
+def test_a_mask_that_cannot_be_made_is_the_estimators() -> None:
     with pytest.raises(StageError, match="Estimate"):
         sp.Pipeline(Estimate(lambda call, _: Plan(lambda: 1 / 0))).run(CALL)  # type: ignore[arg-type, return-value]

@@ -114,13 +114,6 @@ def test_every_method_has_it_as_a_parameter() -> None:
     with pytest.raises(ParameterError, match=r"recall is 1\.5: pass a number from 0 to 1"):
         method.configure({"recall": 1.5})
 
-    @attrs.frozen(kw_only=True)
-    class Config:
-        recall: float = 0.5
-
-    with pytest.raises(ParameterError, match=r"^Method\.config has the field recall, the name of every method"):
-        sp.Method(name="mine", summary="", config=Config, build=method.build)
-
 
 @pytest.mark.parametrize("given", [0.9, {"target": 0.9}])
 def test_in_a_configuration(given: Any, tmp_path: Path) -> None:

@@ -279,12 +279,6 @@ def test_a_cpu_has_a_table_in_float32_and_the_rule_for_other_types(monkeypatch: 
     assert "has no figures for bfloat16: dense by the built-in rule" in half.reason
 
 
-@pytest.mark.parametrize("given", [True, 3, object()])
-def test_no_gate(given: Any) -> None:
-    with pytest.raises(sp.ParameterError, match=r'gate is .*: pass "auto", the path'):
-        sp.gated(sp.build("streaming"), given)
-
-
 def test_a_configuration_names_its_gate(path: Path) -> None:
     config = path.with_name("pipeline.json")
     config.write_text(json.dumps({"method": "streaming", "parameters": SMALL, "gate": path.name}), encoding="utf-8")
@@ -293,17 +287,3 @@ def test_a_configuration_names_its_gate(path: Path) -> None:
     assert table() == found.gate
     assert isinstance(sp.from_config({"method": "streaming", "gate": "auto"}), sp.Route)
     assert isinstance(sp.from_config({"method": "streaming", "gate": False}), sp.Pipeline)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"method": "streaming", "gate": 3}, 'gate is 3: give "auto", the path'),
-        ({"method": "streaming", "gate": ""}, "gate is ''"),
-        ({"method": "streaming", "gate": "nowhere.json"}, "gate: break-even table is 'nowhere.json'"),
-        ({"union": [{"method": "streaming", "gate": "auto"}]}, r"union\[0\].gate has no meaning there"),
-    ],
-)
-def test_a_wrong_gate_of_a_configuration_is_named(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(sp.ParameterError, match=message):
-        sp.from_config(given)

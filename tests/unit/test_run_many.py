@@ -118,11 +118,6 @@ def test_calls_in_parts_run_alone() -> None:
     assert 2 not in executor.asked
 
 
-def test_each_call_has_its_memory() -> None:
-    with pytest.raises(sp.ParameterError, match="memories has 1 entries: pass one for each of 2 calls, or None"):
-        pipeline(Together()).run_many(calls(2), [None])
-
-
 def test_a_call_that_cannot_run_is_refused() -> None:
     class Never(Estimate):
         def unsupported(self, call: AttentionCall) -> str:

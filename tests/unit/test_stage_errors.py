@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 from attrs import evolve, frozen
 
 from helpers.build import make
+from helpers.registry_plugins import method
 from helpers.stubs import Estimate, Observe, Refine
 from sparseprefill import Corrector, Proxy
-from sparseprefill.errors import MaskError, ParameterError, SparsePrefillError, StageError
+from sparseprefill.errors import MaskError, StageError
 from sparseprefill.mask.mask import SparseMask
-from sparseprefill.method import Method
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan, SoftmaxState
 
@@ -69,20 +70,13 @@ def test_stage_that_misbehaves_is_named(pipeline: Pipeline, said: str) -> None:
         pipeline.run(CALL)
 
 
-def test_original_error_is_the_cause() -> None:
+@pytest.mark.parametrize(
+    "run", [lambda: Pipeline(Estimate(fail)).run(CALL), lambda: method("mine", build=fail).pipeline()]
+)
+def test_original_error_is_the_cause(run: Callable[[], object]) -> None:
     with pytest.raises(StageError) as caught:
-        Pipeline(Estimate(fail)).run(CALL)
+        run()
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-@pytest.mark.parametrize("error", [MaskError("mine"), SparsePrefillError("mine"), torch.OutOfMemoryError("full")])
-def test_own_errors_and_lack_of_memory_pass_unchanged(error: Exception) -> None:
-    def stop(*_: Any) -> Any:
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        Pipeline(Estimate(stop)).run(CALL)
-    assert error is caught.value
 
 
 @pytest.mark.parametrize("other", [make(19), make(10, 20), make(20, heads=4), make(20, batch=2), make(20, window=3)])
@@ -99,31 +93,6 @@ def test_refiner_and_carry_with_a_mask_for_another_shape() -> None:
     state = SoftmaxState.empty((1, 2, 20), 8, torch.float32, torch.device("cpu"))
     with pytest.raises(MaskError, match=r"Plan.carry covers \[B=1, Hq=2, Nq=19.*, the mask is for \[B=1, Hq=2, Nq=20"):
         Pipeline(Estimate(), (Refine(lambda _, plan, __: evolve(plan, carry=Carry(state, other))),)).run(CALL)
-
-
-@frozen(kw_only=True)
-class Config:
-    size: int = 1
-
-
-def method(build: Any) -> Method:
-    return Method(name="mine", summary="", config=Config, build=build)
-
-
-def test_build_that_raises_or_returns_nonsense() -> None:
-    with pytest.raises(StageError, match=r"mine: Method\.build\(\) raised KeyError: 'lost'") as caught:
-        method(fail).pipeline()
-    assert isinstance(caught.value.__cause__, KeyError)
-    with pytest.raises(StageError, match=r"mine: Method\.build\(\) returned Config: it must return Pipeline"):
-        method(lambda config: config).pipeline()
-
-
-def test_own_error_of_build_passes() -> None:
-    def refuse(_: Config) -> Any:
-        raise ParameterError("size is even")
-
-    with pytest.raises(ParameterError, match="size is even"):
-        method(refuse).pipeline()
 
 
 def test_whether_an_object_is_a_corrector_can_be_asked() -> None:

@@ -88,6 +88,30 @@ def test_a_key_twice_is_an_error(load: Callable[[Any], object], text: str, tmp_p
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON"),
+        (b"[]", r"(the (file|configuration) is \[\]|clusters is list|anchors is empty)"),
+        (b"\xff\xfe", "is not a text file"),
+        (b"[" * 100000, "is nested too deeply"),
+        (b"1" * 5000, r"is not JSON \(Exceeds the limit"),
+    ],
+    ids=["half", "list", "UTF-16", "nested", "long integer"],
+)
+def test_what_is_no_table(load: Callable[[Any], object], content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ParameterError, match=rf"a\.json.*{words}"):
+        load(tmp_path / "a.json")
+
+
+def test_a_path_leads_to_a_file(load: Callable[[Any], object], tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=r"none\.json.*No such file"):
+        load(tmp_path / "none.json")
+    with pytest.raises(ParameterError, match=r"is not a path \(embedded null byte\)"):
+        load("a\0b.json")
+
+
 def test_a_key_may_come_again_elsewhere() -> None:
     text = '{"a": {"a": 1}, "b": [{"a": 1}, {"a": 1}]}'
     assert json.loads(text) == structure.parsed(text)

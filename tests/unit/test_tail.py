@@ -192,14 +192,6 @@ def test_pivots_do_not_know_of_the_tail() -> None:
     assert (bare.made != NEVER).any()
 
 
-@pytest.mark.parametrize("rows", [-1, True, 1.0, "128", None, MOST_ROWS + 1])
-def test_what_is_no_number_of_rows(rows: Any) -> None:
-    with pytest.raises(sp.ParameterError, match=r"tail is .*: pass a number of query rows from 0 to 2147483647"):
-        small("streaming").with_tail(rows)
-    with pytest.raises(sp.ParameterError, match="tail is"):
-        sp.Route.of(small("streaming")).with_tail(rows)
-
-
 def test_a_route_keeps_name_gate_and_gaps() -> None:
     from sparseprefill.breakeven.table import Verdict
 
@@ -212,15 +204,6 @@ def test_a_route_keeps_name_gate_and_gaps() -> None:
     assert ("named", route.gate, 8) == (tailed.name, tailed.gate, tailed.known[0].tail)
     assert (None, (sp.DenseRows(8),)) == (tailed.pipelines[0], tailed.known[0].refiners)
     assert 0 == route.known[0].tail
-
-
-@pytest.mark.parametrize("answer", [-1, 1.5, True, "all"])
-def test_a_stage_that_names_no_number_of_rows(answer: Any) -> None:
-    class Told(Estimate):
-        tail = answer
-
-    with pytest.raises(sp.StageError, match=r"\.tail is .*: it must be a number of query rows"):
-        sp.Pipeline(Told())
 
 
 def test_longest_tails_make_dense_attention() -> None:

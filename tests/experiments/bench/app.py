@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 from sparseprefill.adapters.cli import render
-from sparseprefill.adapters.cli.group import CommandError, Group, write, wrote
+from sparseprefill.adapters.cli.group import CommandError, write, wrote
 from sparseprefill.adapters.cli.options import Device, Dtype, Methods, Threads, Type
 from sparseprefill.adapters.cli.setup import Place
 
-from experiments.files import Files, JsonFile, MarkdownFile
+from experiments.files import Files, JsonFile, MarkdownFile, command
 from sparseprefill.errors import nearest
 from sparseprefill.registry import default_registry
 
@@ -26,14 +26,7 @@ from .markdown import markdown as written
 from .measure import Bench
 
 ALL = "all"
-app = typer.Typer(
-    cls=Group,
-    help="Measure the tables of the benchmark pages.",
-    subcommand_metavar="",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command("Measure the tables of the benchmark pages.")
 
 
 @app.callback(invoke_without_command=True)

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import typer
 from attrs import asdict
 from sparseprefill.adapters.cli import options, render
-from sparseprefill.adapters.cli.group import Group, Stop
+from sparseprefill.adapters.cli.group import Stop
 from sparseprefill.adapters.cli.options import Device, Dtype, Methods, Settings, Threads, Type
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.render import Column, Table
 from sparseprefill.adapters.cli.setup import Place
 
-from experiments.files import Files, JsonFile
+from experiments.files import Files, JsonFile, command
 from sparseprefill.registry import default_registry
 from sparseprefill.route import gated
 
@@ -42,14 +42,7 @@ COLUMNS: tuple[Column[Timed], ...] = (
     Column("speed-up", lambda one: f"{one.speedup:.2f}"),
     Column("density", lambda one: "" if one.density is None else f"{one.density:.4f}"),
 )
-app = typer.Typer(
-    cls=Group,
-    help="Time the prefill of a whole model with each method.",
-    subcommand_metavar="",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command("Time the prefill of a whole model with each method.")
 
 
 @app.callback(invoke_without_command=True)

@@ -12,7 +12,7 @@ from sparseprefill.adapters.calibration.candidates import Candidate
 from sparseprefill.adapters.calibration.candidates import settings as space
 from sparseprefill.adapters.cli import options, render
 from sparseprefill.adapters.cli.demo import GREEDY
-from sparseprefill.adapters.cli.group import Group, Stop
+from sparseprefill.adapters.cli.group import Stop
 from sparseprefill.adapters.cli.options import (
     Configs,
     Device,
@@ -37,7 +37,7 @@ from sparseprefill.adapters.evaluation.reading import Sizes
 from sparseprefill.adapters.session.defaults import TAIL
 
 from experiments.bench.clock import Clock
-from experiments.files import Files, JsonFile, MarkdownFile
+from experiments.files import Files, JsonFile, MarkdownFile, command
 from sparseprefill.method import Method
 from sparseprefill.registry import default_registry
 
@@ -51,14 +51,7 @@ CLUSTERED = 4
 """Texts that tables of a model are made from."""
 
 
-app = typer.Typer(
-    cls=Group,
-    help="Show what settings of the methods cost and keep on a model: answers, fidelity, recall, and time.",
-    subcommand_metavar="",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command("Show what settings of the methods cost and keep on a model: answers, fidelity, recall, and time.")
 
 
 @app.callback(invoke_without_command=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from sparseprefill.adapters.cli import render
-from sparseprefill.adapters.cli.group import CommandError, Group, Stop, write
+from sparseprefill.adapters.cli.group import CommandError, Stop, write
 from sparseprefill.adapters.cli.options import SEEDS, Device, Dtype, Threads, Type
 from sparseprefill.adapters.cli.progress import bars
 from sparseprefill.adapters.cli.render import Table
@@ -18,7 +18,7 @@ from experiments.bench import facts
 from experiments.bench.case import parse_mask
 from experiments.bench.clock import Clock
 from experiments.bench.report import LENGTHS, shape_of, write_figures
-from experiments.files import Files
+from experiments.files import Files, command
 from sparseprefill.errors import ParameterError
 
 from . import tables
@@ -44,14 +44,7 @@ FEATURES = (
 )
 
 
-app = typer.Typer(
-    cls=Group,
-    help="Measure the executor beside other packages' kernels, on the same random masks in one run.",
-    subcommand_metavar="",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command("Measure the executor beside other packages' kernels, on the same random masks in one run.")
 
 
 @app.callback(invoke_without_command=True)

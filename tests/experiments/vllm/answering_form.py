@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from attrs import asdict
 
 from .answering import Answered, Answering
-from .sheet import ON_CPU, Form, remarks
+from .sheet import ON_CPU, Form, or_empty, remarks
 
 NOTES = (
     "{requests} requests {rate}, steps of at most {budget} tokens. right: values of the answers that are right, of "
@@ -42,14 +40,10 @@ def _cells(row: Answered) -> tuple[str, ...]:
     return (
         row.backend,
         f"{row.right} of {row.asked}",
-        _or_empty(row.stock, "{}"),
-        _or_empty(row.same, "{}"),
+        or_empty(row.stock, "{}"),
+        or_empty(row.same, "{}"),
         f"{row.times.first_p50 * 1e3:.1f}",
         f"{row.times.first_p99 * 1e3:.1f}",
-        _or_empty(row.sparse, "{:.3f}"),
+        or_empty(row.sparse, "{:.3f}"),
         str(sum(row.fallbacks.values())),
     )
-
-
-def _or_empty(value: Any, pattern: str) -> str:
-    return "" if value is None else pattern.format(value)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attrs import asdict
 
 from .first_token import FirstToken, Timed
-from .sheet import ON_CPU, Form, remarks
+from .sheet import ON_CPU, Form, or_empty, remarks
 
 NOTES = (
     "step: tokens that the engine computes at a time. s: seconds from the request to its first token, the median of "
@@ -46,15 +46,11 @@ def _cells(row: Timed) -> tuple[str, ...]:
         str(row.tokens),
         str(row.chunk),
         f"{row.seconds:.4f}",
-        _or_empty(row.speedup, "{:.2f}"),
-        _or_empty(row.attention, "{:.4f}"),
-        _or_empty(row.density, "{:.4f}"),
-        _or_empty(None if row.extra is None else row.extra / 2**30, "{:.2f}"),
+        or_empty(row.speedup, "{:.2f}"),
+        or_empty(row.attention, "{:.4f}"),
+        or_empty(row.density, "{:.4f}"),
+        or_empty(None if row.extra is None else row.extra / 2**30, "{:.2f}"),
     )
-
-
-def _or_empty(value: float | None, pattern: str) -> str:
-    return "" if value is None else pattern.format(value)
 
 
 def _remarks(row: Timed) -> list[str]:

@@ -106,6 +106,11 @@ def remarks(where: str, row: Any) -> list[str]:
     return said + [f"{where}: {count} calls on a slower kernel: {kernel}" for kernel, count in row.slower.items()]
 
 
+def or_empty(value: Any, pattern: str) -> str:
+    """The value in the pattern, nothing for None."""
+    return "" if value is None else pattern.format(value)
+
+
 def write(path: Path, text: str) -> None:
     """Replace a file as a whole: whoever reads it finds the old text or the new one."""
     new = path.with_name(f"{path.name}.new")

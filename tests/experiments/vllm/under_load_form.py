@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import asdict
 
-from .sheet import ON_CPU, Form, remarks
+from .sheet import ON_CPU, Form, or_empty, remarks
 from .under_load import Loaded, UnderLoad
 
 NOTES = (
@@ -58,13 +58,13 @@ def _cells(row: Loaded) -> tuple[str, ...]:
         row.shape,
         f"{times.first_p50 * 1e3:.1f}",
         f"{times.first_p99 * 1e3:.1f}",
-        _or_empty(times.token_p50, "{:.2f}", 1e3),
-        *(_or_empty(over[name], "{:.2f}") for name in ("first", "first_p99", "token")),
+        or_empty(None if times.token_p50 is None else times.token_p50 * 1e3, "{:.2f}"),
+        *(or_empty(over[name], "{:.2f}") for name in ("first", "first_p99", "token")),
         f"{row.computed / times.seconds:.0f}",
         f"{row.requests / times.seconds:.2f}",
-        _or_empty(over["throughput"], "{:.2f}"),
-        _or_empty(row.sparse, "{:.3f}"),
-        _or_empty(row.density, "{:.4f}"),
+        or_empty(over["throughput"], "{:.2f}"),
+        or_empty(row.sparse, "{:.3f}"),
+        or_empty(row.density, "{:.4f}"),
         str(sum(row.fallbacks.values())),
     )
 
@@ -81,7 +81,3 @@ def _fact(row: Loaded) -> dict[str, Any]:
 
 def _remarks(row: Loaded) -> list[str]:
     return remarks(f"{row.backend}, {row.shape}", row)
-
-
-def _or_empty(value: float | None, pattern: str, times: float = 1.0) -> str:
-    return "" if value is None else pattern.format(value * times)

@@ -31,9 +31,6 @@ def test_gates_that_users_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     automatic = gate_of("auto")
     assert isinstance(automatic, AutoGate)
     assert automatic.own is None
-    for wrong in (True, 3, 0, object(), ["auto"]):
-        with pytest.raises(sp.ParameterError, match=r'gate is .*: pass "auto", the path of a break-even table'):
-            gate_of(wrong)  # type: ignore[arg-type]
     assert isinstance(made, Gate)
     monkeypatch.setenv("SPARSEPREFILL_BREAKEVEN", str(path))
     named = gate_of("auto")

@@ -14,7 +14,7 @@ from attrs import evolve
 
 import sparseprefill as sp
 from helpers.build import make
-from helpers.tables import SHAPE, altered, point, shape_of, table, whole
+from helpers.tables import SHAPE, point, shape_of, table, whole
 from sparseprefill.breakeven import points as rule
 from sparseprefill.breakeven import table as tables
 from sparseprefill.breakeven.gate import RULES
@@ -359,25 +359,6 @@ def test_whole_numbers_within_bounds() -> None:
     for keys in wrong:
         with pytest.raises(sp.ParameterError, match=r"keys is .*: pass an integer from 1 to 1099511627776"):
             Point(queries=1, keys=keys, dense=1.0)
-
-
-@pytest.mark.parametrize(
-    ("at", "value", "words"),
-    [
-        (("device", "capability"), [9, -1], "pass two integers"),
-        (("device", "capability"), [9, 0, 0], "pass two integers"),
-        (("device", "capability"), 9, "pass two integers"),
-        (("device", "name"), None, "device.name is None: pass a string"),
-        (("shapes", 0, "heads"), 0, r"shapes\[0\].heads is 0"),
-        (("shapes", 0, "points", 0, "queries"), 0, r"points\[0\].queries is 0"),
-        (("shapes", 0, "points", 0, "executor", 2, "density"), 0.5, "densities must ascend, and 0.5 comes before"),
-        (("shapes", 0, "points"), [], "pass a list with at least one entry"),
-    ],
-)
-def test_more_that_a_file_cannot_hold(at: tuple[Any, ...], value: object, words: str) -> None:
-    facts = altered(table(shape_of(point(8, 8, streaming=0.5))).to_json(), at, value)
-    with pytest.raises(sp.ParameterError, match=words):
-        BreakEven.of(facts)
 
 
 def test_what_a_file_may_hold_at_its_bounds() -> None:

@@ -24,11 +24,6 @@ def test_a_cpu_gets_its_own_executor_and_what_nobody_knows_the_reference(device:
     assert sp.AutoExecutor().choose(sp.AttentionCall(q, q, q)) is executor
 
 
-def test_no_call_has_no_executor() -> None:
-    with pytest.raises(sp.ParameterError, match="AttentionCall"):
-        sp.AutoExecutor().choose(None)  # type: ignore[arg-type]
-
-
 def test_a_call_of_tensors_is_of_layer_0() -> None:
     call, layers = make(8), []
 

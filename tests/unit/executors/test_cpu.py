@@ -193,14 +193,6 @@ def test_another_device_is_refused() -> None:
         CPU.execute(call, Plan(sp.SparseMask.empty(call)))
 
 
-def test_what_is_no_call_and_no_plan() -> None:
-    call = make(8)
-    with pytest.raises(sp.ParameterError, match="call is"):
-        CPU.execute(1, Plan(sp.SparseMask.full(call)))  # type: ignore[arg-type]
-    with pytest.raises(sp.ParameterError, match="plan is"):
-        CPU.accumulate(call, 1)  # type: ignore[arg-type]
-
-
 def test_what_it_may_hold_grows_with_the_call_up_to_what_is_gathered() -> None:
     few, some, many = (CPU.workspace(make(n, heads=4, kv_heads=2)) for n in (64, 4096, 8192))
     assert few < some < many

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oracles import eight_bits as oracle
-from sparseprefill import AttentionCall, AutoExecutor, ParameterError, Plan, SparseMask
+from sparseprefill import AttentionCall, AutoExecutor, Plan, SparseMask
 from sparseprefill.executors.triton import TritonExecutor
 from sparseprefill.kernels.attention import launch as attention
 from sparseprefill.plan import EightBits
@@ -99,11 +99,7 @@ def test_copies_in_8_bits_count_as_workspace() -> None:
 
 
 @pytest.mark.parametrize("make", [TritonExecutor, AutoExecutor])
-def test_options_are_checked(make: Any) -> None:
-    with pytest.raises(ParameterError, match="precision is 'fp4': pass 'call' or 'int8'"):
-        make(precision="fp4")
-    with pytest.raises(ParameterError, match="bound is -1: pass a number from 0"):
-        make(bound=-1)
+def test_options_are_kept(make: Any) -> None:
     assert attrs.asdict(make(precision="int8")) == {"precision": "int8", "bound": 0.1}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparseprefill.errors import MaskError
 from sparseprefill.mask.lists import IndexLists
 
 
@@ -57,30 +56,3 @@ def test_shared_storage() -> None:
     counts = torch.tensor([[[1, 3]]], dtype=torch.int32)
     made = IndexLists(counts, torch.tensor([[[2, 0]]]), torch.arange(3, dtype=torch.int32))
     assert [[2], [0, 1, 2]] == [made.row(0, 0, row).tolist() for row in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("counts", "offsets", "indices", "said"),
-    [
-        (torch.int64, torch.int64, torch.int32, r"IndexLists\.counts is torch\.int64: pass torch\.int32"),
-        (torch.int32, torch.int32, torch.int32, r"IndexLists\.offsets is torch\.int32: pass torch\.int64"),
-        (torch.int32, torch.int64, torch.int64, r"IndexLists\.indices is torch\.int64: pass torch\.int32"),
-    ],
-)
-def test_wrong_dtype(counts: torch.dtype, offsets: torch.dtype, indices: torch.dtype, said: str) -> None:
-    with pytest.raises(MaskError, match=said):
-        IndexLists(*(torch.zeros(s, dtype=d) for s, d in (((1, 1, 1), counts), ((1, 1, 1), offsets), ((1,), indices))))
-
-
-@pytest.mark.parametrize(
-    "shapes", [((1, 1), (1, 1), (1,)), ((1, 1, 2), (1, 1, 1), (1,)), ((1, 1, 1), (1, 1, 1), (1, 1))]
-)
-def test_wrong_shape(shapes: tuple[tuple[int, ...], ...]) -> None:
-    dtypes = (torch.int32, torch.int64, torch.int32)
-    with pytest.raises(MaskError, match="IndexLists shapes are"):
-        IndexLists(*(torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)))
-
-
-def test_not_a_tensor() -> None:
-    with pytest.raises(MaskError, match=r"IndexLists\.counts is list"):
-        IndexLists([1], torch.zeros(1, 1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))  # type: ignore[arg-type]

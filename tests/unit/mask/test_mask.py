@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from attrs import evolve
@@ -89,53 +87,6 @@ def test_head_is_a_mask_of_its_own() -> None:
     assert torch.equal(mask.to_dense()[1:, 1:], mask.head(1, 1).to_dense())
 
 
-def test_union_with_another_type_is_left_to_python() -> None:
-    with pytest.raises(TypeError, match="unsupported operand"):
-        SparseMask.full(CALL) | 3  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("tile", [0, -4, 2.0, True, (4, 0), (4, -1), (4, 4, 4), (True, 4)])
-def test_bad_tile_sizes(tile: Any) -> None:
-    for build in (SparseMask.full, SparseMask.empty):
-        with pytest.raises(MaskError, match=r"(tile is|SparseMask\.tile_q is).*positive number of tokens"):
-            build(CALL, tile)
-
-
-@pytest.mark.parametrize("group", [0, -1, 1.5])
-def test_bad_group(group: Any) -> None:
-    with pytest.raises(MaskError, match=r"group is .*pass a positive number"):
-        SparseMask.from_stripes(CALL, torch.ones(1, 12, dtype=torch.bool), group=group)
-
-
-def test_map_of_another_shape_or_dtype() -> None:
-    with pytest.raises(MaskError, match=r"keep has shape \(2, 3\).*must broadcast to .*\(1, 2, 3, 3\)"):
-        SparseMask.from_tiles(CALL, torch.ones(2, 3, dtype=torch.bool), 4)
-    with pytest.raises(MaskError, match=r"keep is torch\.float32: pass a bool tensor"):
-        SparseMask.from_tiles(CALL, torch.ones(3, 3), 4)
-    with pytest.raises(MaskError, match="keep is list: pass a bool tensor"):
-        SparseMask.from_stripes(CALL, [True])  # type: ignore[arg-type]
-    with pytest.raises(MaskError, match="must broadcast"):
-        SparseMask.from_tiles(CALL, torch.ones(1, 1, 1, 3, 3, dtype=torch.bool), 4)
-
-
-def test_not_a_call() -> None:
-    with pytest.raises(MaskError, match="made for an AttentionCall or its geometry, not for Tensor"):
-        SparseMask.full(torch.zeros(1))  # type: ignore[arg-type]
-
-
-def test_lists_of_another_shape() -> None:
-    lists = IndexLists.from_map(torch.ones(1, 2, 4, 3, dtype=torch.bool))
-    with pytest.raises(MaskError, match=r"SparseMask\.tiles has lists \(1, 2, 4\).*\(1, 2, 3\)"):
-        SparseMask(CALL.geometry, 4, 4, lists)
-    with pytest.raises(MaskError, match=r"SparseMask\.stripes has lists"):
-        SparseMask(CALL.geometry, 4, 4, None, 2, lists)
-
-
-def test_union_of_different_calls_names_both() -> None:
-    with pytest.raises(MaskError, match=r"Nq=10, Nkv=12.*Nq=9, Nkv=12"):
-        _ = SparseMask.full(CALL) | SparseMask.full(make(9, 12))
-
-
 @pytest.mark.parametrize("indices", [[1, 0, 2], [0, 0, 2], [0, 1, 3], [-1, 0, 1]])
 def test_check_reads_the_lists(indices: list[int]) -> None:
     mask = SparseMask.full(CALL, 4)
@@ -169,72 +120,6 @@ def test_lists_without_entries_may_begin_anywhere() -> None:
     SparseMask(CALL.geometry, 4, 4, evolve(lists, offsets=lists.offsets - 7)).check()
 
 
-def test_maps_of_more_dimensions_are_refused_whatever_their_size() -> None:
-    with pytest.raises(MaskError, match=r"keep has shape \(1, 1, 2, 3, 3\): it must broadcast to .*\(1, 2, 3, 3\)"):
-        SparseMask.from_tiles(CALL, torch.ones(1, 1, 2, 3, 3, dtype=torch.bool), 4)
-    with pytest.raises(MaskError, match=r"keep has shape \(1, 1, 2, 3, 12\): it must broadcast"):
-        SparseMask.from_stripes(CALL, torch.ones(1, 1, 2, 3, 12, dtype=torch.bool), tile=4)
-
-
-RANGE = torch.zeros(1, 3, 1, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "width", "message"),
-    [
-        (RANGE.float(), RANGE, 3, r"first is torch\.float32: pass an int64 tensor \[B, R, P\]"),
-        (RANGE, RANGE.double(), 3, r"last is torch\.float64: pass an int64 tensor"),
-        (RANGE, [0], 3, "last is list: pass an int64 tensor"),
-        (RANGE[0], RANGE, 3, r"first has shape \(3, 1\): pass \[B, R, P\]"),
-        (RANGE, RANGE[:, :2], 3, r"last has shape \(1, 2, 1\): pass first's"),
-        (RANGE, RANGE, 2.5, r"width is 2\.5: pass the number of entries"),
-    ],
-)
-def test_bad_ranges(first: Any, last: Any, width: Any, message: str) -> None:
-    with pytest.raises(MaskError, match=message):
-        SparseMask.from_ranges(CALL, first, last, width, 4)
-
-
-@pytest.mark.parametrize("name", ["starts", "lengths"])
-def test_union_of_calls_with_other_padding_names_both(name: str) -> None:
-    one, other = (
-        SparseMask.full(make(10, 12, batch=2, **dict[str, Any]({name: rows})), 4) for rows in (int32(0, 5), int32(4, 0))
-    )
-    with pytest.raises(MaskError, match=rf"different calls: .*{name}=\[0, 5\].*{name}=\[4, 0\]"):
-        _ = one | other
-    with pytest.raises(MaskError, match=rf"cannot subtract .*{name}="):
-        _ = one - other
-
-
-@pytest.mark.parametrize(
-    ("rows", "shown"),
-    [
-        ([999], r"\[999\]"),
-        ([-11], r"\[-11\]"),
-        (torch.tensor([0, 10]), r"\[0, 10\]"),
-        ([0.5], r"torch\.float32"),
-        ([True], r"torch\.bool"),
-        ([[0]], r"of shape \(1, 1\)"),
-        (["first"], "'first'"),
-    ],
-)
-def test_rows_that_are_none(rows: Any, shown: str) -> None:
-    with pytest.raises(MaskError, match=rf"rows is .*{shown}.*: pass indices of query rows, integers from 0 to 9"):
-        SparseMask.full(CALL, 4).to_dense(rows)
-
-
 def test_rows_as_a_list() -> None:
     mask = SparseMask.full(CALL, 4)
     assert torch.equal(mask.to_dense()[:, :, [3, -1]], mask.to_dense([3, -1]))
-
-
-@pytest.mark.parametrize("cells", [0, -1, 2.5, True])
-def test_bad_cells(cells: Any) -> None:
-    with pytest.raises(MaskError, match=r"cells is .*: pass a positive number of cells"):
-        SparseMask.full(CALL, 4).shade(cells)
-
-
-@pytest.mark.parametrize(("where", "name"), [((1, 0), "batch"), ((0, 2), "head"), ((0, -1), "head")])
-def test_head_that_is_none(where: tuple[int, int], name: str) -> None:
-    with pytest.raises(MaskError, match=rf"{name} is -?\d: pass an integer from 0 to"):
-        SparseMask.full(CALL, 4).head(*where)

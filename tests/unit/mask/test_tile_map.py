@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
 import sparseprefill as sp
 from helpers.build import int32, make
-from sparseprefill.errors import MaskError
 from sparseprefill.mask.geometry import Geometry
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.tile_map import Random, Stride, TileMap
@@ -76,15 +74,3 @@ def test_a_chain_of_refiners_makes_lists_once(monkeypatch: pytest.MonkeyPatch) -
     lists = plan.mask.tiles
     assert lists is plan.mask.tiles
     assert [1] == made
-
-
-def test_a_mask_of_another_grid_is_refused() -> None:
-    mask = sp.SparseMask.from_tiles(make(64), torch.zeros(8, 8, dtype=torch.bool), 8)
-    with pytest.raises(MaskError, match=r"a map of \(8, 8\) tokens per tile: the mask has \(8, 16\)"):
-        evolve(mask, tile_k=16)
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (1, 2, 8, 7), (1, 2, 7, 8), (2, 2, 8, 8), (1, 3, 8, 8)])
-def test_a_map_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(MaskError, match=r"pass \[1, 2 or a divisor, 8, 8\]"):
-        TileMap(geometry=make(64, heads=2).geometry, tile_q=8, tile_k=8, keep=torch.zeros(shape, dtype=torch.bool))

@@ -143,12 +143,6 @@ def test_auto_is_no_limit_on_a_cpu_and_three_gib_on_cuda() -> None:
     assert auto.run(CALL).parts is None
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, "much"])
-def test_workspace_is_checked(value: Any) -> None:
-    with pytest.raises(sp.ParameterError, match=r"Pipeline\.workspace"):
-        evolve(needing(), workspace=value)
-
-
 def test_parts_run_in_order_with_one_memory_and_observers_see_each() -> None:
     seen: list[Any] = []
 

@@ -179,18 +179,3 @@ def test_some_heads_and_groups_at_a_time_are_the_whole(
     monkeypatch.setattr(fit, "BLOCKS", 3)
     monkeypatch.setattr(priority, "ENTRIES", 1)
     assert torch.equal(expected.to_dense(), refined(ceiling, call, plan).mask.to_dense())
-
-
-@pytest.mark.parametrize("kind", [sp.BudgetFloor, sp.BudgetCeiling])
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        ({}, "pass either tiles or share"),
-        ({"tiles": 1, "share": 0.5}, "pass either tiles or share"),
-        ({"tiles": 0}, "tiles is 0"),
-        ({"share": 1.5}, "share is 1.5"),
-    ],
-)
-def test_parameters_out_of_bounds_are_named(kind: Any, size: dict[str, Any], words: str) -> None:
-    with pytest.raises(sp.ParameterError, match=words):
-        kind(**size)

@@ -225,15 +225,6 @@ def test_nearness_falls_with_the_distance_and_the_first_tiles_stand_out() -> Non
     assert float(nearness(call, 2, 8)[0, 0, 3, 4:].sum()) == 0
 
 
-def test_scores_that_say_nothing_are_refused() -> None:
-    with pytest.raises(sp.ParameterError, match="PriorityScores has no scores: pass tiles, or columns"):
-        sp.PriorityScores()
-    with pytest.raises(sp.ParameterError, match="tile_q=None, tile_k=8: pass the tokens of a tile"):
-        sp.PriorityScores(tiles=torch.zeros(1, 1, 1, 1), tile_k=8)
-    with pytest.raises(sp.MaskError, match=r"Plan\.priority is dict: pass a Priority"):
-        sp.Plan(sp.SparseMask.full(make(8), 8), priority={})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(("limit", "rows"), [(3 * 64, 16), (2 * 64 * 4, 16), (5 * 64 * 4, 16), (64 * 9, None)])
 def test_scores_of_columns_are_asked_for_in_pieces(limit: int, rows: int | None, monkeypatch: Any) -> None:
     """A map of all heads, groups and keys may be too large; a piece holds as many as there is room for."""

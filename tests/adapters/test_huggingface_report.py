@@ -1,4 +1,4 @@
-"""The adapter's own behaviour: options, report, fallbacks."""
+"""What a report says: densities, layers that ran dense and why, training, and stages that object."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_report(model: Any) -> None:
     assert report.fallbacks == {}
     text = str(report)
     assert "anchor-attention on LlamaForCausalLM (dense: sdpa; grain 32 tokens)" in text
+    assert "layer   1  sparse" in text
     assert f"density {layer.density:.3f}" in text
     assert "dense by length (fewer than 16 query rows): 3 forwards" in text
 
@@ -200,27 +201,6 @@ def test_attention_weights_that_the_configuration_asks_for(model: Any) -> None:
     assert handle.report().layers[0].sparse_calls == 1
 
 
-@torch.no_grad()
-def test_masks_that_no_call_can_express_run_dense(model: Any) -> None:
-    ids, square = hf_models.prompt(), torch.ones(90, 90, dtype=torch.bool).tril()
-    holes = torch.ones_like(ids)
-    holes[0, 30:40] = 0
-    square[60:, 3:9] = False
-    packed = torch.cat([torch.arange(50), torch.arange(40)])[None]
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"attention_mask": holes}, "has holes"),
-        ({"attention_mask": square[None, None]}, "custom"),
-        ({"position_ids": packed, "use_cache": False}, "custom"),
-        ({"output_attentions": True}, "weights are requested"),
-    ]
-    for inputs, reason in cases:
-        wanted = model(ids, **inputs).logits
-        with attach(model, "streaming", tail=0, **STREAMING) as handle:
-            torch.testing.assert_close(model(ids, **inputs).logits, wanted)
-        assert any(reason in why for why in handle.report().fallbacks), handle.report()
-        assert f"{reason}" in str(handle.report())
-
-
 @attrs.frozen
 class Picky:
     """An estimator that objects to sinks."""
@@ -247,68 +227,3 @@ def test_a_stage_that_objects_leaves_its_layers_to_the_host() -> None:
     assert full.reasons == {"Picky: sinks are beyond me": 1}
     with pytest.raises(sp.AttachError, match="layer 1: Picky: sinks are beyond me"):
         attach(model, picky, strict=True)
-
-
-def test_what_sdpa_ignores_is_ignored_and_noted() -> None:
-    model = hf_models.build("gemma2-sdpa")
-    with attach(model, "dense", block=32) as handle:
-        logits(model)
-    assert any("softcap" in note for note in handle.report().notes)
-    assert "note: sdpa ignores" in str(handle.report())
-
-
-class Torn:
-    """Neither true nor false."""
-
-    def __bool__(self) -> bool:
-        raise RuntimeError("neither")
-
-
-WRONG: list[dict[str, Any]] = [
-    *({"min_query": x} for x in (1, 2.5, 10**30, 1 << 31)),
-    *({"layers": x} for x in (3, ["a"], [7], {0: 1}, [0, [1]])),
-    *({name: x} for name in ("verify", "strict", "measure") for x in ("no", None, 0, 1, Torn())),
-]
-
-
-@pytest.mark.parametrize("options", WRONG, ids=lambda one: next(iter(one)))
-def test_wrong_options(model: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(sp.ParameterError, match=next(iter(options))):
-        attach(model, "dense", **options)
-    assert model.config._attn_implementation == "sdpa"
-
-
-class Counting:
-    """Indices without an end; says how many were read, and gives up where nobody stops."""
-
-    def __init__(self) -> None:
-        self.read = 0
-
-    def __iter__(self) -> Counting:
-        return self
-
-    def __next__(self) -> int:
-        self.read += 1
-        assert self.read < 1 << 20, "read to no end"
-        return 0
-
-
-def test_layers_without_an_end_are_refused_before_they_are_read(model: Any) -> None:
-    layers = Counting()
-    with pytest.raises(sp.ParameterError, match=r"layers is .*, which has more than 65536 indices: pass layer indices"):
-        attach(model, "dense", layers=layers)
-    assert layers.read == 65537
-    with pytest.raises(sp.ParameterError, match=r"layers is range\(0, 1048576\), which has more than"):
-        attach(model, "dense", layers=range(1 << 20))
-
-
-def test_wrong_methods(model: Any) -> None:
-    with pytest.raises(sp.UnknownMethodError, match="anchor-attention"):
-        attach(model, "anchor-atention")
-    with pytest.raises(sp.ParameterError, match="theta"):
-        attach(model, "anchor-attention", tail=0, thetta=1.0)
-    with pytest.raises(sp.ParameterError, match=r"pass parameters \(block\) with the name"):
-        attach(model, sp.build("dense"), block=16)
-    with pytest.raises(sp.ParameterError, match="pass the name of a method, or a Pipeline"):
-        attach(model, 5)  # type: ignore[arg-type]
-    assert model.config._attn_implementation == "sdpa"

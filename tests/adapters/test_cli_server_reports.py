@@ -1,0 +1,126 @@
+"""`sparseprefill vllm-report` and `sglang-report`: what a server answers, and what to do where it does not."""
+
+# ruff: noqa: SIM300 - asserts read expected == actual
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from .test_cli import invoke, refused
+
+VLLM, SGLANG = "vllm-report", "sglang-report"
+REPORT = {"worker": "0", "text": "streaming on M\nlayer   0  sparse", "profiles": {"all": {"text": "dense on M"}}}
+ANSWERS: dict[str, Any] = {
+    VLLM: {"results": [REPORT]},
+    SGLANG: {"internal_states": [{"sparseprefill": [REPORT]}]},
+}
+ASKED: dict[str, list[tuple[str, Any]]] = {
+    VLLM: [("/collective_rpc", {"method": "sparseprefill_report", "timeout": 30.0})],
+    SGLANG: [("/server_info", None)],
+}
+both = pytest.mark.parametrize("command", [VLLM, SGLANG])
+
+
+class Server:
+    """Answers as it is told to; keeps what it was asked, with the body of a POST."""
+
+    def __init__(self) -> None:
+        self.status, self.body, self.asked = 200, "", list[tuple[str, Any]]()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                length = int(self.headers["Content-Length"])
+                self.answer(json.loads(self.rfile.read(length)))
+
+            def do_GET(self) -> None:
+                self.answer(None)
+
+            def answer(self, given: Any) -> None:
+                outer.asked.append((self.path, given))
+                self.send_response(outer.status)
+                self.end_headers()
+                self.wfile.write(outer.body.encode())
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class calls it so
+                """Silent."""
+
+        self.http = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    thread = threading.Thread(target=made.http.serve_forever)
+    thread.start()
+    yield made
+    made.http.shutdown()
+    thread.join()
+    made.http.server_close()
+
+
+@both
+def test_the_report_is_printed(server: Server, command: str) -> None:
+    server.body = json.dumps(ANSWERS[command])
+    result = invoke(command, server.url + "/")
+    assert (0, "") == (result.exit_code, result.stderr)
+    assert "streaming on M\nlayer   0  sparse\nprofile all\ndense on M\n" == result.stdout
+    assert ASKED[command] == server.asked
+
+
+def test_every_worker_is_named(server: Server) -> None:
+    server.body = json.dumps({"results": [{**REPORT, "profiles": {}}, {"worker": "1", "text": "more"}]})
+    lines = invoke(VLLM, server.url).stdout.splitlines()
+    assert ["worker 0", "streaming on M", "layer   0  sparse", "worker 1", "more"] == lines
+
+
+@both
+def test_as_json(server: Server, command: str) -> None:
+    server.body = json.dumps(ANSWERS[command])
+    assert [REPORT] == json.loads(invoke(command, server.url, "--json").stdout)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "body", "words"),
+    [
+        (VLLM, 404, "{}", "has no /collective_rpc: start the server with VLLM_SERVER_DEV_MODE=1"),
+        (VLLM, 500, "{}", "--worker-extension-cls sparseprefill.adapters.vllm.worker.ReportExtension"),
+        (VLLM, 401, "{}", "refuses to answer (401)"),
+        (
+            VLLM,
+            200,
+            '{"results": [{}]}',
+            "does not run prefill through sparseprefill: start it with --attention-backend",
+        ),
+        (VLLM, 200, '{"results": []}', "does not run prefill through sparseprefill"),
+        (VLLM, 200, "", "answers, but not as vLLM does: check the address"),
+        (VLLM, 200, "<html>", "answers, but not as vLLM does"),
+        (VLLM, 200, "[]", "answers, but not as vLLM does"),
+        (SGLANG, 401, "{}", "refuses to answer (401)"),
+        (SGLANG, 500, "{}", "answers /server_info with 500"),
+        (SGLANG, 200, '{"internal_states": [{}]}', "start it with --prefill-attention-backend sparseprefill"),
+        (SGLANG, 200, "<html>", "answers, but not as SGLang does: check the address"),
+        (SGLANG, 200, '{"internal_states": [1]}', "answers, but not as SGLang does"),
+    ],
+)
+def test_what_a_server_lacks_is_said(server: Server, command: str, status: int, body: str, words: str) -> None:
+    server.status, server.body = status, body
+    refused(invoke(command, server.url), server.url, words)
+
+
+@both
+def test_a_server_that_is_not_there(server: Server, command: str) -> None:
+    with_nobody = f"{server.url.rpartition(':')[0]}:1"
+    refused(invoke(command, with_nobody, "--timeout", "5"), f"no server answers at {with_nobody}", "refused")
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://host/x", "http://", "http://host:port"])
+def test_what_is_no_address(url: str) -> None:
+    refused(invoke(VLLM, url), "http://127.0.0.1:8000")
