@@ -102,6 +102,11 @@ class Trial:
         if found is not None:
             raise BreachError(f"{what}: {found}")
 
+    def agree(self, what: str, expected: tuple[Tensor, Tensor], actual: tuple[Tensor, Tensor]) -> None:
+        """BreachError unless output and LSE both are the `same`."""
+        for name, wanted, found in zip(("output", "LSE"), expected, actual, strict=True):
+            self.same(f"{name} {what}", wanted, found)
+
 
 def require(holds: bool | Tensor, detail: str) -> None:
     """BreachError with `detail` unless `holds`."""
