@@ -76,11 +76,6 @@ def structure(kind: Any, value: Any, at: str = "", *, short: bool = False) -> An
         return {_key(parts[0], key, at): structure(parts[1], one, _at(parts[0], at, key)) for key, one in facts.items()}
     if has(kind):
         return _object(kind, value, at, short=short)
-    if issubclass(kind, tuple):
-        fields: Any = kind  # a NamedTuple
-        facts = exactly(table(value, at), fields._fields, at)
-        hints = get_type_hints(kind, include_extras=True)
-        return kind(**{name: structure(hints[name], one, join(at, name)) for name, one in facts.items()})
     good = isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     if not good:
         raise ParameterError(f"{at} is {printed(value)}: pass {KINDS[kind]}")
@@ -93,8 +88,6 @@ def unstructure(value: Any) -> Any:
         facts = {one.metadata.get(KEY, one.name): getattr(value, one.name) for one in fields(type(value)) if one.init}
         schema = getattr(type(value), "SCHEMA", None)
         value = facts if schema is None else {**schema.facts, **facts}
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
     if isinstance(value, Mapping):
         return {str(name): unstructure(one) for name, one in value.items()}
     return [unstructure(one) for one in value] if isinstance(value, list | tuple) else value

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import pytest
 from attrs import field, frozen
@@ -93,9 +93,10 @@ def test_a_key_may_come_again_elsewhere() -> None:
     assert json.loads(text) == structure.parsed(text)
 
 
-class Pair(NamedTuple):
+@frozen
+class Pair:
     share: float
-    number: Annotated[int, whole(1)]
+    number: int = field(validator=whole(1))
 
 
 @frozen(kw_only=True)
@@ -110,7 +111,7 @@ class Outer:
 
     inner: tuple[Inner, ...]
     pairs: tuple[Pair, ...] = ()
-    by_layer: Mapping[int, tuple[int, ...]] = field(factory=dict)
+    by_layer: Mapping[int, tuple[Annotated[int, whole(0)], ...]] = field(factory=dict)
     free: Mapping[str, Any] = field(factory=dict)
 
 

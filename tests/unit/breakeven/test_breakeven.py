@@ -159,15 +159,15 @@ def test_a_call_below_break_even_is_not_worth_it() -> None:
     verdict = found.judge(call(256), "streaming")
     assert (False, BELOW) == (verdict.worth, verdict.reason)
     assert verdict.ratio == pytest.approx(4.0)
-    assert found.worth(call(512), "streaming")
+    assert found.judge(call(512), "streaming").worth
     assert found.judge(call(512), "streaming") is found.judge(call(512), "streaming")
 
 
 def test_queries_and_the_place_of_the_queries_count() -> None:
     found = table(CHUNKED)
-    assert found.worth(call(128, 1024), "streaming")
-    assert not found.worth(call(128, 512), "streaming")
-    assert not found.worth(call(128, 1024, q_offset=256), "streaming")
+    assert found.judge(call(128, 1024), "streaming").worth
+    assert not found.judge(call(128, 512), "streaming").worth
+    assert not found.judge(call(128, 1024, q_offset=256), "streaming").worth
 
 
 def test_what_the_table_does_not_know_runs_sparse_and_says_why() -> None:
@@ -186,7 +186,7 @@ def test_judgements_kept_are_bounded() -> None:
     found = from_length(512)
     for rows in range(1, 5000, 1):
         found._verdicts[rows] = sp.Verdict(True)
-    assert found.worth(call(512), "streaming")
+    assert found.judge(call(512), "streaming").worth
     assert len(found._verdicts) < 4100
 
 
@@ -310,4 +310,4 @@ def test_what_is_remembered_of_a_call_knows_its_kv_heads() -> None:
     wide, narrow = (sp.AttentionCall(q, k, k) for k in (torch.zeros(1, 4, 64, 8), torch.zeros(1, 1, 64, 8)))
     for calls in ((wide, narrow), (narrow, wide)):
         fresh = evolve(found)
-        assert {id(one): one is wide for one in calls} == {id(one): fresh.worth(one, "streaming") for one in calls}
+        assert {id(one): one is wide for one in calls} == {id(one): fresh.judge(one, "streaming").worth for one in calls}
