@@ -185,7 +185,9 @@ class _Reader:
         with _located(here, parameters):
             return method.pipeline(**parameters)
 
-    def _profiled(self, table: Mapping[str, Any], at: str, name: str | None, parameters: Mapping[str, Any]) -> Route:
+    def _profiled(
+        self, table: Mapping[str, Any], at: str, name: str | None, parameters: Mapping[str, Any]
+    ) -> Pipeline | Route:
         path = self.folder / _text(table["profile"], join(at, "profile"))
         with _located(at, parameters):
             return self.registry.build(name, profile=path, **parameters)

@@ -34,7 +34,6 @@ from sparseprefill.stages import (
     common_grain,
     missing,
     objections,
-    planned_by,
     widest_scope,
 )
 from sparseprefill.validate import MOST_ROWS, fitting, is_whole
@@ -382,12 +381,16 @@ class Pipeline(Runner):
         for part in cut:
             here = (slice(None), slice(*part.heads), slice(*part.rows))
             recorder.add(part, *self._run_part(part.of(call), memory, out[here], lse[here]))
-        record = Parts(call.geometry, recorder.count, recorder.pairs)
-        corrected = "".join(stage.name for stage in self._correcting)
-        kernels = tuple(recorder.kernels)
-        whole = Plan(recorder.mask)
-        result = Result(out, lse, whole, parts=record, corrected=corrected, kernels=kernels)
-        return evolve(result, skipped=recorder.skipped, eight=recorder.eight)
+        return Result(
+            out,
+            lse,
+            Plan(recorder.mask),
+            parts=Parts(call.geometry, recorder.count, recorder.pairs),
+            corrected="".join(stage.name for stage in self._correcting),
+            kernels=tuple(recorder.kernels),
+            skipped=recorder.skipped,
+            eight=recorder.eight,
+        )
 
     def _run_part(
         self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor
@@ -407,4 +410,8 @@ class Pipeline(Runner):
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:
         """What `run` would execute: the estimate, refined. For stages that hold a pipeline; errors as of `run`."""
         memory.prefix.most = self.kept_bytes
-        return planned_by(self._planning, call, memory)
+        estimator, *refiners = self._planning
+        plan = estimator.estimate(call, memory)
+        for refiner in refiners:
+            plan = refiner.refine(call, plan, memory)
+        return plan

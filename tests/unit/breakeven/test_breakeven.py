@@ -310,4 +310,6 @@ def test_what_is_remembered_of_a_call_knows_its_kv_heads() -> None:
     wide, narrow = (sp.AttentionCall(q, k, k) for k in (torch.zeros(1, 4, 64, 8), torch.zeros(1, 1, 64, 8)))
     for calls in ((wide, narrow), (narrow, wide)):
         fresh = evolve(found)
-        assert {id(one): one is wide for one in calls} == {id(one): fresh.judge(one, "streaming").worth for one in calls}
+        assert {id(one): one is wide for one in calls} == {
+            id(one): fresh.judge(one, "streaming").worth for one in calls
+        }
