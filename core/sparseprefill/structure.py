@@ -101,9 +101,14 @@ def _object(kind: Any, value: Any, at: str, *, short: bool) -> Any:
         facts = {name: one for name, one in facts.items() if name not in schema.facts}
         short = schema.short
     known = {str(one.metadata.get(KEY, one.name)): one for one in fields(kind) if one.init}
-    needed = [name for name, one in known.items() if one.default is NOTHING or not short]
+    for name in facts:
+        if name not in known:
+            raise ParameterError(f"{join(at, str(name))} is not a field{nearest(str(name), known)}")
+    for name, field in known.items():
+        if name not in facts and (field.default is NOTHING or not short):
+            raise ParameterError(f"{join(at, name)} is missing: add it")
     made = {}
-    for name, one in exactly(facts, known, at, needed).items():
+    for name, one in facts.items():
         field = known[name]
         path = join(at, name)
         made[field.name] = _checked(_hints(kind)[field.name], field.validator, one, path, short=short)
@@ -164,17 +169,6 @@ def table(value: object, at: str = "") -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ParameterError(f"{at or 'the file'} is {printed(value)}: pass an object")
     return value
-
-
-def exactly(facts: Mapping[str, Any], names: Any, at: str = "", needed: Any = None) -> Mapping[str, Any]:
-    """An object with no other fields than these, and all that are needed; by default each of them."""
-    for name in facts:
-        if name not in names:
-            raise ParameterError(f"{join(at, str(name))} is not a field{nearest(str(name), names)}")
-    for name in names if needed is None else needed:
-        if name not in facts:
-            raise ParameterError(f"{join(at, name)} is missing: add it")
-    return facts
 
 
 def check_finite(value: object, at: str) -> None:
