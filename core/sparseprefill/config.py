@@ -67,26 +67,20 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, w
     else:
         made = given if isinstance(given, Runner) else Pipeline(given, name=type(given).__name__)
     if not isinstance(made, Pipeline):
-        raise ParameterError(
-            f"inner: {made.name} has a profile or a gate, which choose for the whole call; pass a method and its "
-            "parameters"
-        )
-    if made.remembers:
+        words = "has a profile or a gate, which choose for the whole call; pass a method and its parameters"
+    elif made.remembers:
         seen = ", ".join(type(one).__name__ for one in made.observers)
-        raise ParameterError(
-            f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and {why}; pass a method "
-            "without observers"
+        words = f"remembers what it has seen from layer to layer ({seen}), and {why}; pass a method without observers"
+    elif any(isinstance(one, SkipSoftmax) for one in made.refiners):
+        words = (
+            "skips tiles while its plan is executed, but only its mask is used here; put SkipSoftmax on the method that "
+            "takes inner"
         )
-    if any(isinstance(one, SkipSoftmax) for one in made.refiners):
-        raise ParameterError(
-            f"inner: {made.name} skips tiles while its plan is executed, but only its mask is used here; put "
-            "SkipSoftmax on the method that takes inner"
-        )
-    if made.corrects:
-        raise ParameterError(
-            f"inner: {made.name} has a corrector, which would not run; put it on the method that takes inner"
-        )
-    return made
+    elif made.corrects:
+        words = "has a corrector, which would not run; put it on the method that takes inner"
+    else:
+        return made
+    raise ParameterError(f"inner: {made.name} {words}")
 
 
 def _load(path: Path) -> Any:
@@ -169,28 +163,19 @@ class _Reader:
         return found
 
     def _method(self, table: Mapping[str, Any], at: str) -> Pipeline | Route:
-        here = join(at, "parameters")
+        here, name = join(at, "parameters"), None
         parameters = _table(table.get("parameters", {}), here)
-        if "method" not in table:
-            if parameters:
-                raise ParameterError(f"{here} belong to one method: give its name as method")
-            return self._profiled(table, at, None, {})
-        name = _text(table["method"], join(at, "method"))
-        with _located(join(at, "method")):
-            method = self.registry.get(name)
-        _known(parameters, [*_names(method.config), FLOOR], here)
-        parameters = self._placed(method.config, parameters)
-        if "profile" in table:
-            return self._profiled(table, at, name, parameters)
-        with _located(here, parameters):
-            return method.pipeline(**parameters)
-
-    def _profiled(
-        self, table: Mapping[str, Any], at: str, name: str | None, parameters: Mapping[str, Any]
-    ) -> Pipeline | Route:
-        path = self.folder / _text(table["profile"], join(at, "profile"))
-        with _located(at, parameters):
-            return self.registry.build(name, profile=path, **parameters)
+        if "method" in table:
+            name = _text(table["method"], join(at, "method"))
+            with _located(join(at, "method")):
+                method = self.registry.get(name)
+            _known(parameters, [*_names(method.config), FLOOR], here)
+            parameters = self._placed(method.config, parameters)
+        elif parameters:
+            raise ParameterError(f"{here} belong to one method: give its name as method")
+        profile = self.folder / _text(table["profile"], join(at, "profile")) if "profile" in table else None
+        with _located(here if profile is None else at, parameters):
+            return self.registry.build(name, profile=profile, **parameters)
 
     def _placed(self, kind: type, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Parameters with relative paths taken from the folder, where a field says that it holds paths (`FILE`)."""
