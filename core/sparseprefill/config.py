@@ -73,8 +73,8 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, w
         words = f"remembers what it has seen from layer to layer ({seen}), and {why}; pass a method without observers"
     elif any(isinstance(one, SkipSoftmax) for one in made.refiners):
         words = (
-            "skips tiles while its plan is executed, but only its mask is used here; put SkipSoftmax on the method that "
-            "takes inner"
+            "skips tiles while its plan is executed, but only its mask is used here; put SkipSoftmax on the method "
+            "that takes inner"
         )
     elif made.corrects:
         words = "has a corrector, which would not run; put it on the method that takes inner"

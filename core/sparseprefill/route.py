@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve, field, frozen
 
 from sparseprefill.breakeven.gate import AUTO, AutoGate, Gate, GateChoice, gate_of
 from sparseprefill.breakeven.table import Verdict
@@ -75,10 +75,6 @@ def _maybe(wanted: type) -> Check:
     return fitting("Route", fits, f"a {wanted.__name__}, or None")
 
 
-def _guarded(route: Route) -> Guard | None:
-    return None if route.gate is None else Guard(route.gate, route.name)
-
-
 @frozen(eq=False)
 class Route(Runner):
     """Pipelines, of which each call meets one: `choose`. Runs like a Pipeline.
@@ -96,7 +92,6 @@ class Route(Runner):
     )
     profile: Profile | None = field(default=None, validator=_maybe(Profile))
     gate: Gate | None = field(default=None, validator=_maybe(Gate))
-    _judging: Guard | None = field(default=Factory(_guarded, takes_self=True), init=False, repr=False)
 
     @classmethod
     def of(cls, given: Pipeline | Route) -> Route:
@@ -167,9 +162,9 @@ class Route(Runner):
 
     def _judge(self, call: AttentionCall) -> Verdict:
         """The gate's verdict; without a gate every call is worth it."""
-        if self._judging is None:
+        if self.gate is None:
             return WORTH
-        verdict: Verdict = self._judging.ask("judge", VERDICT, call, self._judged_as(call))
+        verdict: Verdict = Guard(self.gate, self.name).ask("judge", VERDICT, call, self._judged_as(call))
         return verdict
 
     def _judged_as(self, call: AttentionCall) -> str:

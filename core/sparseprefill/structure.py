@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from attrs import NOTHING, fields, frozen, has
@@ -72,8 +72,11 @@ def structure(kind: Any, value: Any, at: str = "", *, short: bool = False) -> An
     if origin is tuple:
         return _tuple(parts, value, at, short=short)
     if origin in (dict, Mapping):
-        facts = table(value, at)
-        return {_key(parts[0], key, at): structure(parts[1], one, _at(parts[0], at, key)) for key, one in facts.items()}
+        made = {}
+        for key, one in table(value, at).items():
+            path = join(at, str(key)) if parts[0] is str else f"{at}[{key}]"
+            made[_key(parts[0], key, at)] = structure(parts[1], one, path)
+        return made
     if has(kind):
         return _object(kind, value, at, short=short)
     good = isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
@@ -121,7 +124,7 @@ def _object(kind: Any, value: Any, at: str, *, short: bool) -> Any:
 def _checked(kind: Any, check: Any, value: Any, at: str, *, short: bool) -> Any:
     """A value of a kind, checked by its validator first, whose message names the path."""
     if check is not None:
-        check(None, _Path(at), value)
+        check(None, SimpleNamespace(name=at), value)
     return structure(kind, value, at, short=short)
 
 
@@ -141,17 +144,6 @@ def _key(kind: type, key: object, at: str) -> Any:
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key:
         return int(key)
     raise ParameterError(f"{at} has the key {printed(key)}: pass an integer from 0")
-
-
-def _at(kind: type, at: str, key: object) -> str:
-    return join(at, str(key)) if kind is str else f"{at}[{key}]"
-
-
-@frozen
-class _Path:
-    """Stands in for the field that a validator names."""
-
-    name: str
 
 
 @cache

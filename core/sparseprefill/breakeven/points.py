@@ -22,7 +22,8 @@ from sparseprefill.validate import fitting, is_number, is_whole, one_of, whole
 
 MOST = 1 << 40
 """No size reaches it; products of sizes up to it are floats still."""
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+"""Of a number, by PyTorch's name of its type."""
 
 
 def _is_capability(value: Any) -> bool:
@@ -128,7 +129,7 @@ class HeadShape:
     heads: int = field(validator=SIZE)
     kv_heads: int = field(validator=SIZE)
     head_dim: int = field(validator=SIZE)
-    dtype: str = field(validator=one_of(*DTYPES))
+    dtype: str = field(validator=one_of(*BITS))
     points: tuple[Point, ...]
 
     def __attrs_post_init__(self) -> None:
@@ -190,8 +191,7 @@ class Line:
 
 def nearest(shapes: Sequence[HeadShape], sizes: Sizes) -> HeadShape | None:
     """The measured shape by which such a call is judged: of its kind of number, the nearest in size."""
-    kind = _bits(sizes.dtype)
-    alike = [shape for shape in shapes if _bits(shape.dtype) == kind]
+    alike = [shape for shape in shapes if BITS[shape.dtype] == BITS.get(sizes.dtype)]
     return min(alike, key=lambda shape: _distance(shape, sizes), default=None)
 
 
@@ -288,7 +288,3 @@ def _distance(shape: HeadShape, sizes: Sizes) -> tuple[float, float]:
     group = abs(math.log2(sizes.heads * shape.kv_heads / (sizes.kv_heads * shape.heads)))
     # Of two as near, the one with no more work than the call: its ratio needs no correction.
     return width + abs(heads) + group / 2, float(heads < 0)
-
-
-def _bits(dtype: str) -> int:
-    return {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}.get(dtype, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.testing.characters import QUIET, Character, solve
@@ -63,8 +63,7 @@ class Content:
 
     def to(self, device: torch.device | str) -> Content:
         """The same on a device."""
-        parts = {name: getattr(self, name).to(device) for name in ("fast", "basis", "marks", "bounds")}
-        return evolve(self, **parts)
+        return Content(*(x.to(device) for x in (self.fast, self.basis, self.marks, self.bounds)))
 
     @property
     def shares(self) -> tuple[float, float]:

@@ -159,7 +159,7 @@ def test_head_width_counts_with_heads_and_half_of_the_group() -> None:
 
 
 def test_kinds_of_number() -> None:
-    assert [16, 16, 32, 64, 0] == [rule._bits(x) for x in ("float16", "bfloat16", "float32", "float64", "int8")]
+    assert [16, 16, 32, 64] == [rule.BITS[x] for x in ("float16", "bfloat16", "float32", "float64")]
 
 
 def test_lines_of_a_method() -> None:

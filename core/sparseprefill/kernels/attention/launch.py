@@ -346,19 +346,14 @@ def _state(state: SoftmaxState | State | None) -> State:
 
 
 def _cache(source: Source, chosen: Settings, width: int) -> Cache:
-    descriptors = _descriptors(source, chosen, width)
-    scaled = ((source.k, source.k_scale), (source.v, source.v_scale))
-    k, v = (Matrix(x, of, scale, *strides(x, source.page)) for (x, scale), of in zip(scaled, descriptors, strict=True))
-    return Cache(k, v, source.table)
+    tma, block = _tma(source, chosen), [1, 1, chosen.block_n, power_of_two(width)]
+
+    def matrix(x: Tensor, scale: Tensor | None) -> Matrix:
+        return Matrix(x, TensorDescriptor.from_tensor(x, block) if tma else None, scale, *strides(x, source.page))
+
+    return Cache(matrix(source.k, source.k_scale), matrix(source.v, source.v_scale), source.table)
 
 
 def _tma(source: Source, chosen: Settings) -> bool:
     """Tensor descriptors need 16-byte aligned rows; pages are read by pointers."""
     return chosen.tma and not source.page and aligned(source.k) and aligned(source.v)
-
-
-def _descriptors(source: Source, chosen: Settings, width: int) -> tuple[Any, Any]:
-    if not _tma(source, chosen):
-        return None, None
-    block = [1, 1, chosen.block_n, power_of_two(width)]
-    return TensorDescriptor.from_tensor(source.k, block), TensorDescriptor.from_tensor(source.v, block)
