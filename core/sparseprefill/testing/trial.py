@@ -32,26 +32,28 @@ class NotApplicableError(Exception):
 
 @frozen
 class Subject:
-    """What is put through the laws: a name, and how to build it sparse and full."""
+    """What is put through the laws: a sparse pipeline, and the same where it keeps everything, if that is known."""
 
     name: str
-    build: Callable[..., Pipeline]
-    small: Mapping[str, Any]
-    full: Mapping[str, Any] | None
+    sparse: Pipeline
+    full: tuple[Pipeline, ...]
 
     @classmethod
     def of(cls, candidate: Candidate, parameters: Mapping[str, Any] | None, full: Mapping[str, Any] | None) -> Subject:
         """The subject for a Method, its registered name, a Pipeline, or a function of keywords that makes one."""
         if isinstance(candidate, str):
             candidate = default_registry().get(candidate)
+        build: Callable[..., Pipeline]
         if isinstance(candidate, Method):
-            small = candidate.small if parameters is None else parameters
-            return cls(candidate.name, candidate.pipeline, small, candidate.full if full is None else full)
+            parameters = candidate.small if parameters is None else parameters
+            full = candidate.full if full is None else full
+            build = candidate.pipeline
+        else:
+            build = partial(evolve, candidate) if isinstance(candidate, Pipeline) else candidate
         small = {} if parameters is None else parameters
-        if isinstance(candidate, Pipeline):
-            return cls(candidate.name, partial(evolve, candidate), small, full)
-        name = candidate(**small).name
-        return cls(name, candidate, small, full)
+        sparse = build(**small)
+        name = candidate.name if isinstance(candidate, Method) else sparse.name
+        return cls(name, sparse, () if full is None else (build(**full), build(**{**small, **full})))
 
 
 @frozen(eq=False)
