@@ -21,12 +21,13 @@ from sparseprefill.refiners.skip import SkipSoftmax
 from sparseprefill.registry import KEY, Registry, default_registry
 from sparseprefill.route import Route, gated
 from sparseprefill.stages import PatternEstimator
-from sparseprefill.structure import join
+from sparseprefill.structure import check_names, join
 from sparseprefill.union import UnionEstimator
 from sparseprefill.validate import FILE
 
 DEEPEST = 32
 """Unions within unions."""
+WHOLE = "the configuration"
 KEYS = ("corrector", "gate", "method", "name", "parameters", "profile", "recall", "refiners", "union")
 
 
@@ -106,13 +107,13 @@ class _Reader:
             raise ParameterError(f"{at} contains itself: a union cannot be part of itself")
         if len(above) >= DEEPEST:
             raise ParameterError(f"{at} is nested too deeply: use at most {DEEPEST} levels of union")
-        table = _table(given, at)
-        _known(table, KEYS, at)
+        table = structure.table(given, at or WHOLE)
+        check_names(table, KEYS, at)
         alone = "method" in table or "profile" in table  # a profile holds its method
         if alone == ("union" in table):
             one = "method" if "method" in table else "profile"
             both = f"both {one} and union" if alone else "neither method nor union"
-            raise ParameterError(f"{at or 'the configuration'} has {both}: give one of them")
+            raise ParameterError(f"{at or WHOLE} has {both}: give one of them")
         made = self._union(table, at, (*above, given)) if "union" in table else self._method(table, at)
         refiners = [self._stage("refiner", one, join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
         name = _text(table["name"], join(at, "name")) if "name" in table else made.name
@@ -143,14 +144,14 @@ class _Reader:
 
     def _stage(self, kind: str, table: Any, at: str) -> Any:
         """A refiner or corrector of the class that a table names, with the table's parameters."""
-        table = _table(table, at)
+        table = structure.table(table, at)
         here = join(at, KEY)
         if KEY not in table:
             raise ParameterError(f"{here} is missing{nearest('', self.registry.offered(kind))}")
         name = _text(table[KEY], here)
         made = self._class(kind, name, here)
         parameters = {key: value for key, value in table.items() if key != KEY}
-        _known(parameters, _names(made), at)
+        check_names(parameters, _names(made), at)
         lacking = [key for key in _names(made, required=True) if key not in parameters]
         if lacking:
             raise ParameterError(f"{join(at, lacking[0])} is missing: {name} needs it")
@@ -164,12 +165,12 @@ class _Reader:
 
     def _method(self, table: Mapping[str, Any], at: str) -> Pipeline | Route:
         here, name = join(at, "parameters"), None
-        parameters = _table(table.get("parameters", {}), here)
+        parameters = structure.table(table.get("parameters", {}), here)
         if "method" in table:
             name = _text(table["method"], join(at, "method"))
             with _located(join(at, "method")):
                 method = self.registry.get(name)
-            _known(parameters, [*_names(method.config), FLOOR], here)
+            check_names(parameters, [*_names(method.config), FLOOR], here)
             parameters = self._placed(method.config, parameters)
         elif parameters:
             raise ParameterError(f"{here} belong to one method: give its name as method")
@@ -220,21 +221,6 @@ def _located(at: str, fields: Iterable[str] = ()) -> Iterator[None]:
         text = str(error)
         named = any(re.match(rf"{re.escape(name)}\b(?!-)", text) for name in fields)
         raise type(error)(join(at, text) if named else f"{at}: {text}" if at else text) from error
-
-
-def _known(table: Mapping[str, Any], keys: Sequence[str], at: str) -> None:
-    for key in table:
-        if key not in keys:
-            raise ParameterError(f"{join(at, str(key))} is unknown{nearest(str(key), keys)}")
-
-
-def _table(value: Any, at: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ParameterError(f"{at or 'the configuration'} is {printed(value)}: give a table of keys and values")
-    for key in value:
-        if not isinstance(key, str):
-            raise ParameterError(f"{at or 'the configuration'} has the key {printed(key)}: keys are names")
-    return value
 
 
 def _text(value: Any, at: str) -> str:

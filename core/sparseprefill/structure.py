@@ -6,7 +6,7 @@ import json
 import math
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -104,9 +104,7 @@ def _object(kind: Any, value: Any, at: str, *, short: bool) -> Any:
         facts = {name: one for name, one in facts.items() if name not in schema.facts}
         short = schema.short
     known = {str(one.metadata.get(KEY, one.name)): one for one in fields(kind) if one.init}
-    for name in facts:
-        if name not in known:
-            raise ParameterError(f"{join(at, str(name))} is not a field{nearest(str(name), known)}")
+    check_names(facts, known, at)
     for name, field in known.items():
         if name not in facts and (field.default is NOTHING or not short):
             raise ParameterError(f"{join(at, name)} is missing: add it")
@@ -157,10 +155,17 @@ def join(at: str, name: str) -> str:
 
 
 def table(value: object, at: str = "") -> Mapping[str, Any]:
-    """An object."""
+    """A table, which JSON calls an object."""
     if not isinstance(value, Mapping):
-        raise ParameterError(f"{at or 'the file'} is {printed(value)}: pass an object")
+        raise ParameterError(f"{at or 'the file'} is {printed(value)}: give a table of keys and values")
     return value
+
+
+def check_names(facts: Mapping[str, Any], known: Collection[str], at: str = "") -> None:
+    """ParameterError, with the nearest, for a table with another key than these."""
+    for name in facts:
+        if name not in known:
+            raise ParameterError(f"{join(at, str(name))} is unknown{nearest(str(name), known)}")
 
 
 def check_finite(value: object, at: str) -> None:

@@ -311,7 +311,7 @@ GOOD: dict[str, Any] = {"schema": "sparseprefill.anchors", "version": 1, "anchor
         ({"anchors": 3}, "anchors is 3: pass a path"),
         ({"anchors": "nowhere.json"}, "anchors is 'nowhere.json': No such file"),
         ({"anchors": {**GOOD, "version": 2}}, "version is 2"),
-        ({"anchors": {**GOOD, "more": 2}}, "more is not a field"),
+        ({"anchors": {**GOOD, "more": 2}}, "more is unknown"),
         ({"anchors": {**GOOD, "maps": [1]}}, "maps is"),
         ({"anchors": {**GOOD, "maps": {"x": [1]}}}, "the key 'x'"),
         ({"anchors": {**GOOD, "maps": {"01": [1]}}}, "the key '01'"),

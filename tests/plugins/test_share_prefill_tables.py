@@ -67,7 +67,7 @@ MODEL = json.loads(TABLE.to_json())["model"]
         (changed(clusters=None), "clusters is None"),
         (changed(noise=3), "noise is 3"),
         (changed(made=3), "made is 3"),
-        (changed(more=3), "more is not a field"),
+        (changed(more=3), "more is unknown"),
         ({(0, 0): float("nan")}, r"clusters\[\(0, 0\)\] is nan"),
         ({(0, "a"): 1}, r"\(0, 'a'\)"),
         (7, "clusters is int"),

@@ -134,11 +134,11 @@ def test_what_is_written_is_read() -> None:
     [
         ({"version": 4}, "version is 4: this library reads 3; write it anew"),
         ({"inner": 1}, "inner is 1: pass a list"),
-        ({"inner": [1]}, r"inner\[0\] is 1: pass an object"),
+        ({"inner": [1]}, r"inner\[0\] is 1: give a table"),
         ({"inner": [{"from": -1, "name": None}]}, r"inner\[0\].from is -1: pass an integer >= 0"),
         ({"inner": [{"from": 1, "name": 2}]}, r"inner\[0\].name is 2: pass a string"),
         ({"inner": [{"from": 1}]}, r"inner\[0\].name is missing: add it"),
-        ({"inner": [{"form": 1, "name": None}]}, r"inner\[0\].form is not a field; did you mean 'from'\?"),
+        ({"inner": [{"form": 1, "name": None}]}, r"inner\[0\].form is unknown; did you mean 'from'\?"),
         ({"pairs": [{"share": True, "number": 1}]}, r"pairs\[0\].share is True: pass a number"),
         ({"pairs": [{"share": 1.0, "number": 0}]}, r"pairs\[0\].number is 0: pass an integer >= 1"),
         ({"by_layer": {"04": []}}, "by_layer has the key '04': pass an integer from 0"),

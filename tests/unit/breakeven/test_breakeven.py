@@ -208,10 +208,10 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("schema",), "sparseprefill.profile", "schema is 'sparseprefill.profile': this library reads"),
     (("version",), 2, "version is 2: this library reads 1; calibrate again"),
     (("version",), True, "version is True"),
-    (("more",), 1, "more is not a field"),
+    (("more",), 1, "more is unknown"),
     (("device", "type"), 3, "device.type is 3"),
     (("device", "capability"), [9], r"device.capability is \[9\]: pass two integers"),
-    (("versions",), [], r"versions is \[\]: pass an object"),
+    (("versions",), [], r"versions is \[\]: give a table"),
     (("shapes",), [], r"shapes is \[\]: pass a list with at least one"),
     (("shapes", 0, "heads"), 3, r"shapes\[0\].heads is 3: pass a multiple of the 2 kv_heads"),
     (("shapes", 0, "kv_heads"), 0, r"shapes\[0\].kv_heads is 0"),
@@ -244,10 +244,10 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
         r"executor\[1\].density is 0.05: densities must ascend",
     ),
     (("shapes", 0, "points", 2, "executor", 0, "seconds"), "1", r"executor\[0\].seconds is '1'"),
-    (("shapes", 0, "points", 2, "methods"), [], r"points\[2\].methods is \[\]: pass an object"),
+    (("shapes", 0, "points", 2, "methods"), [], r"points\[2\].methods is \[\]: give a table"),
     (("shapes", 0, "points", 2, "methods", "streaming", "density"), 1.5, r"methods.streaming.density is 1.5: pass a"),
     (("shapes", 0, "points", 2, "methods", "streaming", "estimate"), float("inf"), r"streaming.estimate is inf"),
-    (("shapes", 0, "points", 2, "note"), "x", r"shapes\[0\].points\[2\].note is not a field"),
+    (("shapes", 0, "points", 2, "note"), "x", r"shapes\[0\].points\[2\].note is unknown"),
 ]
 
 

@@ -225,7 +225,7 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("ranges", 0, "dense_layers"), 0, r"ranges\[0\].dense_layers is 0: pass a list"),
     (("model", "layers"), 0, "model.layers is 0"),
     (("model", "digest"), None, "model.digest is None"),
-    (("model", "more"), 1, "model.more is not a field"),
+    (("model", "more"), 1, "model.more is unknown"),
     (("ranges",), [], "ranges is empty"),
     (("ranges",), {}, "ranges is {}"),
     (("ranges", 0, "from"), 5, r"ranges\[0\].from is 5: the first range starts at 0"),
@@ -235,8 +235,8 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("ranges", 0, "parameters"), [1], r"ranges\[0\].parameters is \[1\]"),
     (("ranges", 0, "parameters", "sink"), float("nan"), r"ranges\[0\].parameters.sink is nan: pass a finite"),
     (("ranges", 0, "measured", "seconds"), float("inf"), r"ranges\[0\].measured.seconds is inf"),
-    (("ranges", 0, "note"), 1, r"ranges\[0\].note is not a field"),
-    (("notes",), 1, "notes is not a field"),
+    (("ranges", 0, "note"), 1, r"ranges\[0\].note is unknown"),
+    (("notes",), 1, "notes is unknown"),
 ]
 
 
