@@ -164,8 +164,10 @@ def table(value: object, at: str = "") -> Mapping[str, Any]:
 def check_names(facts: Mapping[str, Any], known: Collection[str], at: str = "") -> None:
     """ParameterError, with the nearest, for a table with another key than these."""
     for name in facts:
+        if not isinstance(name, str):
+            raise ParameterError(f"{at or 'the table'} has the key {printed(name)}: keys are names")
         if name not in known:
-            raise ParameterError(f"{join(at, str(name))} is unknown{nearest(str(name), known)}")
+            raise ParameterError(f"{join(at, name)} is unknown{nearest(name, known)}")
 
 
 def check_finite(value: object, at: str) -> None:

@@ -143,7 +143,7 @@ def test_profiles_are_found_beside_the_file(tmp_path: Path) -> None:
         (3, "the configuration is 3: give a table"),
         ({}, "the configuration has neither method nor union"),
         ({"method": "dense", "union": []}, "the configuration has both method and union"),
-        ({1: "dense"}, "1 is unknown"),
+        ({1: "dense"}, "the table has the key 1"),
         ({"methd": "dense"}, "methd is unknown; did you mean 'method'"),
         ({"method": 3}, "method is 3: give a name"),
         ({"method": "anchor-atention"}, "method: no method is named 'anchor-atention'; did you mean"),

@@ -200,7 +200,7 @@ def test_defaults() -> None:
     assert "auto" == PIPELINE.workspace
 
 
-WORKING = (PriorityScores, values.WeightedPriority, AutoGate, BreakEven, sp.Pipeline, Route, cpu._Row)
+WORKING = (PriorityScores, values.WeightedPriority, AutoGate, BreakEven, sp.Pipeline, cpu._Row)
 
 
 @pytest.mark.parametrize("kind", [*WORKING, watch.RecallWatch], ids=lambda kind: kind.__name__)
