@@ -10,7 +10,7 @@ The figures are times of one layer's attention, by shape (`HeadShape`) and by si
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -256,18 +256,15 @@ def between(x: float, a: float, b: float, at_a: float, at_b: float) -> float:
 
 
 def _by_rows(along: Sequence[Line], queries: int, keys: int) -> float:
-    below: tuple[int, float] | None = None
-    for line in along:
-        rows = keys if line.queries is None else line.queries
-        if line.queries is not None and rows >= keys:
-            continue
-        ratio = line.at(keys)
-        if queries <= rows:
-            if below is None:
-                return ratio * pairs(rows, keys) / pairs(queries, keys)
-            return between(queries, below[0], rows, below[1], ratio) if below[0] < rows else ratio
-        below = rows, ratio
-    return along[-1].at(keys)
+    """The ratio of the last `queries` of so many keys: between lines of fewer and of more rows."""
+    rows = [line.queries for line in along if line.queries is not None and line.queries < keys]
+    beside = (*along[: len(rows)], along[-1])
+    rows.append(keys)
+    i = bisect_left(rows, queries)
+    ratio = beside[i].at(keys)
+    if i == 0:
+        return ratio * pairs(rows[0], keys) / pairs(queries, keys)
+    return between(queries, rows[i - 1], rows[i], beside[i - 1].at(keys), ratio)
 
 
 def _seconds(point: Point, method: str, *, doubtful: bool) -> float | None:

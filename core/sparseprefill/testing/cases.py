@@ -10,13 +10,11 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.testing.inputs import tensors
 
 
-def standard_calls(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int = 64
-) -> tuple[AttentionCall, ...]:
+def standard_calls(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, ...]:
     """Lengths around a tile edge, GQA, offsets, padding, structure, strides, window, softcap and sinks."""
 
     def make(kind: str, heads: int, kv_heads: int, q_len: int, kv_len: int, batch: int = 1, **fields: Any) -> Any:
-        sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": 64}
         place: dict[str, Any] = {"strided": fields.pop("strided", False), "device": device, "dtype": dtype}
         seed, offset = q_len + 7 * kv_len, fields.get("q_offset")
         made = tensors(kind, **sizes, q_len=q_len, kv_len=kv_len, q_offset=offset, seed=seed, **place)
