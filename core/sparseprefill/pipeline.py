@@ -34,6 +34,7 @@ from sparseprefill.stages import (
     common_grain,
     missing,
     objections,
+    planned_by,
     widest_scope,
 )
 from sparseprefill.validate import MOST_ROWS, fitting, is_whole
@@ -410,8 +411,4 @@ class Pipeline(Runner):
     def plan(self, call: AttentionCall, memory: Memory) -> Plan:
         """What `run` would execute: the estimate, refined. For stages that hold a pipeline; errors as of `run`."""
         memory.prefix.most = self.kept_bytes
-        estimator, *refiners = self._planning
-        plan = estimator.estimate(call, memory)
-        for refiner in refiners:
-            plan = refiner.refine(call, plan, memory)
-        return plan
+        return planned_by(self._planning, call, memory)

@@ -365,6 +365,15 @@ class ExecutorStage(Stage):
         return state
 
 
+def planned_by(stages: Sequence[Stage], call: AttentionCall, memory: Memory) -> Plan:
+    """The plan of an estimator, which comes first, and of refiners, in their order."""
+    estimator, *refiners = stages
+    plan = estimator.estimate(call, memory)
+    for refiner in refiners:
+        plan = refiner.refine(call, plan, memory)
+    return plan
+
+
 def objections(stages: Iterable[Stage], call: AttentionCall) -> tuple[str, ...]:
     """``stage: reason`` of each stage that objects to a call, each once."""
     reasons = ((stage, stage.objection(call)) for stage in stages)
