@@ -206,8 +206,8 @@ def _check_rows(call: AttentionCall) -> None:
     prompt = call.prompt_lengths
     if _is_int(prompt) and not 0 <= cast(int, prompt) < LONGEST:
         raise InvalidCallError("prompt_lengths", printed(prompt), f"pass a number of tokens from 0 to {LONGEST - 1}")
-    tensors = ("starts", call.starts), ("lengths", call.lengths), ("prompt_lengths", prompt)
-    for name, rows in tensors:
+    given: dict[str, Any] = {"starts": call.starts, "lengths": call.lengths, "prompt_lengths": prompt}
+    for name, rows in given.items():
         if rows is None or (name == "prompt_lengths" and _is_int(rows)):
             continue
         number = " or a number of tokens" if name == "prompt_lengths" else ""

@@ -137,7 +137,8 @@ class Registry:
             raise PluginLoadError(f"{record.source}: {type(error).__name__}: {told(error)}") from error
         for kind, found in answers.items():
             self._known[kind].update(found)
-        record = evolve(record, **{f"{kind}s": tuple(found) for kind, found in answers.items()})
+        offered: dict[str, Any] = {f"{kind}s": tuple(found) for kind, found in answers.items()}
+        record = evolve(record, **offered)
         self._keep(record)
         return record
 

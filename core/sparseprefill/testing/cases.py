@@ -14,7 +14,7 @@ def standard_calls(device: torch.device | str = "cpu", dtype: torch.dtype = torc
     """Lengths around a tile edge, GQA, offsets, padding, structure, strides, window, softcap and sinks."""
 
     def make(kind: str, heads: int, kv_heads: int, q_len: int, kv_len: int, batch: int = 1, **fields: Any) -> Any:
-        sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": 64}
+        sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": 64}
         place: dict[str, Any] = {"strided": fields.pop("strided", False), "device": device, "dtype": dtype}
         seed, offset = q_len + 7 * kv_len, fields.get("q_offset")
         made = tensors(kind, **sizes, q_len=q_len, kv_len=kv_len, q_offset=offset, seed=seed, **place)
@@ -41,7 +41,7 @@ def standard_calls(device: torch.device | str = "cpu", dtype: torch.dtype = torc
 def chunked_call(grain: int, device: torch.device | str, dtype: torch.dtype) -> AttentionCall:
     """One call long enough to be cut twice at `grain`."""
     length = 2 * grain + 7
-    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": length, "kv_len": length, "head_dim": 64}
+    sizes: dict[str, Any] = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": length, "kv_len": length, "head_dim": 64}
     return AttentionCall(*tensors("stripes", **sizes, device=device, dtype=dtype))
 
 
