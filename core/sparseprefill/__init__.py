@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
@@ -140,27 +141,15 @@ if not TYPE_CHECKING:  # or checkers would take every misspelt name for one of o
         """A public name, or a module of the package that has not been imported yet."""
         if name in _HOMES:
             found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        elif name.isidentifier() and not name.startswith("_"):
-            found = _module(f"{__name__}.{name}")
+        elif name.isidentifier() and not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+            found = import_module(f"{__name__}.{name}")
         else:
-            found = None
-        if found is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = found
         return found
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-
-
-def _module(name: str) -> Any:
-    """The module of this name; None where there is none."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        return None
 
 
 def methods() -> Mapping[str, str]:

@@ -206,28 +206,34 @@ def _check_rows(call: AttentionCall) -> None:
     prompt = call.prompt_lengths
     if _is_int(prompt) and not 0 <= cast(int, prompt) < LONGEST:
         raise InvalidCallError("prompt_lengths", printed(prompt), f"pass a number of tokens from 0 to {LONGEST - 1}")
-    tensors = ("starts", call.starts), ("lengths", call.lengths), ("prompt_lengths", prompt)
-    for name, rows in tensors:
+    given: dict[str, Any] = {"starts": call.starts, "lengths": call.lengths, "prompt_lengths": prompt}
+    for name, rows in given.items():
         if rows is None or (name == "prompt_lengths" and _is_int(rows)):
             continue
-        if not isinstance(rows, Tensor) or rows.shape != (call.q.shape[0],) or rows.dtype != torch.int32:
-            shown = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else printed(rows)
-            number = " or a number of tokens" if name == "prompt_lengths" else ""
-            raise InvalidCallError(name, shown, f"pass an int32 tensor of shape ({call.q.shape[0]},){number}")
-        if rows.device != call.q.device:
-            raise InvalidCallError(name, f"on {rows.device}", f"move it to q's device {call.q.device}")
+        number = " or a number of tokens" if name == "prompt_lengths" else ""
+        remedy = f"pass an int32 tensor of shape ({call.q.shape[0]},){number}"
+        _check_tensor(call, name, rows, call.q.shape[0], (torch.int32,), remedy)
         if rows.device.type == "cpu" and bool((rows < 0).any()):  # of other devices no value is read
             raise InvalidCallError(name, str(rows.tolist()), "pass numbers from 0")
-    if call.q.device.type == "cpu":
-        _check_padding(call.starts, call.lengths, kv_len)
-
-
-def _check_padding(starts: Tensor | None, lengths: Tensor | None, kv_len: int) -> None:
+    if call.q.device.type != "cpu":
+        return
+    starts, lengths = call.starts, call.lengths
     if starts is not None and bool((starts > kv_len).any()):
         raise InvalidCallError("starts", str(starts.tolist()), f"pass numbers from 0 to {kv_len}, the keys of a row")
     if lengths is not None and bool((lengths > kv_len - (0 if starts is None else starts)).any()):
         remedy = f"a row's real keys must lie among the {kv_len} from its start on: pass fewer"
         raise InvalidCallError("lengths", str(lengths.tolist()), remedy)
+
+
+def _check_tensor(
+    call: AttentionCall, name: str, x: Any, length: int, dtypes: tuple[torch.dtype, ...], remedy: str
+) -> None:
+    """Of ``[length]``, in one of these types, beside q."""
+    if not isinstance(x, Tensor) or x.shape != (length,) or x.dtype not in dtypes:
+        shown = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else printed(x)
+        raise InvalidCallError(name, shown, remedy)
+    if x.device != call.q.device:
+        raise InvalidCallError(name, f"on {x.device}", f"move it to q's device {call.q.device}")
 
 
 def _check_numbers(call: AttentionCall) -> None:
@@ -243,13 +249,8 @@ def _check_numbers(call: AttentionCall) -> None:
         raise InvalidCallError("first_head", printed(call.first_head), "pass an integer >= 0")
     if call.sinks is not None:
         heads = call.q.shape[1]
-        if not isinstance(call.sinks, Tensor) or call.sinks.shape != (heads,):
-            shown = f"of shape {tuple(call.sinks.shape)}" if isinstance(call.sinks, Tensor) else printed(call.sinks)
-            raise InvalidCallError("sinks", shown, f"pass one logit per query head, shape ({heads},)")
-        if call.sinks.dtype not in DTYPES:
-            raise InvalidCallError("sinks", f"of {call.sinks.dtype}", "use float16, bfloat16, float32 or float64")
-        if call.sinks.device != call.q.device:
-            raise InvalidCallError("sinks", f"on {call.sinks.device}", f"move it to q's device {call.q.device}")
+        remedy = f"pass one logit per query head, shape ({heads},), in float16, bfloat16, float32 or float64"
+        _check_tensor(call, "sinks", call.sinks, heads, DTYPES, remedy)
 
 
 def _is_int(value: object) -> bool:

@@ -21,12 +21,13 @@ from sparseprefill.refiners.skip import SkipSoftmax
 from sparseprefill.registry import KEY, Registry, default_registry
 from sparseprefill.route import Route, gated
 from sparseprefill.stages import PatternEstimator
-from sparseprefill.structure import join
+from sparseprefill.structure import check_names, join
 from sparseprefill.union import UnionEstimator
 from sparseprefill.validate import FILE
 
 DEEPEST = 32
 """Unions within unions."""
+WHOLE = "the configuration"
 KEYS = ("corrector", "gate", "method", "name", "parameters", "profile", "recall", "refiners", "union")
 
 
@@ -67,26 +68,20 @@ def inner_method(given: str | Mapping[str, Any] | Pipeline | PatternEstimator, w
     else:
         made = given if isinstance(given, Runner) else Pipeline(given, name=type(given).__name__)
     if not isinstance(made, Pipeline):
-        raise ParameterError(
-            f"inner: {made.name} has a profile or a gate, which choose for the whole call; pass a method and its "
-            "parameters"
-        )
-    if made.remembers:
+        words = "has a profile or a gate, which choose for the whole call; pass a method and its parameters"
+    elif made.remembers:
         seen = ", ".join(type(one).__name__ for one in made.observers)
-        raise ParameterError(
-            f"inner: {made.name} remembers what it has seen from layer to layer ({seen}), and {why}; pass a method "
-            "without observers"
+        words = f"remembers what it has seen from layer to layer ({seen}), and {why}; pass a method without observers"
+    elif any(isinstance(one, SkipSoftmax) for one in made.refiners):
+        words = (
+            "skips tiles while its plan is executed, but only its mask is used here; put SkipSoftmax on the method "
+            "that takes inner"
         )
-    if any(isinstance(one, SkipSoftmax) for one in made.refiners):
-        raise ParameterError(
-            f"inner: {made.name} skips tiles while its plan is executed, but only its mask is used here; put "
-            "SkipSoftmax on the method that takes inner"
-        )
-    if made.corrects:
-        raise ParameterError(
-            f"inner: {made.name} has a corrector, which would not run; put it on the method that takes inner"
-        )
-    return made
+    elif made.corrects:
+        words = "has a corrector, which would not run; put it on the method that takes inner"
+    else:
+        return made
+    raise ParameterError(f"inner: {made.name} {words}")
 
 
 def _load(path: Path) -> Any:
@@ -112,13 +107,13 @@ class _Reader:
             raise ParameterError(f"{at} contains itself: a union cannot be part of itself")
         if len(above) >= DEEPEST:
             raise ParameterError(f"{at} is nested too deeply: use at most {DEEPEST} levels of union")
-        table = _table(given, at)
-        _known(table, KEYS, at)
+        table = structure.table(given, at or WHOLE)
+        check_names(table, KEYS, at)
         alone = "method" in table or "profile" in table  # a profile holds its method
         if alone == ("union" in table):
             one = "method" if "method" in table else "profile"
             both = f"both {one} and union" if alone else "neither method nor union"
-            raise ParameterError(f"{at or 'the configuration'} has {both}: give one of them")
+            raise ParameterError(f"{at or WHOLE} has {both}: give one of them")
         made = self._union(table, at, (*above, given)) if "union" in table else self._method(table, at)
         refiners = [self._stage("refiner", one, join(at, f"refiners[{i}]")) for i, one in _items(table, "refiners", at)]
         name = _text(table["name"], join(at, "name")) if "name" in table else made.name
@@ -149,14 +144,14 @@ class _Reader:
 
     def _stage(self, kind: str, table: Any, at: str) -> Any:
         """A refiner or corrector of the class that a table names, with the table's parameters."""
-        table = _table(table, at)
+        table = structure.table(table, at)
         here = join(at, KEY)
         if KEY not in table:
             raise ParameterError(f"{here} is missing{nearest('', self.registry.offered(kind))}")
         name = _text(table[KEY], here)
         made = self._class(kind, name, here)
         parameters = {key: value for key, value in table.items() if key != KEY}
-        _known(parameters, _names(made), at)
+        check_names(parameters, _names(made), at)
         lacking = [key for key in _names(made, required=True) if key not in parameters]
         if lacking:
             raise ParameterError(f"{join(at, lacking[0])} is missing: {name} needs it")
@@ -169,26 +164,19 @@ class _Reader:
         return found
 
     def _method(self, table: Mapping[str, Any], at: str) -> Pipeline | Route:
-        here = join(at, "parameters")
-        parameters = _table(table.get("parameters", {}), here)
-        if "method" not in table:
-            if parameters:
-                raise ParameterError(f"{here} belong to one method: give its name as method")
-            return self._profiled(table, at, None, {})
-        name = _text(table["method"], join(at, "method"))
-        with _located(join(at, "method")):
-            method = self.registry.get(name)
-        _known(parameters, [*_names(method.config), FLOOR], here)
-        parameters = self._placed(method.config, parameters)
-        if "profile" in table:
-            return self._profiled(table, at, name, parameters)
-        with _located(here, parameters):
-            return method.pipeline(**parameters)
-
-    def _profiled(self, table: Mapping[str, Any], at: str, name: str | None, parameters: Mapping[str, Any]) -> Route:
-        path = self.folder / _text(table["profile"], join(at, "profile"))
-        with _located(at, parameters):
-            return self.registry.build(name, profile=path, **parameters)
+        here, name = join(at, "parameters"), None
+        parameters = structure.table(table.get("parameters", {}), here)
+        if "method" in table:
+            name = _text(table["method"], join(at, "method"))
+            with _located(join(at, "method")):
+                method = self.registry.get(name)
+            check_names(parameters, [*_names(method.config), FLOOR], here)
+            parameters = self._placed(method.config, parameters)
+        elif parameters:
+            raise ParameterError(f"{here} belong to one method: give its name as method")
+        profile = self.folder / _text(table["profile"], join(at, "profile")) if "profile" in table else None
+        with _located(here if profile is None else at, parameters):
+            return self.registry.build(name, profile=profile, **parameters)
 
     def _placed(self, kind: type, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Parameters with relative paths taken from the folder, where a field says that it holds paths (`FILE`)."""
@@ -233,21 +221,6 @@ def _located(at: str, fields: Iterable[str] = ()) -> Iterator[None]:
         text = str(error)
         named = any(re.match(rf"{re.escape(name)}\b(?!-)", text) for name in fields)
         raise type(error)(join(at, text) if named else f"{at}: {text}" if at else text) from error
-
-
-def _known(table: Mapping[str, Any], keys: Sequence[str], at: str) -> None:
-    for key in table:
-        if key not in keys:
-            raise ParameterError(f"{join(at, str(key))} is unknown{nearest(str(key), keys)}")
-
-
-def _table(value: Any, at: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ParameterError(f"{at or 'the configuration'} is {printed(value)}: give a table of keys and values")
-    for key in value:
-        if not isinstance(key, str):
-            raise ParameterError(f"{at or 'the configuration'} has the key {printed(key)}: keys are names")
-    return value
 
 
 def _text(value: Any, at: str) -> str:

@@ -1,16 +1,4 @@
-"""The exception tree: every error of the library is a `SparsePrefillError`.
-
-SparsePrefillError
-├── InvalidCallError (ValueError)       an AttentionCall field is wrong: names the field, the value, the remedy
-├── MaskError (ValueError)              a mask does not fit its call, or its index lists are malformed
-├── ParameterError (ValueError)         a method's parameter is unknown or out of bounds
-├── UnsupportedCallError                a stage cannot honour a feature of the call (window, softcap, dtype, ...)
-├── StageError                          a stage or a gate raised, or answered something that is no answer
-├── UnknownMethodError (LookupError)    no method of that name; lists the nearest
-├── MethodCollisionError                two plugins offer one name
-├── PluginLoadError                     the plugin that offers this method failed to load
-└── AttachError                         an adapter cannot bind this model
-"""
+"""The errors that the library raises on purpose, and how messages show values."""
 
 from __future__ import annotations
 
@@ -37,7 +25,7 @@ class SparsePrefillError(Exception):
 
 
 class InvalidCallError(SparsePrefillError, ValueError):
-    """An argument of an attention call is wrong."""
+    """An argument of an attention call is wrong; the message names the field, the value and the remedy."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         super().__init__(f"AttentionCall.{field} is {value}: {remedy}")
@@ -53,7 +41,7 @@ class ParameterError(SparsePrefillError, ValueError):
 
 
 class UnsupportedCallError(SparsePrefillError):
-    """A stage cannot honour a feature of this call. `reasons` lists every objection."""
+    """A stage cannot honour a feature of this call, such as a window or a dtype. `reasons` lists every objection."""
 
     def __init__(self, reasons: Iterable[str]) -> None:
         self.reasons = tuple(reasons)
@@ -65,7 +53,7 @@ class StageError(SparsePrefillError):
 
 
 class UnknownMethodError(SparsePrefillError, LookupError):
-    """No registered method has this name."""
+    """No registered method has this name; the message lists the nearest."""
 
 
 class MethodCollisionError(SparsePrefillError):

@@ -34,10 +34,6 @@ class _Entry:
     last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
     broken: bool = False
 
-    def is_of(self, q: Tensor, k: Tensor) -> bool:
-        """Whether the call that came last had these tensors."""
-        return self.last is not None and self.last[0]() is q and self.last[1]() is k
-
 
 NOTHING = _Entry(None, 0, 0)
 
@@ -56,27 +52,22 @@ class PrefixTiles:
     prompt goes on. Nothing is ever written to in place, so what was handed out stays as it is.
 
     most: bytes that all of it may take; what does not fit is made again for each call. 0 keeps nothing. steady: whether
-    keys and values never change; a host whose cache rounds old ones anew says False, and nothing is kept. Copies, by
-    pickle too, begin empty.
+    keys and values never change; a host whose cache rounds old ones anew says False, and nothing is kept. nbytes: what
+    is held. Copies, by pickle too, begin empty.
     """
 
     most: int = KEPT_BYTES
     steady: bool = True
-    _layers: dict[Hashable, dict[Hashable, _Entry]] = field(factory=dict, init=False, repr=False)
-    _held: int = field(default=0, init=False, repr=False)
+    nbytes: int = field(default=0, init=False, repr=False)
+    _layers: dict[Hashable, dict[tuple[Any, ...], _Entry]] = field(factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PrefixTiles, (self.most, self.steady)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return self._held
-
     def clear(self) -> None:
         """Forget everything."""
         self._layers.clear()
-        self._held = 0
+        self.nbytes = 0
 
     def get(self, call: AttentionCall, rule: Hashable, tile: int, make: Make) -> Tensor:
         """A statistic of the call's key tiles by `make`, which is given what is kept of it.
@@ -91,28 +82,30 @@ class PrefixTiles:
         pages = call.pages
         q, k = call.q, call.k if pages is None else pages.k
         entry = layer.get(mine, NOTHING)
-        in_order = offset >= entry.end or entry.is_of(q, k)
-        if entry.broken or not in_order:
+        again = entry.last is not None and entry.last[0]() is q and entry.last[1]() is k
+        if entry.broken or not (again or offset >= entry.end):
             self._drop(layer, mine)
             layer[mine] = _Entry(None, 0, end, broken=True)
             return make(None, 0)
         tiles = min(entry.tiles, offset // tile)  # of the call that came last, once more, what was before it
         made = make(entry.found if tiles else None, tiles)
         if len(layer) > (entry is not NOTHING):
-            for other in [key for key in layer if key != mine and _overlap(key, mine)]:
+            heads = mine[0]  # those of another cut of the layer are of no use any more
+            for other in [key for key in layer if key != mine and set(heads).intersection(key[0])]:
                 self._drop(layer, other)
         found, last = entry.found, (weakref.ref(q), weakref.ref(k))
-        held = self._held - (0 if found is None else found.nbytes) + made.nbytes
-        if (offset or _goes_on(call, end)) and held <= self.most:
-            self._held = held
+        held = self.nbytes - (0 if found is None else found.nbytes) + made.nbytes
+        goes_on = isinstance(call.prompt_lengths, int) and call.prompt_lengths > end
+        if (offset or goes_on) and held <= self.most:
+            self.nbytes = held
             layer[mine] = _Entry(made.detach(), end // tile, end, last)
         else:
             layer[mine] = _Entry(found, entry.tiles, end, last)
         return made
 
-    def _drop(self, layer: dict[Hashable, _Entry], key: Hashable) -> None:
+    def _drop(self, layer: dict[tuple[Any, ...], _Entry], key: tuple[Any, ...]) -> None:
         entry = layer.pop(key, NOTHING)
-        self._held -= 0 if entry.found is None else entry.found.nbytes
+        self.nbytes -= 0 if entry.found is None else entry.found.nbytes
 
 
 @define(eq=False)
@@ -175,21 +168,10 @@ def _known(call: AttentionCall) -> bool:
     return not (call.q.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _goes_on(call: AttentionCall, end: int) -> bool:
-    """Whether the call says that chunks of its prompt are still to come."""
-    return isinstance(call.prompt_lengths, int) and call.prompt_lengths > end
-
-
-def _identity(call: AttentionCall) -> tuple[Hashable, ...]:
+def _identity(call: AttentionCall) -> tuple[Any, ...]:
     """Whose keys they are, as far as the host can tell: query heads first, then all that must be the same."""
     q, pages = call.q, call.pages
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     cache = 0 if pages is None else pages.k.data_ptr()
     heads = range(call.first_head, call.first_head + q.shape[1])
     return heads, call.kv_heads, q.shape[0], q.shape[3], call.value_dim, q.dtype, q.device, stream, cache
-
-
-def _overlap(one: Hashable, other: Hashable) -> bool:
-    """Whether two identities have a query head in common: a layer is cut otherwise than before."""
-    a, b = one[0], other[0]  # type: ignore[index]
-    return bool(a.start < b.stop and b.start < a.stop)

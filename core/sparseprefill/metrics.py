@@ -106,12 +106,9 @@ def sample_rows(call: AttentionCall, rows: int | Sequence[int] | Tensor | None) 
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ParameterError(f"rows is {printed(rows)}: {remedy}") from None
     whole = index.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    if index.dim() != 1 or index.numel() == 0 or not whole:
+    if index.dim() != 1 or index.numel() == 0 or not whole or bool(((index < 0) | (index >= q_len)).any()):
         raise ParameterError(f"rows is {printed(rows)}: {remedy}")
-    index = index.to(torch.int64)
-    if bool((index < 0).any()) or bool((index >= q_len).any()):
-        raise ParameterError(f"rows is {printed(rows)}: {remedy}")
-    return index
+    return index.to(torch.int64)
 
 
 def dense_lse(call: AttentionCall, rows: Tensor, chunk: int = 16384) -> Tensor:

@@ -183,19 +183,17 @@ def _check_cache(pages: Pages) -> None:
         remedy = f"pages, slots, heads, type and device must be k's: {tuple(k.shape)}, {k.dtype}, {k.device}"
         raise InvalidCallError("pages.v", f"of shape {tuple(v.shape)}, {v.dtype}, on {v.device}", remedy)
     if not isinstance(pages.copies, bool):
-        raise InvalidCallError(
-            "pages.copies", printed(pages.copies), "pass True, or False to have kernels read in place"
-        )
+        remedy = "pass True, or False to have kernels read in place"
+        raise InvalidCallError("pages.copies", printed(pages.copies), remedy)
     if not isinstance(pages.dtype, torch.dtype) or pages.dtype not in DTYPES:
         remedy = "give the dtype to compute in, which is that of q: float16, bfloat16, float32 or float64"
         raise InvalidCallError("pages.dtype", printed(pages.dtype), remedy)
     for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
         if scale is None:
             continue
-        if not isinstance(scale, Tensor):
-            raise InvalidCallError(f"pages.{name}", printed(scale), f"pass one float32 on {k.device}, or None")
-        if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != k.device:
-            shown = f"of shape {tuple(scale.shape)}, {scale.dtype}, on {scale.device}"
+        kind = isinstance(scale, Tensor) and (scale.dtype, scale.device) == (torch.float32, k.device)
+        if not kind or scale.numel() != 1:
+            shown = f"{printed(scale)} on {scale.device}" if isinstance(scale, Tensor) else printed(scale)
             raise InvalidCallError(f"pages.{name}", shown, f"pass one float32 on {k.device}, or None")
         if k.dtype not in FP8:
             remedy = f"a cache of {k.dtype} holds the numbers themselves: pass None"

@@ -382,12 +382,16 @@ class Pipeline(Runner):
         for part in cut:
             here = (slice(None), slice(*part.heads), slice(*part.rows))
             recorder.add(part, *self._run_part(part.of(call), memory, out[here], lse[here]))
-        record = Parts(call.geometry, recorder.count, recorder.pairs)
-        corrected = "".join(stage.name for stage in self._correcting)
-        kernels = tuple(recorder.kernels)
-        whole = Plan(recorder.mask)
-        result = Result(out, lse, whole, parts=record, corrected=corrected, kernels=kernels)
-        return evolve(result, skipped=recorder.skipped, eight=recorder.eight)
+        return Result(
+            out,
+            lse,
+            Plan(recorder.mask),
+            parts=Parts(call.geometry, recorder.count, recorder.pairs),
+            corrected="".join(stage.name for stage in self._correcting),
+            kernels=tuple(recorder.kernels),
+            skipped=recorder.skipped,
+            eight=recorder.eight,
+        )
 
     def _run_part(
         self, call: AttentionCall, memory: Memory, out: Tensor, lse: Tensor

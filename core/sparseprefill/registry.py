@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.route import Route
-    from sparseprefill.stages import Corrector, MaskRefiner
+    from sparseprefill.stages import MaskRefiner
 
 ONLY = "SPARSEPREFILL_PLUGINS"
 REMEDY = f"uninstall one, or name the plugins to load in {ONLY}"
@@ -137,12 +137,8 @@ class Registry:
             raise PluginLoadError(f"{record.source}: {type(error).__name__}: {told(error)}") from error
         for kind, found in answers.items():
             self._known[kind].update(found)
-        record = evolve(
-            record,
-            methods=tuple(answers.get("method", ())),
-            refiners=tuple(answers.get("refiner", ())),
-            correctors=tuple(answers.get("corrector", ())),
-        )
+        offered: dict[str, Any] = {f"{kind}s": tuple(found) for kind, found in answers.items()}
+        record = evolve(record, **offered)
         self._keep(record)
         return record
 
@@ -204,20 +200,12 @@ class Registry:
         return tuple(self._records)
 
     def offered(self, kind: str) -> Mapping[str, Any]:
-        """Everything of one kind, "method", "refiner" or "corrector", by name, sorted."""
+        """Methods, or classes of refiners or correctors, by name, sorted. kind: "method", "refiner" or "corrector"."""
         return dict(sorted(self._known[kind].items()))
 
     def methods(self) -> Mapping[str, Method]:
         """Method by name, sorted."""
         return self.offered("method")
-
-    def refiners(self) -> Mapping[str, type[MaskRefiner]]:
-        """Class of a refiner by name, sorted."""
-        return self.offered("refiner")
-
-    def correctors(self) -> Mapping[str, type[Corrector]]:
-        """Class of a corrector by name, sorted."""
-        return self.offered("corrector")
 
     def get(self, name: str | None) -> Method:
         """The method of this name; UnknownMethodError lists the nearest, PluginLoadError a plugin that broke.
@@ -269,9 +257,6 @@ class Registry:
 
     @overload
     def build(self, /, name: str, *, profile: None = None, **parameters: Any) -> Pipeline: ...
-
-    @overload
-    def build(self, /, name: str | None = None, *, profile: str | Path | Profile, **parameters: Any) -> Route: ...
 
     @overload
     def build(

@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve, field, frozen
 
 from sparseprefill.breakeven.gate import AUTO, AutoGate, Gate, GateChoice, gate_of
 from sparseprefill.breakeven.table import Verdict
 from sparseprefill.call import AttentionCall, check_call
 from sparseprefill.errors import ParameterError, UnsupportedCallError, printed
-from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline, Runner
 from sparseprefill.plan import Plan, Result
 from sparseprefill.profiles.profile import Profile
 from sparseprefill.refiners.recall import Recall, floor_of
-from sparseprefill.stages import (
-    Answer,
-    ExecutorStage,
-    Guard,
-)
+from sparseprefill.stages import Answer, ExecutorStage, Guard
 from sparseprefill.validate import Check, fitting
 
 if TYPE_CHECKING:
@@ -80,10 +75,6 @@ def _maybe(wanted: type) -> Check:
     return fitting("Route", fits, f"a {wanted.__name__}, or None")
 
 
-def _guarded(route: Route) -> Guard | None:
-    return None if route.gate is None else Guard(route.gate, route.name)
-
-
 @frozen(eq=False)
 class Route(Runner):
     """Pipelines, of which each call meets one: `choose`. Runs like a Pipeline.
@@ -101,7 +92,6 @@ class Route(Runner):
     )
     profile: Profile | None = field(default=None, validator=_maybe(Profile))
     gate: Gate | None = field(default=None, validator=_maybe(Gate))
-    _judging: Guard | None = field(default=Factory(_guarded, takes_self=True), init=False, repr=False)
 
     @classmethod
     def of(cls, given: Pipeline | Route) -> Route:
@@ -151,13 +141,12 @@ class Route(Runner):
         or returns no Verdict.
         """
         verdict, found = self._judge(call), self._of_length(call)
-        if verdict.worth and (reason := self._objection(call)):
+        if not verdict.worth:
+            return Choice(found, verdict.reason or UNSAID)
+        if reason := self._objection(call):
             raise UnsupportedCallError([reason])
-        if left := self.left_dense(call) if verdict.worth else verdict.reason or UNSAID:
-            of_layer = verdict.worth and found is not None
-            return Choice(Pipeline(_Nothing()) if found is None else found, left, of_layer=of_layer)
-        if found is None:
-            raise UnsupportedCallError(["no pipeline"])
+        if left := self.left_dense(call):
+            return Choice(found, left, of_layer=not isinstance(found.estimator, _NoSetting))
         return Choice(found, note=verdict.reason)
 
     def left_dense(self, call: AttentionCall) -> str:
@@ -173,9 +162,9 @@ class Route(Runner):
 
     def _judge(self, call: AttentionCall) -> Verdict:
         """The gate's verdict; without a gate every call is worth it."""
-        if self._judging is None:
+        if self.gate is None:
             return WORTH
-        verdict: Verdict = self._judging.ask("judge", VERDICT, call, self._judged_as(call))
+        verdict: Verdict = Guard(self.gate, self.name).ask("judge", VERDICT, call, self._judged_as(call))
         return verdict
 
     def _judged_as(self, call: AttentionCall) -> str:
@@ -190,14 +179,14 @@ class Route(Runner):
 
     def executing(self, call: AttentionCall) -> ExecutorStage:
         """The executor for this call, for hosts that run all its keys; the usual one where the profile has none."""
-        found = self._of_length(call)
-        return ExecutorStage.of(AutoExecutor(), self.name) if found is None else found.executing
+        return self._of_length(call).executing
 
-    def _of_length(self, call: AttentionCall) -> Pipeline | None:
+    def _of_length(self, call: AttentionCall) -> Pipeline:
         if self.profile is None:
-            (only,) = self.pipelines
-            return only
-        return self.pipelines[self.profile.index(call.kv_len)]
+            (found,) = self.pipelines
+        else:
+            found = self.pipelines[self.profile.index(call.kv_len)]
+        return Pipeline(_NoSetting(), name=self.name) if found is None else found
 
     def _objection(self, call: AttentionCall) -> str | None:
         """Why the profile cannot serve this call, whatever the chosen pipeline says."""
@@ -254,11 +243,10 @@ class Route(Runner):
             one.check_model(model)
 
     def unsupported(self, call: AttentionCall) -> tuple[str, ...]:
-        """Why the pipeline for this call cannot serve it, or why the profile cannot; None where both can."""
-        if self._objection(call) is None and self.left_dense(call):
-            return ()
-        reason, found = self._objection(call), self._of_length(call)
-        return (reason or "no pipeline",) if reason is not None or found is None else found.unsupported(call)
+        """Why the pipeline for this call cannot serve it, or why the profile cannot; empty where both can."""
+        if reason := self._objection(call):
+            return (reason,)
+        return () if self.left_dense(call) else self._of_length(call).unsupported(call)
 
     def run(self, call: AttentionCall, memory: Memory | None = None) -> Result:
         """One layer's attention: see Pipeline. `Result.dense` holds the reason where the call ran dense."""
@@ -269,11 +257,14 @@ class Route(Runner):
         return choice.pipeline.run(call, memory)
 
 
-class _Nothing:
+class _NoSetting:
     """The estimator of a length that no setting serves: there is only dense attention."""
 
+    def unsupported(self, call: AttentionCall) -> str:
+        return "no setting serves calls of this length"
+
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        raise UnsupportedCallError(["no setting serves calls of this length"])
+        raise UnsupportedCallError([self.unsupported(call)])
 
 
 @overload

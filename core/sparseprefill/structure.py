@@ -6,11 +6,11 @@ import json
 import math
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from attrs import NOTHING, fields, frozen, has
@@ -72,15 +72,13 @@ def structure(kind: Any, value: Any, at: str = "", *, short: bool = False) -> An
     if origin is tuple:
         return _tuple(parts, value, at, short=short)
     if origin in (dict, Mapping):
-        facts = table(value, at)
-        return {_key(parts[0], key, at): structure(parts[1], one, _at(parts[0], at, key)) for key, one in facts.items()}
+        made = {}
+        for key, one in table(value, at).items():
+            path = join(at, str(key)) if parts[0] is str else f"{at}[{key}]"
+            made[_key(parts[0], key, at)] = structure(parts[1], one, path)
+        return made
     if has(kind):
         return _object(kind, value, at, short=short)
-    if issubclass(kind, tuple):
-        fields: Any = kind  # a NamedTuple
-        facts = exactly(table(value, at), fields._fields, at)
-        hints = get_type_hints(kind, include_extras=True)
-        return kind(**{name: structure(hints[name], one, join(at, name)) for name, one in facts.items()})
     good = isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     if not good:
         raise ParameterError(f"{at} is {printed(value)}: pass {KINDS[kind]}")
@@ -93,8 +91,6 @@ def unstructure(value: Any) -> Any:
         facts = {one.metadata.get(KEY, one.name): getattr(value, one.name) for one in fields(type(value)) if one.init}
         schema = getattr(type(value), "SCHEMA", None)
         value = facts if schema is None else {**schema.facts, **facts}
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
     if isinstance(value, Mapping):
         return {str(name): unstructure(one) for name, one in value.items()}
     return [unstructure(one) for one in value] if isinstance(value, list | tuple) else value
@@ -108,9 +104,12 @@ def _object(kind: Any, value: Any, at: str, *, short: bool) -> Any:
         facts = {name: one for name, one in facts.items() if name not in schema.facts}
         short = schema.short
     known = {str(one.metadata.get(KEY, one.name)): one for one in fields(kind) if one.init}
-    needed = [name for name, one in known.items() if one.default is NOTHING or not short]
+    check_names(facts, known, at)
+    for name, field in known.items():
+        if name not in facts and (field.default is NOTHING or not short):
+            raise ParameterError(f"{join(at, name)} is missing: add it")
     made = {}
-    for name, one in exactly(facts, known, at, needed).items():
+    for name, one in facts.items():
         field = known[name]
         path = join(at, name)
         made[field.name] = _checked(_hints(kind)[field.name], field.validator, one, path, short=short)
@@ -123,7 +122,7 @@ def _object(kind: Any, value: Any, at: str, *, short: bool) -> Any:
 def _checked(kind: Any, check: Any, value: Any, at: str, *, short: bool) -> Any:
     """A value of a kind, checked by its validator first, whose message names the path."""
     if check is not None:
-        check(None, _Path(at), value)
+        check(None, SimpleNamespace(name=at), value)
     return structure(kind, value, at, short=short)
 
 
@@ -145,17 +144,6 @@ def _key(kind: type, key: object, at: str) -> Any:
     raise ParameterError(f"{at} has the key {printed(key)}: pass an integer from 0")
 
 
-def _at(kind: type, at: str, key: object) -> str:
-    return join(at, str(key)) if kind is str else f"{at}[{key}]"
-
-
-@frozen
-class _Path:
-    """Stands in for the field that a validator names."""
-
-    name: str
-
-
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
@@ -167,21 +155,19 @@ def join(at: str, name: str) -> str:
 
 
 def table(value: object, at: str = "") -> Mapping[str, Any]:
-    """An object."""
+    """A table, which JSON calls an object."""
     if not isinstance(value, Mapping):
-        raise ParameterError(f"{at or 'the file'} is {printed(value)}: pass an object")
+        raise ParameterError(f"{at or 'the file'} is {printed(value)}: give a table of keys and values")
     return value
 
 
-def exactly(facts: Mapping[str, Any], names: Any, at: str = "", needed: Any = None) -> Mapping[str, Any]:
-    """An object with no other fields than these, and all that are needed; by default each of them."""
+def check_names(facts: Mapping[str, Any], known: Collection[str], at: str = "") -> None:
+    """ParameterError, with the nearest, for a table with another key than these."""
     for name in facts:
-        if name not in names:
-            raise ParameterError(f"{join(at, str(name))} is not a field{nearest(str(name), names)}")
-    for name in names if needed is None else needed:
-        if name not in facts:
-            raise ParameterError(f"{join(at, name)} is missing: add it")
-    return facts
+        if not isinstance(name, str):
+            raise ParameterError(f"{at or 'the table'} has the key {printed(name)}: keys are names")
+        if name not in known:
+            raise ParameterError(f"{join(at, name)} is unknown{nearest(name, known)}")
 
 
 def check_finite(value: object, at: str) -> None:

@@ -7,40 +7,33 @@ from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from sparseprefill.errors import ParameterError
 from sparseprefill.mask.priority import BestOf
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Carry, Plan
 from sparseprefill.stages import HeadScope, PatternEstimator, common_grain, missing, widest_scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import Tensor
-
     from sparseprefill.call import AttentionCall
-    from sparseprefill.mask.priority import Priority
     from sparseprefill.memory import Memory
+    from sparseprefill.plan import Plan
     from sparseprefill.profiles.identity import ModelIdentity
 
 
 def _parts(given: Iterable[Any]) -> tuple[Pipeline, ...]:
     parts: list[Pipeline] = []
     for i, part in enumerate(given):
-        if isinstance(part, Pipeline):
-            if part.corrects:
-                remedy = "add the corrector to the pipeline around the union"
-                raise ParameterError(f"UnionEstimator part {i} has a corrector, which would not run: {remedy}")
-            parts.append(part)
-            continue
-        lacking = missing(part, PatternEstimator)
-        if isinstance(part, type) or lacking:
+        if isinstance(part, type) or (not isinstance(part, Pipeline) and missing(part, PatternEstimator)):
             shown = f"{part.__name__}, a class" if isinstance(part, type) else type(part).__name__
             raise ParameterError(f"UnionEstimator part {i} is {shown}: pass an estimator or a Pipeline")
-        parts.append(Pipeline(part, name=type(part).__name__))
+        parts.append(part if isinstance(part, Pipeline) else Pipeline(part, name=type(part).__name__))
+        if parts[-1].corrects:
+            remedy = "add the corrector to the pipeline around the union"
+            raise ParameterError(f"UnionEstimator part {i} has a corrector, which would not run: {remedy}")
     if not parts:
         raise ParameterError("UnionEstimator has no parts: pass at least one estimator or Pipeline")
     return tuple(parts)
@@ -99,35 +92,14 @@ class UnionEstimator:
         if len(plans) == 1:
             return plans[0]
         main = next((plan for plan in plans if plan.carry is not None), plans[0])
-        carry: Carry | None = main.carry
-        others = [
-            plan.mask if plan.carry is None else plan.carry.region | plan.mask for plan in plans if plan is not main
-        ]
-        rest = reduce(or_, others)
-        if carry is not None:
-            rest = rest - carry.region
-        notes = {name: note for plan in reversed(plans) for name, note in plan.notes.items()}
-        return Plan(
-            main.mask | rest,
-            carry,
-            probe=_probes(plans),
-            priority=_priority(plans),
-            skip_below=_skip(plans),
-            notes=notes,
+        others = reduce(or_, (mask for plan in plans if plan is not main for mask in plan.masks))
+        probes = [plan.probe for plan in plans if plan.probe is not None]
+        scores = tuple(plan.priority for plan in plans if plan.priority is not None)
+        below = [plan.skip_below for plan in plans if plan.skip_below is not None]
+        return evolve(
+            main.widen(others),
+            probe=reduce(or_, probes) if probes else None,
+            priority=BestOf(scores) if len(scores) > 1 else next(iter(scores), None),
+            skip_below=reduce(torch.minimum, below) if len(below) == len(plans) else None,
+            notes={name: note for plan in reversed(plans) for name, note in plan.notes.items()},
         )
-
-
-def _probes(plans: list[Plan]) -> Tensor | None:
-    probes = [plan.probe for plan in plans if plan.probe is not None]
-    return reduce(or_, probes) if probes else None
-
-
-def _skip(plans: list[Plan]) -> Tensor | None:
-    below = [plan.skip_below for plan in plans]
-    known = [one for one in below if one is not None]
-    return reduce(torch.minimum, known) if len(known) == len(below) else None
-
-
-def _priority(plans: list[Plan]) -> Priority | None:
-    known = tuple(plan.priority for plan in plans if plan.priority is not None)
-    return BestOf(known) if len(known) > 1 else next(iter(known), None)

@@ -28,6 +28,28 @@ def is_whole(value: object, least: int = 0, most: int = WIDEST - 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
+def is_number(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Whether a value is a number from `least` to `most`; NaN, booleans and integers that no float holds are none."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return least <= value <= most and (isinstance(value, float) or abs(value) <= sys.float_info.max)
+
+
+def fitting(owner: str, fits: Callable[[Any], bool], remedy: str, words: str = "") -> Check:
+    """What passes a test. owner: the class, which messages name before the field; empty to name the field alone.
+
+    remedy: what to pass, for messages. words: what the field takes, for people; by default the remedy.
+    """
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if not fits(value):
+            name = f"{owner}.{attribute.name}" if owner else attribute.name
+            raise ParameterError(f"{name} is {printed(value)}: pass {remedy}")
+
+    check.__doc__ = words or remedy
+    return check
+
+
 def whole(least: int = 1, most: int | None = None) -> Check:
     """An integer from `least` to `most`."""
 
@@ -44,14 +66,8 @@ def whole(least: int = 1, most: int | None = None) -> Check:
 
 def number(least: float = -math.inf, most: float = math.inf) -> Check:
     """A number, not NaN, from `least` to `most` (infinity allowed where the bounds allow it)."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not least <= value <= most or (isinstance(value, int) and abs(value) > sys.float_info.max):
-            raise ParameterError(f"{attribute.name} is {printed(value)}: pass a number from {least:g} to {most:g}")
-
-    check.__doc__ = f"number {least:g} to {most:g}"
-    return check
+    words = f"number {least:g} to {most:g}"
+    return fitting("", lambda value: is_number(value, least, most), f"a number from {least:g} to {most:g}", words)
 
 
 def multiple_of(other: str) -> Check:
@@ -69,25 +85,13 @@ def multiple_of(other: str) -> Check:
 
 def flag() -> Check:
     """True or False."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if not isinstance(value, bool):
-            raise ParameterError(f"{attribute.name} is {printed(value)}: pass True or False")
-
-    check.__doc__ = "true or false"
-    return check
+    return fitting("", lambda value: isinstance(value, bool), "True or False", "true or false")
 
 
 def one_of(*names: str) -> Check:
     """One of a few words."""
     listed = " or ".join(f"'{name}'" for name in names)
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if not isinstance(value, str) or value not in names:
-            raise ParameterError(f"{attribute.name} is {printed(value)}: pass {listed}")
-
-    check.__doc__ = listed
-    return check
+    return fitting("", lambda value: isinstance(value, str) and value in names, listed)
 
 
 def maybe(inner: Check) -> Check:
@@ -101,22 +105,6 @@ def maybe(inner: Check) -> Check:
     return check
 
 
-def fitting(owner: str, fits: Callable[[Any], bool], remedy: str) -> Check:
-    """What passes a test of your own. owner: the class, which messages name. remedy: what to pass, for messages."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if not fits(value):
-            raise ParameterError(f"{owner}.{attribute.name} is {printed(value)}: pass {remedy}")
-
-    check.__doc__ = remedy
-    return check
-
-
 def anything(words: str) -> Check:
     """Whatever the field's converter has made. words: what that takes, for people."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        """Nothing is left to check."""
-
-    check.__doc__ = words
-    return check
+    return fitting("", lambda value: True, words)

@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs" / "config.md").read_text()
 
 def test_every_key_has_its_row() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \|", section(PAGE, "Keys"), flags=re.M)
-    assert sorted([*KEYS, *sp.default_registry().refiners()]) == sorted(rows)
+    assert sorted([*KEYS, *sp.default_registry().offered("refiner")]) == sorted(rows)
 
 
 def test_every_refiners_row_has_its_parameters() -> None:

@@ -531,7 +531,7 @@ def outcome(bad: Bad) -> Outcome:
 REMEDIES = (
     *("pass", "use ", "give", "must ", "move ", "Known: ", "put ", "unite ", "needs it", "leave it out", "reads '"),
     *("calibrate again", "keys are names", "there is no", "there are ", "is made for", "sparseprefill "),
-    *("is missing", "reads 1", "or None", "not a field", "remove ", "add it to one"),
+    *("is missing", "reads 1", "or None", "remove ", "add it to one"),
 )
 """Words with which messages say what would do."""
 

@@ -233,9 +233,10 @@ def test_routes_of_several_lengths() -> None:
 def test_a_length_without_a_setting() -> None:
     none = Route("m", (None,))
     assert isinstance(none.executing(CALL).given, AutoExecutor)
-    assert ("no pipeline",) == none.unsupported(CALL)
-    with pytest.raises(UnsupportedCallError, match="no pipeline"):
-        none.choose(CALL)
+    reason = "no setting serves calls of this length"
+    assert (f"_NoSetting: {reason}",) == none.unsupported(CALL)
+    with pytest.raises(UnsupportedCallError, match=reason):
+        none.run(CALL)
     mine = sp.ReferenceExecutor()
     assert Route.of(sp.Pipeline(Estimate(), executor=mine)).executing(CALL).given is mine
 

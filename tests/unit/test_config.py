@@ -156,7 +156,7 @@ def test_unions_within_unions_to_the_last() -> None:
         (3, "the configuration is 3: give a table"),
         ({}, "the configuration has neither method nor union"),
         ({"method": "dense", "union": []}, "the configuration has both method and union"),
-        ({1: "dense"}, "the configuration has the key 1"),
+        ({1: "dense"}, "the table has the key 1"),
         ({"methd": "dense"}, "methd is unknown; did you mean 'method'"),
         ({"method": 3}, "method is 3: give a name"),
         ({"method": "anchor-atention"}, "method: no method is named 'anchor-atention'; did you mean"),
@@ -241,8 +241,8 @@ def test_every_public_refiner_and_corrector_has_its_name() -> None:
     public = [getattr(sp, name) for name in sp.__all__]  # not vars(sp): names are loaded when they are first used
     registry = sp.default_registry()
     offered: list[tuple[str, Any, Mapping[str, type]]] = [
-        ("refine", sp.MaskRefiner, registry.refiners()),
-        ("correct", sp.Corrector, registry.correctors()),
+        ("refine", sp.MaskRefiner, registry.offered("refiner")),
+        ("correct", sp.Corrector, registry.offered("corrector")),
     ]
     for verb, interface, known in offered:
         kinds = {one for one in public if isinstance(one, type) and callable(getattr(one, verb, None))}

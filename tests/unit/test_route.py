@@ -19,7 +19,7 @@ from helpers import tables
 from helpers.build import int32, make
 from helpers.tables import from_length
 from sparseprefill.breakeven import gate as breakeven_gate
-from sparseprefill.breakeven.gate import AutoGate, gate_of, rule_for
+from sparseprefill.breakeven.gate import NOTHING_KNOWN, RULES, AutoGate, gate_of
 from sparseprefill.breakeven.points import DeviceKind, pairs
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
 from sparseprefill.executors.dense import attend, dense
@@ -185,7 +185,7 @@ def test_auto_without_a_table_goes_by_a_cautious_rule(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_rule_asks_for_a_long_call_with_much_to_do(device: str) -> None:
-    rule = rule_for(device)
+    rule = RULES.get(device, NOTHING_KNOWN)
 
     def worth(rows: int, keys: int) -> bool:
         return rule.judge(of_sizes(rows, keys), "no table").worth
@@ -216,7 +216,7 @@ def test_what_the_users_table_has_no_figures_for_is_left_to_the_rule(path: Path)
 
 def test_every_shipped_method_is_faster_where_the_rule_lets_an_unknown_gpu_run_sparse() -> None:
     """By the figures of the one GPU that was measured; most others take longer for dense attention."""
-    table, rule = breakeven_gate.shipped(HOPPER), rule_for("cuda")
+    table, rule = breakeven_gate.shipped(HOPPER), RULES["cuda"]
     assert table is not None
     seen = 0
     for shape in table.shapes:

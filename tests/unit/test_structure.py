@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import pytest
 from attrs import field, frozen
@@ -117,9 +117,10 @@ def test_a_key_may_come_again_elsewhere() -> None:
     assert json.loads(text) == structure.parsed(text)
 
 
-class Pair(NamedTuple):
+@frozen
+class Pair:
     share: float
-    number: Annotated[int, whole(1)]
+    number: int = field(validator=whole(1))
 
 
 @frozen(kw_only=True)
@@ -134,7 +135,7 @@ class Outer:
 
     inner: tuple[Inner, ...]
     pairs: tuple[Pair, ...] = ()
-    by_layer: Mapping[int, tuple[int, ...]] = field(factory=dict)
+    by_layer: Mapping[int, tuple[Annotated[int, whole(0)], ...]] = field(factory=dict)
     free: Mapping[str, Any] = field(factory=dict)
 
 
@@ -157,11 +158,11 @@ def test_what_is_written_is_read() -> None:
     [
         ({"version": 4}, "version is 4: this library reads 3; write it anew"),
         ({"inner": 1}, "inner is 1: pass a list"),
-        ({"inner": [1]}, r"inner\[0\] is 1: pass an object"),
+        ({"inner": [1]}, r"inner\[0\] is 1: give a table"),
         ({"inner": [{"from": -1, "name": None}]}, r"inner\[0\].from is -1: pass an integer >= 0"),
         ({"inner": [{"from": 1, "name": 2}]}, r"inner\[0\].name is 2: pass a string"),
         ({"inner": [{"from": 1}]}, r"inner\[0\].name is missing: add it"),
-        ({"inner": [{"form": 1, "name": None}]}, r"inner\[0\].form is not a field; did you mean 'from'\?"),
+        ({"inner": [{"form": 1, "name": None}]}, r"inner\[0\].form is unknown; did you mean 'from'\?"),
         ({"pairs": [{"share": True, "number": 1}]}, r"pairs\[0\].share is True: pass a number"),
         ({"pairs": [{"share": 1.0, "number": 0}]}, r"pairs\[0\].number is 0: pass an integer >= 1"),
         ({"by_layer": {"04": []}}, "by_layer has the key '04': pass an integer from 0"),

@@ -172,7 +172,7 @@ def test_what_is_kept_on_the_way_is_neither_given_nor_shown() -> None:
     assert not [word for word in ("planning", "executing", "observing", "cuts") if word in before[1]]
     assert "tables" not in before[2]
     assert AutoGate().judge(CALL, "streaming").reason
-    assert found.worth(make(64, heads=4, kv_heads=2), "streaming") in (True, False)
+    assert found.judge(make(64, heads=4, kv_heads=2), "streaming").worth in (True, False)
     assert found._verdicts
     assert found == tables.from_length(512)
     for kind, names in (
@@ -200,7 +200,7 @@ def test_defaults() -> None:
     assert "auto" == PIPELINE.workspace
 
 
-WORKING = (PriorityScores, values.WeightedPriority, AutoGate, BreakEven, sp.Pipeline, Route, cpu._Row)
+WORKING = (PriorityScores, values.WeightedPriority, AutoGate, BreakEven, sp.Pipeline, cpu._Row)
 
 
 @pytest.mark.parametrize("kind", [*WORKING, watch.RecallWatch], ids=lambda kind: kind.__name__)

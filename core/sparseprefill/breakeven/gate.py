@@ -61,13 +61,8 @@ RULES = {
     "cpu": Unmeasured(keys=32768, work=_work(32768, 32768, 4, 64)),
     "cuda": Unmeasured(keys=32768, work=_work(2048, 65536, 32, 128)),
 }
-"""By the type of the device."""
+"""By the type of the device, as PyTorch names it."""
 NOTHING_KNOWN = Unmeasured(keys=0, work=None)
-
-
-def rule_for(device: str) -> Unmeasured:
-    """The rule for a type of device, as PyTorch names it."""
-    return RULES.get(device, NOTHING_KNOWN)
 
 
 TABLE = "SPARSEPREFILL_BREAKEVEN"
@@ -115,7 +110,7 @@ class AutoGate:
         return "; ".join(self._said)
 
     def _by_rule(self, call: AttentionCall, why: str) -> Verdict:
-        rule = rule_for(call.q.device.type)
+        rule = RULES.get(call.q.device.type, NOTHING_KNOWN)
         self._said.setdefault(str(rule))
         return rule.judge(call, why)
 

@@ -10,40 +10,31 @@ The figures are times of one layer's attention, by shape (`HeadShape`) and by si
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 
-from sparseprefill.errors import ParameterError, printed
-from sparseprefill.validate import Check, one_of, whole
+from sparseprefill.errors import ParameterError
+from sparseprefill.validate import fitting, is_number, is_whole, one_of, whole
 
 MOST = 1 << 40
 """No size reaches it; products of sizes up to it are floats still."""
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+"""Of a number, by PyTorch's name of its type."""
 
 
-def _within(least: float, most: float, what: str) -> Check:
-    """A number from `least` to `most`. what: the remedy, in words."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-            raise ParameterError(f"{attribute.name} is {printed(value)}: pass {what}")
-
-    return check
+def _is_capability(value: Any) -> bool:
+    pair = isinstance(value, list | tuple) and len(value) == 2
+    return value is None or (pair and all(is_whole(one, 0, MOST) for one in value))
 
 
 SIZE = whole(1, MOST)
-SECONDS = _within(1e-12, 1e12, "seconds, a finite number above 0 (1e-12 to 1e12)")
-DENSITY = _within(5e-324, 1, "a share of the causal pairs, above 0 and up to 1")
-
-
-def _capability(_: object, attribute: Attribute[Any], value: Any) -> None:
-    good = isinstance(value, list | tuple) and len(value) == 2
-    if value is not None and not (good and all(type(one) is int and 0 <= one <= MOST for one in value)):
-        raise ParameterError(f"{attribute.name} is {printed(value)}: pass two integers, such as [9, 0], or null")
+SECONDS = fitting("", lambda x: is_number(x, 1e-12, 1e12), "seconds, a finite number above 0 (1e-12 to 1e12)")
+DENSITY = fitting("", lambda x: is_number(x, 5e-324, 1), "a share of the causal pairs, above 0 and up to 1")
+CAPABILITY = fitting("", _is_capability, "two integers, such as [9, 0], or null")
 
 
 @frozen(kw_only=True)
@@ -55,7 +46,7 @@ class DeviceKind:
     """
 
     type: str
-    capability: tuple[int, int] | None = field(default=None, validator=_capability)
+    capability: tuple[int, int] | None = field(default=None, validator=CAPABILITY)
     name: str = ""
 
     def __str__(self) -> str:
@@ -72,15 +63,16 @@ class MethodTime:
     density: float = field(validator=DENSITY)
 
 
-class Ran(NamedTuple):
+@frozen
+class Ran:
     """What the executor took at a density."""
 
-    density: Annotated[float, DENSITY]
-    seconds: Annotated[float, SECONDS]
+    density: float = field(validator=DENSITY)
+    seconds: float = field(validator=SECONDS)
 
 
-def _ran(given: Iterable[tuple[float, float]]) -> tuple[Ran, ...]:
-    return tuple(Ran(*one) for one in given)
+def _ran(given: Iterable[Ran | tuple[float, float]]) -> tuple[Ran, ...]:
+    return tuple(one if isinstance(one, Ran) else Ran(*one) for one in given)
 
 
 @frozen(kw_only=True)
@@ -117,13 +109,14 @@ class Point:
         """Seconds of the executor at a density: linear between those measured, the nearest beyond; None without any."""
         if not self.executor:
             return None
-        (least, low), (most, high) = self.executor[0], self.executor[-1]
-        if density <= least:
-            return low
-        for (a, x), (b, y) in pairwise(self.executor):
-            if density <= b:
-                return x + (y - x) * (density - a) / (b - a)
-        return high if density >= most else low
+        least, most = self.executor[0], self.executor[-1]
+        if density <= least.density:
+            return least.seconds
+        for one, other in pairwise(self.executor):
+            if density <= other.density:
+                share = (other.seconds - one.seconds) * (density - one.density) / (other.density - one.density)
+                return one.seconds + share
+        return most.seconds
 
 
 @frozen(kw_only=True)
@@ -136,7 +129,7 @@ class HeadShape:
     heads: int = field(validator=SIZE)
     kv_heads: int = field(validator=SIZE)
     head_dim: int = field(validator=SIZE)
-    dtype: str = field(validator=one_of(*DTYPES))
+    dtype: str = field(validator=one_of(*BITS))
     points: tuple[Point, ...]
 
     def __attrs_post_init__(self) -> None:
@@ -198,9 +191,8 @@ class Line:
 
 def nearest(shapes: Sequence[HeadShape], sizes: Sizes) -> HeadShape | None:
     """The measured shape by which such a call is judged: of its kind of number, the nearest in size."""
-    kind = _bits(sizes.dtype)
-    fitting = [shape for shape in shapes if _bits(shape.dtype) == kind]
-    return min(fitting, key=lambda shape: _distance(shape, sizes), default=None)
+    alike = [shape for shape in shapes if BITS[shape.dtype] == BITS.get(sizes.dtype)]
+    return min(alike, key=lambda shape: _distance(shape, sizes), default=None)
 
 
 def lines(shape: HeadShape, method: str) -> tuple[Line, ...]:
@@ -209,17 +201,16 @@ def lines(shape: HeadShape, method: str) -> tuple[Line, ...]:
     A method that was not measured counts with the executor alone at its sparsest: no mask of it can take less.
     """
     known = [point for point in shape.points if method in point.methods]
-    ratio = _unmeasured if not known else _doubtful(method) if too_dense(shape, method) else _measured(method)
-    found: dict[int, list[tuple[int, float]]] = {}
+    doubtful = too_dense(shape, method)
+    found: dict[int | None, dict[int, float]] = {}
     for point in known or shape.points:
-        value = ratio(point)
-        if value is not None:
-            found.setdefault(0 if point.whole else point.queries, []).append((point.keys, value))
-    whole = found.pop(0, [])
-    if not whole:
+        seconds = _seconds(point, method, doubtful=doubtful)
+        if seconds is not None:
+            found.setdefault(None if point.whole else point.queries, {})[point.keys] = seconds / point.dense
+    if None not in found:
         return ()
-    chunks = [Line(queries, *_columns(rows)) for queries, rows in sorted(found.items())]
-    return (*chunks, Line(None, *_columns(whole)))
+    order = (*sorted(queries for queries in found if queries is not None), None)
+    return tuple(Line(queries, tuple(found[queries]), tuple(found[queries].values())) for queries in order)
 
 
 def too_dense(shape: HeadShape, method: str) -> bool:
@@ -265,39 +256,27 @@ def between(x: float, a: float, b: float, at_a: float, at_b: float) -> float:
 
 
 def _by_rows(along: Sequence[Line], queries: int, keys: int) -> float:
-    below: tuple[int, float] | None = None
-    for line in along:
-        rows = keys if line.queries is None else line.queries
-        if line.queries is not None and rows >= keys:
-            continue
-        ratio = line.at(keys)
-        if queries <= rows:
-            if below is None:
-                return ratio * pairs(rows, keys) / pairs(queries, keys)
-            return between(queries, below[0], rows, below[1], ratio) if below[0] < rows else ratio
-        below = rows, ratio
-    return along[-1].at(keys)
+    """The ratio of the last `queries` of so many keys: between lines of fewer and of more rows."""
+    rows = [line.queries for line in along if line.queries is not None and line.queries < keys]
+    beside = (*along[: len(rows)], along[-1])
+    rows.append(keys)
+    i = bisect_left(rows, queries)
+    ratio = beside[i].at(keys)
+    if i == 0:
+        return ratio * pairs(rows[0], keys) / pairs(queries, keys)
+    return between(queries, rows[i - 1], rows[i], beside[i - 1].at(keys), ratio)
 
 
-def _measured(method: str) -> Callable[[Point], float | None]:
-    return lambda point: point.methods[method].seconds / point.dense
+def _seconds(point: Point, method: str, *, doubtful: bool) -> float | None:
+    """What a method takes; what the sparsest mask takes where it was not measured, None where nothing was.
 
-
-def _doubtful(method: str) -> Callable[[Point], float | None]:
-    def ratio(point: Point) -> float:
-        one = point.methods[method]
-        work = point.executor_at(min(one.density, UNSURE))
-        return (one.seconds if work is None else min(one.seconds, one.estimate + work)) / point.dense
-
-    return ratio
-
-
-def _unmeasured(point: Point) -> float | None:
-    return point.executor[0][1] / point.dense if point.executor else None
-
-
-def _columns(rows: list[tuple[int, float]]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    return tuple(keys for keys, _ in rows), tuple(ratio for _, ratio in rows)
+    doubtful: whether its densities are the inputs' fault, so that it counts with `UNSURE` at most.
+    """
+    if method not in point.methods:
+        return point.executor[0].seconds if point.executor else None
+    one = point.methods[method]
+    work = point.executor_at(min(one.density, UNSURE)) if doubtful else None
+    return one.seconds if work is None else min(one.seconds, one.estimate + work)
 
 
 def _distance(shape: HeadShape, sizes: Sizes) -> tuple[float, float]:
@@ -306,7 +285,3 @@ def _distance(shape: HeadShape, sizes: Sizes) -> tuple[float, float]:
     group = abs(math.log2(sizes.heads * shape.kv_heads / (sizes.kv_heads * shape.heads)))
     # Of two as near, the one with no more work than the call: its ratio needs no correction.
     return width + abs(heads) + group / 2, float(heads < 0)
-
-
-def _bits(dtype: str) -> int:
-    return {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}.get(dtype, 0)

@@ -77,10 +77,6 @@ class BreakEven:
             found = self._verdicts[key] = self._judged(call, method)
         return found
 
-    def worth(self, call: AttentionCall, method: str) -> bool:
-        """Whether to run the call sparse."""
-        return self.judge(call, method).worth
-
     def ratio(self, method: str, sizes: Sizes) -> float | None:
         """Predicted time of a method over dense attention's at these sizes; None where nothing is known."""
         shape = nearest(self.shapes, sizes)

@@ -39,12 +39,7 @@ def gather_pages(x: Tensor, table: Tensor, length: int, scale: Tensor | None, dt
     _, page, heads, size = x.shape
     out = x.new_empty((1, heads, length, size), dtype=dtype)
     gather_pages_kernel[(triton.cdiv(length, BLOCK), heads)](
-        *(x, table, out, scale, length, x.stride(0), x.stride(1), x.stride(2)),
-        PAGE=page,
-        BLOCK=BLOCK,
-        D=size,
-        BLOCK_D=triton.next_power_of_2(size),
-        num_warps=4,
-        **FUSED,
-    )
+        x, table, out, scale, length, *x.stride()[:3],
+        PAGE=page, BLOCK=BLOCK, D=size, BLOCK_D=triton.next_power_of_2(size), num_warps=4, **FUSED,
+    )  # fmt: skip
     return out

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseprefill.kernels.settings import Settings, capability
-from sparseprefill.kernels.source import Keys, strides
+from sparseprefill.kernels.source import Keys, aligned, packed, strides
 from sparseprefill.kernels.steps import batch_row, converted, floor_div
 
 if TYPE_CHECKING:
@@ -249,19 +249,15 @@ class Part:
 class GroupTiles:
     """The causal map of groups of a call, in tiles. block: tokens per block of groups. size: tokens per group.
 
-    keys: see `group_keys`.
+    q: of the call, its last stride 1. keys: see `group_keys`.
     """
 
     call: AttentionCall
     block: int
     size: int
+    q: Tensor
     keys: Keys
     settings: Settings
-    q: Tensor = field(init=False)
-
-    @q.default
-    def _make_q(self) -> Tensor:
-        return self.call.q if self.call.q.stride(-1) == 1 else self.call.q.contiguous()
 
     @classmethod
     def of(cls, call: AttentionCall, block: int, size: int) -> GroupTiles:
@@ -270,7 +266,8 @@ class GroupTiles:
         itemsize = call.q.element_size()
         plain = group_settings(device, itemsize)
         keys = group_keys(call, size, tma=plain.tma)
-        return cls(call, block, size, keys, paged_settings(device, itemsize, size) if keys.page else plain)
+        chosen = paged_settings(device, itemsize, size) if keys.page else plain
+        return cls(call, block, size, packed(call.q), keys, chosen)
 
     @property
     def count(self) -> int:
@@ -305,18 +302,12 @@ class GroupTiles:
         geometry, nothing = self.call.geometry, range(rows.start, rows.start)
         if not self.settings.tma or geometry.starts is not None or geometry.lengths is not None:
             return nothing
-        step = 16 // self.q.element_size()
-        if any(x.data_ptr() % 16 or any(stride % step for stride in x.stride()[:3]) for x in self._described):
-            return nothing
+        if not aligned(self.q) or not (self.keys.page or aligned(self.keys.k)):
+            return nothing  # of a page with few groups descriptors would take a load each: its keys go by pointers
         end = geometry.q_offset + geometry.q_len
         first = max(rows.start, 1 if geometry.q_offset % self.size else 0)
         last = min(rows.stop, self.count - 1 if end % self.size else self.count)
         return range(first, last) if first < last else nothing
-
-    @property
-    def _described(self) -> tuple[Tensor, ...]:
-        """What tensor descriptors take; of a page with few groups they would take a load each."""
-        return (self.q,) if self.keys.page else (self.q, self.keys.k)
 
     def _descriptors(self) -> tuple[TensorDescriptor, TensorDescriptor | None]:
         geometry, chosen = self.call.geometry, self.settings
@@ -389,11 +380,8 @@ def group_keys(call: AttentionCall, size: int, *, tma: bool) -> Keys:
     pages = call.pages
     if pages is not None:
         cut = (pages.page % size and size % pages.page) or call.starts is not None
-        if cut or (tma and pages.copies and _often(call)):
+        held = call.kv_heads * call.kv_len * call.q.shape[3] * call.q.element_size()
+        often = call.q.shape[2] * READS >= call.kv_len and held <= COPY
+        if cut or (tma and pages.copies and often):
             pages.keys()  # the pages keep the copy, which `Keys.of` then takes
     return Keys.of(call)
-
-
-def _often(call: AttentionCall) -> bool:
-    held = call.kv_heads * call.kv_len * call.q.shape[3] * call.q.element_size()
-    return call.q.shape[2] * READS >= call.kv_len and held <= COPY

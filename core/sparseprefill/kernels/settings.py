@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import frozen
 
 from sparseprefill.errors import UnsupportedCallError
 
@@ -13,11 +13,6 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 SMALLEST = 16
 FUSED = {"enable_fp_fusion": True}
 """For every launch: a product and the sum it goes into round once. Triton 3.9 warns where nobody says so."""
-
-
-def _options(chosen: Settings) -> dict[str, int | bool]:
-    cap: dict[str, int] = {} if chosen.maxnreg is None else {"maxnreg": chosen.maxnreg}
-    return {"num_warps": chosen.warps, "num_stages": chosen.stages, **cap, **FUSED}
 
 
 @frozen
@@ -35,8 +30,12 @@ class Settings:
     tma: bool = False
     maxnreg: int | None = None
     block_k: int = 0
-    options: dict[str, int | bool] = field(default=Factory(_options, takes_self=True), init=False, eq=False)
-    """Of a launch: warps, stages and the cap, which the interpreter and the uncapped case do without."""
+
+    @cached_property
+    def options(self) -> dict[str, int | bool]:
+        """Of a launch: warps, stages and the cap, which the interpreter and the uncapped case do without."""
+        cap: dict[str, int] = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
+        return {"num_warps": self.warps, "num_stages": self.stages, **cap, **FUSED}
 
 
 @cache

@@ -11,7 +11,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.pages import Pages
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 """Types to compute in, as device code names them."""
@@ -39,10 +38,6 @@ class Source:
         if pages is None:
             return cls(call.k, call.v)
         return cls(pages.k, pages.v, pages.table, pages.k_scale, pages.v_scale, pages.page)
-
-    def strides(self, x: Tensor) -> tuple[int, int, int]:
-        """Of k or v: batch (or page), head and row."""
-        return (x.stride(0), x.stride(2), x.stride(1)) if self.page else strides(x)
 
 
 PASSES = 2
@@ -74,22 +69,13 @@ class Keys:
         keys to be converted are copied for more than `PASSES`; and so are those that take fewer bytes as a copy, such as
         float32 of which bfloat16 is asked. Kernels over token groups have reasons of their own to copy (`group_keys`).
         """
-        return cls._in_pages(call.pages, passes) or cls._of_tensor(call.k)
-
-    @classmethod
-    def _of_tensor(cls, x: Tensor) -> Keys:
-        return cls(x if x.stride(-1) == 1 else x.contiguous())
-
-    @classmethod
-    def _in_pages(cls, pages: Pages | None, passes: int) -> Keys | None:
-        """None where a tensor is to be read."""
-        if pages is None or "k" in pages.gathered:
-            return None
-        x, scale = pages.k, pages.k_scale
-        dtype = None if scale is None and x.dtype == pages.dtype else pages.dtype
-        if dtype is not None and (passes > PASSES or x.element_size() > dtype.itemsize):
-            return None
-        return cls(x, pages.table, pages.page, scale, dtype)
+        pages = call.pages
+        if pages is not None and "k" not in pages.gathered:
+            x, scale = pages.k, pages.k_scale
+            dtype = None if scale is None and x.dtype == pages.dtype else pages.dtype
+            if dtype is None or (passes <= PASSES and x.element_size() <= dtype.itemsize):
+                return cls(x, pages.table, pages.page, scale, dtype)
+        return cls(packed(call.k))
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -99,10 +85,25 @@ class Keys:
     @property
     def strides(self) -> tuple[int, int, int]:
         """Of k: batch (or page), head and row."""
-        k = self.k
-        return (k.stride(0), k.stride(2), k.stride(1)) if self.page else strides(k)
+        return strides(self.k, self.page)
 
 
-def strides(x: Tensor) -> tuple[int, int, int]:
-    """Batch, head and row strides; that of a single batch row is never used and would only force a new compilation."""
+def strides(x: Tensor, page: int = 0) -> tuple[int, int, int]:
+    """Of ``[B, H, N, D]``, or, with `page`, of ``[pages, page, H, D]``: batch row or page, head and row.
+
+    That of a single batch row is never used and would only force a new compilation.
+    """
+    if page:
+        return x.stride(0), x.stride(2), x.stride(1)
     return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)
+
+
+def packed(x: Tensor) -> Tensor:
+    """The tensor, or a copy of one whose last stride is not 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether all rows of ``[B, H, N, D]`` begin at multiples of 16 bytes, as tensor descriptors need."""
+    size = x.element_size()
+    return x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:3])

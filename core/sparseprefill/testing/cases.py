@@ -10,27 +10,15 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.testing.inputs import tensors
 
 
-def standard_calls(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int = 64
-) -> tuple[AttentionCall, ...]:
+def standard_calls(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, ...]:
     """Lengths around a tile edge, GQA, offsets, padding, structure, strides, window, softcap and sinks."""
 
     def make(kind: str, heads: int, kv_heads: int, q_len: int, kv_len: int, batch: int = 1, **fields: Any) -> Any:
-        q, k, v = tensors(
-            kind,
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=head_dim,
-            q_offset=fields.get("q_offset"),
-            seed=q_len + 7 * kv_len,
-            strided=fields.pop("strided", False),
-            device=device,
-            dtype=dtype,
-        )
-        return AttentionCall(q, k, v, **fields)
+        sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": 64}
+        place: dict[str, Any] = {"strided": fields.pop("strided", False), "device": device, "dtype": dtype}
+        seed, offset = q_len + 7 * kv_len, fields.get("q_offset")
+        made = tensors(kind, **sizes, q_len=q_len, kv_len=kv_len, q_offset=offset, seed=seed, **place)
+        return AttentionCall(*made, **fields)
 
     def rows(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -50,21 +38,11 @@ def standard_calls(
     )
 
 
-def chunked_call(grain: int, device: torch.device | str, dtype: torch.dtype, head_dim: int = 64) -> AttentionCall:
+def chunked_call(grain: int, device: torch.device | str, dtype: torch.dtype) -> AttentionCall:
     """One call long enough to be cut twice at `grain`."""
     length = 2 * grain + 7
-    q, k, v = tensors(
-        "stripes",
-        batch=1,
-        heads=2,
-        kv_heads=1,
-        q_len=length,
-        kv_len=length,
-        head_dim=head_dim,
-        device=device,
-        dtype=dtype,
-    )
-    return AttentionCall(q, k, v)
+    sizes: dict[str, Any] = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": length, "kv_len": length, "head_dim": 64}
+    return AttentionCall(*tensors("stripes", **sizes, device=device, dtype=dtype))
 
 
 def describe(call: AttentionCall) -> str:

@@ -103,38 +103,33 @@ def solve(one: Character, speeds: Tensor, distances: Sequence[int], tokens: int,
     shares: of the columns that are stripes, and that are in spans, to one query.
     """
     half = max(2, tokens // 2)
-    near = _Keys.of(torch.arange(min(NEAR, half)), distances, speeds)
-    around = _Keys.of(torch.cat([torch.arange(d - AROUND, d + AROUND + 1) for d in distances]), distances, speeds)
+    near = _mass(torch.arange(min(NEAR, half)), distances, speeds)
+    around = _mass(torch.cat([torch.arange(d - AROUND, d + AROUND + 1) for d in distances]), distances, speeds)
     spread = torch.linspace(min(NEAR, half - 1), half - 1, SAMPLE).round()
     apart = torch.stack([(spread - centre).abs() > AROUND for centre in distances]).all(0)
-    far = _Keys.of(spread[apart] if bool(apart.any()) else spread, distances, speeds)
+    far = _mass(spread[apart] if bool(apart.any()) else spread, distances, speeds)
     weight = max(1, half - NEAR) / SAMPLE
     local = slash = 0.0
     for _ in range(ROUNDS):
-        rest = far.mass(local, slash) * weight
-        local = _root(partial(near.mass, slash=slash), one.local / one.rest * rest)
-        rest = far.mass(local, slash) * weight
-        slash = _root(partial(around.mass, local), one.slash / one.rest * rest) if one.slash else 0.0
-    rest = far.mass(local, slash) * weight * math.exp(one.spread**2 / 2)
+        rest = far(local, slash) * weight
+        local = _root(partial(near, slash=slash), one.local / one.rest * rest)
+        rest = far(local, slash) * weight
+        slash = _root(partial(around, local), one.slash / one.rest * rest) if one.slash else 0.0
+    rest = far(local, slash) * weight * math.exp(one.spread**2 / 2)
     sink = math.log(one.sink / one.rest * rest) if one.sink else 0.0
     above = [_above(one, share / one.rest, of) for share, of in ((one.stripes, shares[0]), (one.spans, shares[1]))]
     return Logits(local, slash, sink, *above)
 
 
-@frozen(eq=False)
-class _Keys:
-    """Keys at some distances: the shapes, there, of what is local and of the slashes."""
+def _mass(at: Tensor, distances: Sequence[int], speeds: Tensor) -> Callable[..., float]:
+    """The mass of keys at some distances, by the peaks of what is local and of the slashes."""
+    of_local, *slashes = [torch.cos((at - centre)[:, None] * speeds).mean(-1) for centre in (0, *distances)]
+    of_slash = sum(slashes, torch.zeros_like(of_local))
 
-    local: Tensor
-    slash: Tensor
+    def mass(local: float, slash: float) -> float:
+        return float(torch.exp(local * of_local + slash * of_slash).sum())
 
-    @classmethod
-    def of(cls, at: Tensor, distances: Sequence[int], speeds: Tensor) -> _Keys:
-        shapes = [torch.cos((at - centre)[:, None] * speeds).mean(-1) for centre in (0, *distances)]
-        return cls(shapes[0], sum(shapes[1:], torch.zeros_like(shapes[0])))
-
-    def mass(self, local: float, slash: float) -> float:
-        return float(torch.exp(local * self.local + slash * self.slash).sum())
+    return mass
 
 
 def _root(mass: Callable[[float], float], wanted: float) -> float:

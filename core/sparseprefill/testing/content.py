@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
 from sparseprefill.testing.characters import QUIET, Character, solve
-from sparseprefill.testing.rotary import Rotary
+from sparseprefill.testing.rotary import Rotary, rotate, turn
 
 TOPICS = 3
 DIRECTIONS = 1 + 3 * TOPICS
@@ -64,8 +63,7 @@ class Content:
 
     def to(self, device: torch.device | str) -> Content:
         """The same on a device."""
-        parts = {name: getattr(self, name).to(device) for name in ("fast", "basis", "marks", "bounds")}
-        return evolve(self, **parts)
+        return Content(*(x.to(device) for x in (self.fast, self.basis, self.marks, self.bounds)))
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -108,7 +106,7 @@ def read(source: torch.Generator, content: Content, one: Character, rotary: Rota
     # The head's logit at distance d is `peak * mean(cos(speed * (d - centre)))` if its pairs are the keys', turned.
     turned = torch.zeros_like(content.fast)
     for peak, centre in ((logits.local, 0), *((logits.slash, distance) for distance in distances)):
-        turned += peak * size / (TURN**2 * len(speeds)) * _turned(content.fast, rotary.speeds * -centre)
+        turned += peak * size / (TURN**2 * len(speeds)) * rotate(content.fast, turn(rotary.speeds * -centre))
     passages = len(content.bounds) + 1
     weights = torch.zeros(passages, DIRECTIONS)
     course = torch.randn(TOPICS, generator=source)
@@ -123,20 +121,6 @@ def read(source: torch.Generator, content: Content, one: Character, rotary: Rota
         squared = turned.square().sum() + (weights * size / NORMS).square().sum(-1)
         weights[:, 0] = (logits.sink + many * squared * KEY_NOISE**2 / (2 * size**2)) * (one.sink > 0)
     return Reading(turned, weights * size / NORMS)
-
-
-def mix(
-    source: torch.Generator, shown: Sequence[Character], rotary: Rotary, tokens: int
-) -> tuple[Content, list[Reading]]:
-    """A KV head and the query heads that share it."""
-    content = Content.of(source, rotary, tokens)
-    return content, [read(source, content, one, rotary, tokens) for one in shown]
-
-
-def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    a, b = x.chunk(2)
-    cos, sin = torch.cos(angles).float(), torch.sin(angles).float()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin])
 
 
 def _distances(source: torch.Generator, tokens: int) -> tuple[int, int]:

@@ -105,8 +105,8 @@ def check_refiner(
     skipped: dict[str, str] = {}
     refused: dict[str, str] = {}
     for method in behind:
-        subject = _refined(name, kind, method, options.get("parameters", {}), options.get("full"))
         try:
+            subject = _refined(name, kind, method, options.get("parameters", {}), options.get("full"))
             report = _check(subject, LAWS_OF_REFINERS, options)
         except ParameterError as refusal:
             refused[f"behind {method}"] = str(refusal)
@@ -128,13 +128,8 @@ def _refined(name: str, kind: type, method: str, small: Mapping[str, Any], full:
         made = before.pipeline(**given)
         return evolve(made, refiners=(*made.refiners, configured(name, kind, own)), name=f"{name} behind {method}")
 
-    everything = {"given": {**before.small, **before.full}, "own": {**small, **(full or {})}}
-    return Subject(
-        f"{name} behind {method}",
-        build,
-        {"given": before.small, "own": small},
-        everything if full is not None else None,
-    )
+    everything = () if full is None else (build({**before.small, **before.full}, {**small, **full}),)
+    return Subject(f"{name} behind {method}", build(before.small, small), everything)
 
 
 def check_laws(candidate: Candidate, names: Sequence[str], **options: Unpack[Options]) -> Report:
@@ -170,17 +165,15 @@ def _check(subject: Subject, tried: Mapping[str, Callable[[Trial], None]], optio
 def _trials(subject: Subject, options: Options) -> tuple[list[Trial], list[str]]:
     """A trial per call that the pipeline honours, and its objections to the others."""
     device, dtype = options.get("device", "cpu"), options.get("dtype", torch.float32)
-    pipeline = subject.build(**subject.small)
-    full = subject.full
-    fulls = () if full is None else (subject.build(**full), subject.build(**{**subject.small, **full}))
+    pipeline = subject.sparse
     calls = list(options["calls"]) if "calls" in options else list(standard_calls(device, dtype))
     longest = max((call.q.shape[2] for call in calls), default=0)
     if "calls" not in options and pipeline.grain is not None and longest <= pipeline.grain <= LONGEST_GRAIN:
         calls.append(chunked_call(pipeline.grain, device, dtype))
     trials, refused = [], []
     for call in calls:
-        objections = [reason for each in (pipeline, *fulls) for reason in each.unsupported(call)]
+        objections = [reason for each in (pipeline, *subject.full) for reason in each.unsupported(call)]
         refused += objections[:1]
         if not objections:
-            trials.append(Trial(pipeline, call, fulls))
+            trials.append(Trial(pipeline, call, subject.full))
     return trials, refused

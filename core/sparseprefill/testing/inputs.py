@@ -7,10 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparseprefill.testing.heads import head_tensors
-
 KINDS = ("random", "sink", "local", "stripes")
-"""The plain kinds, for tensors of any size; "heads" is another, for sizes as trained models have."""
 
 
 def tensors(
@@ -22,7 +19,6 @@ def tensors(
     q_len: int,
     kv_len: int,
     head_dim: int,
-    value_dim: int | None = None,
     q_offset: int | None = None,
     strength: float = 6.0,
     seed: int = 0,
@@ -30,33 +26,18 @@ def tensors(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q ``[B, Hq, Nq, D]``, k ``[B, Hkv, Nkv, D]`` and v ``[B, Hkv, Nkv, Dv]``, the same for a seed on every device.
+    """q ``[B, Hq, Nq, D]``, k ``[B, Hkv, Nkv, D]`` and v ``[B, Hkv, Nkv, D]``, the same for a seed on every device.
 
     kind: "random", or logits that stand out by about `strength` at the first keys ("sink"), near the diagonal
-    ("local"), or at scattered columns ("stripes"); or "heads", of several characters, without regard to `strength`: see
-    `head_tensors`. strided: token-major storage, as projections of a model give it.
+    ("local"), or at scattered columns ("stripes"). `head_tensors` has heads of several characters. strided: token-major
+    storage, as projections of a model give it.
     """
-    if kind == "heads":
-        return head_tensors(
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            q_offset=q_offset,
-            seed=seed,
-            strided=strided,
-            device=device,
-            dtype=dtype,
-        )
     if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}: pass one of {', '.join((*KINDS, 'heads'))}")
+        raise ValueError(f"kind is {kind!r}: pass one of {', '.join(KINDS)}")
     source = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, heads, q_len, head_dim, generator=source)
     k = torch.randn(batch, kv_heads, kv_len, head_dim, generator=source)
-    v = torch.randn(batch, kv_heads, kv_len, head_dim if value_dim is None else value_dim, generator=source)
+    v = torch.randn(batch, kv_heads, kv_len, head_dim, generator=source)
     # The planted direction is one unit vector; `reach` makes scale * q.k rise by `strength` where both carry it.
     reach = math.sqrt(strength * math.sqrt(head_dim))
     unit = torch.full((head_dim,), 1 / math.sqrt(head_dim))

@@ -15,6 +15,7 @@ from sparseprefill.call import AttentionCall
 from sparseprefill.errors import MaskError
 from sparseprefill.memory import Memory
 from sparseprefill.parts.split import parts
+from sparseprefill.plan import Result
 from sparseprefill.testing.trial import BreachError, NotApplicableError, Trial, require
 from sparseprefill.testing.truth import attention
 from sparseprefill.testing.votes import computed
@@ -29,16 +30,14 @@ def full_mask_is_dense(trial: Trial) -> None:
         full = Trial(pipeline, trial.call)
         missed = (full.allowed[:, None] & ~full.keep).sum()
         require(missed == 0, f"{int(missed)} allowed pairs are missing from the mask")
-        full.same("output against dense attention", out, full.result.out)
-        full.same("LSE against dense attention", lse, full.result.lse)
+        full.agree("against dense attention", (out, lse), (full.result.out, full.result.lse))
 
 
 def consistent(trial: Trial) -> None:
     """Output and LSE are the softmax over the mask that the result reports; padding rows are zeros and -inf."""
-    out, lse = attention(trial.call, trial.keep)
     require(trial.result.out.dtype == trial.call.q.dtype, f"output is {trial.result.out.dtype}")
-    trial.same("output against softmax over its own mask", out, trial.result.out)
-    trial.same("LSE against softmax over its own mask", lse, trial.result.lse)
+    found = trial.result.out, trial.result.lse
+    trial.agree("against softmax over its own mask", attention(trial.call, trial.keep), found)
 
 
 def no_empty_row(trial: Trial) -> None:
@@ -145,11 +144,11 @@ def causal(trial: Trial) -> None:
             result = trial.run(changed)
             what = f"rows before token {cut} with everything after it {name}"
             out, lse = attention(call, computed(changed, result))
-            trial.same(f"output of {what}", out[:, :, rows], result.out[:, :, rows])
-            trial.same(f"LSE of {what}", lse[:, :, rows], result.lse[:, :, rows])
+            found = result.out[:, :, rows], result.lse[:, :, rows]
+            trial.agree(f"of {what}", (out[:, :, rows], lse[:, :, rows]), found)
             if grain and cut % grain == 0 and call.starts is None:
                 what = f"{what}, at a multiple of the declared grain {grain}"
-                trial.same(f"output of {what}", trial.result.out[:, :, rows], result.out[:, :, rows])
+                trial.same(f"output of {what}", trial.result.out[:, :, rows], found[0])
 
 
 def _after(call: AttentionCall, cut: int, offset: int, value: float | None) -> AttentionCall:
@@ -172,7 +171,7 @@ def unselected_nan(trial: Trial) -> None:
         poisoned = evolve(call, k=k, v=v)
         result = trial.run(poisoned)
         keep = computed(poisoned, result)
-        _others(trial, result.out, result.lse, keep, ~keep[..., key], f"rows that leave out key {key}, which is NaN")
+        _others(trial, result, keep, ~keep[..., key], f"rows that leave out key {key}, which is NaN")
     row = call.q.shape[2] // 2
     q = call.q.clone()
     q[:, :, row] = torch.nan
@@ -180,13 +179,12 @@ def unselected_nan(trial: Trial) -> None:
     result = trial.run(poisoned)
     others = torch.ones_like(trial.real)
     others[:, :, row] = False
-    _others(trial, result.out, result.lse, computed(poisoned, result), others, f"rows other than {row}, which is NaN")
+    _others(trial, result, computed(poisoned, result), others, f"rows other than {row}, which is NaN")
 
 
-def _others(trial: Trial, out: Tensor, lse: Tensor, keep: Tensor, rows: Tensor, what: str) -> None:
-    wanted_out, wanted_lse = attention(trial.call, keep)
-    trial.same(f"output of {what}", wanted_out[rows], out[rows])
-    trial.same(f"LSE of {what}", wanted_lse[rows], lse[rows])
+def _others(trial: Trial, result: Result, keep: Tensor, rows: Tensor, what: str) -> None:
+    out, lse = attention(trial.call, keep)
+    trial.agree(f"of {what}", (out[rows], lse[rows]), (result.out[rows], result.lse[rows]))
 
 
 def batch_rows_independent(trial: Trial) -> None:
@@ -194,7 +192,7 @@ def batch_rows_independent(trial: Trial) -> None:
     call, prompt = trial.call, trial.call.prompt_lengths
     if call.q.shape[0] == 1 and call.starts is None and call.lengths is None:
         raise NotApplicableError("the call has one batch row and no padding")
-    real = torch.stack([trial.allowed[b].any(0) for b in range(call.q.shape[0])])  # keys that some row may see
+    real = trial.allowed.any(1)  # keys that some row may see
     poisoned = call
     if call.starts is not None or call.lengths is not None:
         padding, rows = ~_real_keys(call)[:, None, :, None], ~trial.real[..., None]
@@ -224,9 +222,8 @@ def batch_rows_independent(trial: Trial) -> None:
             prompt_lengths=prompt[b : b + 1] if isinstance(prompt, Tensor) else prompt,
         )
         result = trial.run(alone)
-        what = f"of batch row {b} against the row alone"
-        trial.same(f"output {what}", result.out[0], together.out[b, :, first:last])
-        trial.same(f"LSE {what}", result.lse[0], together.lse[b, :, first:last])
+        found = together.out[b, :, first:last], together.lse[b, :, first:last]
+        trial.agree(f"of batch row {b} against the row alone", (result.out[0], result.lse[0]), found)
 
 
 def _real_keys(call: AttentionCall) -> Tensor:
@@ -254,10 +251,8 @@ def chunk_invariant(trial: Trial) -> None:
         raise NotApplicableError(f"no multiple of the grain {grain} lies inside the call")
     every = inside[:: max(1, len(inside) // 5)]
     for cuts in ([inside[len(inside) // 2]], every):
-        out, lse = _in_chunks(trial, [offset, *cuts, end])
         what = f"in chunks cut at {cuts} (grain {grain}) against the prompt at once"
-        trial.same(f"output {what}", trial.result.out, out)
-        trial.same(f"LSE {what}", trial.result.lse, lse)
+        trial.agree(what, (trial.result.out, trial.result.lse), _in_chunks(trial, [offset, *cuts, end]))
 
 
 def _in_chunks(trial: Trial, bounds: list[int]) -> tuple[Tensor, Tensor]:
@@ -286,5 +281,4 @@ def parts_equal_the_whole(trial: Trial) -> None:
         call = evolve(trial.call, layer=trial.call.layer + layer)
         whole, result = evolve(pipeline, workspace=None).run(call, memories[0]), cut.run(call, memories[1])
         what = f"of layer {call.layer} in {heads} parts by heads (head_scope {pipeline.head_scope}) against the whole"
-        trial.same(f"output {what}", whole.out, result.out)
-        trial.same(f"LSE {what}", whole.lse, result.lse)
+        trial.agree(what, (whole.out, whole.lse), (result.out, result.lse))

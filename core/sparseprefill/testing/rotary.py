@@ -27,14 +27,11 @@ class Rotary:
     speeds: Tensor
 
     @classmethod
-    def of(cls, head_dim: int, tokens: int, theta: float | None) -> Rotary:
-        """Pairs of a head dimension; theta None stretches Llama 3's base as NTK-aware scaling does."""
+    def of(cls, head_dim: int, tokens: int) -> Rotary:
+        """Pairs of a head dimension, by Llama 3's base, stretched for longer prompts as NTK-aware scaling does."""
         if head_dim < LEAST or head_dim % 2:
             raise ParameterError(f"head_dim is {head_dim}: pass an even number >= {LEAST}")
-        stretched = THETA * max(1.0, tokens / TRAINED) ** (head_dim / (head_dim - 2))
-        base = stretched if theta is None else theta
-        if not (math.isfinite(base) and base > 1.0):
-            raise ParameterError(f"theta is {theta!r}: pass a number above 1, such as {THETA:.0f}")
+        base = THETA * max(1.0, tokens / TRAINED) ** (head_dim / (head_dim - 2))
         return cls(base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim))
 
     @property
@@ -49,12 +46,16 @@ class Rotary:
 
     def angles(self, first: int, last: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32 ``[n, D/2]``, of the positions from `first` to before `last`."""
-        turned = torch.arange(first, last, dtype=torch.float64, device=device)[:, None] * self.speeds.to(device)
-        return torch.cos(turned).float(), torch.sin(turned).float()
+        return turn(torch.arange(first, last, dtype=torch.float64, device=device)[:, None] * self.speeds.to(device))
+
+
+def turn(radians: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, float32."""
+    return torch.cos(radians).float(), torch.sin(radians).float()
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """``[n, D]`` turned by the angles of its positions."""
+    """``[*, D]`` turned by the cosine and sine ``[*, D/2]`` of its angles."""
     cos, sin = angles
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

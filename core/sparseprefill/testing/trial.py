@@ -32,26 +32,28 @@ class NotApplicableError(Exception):
 
 @frozen
 class Subject:
-    """What is put through the laws: a name, and how to build it sparse and full."""
+    """What is put through the laws: a sparse pipeline, and the same where it keeps everything, if that is known."""
 
     name: str
-    build: Callable[..., Pipeline]
-    small: Mapping[str, Any]
-    full: Mapping[str, Any] | None
+    sparse: Pipeline
+    full: tuple[Pipeline, ...]
 
     @classmethod
     def of(cls, candidate: Candidate, parameters: Mapping[str, Any] | None, full: Mapping[str, Any] | None) -> Subject:
         """The subject for a Method, its registered name, a Pipeline, or a function of keywords that makes one."""
         if isinstance(candidate, str):
             candidate = default_registry().get(candidate)
+        build: Callable[..., Pipeline]
         if isinstance(candidate, Method):
-            small = candidate.small if parameters is None else parameters
-            return cls(candidate.name, candidate.pipeline, small, candidate.full if full is None else full)
+            parameters = candidate.small if parameters is None else parameters
+            full = candidate.full if full is None else full
+            build = candidate.pipeline
+        else:
+            build = partial(evolve, candidate) if isinstance(candidate, Pipeline) else candidate
         small = {} if parameters is None else parameters
-        if isinstance(candidate, Pipeline):
-            return cls(candidate.name, partial(evolve, candidate), small, full)
-        name = candidate(**small).name
-        return cls(name, candidate, small, full)
+        sparse = build(**small)
+        name = candidate.name if isinstance(candidate, Method) else sparse.name
+        return cls(name, sparse, () if full is None else (build(**full), build(**{**small, **full})))
 
 
 @frozen(eq=False)
@@ -101,6 +103,11 @@ class Trial:
         found = difference(expected, actual, self.call.q.dtype)
         if found is not None:
             raise BreachError(f"{what}: {found}")
+
+    def agree(self, what: str, expected: tuple[Tensor, Tensor], actual: tuple[Tensor, Tensor]) -> None:
+        """BreachError unless output and LSE both are the `same`."""
+        for name, wanted, found in zip(("output", "LSE"), expected, actual, strict=True):
+            self.same(f"{name} {what}", wanted, found)
 
 
 def require(holds: bool | Tensor, detail: str) -> None:

@@ -159,15 +159,15 @@ def test_a_call_below_break_even_is_not_worth_it() -> None:
     verdict = found.judge(call(256), "streaming")
     assert (False, BELOW) == (verdict.worth, verdict.reason)
     assert verdict.ratio == pytest.approx(4.0)
-    assert found.worth(call(512), "streaming")
+    assert found.judge(call(512), "streaming").worth
     assert found.judge(call(512), "streaming") is found.judge(call(512), "streaming")
 
 
 def test_queries_and_the_place_of_the_queries_count() -> None:
     found = table(CHUNKED)
-    assert found.worth(call(128, 1024), "streaming")
-    assert not found.worth(call(128, 512), "streaming")
-    assert not found.worth(call(128, 1024, q_offset=256), "streaming")
+    assert found.judge(call(128, 1024), "streaming").worth
+    assert not found.judge(call(128, 512), "streaming").worth
+    assert not found.judge(call(128, 1024, q_offset=256), "streaming").worth
 
 
 def test_what_the_table_does_not_know_runs_sparse_and_says_why() -> None:
@@ -186,7 +186,7 @@ def test_judgements_kept_are_bounded() -> None:
     found = from_length(512)
     for rows in range(1, 5000, 1):
         found._verdicts[rows] = sp.Verdict(True)
-    assert found.worth(call(512), "streaming")
+    assert found.judge(call(512), "streaming").worth
     assert len(found._verdicts) < 4100
 
 
@@ -208,10 +208,10 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("schema",), "sparseprefill.profile", "schema is 'sparseprefill.profile': this library reads"),
     (("version",), 2, "version is 2: this library reads 1; calibrate again"),
     (("version",), True, "version is True"),
-    (("more",), 1, "more is not a field"),
+    (("more",), 1, "more is unknown"),
     (("device", "type"), 3, "device.type is 3"),
     (("device", "capability"), [9], r"device.capability is \[9\]: pass two integers"),
-    (("versions",), [], r"versions is \[\]: pass an object"),
+    (("versions",), [], r"versions is \[\]: give a table"),
     (("shapes",), [], r"shapes is \[\]: pass a list with at least one"),
     (("shapes", 0, "heads"), 3, r"shapes\[0\].heads is 3: pass a multiple of the 2 kv_heads"),
     (("shapes", 0, "head_dim"), 8.0, r"shapes\[0\].head_dim is 8.0"),
@@ -248,10 +248,10 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
         r"executor\[1\].density is 0.05: densities must ascend",
     ),
     (("shapes", 0, "points", 2, "executor", 0, "seconds"), "1", r"executor\[0\].seconds is '1'"),
-    (("shapes", 0, "points", 2, "methods"), [], r"points\[2\].methods is \[\]: pass an object"),
+    (("shapes", 0, "points", 2, "methods"), [], r"points\[2\].methods is \[\]: give a table"),
     (("shapes", 0, "points", 2, "methods", "streaming", "density"), 1.5, r"methods.streaming.density is 1.5: pass a"),
     (("shapes", 0, "points", 2, "methods", "streaming", "estimate"), float("inf"), r"streaming.estimate is inf"),
-    (("shapes", 0, "points", 2, "note"), "x", r"shapes\[0\].points\[2\].note is not a field"),
+    (("shapes", 0, "points", 2, "note"), "x", r"shapes\[0\].points\[2\].note is unknown"),
 ]
 
 
@@ -298,4 +298,6 @@ def test_what_is_remembered_of_a_call_knows_its_kv_heads() -> None:
     wide, narrow = (sp.AttentionCall(q, k, k) for k in (torch.zeros(1, 4, 64, 8), torch.zeros(1, 1, 64, 8)))
     for calls in ((wide, narrow), (narrow, wide)):
         fresh = evolve(found)
-        assert {id(one): one is wide for one in calls} == {id(one): fresh.worth(one, "streaming") for one in calls}
+        assert {id(one): one is wide for one in calls} == {
+            id(one): fresh.judge(one, "streaming").worth for one in calls
+        }

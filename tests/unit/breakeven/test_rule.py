@@ -159,7 +159,7 @@ def test_head_width_counts_with_heads_and_half_of_the_group() -> None:
 
 
 def test_kinds_of_number() -> None:
-    assert [16, 16, 32, 64, 0] == [rule._bits(x) for x in ("float16", "bfloat16", "float32", "float64", "int8")]
+    assert [16, 16, 32, 64] == [rule.BITS[x] for x in ("float16", "bfloat16", "float32", "float64")]
 
 
 def test_lines_of_a_method() -> None:
@@ -199,15 +199,15 @@ def test_inputs_that_were_too_dense(
 
 def test_doubtful_figures_count_with_half_of_the_pairs_or_less() -> None:
     long = point(TELLING, TELLING, dense=2.0, density=0.8, streaming=1.2)
-    assert pytest.approx((0.8 + 1.0) / 2) == rule._doubtful("streaming")(long)
+    assert pytest.approx(0.8 + 1.0) == rule._seconds(long, "streaming", doubtful=True)
     sparse = evolve(long, methods={"streaming": MethodTime(seconds=2.4, estimate=0.8, density=0.3)})
-    assert pytest.approx((0.8 + 0.6) / 2) == rule._doubtful("streaming")(sparse)
+    assert pytest.approx(0.8 + 0.6) == rule._seconds(sparse, "streaming", doubtful=True)
     quick = evolve(long, methods={"streaming": MethodTime(seconds=1.1, estimate=0.8, density=0.8)})
-    assert pytest.approx(0.55) == rule._doubtful("streaming")(quick)
-    assert pytest.approx(1.2) == rule._doubtful("streaming")(evolve(long, executor=()))
-    assert pytest.approx(1.2) == rule._measured("streaming")(long)
-    assert pytest.approx(0.1) == rule._unmeasured(long)
-    assert rule._unmeasured(evolve(long, executor=())) is None
+    assert pytest.approx(1.1) == rule._seconds(quick, "streaming", doubtful=True)
+    assert pytest.approx(2.4) == rule._seconds(evolve(long, executor=()), "streaming", doubtful=True)
+    assert pytest.approx(2.4) == rule._seconds(long, "streaming", doubtful=False)
+    assert pytest.approx(0.2) == rule._seconds(long, "unmeasured", doubtful=False)
+    assert rule._seconds(evolve(long, executor=()), "unmeasured", doubtful=False) is None
 
 
 @pytest.mark.parametrize(

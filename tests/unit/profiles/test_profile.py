@@ -218,7 +218,7 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("ranges", 0, "method"), 3, r"ranges\[0\].method is 3"),
     (("ranges", 0, "dense_layers"), [True], r"ranges\[0\].dense_layers\[0\] is True: pass an integer"),
     (("ranges", 0, "dense_layers"), 0, r"ranges\[0\].dense_layers is 0: pass a list"),
-    (("model", "more"), 1, "model.more is not a field"),
+    (("model", "more"), 1, "model.more is unknown"),
     (("ranges",), [], "ranges is empty"),
     (("ranges",), {}, "ranges is {}"),
     (("ranges", 0, "from"), 5, r"ranges\[0\].from is 5: the first range starts at 0"),
@@ -227,8 +227,8 @@ FAULTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("ranges", 0, "parameters"), [1], r"ranges\[0\].parameters is \[1\]"),
     (("ranges", 0, "parameters", "sink"), float("nan"), r"ranges\[0\].parameters.sink is nan: pass a finite"),
     (("ranges", 0, "measured", "seconds"), float("inf"), r"ranges\[0\].measured.seconds is inf"),
-    (("ranges", 0, "note"), 1, r"ranges\[0\].note is not a field"),
-    (("notes",), 1, "notes is not a field"),
+    (("ranges", 0, "note"), 1, r"ranges\[0\].note is unknown"),
+    (("notes",), 1, "notes is unknown"),
 ]
 
 

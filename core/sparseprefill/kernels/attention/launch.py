@@ -29,8 +29,8 @@ from sparseprefill.kernels.attention.arguments import (
 )
 from sparseprefill.kernels.attention.kernel import FLAGS, sparse_attention_fwd_kernel, tile_mass_fwd_kernel
 from sparseprefill.kernels.attention.together import Together
-from sparseprefill.kernels.settings import FUSED, Settings, power_of_two, settings
-from sparseprefill.kernels.source import Source, strides
+from sparseprefill.kernels.settings import FUSED, Settings, capability, power_of_two, settings
+from sparseprefill.kernels.source import Source, aligned, strides
 from sparseprefill.kernels.steps import LOG2E
 from sparseprefill.plan import Kernel, Skipped
 
@@ -104,9 +104,7 @@ def _copied(hopper: Any, call: AttentionCall, mask: SparseMask, reason: str | No
 
 def hopper_of(call: AttentionCall) -> Any:
     """The module of the Hopper kernel, `kernels.hopper.launch`; None on other devices, or where it has no Gluon."""
-    if not call.q.is_cuda or torch.cuda.get_device_capability(call.q.device) != (9, 0):
-        return None
-    return _hopper()
+    return _hopper() if capability(call.q.device) == (9, 0) else None
 
 
 @cache
@@ -315,7 +313,7 @@ def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Ten
     source = Source.of(call)
     tile_mass_fwd_kernel[(rows, batch * heads)](
         call.q, source.k, source.table, source.k_scale, lse.contiguous(), probe.contiguous(), mass,
-        geometry.starts, geometry.lengths, *tiles.arrays, *strides(call.q), *source.strides(source.k),
+        geometry.starts, geometry.lengths, *tiles.arrays, *strides(call.q), *strides(source.k, source.page),
         call.softmax_scale * LOG2E.value, call.softcap, call.window, geometry.q_offset, geometry.q_len, geometry.kv_len,
         rows, columns, heads, call.group,
         TILE_Q=mask.tile_q, TILE_K=mask.tile_k, **_blocks(chosen, call.q.shape[-1], source.page),
@@ -326,8 +324,9 @@ def tile_mass_fwd(call: AttentionCall, mask: SparseMask, lse: Tensor, probe: Ten
 
 def _settings(call: AttentionCall, mask: SparseMask) -> Settings:
     """Launch settings for this call's device, head dimension and dtype."""
-    capability = torch.cuda.get_device_capability(call.q.device) if call.q.is_cuda else (0, 0)
-    return settings(capability, power_of_two(call.q.shape[-1]), call.q.element_size(), mask.tile_q, mask.tile_k)
+    return settings(
+        capability(call.q.device), power_of_two(call.q.shape[-1]), call.q.element_size(), mask.tile_q, mask.tile_k
+    )
 
 
 def _blocks(chosen: Settings, width: int, page: int) -> dict[str, Any]:
@@ -347,21 +346,14 @@ def _state(state: SoftmaxState | State | None) -> State:
 
 
 def _cache(source: Source, chosen: Settings, width: int) -> Cache:
-    descriptors = _descriptors(source, chosen, width)
-    scaled = ((source.k, source.k_scale), (source.v, source.v_scale))
-    k, v = (Matrix(x, of, scale, *source.strides(x)) for (x, scale), of in zip(scaled, descriptors, strict=True))
-    return Cache(k, v, source.table)
+    tma, block = _tma(source, chosen), [1, 1, chosen.block_n, power_of_two(width)]
+
+    def matrix(x: Tensor, scale: Tensor | None) -> Matrix:
+        return Matrix(x, TensorDescriptor.from_tensor(x, block) if tma else None, scale, *strides(x, source.page))
+
+    return Cache(matrix(source.k, source.k_scale), matrix(source.v, source.v_scale), source.table)
 
 
 def _tma(source: Source, chosen: Settings) -> bool:
     """Tensor descriptors need 16-byte aligned rows; pages are read by pointers."""
-    size, tensors = source.k.element_size(), (source.k, source.v)
-    aligned = all(x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:3]) for x in tensors)
-    return chosen.tma and not source.page and aligned
-
-
-def _descriptors(source: Source, chosen: Settings, width: int) -> tuple[Any, Any]:
-    if not _tma(source, chosen):
-        return None, None
-    block = [1, 1, chosen.block_n, power_of_two(width)]
-    return TensorDescriptor.from_tensor(source.k, block), TensorDescriptor.from_tensor(source.v, block)
+    return chosen.tma and not source.page and aligned(source.k) and aligned(source.v)

@@ -17,7 +17,7 @@ from sparseprefill.kernels.hopper.paging import PANEL
 from sparseprefill.kernels.hopper.quantise import TILE, errors_of
 from sparseprefill.kernels.hopper.quantise import eight as quantised
 from sparseprefill.kernels.settings import FUSED
-from sparseprefill.kernels.source import Source, strides
+from sparseprefill.kernels.source import Source, aligned, strides
 from sparseprefill.mask.geometry import kept
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def objection(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> 
         return reason
     if call.pages is not None:
         return _pages_objection(call, call.pages, skips)
-    if not (_aligned(call.k) and _aligned(call.v)):
+    if not (aligned(call.k) and aligned(call.v)):
         return "rows that are not aligned to 16 bytes"
     if mask.stripes is not None and not (_specialised(call.k) and _specialised(call.v)):
         return "stripes of keys or values whose strides are not multiples of 16 elements"
@@ -96,7 +96,7 @@ def features(call: AttentionCall, mask: SparseMask) -> str | None:
         return f"tiles of {mask.tile_q} x {mask.tile_k}"
     if call.window is not None or call.softcap is not None:
         return "a sliding window or softcap"
-    return None if _aligned(q) else "rows that are not aligned to 16 bytes"
+    return None if aligned(q) else "rows that are not aligned to 16 bytes"
 
 
 def _pages_objection(call: AttentionCall, pages: Pages, skips: bool) -> str | None:
@@ -108,12 +108,12 @@ def _pages_objection(call: AttentionCall, pages: Pages, skips: bool) -> str | No
         return f"pages of {pages.page} tokens"
     if call.starts is not None:
         return "padding before the keys in pages"
-    steps, size = pages.k.stride(), pages.k.element_size()
+    steps = pages.k.stride()
     if steps != pages.v.stride():
         return "pages of K and V that differ in strides"
     if steps[1] == 0 or steps[0] % steps[1] or pages.k.shape[0] * (steps[0] // steps[1]) >= 1 << 31:
         return f"pages of strides {steps}"
-    if any(x.data_ptr() % 16 for x in (pages.k, pages.v)) or any(step * size % 16 for step in steps[:3]):
+    if not (aligned(pages.k) and aligned(pages.v)):
         return "rows of pages that are not aligned to 16 bytes"
     return None
 
@@ -346,7 +346,3 @@ def page_strides(x: Tensor) -> tuple[int, int, int]:
 def _specialised(x: Tensor) -> bool:
     """Whether the compiler learns that rows are aligned: it is told of strides that are multiples of 16, not of 8."""
     return all(stride % 16 == 0 for stride in strides(x))
-
-
-def _aligned(x: Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:3])

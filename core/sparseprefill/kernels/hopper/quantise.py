@@ -165,7 +165,7 @@ def eight(call: AttentionCall, exact: Tensor) -> Eight:
     tiles, lines = cdiv(length, TILE.value), batch * heads
     sums = torch.empty(lines, cdiv(length, CHUNK), 4, width, **options)  # type: ignore[call-overload]
     given = (source.k, source.v, source.table)
-    steps = (*source.strides(source.k), *source.strides(source.v), heads, length)
+    steps = (*strides(source.k, source.page), *strides(source.v, source.page), heads, length)
     constant = {"D": width, "PAGE": source.page, "TYPE": TYPES[call.q.dtype], **FUSED}
     sums_kernel[(sums.shape[1], lines)](*given, sums, *steps, CHUNK=CHUNK, BLOCK=64, num_warps=4, **constant)
     k_mean, v_mean, v_scale, v_inverse = torch.empty(4, lines, width, **options)  # type: ignore[call-overload]

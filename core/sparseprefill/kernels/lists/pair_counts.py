@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseprefill.kernels.lists.maps import Lists
 from sparseprefill.kernels.settings import FUSED
 from sparseprefill.kernels.steps import batch_row, count_up_to, floor_div
 
@@ -144,10 +145,6 @@ def pair_counts_kernel(
                     there = there & (found != key // TILE_K)
                 total += tl.where(there, _pairs(key, rows, WIDTH, WINDOW), 0)
     tl.store(out_ptr + program, tl.sum(total, 0) + inner)
-
-
-Lists = tuple[Tensor, Tensor, Tensor]
-"""counts, offsets and indices of IndexLists."""
 
 
 def pair_counts(

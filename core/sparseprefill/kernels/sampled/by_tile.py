@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from sparseprefill.kernels.sampled.mass import settings
 from sparseprefill.kernels.settings import block, capability, cdiv
-from sparseprefill.kernels.source import Keys, strides
+from sparseprefill.kernels.source import Keys, packed, strides
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, logits, stored_rows
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def tile_lse(
     not be copied. One launch, no host synchronisation.
     """
     geometry, count = call.geometry, rows.shape[1]
-    q, k = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call)
+    q, k = packed(call.q), Keys.of(call)
     width = q.shape[-1]
     chosen, _ = settings(capability(q.device), block(width), q.element_size())
     block_r = min(chosen.block_m, block(count * call.group))

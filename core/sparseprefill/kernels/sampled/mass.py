@@ -21,7 +21,7 @@ from attrs import evolve
 from torch import Tensor
 
 from sparseprefill.kernels.settings import FUSED, Settings, block, capability, cdiv, power_of_two
-from sparseprefill.kernels.source import Keys, strides
+from sparseprefill.kernels.source import Keys, packed, strides
 from sparseprefill.kernels.steps import LN2, LOG2E, batch_row, factor, floor_div, load_rows, logits, stored_rows
 
 if TYPE_CHECKING:
@@ -359,7 +359,7 @@ def _round(
     geometry, (for_lse, for_mass) = call.geometry, chosen
     batch, samples, count = rows.shape
     heads, width, size = geometry.heads, call.q.shape[-1], geometry.kv_len
-    q, keys = call.q if call.q.stride(-1) == 1 else call.q.contiguous(), Keys.of(call, passes=2)
+    q, keys = packed(call.q), Keys.of(call, passes=2)
     rows, real = rows.contiguous(), real.contiguous().view(torch.uint8)
     parts = cdiv(count, part)
     programs = batch * samples * heads * parts
