@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch import Tensor
 
 from sparseprefill.config import from_config
@@ -68,7 +68,7 @@ class Star:
         with self.ranks.run("the trial run"):
             self.layers = probe(model, self.switch)
         self.executor = AnchoredBlockExecutor(AutoExecutor(), self.ranks)
-        self.inner = attention_of(pipeline, self.ranks)
+        self.inner = attention_of(pipeline)
         config = model.generation_config
         self.fill = next((x for x in (config.pad_token_id, config.bos_token_id) if isinstance(x, int)), 0)
         self._watch = Watch.of(self.ranks, self.switch.decoder.device)
@@ -208,13 +208,11 @@ def _inner(given: str | Mapping[str, Any] | Pipeline | Route | None, decoder: An
     return made
 
 
-def attention_of(pipeline: Pipeline | Route | None, ranks: Ranks) -> Inner:
+def attention_of(pipeline: Pipeline | Route | None) -> Inner:
     """What runs inside a block: a method, or for None torch's own dense attention; on this rank alone."""
     if pipeline is None:
-        executor = AnchoredBlockExecutor(AutoExecutor(), ranks)
-        return lambda call, memory: dense(call, executor).out
-    wrapped = Route.of(pipeline).each(lambda one: evolve(one, executor=AnchoredBlockExecutor(one.executor, ranks)))
-    return lambda call, memory: wrapped.run(call, memory).out
+        return lambda call, memory: dense(call, AutoExecutor()).out
+    return lambda call, memory: pipeline.run(call, memory).out
 
 
 def _facts(decoder: Any) -> dict[str, Any]:

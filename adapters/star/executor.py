@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError
-from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
-from sparseprefill.stages import ExecutorStage
 
-from .exchange import GroupExchange, exchange, join, pack
+from .exchange import exchange, join, pack
 from .unmasked import attend_rows
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.plan import Plan, Result, SoftmaxState
     from sparseprefill.stages import SparseExecutor
 
     from .anchor import Keys
@@ -54,38 +51,14 @@ class Shard:
 
 @frozen(eq=False)
 class AnchoredBlockExecutor:
-    """An executor whose keys are spread over ranks. Wraps any other.
+    """Any executor, for rows whose keys are spread over ranks: those of the question and the answer, in phase 2.
 
-    Phase 1, `execute` and its kin: a call holds all that its rows may see, the anchor and a block, so it runs on this
-    rank alone, in the wrapped executor. Phase 2, `attend`: rows of the question and the answer, the same on every rank,
-    see the keys of all ranks; each computes its part, and one collective in float32 merges them.
+    Each rank computes the part over its own keys, and one collective in float32 merges them. Phase 1 needs nothing of
+    this: its calls hold all that their rows may see, the anchor and a block.
     """
 
-    executor: SparseExecutor = field(factory=AutoExecutor)
-    ranks: Exchange = field(factory=GroupExchange)
-    _inner: ExecutorStage = field(
-        default=Factory(lambda self: ExecutorStage.of(self.executor), takes_self=True), init=False, repr=False
-    )
-
-    def unsupported(self, call: AttentionCall) -> str | None:
-        """The wrapped executor's objection."""
-        return self._inner.objection(call)
-
-    def workspace(self, call: AttentionCall) -> int:
-        """The wrapped executor's."""
-        return self._inner.workspace(call)
-
-    def execute(self, call: AttentionCall, plan: Plan) -> Result:
-        """Phase 1: see SparseExecutor."""
-        return self.executor.execute(call, plan)
-
-    def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-        """Phase 1: as `execute`, into tensors of the caller."""
-        return self._inner.execute_into(call, plan, out, lse)
-
-    def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
-        """Phase 1: see SparseExecutor."""
-        return self.executor.accumulate(call, plan)
+    executor: SparseExecutor
+    ranks: Exchange
 
     def attend(
         self,

@@ -205,12 +205,9 @@ def test_parts_without_any_key_give_zeros() -> None:
         assert bool((lse == -torch.inf).all())
 
 
-def test_phase_1_runs_in_the_wrapped_executor_alone() -> None:
+def test_what_cannot_be_spread_over_ranks_is_refused() -> None:
     call = AttentionCall(*(torch.randn(1, heads, 40, 8) for heads in (4, 2, 2)))
     executor = AnchoredBlockExecutor(ReferenceExecutor(), _Sent())
-    plan = Plan(SparseMask.full(call))
-    assert torch.equal(executor.execute(call, plan).out, ReferenceExecutor().execute(call, plan).out)
-    assert torch.equal(executor.accumulate(call, plan).l, ReferenceExecutor().accumulate(call, plan).l)
     with pytest.raises(InvalidCallError, match="other ranks"):
         executor.attend(AttentionCall(call.q, call.k, call.v, window=8), None, owner=True)
     with pytest.raises(InvalidCallError, match="one length for each"):
@@ -293,7 +290,7 @@ def test_a_block_is_attended_to_with_softcap_scale_and_sinks(name: str, inner: A
     q, k, v = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (4, 2, 2))
     new, options = slice(24, 40), {**OPTIONS[name], "sinks": torch.randn(4, generator=generator)}
     held = {0: Shard(k.clone(), v.clone(), (k.shape[2],))}
-    inside = attention_of(None if inner is None else sp.from_config(_table(inner)), Ranks(timeout=1.0))
+    inside = attention_of(None if inner is None else sp.from_config(_table(inner)))
     anchor = Anchor(Ranks(timeout=1.0), {}, 24)
     block = Block(inside, anchor.ranks, anchor, held, row=0, at=24, before=24, sends=False, again=False)
     out = block.attend(AttentionCall(q[:, :, new], k[:, :, new], v[:, :, new], **options))
