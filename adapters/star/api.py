@@ -63,7 +63,7 @@ class Star:
         self.switch = Switch(decoder_of(model))
         self.ranks = Ranks(group, timeout)
         pipeline = _inner(inner, self.switch.decoder)
-        said = {"sizes": str(self.sizes), "inner": fingerprint(pipeline), "timeout": timeout}
+        said = {"sizes": str(self.sizes), **fingerprint("inner", pipeline), "timeout": timeout}
         self.ranks.agree("start", {**said, **_facts(self.switch.decoder)})
         with self.ranks.run("the trial run"):
             self.layers = probe(model, self.switch)
@@ -125,7 +125,7 @@ class Context:
         check_options(options, model.generation_config)
         asked = self._asked(questions)
         said = {"questions": digest(asked), "before": digest(self.tokens), "seed": seed}
-        star.ranks.agree("generate", {**said, "options": shown(options, model.generation_config)})
+        star.ranks.agree("generate", {**said, **shown(options, model.generation_config)})
         with star.ranks.run("phase 2"):
             ids, mask, past = self._next(asked)
             same = SameScores(star.ranks)

@@ -49,10 +49,10 @@ def stops(options: Mapping[str, Any], default: Any) -> frozenset[int]:
 
 def shown(options: Mapping[str, Any], default: Any) -> dict[str, Any]:
     """The options as ranks compare them, with what they leave to the model. A streamer may be one rank's alone."""
-    found = {name: fingerprint(value) for name, value in options.items() if name != "streamer"}
+    given = {name: value for name, value in options.items() if name != "streamer"}
     config = (options.get("generation_config") or default).to_dict()
     plain = {name: value for name, value in config.items() if name[:1] != "_" and name != "transformers_version"}
-    return {**found, "generation_config": fingerprint(plain)}
+    return fingerprint("options", {**given, "generation_config": plain})
 
 
 class SameScores(LogitsProcessor):  # type: ignore[misc,unused-ignore]

@@ -160,14 +160,14 @@ class Ranks:
         return answers
 
     def agree(self, what: str, said: Mapping[str, Any]) -> None:
-        """`meet`, and RankError that names what differs, and where; of nested values the first place that does."""
+        """`meet`, and RankError that names the first of these values that differs; one that is missing is None."""
         answers = self.meet(what, {"the call": what, **said})
         for name in dict.fromkeys(name for answer in answers for name in answer):
             values = [answer.get(name) for answer in answers]
             if any(value != values[0] for value in values):
-                place, each = difference(name, values)
-                shown = "; ".join(f"rank {rank} has {_short(value)}" for rank, value in enumerate(each))
-                raise RankError(self.tell(f"{what}: {place} differs over the ranks: {shown}"))
+                texts = (text if len(text) <= 200 else f"{text[:200]}..." for text in map(repr, values))
+                shown = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
+                raise RankError(self.tell(f"{what}: {name} differs over the ranks: {shown}"))
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -233,29 +233,6 @@ class Ranks:
                 f"lost the store of torch.distributed, and with it the process that holds it: {_line(error)}"
             )
             raise RankError(self._failure) from error
-
-
-def difference(name: str, values: list[Any]) -> tuple[str, list[Any]]:
-    """The path of the first place that differs in nested values, one a rank and not all equal; and what stands there.
-
-    A place that a rank has not got counts as None.
-    """
-    if all(isinstance(value, dict) for value in values):
-        parts = {f"{name}.{key}": [x.get(key) for x in values] for key in dict.fromkeys(k for x in values for k in x)}
-    elif all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
-        parts = {f"{name}[{place}]": [x[place] for x in values] for place in range(len(values[0]))}
-    else:
-        return name, values
-    found = next(path for path, each in parts.items() if any(x != each[0] for x in each))
-    return difference(found, parts[found])
-
-
-def _short(value: Any) -> str:
-    """A value for a message; of an object its class."""
-    if isinstance(value, dict) and "class" in value:
-        return str(value["class"])
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _line(error: BaseException) -> str:

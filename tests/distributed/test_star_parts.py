@@ -21,7 +21,7 @@ from sparseprefill.adapters.star.fingerprint import fingerprint
 from sparseprefill.adapters.star.inspection import decoder_of
 from sparseprefill.adapters.star.layout import Sizes
 from sparseprefill.adapters.star.options import check_options, stops
-from sparseprefill.adapters.star.ranks import Ranks, difference
+from sparseprefill.adapters.star.ranks import Ranks
 from sparseprefill.adapters.star.tail import Tail
 from sparseprefill.adapters.star.tokens import rows_of
 from sparseprefill.adapters.star.unmasked import attend_all, attend_rows
@@ -178,7 +178,7 @@ def _kinds() -> dict[str, Any]:
 @pytest.mark.parametrize("kind", _kinds())
 def test_equal_settings_have_one_fingerprint_and_others_have_another(kind: str) -> None:
     make = _kinds()[kind]
-    first, again, other = (json.dumps(fingerprint(make(n))) for n in (0, 0, 1))
+    first, again, other = (json.dumps(fingerprint("x", make(n))) for n in (0, 0, 1))
     assert first == again != other
     assert " at 0x" not in first
 
@@ -186,14 +186,13 @@ def test_equal_settings_have_one_fingerprint_and_others_have_another(kind: str) 
 def test_a_fingerprint_ends_where_settings_hold_themselves() -> None:
     one, two = Plain(None), Plain(None)
     one.x, two.x = [one], [two]
-    assert fingerprint(one) == fingerprint(two)
+    assert fingerprint("x", one) == fingerprint("x", two)
 
 
-def test_of_nested_values_the_first_place_that_differs_is_named() -> None:
-    one, two = {"a": 1, "b": {"c": [1, 2]}}, {"a": 1, "b": {"c": [1, 3]}}
-    assert difference("x", [one, two, one]) == ("x.b.c[1]", [2, 3, 2])
-    assert difference("x", [one, {"a": 1}]) == ("x.b", [{"c": [1, 2]}, None])
-    assert difference("x", [None, one]) == ("x", [None, one])
+def test_of_nested_values_every_place_has_its_path() -> None:
+    found = fingerprint("x", {"a": 1, "b": {"c": [1, None]}})
+    lists = {"x.b": "a mapping", "x.b.c": "a list of 2"}
+    assert found == {"x": "a mapping", "x.a": 1, **lists, "x.b.c[0]": 1, "x.b.c[1]": None}
 
 
 def test_parts_without_any_key_give_zeros() -> None:
