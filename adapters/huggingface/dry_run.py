@@ -109,11 +109,10 @@ def compare_unread(model: torch.nn.Module, decoder: PreTrainedModel, route: Rout
         with torch.no_grad(), _evaluating(model), handle:
             found.append(model(**inputs).logits)
     whole, part = found
-    limit, error = allowed(whole.dtype), apart(part, whole)
-    if not error <= limit:
+    if apart := differ(part, whole):
         raise AttachError(
             f"skip_unread is True, but {type(model).__name__} reads more rows of its last layer than logits_to_keep "
-            f"names: its logits differ by {error:.2g} (relative norm; {limit:g} is allowed); leave skip_unread out"
+            f"names: its logits {apart}; leave skip_unread out"
         )
 
 
@@ -178,31 +177,26 @@ def _compare(model: torch.nn.Module, stock: Tensor, ours: Tensor, report: Report
     if not any(layer.sparse_calls or layer.window_calls for layer in report.layers):
         why = "; ".join(report.fallbacks) or "none of them calls the attention function"
         raise AttachError(f"{name} has no attention layer to attach to: {why}")
-    limit = allowed(stock.dtype, autocast_type(stock.device) or stock.dtype)
-    error = apart(ours, stock)
-    if error <= limit:
+    cast = autocast_type(stock.device)
+    apart = differ(ours, stock, cast)
+    if not apart:
         return
-    by_itself = apart(again(), stock)
-    if not by_itself <= limit:
+    if by_itself := differ(again(), stock, cast):
         raise AttachError(
-            f"{name} as it is, before it is attached, gives other logits from run to run: they differ by "
-            f"{by_itself:.2g} (relative norm; {limit:g} is allowed), so there is nothing to verify (verify=False skips "
-            "this dry run)"
+            f"{name} as it is, before it is attached, gives other logits from run to run: they {by_itself}, so there "
+            "is nothing to verify (verify=False skips this dry run)"
         )
     raise AttachError(
-        f"{name} does not compute plain attention through the attention interface: with a full mask its logits differ "
-        f"by {error:.2g} (relative norm; {limit:g} is allowed). Its layers use more than queries, keys and a mask."
+        f"{name} does not compute plain attention through the attention interface: with a full mask its logits "
+        f"{apart}. Its layers use more than queries, keys and a mask."
     )
 
 
-def allowed(*dtypes: torch.dtype) -> float:
-    """The relative norm up to which logits of these types count as equal: the largest."""
-    return max(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in dtypes)
-
-
-def apart(x: Tensor, wanted: Tensor) -> float:
-    """Relative norm of the difference."""
-    return float((wanted.double() - x.double()).norm() / wanted.double().norm())
+def differ(logits: Tensor, wanted: Tensor, cast: torch.dtype | None = None) -> str:
+    """How far logits are off, for messages; empty where that is rounding. cast: the type that autocast rounds to."""
+    limit = max(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in (wanted.dtype, cast or wanted.dtype))
+    error = float((wanted.double() - logits.double()).norm() / wanted.double().norm())
+    return "" if error <= limit else f"differ by {error:.2g} (relative norm; {limit:g} is allowed)"
 
 
 @contextmanager

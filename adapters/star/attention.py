@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError, UnsupportedCallError
 
-from ..huggingface.attention import HARMLESS, layer_of
+from ..huggingface.attention import further_tensors, layer_of, not_plain
 from ..huggingface.inspection import implementations
 from ..huggingface.state import Original
 from ..huggingface.switch import STAR
@@ -99,12 +99,4 @@ def objection(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
     """What a layer asks for that no phase can give; None if nothing."""
     if kwargs.get("sliding_window") is not None:
         return "a sliding window reaches into the block before, which another rank may hold"
-    causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        return "the layer is not causal"
-    if kwargs.get("dropout"):
-        return "attention dropout is on: call model.eval()"
-    if kwargs.get("output_attentions"):
-        return "attention weights are asked for"
-    odd = sorted(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in HARMLESS)
-    return f"the layer passes {', '.join(odd)}" if odd else None
+    return not_plain(module, kwargs) or further_tensors(kwargs)
