@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
+from sparseprefill import structure
 from sparseprefill.errors import ParameterError, printed
 
 from ..serving.options import TABLE, Options, read_table
@@ -51,18 +50,11 @@ def given(text: str | None = None) -> Given:
 
 
 def _table(text: str) -> Any:
-    if text.startswith("{"):
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ParameterError(f"{VARIABLE} is no JSON: {error}") from error
+    inline = text.startswith("{")
     try:
-        held = Path(text).read_text(encoding="utf-8")
-        return tomllib.loads(held) if text.endswith(".toml") else json.loads(held)
-    except OSError as error:
+        if text.endswith(".toml") and not inline:
+            return structure.parsed(structure.read(text), tomllib.loads, "TOML")
+        return structure.parsed(text if inline else structure.read(text))
+    except ParameterError as error:
         remedy = "give a table in JSON, or the path of a .json or .toml file"
-        raise ParameterError(
-            f"{VARIABLE} is {printed(text)}, which cannot be read ({error.strerror}): {remedy}"
-        ) from error
-    except ValueError as error:
-        raise ParameterError(f"{VARIABLE} names {text}, which cannot be parsed: {error}") from error
+        raise ParameterError(f"{VARIABLE} is {printed(text)}: {error}; {remedy}") from error

@@ -24,6 +24,7 @@ from ..serving.options import Options
 from ..serving.summary import show
 from ..serving.tally import Owner
 from ..serving.warm import Sizes, warm_engine
+from ..serving.wishes import SWITCH
 from . import known
 from .layer import heads_of, layer_of
 from .pages import pages_of
@@ -49,9 +50,13 @@ class Runtime(runtime.Runtime):
         self.requests.end(rid)
 
 
-def runtimes() -> list[Runtime]:
-    """The runtimes of this process."""
-    return list(_runtimes)
+def answer(result: Any, *args: object, **kwargs: object) -> None:
+    """After SGLang's ``Scheduler.get_internal_state``, which ``GET /server_info`` and `Engine.get_server_info()` show:
+    adds ``sparseprefill``, a report for each model runner, and how many prefills are in progress (host sync: densities
+    that wait are counted)."""
+    found = [{**one.answer(), "in_progress": len(one.requests)} for one in list(_runtimes)]
+    if found:
+        result.internal_state[SWITCH] = found
 
 
 def make_runtime(runner: Any, options: Options, host: str) -> Runtime:

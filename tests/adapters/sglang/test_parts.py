@@ -38,8 +38,8 @@ def test_the_table_stands_in_the_variable_or_in_a_file(tmp_path: Path, monkeypat
     ("text", "said"),
     [
         ("", 'no method: set SPARSEPREFILL_SGLANG=\'{"method": "bfla"}\''),
-        ("{", "SPARSEPREFILL_SGLANG is no JSON"),
-        ("nowhere.json", "cannot be read (No such file or directory): give a table in JSON, or the path"),
+        ("{", "SPARSEPREFILL_SGLANG is '{': is not JSON"),
+        ("nowhere.json", "is 'nowhere.json': No such file or directory; give a table in JSON, or the path"),
         ('{"methud": "bfla"}', "sparseprefill.methud is unknown; did you mean 'method'?"),
         (
             '{"method": "bfla", "chunk": 64}',
@@ -207,7 +207,11 @@ def test_registration(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     plugin.register()
     assert ["fa3", "sparseprefill"] == host.choices
     assert {"sparseprefill"} == set(host.backends)
-    assert set(plugin.HOOKS) == set(host.hooks)
+    assert {
+        "sglang.srt.managers.schedule_batch.Req.__init__": "after",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": "before",
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state": "after",
+    } == host.hooks
     assert not caplog.text
 
 
