@@ -80,7 +80,7 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
         calls[call.layer] = call
 
     session = Session(_full(route), min_query=SHORTEST, observe=observe, warn=False, tail=0, recall_every=0)
-    handle = Handle(model, decoder, session, only=threading.current_thread())
+    handle = Handle(decoder, session, threading.current_thread(), model=model)
     inputs = _inputs(model, decoder)
     with torch.no_grad(), _evaluating(model):
         stock = _stock(model, inputs)
@@ -105,7 +105,7 @@ def compare_unread(model: torch.nn.Module, decoder: PreTrainedModel, route: Rout
     found: list[Tensor] = []
     for layer in (None, last):
         session = Session(_full(route), min_query=SHORTEST, warn=False, recall_every=0)
-        handle = Handle(model, decoder, session, only=threading.current_thread(), last=layer)
+        handle = Handle(decoder, session, threading.current_thread(), layer, model=model)
         with torch.no_grad(), _evaluating(model), handle:
             found.append(model(**inputs).logits)
     whole, part = found

@@ -43,6 +43,11 @@ class Original:
     applies_extras: bool = field(default=Factory(lambda self: "sdpa" not in self.name, takes_self=True), init=False)
     """Whether it honours softcap and sinks; sdpa drops both in silence, and equality means to drop them too."""
 
+    @classmethod
+    def of(cls, decoder: PreTrainedModel) -> Original:
+        """A decoder's own, attached or not."""
+        return cls(str(named_before(decoder.config._attn_implementation)))
+
     def attention(self, module: torch.nn.Module) -> Any:
         """Its attention function for this module; ``eager`` is the one in the file of the module's class."""
         for owner in type(module).__mro__:
@@ -68,35 +73,23 @@ def eagerly(function: Callable[P, T]) -> Callable[P, T]:
 class Attachment:
     """One model's attachment. Holds the model weakly: the model's hooks keep the attachment, and it goes with them.
 
-    name: under which both functions are registered with transformers. active: whether new forwards run through the
-    session; those that began so end so. only: the one thread whose forwards do; None for all. last: the layer whose
-    rows are left out that nobody reads; None for no layer.
+    original: what the host would run. name: under which both functions are registered with transformers. active:
+    whether new forwards run through the session; those that began so end so. only: the one thread whose forwards do;
+    None for all. last: the layer whose rows are left out that nobody reads; None for no layer.
     """
 
+    _decoder: weakref.ref[PreTrainedModel] = field(converter=weakref.ref)
     session: Session
-    original: Original
-    _decoder: weakref.ref[PreTrainedModel]
-    _modules: weakref.WeakSet[torch.nn.Module]
     only: threading.Thread | None = None
     last: int | None = None
+    original: Original = field(init=False)
+    _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet, init=False)
     name: str = field(default="", init=False)
     active: bool = field(default=False, init=False)
     switch: Switch | None = field(default=None, init=False)
     hooks: list[Any] = field(factory=list, init=False)
     _told: set[str] = field(factory=set, init=False)
     _forwards: set[Forward] = field(factory=set, init=False)
-
-    @classmethod
-    def of(
-        cls,
-        decoder: PreTrainedModel,
-        session: Session,
-        only: threading.Thread | None = None,
-        last: int | None = None,
-    ) -> Attachment:
-        """Make one of a decoder that is not switched yet."""
-        original = Original(str(named_before(decoder.config._attn_implementation)))
-        return cls(session, original, weakref.ref(decoder), weakref.WeakSet(decoder.modules()), only, last)
 
     @property
     def decoder(self) -> PreTrainedModel | None:

@@ -238,7 +238,7 @@ def test_an_error_inside_the_forward_closes_it(model: Any) -> None:
         with pytest.raises(RuntimeError, match="out of luck"):
             logits(model)
         hook.remove()
-        assert state.current(handle.state) is None
+        assert state.current(handle) is None
         torch.testing.assert_close(logits(model), wanted, atol=2e-5, rtol=1e-4)
     assert not handle.report().fallbacks
 
@@ -249,7 +249,7 @@ def test_an_observer_that_fails_is_heard(model: Any) -> None:
 
     with attach(model, "dense", observe=fail) as handle, pytest.raises(KeyError, match="mine"):
         logits(model)
-    assert state.current(handle.state) is None
+    assert state.current(handle) is None
 
 
 def test_threads_share_a_model(model: Any) -> None:
