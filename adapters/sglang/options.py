@@ -7,30 +7,18 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import frozen
-
 from sparseprefill import structure
 from sparseprefill.errors import ParameterError, printed
 
 from ..serving.options import TABLE, Options, read_table
 
 VARIABLE = "SPARSEPREFILL_SGLANG"
-BACKEND = "backend"
-"""The key for the name of SGLang's own attention that runs the rest."""
-FOREIGN = ("chunk",)
-"""Keys of other servers: SGLang's ``--chunked-prefill-size`` says where prompts are cut."""
+FOREIGN = "chunk"
+"""The key of another server: SGLang's ``--chunked-prefill-size`` says where prompts are cut."""
 EXAMPLE = f"""{VARIABLE}='{{"method": "bfla"}}'"""
 
 
-@frozen
-class Given:
-    """options: as of every server. backend: name of SGLang's own attention for the rest; None for the decoding's."""
-
-    options: Options
-    backend: str | None
-
-
-def given(text: str | None = None) -> Given:
+def given(text: str | None = None) -> Options:
     """What the variable says, by default that of this process: a JSON table, or the path of a .json or .toml file.
 
     ParameterError names the key at fault.
@@ -41,12 +29,9 @@ def given(text: str | None = None) -> Given:
     table = _table(text.strip())
     if not isinstance(table, Mapping):
         raise ParameterError(f"{VARIABLE} is {printed(table)}: give a table of keys and values, such as {EXAMPLE}")
-    if FOREIGN[0] in table:
-        raise ParameterError(f"{TABLE}.{FOREIGN[0]} is for vLLM: SGLang cuts prompts by --chunked-prefill-size")
-    backend = table.get(BACKEND)
-    if backend is not None and (not isinstance(backend, str) or not backend):
-        raise ParameterError(f"{TABLE}.{BACKEND} is {printed(backend)}: give the name of one of SGLang's own, as fa3")
-    return Given(read_table({key: value for key, value in table.items() if key != BACKEND}, FOREIGN), backend)
+    if FOREIGN in table:
+        raise ParameterError(f"{TABLE}.{FOREIGN} is for vLLM: SGLang cuts prompts by --chunked-prefill-size")
+    return read_table(table, (FOREIGN,))
 
 
 def _table(text: str) -> Any:
