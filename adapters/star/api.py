@@ -122,10 +122,11 @@ class Context:
         RankError where a rank fails, stalls, was asked something else, or computes what is not finite.
         """
         star, model = self.star, self.star.model
-        check_options(options, model.generation_config)
+        config = options.get("generation_config") or model.generation_config
+        check_options(options, config)
         asked = self._asked(questions)
         said = {"questions": digest(asked), "before": digest(self.tokens), "seed": seed}
-        star.ranks.agree("generate", {**said, **shown(options, model.generation_config)})
+        star.ranks.agree("generate", {**said, **shown(options, config)})
         with star.ranks.run("phase 2"):
             ids, mask, past = self._next(asked)
             same = SameScores(star.ranks)
@@ -139,7 +140,7 @@ class Context:
                     **options,
                 )
             same.check()
-            return self._answered(out[:, ids.shape[1] :].tolist(), stops(options, model.generation_config))
+            return self._answered(out[:, ids.shape[1] :].tolist(), stops(options, config))
 
     @torch.no_grad()
     def logits(self, questions: Rows) -> Tensor:

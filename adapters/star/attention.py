@@ -39,7 +39,7 @@ class Switch:
 
     def __init__(self, decoder: PreTrainedModel) -> None:
         self.decoder, self.name = decoder, f"{STAR}{next(_numbers)}"
-        self.original = Original(str(decoder.config._attn_implementation))
+        self.original = Original.of(decoder)
         self._phase: Phase | None = None
         me = weakref.ref(self)
 

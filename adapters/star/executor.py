@@ -78,24 +78,16 @@ class AnchoredBlockExecutor:
         if call.window is not None:
             raise InvalidCallError("window", str(call.window), "the keys of a window may be on other ranks: pass None")
         bare = call if call.sinks is None else evolve(call, sinks=None)
-        parts: list[tuple[Tensor, Tensor]] = []
+        part: tuple[Tensor, Tensor] | None = None
         if shard is not None and any(shard.lengths):
-            parts.append(attend_rows(self.executor, bare, shard.k, shard.v, shard.lengths))
+            part = attend_rows(self.executor, bare, shard.k, shard.v, shard.lengths)
         if owner:
             tail = dense(bare, self.executor)
-            parts.append((tail.out, tail.lse))
-        part, wanted = self._one(call, parts), lse or call.sinks is not None
-        out, total = exchange(self.ranks, part, lse=wanted)
+            part = (tail.out, tail.lse) if part is None else join(*part, tail.out, tail.lse)
+        if part is None:
+            rows = call.q.shape[:3]
+            part = call.q.new_zeros(*rows, call.value_dim), call.q.new_full(rows, -torch.inf)
+        out, total = exchange(self.ranks, pack(*part), lse=lse or call.sinks is not None)
         if call.sinks is not None and total is not None:
             out = out * torch.sigmoid(total - call.sinks.to(total.dtype)[:, None])[..., None]
         return out.to(call.q.dtype), total
-
-    def _one(self, call: AttentionCall, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """This rank's part, packed."""
-        if len(parts) == 2:
-            return pack(*join(*parts[0], *parts[1]))
-        if parts:
-            return pack(*parts[0])
-        empty = call.q.new_zeros(*call.q.shape[:3], call.value_dim + 1, dtype=torch.float32)
-        empty[..., -1] = -torch.inf
-        return empty
