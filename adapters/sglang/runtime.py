@@ -67,7 +67,9 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     show(options.log_level)
     if runner.use_mla_backend:
         raise AttachError(f"{LATENT}: use one of SGLang's for {runner.model_config.model_path}")
-    layers = _layers(runner)
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layers = [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
     made = Runtime.made(options, _model(runner, layers, host), _owner(runner))
     made.start()
     _runtimes.add(made)
@@ -77,12 +79,6 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     if able and (options.warm_up if options.warm_up is not None else not runner.server_args.skip_server_warmup):
         _warm(made, runner, layers[0], able)
     return made
-
-
-def _layers(runner: Any) -> list[Any]:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
 
 
 def _survey(made: Runtime, runner: Any, layers: Sequence[Any]) -> list[Layer]:
