@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,8 +91,22 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
         except Exception as error:
             _stock(model, inputs)  # one that fails now and then is not our failure
             raise AttachError(_failed(model, "fails with another attention function", error)) from error
-        findings = Findings.of(handle.report(), calls, route)
-        _compare(model, stock, ours, handle.report(), lambda: _stock(model, inputs))
+        report = handle.report()
+        findings = Findings.of(report, calls, route)
+        name, cast = type(model).__name__, autocast_type(stock.device)
+        if not any(layer.sparse_calls or layer.window_calls for layer in report.layers):
+            why = "; ".join(report.fallbacks) or "none of them calls the attention function"
+            raise AttachError(f"{name} has no attention layer to attach to: {why}")
+        if apart := differ(ours, stock, cast):
+            if by_itself := differ(_stock(model, inputs), stock, cast):
+                raise AttachError(
+                    f"{name} as it is, before it is attached, gives other logits from run to run: they {by_itself}, so "
+                    "there is nothing to verify (verify=False skips this dry run)"
+                )
+            raise AttachError(
+                f"{name} does not compute plain attention through the attention interface: with a full mask its logits "
+                f"{apart}. Its layers use more than queries, keys and a mask."
+            )
     return findings
 
 
@@ -169,27 +183,6 @@ def _run(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         if isinstance(x, Tensor):
             return x[inputs["attention_mask"].bool().to(x.device)] if x.dim() == 3 else x
     raise TypeError("its output has neither logits nor last_hidden_state")
-
-
-def _compare(model: torch.nn.Module, stock: Tensor, ours: Tensor, report: Report, again: Callable[[], Tensor]) -> None:
-    """again: one more run of the stock model, asked for where the two differ."""
-    name = type(model).__name__
-    if not any(layer.sparse_calls or layer.window_calls for layer in report.layers):
-        why = "; ".join(report.fallbacks) or "none of them calls the attention function"
-        raise AttachError(f"{name} has no attention layer to attach to: {why}")
-    cast = autocast_type(stock.device)
-    apart = differ(ours, stock, cast)
-    if not apart:
-        return
-    if by_itself := differ(again(), stock, cast):
-        raise AttachError(
-            f"{name} as it is, before it is attached, gives other logits from run to run: they {by_itself}, so there "
-            "is nothing to verify (verify=False skips this dry run)"
-        )
-    raise AttachError(
-        f"{name} does not compute plain attention through the attention interface: with a full mask its logits "
-        f"{apart}. Its layers use more than queries, keys and a mask."
-    )
 
 
 def differ(logits: Tensor, wanted: Tensor, cast: torch.dtype | None = None) -> str:

@@ -264,8 +264,7 @@ def serving(module: torch.nn.Module) -> Forward | None:
 
 def owner_of(module: torch.nn.Module) -> Attachment | None:
     """The attachment that takes the forwards of the module's decoder in this thread; None if nobody does."""
-    found = (attached for ref in _bound if (attached := ref()) is not None)
-    return next((attached for attached in found if attached.serves and attached.owns(module)), None)
+    return next((attached for attached in _serving() if attached.owns(module)), None)
 
 
 def adopt(module: torch.nn.Module) -> Forward | None:
@@ -282,8 +281,12 @@ def adopt(module: torch.nn.Module) -> Forward | None:
 def sharing(module: torch.nn.Module) -> Attachment | None:
     """An attachment that takes this thread's forwards, and has switched the configuration that the module reads."""
     config = getattr(module, "config", None)
-    found = (attached for ref in _bound if (attached := ref()) is not None and attached.serves)
-    return next((one for one in found if config is not None and one.switch and one.switch.holds(config)), None)
+    found = _serving() if config is not None else ()
+    return next((one for one in found if one.switch and one.switch.holds(config)), None)
+
+
+def _serving() -> Iterator[Attachment]:
+    return (attached for ref in _bound if (attached := ref()) is not None and attached.serves)
 
 
 def is_stock() -> bool:

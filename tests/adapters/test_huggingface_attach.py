@@ -307,6 +307,7 @@ def test_an_untested_version_is_logged_once_and_used(
 ) -> None:
     monkeypatch.setattr(transformers, "__version__", "5.99.0")
     monkeypatch.setattr(torch, "__version__", "2.99.0")
+    versions.warn_of_untested.cache_clear()
     for _ in range(2):
         with attach(hf_models.build("llama"), "dense", verify=False) as handle:
             assert handle.active
