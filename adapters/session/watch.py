@@ -159,7 +159,8 @@ class _Kept:
 
 @define(eq=False)
 class RecallWatch:
-    """Measures the recall of one prefill in `every`, the first among them: of all its sparse layers and chunks.
+    """Measures the recall of one prefill in `every` (0: of none), the first among them: of all its sparse layers and
+    chunks.
 
     What is measured stays on the device until it has come to the host by itself; `read` takes in what has, and never
     waits. Threads may share it. method: for messages. strict: below it a call is counted as low, and the first is
