@@ -85,25 +85,23 @@ def _survey(made: Runtime, runner: Any, layers: Sequence[Any]) -> list[Layer]:
     """The layers that can run sparse; what will not is said, or refused, before the server serves anything."""
     pool, chosen = runner.token_to_kv_pool, made.options.layers
     found = [layer_of(one, pool) for one in layers]
-    reasons = [_reason(made, runner, facts, one) for facts, one in zip(found, layers, strict=True)]
+    reasons = [
+        dense_reason(
+            made.session.route,
+            facts,
+            heads_of(one, made.model.first_head),
+            runner.dtype,
+            torch.device(runner.device),
+            keys=int(runner.model_config.context_len),
+            min_query=made.options.min_query,
+            step=_step(runner),
+            bound="chunked_prefill_size",
+        )
+        for facts, one in zip(found, layers, strict=True)
+    ]
     made.expect([(facts.index, why) for facts, why in zip(found, reasons, strict=True)])
     able = [facts for facts, why in zip(found, reasons, strict=True) if why is None]
     return [one for one in able if chosen is None or one.index in chosen]
-
-
-def _reason(made: Runtime, runner: Any, facts: Layer, layer: Any) -> str | None:
-    """Why a layer will stay dense, or None. AttachError where a stage cannot be asked."""
-    return dense_reason(
-        made.session.route,
-        facts,
-        heads_of(layer, made.model.first_head),
-        runner.dtype,
-        torch.device(runner.device),
-        keys=int(runner.model_config.context_len),
-        min_query=made.options.min_query,
-        step=_step(runner),
-        bound="chunked_prefill_size",
-    )
 
 
 def _step(runner: Any) -> int:
