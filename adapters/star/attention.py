@@ -80,7 +80,9 @@ class Switch:
     def _call(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> AttentionCall:
-        refused = objection(module, kwargs)
+        refused = not_plain(module, kwargs) or further_tensors(kwargs)
+        if kwargs.get("sliding_window") is not None:
+            refused = "a sliding window reaches into the block before, which another rank may hold"
         if refused:
             raise UnsupportedCallError([f"layer {layer_of(module)}: {refused}"])
         extras = self.original.applies_extras  # sdpa drops both in silence, and equality means to drop them too
@@ -93,10 +95,3 @@ class Switch:
             softcap=kwargs.get("softcap") if extras else None,
             sinks=kwargs.get("s_aux") if extras else None,
         )
-
-
-def objection(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
-    """What a layer asks for that no phase can give; None if nothing."""
-    if kwargs.get("sliding_window") is not None:
-        return "a sliding window reaches into the block before, which another rank may hold"
-    return not_plain(module, kwargs) or further_tensors(kwargs)
