@@ -16,7 +16,7 @@ from ..session.report import Report
 from .attention import register
 from .drafts import decoding
 from .hooks import install
-from .state import Attachment, Original
+from .state import Attachment, Original, weakly
 from .switch import LOCK, Switch, claim
 
 
@@ -28,7 +28,7 @@ class Handle(Attachment):
     the model's attention while it is attached. active: whether it is.
     """
 
-    _model: weakref.ref[torch.nn.Module] = field(converter=weakref.ref, kw_only=True)
+    _model: weakref.ref[torch.nn.Module] = field(converter=weakly, kw_only=True)
     _host: str = field(default=Factory(lambda self: type(self._model()).__name__, takes_self=True), init=False)
 
     def bind(self) -> None:

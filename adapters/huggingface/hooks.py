@@ -89,7 +89,7 @@ def install(attached: Attachment, decoder: torch.nn.Module, model: torch.nn.Modu
     """Hook the decoder; returns what removes the hooks. model: to be asked which rows it reads."""
     names, requests = tuple(inspect.signature(decoder.forward).parameters), Requests()
     given = (names, attached, requests, attached.session.min_query)
-    pairs: list[tuple[torch.nn.Module, Hook, Hook]] = [(decoder, Around(*given), Around(*given, over=True))]
+    pairs: list[tuple[torch.nn.Module, Any, Any]] = [(decoder, Around(*given), Around(*given, over=True))]
     if model is not None:
         names = tuple(inspect.signature(model.forward).parameters)
         pairs.append((model, Reads(names, id(decoder)), Reads(names, id(decoder), over=True)))

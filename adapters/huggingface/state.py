@@ -30,6 +30,7 @@ from .switch import LOCK, Switch, named_before
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Kept = TypeVar("Kept", bound=torch.nn.Module)
 log = logging.getLogger(__name__)
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)
 _bound: tuple[weakref.ref[Attachment], ...] = ()  # replaced as a whole, so that it may be read without the lock
@@ -69,6 +70,11 @@ def eagerly(function: Callable[P, T]) -> Callable[P, T]:
     return cast(Callable[P, T], torch.compiler.disable(function))
 
 
+def weakly(module: Kept) -> weakref.ref[Kept]:
+    """What does not keep a module alive."""
+    return weakref.ref(module)
+
+
 @define(eq=False, repr=False)
 class Attachment:
     """One model's attachment. Holds the model weakly: the model's hooks keep the attachment, and it goes with them.
@@ -78,7 +84,7 @@ class Attachment:
     None for all. last: the layer whose rows are left out that nobody reads; None for no layer.
     """
 
-    _decoder: weakref.ref[PreTrainedModel] = field(converter=weakref.ref)
+    _decoder: weakref.ref[PreTrainedModel] = field(converter=weakly)
     session: Session
     only: threading.Thread | None = None
     last: int | None = None
@@ -281,8 +287,9 @@ def adopt(module: torch.nn.Module) -> Forward | None:
 def sharing(module: torch.nn.Module) -> Attachment | None:
     """An attachment that takes this thread's forwards, and has switched the configuration that the module reads."""
     config = getattr(module, "config", None)
-    found = _serving() if config is not None else ()
-    return next((one for one in found if one.switch and one.switch.holds(config)), None)
+    if config is None:
+        return None
+    return next((one for one in _serving() if one.switch and one.switch.holds(config)), None)
 
 
 def _serving() -> Iterator[Attachment]:
