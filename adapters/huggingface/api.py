@@ -127,7 +127,7 @@ def attach(
         last = unread.check(model, decoder, seen)
         if verify:
             compare_unread(model, decoder, route, last)
-    handle = Handle(model, decoder, session, last=last)
+    handle = Handle(decoder, session, last=last, model=model)
     handle.bind()
     return handle
 

@@ -113,26 +113,9 @@ def _met(module: torch.nn.Module) -> Forward | None:
 def make_mask(original: Original, min_query: int) -> Callable[..., Any]:
     """The mask function: lazy for a prefill that is causal or sliding, the host's own for everything else."""
 
-    def mask(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int | Tensor = 0,
-        kv_offset: int = 0,
-        mask_function: Callable[..., Any] = causal_mask_function,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        asked = {
-            "batch_size": batch_size,
-            "q_length": q_length,
-            "kv_length": kv_length,
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "mask_function": mask_function,
-            "attention_mask": attention_mask,
-            **kwargs,
-        }
+    def mask(q_length: int, **given: Any) -> Any:
+        usual = {"q_offset": 0, "kv_offset": 0, "mask_function": causal_mask_function, "attention_mask": None}
+        asked = {"q_length": q_length, **usual, **given}
         found = _lazy(original, asked) if q_length >= min_query else None
         if found is not None:
             return found
@@ -214,17 +197,25 @@ def _objection(
         return TRAINING
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return GRADIENT
+    if reason := not_plain(module, kwargs):
+        return reason
+    if kwargs.get("cache") is not None:
+        return "the cache is paged"
+    return further_tensors(kwargs) if isinstance(mask, LazyMask) else CUSTOM
+
+
+def not_plain(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
+    """Why a layer's call is no causal attention of which only the output counts; None if it is."""
     if kwargs.get("dropout"):
         return "attention dropout is on"
     if kwargs.get("output_attentions"):
         return WEIGHTS
     causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        return NOT_CAUSAL
-    if kwargs.get("cache") is not None:
-        return "the cache is paged"
-    if not isinstance(mask, LazyMask):
-        return CUSTOM
+    return None if (getattr(module, "is_causal", True) if causal is None else causal) else NOT_CAUSAL
+
+
+def further_tensors(kwargs: dict[str, Any]) -> str | None:
+    """Which tensors a layer passes that may change who attends to whom; None if there are none."""
     odd = [name for name, value in kwargs.items() if name not in HARMLESS and _holds_tensor(value)]
     return f"the layer passes {', '.join(sorted(odd))}" if odd else None
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError
-from sparseprefill.executors.auto import AutoExecutor
-from sparseprefill.mask.mask import SparseMask
-from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Plan, Result
+from sparseprefill.plan import Result
+from sparseprefill.registry import default_registry
 from sparseprefill.route import Route
 
 from ..session.report import Report
@@ -30,15 +28,6 @@ from .inspection import allowed_ids, input_device, trained_length
 TOKENS, SHORTEST = 64, 16
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Relative norm of the difference in logits: rounding stays below, a wrong mask is of the order of one."""
-
-
-@frozen
-class FullEstimator:
-    """Selects every key, so that only the way there and back can go wrong."""
-
-    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
-        """The full mask."""
-        return Plan(SparseMask.full(call))
 
 
 @frozen(eq=False)
@@ -80,7 +69,7 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
         calls[call.layer] = call
 
     session = Session(_full(route), min_query=SHORTEST, observe=observe, warn=False, tail=0, recall_every=0)
-    handle = Handle(model, decoder, session, only=threading.current_thread())
+    handle = Handle(decoder, session, threading.current_thread(), model=model)
     inputs = _inputs(model, decoder)
     with torch.no_grad(), _evaluating(model):
         stock = _stock(model, inputs)
@@ -91,8 +80,22 @@ def dry_run(model: torch.nn.Module, decoder: PreTrainedModel, route: Route) -> F
         except Exception as error:
             _stock(model, inputs)  # one that fails now and then is not our failure
             raise AttachError(_failed(model, "fails with another attention function", error)) from error
-        findings = Findings.of(handle.report(), calls, route)
-        _compare(model, stock, ours, handle.report(), lambda: _stock(model, inputs))
+        report = handle.report()
+        findings = Findings.of(report, calls, route)
+        name, cast = type(model).__name__, autocast_type(stock.device)
+        if not any(layer.sparse_calls or layer.window_calls for layer in report.layers):
+            why = "; ".join(report.fallbacks) or "none of them calls the attention function"
+            raise AttachError(f"{name} has no attention layer to attach to: {why}")
+        if apart := differ(ours, stock, cast):
+            if by_itself := differ(_stock(model, inputs), stock, cast):
+                raise AttachError(
+                    f"{name} as it is, before it is attached, gives other logits from run to run: they {by_itself}, so "
+                    "there is nothing to verify (verify=False skips this dry run)"
+                )
+            raise AttachError(
+                f"{name} does not compute plain attention through the attention interface: with a full mask its logits "
+                f"{apart}. Its layers use more than queries, keys and a mask."
+            )
     return findings
 
 
@@ -105,21 +108,21 @@ def compare_unread(model: torch.nn.Module, decoder: PreTrainedModel, route: Rout
     found: list[Tensor] = []
     for layer in (None, last):
         session = Session(_full(route), min_query=SHORTEST, warn=False, recall_every=0)
-        handle = Handle(model, decoder, session, only=threading.current_thread(), last=layer)
+        handle = Handle(decoder, session, threading.current_thread(), layer, model=model)
         with torch.no_grad(), _evaluating(model), handle:
             found.append(model(**inputs).logits)
     whole, part = found
-    limit, error = allowed(whole.dtype), apart(part, whole)
-    if not error <= limit:
+    if apart := differ(part, whole):
         raise AttachError(
             f"skip_unread is True, but {type(model).__name__} reads more rows of its last layer than logits_to_keep "
-            f"names: its logits differ by {error:.2g} (relative norm; {limit:g} is allowed); leave skip_unread out"
+            f"names: its logits {apart}; leave skip_unread out"
         )
 
 
 def _full(route: Route) -> Pipeline:
-    """Every key through the executor that will run the method."""
-    return Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
+    """Every key through the executor that will run the method, so that only the way there and back can go wrong."""
+    dense: Pipeline = default_registry().build("dense")
+    return evolve(dense, executor=route.known[0].executor) if route.known else dense
 
 
 def _inputs(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> dict[str, Any]:
@@ -172,37 +175,11 @@ def _run(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
     raise TypeError("its output has neither logits nor last_hidden_state")
 
 
-def _compare(model: torch.nn.Module, stock: Tensor, ours: Tensor, report: Report, again: Callable[[], Tensor]) -> None:
-    """again: one more run of the stock model, asked for where the two differ."""
-    name = type(model).__name__
-    if not any(layer.sparse_calls or layer.window_calls for layer in report.layers):
-        why = "; ".join(report.fallbacks) or "none of them calls the attention function"
-        raise AttachError(f"{name} has no attention layer to attach to: {why}")
-    limit = allowed(stock.dtype, autocast_type(stock.device) or stock.dtype)
-    error = apart(ours, stock)
-    if error <= limit:
-        return
-    by_itself = apart(again(), stock)
-    if not by_itself <= limit:
-        raise AttachError(
-            f"{name} as it is, before it is attached, gives other logits from run to run: they differ by "
-            f"{by_itself:.2g} (relative norm; {limit:g} is allowed), so there is nothing to verify (verify=False skips "
-            "this dry run)"
-        )
-    raise AttachError(
-        f"{name} does not compute plain attention through the attention interface: with a full mask its logits differ "
-        f"by {error:.2g} (relative norm; {limit:g} is allowed). Its layers use more than queries, keys and a mask."
-    )
-
-
-def allowed(*dtypes: torch.dtype) -> float:
-    """The relative norm up to which logits of these types count as equal: the largest."""
-    return max(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in dtypes)
-
-
-def apart(x: Tensor, wanted: Tensor) -> float:
-    """Relative norm of the difference."""
-    return float((wanted.double() - x.double()).norm() / wanted.double().norm())
+def differ(logits: Tensor, wanted: Tensor, cast: torch.dtype | None = None) -> str:
+    """How far logits are off, for messages; empty where that is rounding. cast: the type that autocast rounds to."""
+    limit = max(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in (wanted.dtype, cast or wanted.dtype))
+    error = float((wanted.double() - logits.double()).norm() / wanted.double().norm())
+    return "" if error <= limit else f"differ by {error:.2g} (relative norm; {limit:g} is allowed)"
 
 
 @contextmanager

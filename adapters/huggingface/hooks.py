@@ -46,36 +46,27 @@ class Hook:
 
 @define(eq=False)
 class Around(Hook):
-    """Opens and closes the forwards of one attachment.
+    """Opens the forwards of one attachment, or counts them as short; the one behind closes them, errors included.
 
-    Short forwards return before anything that cannot be compiled.
+    Short forwards return before anything that cannot be compiled. over: whether the hook comes after the forward.
     """
 
     attached: Attachment
     requests: Requests
     min_query: int
+    over: bool = False
 
-
-class Before(Around):
-    """Before the forward."""
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open the forward, or count it as short."""
-        rows = _rows(self.names, args, kwargs)
-        if rows is None or rows >= self.min_query:
-            _open(self.attached, self.requests, module, _named(self.names, args, kwargs))
-        elif not torch.compiler.is_compiling():
-            _short(self.attached, self.requests, module, _named(self.names, args, kwargs))
-
-
-class After(Around):
-    """After the forward, errors included."""
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Close the forward."""
-        rows = _rows(self.names, args, kwargs)
-        if rows is None or rows >= self.min_query:
-            _close(self.attached, self.requests, module, output)
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        """Open or close the forward."""
+        named = _named(self.names, args, kwargs)
+        shape = _shape(named)
+        if shape is None or shape[1] >= self.min_query:
+            if self.over:
+                _close(self.attached, self.requests, module, *output)
+            else:
+                _open(self.attached, self.requests, module, named)
+        elif not self.over and not torch.compiler.is_compiling():
+            _short(self.attached, self.requests, module, named)
 
 
 @define(eq=False)
@@ -98,21 +89,15 @@ def install(attached: Attachment, decoder: torch.nn.Module, model: torch.nn.Modu
     """Hook the decoder; returns what removes the hooks. model: to be asked which rows it reads."""
     names, requests = tuple(inspect.signature(decoder.forward).parameters), Requests()
     given = (names, attached, requests, attached.session.min_query)
-    hooks: list[Any] = [
-        decoder.register_forward_pre_hook(Before(*given), with_kwargs=True),
-        decoder.register_forward_hook(After(*given), with_kwargs=True, always_call=True),
-    ]
+    pairs: list[tuple[torch.nn.Module, Any, Any]] = [(decoder, Around(*given), Around(*given, over=True))]
     if model is not None:
         names = tuple(inspect.signature(model.forward).parameters)
-        before, after = (Reads(names, id(decoder), over) for over in (False, True))
-        hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
+        pairs.append((model, Reads(names, id(decoder)), Reads(names, id(decoder), over=True)))
+    hooks: list[Any] = []
+    for module, before, after in pairs:
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
     return hooks
-
-
-def _rows(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    shape = _shape(_named(names, args, kwargs))
-    return None if shape is None else shape[1]
 
 
 def _shape(named: dict[str, Any]) -> tuple[int, int] | None:

@@ -23,19 +23,15 @@ def find_decoder(model: object) -> PreTrainedModel:
         raise AttachError(f"{type(model).__name__} is not a torch module: pass a transformers model")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise AttachError(f"{type(model).__name__} is an encoder-decoder: only decoders prefill causally")
-    decoder = next((c for c in _candidates(model) if isinstance(c, PreTrainedModel)), None)
+    found: list[Any] = [getattr(model, "base_model", None), model]
+    get = getattr(model, "get_decoder", None)
+    if callable(get):
+        with suppress(AttributeError, NotImplementedError):  # best effort in transformers, too
+            found.insert(0, get())
+    decoder = next((one for one in found if isinstance(one, PreTrainedModel)), None)
     if decoder is None:
         raise AttachError(f"{type(model).__name__} holds no transformers decoder (PreTrainedModel)")
     return decoder
-
-
-def _candidates(model: torch.nn.Module) -> list[Any]:
-    get = getattr(model, "get_decoder", None)
-    found = []
-    if callable(get):
-        with suppress(AttributeError, NotImplementedError):  # best effort in transformers, too
-            found.append(get())
-    return [*found, getattr(model, "base_model", None), model]
 
 
 def check(decoder: PreTrainedModel, prefix: str) -> None:

@@ -30,6 +30,7 @@ from .switch import LOCK, Switch, named_before
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Kept = TypeVar("Kept", bound=torch.nn.Module)
 log = logging.getLogger(__name__)
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)
 _bound: tuple[weakref.ref[Attachment], ...] = ()  # replaced as a whole, so that it may be read without the lock
@@ -42,6 +43,11 @@ class Original:
     name: str
     applies_extras: bool = field(default=Factory(lambda self: "sdpa" not in self.name, takes_self=True), init=False)
     """Whether it honours softcap and sinks; sdpa drops both in silence, and equality means to drop them too."""
+
+    @classmethod
+    def of(cls, decoder: PreTrainedModel) -> Original:
+        """A decoder's own, attached or not."""
+        return cls(str(named_before(decoder.config._attn_implementation)))
 
     def attention(self, module: torch.nn.Module) -> Any:
         """Its attention function for this module; ``eager`` is the one in the file of the module's class."""
@@ -64,39 +70,32 @@ def eagerly(function: Callable[P, T]) -> Callable[P, T]:
     return cast(Callable[P, T], torch.compiler.disable(function))
 
 
+def weakly(module: Kept) -> weakref.ref[Kept]:
+    """What does not keep a module alive."""
+    return weakref.ref(module)
+
+
 @define(eq=False, repr=False)
 class Attachment:
     """One model's attachment. Holds the model weakly: the model's hooks keep the attachment, and it goes with them.
 
-    name: under which both functions are registered with transformers. active: whether new forwards run through the
-    session; those that began so end so. only: the one thread whose forwards do; None for all. last: the layer whose
-    rows are left out that nobody reads; None for no layer.
+    original: what the host would run. name: under which both functions are registered with transformers. active:
+    whether new forwards run through the session; those that began so end so. only: the one thread whose forwards do;
+    None for all. last: the layer whose rows are left out that nobody reads; None for no layer.
     """
 
+    _decoder: weakref.ref[PreTrainedModel] = field(converter=weakly)
     session: Session
-    original: Original
-    _decoder: weakref.ref[PreTrainedModel]
-    _modules: weakref.WeakSet[torch.nn.Module]
     only: threading.Thread | None = None
     last: int | None = None
+    original: Original = field(init=False)
+    _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet, init=False)
     name: str = field(default="", init=False)
     active: bool = field(default=False, init=False)
     switch: Switch | None = field(default=None, init=False)
     hooks: list[Any] = field(factory=list, init=False)
     _told: set[str] = field(factory=set, init=False)
     _forwards: set[Forward] = field(factory=set, init=False)
-
-    @classmethod
-    def of(
-        cls,
-        decoder: PreTrainedModel,
-        session: Session,
-        only: threading.Thread | None = None,
-        last: int | None = None,
-    ) -> Attachment:
-        """Make one of a decoder that is not switched yet."""
-        original = Original(str(named_before(decoder.config._attn_implementation)))
-        return cls(session, original, weakref.ref(decoder), weakref.WeakSet(decoder.modules()), only, last)
 
     @property
     def decoder(self) -> PreTrainedModel | None:
@@ -271,8 +270,7 @@ def serving(module: torch.nn.Module) -> Forward | None:
 
 def owner_of(module: torch.nn.Module) -> Attachment | None:
     """The attachment that takes the forwards of the module's decoder in this thread; None if nobody does."""
-    found = (attached for ref in _bound if (attached := ref()) is not None)
-    return next((attached for attached in found if attached.serves and attached.owns(module)), None)
+    return next((attached for attached in _serving() if attached.owns(module)), None)
 
 
 def adopt(module: torch.nn.Module) -> Forward | None:
@@ -289,8 +287,13 @@ def adopt(module: torch.nn.Module) -> Forward | None:
 def sharing(module: torch.nn.Module) -> Attachment | None:
     """An attachment that takes this thread's forwards, and has switched the configuration that the module reads."""
     config = getattr(module, "config", None)
-    found = (attached for ref in _bound if (attached := ref()) is not None and attached.serves)
-    return next((one for one in found if config is not None and one.switch and one.switch.holds(config)), None)
+    if config is None:
+        return None
+    return next((one for one in _serving() if one.switch and one.switch.holds(config)), None)
+
+
+def _serving() -> Iterator[Attachment]:
+    return (attached for ref in _bound if (attached := ref()) is not None and attached.serves)
 
 
 def is_stock() -> bool:

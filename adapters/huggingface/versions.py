@@ -24,14 +24,9 @@ def untested(name: str, version: str) -> str | None:
     return f"{name} {version} is untested (tried: {tried}); it is used all the same, see docs/huggingface.md"
 
 
-def warn_of_untested() -> None:
-    """Log each version outside of those that were tried, once."""
-    for name, version in (("torch", torch.__version__), ("transformers", transformers.__version__)):
-        text = untested(name, str(version))
-        if text is not None:
-            _warn(text)
-
-
 @cache
-def _warn(text: str) -> None:
-    log.warning("%s", text)
+def warn_of_untested() -> None:
+    """Log each version outside of those that were tried, once a process."""
+    for name, version in (("torch", torch.__version__), ("transformers", transformers.__version__)):
+        if text := untested(name, str(version)):
+            log.warning("%s", text)

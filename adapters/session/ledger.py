@@ -60,13 +60,7 @@ class Uncounted:
 
     def count(self) -> tuple[int, int]:
         """Computed and allowed pairs over batch and heads (host sync)."""
-        selected, skipped = self.selected(), self.left_out()
-        return selected - skipped, allowed_pairs(self.geometry)
-
-    def selected(self) -> int:
-        """Pairs that the lists hold (host sync)."""
-        found = [one.pairs() for one in self.lists] if self.pairs is None else [self.pairs]
-        return sum(int(pairs.sum()) for pairs in found)
+        return int(self._selected()) - self.left_out(), allowed_pairs(self.geometry)
 
     def left_out(self) -> int:
         """Pairs of the lists that were skipped (host sync)."""
@@ -74,9 +68,12 @@ class Uncounted:
 
     def density(self) -> Tensor:
         """float64 scalar on the device: computed / allowed pairs over batch and heads; nan where none is allowed."""
+        return self._selected().double() / (self.geometry.visible_counts().sum().double() * self.geometry.heads)
+
+    def _selected(self) -> Tensor:
+        """Pairs that the lists hold: a number on the device."""
         pairs = [one.pairs() for one in self.lists] if self.pairs is None else [self.pairs]
-        done = torch.stack([one.sum() for one in pairs]).sum().double()
-        return done / (self.geometry.visible_counts().sum().double() * self.geometry.heads)
+        return torch.stack([one.sum() for one in pairs]).sum()
 
 
 @define(eq=False)
@@ -136,11 +133,6 @@ class LayerRecord:
             self.skips, self.skipped, self.eight = False, (0, 0), None
             self.waiting.clear()
             self._hold(0)
-
-    @property
-    def causal(self) -> bool:
-        """Whether the layer has had a prefill call of causal attention."""
-        return self.modes.total() > 0
 
     def measure(self, result: Uncounted) -> None:
         """Count the pairs now (host sync)."""

@@ -45,7 +45,6 @@ UNREAD = (
 )
 UNSKIPPED = "the executor cannot skip tiles by their logits; it computed the whole mask"
 APART = "requests of one step were computed one by one, since together they failed: {error}"
-_serials = itertools.count()
 log = logging.getLogger(__name__)
 
 
@@ -68,7 +67,7 @@ class Prefill:
     first sparse call."""
 
     memory: Memory = field(factory=Memory)
-    serial: int = field(factory=lambda: next(_serials))
+    serial: int = field(factory=itertools.count().__next__)
     watched: bool | None = field(default=None, init=False)
 
 
@@ -131,7 +130,7 @@ class Session:
         self._measure, self._observe, self._warn = measure, observe, warn
         every = check_every("recall_every", recall_every)
         strict_recall = check_strict("strict_recall", strict_recall, every, "recall_every")
-        self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note) if every else None
+        self._watch = RecallWatch(route.name, every, strict_recall, hear_recall, self.note)
         self._records: dict[int, LayerRecord] = {}
         self._room = Room()
         self._notes: Counter[str] = Counter()
@@ -220,31 +219,28 @@ class Session:
     @property
     def measures_recall(self) -> bool:
         """Whether the recall of some prefills is measured."""
-        return self._watch is not None
+        return self._watch.every > 0
 
     def read_recall(self) -> None:
         """Take in measured recall that has arrived, for hosts that pass figures on; never waits."""
-        if self._watch is not None and self._watch.coming:
+        if self._watch.coming:
             self._watch.read()
 
     def again(self, layer: int, verdict: Fallback, shape: tuple[int, int, int]) -> None:
         """Record a call of the same sizes as one that was left dense for them: as `run` does, without asking again."""
         chosen = self.layers is None or layer in self.layers
-        self._record_dense(layer, verdict.reason if chosen else NOT_CHOSEN, shape)
+        self._dense(layer, verdict.reason if chosen else NOT_CHOSEN, shape)
 
     def whole(self, call: AttentionCall) -> Tensor | None:
         """Output ``[B, Hq, Nq, Dv]`` of dense attention by the pipeline's executor; None where it cannot run the call.
 
         For hosts whose own dense attention is slower: `run` has recorded the call as dense, a note says by whom.
         """
-        executor = self.route.executing(call)
-        if executor.objection(call):
+        found = self._full(call)
+        if isinstance(found, str):
             return None
         self.note(WHOLE)
-        result = executor.execute(call, Plan(SparseMask.full(call)))
-        with self._lock:
-            self._count(result, executor.given)
-        return result.out
+        return found.out
 
     def decline(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
         """Record that a prefill call of `shape` (batch rows, queries, keys) is left to the host.
@@ -270,10 +266,10 @@ class Session:
         """
         with self._lock:
             record = self._records.get(layer)
-            found = record is not None and record.causal
-            if record is not None and found:
-                record.cross += 1
-        return found
+            if record is None or not record.modes.total():
+                return False
+            record.cross += 1
+        return True
 
     def note(self, text: str) -> None:
         """Count something worth knowing that is no fallback."""
@@ -319,8 +315,7 @@ class Session:
 
     def report(self, host: str, implementation: str) -> Report:
         """Everything recorded so far; counts the pairs of the masks that wait, reads measured recall (host sync)."""
-        watch = self._watch
-        recall = {} if watch is None else watch.report()  # before the lock: figures that arrive may be noted
+        recall = self._watch.report()  # before the lock: figures that arrive may be noted
         with self._lock:
             return Report(
                 method=self.route.name,
@@ -337,9 +332,9 @@ class Session:
                 ),
                 notes=dict(self._notes),
                 kernels={str(kernel): count for kernel, count in self._kernels.items()},
-                prefills=0 if watch is None else watch.prefills,
-                measured_prefills=0 if watch is None else watch.measured,
-                strict_recall=None if watch is None else watch.strict,
+                prefills=self._watch.prefills,
+                measured_prefills=self._watch.measured,
+                strict_recall=self._watch.strict,
             )
 
     def _choose(self, call: AttentionCall) -> Pipeline | Result | Fallback:
@@ -353,16 +348,17 @@ class Session:
         except UnsupportedCallError as error:
             return self.decline(call.layer, str(error), sizes(call))
         if choice.dense:
-            self._record_dense(call.layer, choice.dense, sizes(call))
-            return Fallback(choice.dense, chosen=True, small=not choice.of_layer)
+            return self._dense(call.layer, choice.dense, sizes(call), chosen=True, small=not choice.of_layer)
         if choice.note:
             self.note(choice.note)
         return choice.pipeline
 
     def _sparse(self, call: AttentionCall, prefill: Prefill, pipeline: Pipeline, result: Result) -> Result:
         """Record a call that ran sparse."""
-        self._count_sparse(call, prefill, result, pipeline.executor)
-        if self._watch is not None:  # nothing waits for what is measured
+        with self._lock:
+            self._count_kernels(result, pipeline.executor)
+        self._count_sparse(call, prefill, result)
+        if self._watch.every:  # nothing waits for what is measured
             if prefill.watched is None:
                 prefill.watched = self._watch.choose()
             if prefill.watched:
@@ -378,21 +374,19 @@ class Session:
         computes them all."""
         if rows is None or rows > pipeline.tail or (part := read_part(call, rows)) is call:
             return None
-        executor = self.route.executing(part)
-        if executor.objection(part):
+        found = self._full(part)
+        if not isinstance(found, Result):
             return None
-        found = executor.execute(part, Plan(SparseMask.full(part)))
         result = as_whole(found, part, call)
         self.note(UNREAD.format(layer=call.layer))
-        self._count_sparse(call, prefill, result, executor.given)
+        self._count_sparse(call, prefill, result)
         if self._observe is not None:
             self._observe(part, evolve(found, parts=result.parts))
         return result
 
-    def _count_sparse(self, call: AttentionCall, prefill: Prefill, result: Result, executor: object) -> None:
+    def _count_sparse(self, call: AttentionCall, prefill: Prefill, result: Result) -> None:
         with self._lock:
             self._record(call.layer).ran(result, sizes(call), prefill.serial, None if self._measure else KEPT_BYTES)
-            self._count(result, executor)
             if result.plan.skip_below is not None and result.skipped is None:
                 self._notes[UNSKIPPED] += 1
             for note in result.plan.notes.values():
@@ -400,27 +394,32 @@ class Session:
                     self._notes[str(note)] += 1
 
     def _sliding(self, call: AttentionCall) -> Result | Fallback:
-        executor = self.route.executing(call)
-        reason = executor.objection(call)
-        if reason:
-            return self.decline(call.layer, f"{executor.name}: {reason}", sizes(call))
-        result = executor.execute(call, Plan(SparseMask.full(call)))
+        found = self._full(call)
+        if isinstance(found, str):
+            return self.decline(call.layer, found, sizes(call))
         with self._lock:
             self._record(call.layer).count("window", sizes(call))
-            self._count(result, executor.given)
+        return found
+
+    def _full(self, call: AttentionCall) -> Result | str:
+        """A call with every key that it allows, by the pipeline's executor; why that cannot run it."""
+        executor = self.route.executing(call)
+        if reason := executor.objection(call):
+            return f"{executor.name}: {reason}"
+        result = executor.execute(call, Plan(SparseMask.full(call)))
+        with self._lock:
+            self._count_kernels(result, executor.given)
         return result
 
-    def _dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> Fallback:
-        self._record_dense(layer, reason, shape)
-        return Fallback(reason)
-
-    def _record_dense(self, layer: int, reason: str, shape: tuple[int, int, int]) -> None:
+    def _dense(self, layer: int, reason: str, shape: tuple[int, int, int], **why: bool) -> Fallback:
+        """Record a call that the host computes. why: see Fallback."""
         with self._lock:
             record = self._record(layer)
             record.count("dense", shape)
             record.reasons[reason] += 1
+        return Fallback(reason, **why)
 
-    def _count(self, result: Result, executor: object) -> None:
+    def _count_kernels(self, result: Result, executor: object) -> None:
         """Which kernels served; of an executor that does not tell, its name."""
         self._kernels.update(result.kernels or (type(executor).__name__,))
 

@@ -33,6 +33,10 @@ STEPS = 200
 """Rows are counted by what they keep, in steps of so much: of any number of calls the counts alone are kept."""
 LOST = "recall could not be measured: memory ran out"
 NONFINITE = "recall could not be measured: it is NaN, as with queries or keys that are NaN"
+LOW = (
+    "%s: layer %d, head %d keeps %.3f of the attention mass of sampled rows, less than strict_recall, %g; further "
+    "calls are counted in the report"
+)
 log = logging.getLogger(__name__)
 
 
@@ -159,7 +163,8 @@ class _Kept:
 
 @define(eq=False)
 class RecallWatch:
-    """Measures the recall of one prefill in `every`, the first among them: of all its sparse layers and chunks.
+    """Measures the recall of one prefill in `every` (0: of none), the first among them: of all its sparse layers and
+    chunks.
 
     What is measured stays on the device until it has come to the host by itself; `read` takes in what has, and never
     waits. Threads may share it. method: for messages. strict: below it a call is counted as low, and the first is
@@ -226,21 +231,15 @@ class RecallWatch:
         least, head = found.least
         if self.strict is not None and least < self.strict - SLACK:
             found, one.low = evolve(found, low=True), 1
-            self._warn(found.layer, head, least)
+            if not self._warned:
+                self._warned = True
+                log.warning(LOW, self.method, found.layer, head, least, self.strict)
         if found.layer in self._layers:
             self._layers[found.layer].add(one)
         else:
             self._layers[found.layer] = one
         if self.hear is not None:
             self.hear(found)
-
-    def _warn(self, layer: int, head: int, least: float) -> None:
-        if not self._warned:
-            self._warned = True
-            text = "%s: layer %d, head %d keeps %.3f of the attention mass of sampled rows, less than strict_recall, %g"
-            log.warning(
-                f"{text}; further calls are counted in the report", self.method, layer, head, least, self.strict
-            )
 
     def _told(self, text: str) -> None:
         if self.note is not None:

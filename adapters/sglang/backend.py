@@ -24,7 +24,7 @@ from ..serving.parts import Part
 from ..serving.wishes import SWITCH
 from ..session.prospects import NOT_CHOSEN
 from .layer import layer_of, objection
-from .options import BACKEND, VARIABLE, given
+from .options import given
 from .pages import pages_of, scale_of
 from .plan import Step, plan
 from .runtime import Runtime, make_runtime
@@ -154,11 +154,10 @@ def make(runner: Any) -> Any:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.runtime_context import get_exec
 
-    told = given()
-    name = told.backend or runner.decode_attention_backend_str
+    options, name = given(), runner.decode_attention_backend_str
     if name == SWITCH or name not in ATTENTION_BACKENDS:
         own = ", ".join(sorted(set(ATTENTION_BACKENDS) - {SWITCH}))
-        remedy = f"pass one of SGLang's own by --decode-attention-backend, or as {BACKEND!r} in {VARIABLE}: {own}"
+        remedy = f"pass one of SGLang's own by --decode-attention-backend: {own}"
         raise AttachError(f"the attention for decoding and for what does not run sparse is {name!r}: {remedy}")
 
     def another() -> Any:
@@ -174,7 +173,7 @@ def make(runner: Any) -> Any:
     if runner.is_draft_worker:
         log.info("sparseprefill: what a draft model computes is %s's alone", name)
         return another()
-    runtime = make_runtime(runner, told.options, name)
+    runtime = make_runtime(runner, options, name)
     host = another()
     host.__class__ = prefilling(type(host))
     host.sparse = State(runtime, runner, another)

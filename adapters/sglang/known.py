@@ -48,7 +48,7 @@ def refuse(manager: Any, one: Any, *args: object, **kwargs: object) -> None:
     asked = params.get(FIELD) if isinstance(params, dict) else getattr(params, FIELD, None)
     if not isinstance(asked, dict) or not asked:
         return
-    why = given().options.refusal(asked)
+    why = given().refusal(asked)
     if why is not None:
         raise ValueError(why)
 

@@ -36,10 +36,6 @@ class Rows:
         """starts: the first token of each request, and the end of the last."""
         return cls(tuple(ranges), tuple((starts[a], starts[b]) for a, b in ranges))
 
-    def take(self, x: Any) -> Any:
-        """What a list or tensor with one entry a request holds of them."""
-        return _cut(x, self.ranges)
-
     def take_tokens(self, x: Any) -> Any:
         """What a tensor with one entry a token holds of them: a view where they are neighbours."""
         return _cut(x, self.tokens)
@@ -62,7 +58,7 @@ def narrow(batch: Any, rows: Rows) -> Any:
     """A ForwardBatch of these requests alone, whose keys and values are in the pool. Reads no value of the device."""
     made = copy.copy(batch)
     for name in BY_REQUEST:
-        setattr(made, name, rows.take(getattr(batch, name, None)))
+        setattr(made, name, _cut(getattr(batch, name, None), rows.ranges))
     for name in BY_TOKEN:
         setattr(made, name, rows.take_tokens(getattr(batch, name, None)))
     lengths = made.extend_seq_lens_cpu

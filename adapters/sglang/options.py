@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from attrs import frozen
-
+from sparseprefill import structure
 from sparseprefill.errors import ParameterError, printed
 
 from ..serving.options import TABLE, Options, read_table
 
 VARIABLE = "SPARSEPREFILL_SGLANG"
-BACKEND = "backend"
-"""The key for the name of SGLang's own attention that runs the rest."""
 FOREIGN = {
     "chunk": "SGLang cuts prompts by --chunked-prefill-size",
     "skip_unread": "SGLang's backend computes all rows of a prompt",
@@ -26,15 +21,7 @@ FOREIGN = {
 EXAMPLE = f"""{VARIABLE}='{{"method": "bfla"}}'"""
 
 
-@frozen
-class Given:
-    """options: as of every server. backend: name of SGLang's own attention for the rest; None for the decoding's."""
-
-    options: Options
-    backend: str | None
-
-
-def given(text: str | None = None) -> Given:
+def given(text: str | None = None) -> Options:
     """What the variable says, by default that of this process: a JSON table, or the path of a .json or .toml file.
 
     ParameterError names the key at fault.
@@ -47,25 +34,15 @@ def given(text: str | None = None) -> Given:
         raise ParameterError(f"{VARIABLE} is {printed(table)}: give a table of keys and values, such as {EXAMPLE}")
     for key in FOREIGN.keys() & table.keys():
         raise ParameterError(f"{TABLE}.{key} is for vLLM: {FOREIGN[key]}; leave it out")
-    backend = table.get(BACKEND)
-    if backend is not None and (not isinstance(backend, str) or not backend):
-        raise ParameterError(f"{TABLE}.{BACKEND} is {printed(backend)}: give the name of one of SGLang's own, as fa3")
-    return Given(read_table({key: value for key, value in table.items() if key != BACKEND}, FOREIGN), backend)
+    return read_table(table, FOREIGN)
 
 
 def _table(text: str) -> Any:
-    if text.startswith("{"):
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ParameterError(f"{VARIABLE} is no JSON: {error}") from error
+    inline = text.startswith("{")
     try:
-        held = Path(text).read_text(encoding="utf-8")
-        return tomllib.loads(held) if text.endswith(".toml") else json.loads(held)
-    except OSError as error:
+        if text.endswith(".toml") and not inline:
+            return structure.parsed(structure.read(text), tomllib.loads, "TOML")
+        return structure.parsed(text if inline else structure.read(text))
+    except ParameterError as error:
         remedy = "give a table in JSON, or the path of a .json or .toml file"
-        raise ParameterError(
-            f"{VARIABLE} is {printed(text)}, which cannot be read ({error.strerror}): {remedy}"
-        ) from error
-    except ValueError as error:
-        raise ParameterError(f"{VARIABLE} names {text}, which cannot be parsed: {error}") from error
+        raise ParameterError(f"{VARIABLE} is {printed(text)}: {error}; {remedy}") from error

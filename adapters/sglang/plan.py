@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -66,7 +66,9 @@ def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
         rows.append(Row(starts[i], starts[i] + counts[i], rid, prompt, asked))
         places.append(i)
     runtime.coming = frozenset(row.name for row in rows if row.name is not None)
-    found = runtime.prefills(object(), rows, _decoding(rids, starts, places))
+    prefills = set(places)
+    decoding = {rid: starts[i] for i, rid in enumerate(rids) if i not in prefills}
+    found = runtime.prefills(object(), rows, lambda wanted: {one: decoding[one] for one in wanted if one in decoding})
     sparse = {i: n for n, i in enumerate(places) if runtime.chunks[n] is not None}
     ending = {one.rid: i in sparse for i, one in enumerate(requests) if one is not None and known.complete(one)}
     for rid, needed in ending.items():
@@ -86,15 +88,6 @@ def plan(runtime: Runtime, batch: Any, slots: Tensor, page: int) -> Step | None:
         left = Rows.of(others, bounds)
         step.rest = Rest(left, narrow(batch, left))
     return step
-
-
-def _decoding(
-    rids: list[str], starts: list[int], places: list[int]
-) -> Callable[[Iterable[str | None]], Mapping[str | None, int]]:
-    """The first tokens of a step's rows that are no prefill, by their requests."""
-    prefills = set(places)
-    at = {rid: starts[i] for i, rid in enumerate(rids) if i not in prefills}
-    return lambda wanted: {name: at[name] for name in wanted if name in at}
 
 
 def _slots(slots: Tensor, batch: Any, request: Any, i: int) -> Tensor:

@@ -18,28 +18,28 @@ from ..serving.wishes import SWITCH
 TRIED = (0, 5, 23)
 """The version of SGLang that the adapter ran in, for which tox.ini has an environment."""
 VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
-HOOKS = {
-    "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", "known", "meet"),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": ("BEFORE", "known", "refuse"),
-    "sglang.srt.managers.scheduler.Scheduler.get_internal_state": ("AFTER", "answer", "add"),
-}
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Offer the attention backend ``sparseprefill`` to SGLang. AttachError where that cannot be, which SGLang logs
     with its traceback; it then refuses to start with ``--prefill-attention-backend sparseprefill``."""
-    version = str(import_module("sglang").__version__)
-    why = objection(version)
-    if why is None:
+    version, tried = str(import_module("sglang").__version__), ".".join(map(str, TRIED))
+    found = VERSION.match(version)
+    parts = () if found is None else tuple(map(int, found.groups()))
+    if not parts:
+        why: str | None = "this version says nothing about its interfaces"
+    elif parts < TRIED:
+        why = f"it is too old, {tried} or later is needed"
+    else:
         try:
             why = _register()
         except Exception as error:
             why = f"its interfaces are different: {type(error).__name__}: {error}"
     if why is not None:
         raise AttachError(f"sparseprefill is not registered with SGLang {version}: {why}")
-    if untested(version):
-        _warn(f"SGLang {version} is not the version that ran ({_text(TRIED)}); see docs/sglang.md")
+    if parts != TRIED:
+        _warn(f"SGLang {version} is not the version that ran ({tried}); see docs/sglang.md")
 
 
 def _register() -> str | None:
@@ -48,14 +48,16 @@ def _register() -> str | None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import answer, known
+    from . import known, runtime
 
     if SWITCH not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([SWITCH])
     register_attention_backend(SWITCH)(_make)
-    homes: dict[str, Any] = {"known": known, "answer": answer}
-    for target, (kind, home, name) in HOOKS.items():
-        HookRegistry.register(target, getattr(homes[home], name), HookType[kind])
+    managers = "sglang.srt.managers"
+    after, before = HookType["AFTER"], HookType["BEFORE"]
+    HookRegistry.register(f"{managers}.schedule_batch.Req.__init__", known.meet, after)
+    HookRegistry.register(f"{managers}.tokenizer_manager.TokenizerManager._validate_one_request", known.refuse, before)
+    HookRegistry.register(f"{managers}.scheduler.Scheduler.get_internal_state", runtime.answer, after)
     if ATTENTION_BACKENDS.get(SWITCH) is not _make or SWITCH not in ATTENTION_BACKEND_CHOICES:
         return "it does not keep the backend under its name"
     return None
@@ -65,28 +67,6 @@ def _make(runner: Any) -> Any:
     from .backend import make
 
     return make(runner)
-
-
-def objection(version: str) -> str | None:
-    """Why this version of SGLang is not supported, or None."""
-    found = VERSION.match(version)
-    if found is None:
-        return "this version says nothing about its interfaces"
-    return f"it is too old, {_text(TRIED)} or later is needed" if _parts(found) < TRIED else None
-
-
-def untested(version: str) -> bool:
-    """Whether nobody ran the adapter in this version."""
-    found = VERSION.match(version)
-    return found is None or _parts(found) != TRIED
-
-
-def _parts(found: re.Match[str]) -> tuple[int, ...]:
-    return tuple(map(int, found.groups()))
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 @cache

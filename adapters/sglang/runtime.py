@@ -24,6 +24,7 @@ from ..serving.options import Options
 from ..serving.summary import show
 from ..serving.tally import Owner
 from ..serving.warm import Sizes, warm_engine
+from ..serving.wishes import SWITCH
 from . import known
 from .layer import heads_of, layer_of
 from .pages import pages_of
@@ -49,9 +50,13 @@ class Runtime(runtime.Runtime):
         self.requests.end(rid)
 
 
-def runtimes() -> list[Runtime]:
-    """The runtimes of this process."""
-    return list(_runtimes)
+def answer(result: Any, *args: object, **kwargs: object) -> None:
+    """After SGLang's ``Scheduler.get_internal_state``, which ``GET /server_info`` and `Engine.get_server_info()` show:
+    adds ``sparseprefill``, a report for each model runner, and how many prefills are in progress (host sync: densities
+    that wait are counted)."""
+    found = [{**one.answer(), "in_progress": len(one.requests)} for one in list(_runtimes)]
+    if found:
+        result.internal_state[SWITCH] = found
 
 
 def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
@@ -62,7 +67,9 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     show(options.log_level)
     if runner.use_mla_backend:
         raise AttachError(f"{LATENT}: use one of SGLang's for {runner.model_config.model_path}")
-    layers = _layers(runner)
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layers = [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
     made = Runtime.made(options, _model(runner, layers, host), _owner(runner))
     made.start()
     _runtimes.add(made)
@@ -74,35 +81,27 @@ def make_runtime(runner: Any, options: Options, host: str) -> Runtime:
     return made
 
 
-def _layers(runner: Any) -> list[Any]:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
-
-
 def _survey(made: Runtime, runner: Any, layers: Sequence[Any]) -> list[Layer]:
     """The layers that can run sparse; what will not is said, or refused, before the server serves anything."""
     pool, chosen = runner.token_to_kv_pool, made.options.layers
     found = [layer_of(one, pool) for one in layers]
-    reasons = [_reason(made, runner, facts, one) for facts, one in zip(found, layers, strict=True)]
+    reasons = [
+        dense_reason(
+            made.session.route,
+            facts,
+            heads_of(one, made.model.first_head),
+            runner.dtype,
+            torch.device(runner.device),
+            keys=int(runner.model_config.context_len),
+            min_query=made.options.min_query,
+            step=_step(runner),
+            bound="chunked_prefill_size",
+        )
+        for facts, one in zip(found, layers, strict=True)
+    ]
     made.expect([(facts.index, why) for facts, why in zip(found, reasons, strict=True)])
     able = [facts for facts, why in zip(found, reasons, strict=True) if why is None]
     return [one for one in able if chosen is None or one.index in chosen]
-
-
-def _reason(made: Runtime, runner: Any, facts: Layer, layer: Any) -> str | None:
-    """Why a layer will stay dense, or None. AttachError where a stage cannot be asked."""
-    return dense_reason(
-        made.session.route,
-        facts,
-        heads_of(layer, made.model.first_head),
-        runner.dtype,
-        torch.device(runner.device),
-        keys=int(runner.model_config.context_len),
-        min_query=made.options.min_query,
-        step=_step(runner),
-        bound="chunked_prefill_size",
-    )
 
 
 def _step(runner: Any) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch import Tensor
 
 from sparseprefill.config import from_config
@@ -63,12 +63,12 @@ class Star:
         self.switch = Switch(decoder_of(model))
         self.ranks = Ranks(group, timeout)
         pipeline = _inner(inner, self.switch.decoder)
-        said = {"sizes": str(self.sizes), "inner": fingerprint(pipeline), "timeout": timeout}
+        said = {"sizes": str(self.sizes), **fingerprint("inner", pipeline), "timeout": timeout}
         self.ranks.agree("start", {**said, **_facts(self.switch.decoder)})
         with self.ranks.run("the trial run"):
             self.layers = probe(model, self.switch)
         self.executor = AnchoredBlockExecutor(AutoExecutor(), self.ranks)
-        self.inner = attention_of(pipeline, self.ranks)
+        self.inner = attention_of(pipeline)
         config = model.generation_config
         self.fill = next((x for x in (config.pad_token_id, config.bos_token_id) if isinstance(x, int)), 0)
         self._watch = Watch.of(self.ranks, self.switch.decoder.device)
@@ -122,10 +122,11 @@ class Context:
         RankError where a rank fails, stalls, was asked something else, or computes what is not finite.
         """
         star, model = self.star, self.star.model
-        check_options(options, model.generation_config)
+        config = options.get("generation_config") or model.generation_config
+        check_options(options, config)
         asked = self._asked(questions)
         said = {"questions": digest(asked), "before": digest(self.tokens), "seed": seed}
-        star.ranks.agree("generate", {**said, "options": shown(options, model.generation_config)})
+        star.ranks.agree("generate", {**said, **shown(options, config)})
         with star.ranks.run("phase 2"):
             ids, mask, past = self._next(asked)
             same = SameScores(star.ranks)
@@ -139,7 +140,7 @@ class Context:
                     **options,
                 )
             same.check()
-            return self._answered(out[:, ids.shape[1] :].tolist(), stops(options, model.generation_config))
+            return self._answered(out[:, ids.shape[1] :].tolist(), stops(options, config))
 
     @torch.no_grad()
     def logits(self, questions: Rows) -> Tensor:
@@ -208,13 +209,11 @@ def _inner(given: str | Mapping[str, Any] | Pipeline | Route | None, decoder: An
     return made
 
 
-def attention_of(pipeline: Pipeline | Route | None, ranks: Ranks) -> Inner:
+def attention_of(pipeline: Pipeline | Route | None) -> Inner:
     """What runs inside a block: a method, or for None torch's own dense attention; on this rank alone."""
     if pipeline is None:
-        executor = AnchoredBlockExecutor(AutoExecutor(), ranks)
-        return lambda call, memory: dense(call, executor).out
-    wrapped = Route.of(pipeline).each(lambda one: evolve(one, executor=AnchoredBlockExecutor(one.executor, ranks)))
-    return lambda call, memory: wrapped.run(call, memory).out
+        return lambda call, memory: dense(call, AutoExecutor()).out
+    return lambda call, memory: pipeline.run(call, memory).out
 
 
 def _facts(decoder: Any) -> dict[str, Any]:

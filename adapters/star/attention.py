@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError, UnsupportedCallError
 
-from ..huggingface.attention import HARMLESS, layer_of
+from ..huggingface.attention import further_tensors, layer_of, not_plain
 from ..huggingface.inspection import implementations
 from ..huggingface.state import Original
 from ..huggingface.switch import STAR
@@ -39,7 +39,7 @@ class Switch:
 
     def __init__(self, decoder: PreTrainedModel) -> None:
         self.decoder, self.name = decoder, f"{STAR}{next(_numbers)}"
-        self.original = Original(str(decoder.config._attn_implementation))
+        self.original = Original.of(decoder)
         self._phase: Phase | None = None
         me = weakref.ref(self)
 
@@ -80,7 +80,9 @@ class Switch:
     def _call(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> AttentionCall:
-        refused = objection(module, kwargs)
+        refused = not_plain(module, kwargs) or further_tensors(kwargs)
+        if kwargs.get("sliding_window") is not None:
+            refused = "a sliding window reaches into the block before, which another rank may hold"
         if refused:
             raise UnsupportedCallError([f"layer {layer_of(module)}: {refused}"])
         extras = self.original.applies_extras  # sdpa drops both in silence, and equality means to drop them too
@@ -93,18 +95,3 @@ class Switch:
             softcap=kwargs.get("softcap") if extras else None,
             sinks=kwargs.get("s_aux") if extras else None,
         )
-
-
-def objection(module: torch.nn.Module, kwargs: dict[str, Any]) -> str | None:
-    """What a layer asks for that no phase can give; None if nothing."""
-    if kwargs.get("sliding_window") is not None:
-        return "a sliding window reaches into the block before, which another rank may hold"
-    causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        return "the layer is not causal"
-    if kwargs.get("dropout"):
-        return "attention dropout is on: call model.eval()"
-    if kwargs.get("output_attentions"):
-        return "attention weights are asked for"
-    odd = sorted(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in HARMLESS)
-    return f"the layer passes {', '.join(odd)}" if odd else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from attrs import define, evolve, field
@@ -43,7 +42,10 @@ class Block:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Output of a block's rows over (anchor, block), whose keys it keeps."""
-        here = self._keep(call)
+        held, row = self.held[call.layer], slice(self.row, self.row + 1)
+        inside = slice(self.at, self.at + call.k.shape[2])
+        held.k[row, :, inside], held.v[row, :, inside] = call.k, call.v
+        here = held.k[row], held.v[row]
         if self.sends:
             self.anchor.send(*(x[:, :, : self.anchor.length] for x in here))
         if self.before:
@@ -51,12 +53,6 @@ class Block:
             k, v = (torch.cat([x[:, :, : self.before], y], 2) for x, y in zip(front, (call.k, call.v), strict=True))
             call = evolve(call, k=k, v=v)
         return self.inner(call, self.memory)
-
-    def _keep(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        held, row = self.held[call.layer], slice(self.row, self.row + 1)
-        inside = slice(self.at, self.at + call.k.shape[2])
-        held.k[row, :, inside], held.v[row, :, inside] = call.k, call.v
-        return held.k[row], held.v[row]
 
 
 @torch.no_grad()
@@ -88,17 +84,13 @@ def encode(
                 sends=layout.sends and ranks.rank == 0 and number == layout.anchors - 1,
                 again=number != share[-1],
             )
+            tokens = torch.tensor([list(ids[span.start : span.stop])], device=device)
+            positions = torch.arange(span.start, span.stop, device=device)[None]
             with switch.to(phase):
-                _forward(switch.decoder, ids, span, device)
+                switch.decoder(input_ids=tokens, position_ids=positions, use_cache=False)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # so that the host knows how far it is, once a block
             ranks.seen = time.monotonic()
         if layout.sends:
             anchor.finish()
     return held
-
-
-def _forward(decoder: Any, ids: Sequence[int], span: range, device: torch.device) -> None:
-    tokens = torch.tensor([list(ids[span.start : span.stop])], device=device)
-    positions = torch.arange(span.start, span.stop, device=device)[None]
-    decoder(input_ids=tokens, position_ids=positions, use_cache=False)

@@ -5,14 +5,10 @@ A rank sends, for each token and head, its output and its log-sum-exp side by si
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 LARGE = 32 << 20
 """Bytes of all ranks' parts from which each rank merges a share of the rows, instead of every rank all of them."""
@@ -33,43 +29,6 @@ class Exchange(Protocol):
     def swap(self, x: Tensor) -> Tensor:
         """x ``[R, ...]``: slice r goes to rank r; returns the slices that came, in the order of ranks."""
         ...
-
-
-class GroupExchange:
-    """Over a process group of torch.distributed (None: the default group), on the backend's own devices."""
-
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        self.group = group
-        self.sent = self.begun = 0  # bytes that this rank sent, and collectives
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        return dist.get_world_size(self.group)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """``[R, *x.shape]``: every rank's x, in the order of ranks."""
-        self._count(x)
-        out = x.new_empty(self.size * x.numel())
-        # torch 2.13 renamed it, and warns of the old name.
-        run: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self.wait(run(out, x.reshape(-1), group=self.group, async_op=True), x)
-        return out.view(self.size, *x.shape)
-
-    def swap(self, x: Tensor) -> Tensor:
-        """x ``[R, ...]``: slice r goes to rank r; returns the slices that came, in the order of ranks."""
-        self._count(x)
-        out = torch.empty_like(x)
-        self.wait(dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True), x)
-        return out
-
-    def _count(self, x: Tensor, *, sends: bool = True) -> None:
-        self.begun += 1
-        self.sent += x.numel() * x.element_size() if sends else 0
-
-    def wait(self, work: Any, x: Tensor) -> None:
-        """Wait for a collective over x; with NCCL the stream waits, not the host."""
-        work.wait()
 
 
 def pack(out: Tensor, lse: Tensor) -> Tensor:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill.errors import InvalidCallError
-from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
-from sparseprefill.stages import ExecutorStage
 
-from .exchange import GroupExchange, exchange, join, pack
+from .exchange import exchange, join, pack
 from .unmasked import attend_rows
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-    from sparseprefill.plan import Plan, Result, SoftmaxState
     from sparseprefill.stages import SparseExecutor
 
     from .anchor import Keys
@@ -54,38 +51,14 @@ class Shard:
 
 @frozen(eq=False)
 class AnchoredBlockExecutor:
-    """An executor whose keys are spread over ranks. Wraps any other.
+    """Any executor, for rows whose keys are spread over ranks: those of the question and the answer, in phase 2.
 
-    Phase 1, `execute` and its kin: a call holds all that its rows may see, the anchor and a block, so it runs on this
-    rank alone, in the wrapped executor. Phase 2, `attend`: rows of the question and the answer, the same on every rank,
-    see the keys of all ranks; each computes its part, and one collective in float32 merges them.
+    Each rank computes the part over its own keys, and one collective in float32 merges them. Phase 1 needs nothing of
+    this: its calls hold all that their rows may see, the anchor and a block.
     """
 
-    executor: SparseExecutor = field(factory=AutoExecutor)
-    ranks: Exchange = field(factory=GroupExchange)
-    _inner: ExecutorStage = field(
-        default=Factory(lambda self: ExecutorStage.of(self.executor), takes_self=True), init=False, repr=False
-    )
-
-    def unsupported(self, call: AttentionCall) -> str | None:
-        """The wrapped executor's objection."""
-        return self._inner.objection(call)
-
-    def workspace(self, call: AttentionCall) -> int:
-        """The wrapped executor's."""
-        return self._inner.workspace(call)
-
-    def execute(self, call: AttentionCall, plan: Plan) -> Result:
-        """Phase 1: see SparseExecutor."""
-        return self.executor.execute(call, plan)
-
-    def execute_into(self, call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor) -> Result:
-        """Phase 1: as `execute`, into tensors of the caller."""
-        return self._inner.execute_into(call, plan, out, lse)
-
-    def accumulate(self, call: AttentionCall, plan: Plan) -> SoftmaxState:
-        """Phase 1: see SparseExecutor."""
-        return self.executor.accumulate(call, plan)
+    executor: SparseExecutor
+    ranks: Exchange
 
     def attend(
         self,
@@ -105,24 +78,16 @@ class AnchoredBlockExecutor:
         if call.window is not None:
             raise InvalidCallError("window", str(call.window), "the keys of a window may be on other ranks: pass None")
         bare = call if call.sinks is None else evolve(call, sinks=None)
-        parts: list[tuple[Tensor, Tensor]] = []
+        part: tuple[Tensor, Tensor] | None = None
         if shard is not None and any(shard.lengths):
-            parts.append(attend_rows(self.executor, bare, shard.k, shard.v, shard.lengths))
+            part = attend_rows(self.executor, bare, shard.k, shard.v, shard.lengths)
         if owner:
             tail = dense(bare, self.executor)
-            parts.append((tail.out, tail.lse))
-        part, wanted = self._one(call, parts), lse or call.sinks is not None
-        out, total = exchange(self.ranks, part, lse=wanted)
+            part = (tail.out, tail.lse) if part is None else join(*part, tail.out, tail.lse)
+        if part is None:
+            rows = call.q.shape[:3]
+            part = call.q.new_zeros(*rows, call.value_dim), call.q.new_full(rows, -torch.inf)
+        out, total = exchange(self.ranks, pack(*part), lse=lse or call.sinks is not None)
         if call.sinks is not None and total is not None:
             out = out * torch.sigmoid(total - call.sinks.to(total.dtype)[:, None])[..., None]
         return out.to(call.q.dtype), total
-
-    def _one(self, call: AttentionCall, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """This rank's part, packed."""
-        if len(parts) == 2:
-            return pack(*join(*parts[0], *parts[1]))
-        if parts:
-            return pack(*parts[0])
-        empty = call.q.new_zeros(*call.q.shape[:3], call.value_dim + 1, dtype=torch.float32)
-        empty[..., -1] = -torch.inf
-        return empty

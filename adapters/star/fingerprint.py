@@ -1,4 +1,4 @@
-"""Settings as plain values that are the same wherever equal settings were made: in no process's words."""
+"""Settings as plain values by their paths, the same wherever equal settings were made: in no process's words."""
 
 from __future__ import annotations
 
@@ -17,38 +17,40 @@ from torch import Tensor
 NAMED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 
 
-def fingerprint(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """A value as a tree of JSON: no address, no device's number, no order of a set.
+def fingerprint(path: str, value: Any, above: tuple[int, ...] = ()) -> dict[str, Any]:
+    """What JSON can hold of a value, by paths from its own on: no address, no device's number, no order of a set.
 
     An object is its class and its attributes, a function its module and name, a tensor its shape, type and hash.
     above: the values that this one is part of, by `id`.
     """
     if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
-        return value
+        return {path: value}
     if isinstance(value, NAMED):
-        return _name(value)
+        return {path: _name(value)}
     if id(value) in above:
-        return {"class": _name(type(value)), "again": True}
+        return {path: f"{_name(type(value))}, again"}
     inside = (*above, id(value))
-    if isinstance(value, Mapping):
-        return {str(key): fingerprint(x, inside) for key, x in sorted(value.items(), key=lambda pair: str(pair[0]))}
-    if isinstance(value, list | tuple):
-        return [fingerprint(x, inside) for x in value]
     if isinstance(value, Set):
-        return sorted((fingerprint(x, inside) for x in value), key=json.dumps)
+        return {path: sorted(json.dumps(fingerprint("", x, inside)) for x in value)}
     if isinstance(value, Tensor):
         whole = value.detach().cpu().contiguous()
         content = hashlib.sha256(whole.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-        return f"tensor {list(whole.shape)} {whole.dtype} {content}"
+        return {path: f"tensor {list(whole.shape)} {whole.dtype} {content}"}
     if isinstance(value, torch.device):
-        return f"device {value.type}"  # its number is a rank's own
-    if attrs.has(type(value)):
-        held = {one.name: getattr(value, one.name) for one in attrs.fields(type(value)) if one.init}
+        return {path: f"device {value.type}"}  # its number is a rank's own
+    kind = _name(type(value))
+    if isinstance(value, Mapping):
+        kind, held = "a mapping", {f"{path}.{key}": x for key, x in value.items()}
+    elif isinstance(value, list | tuple):
+        kind, held = f"a list of {len(value)}", {f"{path}[{place}]": x for place, x in enumerate(value)}
+    elif attrs.has(type(value)):
+        held = {f"{path}.{one.name}": getattr(value, one.name) for one in attrs.fields(type(value)) if one.init}
     elif not isinstance(value, Enum) and getattr(value, "__dict__", None):
-        held = vars(value)
+        held = {f"{path}.{name}": x for name, x in vars(value).items()}
     else:
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(value), flags=re.IGNORECASE)
-    return {"class": _name(type(value)), **{name: fingerprint(x, inside) for name, x in held.items()}}
+        return {path: re.sub(r" at 0x[0-9a-f]+", "", repr(value), flags=re.IGNORECASE)}
+    parts = (fingerprint(name, x, inside) for name, x in held.items())
+    return {path: kind, **{name: x for part in parts for name, x in part.items()}}
 
 
 def _name(value: Any) -> str:

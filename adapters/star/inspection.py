@@ -14,7 +14,7 @@ from sparseprefill.errors import AttachError
 from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.executors.dense import dense
 
-from ..huggingface.dry_run import allowed, apart, random_ids
+from ..huggingface.dry_run import differ, random_ids
 from ..huggingface.inspection import check, find_decoder
 from ..huggingface.switch import PREFIX
 from .anchor import Keys
@@ -81,10 +81,9 @@ def probe(model: Any, switch: Switch) -> dict[int, Keys]:
         ours: Tensor = model(input_ids=ids, use_cache=False).logits
     if not phase.layers or phase.repeated or min(phase.layers) < 0:
         raise AttachError(f"{name} does not call the attention function once a layer, with the layer's index")
-    limit, error = allowed(stock.dtype), apart(ours, stock)
-    if not error <= limit:
+    if apart := differ(ours, stock):
         raise AttachError(
-            f"{name} computes something else through the attention interface: its logits differ by {error:.2g} "
-            f"(relative norm; {limit:g} is allowed). Its layers use more than queries, keys and a causal mask."
+            f"{name} computes something else through the attention interface: its logits {apart}. Its layers use more "
+            "than queries, keys and a causal mask."
         )
     return phase.layers

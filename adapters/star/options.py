@@ -22,37 +22,35 @@ ONE = ("num_beams", "num_return_sequences")
 NONE = ("assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size", "cache_implementation", "penalty_alpha")
 
 
-def check_options(options: Mapping[str, Any], default: Any) -> None:
-    """ParameterError for what cannot run over ranks. default: the model's generation_config."""
-    given = options.get("generation_config") or default
+def check_options(options: Mapping[str, Any], config: Any) -> None:
+    """ParameterError for what cannot run over ranks. config: the GenerationConfig behind the options."""
     mine = sorted(set(OURS) & set(options))
     if mine:
         raise ParameterError(f"{', '.join(mine)}: a context gives these itself; pass the tokens of the questions")
     if options.get("return_dict_in_generate"):
         raise ParameterError("return_dict_in_generate: generate() of a context returns token ids alone; leave it out")
     for name in (*ONE, *NONE):
-        value = options.get(name, getattr(given, name, None))
+        value = options.get(name, getattr(config, name, None))
         if value not in ((None, 1) if name in ONE else (None,)):
             raise ParameterError(
                 f"{name} is {value!r}: it crops or copies the cache, which is spread over the ranks; leave it out"
             )
 
 
-def stops(options: Mapping[str, Any], default: Any) -> frozenset[int]:
+def stops(options: Mapping[str, Any], config: Any) -> frozenset[int]:
     """Tokens that end an answer."""
-    given = options.get("generation_config") or default
-    found = options.get("eos_token_id", getattr(given, "eos_token_id", None))
+    found = options.get("eos_token_id", getattr(config, "eos_token_id", None))
     if found is None:
         return frozenset()
     return frozenset(map(int, found if isinstance(found, list | tuple) else [found]))
 
 
-def shown(options: Mapping[str, Any], default: Any) -> dict[str, Any]:
+def shown(options: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """The options as ranks compare them, with what they leave to the model. A streamer may be one rank's alone."""
-    found = {name: fingerprint(value) for name, value in options.items() if name != "streamer"}
-    config = (options.get("generation_config") or default).to_dict()
-    plain = {name: value for name, value in config.items() if name[:1] != "_" and name != "transformers_version"}
-    return {**found, "generation_config": fingerprint(plain)}
+    given = {name: value for name, value in options.items() if name != "streamer"}
+    held = config.to_dict().items()
+    plain = {name: value for name, value in held if name[:1] != "_" and name != "transformers_version"}
+    return fingerprint("options", {**given, "generation_config": plain})
 
 
 class SameScores(LogitsProcessor):  # type: ignore[misc,unused-ignore]

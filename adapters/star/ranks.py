@@ -21,8 +21,6 @@ from torch._C._distributed_c10d import PrefixStore
 
 from sparseprefill.errors import AttachError, ParameterError, SparsePrefillError
 
-from .exchange import GroupExchange
-
 POLL = 0.5  # seconds between two looks at the store while a collective is under way
 GRACE = 3.0  # seconds in which the ranks that are left answer when one is missed
 PATIENCE = 25.0  # seconds, at most the timeout, that a rank which failed waits for the others
@@ -33,10 +31,11 @@ class RankError(SparsePrefillError):
     """A rank failed, died or stalled, or was given other arguments. Every rank that can raises it; then end all."""
 
 
-class Ranks(GroupExchange):
+class Ranks:
     """The processes of a group (None: the default one), and what one of them has to know of the others.
 
     timeout: seconds that this rank waits for another in one place; more than one block takes in all layers.
+    Collectives run on the backend's own devices.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 120.0) -> None:
@@ -46,8 +45,8 @@ class Ranks(GroupExchange):
             )
         if not timeout > 0:
             raise ParameterError(f"timeout is {timeout!r}: pass a positive number of seconds")
-        super().__init__(group)
-        self.rank, self.timeout = dist.get_rank(group), float(timeout)
+        self.group, self.rank, self.timeout = group, dist.get_rank(group), float(timeout)
+        self.sent = self.begun = 0  # bytes that this rank sent, and collectives
         members = range(self.size) if group is None else dist.get_process_group_ranks(group)
         prefix = f"sparseprefill-star/{hashlib.sha256(str(list(members)).encode()).hexdigest()[:16]}"
         base: Any = dist.distributed_c10d._get_default_store()
@@ -58,10 +57,35 @@ class Ranks(GroupExchange):
         self.seen = time.monotonic()  # when this rank last came from one collective to the next
         self._met, self._failure, self._answered = 0, "", False
 
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return dist.get_world_size(self.group)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``[R, *x.shape]``: every rank's x, in the order of ranks."""
+        self._count(x)
+        out = x.new_empty(self.size * x.numel())
+        # torch 2.13 renamed it, and warns of the old name.
+        run: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self.wait(run(out, x.reshape(-1), group=self.group, async_op=True), x)
+        return out.view(self.size, *x.shape)
+
+    def swap(self, x: Tensor) -> Tensor:
+        """x ``[R, ...]``: slice r goes to rank r; returns the slices that came, in the order of ranks."""
+        self._count(x)
+        out = torch.empty_like(x)
+        self.wait(dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True), x)
+        return out
+
     def broadcast(self, x: Tensor) -> Any:
         """Start sending x from the first rank to the others; `wait` for the work that is returned."""
         self._count(x, sends=self.rank == 0)
         return dist.broadcast(x, group=self.group, group_src=0, async_op=True)
+
+    def _count(self, x: Tensor, *, sends: bool = True) -> None:
+        self.begun += 1
+        self.sent += x.numel() * x.element_size() if sends else 0
 
     def wait(self, work: Any, x: Tensor) -> None:
         """Wait for a collective over x. RankError where another rank failed or does not come within `timeout`.
@@ -136,14 +160,14 @@ class Ranks(GroupExchange):
         return answers
 
     def agree(self, what: str, said: Mapping[str, Any]) -> None:
-        """`meet`, and RankError that names what differs, and where; of nested values the first place that does."""
+        """`meet`, and RankError that names the first of these values that differs; one that is missing is None."""
         answers = self.meet(what, {"the call": what, **said})
         for name in dict.fromkeys(name for answer in answers for name in answer):
             values = [answer.get(name) for answer in answers]
             if any(value != values[0] for value in values):
-                place, each = difference(name, values)
-                shown = "; ".join(f"rank {rank} has {_short(value)}" for rank, value in enumerate(each))
-                raise RankError(self.tell(f"{what}: {place} differs over the ranks: {shown}"))
+                texts = (text if len(text) <= 200 else f"{text[:200]}..." for text in map(repr, values))
+                shown = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
+                raise RankError(self.tell(f"{what}: {name} differs over the ranks: {shown}"))
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -209,29 +233,6 @@ class Ranks(GroupExchange):
                 f"lost the store of torch.distributed, and with it the process that holds it: {_line(error)}"
             )
             raise RankError(self._failure) from error
-
-
-def difference(name: str, values: list[Any]) -> tuple[str, list[Any]]:
-    """The path of the first place that differs in nested values, one a rank and not all equal; and what stands there.
-
-    A place that a rank has not got counts as None.
-    """
-    if all(isinstance(value, dict) for value in values):
-        parts = {f"{name}.{key}": [x.get(key) for x in values] for key in dict.fromkeys(k for x in values for k in x)}
-    elif all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
-        parts = {f"{name}[{place}]": [x[place] for x in values] for place in range(len(values[0]))}
-    else:
-        return name, values
-    found = next(path for path, each in parts.items() if any(x != each[0] for x in each))
-    return difference(found, parts[found])
-
-
-def _short(value: Any) -> str:
-    """A value for a message; of an object its class."""
-    if isinstance(value, dict) and "class" in value:
-        return str(value["class"])
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from attrs import define
 from torch import Tensor
+from torch.nn import functional
 
 
 @define(eq=False)
@@ -25,7 +26,10 @@ class Tail:
         if min(real) == k.shape[2]:
             self.k, self.v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
         else:
-            self.k, self.v = _joined(self.k, self.counts, k, real), _joined(self.v, self.counts, v, real)
+            self.k, self.v = (
+                _aligned([torch.cat(pair, 1) for pair in zip(_rows(x, self.counts), _rows(new, real), strict=True)])
+                for x, new in ((self.k, k), (self.v, v))
+            )
         self.counts = tuple(old + new for old, new in zip(self.counts, real, strict=True))
         return self.k, self.v
 
@@ -39,23 +43,19 @@ class Tail:
         """Drop all but the first `counts[b]` tokens of each row."""
         if self.k is None or self.v is None or tuple(counts) == self.counts:
             return
-        self.k, self.v = _first(self.k, self.counts, counts), _first(self.v, self.counts, counts)
+        self.k, self.v = (
+            _aligned([row[:, :count] for row, count in zip(_rows(x, self.counts), counts, strict=True)])
+            for x in (self.k, self.v)
+        )
         self.counts = tuple(counts)
 
 
-def _joined(x: Tensor, old: Sequence[int], y: Tensor, new: Sequence[int]) -> Tensor:
-    width = max(a + b for a, b in zip(old, new, strict=True))
-    out = x.new_zeros(x.shape[0], x.shape[1], width, x.shape[3])
-    for row, (a, b) in enumerate(zip(old, new, strict=True)):
-        out[row, :, width - a - b : width - b] = x[row, :, x.shape[2] - a :]
-        out[row, :, width - b :] = y[row, :, y.shape[2] - b :]
-    return out
+def _rows(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """The last `counts[b]` tokens of each row, ``[Hkv, n, D]``."""
+    return [row[:, x.shape[2] - count :] for row, count in zip(x, counts, strict=True)]
 
 
-def _first(x: Tensor, old: Sequence[int], kept: Sequence[int]) -> Tensor:
-    width = max(*kept, 1)
-    out = x.new_zeros(x.shape[0], x.shape[1], width, x.shape[3])
-    for row, (a, b) in enumerate(zip(old, kept, strict=True)):
-        begin = x.shape[2] - a
-        out[row, :, width - b :] = x[row, :, begin : begin + b]
-    return out
+def _aligned(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of unequal length as one tensor, zeros in front of the shorter."""
+    width = max(1, *(row.shape[1] for row in rows))
+    return torch.stack([functional.pad(row, (0, 0, width - row.shape[1], 0)) for row in rows])

@@ -6,7 +6,8 @@ so the plan is applied by PyTorch to one row alone.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.distributed.tensor import Replicate
@@ -16,6 +17,15 @@ from sparseprefill.errors import AttachError
 
 WHOLE = {"replicated_with_grad_allreduce", "replicate", "replicated", "identity"}
 """Styles that leave a weight whole."""
+GATHERED = partial(ColwiseParallel, output_layouts=Replicate())
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_gather_output": GATHERED,
+    "colwise_rep": GATHERED,
+    "rowwise": RowwiseParallel,
+    "rowwise_rep": RowwiseParallel,
+}
+"""What PyTorch calls transformers' styles of dense layers."""
 
 
 def shard(model: Any, mesh: Any) -> None:
@@ -28,36 +38,15 @@ def shard(model: Any, mesh: Any) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(config, name, None)
         if isinstance(count, int) and count % size:
-            raise AttachError(f"{type(model).__name__} has {name} {count}: pass a tensor_parallel that divides it")
+            raise AttachError(f"{type(model).__name__} has {name} {count}: use a mesh whose size divides it")
     prefix = model.base_model_prefix
     plan = {f"{prefix}.{name}": style for name, style in (config.base_model_tp_plan or {}).items()}
     if not plan:
-        raise AttachError(f"{type(model).__name__} has no tensor-parallel plan in transformers: pass tensor_parallel=1")
-    tied = getattr(config, "tie_word_embeddings", False)
-    if not tied:
+        raise AttachError(f"{type(model).__name__} has no tensor-parallel plan in transformers: leave it whole")
+    if not getattr(config, "tie_word_embeddings", False):
         plan.update(getattr(model, "_tp_plan", None) or {})
-    found: dict[str, ParallelStyle] = {}
-    for name, _ in model.named_modules():
-        style = _style(plan, name)
-        if style is None or style in WHOLE:
-            continue
-        made = _made(style)
-        if made is None:
+    cut = {name: style for name, style in plan.items() if style not in WHOLE}
+    for name, style in cut.items():
+        if style not in STYLES:
             raise AttachError(f"{type(model).__name__}: the plan has {style!r} for {name}; only dense layers are cut")
-        found[name] = made
-    parallelize_module(model, mesh, found, src_data_rank=None)
-
-
-def _style(plan: dict[str, str], name: str) -> str | None:
-    for pattern, style in plan.items():
-        if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name):
-            return style
-    return None
-
-
-def _made(style: str) -> ParallelStyle | None:
-    if style == "colwise":
-        return ColwiseParallel()
-    if style in ("colwise_gather_output", "colwise_rep"):
-        return ColwiseParallel(output_layouts=Replicate())
-    return RowwiseParallel() if style in ("rowwise", "rowwise_rep") else None
+    parallelize_module(model, mesh, {name: STYLES[style]() for name, style in cut.items()}, src_data_rank=None)

@@ -16,21 +16,17 @@ Rows = Tensor | Sequence[Sequence[int]] | Sequence[Tensor]
 
 def rows_of(name: str, given: Rows) -> list[list[int]]:
     """The rows as lists; ParameterError where there is none, or one is empty or holds anything but integers."""
-    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in _iterable(name, given)]
+    if isinstance(given, Tensor):
+        given = list(given) if given.dim() == 2 else [given]
+    if isinstance(given, str) or any(not isinstance(row, Tensor | Sequence) for row in given):
+        raise ParameterError(f"{name}: pass rows of token ids, [B, N] or one list for each batch row")
+    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in given]
     if not rows or any(not row for row in rows):
         raise ParameterError(f"{name}: pass at least one row, and at least one token in each")
     kinds = {kind for row in rows for kind in set(map(type, row))}  # a million tokens are a matter of milliseconds
     if any(not issubclass(kind, int) or issubclass(kind, bool) for kind in kinds):
         raise ParameterError(f"{name}: token ids are integers; pass [B, N] or one list of ids for each batch row")
     return rows
-
-
-def _iterable(name: str, given: Rows) -> Sequence[Sequence[int] | Tensor]:
-    if isinstance(given, Tensor):
-        given = list(given) if given.dim() == 2 else [given]
-    if isinstance(given, str) or any(not isinstance(row, Tensor | Sequence) for row in given):
-        raise ParameterError(f"{name}: pass rows of token ids, [B, N] or one list for each batch row")
-    return given
 
 
 def digest(rows: Sequence[Sequence[int]]) -> str:

@@ -242,7 +242,7 @@ def test_an_error_inside_the_forward_closes_it(model: Any) -> None:
         with pytest.raises(RuntimeError, match="out of luck"):
             logits(model)
         hook.remove()
-        assert state.current(handle.state) is None
+        assert state.current(handle) is None
         torch.testing.assert_close(logits(model), wanted, atol=2e-5, rtol=1e-4)
     assert not handle.report().fallbacks
 
@@ -253,7 +253,7 @@ def test_an_observer_that_fails_is_heard(model: Any) -> None:
 
     with attach(model, "dense", observe=fail) as handle, pytest.raises(KeyError, match="mine"):
         logits(model)
-    assert state.current(handle.state) is None
+    assert state.current(handle) is None
 
 
 def test_threads_share_a_model(model: Any) -> None:
@@ -392,6 +392,7 @@ def test_an_untested_version_is_logged_once_and_used(
 ) -> None:
     monkeypatch.setattr(transformers, "__version__", "5.99.0")
     monkeypatch.setattr(torch, "__version__", "2.99.0")
+    versions.warn_of_untested.cache_clear()
     for _ in range(2):
         with attach(hf_models.build("llama"), "dense", verify=False) as handle:
             assert handle.active

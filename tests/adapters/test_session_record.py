@@ -353,15 +353,6 @@ def test_prefills_have_numbers_of_their_own() -> None:
     assert 2 == len(session._records[0].waiting)
 
 
-def test_a_layer_without_calls_is_not_known_to_be_causal() -> None:
-    from sparseprefill.adapters.session.ledger import LayerRecord
-
-    record = LayerRecord(0)
-    assert not record.causal
-    record.count("sparse", (1, 2, 3))
-    assert record.causal
-
-
 def test_the_head_that_keeps_least_by_either_figure() -> None:
     spread = (0.9, 0.8)
     assert (0.8, 5) == CallRecall(0, 4, spread, ()).least

@@ -15,6 +15,7 @@ from distributed import jobs
 from distributed.models import NEW, QUESTIONS, Case, alone, build, device, tokens
 from helpers.patience import patient
 from sparseprefill import AttentionCall, SparseMask
+from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.plan import Plan
 
 STREAMING = {"method": "streaming", "parameters": {"sink": 64, "window": 64}}
@@ -104,11 +105,11 @@ def _executor(rank: int, length: int) -> Found:
         torch.randn(1, heads, length + 33, WIDTH, generator=source, dtype=torch.bfloat16, device=here)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    executor, found = AnchoredBlockExecutor(ranks=Ranks(timeout=patient(60))), {}
+    executor, found = AnchoredBlockExecutor(AutoExecutor(), Ranks(timeout=patient(60))), {}
     own = slice(rank * block, (rank + 1) * block)
     seen = [x[:, :, own] if rank == 0 else torch.cat([x[:, :, :block], x[:, :, own]], 2) for x in (k, v)]
     call = AttentionCall(q[:, :, own], *seen)
-    result = executor.execute(call, Plan(SparseMask.full(call)))
+    result = executor.executor.execute(call, Plan(SparseMask.full(call)))
     found["phase 1"] = _apart(result.out, result.lse, *_exact(call))
     for few in (1, 33):
         asked = slice(length, length + few)

@@ -21,7 +21,7 @@ from sparseprefill.adapters.star.fingerprint import fingerprint
 from sparseprefill.adapters.star.inspection import decoder_of
 from sparseprefill.adapters.star.layout import Sizes
 from sparseprefill.adapters.star.options import check_options, stops
-from sparseprefill.adapters.star.ranks import Ranks, difference
+from sparseprefill.adapters.star.ranks import Ranks
 from sparseprefill.adapters.star.tail import Tail
 from sparseprefill.adapters.star.tokens import rows_of
 from sparseprefill.adapters.star.unmasked import attend_all, attend_rows
@@ -178,7 +178,7 @@ def _kinds() -> dict[str, Any]:
 @pytest.mark.parametrize("kind", _kinds())
 def test_equal_settings_have_one_fingerprint_and_others_have_another(kind: str) -> None:
     make = _kinds()[kind]
-    first, again, other = (json.dumps(fingerprint(make(n))) for n in (0, 0, 1))
+    first, again, other = (json.dumps(fingerprint("x", make(n))) for n in (0, 0, 1))
     assert first == again != other
     assert " at 0x" not in first
 
@@ -186,14 +186,13 @@ def test_equal_settings_have_one_fingerprint_and_others_have_another(kind: str) 
 def test_a_fingerprint_ends_where_settings_hold_themselves() -> None:
     one, two = Plain(None), Plain(None)
     one.x, two.x = [one], [two]
-    assert fingerprint(one) == fingerprint(two)
+    assert fingerprint("x", one) == fingerprint("x", two)
 
 
-def test_of_nested_values_the_first_place_that_differs_is_named() -> None:
-    one, two = {"a": 1, "b": {"c": [1, 2]}}, {"a": 1, "b": {"c": [1, 3]}}
-    assert difference("x", [one, two, one]) == ("x.b.c[1]", [2, 3, 2])
-    assert difference("x", [one, {"a": 1}]) == ("x.b", [{"c": [1, 2]}, None])
-    assert difference("x", [None, one]) == ("x", [None, one])
+def test_of_nested_values_every_place_has_its_path() -> None:
+    found = fingerprint("x", {"a": 1, "b": {"c": [1, None]}})
+    lists = {"x.b": "a mapping", "x.b.c": "a list of 2"}
+    assert found == {"x": "a mapping", "x.a": 1, **lists, "x.b.c[0]": 1, "x.b.c[1]": None}
 
 
 def test_parts_without_any_key_give_zeros() -> None:
@@ -205,12 +204,9 @@ def test_parts_without_any_key_give_zeros() -> None:
         assert bool((lse == -torch.inf).all())
 
 
-def test_phase_1_runs_in_the_wrapped_executor_alone() -> None:
+def test_what_cannot_be_spread_over_ranks_is_refused() -> None:
     call = AttentionCall(*(torch.randn(1, heads, 40, 8) for heads in (4, 2, 2)))
     executor = AnchoredBlockExecutor(ReferenceExecutor(), _Sent())
-    plan = Plan(SparseMask.full(call))
-    assert torch.equal(executor.execute(call, plan).out, ReferenceExecutor().execute(call, plan).out)
-    assert torch.equal(executor.accumulate(call, plan).l, ReferenceExecutor().accumulate(call, plan).l)
     with pytest.raises(InvalidCallError, match="other ranks"):
         executor.attend(AttentionCall(call.q, call.k, call.v, window=8), None, owner=True)
     with pytest.raises(InvalidCallError, match="one length for each"):
@@ -293,7 +289,7 @@ def test_a_block_is_attended_to_with_softcap_scale_and_sinks(name: str, inner: A
     q, k, v = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (4, 2, 2))
     new, options = slice(24, 40), {**OPTIONS[name], "sinks": torch.randn(4, generator=generator)}
     held = {0: Shard(k.clone(), v.clone(), (k.shape[2],))}
-    inside = attention_of(None if inner is None else sp.from_config(_table(inner)), Ranks(timeout=1.0))
+    inside = attention_of(None if inner is None else sp.from_config(_table(inner)))
     anchor = Anchor(Ranks(timeout=1.0), {}, 24)
     block = Block(inside, anchor.ranks, anchor, held, row=0, at=24, before=24, sends=False, again=False)
     out = block.attend(AttentionCall(q[:, :, new], k[:, :, new], v[:, :, new], **options))

@@ -21,7 +21,7 @@ from oracles.classic import Keep
 from oracles.drawn import Made, call, calls, compare, run
 from oracles.xattention import Parameters
 from sparseprefill.statistics.select import top_mass
-from sparseprefill.testing import tensors
+from sparseprefill.testing import head_tensors, tensors
 
 PARAMETERS = st.builds(
     lambda stride, groups, threshold, sink: Parameters(stride, threshold, stride * groups, sink),
@@ -134,7 +134,8 @@ def test_the_scale_is_the_calls() -> None:
 @pytest.mark.parametrize("kind", ["random", "heads"])
 def test_own_tile_and_sink_cost_what_the_page_says(kind: str) -> None:
     """On top of the threshold at most 3 * block / N of all pairs, one third of it without the sink."""
-    q, k, v = tensors(kind, batch=1, heads=2, kv_heads=1, q_len=512, kv_len=512, head_dim=32)
+    sizes: dict[str, int] = {"heads": 2, "kv_heads": 1, "q_len": 512, "head_dim": 32}
+    q, k, v = head_tensors(**sizes) if kind == "heads" else tensors(kind, batch=1, kv_len=512, **sizes)  # type: ignore[arg-type]
     one, block = sp.AttentionCall(q, k, v), 16
     for threshold in (0.0, 0.5, 0.9):
         keep = top_mass(all_scores(one, 4, block), threshold)

@@ -75,19 +75,6 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"engine": {**STOCK, "chunked_prefill_size": 256, "kv_cache_dtype": "fp8_e5m2"}, "turns": TURNS[:2]},
     ),
-    "both": (
-        "qwen3",
-        {
-            "table": {**FULL, "backend": "torch_native"},
-            "engine": {
-                "attention_backend": "sparseprefill",
-                "prefill_attention_backend": None,
-                "decode_attention_backend": None,
-                "chunked_prefill_size": 256,
-            },
-            "turns": TURNS[:1],
-        },
-    ),
     "two": (
         "qwen3",
         {
@@ -201,12 +188,6 @@ def test_two_processes_with_half_of_the_heads_each(ask: Ask) -> None:
     for expected, actual in zip(turns(ask, "stock"), turns(ask, "two"), strict=False):
         same(expected, actual)
     (report,) = ask("two")["reports"]
-    assert {"sparse"} == {layer["mode"] for layer in report["layers"]}
-
-
-def test_one_backend_for_prefill_and_decoding(ask: Ask) -> None:
-    same(turns(ask, "stock")[0], turns(ask, "both")[0])
-    (report,) = ask("both")["reports"]
     assert {"sparse"} == {layer["mode"] for layer in report["layers"]}
 
 

@@ -115,7 +115,7 @@ class Layer:
             name="m", architecture="M", layers=1, heads=sizes.heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim,
             digest="",
         )  # fmt: skip
-        runtime = Runtime.made(given(json.dumps(table)).options, Model(whole, whole, "M", "none", 0), Owner())
+        runtime = Runtime.made(given(json.dumps(table)), Model(whole, whole, "M", "none", 0), Owner())
         known.tell(runtime)
         host: Any = Nobody()
         host.__class__ = prefilling(Nobody)

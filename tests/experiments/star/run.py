@@ -152,7 +152,7 @@ class Rows:
     def dense(self) -> Inner:
         """What `Star` runs inside a block unless told otherwise."""
         cuda = self.shape.device.type == "cuda"
-        return attention_of(default_registry().build("dense") if cuda else None, self.table.ranks)
+        return attention_of(default_registry().build("dense") if cuda else None)
 
     def decode(self, tokens: int, *, graphs: bool) -> None:
         """A token of phase 2 against one GPU that holds all keys."""
