@@ -85,8 +85,7 @@ def sampled_rows(call: AttentionCall, first: int, last: int, block: int, which: 
     head = torch.arange(geometry.heads, device=tile.device) + call.first_head
     phase = (tile[:, None] + head[:, None] * which.shift) % which.stride  # [B, H, t]
     offset = torch.arange(0, block, which.stride, device=tile.device)
-    position = (tile[:, None] * block + phase)[..., None] + offset
-    position = position.flatten(2)
+    position = ((tile[:, None] * block + phase)[..., None] + offset).flatten(2)
     index, real = geometry.locate(position)
     return Rows(index, position, real)
 
@@ -109,7 +108,7 @@ def shares(call: AttentionCall, block: int, which: Sampling) -> Tensor:
     for first in range(0, rows, size):
         last = min(first + size, rows)
         some = sampled_rows(call, first, last, block, which)
-        q = _queries(call, some, keys)
+        q = torch.gather(call.q, 2, some.index[..., None].expand(-1, -1, -1, call.q.shape[3])).to(keys.dtype)
         behind = min(before + last, columns)  # rows that start later stand no further
         lowest = max(geometry.q_offset, (before + first) * block)
         top = keys.new_empty(*some.index.shape, behind)
@@ -152,8 +151,3 @@ def _hidden(call: AttentionCall, rows: Rows, tiles: slice, block: int) -> Tensor
     key = torch.arange(tiles.start * block, tiles.stop * block, device=rows.position.device)
     distance = rows.position[..., None] - key
     return distance < 0 if window is None else (distance < 0) | (distance >= window)
-
-
-def _queries(call: AttentionCall, rows: Rows, keys: Tensor) -> Tensor:
-    """``[B, Hq, n, D]`` in the type of the keys."""
-    return torch.gather(call.q, 2, rows.index[..., None].expand(-1, -1, -1, call.q.shape[3])).to(keys.dtype)
