@@ -19,12 +19,10 @@ from sparseprefill.kernels.settings import FUSED, Settings, capability
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import batch_row, factor, floor_div, load_rows, stored_rows
 
-from .layout import WORD, Layout
+from .layout import WORD, Layout, Regions
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-
-    from .regions import Regions
 
 ROUNDING = tl.constexpr(2.0**-19)  # of a float32 dot product, against |q| |k|
 

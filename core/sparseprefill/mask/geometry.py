@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from attrs import frozen
@@ -43,6 +43,30 @@ def kept(make: Callable[P, T]) -> Callable[P, T]:
         return known(torch.cuda.current_stream().cuda_stream, *args, **kwargs)
 
     return get
+
+
+def kept_by_sizes(
+    *, lengths: bool
+) -> Callable[[Callable[Concatenate[Geometry, P], T]], Callable[Concatenate[Geometry, P], T]]:
+    """Decorator of a function of a geometry: `kept` where that has `sizes`, made afresh where rows have starts.
+
+    lengths: whether it may be `kept` for rows with lengths, too, since it does not look at them.
+    """
+
+    def wrap(make: Callable[Concatenate[Geometry, P], T]) -> Callable[Concatenate[Geometry, P], T]:
+        @kept
+        def known(sizes: Sizes, *args: P.args, **kwargs: P.kwargs) -> T:
+            return make(Geometry(*sizes), *args, **kwargs)
+
+        @wraps(make)
+        def get(geometry: Geometry, *args: P.args, **kwargs: P.kwargs) -> T:
+            if geometry.sizes is None or not (lengths or geometry.lengths is None):
+                return make(geometry, *args, **kwargs)
+            return known(geometry.sizes, *args, **kwargs)
+
+        return get
+
+    return wrap
 
 
 Sizes = tuple[int, int, int, int, int, torch.device, None, None, int | None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.mask.geometry import Geometry, Sizes, kept
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -39,9 +39,10 @@ def last_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
 
     Not to be written to: without padding the same tensors serve every layer.
     """
-    return _rows_of(call.geometry, _last, count)
+    return _last(call.geometry, count)
 
 
+@kept_by_sizes(lengths=False)
 def _last(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
     count = min(count, geometry.q_len)
@@ -81,9 +82,10 @@ def spread_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
     Each batch row's own real rows are dealt, and the last of them is always among these; of fewer rows than stretches
     each is. Not to be written to, as of `last_rows`. Nothing is read on the host.
     """
-    return _rows_of(call.geometry, _spread, count)
+    return _spread(call.geometry, count)
 
 
+@kept_by_sizes(lengths=False)
 def _spread(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     begin = (-geometry.first_position()).clamp(0, geometry.q_len)
     behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
@@ -93,19 +95,12 @@ def _spread(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     return rows.clamp(max=geometry.q_len - 1), edges[:, 1:] > edges[:, :-1]
 
 
-RowsOf = Callable[["Geometry", int], tuple[Tensor, Tensor]]
-
-
-def _rows_of(geometry: Geometry, find: RowsOf, count: int) -> tuple[Tensor, Tensor]:
-    sizes = geometry.sizes
-    if sizes is None or geometry.lengths is not None:
-        return find(geometry, count)
-    return _kept_rows(sizes, find, count)
-
-
-@kept
-def _kept_rows(sizes: Sizes, find: RowsOf, count: int) -> tuple[Tensor, Tensor]:
-    return find(Geometry(*sizes), count)
+def last_mass(call: AttentionCall, count: int) -> tuple[SampledMass, Tensor, Tensor]:
+    """What the last `count` real query rows of each batch row attend to, in diagonal bins of `count`; their index, and
+    which exist: see `sampled_mass` and `last_rows`.
+    """
+    rows, real = last_rows(call, count)
+    return sampled_mass(call, rows, real, count), rows, real
 
 
 @torch.no_grad()

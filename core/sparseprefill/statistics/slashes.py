@@ -15,7 +15,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Plan
-from sparseprefill.statistics.sampled import SampledMass, by_block, last_rows, sampled_mass
+from sparseprefill.statistics.sampled import SampledMass, by_block, last_mass
 from sparseprefill.statistics.select import top_mass
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def vertical_slash(call: AttentionCall, gamma: float, block: int) -> Plan:
     SharePrefill, Algorithm 5, with the last `block` real queries of each row as the sample. The diagonal tile is kept.
     """
     geometry = call.geometry
-    rows, real = last_rows(call, block)
-    mass = sampled_mass(call, rows, real, block)
+    mass, _, real = last_mass(call, block)
     columns, slashes = top_mass(mass.columns, gamma), top_mass(mass.slashes, gamma)
     mask = columns_and_diagonals(call, slash_tiles(geometry, slashes, block), columns, block)
     return Plan(mask, priority=SampledPriority(mass, real, block))
