@@ -86,7 +86,7 @@ class AnchorEstimator:
         return stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)
 
 
-@kept_by_sizes(lengths=True)
+@kept_by_sizes()
 def region_lists(geometry: Geometry, regions: Regions) -> IndexLists:
     """Key tiles of the anchor region for each query tile: the initial tokens, and those from its group's start on."""
     size = regions.tile_k

@@ -13,13 +13,13 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.mask.geometry import reachable_map
+from sparseprefill.mask.geometry import by_block, reachable_map
 from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.pooled import js_distance, key_tile_mean, products, real_rows, tile_mean
-from sparseprefill.statistics.sampled import by_block, last_mass, seen_blocks
+from sparseprefill.statistics.sampled import last_mass, seen_blocks
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 

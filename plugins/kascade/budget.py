@@ -92,7 +92,7 @@ def mask_of(call: AttentionCall, budget: Budget, stripes: IndexLists) -> SparseM
     return SparseMask(call.geometry, budget.tile_q, budget.tile_q, own, group, stripes, disjoint=True)
 
 
-@kept_by_sizes(lengths=True)
+@kept_by_sizes()
 def _own(geometry: Geometry, budget: Budget) -> IndexLists:
     """Key tiles from the first of each tile on; every list is a run of one `arange`."""
     size = budget.tile_q

@@ -45,7 +45,7 @@ class Samples:
     until: tuple[int, ...]
 
 
-@kept_by_sizes(lengths=False)
+@kept_by_sizes(lengths=True)
 def dealt(geometry: Geometry, block: int, chunk_n: int) -> Samples:
     """T query tiles go to `chunk_n` chunks: tile t to chunk ``t * chunk_n // T``; empty chunks sample nothing."""
     chunks, count = min(chunk_n, geometry.tile_rows(block)), min(block, geometry.q_len)

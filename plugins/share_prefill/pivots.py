@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from sparseprefill import kernels
 from sparseprefill.errors import StageError
+from sparseprefill.mask.geometry import by_block
 from sparseprefill.statistics.pooled import js_distance, real_rows
 from sparseprefill.statistics.slashes import slash_tiles
 
@@ -139,13 +140,12 @@ def on_blocks(probe: Tensor, mask: SparseMask, block: int) -> Tensor:
             f"that divide block={block}, or no pivot can be made from it"
         )
     geometry = mask.geometry
-    bins, parts = geometry.tile_columns(block), block // mask.tile_k
-    x = functional.pad(probe, (0, bins * parts - probe.shape[-1])).unflatten(-1, (bins, parts)).sum(-1)
+    x = by_block(probe, block // mask.tile_k)
     weight = real_rows(geometry, mask.tile_q)
     row = torch.div(geometry.tiles(mask.tile_q) * mask.tile_q, block, rounding_mode="floor")
     row = (row - geometry.first_tile(block)[:, None]).clamp(0, geometry.tile_rows(block) - 1)
-    at = row[:, None, :, None].expand(-1, x.shape[1], -1, bins)
-    summed = x.new_zeros(*x.shape[:2], geometry.tile_rows(block), bins)
+    at = row[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    summed = x.new_zeros(*x.shape[:2], geometry.tile_rows(block), x.shape[3])
     summed.scatter_add_(2, at, x * weight[:, None, :, None])
     mean: Tensor = summed / real_rows(geometry, block).clamp(min=1)[:, None, :, None]
     return mean

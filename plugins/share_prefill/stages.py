@@ -12,12 +12,13 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.config import inner_method
 from sparseprefill.errors import ParameterError, StageError
+from sparseprefill.mask.geometry import by_block
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.stages import HeadScope, widest_scope
-from sparseprefill.statistics.sampled import SampledMass, by_block, last_mass, seen_blocks
+from sparseprefill.statistics.sampled import SampledMass, last_mass, seen_blocks
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, vertical_slash
 

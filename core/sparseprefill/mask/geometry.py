@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.nn import functional
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,30 +44,6 @@ def kept(make: Callable[P, T]) -> Callable[P, T]:
         return known(torch.cuda.current_stream().cuda_stream, *args, **kwargs)
 
     return get
-
-
-def kept_by_sizes(
-    *, lengths: bool
-) -> Callable[[Callable[Concatenate[Geometry, P], T]], Callable[Concatenate[Geometry, P], T]]:
-    """Decorator of a function of a geometry: `kept` where that has `sizes`, made afresh where rows have starts.
-
-    lengths: whether it may be `kept` for rows with lengths, too, since it does not look at them.
-    """
-
-    def wrap(make: Callable[Concatenate[Geometry, P], T]) -> Callable[Concatenate[Geometry, P], T]:
-        @kept
-        def known(sizes: Sizes, *args: P.args, **kwargs: P.kwargs) -> T:
-            return make(Geometry(*sizes), *args, **kwargs)
-
-        @wraps(make)
-        def get(geometry: Geometry, *args: P.args, **kwargs: P.kwargs) -> T:
-            if geometry.sizes is None or not (lengths or geometry.lengths is None):
-                return make(geometry, *args, **kwargs)
-            return known(geometry.sizes, *args, **kwargs)
-
-        return get
-
-    return wrap
 
 
 Sizes = tuple[int, int, int, int, int, torch.device, None, None, int | None]
@@ -171,6 +148,14 @@ class Geometry:
         """int64 [B, R]: index on each row's grid of every query tile of this call."""
         return self.first_tile(tile)[:, None] + torch.arange(self.tile_rows(tile), device=self.device)
 
+    def tile_at(self, position: Tensor, tile: int) -> Tensor:
+        """int64 ``[B, n]``: index among the call's query tiles of `tile` tokens of those around positions ``[B, n]``.
+
+        Where the call has none, that of the nearest.
+        """
+        index = torch.div(position, tile, rounding_mode="floor") - self.first_tile(tile)[:, None]
+        return index.clamp(0, self.tile_rows(tile) - 1)
+
     def token_range(self) -> tuple[Tensor, Tensor, Tensor]:
         """int64 [B] each: position of query row 0, and the half-open range of positions whose rows are tokens."""
         first = self.first_position()
@@ -203,6 +188,31 @@ class Geometry:
         """int64 [B, Nq]: number of keys each query row may attend to."""
         counts = (self.query_positions() + 1) * self.real_queries()
         return counts if self.window is None else counts.clamp(max=self.window)
+
+
+def kept_by_sizes(
+    *, lengths: bool = False
+) -> Callable[[Callable[Concatenate[Geometry, P], T]], Callable[Concatenate[Geometry, P], T]]:
+    """`kept` for functions of a geometry, whose other arguments are hashable, where sizes alone tell the answer.
+
+    Rows with starts, which do not, get theirs made afresh; so do rows with lengths if `lengths` says that it matters.
+    """
+
+    def decorate(make: Callable[Concatenate[Geometry, P], T]) -> Callable[Concatenate[Geometry, P], T]:
+        @kept
+        def known(sizes: Sizes, *args: Any, **kwargs: Any) -> T:
+            return make(Geometry(*sizes), *args, **kwargs)
+
+        @wraps(make)
+        def get(geometry: Geometry, *args: P.args, **kwargs: P.kwargs) -> T:
+            sizes = geometry.sizes
+            if sizes is None or (lengths and geometry.lengths is not None):
+                return make(geometry, *args, **kwargs)
+            return known(sizes, *args, **kwargs)
+
+        return cast(Callable[Concatenate[Geometry, P], T], get)
+
+    return decorate
 
 
 def _same_rows(mine: Tensor | None, theirs: Tensor | None) -> bool:
@@ -254,9 +264,16 @@ def diagonal_map(geometry: Geometry, tile_q: int, tile_k: int) -> Tensor:
 
 def regrid(geometry: Geometry, keep: Tensor, old: int, new: int) -> Tensor:
     """Rows of a map ``[B, H, R, C]`` on tiles of `old` tokens, repeated on the finer grid of `new` tokens."""
-    if old == new:
-        return keep
-    row = torch.div(geometry.tiles(new) * new, old, rounding_mode="floor") - geometry.first_tile(old)[:, None]
-    row = row.clamp(0, keep.shape[2] - 1)
-    index = row[:, None, :, None].expand(-1, keep.shape[1], -1, keep.shape[3])
-    return torch.gather(keep, 2, index)
+    return keep if old == new else rows_around(geometry, keep, geometry.tiles(new) * new, old)
+
+
+def rows_around(geometry: Geometry, x: Tensor, position: Tensor, tile: int) -> Tensor:
+    """``[B, H, n, X]``: of x ``[B, H, R, X]`` by query tiles of `tile` tokens, those around positions ``[B, n]``."""
+    index = geometry.tile_at(position, tile).clamp(max=x.shape[2] - 1)[:, None, :, None]
+    return torch.gather(x, 2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def by_block(columns: Tensor, block: int) -> Tensor:
+    """``[..., ceil(n / block)]``: sums of `block` neighbouring entries of ``[..., n]``."""
+    total: Tensor = functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
+    return total

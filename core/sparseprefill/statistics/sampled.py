@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from sparseprefill import kernels
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes
+from sparseprefill.mask.geometry import by_block as by_block
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -42,7 +43,7 @@ def last_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
     return _last(call.geometry, count)
 
 
-@kept_by_sizes(lengths=False)
+@kept_by_sizes(lengths=True)
 def _last(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
     count = min(count, geometry.q_len)
@@ -70,12 +71,6 @@ def seen_blocks(geometry: Geometry, rows: Tensor, real: Tensor, block: int) -> T
     return (column >= low) & (column <= high)
 
 
-def by_block(columns: Tensor, block: int) -> Tensor:
-    """``[..., ceil(n / block)]``: sums of `block` neighbouring entries of ``[..., n]``."""
-    total: Tensor = functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
-    return total
-
-
 def spread_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
     """The last real query row of each of `count` stretches that are equally long: int64 ``[B, count]``, bool alike.
 
@@ -85,7 +80,7 @@ def spread_rows(call: AttentionCall, count: int) -> tuple[Tensor, Tensor]:
     return _spread(call.geometry, count)
 
 
-@kept_by_sizes(lengths=False)
+@kept_by_sizes(lengths=True)
 def _spread(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     begin = (-geometry.first_position()).clamp(0, geometry.q_len)
     behind = (geometry.key_counts() - geometry.first_position()).clamp(0, geometry.q_len)
