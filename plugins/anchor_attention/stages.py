@@ -18,6 +18,7 @@ from sparseprefill.mask.priority import Priority, tiles_of_columns
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
 from sparseprefill.statistics.pooled import real_rows, tile_mean
+from sparseprefill.statistics.slashes import sinks_and_near
 
 from .layout import Layout, Regions
 
@@ -56,8 +57,13 @@ class AnchorEstimator:
         # Alg. 1's keys: [0, init) and [group start, row]; each key once where the two overlap.
         region = SparseMask(geometry, regions.block, regions.tile_k, region_lists(geometry, regions))
         state = self.executor.accumulate(call, Plan(region))
-        stripes = self._stripes(call, state.m)
-        mask = SparseMask(geometry, region.tile_q, region.tile_k, group=regions.step, stripes=stripes, disjoint=True)
+        if kernels.serve(call.q) and call.q.dtype != torch.float64:
+            from . import kernels as gpu
+
+            lists = IndexLists(*gpu.stripes(call, regions, state.m, self.theta, use_anchor=self.use_anchor))
+        else:
+            lists = stripes(call, regions, state.m, self.theta, use_anchor=self.use_anchor)
+        mask = SparseMask(geometry, region.tile_q, region.tile_k, group=regions.step, stripes=lists, disjoint=True)
         return Plan(mask, Carry(state, region), priority=AnchorPriority(regions, state.m, state.l))
 
     def workspace(self, call: AttentionCall) -> int:
@@ -78,26 +84,13 @@ class AnchorEstimator:
         small = 1 << 20  # counters and flags of the launches; the allocator rounds each tensor up to 512 bytes
         return state + ranges + found + means + small
 
-    def _stripes(self, call: AttentionCall, m: Tensor) -> IndexLists:
-        if kernels.serve(call.q) and call.q.dtype != torch.float64:
-            from . import kernels as gpu
-
-            return IndexLists(*gpu.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor))
-        return stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)
-
 
 @kept_by_sizes()
 def region_lists(geometry: Geometry, regions: Regions) -> IndexLists:
     """Key tiles of the anchor region for each query tile: the initial tokens, and those from its group's start on."""
-    size = regions.tile_k
-    block = geometry.tiles(regions.block)
-    behind = torch.where(block >= 0, (block + 1) * regions.block // size, 0).clamp(max=geometry.tile_columns(size))
-    init = behind.clamp(max=regions.init_tokens // size)
-    window = torch.div(block, regions.step, rounding_mode="floor").clamp(min=0) * (regions.group // size)
-    first = torch.stack([torch.zeros_like(init), torch.maximum(window, init)], -1)
-    last = torch.stack([init, behind], -1)
-    width = min((regions.init_tokens + regions.group) // size, geometry.tile_columns(size))
-    return IndexLists.from_ranges(first, last, geometry.heads, width)
+    size, init, group = regions.tile_k, regions.init_tokens // regions.tile_k, regions.group // regions.tile_k
+    start = torch.div(geometry.tiles(regions.block), regions.step, rounding_mode="floor").clamp(min=0) * group
+    return sinks_and_near(geometry, regions.block, size, init, start, init + group)
 
 
 def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, use_anchor: bool = True) -> IndexLists:

@@ -88,8 +88,9 @@ def anchored(
 
 @frozen(eq=False)
 class LayerSums:
-    """Of one layer on one prompt. before: ``[Hkv, T, N]``, attention to each key before a tile, summed over the tile's
-    rows and the KV head's query heads; 0 at and behind the tile. inside: ``[Hkv, T]``, what lies in the tile itself.
+    """Sums of one layer on one prompt, over a tile's rows and a KV head's query heads.
+
+    before: ``[Hkv, T, N]``, attention to each key before a tile; 0 at and behind it. inside: ``[Hkv, T]``, to its own.
     """
 
     before: Tensor
@@ -97,7 +98,7 @@ class LayerSums:
 
     @classmethod
     def of(cls, call: AttentionCall, tile: int) -> LayerSums:
-        """Of a whole prompt without padding, in tiles from its first token on; one tile at a time."""
+        """Sums over a whole prompt without padding, in tiles from its first token on; one tile at a time."""
         n = call.q.shape[2]
         before, inside = [], []
         for first in range(0, n, tile):
@@ -196,7 +197,7 @@ def best(gain: Tensor, count: int) -> tuple[tuple[int, ...], float]:
 
 
 def mapped(similar: Tensor) -> tuple[int, ...]:
-    """Of each head h' the head h of the other layer that serves it best; of equal ones its own number, else the first.
+    """For each head h' the head h of the other layer that serves it best; of equal ones its own number, else the first.
 
     similar: ``[H', H]``.
     """

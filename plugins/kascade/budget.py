@@ -53,7 +53,7 @@ class Budget:
 
 @frozen(eq=False)
 class Layout:
-    """Of the tiles of a call. start, columns: int64 ``[B, G]``, first position, and how many keys are chosen.
+    """The tiles of a call. start, columns: int64 ``[B, G]``, first position, and how many keys are chosen.
 
     offsets: int64 ``[G]``, where a tile's list begins in the storage of one KV head, of `size` entries.
     """

@@ -95,7 +95,7 @@ def renewed(call: AttentionCall, old: Kept | None, chosen: Chosen) -> Kept | Non
 
 
 def place_of(call: AttentionCall) -> Place:
-    """Of a call; its heads apart."""
+    """The part of its layers that a call is, heads apart."""
     g = call.geometry
     return g.batch, g.q_len, g.kv_len, g.q_offset
 

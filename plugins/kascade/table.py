@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 Indices = tuple[Annotated[int, whole(0, (1 << 31) - 1)], ...]
-"""Of layers, or of heads."""
+"""Indices of layers, or of heads."""
 
 
 @frozen(kw_only=True)

@@ -40,7 +40,7 @@ class LayerHeads:
         return index(self._codes, device)
 
     def dense(self, dense: Tensor) -> tuple[Tensor, Tensor]:
-        """Of heads that run dense, bool ``[B, H]``: each open cluster's, int64 ``[B, S]``, and whether there is one."""
+        """The head of each open cluster that is in `dense`, bool ``[B, H]``: int64 ``[B, S]``, and whether one is."""
         mine = self.codes(dense.device) // 2 == index(self.open, dense.device)[:, None]  # noise is in no cluster
         chosen = dense[:, None] & mine
         return chosen.to(torch.uint8).argmax(-1), chosen.any(-1)

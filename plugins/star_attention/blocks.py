@@ -123,7 +123,7 @@ class Blocks:
         return IndexLists(counts, offsets.contiguous(), moved.indices)
 
     def _moved(self, lists: IndexLists, old: int, new: int) -> IndexLists:
-        """The same lists in key tiles of `new` tokens (from `old`), at the places of the whole call's keys."""
+        """Lists in key tiles of `new` tokens (from `old`), at the places of the whole call's keys."""
         columns, bound = self.call.geometry.tile_columns(old), self.geometry.tile_columns(new)
         column = torch.arange(columns * (old // new), device=self.geometry.device, dtype=torch.int32)
         prefix = torch.div(self.prefix, new, rounding_mode="floor").flatten().to(torch.int32)

@@ -110,6 +110,21 @@ def columns_and_diagonals(
     return SparseMask(geometry, block, block, chosen, group, stripes)
 
 
+def sinks_and_near(
+    geometry: Geometry, tile_q: int, tile_k: int, sinks: Tensor | int, near: Tensor, width: int
+) -> IndexLists:
+    """The first `sinks` key tiles of each query tile, and those from `near` on up to its own; the same for all heads.
+
+    sinks: int64 ``[B, R]``, or a number for all. near: int64 ``[B, R]``. width: the longest list, known on the host.
+    """
+    tile, columns = geometry.tiles(tile_q), geometry.tile_columns(tile_k)
+    behind = torch.where(tile >= 0, (tile + 1) * tile_q // tile_k, 0).clamp(max=columns)
+    begin = behind.clamp(max=sinks)  # type: ignore[call-overload]
+    first = torch.stack([torch.zeros_like(begin), torch.maximum(near, begin)], -1)
+    last = torch.stack([begin, behind], -1)
+    return IndexLists.from_ranges(first, last, geometry.heads, min(width, columns))
+
+
 def slash_tiles(
     geometry: Geometry,
     slashes: Tensor,
