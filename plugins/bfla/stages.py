@@ -38,26 +38,28 @@ CHUNK = 1 << 23
 class BflaEstimator:
     """Section 3.2: block scores, softmax over causal blocks, keep mass, expansion to tiles."""
 
-    config: BflaConfig
+    block: int
+    group: int
+    keep_mass: float
+    mean: bool
+    tile: int
     head_scope: ClassVar[HeadScope] = "head"
 
     @property
     def grain(self) -> int:
         """A block row looks at its own queries and the keys up to them."""
-        return self.config.block
+        return self.block
 
     def workspace(self, call: AttentionCall) -> int:
         """Maps of tiles, and their lists."""
-        return default_workspace(call, self.config.tile)
+        return default_workspace(call, self.tile)
 
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of the blocks that reach the mass; the blocks' shares are left as priority."""
-        config, alpha, softcap = self.config, call.softmax_scale, None
-        if config.score_norm == "mean":
-            alpha, softcap = alpha / config.group, call.softcap
-        keep, mass = kept_tiles(call, config.block, config.group, alpha, softcap, config.keep_mass, config.tile)
-        priority = PriorityScores(tiles=mass, tile_q=config.block, tile_k=config.block)
-        return Plan(SparseMask.from_tiles(call, keep, config.tile), priority=priority)
+        alpha, softcap = (call.softmax_scale / self.group, call.softcap) if self.mean else (call.softmax_scale, None)
+        keep, mass = kept_tiles(call, self.block, self.group, alpha, softcap, self.keep_mass, self.tile)
+        priority = PriorityScores(tiles=mass, tile_q=self.block, tile_k=self.block)
+        return Plan(SparseMask.from_tiles(call, keep, self.tile), priority=priority)
 
 
 def kept_tiles(
@@ -140,4 +142,6 @@ def pipeline(config: BflaConfig) -> Pipeline:
         RandomRescue(config.random, config.seed) if config.random else None,
         GqaUnion() if config.gqa_union else None,
     )
-    return Pipeline(BflaEstimator(config), refiners=tuple(one for one in refiners if one is not None), name="bfla")
+    mean = config.score_norm == "mean"
+    estimator = BflaEstimator(config.block, config.group, config.keep_mass, mean, config.tile)
+    return Pipeline(estimator, refiners=tuple(one for one in refiners if one is not None), name="bfla")
