@@ -119,7 +119,7 @@ def sinks_and_near(
     """
     tile, columns = geometry.tiles(tile_q), geometry.tile_columns(tile_k)
     behind = torch.where(tile >= 0, (tile + 1) * tile_q // tile_k, 0).clamp(max=columns)
-    begin = behind.clamp(max=sinks)  # type: ignore[call-overload]
+    begin = behind.clamp(max=sinks)
     first = torch.stack([torch.zeros_like(begin), torch.maximum(near, begin)], -1)
     last = torch.stack([begin, behind], -1)
     return IndexLists.from_ranges(first, last, geometry.heads, min(width, columns))
