@@ -19,12 +19,10 @@ from sparseprefill.kernels.settings import FUSED, Settings, capability
 from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import batch_row, factor, floor_div, load_rows, stored_rows
 
-from .layout import WORD, Layout
+from .layout import WORD, Layout, Regions
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
-
-    from .regions import Regions
 
 ROUNDING = tl.constexpr(2.0**-19)  # of a float32 dot product, against |q| |k|
 
@@ -381,6 +379,7 @@ def stripes(
     places = plan.shares * plan.chunks * plan.tiles
     rounded = torch.float16 if q.dtype == torch.float32 else q.dtype
     high = torch.empty(places * chosen.block_n, width, dtype=rounded, device=device)
+    pooled_desc = TensorDescriptor.from_tensor(high, [chosen.block_n, block_d]) if chosen.tma else None
     limit, slack = torch.empty(places, chosen.block_n, **real), torch.empty(places, 3, plan.sets, **real)
 
     numbers = (call.softmax_scale, call.softcap or 0.0)
@@ -395,7 +394,7 @@ def stripes(
         USE_ANCHOR=use_anchor, **cut, **tile, num_warps=4, **FUSED,
     )  # fmt: skip
     score_kernel[(plan.key_tiles, plan.shares)](
-        keys.k, keys.table, keys.scale, high, _descriptor(high, chosen, block_d), limit, slack, call.starts, flags,
+        keys.k, keys.table, keys.scale, high, pooled_desc, limit, slack, call.starts, flags,
         *keys.strides, *numbers, geometry.q_offset, geometry.kv_len, plan.groups, plan.tiles, plan.words,
         plan.first_key, heads, call.group, plan.parts,
         GROUP=regions.group, BLOCK_M=chosen.block_m, TMA=chosen.tma, **cut, **tile, **bits,
@@ -419,7 +418,3 @@ def choose(call: AttentionCall) -> Settings:
 def _rows_at_once(block: int) -> int:
     """Of a block of queries, for at most a few loads in flight: 32 of the usual 128."""
     return int(max(min(32, triton.next_power_of_2(block)), triton.next_power_of_2(-(-block // 8))))
-
-
-def _descriptor(high: Tensor, chosen: Settings, block_d: int) -> TensorDescriptor | None:
-    return TensorDescriptor.from_tensor(high, [chosen.block_n, block_d]) if chosen.tma else None

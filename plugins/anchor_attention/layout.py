@@ -1,18 +1,33 @@
-"""How the identification's pooled queries, flags and lists lie in memory: sizes alone, known on the host."""
+"""Sizes, known on the host: the method's regions, and how pooled queries, flags and lists lie in memory."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import Factory, field, frozen
 
 if TYPE_CHECKING:
     from sparseprefill.mask.geometry import Geometry
 
-    from .regions import Regions
-
 WORD = 16  # keys per word of flags: a bit "sure" and a bit "unsure" each
 STEP_PART = 16  # blocks of a group that are scored side by side
+
+
+@frozen
+class Regions:
+    """Sizes in tokens; everything lies on the row's own token grid, so a chunk cut at a group changes nothing.
+
+    group: of query blocks. tile_k: the largest key tile that fits both the blocks and the initial tokens.
+    """
+
+    block: int
+    step: int
+    init_tokens: int
+    group: int = field(init=False, default=Factory(lambda self: self.block * self.step, takes_self=True))
+    tile_k: int = field(
+        init=False, default=Factory(lambda self: math.gcd(self.block, self.init_tokens), takes_self=True)
+    )
 
 
 @frozen(kw_only=True)

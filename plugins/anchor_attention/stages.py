@@ -11,15 +11,16 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.call import rows_at
 from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority, tiles_of_columns
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
 from sparseprefill.statistics.pooled import real_rows, tile_mean
+from sparseprefill.statistics.slashes import sinks_and_near
 
-from .layout import Layout
-from .regions import Regions
+from .layout import Layout, Regions
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -53,10 +54,16 @@ class AnchorEstimator:
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Anchor pass, then the stripes of each group; their weight against the anchor pass is left as priority."""
         geometry, regions = call.geometry, self.regions
-        region = regions.anchor(geometry)
+        # Alg. 1's keys: [0, init) and [group start, row]; each key once where the two overlap.
+        region = SparseMask(geometry, regions.block, regions.tile_k, region_lists(geometry, regions))
         state = self.executor.accumulate(call, Plan(region))
-        stripes = self._stripes(call, state.m)
-        mask = SparseMask(geometry, region.tile_q, region.tile_k, group=regions.step, stripes=stripes, disjoint=True)
+        if kernels.serve(call.q) and call.q.dtype != torch.float64:
+            from . import kernels as gpu
+
+            lists = IndexLists(*gpu.stripes(call, regions, state.m, self.theta, use_anchor=self.use_anchor))
+        else:
+            lists = stripes(call, regions, state.m, self.theta, use_anchor=self.use_anchor)
+        mask = SparseMask(geometry, region.tile_q, region.tile_k, group=regions.step, stripes=lists, disjoint=True)
         return Plan(mask, Carry(state, region), priority=AnchorPriority(regions, state.m, state.l))
 
     def workspace(self, call: AttentionCall) -> int:
@@ -77,12 +84,13 @@ class AnchorEstimator:
         small = 1 << 20  # counters and flags of the launches; the allocator rounds each tensor up to 512 bytes
         return state + ranges + found + means + small
 
-    def _stripes(self, call: AttentionCall, m: Tensor) -> IndexLists:
-        if kernels.serve(call.q) and call.q.dtype != torch.float64:
-            from . import kernels as gpu
 
-            return IndexLists(*gpu.stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor))
-        return stripes(call, self.regions, m, self.theta, use_anchor=self.use_anchor)
+@kept_by_sizes()
+def region_lists(geometry: Geometry, regions: Regions) -> IndexLists:
+    """Key tiles of the anchor region for each query tile: the initial tokens, and those from its group's start on."""
+    size, init, group = regions.tile_k, regions.init_tokens // regions.tile_k, regions.group // regions.tile_k
+    start = torch.div(geometry.tiles(regions.block), regions.step, rounding_mode="floor").clamp(min=0) * group
+    return sinks_and_near(geometry, regions.block, size, init, start, init + group)
 
 
 def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, use_anchor: bool = True) -> IndexLists:
@@ -92,7 +100,11 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
     False (0 then). A key is kept unless ``anchor - logit > theta``, so that a NaN logit travels as it would in dense
     attention.
     """
-    geometry, group, tokens = call.geometry, call.group, regions.group
+    geometry, tokens = call.geometry, regions.group
+    groups = geometry.tile_rows(tokens)
+    if (geometry.q_offset + geometry.q_len - 1) // tokens * tokens <= regions.init_tokens:
+        # No group begins behind the initial tokens.
+        return IndexLists.empty(geometry.batch, geometry.heads, groups, geometry.device)
     pooled, anchor = tile_mean(call.q, geometry, regions.block), tile_mean(m, geometry, regions.block)
     if not use_anchor:
         anchor = torch.zeros_like(anchor)
@@ -102,7 +114,6 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
         anchor = anchor.masked_fill(padding[:, None], torch.inf)
     block, first = geometry.tiles(regions.block), geometry.first_tile(tokens)
     which = torch.div(block, regions.step, rounding_mode="floor") - first[:, None]
-    groups = geometry.tile_rows(tokens)
     keep = torch.zeros(
         geometry.batch, geometry.heads, groups, geometry.kv_len, dtype=torch.bool, device=geometry.device
     )
@@ -117,7 +128,7 @@ def stripes(call: AttentionCall, regions: Regions, m: Tensor, theta: float, *, u
             keys = turned[..., start + regions.init_tokens : start + end]
             if rows.numel() == 0 or keys.shape[2] == 0:
                 continue
-            q = pooled[b, :, rows].unflatten(0, (-1, group)).flatten(1, 2)
+            q = pooled[b, :, rows].unflatten(0, (-1, call.group)).flatten(1, 2)
             logits = (q @ keys).mul_(call.softmax_scale).view(geometry.heads, rows.numel(), -1)
             if call.softcap is not None:
                 logits = call.softcap * torch.tanh(logits / call.softcap)

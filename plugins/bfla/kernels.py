@@ -109,7 +109,8 @@ def kept_tiles(
 ) -> tuple[Tensor, Tensor]:
     """As `stages.kept_tiles`: bool ``[B, Hq, R, C]`` on tiles of `tile` tokens, and the masses of blocks, float32."""
     mass = block_scores(call, block, size)
-    nonfinite = block_mass(call, mass, block, alpha, softcap)
+    nonfinite = torch.empty(mass.shape, dtype=torch.uint8, device=mass.device)
+    tile_softmax(call, mass, block, alpha, softcap, nonfinite)  # in place, and what is NaN or infinite
     return block_tiles(call, top_mass(mass, keep_mass), nonfinite, block, tile), mass
 
 
@@ -123,13 +124,6 @@ def block_scores(call: AttentionCall, block: int, size: int) -> Tensor:
             scores, *part.arguments, rows, columns, **part.flags, **tiles.settings.options
         )
     return scores
-
-
-def block_mass(call: AttentionCall, scores: Tensor, block: int, alpha: float, softcap: float | None) -> Tensor:
-    """Turns raw `scores` into masses, in place. Returns uint8 ``[B, Hq, R, L]``: blocks of a NaN or infinite score."""
-    nonfinite = torch.empty(scores.shape, dtype=torch.uint8, device=scores.device)
-    tile_softmax(call, scores, block, alpha, softcap, nonfinite)
-    return nonfinite
 
 
 def block_tiles(call: AttentionCall, top: Tensor, nonfinite: Tensor, block: int, tile: int) -> Tensor:

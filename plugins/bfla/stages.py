@@ -102,15 +102,15 @@ def keep_blocks(scores: Tensor, causal: Tensor, keep_mass: float) -> tuple[Tenso
 def block_scores(call: AttentionCall, block: int, size: int, entries: int | None = None) -> Tensor:
     """``[B, Hq, R, L]`` of query blocks and key blocks, float32 (float64 for float64 calls); -inf without a pair.
 
-    Works on chunks of query blocks, so that about `entries` scores of groups exist at a time, and leaves out the key
-    blocks behind a chunk. K is not repeated for GQA.
+    A pair of groups counts where both hold a token at some place. Works on chunks of query blocks, so that about
+    `entries` scores of groups exist at a time, and leaves out the key blocks behind a chunk. K is not repeated for GQA.
     """
     entries = entries or (CHUNK if call.q.is_cuda else CHUNK >> 2)
     geometry, per = call.geometry, block // size
     _, low, high = geometry.token_range()
     behind = (geometry.q_offset + geometry.q_len - 1) // block + 1
-    zero = torch.zeros_like(low)  # keys after the call's last query do not count
-    keys = Groups.of(keys_on_grid(call, behind * block), zero, size, zero, high)
+    keys = keys_on_grid(call, behind * block).unflatten(2, (-1, size)).flatten(3)
+    keys_end = _places(high, torch.zeros_like(high), size, behind * per)  # keys hold every place before
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     batch, heads, rows, columns = geometry.map_shape(block, block)
     scores = torch.full((batch, heads, rows, columns), -torch.inf, dtype=dtype, device=geometry.device)
@@ -118,43 +118,19 @@ def block_scores(call: AttentionCall, block: int, size: int, entries: int | None
     for first in range(0, rows, step):
         blocks = range(first, min(first + step, rows))
         end = min(behind, geometry.q_offset // block + blocks.stop)
+        queries = queries_on_grid(call, block, first, len(blocks)).unflatten(2, (-1, size)).flatten(3)
         start = (geometry.first_tile(block) + first) * block
-        queries = Groups.of(queries_on_grid(call, block, first, len(blocks)), start, size, low, high)
-        seen = keys.head(end * per)
-        pairs = wide_products(queries.vectors, seen.vectors)
-        pairs.masked_fill_(~queries.meets(seen)[:, None], -torch.inf)
+        begin, stop = (_places(bound, start, size, queries.shape[2])[..., None] for bound in (low, high))
+        pairs = wide_products(queries, keys[:, :, : end * per])
+        meet = begin < torch.minimum(stop, keys_end[:, None, : end * per])
+        pairs.masked_fill_(~meet[:, None], -torch.inf)
         scores[:, :, first : blocks.stop, :end] = pairs.unflatten(3, (end, per)).unflatten(2, (-1, per)).amax((3, 5))
     return scores
 
 
-@frozen(eq=False)
-class Groups:
-    """Consecutive groups of g tokens.
-
-    vectors: ``[B, H, n, g * C]``, zeros where there is no token. low, high: int64 ``[B, n]``, half-open range of the
-    places in each group that hold a token; empty where none does.
-    """
-
-    vectors: Tensor
-    low: Tensor
-    high: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, start: Tensor, size: int, low: Tensor, high: Tensor) -> Groups:
-        """Groups of x ``[B, H, N, C]``, by position from `start`; tokens stand in [low, high). int64 ``[B]`` each."""
-        first = start[:, None] + torch.arange(x.shape[2] // size, device=x.device) * size
-        bounds = ((bound[:, None] - first).clamp(0, size) for bound in (low, high))
-        return cls(x.reshape(*x.shape[:2], x.shape[2] // size, -1), *bounds)
-
-    def meets(self, other: Groups) -> Tensor:
-        """bool ``[B, n, m]``: pairs of groups that both hold a token at some place."""
-        low = torch.maximum(self.low[:, :, None], other.low[:, None])
-        high = torch.minimum(self.high[:, :, None], other.high[:, None])
-        return low < high
-
-    def head(self, count: int) -> Groups:
-        """The first `count` groups (views)."""
-        return Groups(self.vectors[:, :, :count], self.low[:, :count], self.high[:, :count])
+def _places(bound: Tensor, start: Tensor, size: int, count: int) -> Tensor:
+    """int64 ``[B, count]``: places before a position in each of `count` groups from `start` on; int64 ``[B]`` each."""
+    return (bound[:, None] - start[:, None] - torch.arange(count, device=bound.device) * size).clamp(0, size)
 
 
 def pipeline(config: BflaConfig) -> Pipeline:

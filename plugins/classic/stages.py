@@ -60,13 +60,9 @@ class StreamingEstimator:
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Two ranges of tiles per query tile; having no scores, it leaves `nearness` as priority."""
         geometry, block = call.geometry, self.block
-        tile = geometry.tiles(block)
-        behind = torch.where(tile >= 0, tile + 1, 0).clamp(max=geometry.tile_columns(block))
-        near = torch.div(tile * block - self.window + 1, block, rounding_mode="floor").clamp(min=0)
-        sinks = behind.clamp(max=-(-self.sink // block))
-        first = torch.stack([torch.zeros_like(near), torch.maximum(near, sinks)], -1)
-        last = torch.stack([sinks, behind], -1)
-        mask = SparseMask.from_ranges(call, first, last, self._width(call), block)
+        near = torch.div(geometry.tiles(block) * block - self.window + 1, block, rounding_mode="floor").clamp(min=0)
+        lists = slashes.sinks_and_near(geometry, block, block, -(-self.sink // block), near, self._width(call))
+        mask = SparseMask(geometry, block, block, lists)
         return Plan(mask, priority=PriorityScores(tiles=self._nearness, tile_q=block, tile_k=block))
 
     def _nearness(self, call: AttentionCall) -> Tensor:

@@ -13,13 +13,13 @@ from attrs import frozen
 from torch import Tensor
 
 from sparseprefill import kernels
-from sparseprefill.mask.geometry import reachable_map
+from sparseprefill.mask.geometry import by_block, reachable_map
 from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.statistics.pooled import js_distance, key_tile_mean, products, real_rows, tile_mean
-from sparseprefill.statistics.sampled import by_block, last_rows, sampled_mass, seen_blocks
+from sparseprefill.statistics.sampled import last_mass, seen_blocks
 from sparseprefill.statistics.select import top_mass
 from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
 
@@ -61,14 +61,14 @@ class FlexEstimator:
         config, block = self.config, self.config.block
         least = -(-config.min_budget // block)
         most = None if config.max_budget is None else -(-config.max_budget // block)
-        rows, real = last_rows(call, block)
-        mass = sampled_mass(call, rows, real, block)
+        mass, rows, real = last_mass(call, block)
         keys = key_tile_mean(call, block, memory)
-        far = distance(call, keys, rows, real, mass.columns, block)
+        by_kernels = kernels.serve(call.q) and call.q.dtype != torch.float64
+        far = distance(call, keys, rows, real, mass.columns, block, by_kernels=by_kernels)
         aware = far < config.tau
         slashes = top_mass(mass.slashes, config.gamma, least, most)
         columns = top_mass(mass.columns, config.gamma, least * block, None if most is None else most * block)
-        queries = query_aware_tiles(call, keys, config, least, most)
+        queries = query_aware_tiles(call, keys, config, least, most, by_kernels=by_kernels)
         tiles = slash_tiles(call.geometry, slashes, block, exclude=(aware, queries))
         # The first tile of every row too, as the paper's kernels keep it.
         mask = columns_and_diagonals(call, tiles, columns, block, exclude=aware, sink=1)
@@ -101,7 +101,10 @@ class FlexPriority(Priority):
         return tile_scores(call, key_tile_mean(call, self.config.block), self.config.block)
 
 
-def distance(call: AttentionCall, keys: Tensor, rows: Tensor, real: Tensor, columns: Tensor, block: int) -> Tensor:
+def distance(
+    call: AttentionCall, keys: Tensor, rows: Tensor, real: Tensor, columns: Tensor, block: int, *,
+    by_kernels: bool = False,
+) -> Tensor:  # fmt: skip
     """Jensen-Shannon distance ``[B, Hq]``, in nats, between estimated and true attention of the sampled queries.
 
     keys: mean key per tile ``[B, Hkv, C, D]``. rows, real: the sampled queries, index and existence ``[B, n]``.
@@ -109,7 +112,7 @@ def distance(call: AttentionCall, keys: Tensor, rows: Tensor, real: Tensor, colu
     """
     true = by_block(columns, block)
     query = _mean_query(call, rows, real, keys.dtype)
-    if kernels.serve(true) and true.dtype == torch.float32:
+    if by_kernels:
         from . import kernels as gpu
 
         return gpu.distance(call, products(query, keys)[:, :, 0], true, rows.shape[1], block)
@@ -150,12 +153,23 @@ def tile_scores(call: AttentionCall, keys: Tensor, block: int) -> Tensor:
     return torch.cat([scores(call, q, keys, s) for q, s in parts], 2)
 
 
-def query_aware_tiles(call: AttentionCall, keys: Tensor, config: FlexConfig, least: int, most: int | None) -> Tensor:
+def query_aware_tiles(
+    call: AttentionCall, keys: Tensor, config: FlexConfig, least: int, most: int | None, *, by_kernels: bool
+) -> Tensor:
     """bool ``[B, Hq, R, C]``: the fewest tiles that reach gamma, between `least` and `most` per query tile."""
     geometry, block = call.geometry, config.block
     queries = tile_mean(call.q, geometry, block)
-    if kernels.serve(queries) and queries.dtype == torch.float32 and config.coverage == "row":
-        return _by_kernel(call, queries, keys, config, least, most)
+    entries = queries.shape[0] * queries.shape[1] * keys.shape[2]
+    found: list[Tensor] = []
+    if by_kernels and config.coverage == "row":
+        from sparseprefill.kernels.statistics.softmax import tile_softmax
+
+        first = 0
+        for part in queries.split(max(1, AT_ONCE // entries), 2):
+            every = tile_softmax(call, products(part, keys), block, call.softmax_scale, call.softcap, first_row=first)
+            found.append(top_mass(every, config.gamma, least, most))
+            first += part.shape[2]
+        return found[0] if len(found) == 1 else torch.cat(found, 2)
     seen = reachable_map(geometry, block, block)
     if geometry.starts is not None or geometry.lengths is not None:
         seen = seen & (real_rows(geometry, block) > 0)[..., None]
@@ -163,25 +177,10 @@ def query_aware_tiles(call: AttentionCall, keys: Tensor, config: FlexConfig, lea
         every = scores(call, queries, keys, seen)
         keep = top_mass(every.flatten(2), config.gamma).view(every.shape) | top_mass(every, 0.0, least)
         return keep if most is None else keep & top_mass(every, 1.0, most=most)
-    size = max(1, SCORES // (geometry.batch * geometry.heads * keys.shape[2]))
-    parts = zip(queries.split(size, 2), seen.split(size, 1), strict=True)
-    return torch.cat([top_mass(scores(call, q, keys, s), config.gamma, least, most) for q, s in parts], 2)
-
-
-def _by_kernel(
-    call: AttentionCall, queries: Tensor, keys: Tensor, config: FlexConfig, least: int, most: int | None
-) -> Tensor:
-    from sparseprefill.kernels.statistics.softmax import tile_softmax
-
-    size = max(1, AT_ONCE // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
-    found, first = [], 0
-    for part in queries.split(size, 2):
-        every = tile_softmax(
-            call, products(part, keys), config.block, call.softmax_scale, call.softcap, first_row=first
-        )
-        found.append(top_mass(every, config.gamma, least, most))
-        first += part.shape[2]
-    return found[0] if len(found) == 1 else torch.cat(found, 2)
+    size = max(1, SCORES // entries)
+    for part, there in zip(queries.split(size, 2), seen.split(size, 1), strict=True):
+        found.append(top_mass(scores(call, part, keys, there), config.gamma, least, most))
+    return torch.cat(found, 2)
 
 
 def pipeline(config: FlexConfig) -> Pipeline:

@@ -44,14 +44,14 @@ def anchored(
     settings.check(min(map(len, samples)))
     similar: dict[tuple[int, int], Tensor] = {}
     weight: dict[int, float] = {}
-    for reading in readings(reader, samples, settings.tile, lambda done, of: progress("layers", done, of)):
-        own = {layer: TopKeys.of(sums, settings.columns) for layer, sums in reading.sums.items()}
+    for sums, weights in readings(reader, samples, settings.tile, lambda done, of: progress("layers", done, of)):
+        own = {layer: TopKeys.of(one, settings.columns) for layer, one in sums.items()}
         for a in own:
             for b in (layer for layer in own if layer >= a):
-                share = similarity(own[a], reading.sums[b], own[b]).double().cpu() / len(samples)
+                share = similarity(own[a], sums[b], own[b]).double().cpu() / len(samples)
                 similar[a, b] = similar.get((a, b), torch.zeros_like(share)) + share
         for layer in own:
-            weight[layer] = weight.get(layer, 0.0) + reading.weight[layer] / len(samples)
+            weight[layer] = weight.get(layer, 0.0) + weights[layer] / len(samples)
     layers = tuple(sorted(weight))
     gain = ordered(layers, similar, weight)
     count = -(-len(layers) // ONE_IN) if settings.count is None else min(settings.count, len(layers))
@@ -61,11 +61,8 @@ def anchored(
         chosen, value = best(gain, k)
         scores[k] = (tuple(layers[i] for i in chosen), value / whole)
     anchors = scores[count][0]
-    maps = {}
-    for layer in layers:
-        anchor = max(one for one in anchors if one <= layer)
-        if anchor != layer:
-            maps[layer] = mapped(similar[anchor, layer])
+    before = {layer: max(one for one in anchors if one <= layer) for layer in layers}
+    maps = {layer: mapped(similar[anchor, layer]) for layer, anchor in before.items() if anchor != layer}
     made = {
         **{"tokens": len(samples[0]), "samples": len(samples), **asdict(settings), "count": count},
         **{"score": round(scores[count][1], 4), "sparseprefill": __version__},
@@ -91,8 +88,9 @@ def anchored(
 
 @frozen(eq=False)
 class LayerSums:
-    """Of one layer on one prompt. before: ``[Hkv, T, N]``, attention to each key before a tile, summed over the tile's
-    rows and the KV head's query heads; 0 at and behind the tile. inside: ``[Hkv, T]``, what lies in the tile itself.
+    """Sums of one layer on one prompt, over a tile's rows and a KV head's query heads.
+
+    before: ``[Hkv, T, N]``, attention to each key before a tile; 0 at and behind it. inside: ``[Hkv, T]``, to its own.
     """
 
     before: Tensor
@@ -100,7 +98,7 @@ class LayerSums:
 
     @classmethod
     def of(cls, call: AttentionCall, tile: int) -> LayerSums:
-        """Of a whole prompt without padding, in tiles from its first token on; one tile at a time."""
+        """Sums over a whole prompt without padding, in tiles from its first token on; one tile at a time."""
         n = call.q.shape[2]
         before, inside = [], []
         for first in range(0, n, tile):
@@ -112,18 +110,11 @@ class LayerSums:
         return cls(torch.stack(before, 1), torch.stack(inside, 1))
 
 
-@frozen(eq=False)
-class Reading:
-    """One prompt. sums: by layer. weight: by layer, the mean over its tokens of ``1 - cos(x, x + attention)``."""
-
-    sums: dict[int, LayerSums]
-    weight: dict[int, float]
-
-
 def readings(
     reader: ModelReader, samples: Sequence[Sequence[int]], tile: int, progress: Steps = lambda done, of: None
-) -> Iterator[Reading]:
-    """Of each sample of token ids; the layers that methods serve, which have no sliding window.
+) -> Iterator[tuple[dict[int, LayerSums], dict[int, float]]]:
+    """For each sample of token ids, by layer: its sums, and its weight, the mean over the sample's tokens of
+    ``1 - cos(x, x + attention)``. Layers are those that methods serve, which have no sliding window.
 
     Raises UnsupportedCallError where the model's attention modules cannot be found, AttachError or ParameterError as
     `ModelReader.read` does.
@@ -147,7 +138,7 @@ def readings(
         lost = sorted(set(sums) - set(weight))
         if lost or not sums:
             raise UnsupportedCallError([f"layers {lost}: no attention module with this layer_idx was found"])
-        yield Reading(dict(sums), dict(weight))
+        yield dict(sums), dict(weight)
         sums.clear()
         weight.clear()
 
@@ -206,7 +197,7 @@ def best(gain: Tensor, count: int) -> tuple[tuple[int, ...], float]:
 
 
 def mapped(similar: Tensor) -> tuple[int, ...]:
-    """Of each head h' the head h of the other layer that serves it best; of equal ones its own number, else the first.
+    """For each head h' the head h of the other layer that serves it best; of equal ones its own number, else the first.
 
     similar: ``[H', H]``.
     """

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.mask.geometry import Geometry, Sizes, kept
+from sparseprefill.mask.geometry import Geometry, kept, kept_by_sizes
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.statistics.by_tile import row_lse
@@ -53,7 +53,7 @@ class Budget:
 
 @frozen(eq=False)
 class Layout:
-    """Of the tiles of a call. start, columns: int64 ``[B, G]``, first position, and how many keys are chosen.
+    """The tiles of a call. start, columns: int64 ``[B, G]``, first position, and how many keys are chosen.
 
     offsets: int64 ``[G]``, where a tile's list begins in the storage of one KV head, of `size` entries.
     """
@@ -88,18 +88,11 @@ def _offsets(budget: Budget, first: int, rows: int, exact: bool, device: torch.d
 
 def mask_of(call: AttentionCall, budget: Budget, stripes: IndexLists) -> SparseMask:
     """The columns before each tile, lists ``[B, Hq, G]``, and the tile's own keys; where none are chosen, all keys."""
-    geometry = call.geometry
-    sizes = geometry.sizes if geometry.lengths is None else None
-    own = _own(geometry, budget) if sizes is None else _kept_own(sizes, budget)
-    group = budget.tile // budget.tile_q
-    return SparseMask(geometry, budget.tile_q, budget.tile_q, own, group, stripes, disjoint=True)
+    group, own = budget.tile // budget.tile_q, _own(call.geometry, budget)
+    return SparseMask(call.geometry, budget.tile_q, budget.tile_q, own, group, stripes, disjoint=True)
 
 
-@kept
-def _kept_own(sizes: Sizes, budget: Budget) -> IndexLists:
-    return _own(Geometry(*sizes), budget)
-
-
+@kept_by_sizes()
 def _own(geometry: Geometry, budget: Budget) -> IndexLists:
     """Key tiles from the first of each tile on; every list is a run of one `arange`."""
     size = budget.tile_q
@@ -134,10 +127,6 @@ class Rows:
         at = torch.minimum(at, torch.maximum(behind, first.clamp(min=0)))
         index = (at[..., 1:] - 1 - first).clamp(0, geometry.q_len - 1)
         return cls(index, (at[..., 1:] - at[..., :-1]).to(dtype))
-
-    def some(self, tiles: slice) -> Rows:
-        """Those of some of the tiles (views)."""
-        return Rows(self.index[:, tiles], self.weight[:, tiles])
 
     def lse(self, call: AttentionCall) -> Tensor:
         """``[B, Hq, n * R]``: of each row over all keys that it may see."""

@@ -58,18 +58,11 @@ class Selection:
         """
         missing = tuple(head for head in wanted if not self.first <= head < self.behind)
         taken = tuple(own + i if head in missing else head for i, head in enumerate(wanted))
-        return self._taken(tuple(head - self.first for head in taken)), missing
-
-    def _taken(self, heads: tuple[int, ...]) -> IndexLists:
-        if heads == tuple(range(self.lists.shape[1])):
-            return self.lists
-        index = _index(heads, self.lists.counts.device)
+        if taken == tuple(range(self.first, self.behind)):
+            return self.lists, missing
+        index = _index(tuple(head - self.first for head in taken), self.lists.counts.device)
         counts, offsets = self.lists.counts[:, index], self.lists.offsets[:, index]
-        return IndexLists(counts, offsets, self.lists.indices)
-
-    def holds(self, first: int, count: int) -> bool:
-        """Whether the heads with these indices are here."""
-        return self.first <= first and first + count <= self.behind
+        return IndexLists(counts, offsets, self.lists.indices), missing
 
 
 @frozen(eq=False)
@@ -84,8 +77,9 @@ class Kept:
         """What the anchor chose for this part of the call, in this very pass through the layers; None if nothing."""
         if self.layer != anchor or not self.layer < call.layer or call.layer < self.at:
             return None
-        found = self.found.get(place_of(call))
-        return found if found is not None and found.holds(call.first_head // call.group, call.kv_heads) else None
+        found, first = self.found.get(place_of(call)), call.first_head // call.group
+        there = found is not None and found.first <= first and first + call.kv_heads <= found.behind
+        return found if there else None
 
 
 def renewed(call: AttentionCall, old: Kept | None, chosen: Chosen) -> Kept | None:
@@ -101,7 +95,7 @@ def renewed(call: AttentionCall, old: Kept | None, chosen: Chosen) -> Kept | Non
 
 
 def place_of(call: AttentionCall) -> Place:
-    """Of a call; its heads apart."""
+    """The part of its layers that a call is, heads apart."""
     g = call.geometry
     return g.batch, g.q_len, g.kv_len, g.q_offset
 

@@ -57,7 +57,7 @@ class Kascade(KascadeConfig):
 
     @property
     def pipeline(self) -> Pipeline:
-        """Of this stage and its observer."""
+        """A pipeline of this stage and its observer."""
         return Pipeline(self, observers=(ChoiceObserver(self),), name="kascade")
 
     @property

@@ -41,14 +41,14 @@ def column_sums(call: AttentionCall, rows: Rows, until: int) -> Tensor:
     return torch.cat(found, -1)
 
 
-def choose(call: AttentionCall, budget: Budget, sampled: int) -> IndexLists:
+def choose(call: AttentionCall, budget: Budget, count: int) -> IndexLists:
     """Lists ``[B, Hkv, G]``: of the keys before each tile those of the largest sums; of equal ones the first.
 
-    The sums of all tiles would be a matrix of tiles and keys, so tiles are done a slab at a time.
+    count: rows of a tile that are summed. The sums of all tiles would be a matrix of tiles and keys, so tiles are done
+    a slab at a time.
     """
     geometry, layout = call.geometry, Layout.of(call, budget)
     batch, tiles = layout.start.shape
-    count = min(sampled, budget.tile)
     rows = Rows.of(geometry, geometry.tiles(budget.tile), budget.tile, count, sum_type(call))
     spot = torch.arange(batch * call.kv_heads, device=geometry.device).view(batch, call.kv_heads, 1) * layout.size
     offsets = spot + layout.offsets
@@ -65,13 +65,14 @@ def choose(call: AttentionCall, budget: Budget, sampled: int) -> IndexLists:
         until = min(last, (geometry.q_offset // budget.tile + part.stop - 1) * budget.tile)
         if until <= 0:
             continue
+        some_rows = Rows(rows.index[:, part], rows.weight[:, part])
         if kernels.serve_rows(call.q):
             from . import kernels as gpu
 
-            sums = gpu.column_sums(call, rows.some(part), layout.start[:, part], until)
+            sums = gpu.column_sums(call, some_rows, layout.start[:, part], until)
             gpu.top_columns(sums, layout.start, lists, part)
         else:
-            _top_columns(column_sums(call, rows.some(part), until), layout.start[:, part], lists, part)
+            _top_columns(column_sums(call, some_rows, until), layout.start[:, part], lists, part)
     return lists
 
 
@@ -104,15 +105,14 @@ class SumsPriority(Priority):
         return tiles_of_columns(self, call, self.tile, tile_q, tile_k)
 
     def column_scores(self, call: AttentionCall, position: Tensor, heads: slice) -> Tensor:
-        """The worth of each tile, float ``[B, H, R, C]``: see `Priority`."""
+        """The worth of each key column: see `Priority`."""
         chosen = range(call.geometry.heads)[heads]
         kv = slice(chosen.start // call.group, (chosen.stop - 1) // call.group + 1)
         k, v = call.narrow(kv, call.kv_len)
         query = slice(kv.start * call.group, kv.stop * call.group)
         part = evolve(call, q=call.q[:, query], k=k, v=v, sinks=None)
         tiles = torch.div(position, self.tile, rounding_mode="floor")
-        count = min(self.sampled, self.tile)
-        rows = Rows.of(part.geometry, tiles, self.tile, count, sum_type(call))
+        rows = Rows.of(part.geometry, tiles, self.tile, self.sampled, sum_type(call))
         total = (rows.weight.sum(-1) * call.group).clamp(min=1)[:, None, :, None]
         head = torch.arange(chosen.start, chosen.stop, device=position.device)
         of = torch.div(head, call.group, rounding_mode="floor") - kv.start

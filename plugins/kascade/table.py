@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 Indices = tuple[Annotated[int, whole(0, (1 << 31) - 1)], ...]
-"""Of layers, or of heads."""
+"""Indices of layers, or of heads."""
 
 
 @frozen(kw_only=True)
@@ -53,10 +53,9 @@ class AnchorTable(ModelTable):
                 raise ParameterError(
                     f"{at} is {printed(list(heads))}: pass a KV head of the anchor for each of its own"
                 )
-        if self.model is not None:
-            self._check_sizes(self.model)
-
-    def _check_sizes(self, model: ModelIdentity) -> None:
+        model = self.model
+        if model is None:
+            return
         beyond = [layer for layer in (*self.anchors, *self.maps) if layer >= model.layers]
         if beyond:
             name = "anchors" if beyond[0] in self.anchors else "maps"

@@ -17,7 +17,7 @@ from sparseprefill.kernels.source import Keys, strides
 from sparseprefill.kernels.steps import LOG2E
 
 from . import kernels
-from .maxima import MAXIMA, sampling
+from .maxima import MAXIMA, Sampling, sampling
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -32,8 +32,6 @@ FEWEST = 8
 """Key tiles of such a program at least."""
 ENTRIES = 8192
 """Maxima that a program chooses from at once."""
-
-
 FAILED: list[Exception] = []
 """Why the kernel for Hopper does not work here; empty while it does."""
 
@@ -59,7 +57,7 @@ def in_8_bits(call: AttentionCall, precision: str) -> bool:
 
 def remark(call: AttentionCall, config: RowMaxConfig) -> str:
     """Why the portable kernel chooses where the one for Hopper would; empty elsewhere."""
-    if not FAILED or not _for_hopper(call, in_8_bits=in_8_bits(call, config.precision), tile=config.block):
+    if not FAILED or not _for_hopper(call, config):
         return ""
     error = FAILED[0]
     return f"rowmax's kernel for Hopper does not work here, the portable one serves: {type(error).__name__}: {error}"
@@ -81,7 +79,7 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
     union, group, pairs = config.union == "group", call.group, geometry.batch * geometry.heads
     q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()
     keys, factors = _rounded(call, tile) if in_8_bits(call, config.precision) else (Keys.of(call), None)
-    used = _used(q, factors)
+    used = settings(capability(q.device), block(q.shape[3]), q.element_size() if factors is None else 1)
     height = used.block_m
     members, lines = power_of_two(group) if union else 1, power_of_two(per)
     units = geometry.batch * (call.kv_heads if union else geometry.heads)
@@ -101,7 +99,8 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
         parts = max(1, min(PROGRAMS // (pairs * blocks), reach // FEWEST))
         place = (geometry.heads, group, call.first_head, first, blocks, reach)
         sums = torch.empty(pairs * blocks * parts * height, dtype=torch.float32, device=q.device)
-        _find(call, q, keys, factors, config, maxima, sums, (*sizes, *place, columns, cdiv(reach, parts)), parts)
+        numbers = (*sizes, *place, columns, cdiv(reach, parts))
+        _find(call, config, which, used, q, keys, factors, maxima, sums, numbers, parts)
         kernels.choose_kernel[(count, units, cdiv(columns, at_once))](
             chosen.view(torch.int8) if dtype == torch.bool else chosen, maxima, sums, call.sinks, geometry.starts,
             geometry.lengths, least, *sizes, *place, rows, columns, parts,
@@ -112,24 +111,17 @@ def _chosen(call: AttentionCall, config: RowMaxConfig, dtype: torch.dtype) -> Te
 
 
 def _find(
-    call: AttentionCall,
-    q: Tensor,
-    keys: Keys,
-    factors: Tensor | None,
-    config: RowMaxConfig,
-    maxima: Tensor,
-    sums: Tensor,
-    sizes: tuple[int, ...],
-    parts: int,
-) -> None:
+    call: AttentionCall, config: RowMaxConfig, which: Sampling, used: Settings, q: Tensor, keys: Keys,
+    factors: Tensor | None, maxima: Tensor, sums: Tensor, sizes: tuple[int, ...], parts: int,
+) -> None:  # fmt: skip
     """Fill `maxima` and `sums` of some query tiles.
 
-    factors: by key tile, of rounded keys; else None. sizes: what kernels are told of the tiles, see `kernels.RUNTIME`.
+    used: by the portable kernel. factors: by key tile, of rounded keys; else None. sizes: what kernels are told of the
+    tiles, see `kernels.RUNTIME`.
     """
     geometry, size = call.geometry, q.shape[3]
     pairs, blocks = geometry.batch * geometry.heads, sizes[8]
     numbers = (call.softmax_scale * LOG2E.value, call.softcap or 0.0, *sizes)
-    which = sampling(config, call.group)
     flags = {
         "EVERY": which.stride,
         "SHIFT": which.shift,
@@ -137,7 +129,7 @@ def _find(
         "BLOCK_D": block(size),
         "SOFTCAP": call.softcap is not None,
     }
-    hopper = _hopper(call, in_8_bits=factors is not None, tile=config.block)
+    hopper = _module() if not FAILED and _for_hopper(call, config) else None
     if hopper is not None:
         try:
             hopper.hopper_maxima_kernel[(pairs * cdiv(blocks, 2), parts)](
@@ -150,7 +142,6 @@ def _find(
             _fail(error)
         else:
             return
-    used = _used(q, factors)
     kernels.maxima_kernel[(pairs * blocks, parts)](
         maxima, sums, q, keys.k, keys.table, keys.scale, factors, geometry.starts, geometry.lengths,
         *strides(q), *keys.strides, *numbers,
@@ -160,25 +151,16 @@ def _find(
     )  # fmt: skip
 
 
-def _used(q: Tensor, factors: Tensor | None) -> Settings:
-    """Settings of the portable kernel."""
-    return settings(capability(q.device), block(q.shape[3]), q.element_size() if factors is None else 1)
-
-
-def _hopper(call: AttentionCall, *, in_8_bits: bool, tile: int) -> Any:
-    """The module of the kernel for Hopper, where it serves this call; else None."""
-    return _module() if not FAILED and _for_hopper(call, in_8_bits=in_8_bits, tile=tile) else None
-
-
-def _for_hopper(call: AttentionCall, *, in_8_bits: bool, tile: int) -> bool:
+def _for_hopper(call: AttentionCall, config: RowMaxConfig) -> bool:
     """Whether the kernel for Hopper can serve a call."""
     narrow = block(call.q.shape[3]) <= 128 and call.q.shape[3] >= 64
-    plain = in_8_bits and call.geometry.window is None and tile == kernels.HOPPER_TILE and narrow
-    return plain and capability(call.q.device) == (9, 0)
+    plain = call.window is None and config.block == kernels.HOPPER_TILE and narrow
+    return plain and capability(call.q.device) == (9, 0) and in_8_bits(call, config.precision)
 
 
 @cache
 def _module() -> Any:
+    """The module of the kernel for Hopper; None where it cannot be imported."""
     # Gluon is experimental: names come and go with Triton's versions.
     try:
         from . import hopper

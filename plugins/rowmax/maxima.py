@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
     from . import RowMaxConfig
 
-LOGITS = 1 << 26
-"""Logits of sampled rows that are in memory at once, over batch and heads, on a GPU."""
-
-LOGITS_ON_CPU = 1 << 20
-"""The same on a CPU: as many as its cache holds."""
+LOGITS, LOGITS_ON_CPU = 1 << 26, 1 << 20
+"""Logits of sampled rows in memory at once, over batch and heads; on a CPU as many as its cache holds."""
 
 ROWS = 4096
 """Sampled rows whose maxima are in memory at once, over batch and heads, where a query tile has no more."""
@@ -57,8 +54,8 @@ class Sampling:
 
 
 def sampling(config: RowMaxConfig, group: int) -> Sampling:
-    """Of heads that keep alone: one row in `every` each. Of `group` heads that share what they keep: one row in `every`
-    between them, each row by another head in turn; where their number is no power of two, some rows by two heads."""
+    """One row in `every` for each head that keeps alone. `group` heads that share what they keep look at one row in
+    `every` between them, each row by another head in turn; where they are no power of two, some rows by two heads."""
     heads = 1 << (group.bit_length() - 1) if config.union == "group" else 1
     while config.block % (config.every * heads):
         heads //= 2
@@ -78,15 +75,14 @@ def workspace(call: AttentionCall, block: int, stride: int, *, by_kernels: bool)
 
 
 def sampled_rows(call: AttentionCall, first: int, last: int, block: int, which: Sampling) -> Rows:
-    """Of the call's query tiles from `first` to before `last`. For heads that keep alone, the rows for a stride are
-    among those for any divisor of it."""
+    """Sampled rows of the call's query tiles from `first` to before `last`. For heads that keep alone, the rows for a
+    stride are among those for any divisor of it."""
     geometry = call.geometry
     tile = geometry.tiles(block)[:, first:last]  # [B, t]
     head = torch.arange(geometry.heads, device=tile.device) + call.first_head
     phase = (tile[:, None] + head[:, None] * which.shift) % which.stride  # [B, H, t]
     offset = torch.arange(0, block, which.stride, device=tile.device)
-    position = (tile[:, None] * block + phase)[..., None] + offset
-    position = position.flatten(2)
+    position = ((tile[:, None] * block + phase)[..., None] + offset).flatten(2)
     index, real = geometry.locate(position)
     return Rows(index, position, real)
 
@@ -109,7 +105,7 @@ def shares(call: AttentionCall, block: int, which: Sampling) -> Tensor:
     for first in range(0, rows, size):
         last = min(first + size, rows)
         some = sampled_rows(call, first, last, block, which)
-        q = _queries(call, some, keys)
+        q = torch.gather(call.q, 2, some.index[..., None].expand(-1, -1, -1, call.q.shape[3])).to(keys.dtype)
         behind = min(before + last, columns)  # rows that start later stand no further
         lowest = max(geometry.q_offset, (before + first) * block)
         top = keys.new_empty(*some.index.shape, behind)
@@ -123,7 +119,7 @@ def shares(call: AttentionCall, block: int, which: Sampling) -> Tensor:
 
 
 def _shares(call: AttentionCall, top: Tensor, rows: Rows) -> Tensor:
-    """Of the largest products ``[B, Hq, n, c]``: neither a scale nor a cap makes another one the largest."""
+    """Shares from the largest products ``[B, Hq, n, c]``: neither a scale nor a cap makes another one the largest."""
     unseen = ~rows.real[..., None] | top.isneginf()
     top = top * call.softmax_scale
     if call.softcap is not None:
@@ -152,8 +148,3 @@ def _hidden(call: AttentionCall, rows: Rows, tiles: slice, block: int) -> Tensor
     key = torch.arange(tiles.start * block, tiles.stop * block, device=rows.position.device)
     distance = rows.position[..., None] - key
     return distance < 0 if window is None else (distance < 0) | (distance >= window)
-
-
-def _queries(call: AttentionCall, rows: Rows, keys: Tensor) -> Tensor:
-    """``[B, Hq, n, D]`` in the type of the keys."""
-    return torch.gather(call.q, 2, rows.index[..., None].expand(-1, -1, -1, call.q.shape[3])).to(keys.dtype)

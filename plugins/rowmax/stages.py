@@ -17,8 +17,6 @@ from sparseprefill.plan import Plan, Remark
 from .maxima import sampling, shares, workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from sparseprefill.call import AttentionCall
     from sparseprefill.memory import Memory
     from sparseprefill.stages import HeadScope
@@ -47,8 +45,13 @@ class RowMaxEstimator:
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Eight bits, where they are asked for and the device has no products of them."""
-        if self.config.precision != "fp8" or self._in_8_bits(call):
+        if self.config.precision != "fp8":
             return None
+        if kernels.serve_rows(call.q):
+            from . import launch
+
+            if launch.in_8_bits(call, "fp8"):
+                return None
         return (
             f"rowmax: precision='fp8' needs float16 or bfloat16 on a CUDA device of capability 8.9 or above, not "
             f"{call.q.dtype} on {call.q.device}: pass 'auto' or 'exact'"
@@ -66,7 +69,12 @@ class RowMaxEstimator:
             return Plan(SparseMask.full(call, self.config.block), priority=priority)
         rules = {"keep": self.kept(call), "band": 0, "sink": int(self.config.sink)}
         mask = SparseMask.from_rules(call, self.config.block, **rules)
-        return Plan(mask, priority=priority, notes=self._notes(call))
+        said = ""
+        if kernels.serve_rows(call.q):
+            from . import launch
+
+            said = launch.remark(call, self.config)
+        return Plan(mask, priority=priority, notes={"rowmax": Remark(said)} if said else {})
 
     def kept(self, call: AttentionCall) -> Tensor:
         """bool ``[B, Hq, R, C]``, or of KV heads under a union: tiles of a large enough share."""
@@ -85,15 +93,6 @@ class RowMaxEstimator:
             return launch.tile_shares(call, self.config)
         return self._plain_shares(call)
 
-    def _notes(self, call: AttentionCall) -> Mapping[str, Remark]:
-        """What a report says of the kernels that chose."""
-        if not kernels.serve_rows(call.q):
-            return {}
-        from . import launch
-
-        said = launch.remark(call, self.config)
-        return {"rowmax": Remark(said)} if said else {}
-
     def _plain_shares(self, call: AttentionCall) -> Tensor:
         every = shares(call, self.config.block, sampling(self.config, call.group))
         return every if self.config.union == "head" else every.unflatten(1, (-1, call.group)).amax(2)
@@ -101,13 +100,6 @@ class RowMaxEstimator:
     def _priority(self, call: AttentionCall) -> Tensor:
         found = self.shares(call)
         return found if self.config.union == "head" else found.repeat_interleave(call.group, 1)
-
-    def _in_8_bits(self, call: AttentionCall) -> bool:
-        if not kernels.serve_rows(call.q):
-            return False
-        from . import launch
-
-        return launch.in_8_bits(call, self.config.precision)
 
 
 def pipeline(config: RowMaxConfig) -> Pipeline:

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from sparseprefill.mask.geometry import Geometry, Sizes, kept
+from sparseprefill.mask.geometry import Geometry, kept_by_sizes
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.parts.workspace import default_workspace
@@ -44,45 +44,24 @@ class Samples:
     real: Tensor
     until: tuple[int, ...]
 
-    @classmethod
-    def of(cls, geometry: Geometry, block: int, chunk_n: int) -> Samples:
-        """T query tiles go to `chunk_n` chunks: tile t to chunk ``t * chunk_n // T``; empty chunks sample nothing."""
-        sizes = geometry.sizes
-        if sizes is not None and geometry.lengths is None:
-            return _kept(sizes, block, chunk_n)
-        return cls._dealt(geometry, block, chunk_n)
 
-    @classmethod
-    def _dealt(cls, geometry: Geometry, block: int, chunk_n: int) -> Samples:
-        chunks, count = min(chunk_n, geometry.tile_rows(block)), min(block, geometry.q_len)
-        at = geometry.first_position()
-        begin = at.clamp(min=0)
-        stop = torch.maximum(torch.minimum(at + geometry.q_len, geometry.key_counts()), begin)
-        tile = torch.div(begin, block, rounding_mode="floor")
-        tiles = (torch.div(stop - 1, block, rounding_mode="floor") - tile + 1).clamp(min=1)[:, None]
-        within = (geometry.tiles(block) - tile[:, None]).clamp(min=0)
-        part = torch.div(torch.minimum(within, tiles - 1) * chunks, tiles, rounding_mode="floor")
-        edge = (tile[:, None] + _edges(chunks, tiles, geometry.device)) * block
-        edge = torch.minimum(torch.maximum(edge, begin[:, None]), stop[:, None])
-        return cls(part, *_last(edge, count, at[:, None, None], geometry.q_len), _reach(geometry, block, chunks))
-
-
-@kept
-def _kept(sizes: Sizes, block: int, chunk_n: int) -> Samples:
-    """Without padding: every batch row alike, and the same in every layer."""
-    return Samples._dealt(Geometry(*sizes), block, chunk_n)
-
-
-def _edges(chunks: int, tiles: Tensor, device: torch.device) -> Tensor:
-    """First tile of each chunk, and the end of the last: chunk c holds the tiles from ``ceil(c * T / chunks)`` on."""
-    number = torch.arange(chunks + 1, device=device) * tiles + chunks - 1
-    return torch.div(number, chunks, rounding_mode="floor")
-
-
-def _last(edge: Tensor, count: int, first: Tensor, q_len: int) -> tuple[Tensor, Tensor]:
-    """The last `count` rows before each edge ``[B, S + 1]`` but the first: their index, and whether they exist."""
+@kept_by_sizes(lengths=True)
+def dealt(geometry: Geometry, block: int, chunk_n: int) -> Samples:
+    """T query tiles go to `chunk_n` chunks: tile t to chunk ``t * chunk_n // T``; empty chunks sample nothing."""
+    chunks, count = min(chunk_n, geometry.tile_rows(block)), min(block, geometry.q_len)
+    first, begin, stop = geometry.token_range()
+    stop = torch.maximum(stop, begin)
+    tile = torch.div(begin, block, rounding_mode="floor")[:, None]
+    tiles = (torch.div(stop - 1, block, rounding_mode="floor")[:, None] - tile + 1).clamp(min=1)
+    within = (geometry.tiles(block) - tile).clamp(min=0)
+    part = torch.div(torch.minimum(within, tiles - 1) * chunks, tiles, rounding_mode="floor")
+    # Chunk c holds the tiles from ``ceil(c * T / chunks)`` on; the last edge is the end.
+    number = torch.arange(chunks + 1, device=geometry.device) * tiles + chunks - 1
+    edge = (tile + torch.div(number, chunks, rounding_mode="floor")) * block
+    edge = torch.minimum(torch.maximum(edge, begin[:, None]), stop[:, None])
     position = edge[:, 1:, None] + torch.arange(-count, 0, device=edge.device)
-    return (position - first).clamp(0, q_len - 1), position >= edge[:, :-1, None]
+    rows = (position - first[:, None, None]).clamp(0, geometry.q_len - 1)
+    return Samples(part, rows, position >= edge[:, :-1, None], _reach(geometry, block, chunks))
 
 
 def _reach(geometry: Geometry, block: int, chunks: int) -> tuple[int, ...]:
@@ -111,7 +90,7 @@ class SampleEstimator:
     def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
         """Tiles of columns and diagonals; `Plan.notes` keeps what `cra` needs, the mass is left as priority."""
         config, block = self.config, self.config.block
-        samples = Samples.of(call.geometry, block, config.chunk_n)
+        samples = dealt(call.geometry, block, config.chunk_n)
         mass = sampled_mass(call, samples.rows, samples.real, block, column=block, until=samples.until)
         columns, slashes = top_mass(mass.columns, config.alpha_c), top_mass(mass.slashes, config.alpha_s)
         part = samples.part

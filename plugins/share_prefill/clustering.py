@@ -6,8 +6,8 @@ These block maps are compressed, clustered, and compared by the patterns that th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import asdict, frozen
@@ -27,7 +27,6 @@ from .autoencoder import compress
 from .table import ClusterTable, Settings, Spot
 
 if TYPE_CHECKING:
-    from sparseprefill.profiles.identity import ModelIdentity
     from sparseprefill.profiles.table import ModelReader, Progress, Steps
 
 
@@ -54,9 +53,16 @@ def clustered(
     )
     chosen = labels(features(codes.unflatten(0, maps.shape[:2])), settings.threshold, settings.min_size)
     made = {"tokens": len(samples[0]), "samples": len(samples), **asdict(settings), "sparseprefill": __version__}
-    table = clustered_table(heads, chosen, reader.identity, made)
-    similar = torch.stack([similarity(one) for one in maps]).mean(0)
-    within, across = _means(similar, chosen)
+    members: dict[int, list[Spot]] = {label: [] for label in range(-1, max(chosen) + 1)}
+    for head, label in zip(heads, chosen, strict=True):
+        members[label].append(head)
+    noise, *clusters = (tuple(one) for one in members.values())
+    table = ClusterTable(clusters=tuple(clusters), noise=noise, model=reader.identity, made=made)
+    # Mean similarity of two heads of one cluster, and of any other two; NaN where there are none.
+    similar, label_of = torch.stack([similarity(one) for one in maps]).mean(0), torch.tensor(chosen)
+    other = ~torch.eye(len(chosen), dtype=torch.bool)
+    same = (label_of[:, None] == label_of) & (label_of >= 0) & other
+    within, across = float(similar[same].mean()), float(similar[~same & other].mean())
     rows = [(str(i), str(len(one)), _words(one)) for i, one in enumerate(table.clusters)]
     rows += [("noise", str(len(table.noise)), _words(table.noise))] if table.noise else []
     return MadeTable(
@@ -74,14 +80,6 @@ def clustered(
         },
         useless="" if table.clusters else "no two heads of this model look alike",
     )
-
-
-def _means(similar: Tensor, chosen: list[int]) -> tuple[float, float]:
-    """Mean similarity of two heads of one cluster, and of any other two; NaN where there are none."""
-    label = torch.tensor(chosen)
-    other = ~torch.eye(len(label), dtype=torch.bool)
-    same = (label[:, None] == label) & (label >= 0) & other
-    return float(similar[same].mean()), float(similar[~same & other].mean())
 
 
 def _words(heads: Iterable[Spot]) -> str:
@@ -151,19 +149,6 @@ def labels(found: Tensor, threshold: float, min_size: int) -> list[int]:
     order = sorted(sizes, key=lambda label: (-sizes[label], raw.index(label)))
     kept = [label for label in order if sizes[label] >= min_size]
     return [kept.index(label) if label in kept else -1 for label in raw]
-
-
-def clustered_table(
-    heads: list[Spot], chosen: list[int], model: ModelIdentity, made: Mapping[str, Any]
-) -> ClusterTable:
-    """The heads, in the order of their labels, as a table."""
-    members: dict[int, list[Spot]] = {}
-    for head, label in zip(heads, chosen, strict=True):
-        members.setdefault(label, []).append(head)
-    noise = tuple(members.pop(-1, []))
-    return ClusterTable(
-        clusters=tuple(tuple(members[label]) for label in sorted(members)), noise=noise, model=model, made=made
-    )
 
 
 def similarity(maps: Tensor, gamma: float = 0.9) -> Tensor:

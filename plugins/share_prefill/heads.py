@@ -40,7 +40,7 @@ class LayerHeads:
         return index(self._codes, device)
 
     def dense(self, dense: Tensor) -> tuple[Tensor, Tensor]:
-        """Of heads that run dense, bool ``[B, H]``: each open cluster's, int64 ``[B, S]``, and whether there is one."""
+        """The head of each open cluster that is in `dense`, bool ``[B, H]``: int64 ``[B, S]``, and whether one is."""
         mine = self.codes(dense.device) // 2 == index(self.open, dense.device)[:, None]  # noise is in no cluster
         chosen = dense[:, None] & mine
         return chosen.to(torch.uint8).argmax(-1), chosen.any(-1)
@@ -60,28 +60,21 @@ class Clusters:
         return 1 if self.table is None else len(self.table.clusters)
 
     def layer(self, layer: int, heads: int, first: int = 0) -> LayerHeads:
-        """Of so many query heads of a layer, from the head `first` on."""
+        """The clusters of so many query heads of a layer, from the head `first` on."""
         key = (layer, heads, first)
-        known = self._layers.get(key)
-        if known is None:
-            known = self._layers[key] = self._layer(layer, heads, first)
-        return known
+        if key not in self._layers:
+            self._layers[key] = self._found(layer, range(first, first + heads))
+        return self._layers[key]
 
-    def _layer(self, layer: int, heads: int, first: int) -> LayerHeads:
+    def _found(self, layer: int, heads: range) -> LayerHeads:
         if not self.sharing:
-            return LayerHeads((NOISE,) * heads, (False,) * heads)
+            return LayerHeads((NOISE,) * len(heads), (False,) * len(heads))
         if self.table is None:
-            return LayerHeads((0,) * heads, (True,) * heads)
-        spans = self._spans
-        found = [self.table.label(layer, head) for head in range(first, first + heads)]
+            return LayerHeads((0,) * len(heads), (True,) * len(heads))
+        spans = self.table.spans
+        found = [self.table.label(layer, head) for head in heads]
         found = [c if c != NOISE and spans[c][0] < spans[c][1] else NOISE for c in found]
         return LayerHeads(tuple(found), tuple(c != NOISE and layer < spans[c][1] for c in found))
-
-    @cached_property
-    def _spans(self) -> tuple[tuple[int, int], ...]:
-        """First and last layer of each cluster."""
-        layers = [[layer for layer, _ in heads] for heads in self.table.clusters] if self.table else []
-        return tuple((min(one), max(one)) for one in layers)
 
 
 def of_heads(x: Tensor, head: Tensor) -> Tensor:

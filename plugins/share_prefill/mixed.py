@@ -12,25 +12,28 @@ from sparseprefill.mask.geometry import diagonal_map
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority
 from sparseprefill.mask.tile_map import TileMap
-from sparseprefill.plan import Carry, SoftmaxState
+from sparseprefill.plan import Carry, Plan, SoftmaxState
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
 
 
-def mixed_mask(call: AttentionCall, tiles: Tensor, block: int, chosen: Tensor, inner: SparseMask) -> SparseMask:
+def mixed(call: AttentionCall, inner: Plan, tiles: Tensor, block: int, chosen: Tensor, priority: Priority) -> Plan:
     """The tiles, bool ``[B, H, R, C]``, and their diagonal ones for the heads `chosen`, bool ``[B, H]``.
 
     Other heads have what `inner` selects, pair for pair, and nothing else. Where it lies on tiles of another size than
-    `block`, the mask has the largest tiles that divide both.
+    `block`, the mask has the largest tiles that divide both. priority: of the heads `chosen`.
     """
     own = (tiles | diagonal_map(call.geometry, block, block)[:, None]) & chosen[..., None, None]
-    rest = of_heads(inner, ~chosen)
-    mask = rest | SparseMask.from_tiles(call, own, block, diagonal=False)
-    return evolve(mask, disjoint=inner.disjoint)  # a head has either tiles of its own, or tiles and stripes of `inner`
+    mask = mask_of_heads(inner.mask, ~chosen) | SparseMask.from_tiles(call, own, block, diagonal=False)
+    # A head has either tiles of its own, or tiles and stripes of `inner`.
+    mask = evolve(mask, disjoint=inner.mask.disjoint)
+    carry = None if inner.carry is None else carry_of_heads(inner.carry, ~chosen)
+    worth = HeadsPriority(chosen, priority, inner.priority)
+    return Plan(mask, carry, probe=inner.probe, priority=worth, notes=inner.notes)
 
 
-def of_heads(mask: SparseMask, heads: Tensor) -> SparseMask:
+def mask_of_heads(mask: SparseMask, heads: Tensor) -> SparseMask:
     """What a mask selects for some heads, bool ``[B, H]``; nothing for the others. No value is read on the host."""
     tiles, stripes = None, mask.stripes
     if mask.has_tiles:
@@ -49,7 +52,7 @@ def carry_of_heads(carry: Carry, heads: Tensor) -> Carry:
         state.l.masked_fill(rows, 0.0),
         state.acc.masked_fill(rows[..., None], 0.0),
     )
-    return Carry(left, of_heads(carry.region, heads))
+    return Carry(left, mask_of_heads(carry.region, heads))
 
 
 @frozen(eq=False)

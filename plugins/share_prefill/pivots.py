@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
-from sparseprefill.statistics.pooled import js_distance
+from sparseprefill.errors import StageError
+from sparseprefill.mask.geometry import by_block
+from sparseprefill.statistics.pooled import js_distance, real_rows
 from sparseprefill.statistics.slashes import slash_tiles
 
 from .heads import NEVER, index, of_heads
@@ -21,6 +23,7 @@ from .heads import NEVER, index, of_heads
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
     from sparseprefill.mask.geometry import Geometry
+    from sparseprefill.mask.mask import SparseMask
     from sparseprefill.memory import Memory
 
     from .heads import LayerHeads
@@ -52,11 +55,6 @@ class Choice:
         """bool ``[B, H]``."""
         return self.flags[2]
 
-    def of_whole(self, whole: Tensor) -> Choice:
-        """The choice where of the dense heads only those count that were computed in full, bool ``[B, H]``."""
-        dense = self.dense & whole
-        return evolve(self, flags=torch.stack([self.share, dense, self.share | dense]))
-
 
 @frozen(eq=False)
 class Pivots:
@@ -79,6 +77,13 @@ class Pivots:
         bits = torch.arange(8, dtype=torch.uint8, device=self.packed.device)
         tiles = (self.packed[:, clusters, :, :, None] >> bits) & 1
         return tiles.flatten(3)[..., : self.last.shape[2]].bool()
+
+
+def shares(sums: Tensor) -> Tensor:
+    """Sums ``[B, H, C]`` as shares of each head's whole (a-hat, Algorithm 3); 0 where that is 0."""
+    whole = sums.sum(-1, keepdim=True)
+    share: Tensor = sums / torch.where(whole == 0, 1.0, whole)
+    return share
 
 
 def choose(
@@ -119,6 +124,31 @@ def pattern_tiles(
     if pivots is not None:
         tiles = torch.where(choice.share[..., None, None], pivots.pattern(codes.clamp(min=0) // 2), tiles)
     return tiles | choice.dense[..., None, None]
+
+
+def on_blocks(probe: Tensor, mask: SparseMask, block: int) -> Tensor:
+    """``[B, H, R, C]``: `Result.probe` on tiles of ``block x block``.
+
+    A refiner may have put the mask on a finer grid: columns are then summed, rows averaged by their number of real
+    queries. StageError where the mask's tiles do not divide the block.
+    """
+    if (mask.tile_q, mask.tile_k) == (block, block):
+        return probe
+    if block % mask.tile_q or block % mask.tile_k:
+        raise StageError(
+            f"share-prefill: the mask has tiles of {mask.tile_q} x {mask.tile_k} tokens; refiners must leave tiles "
+            f"that divide block={block}, or no pivot can be made from it"
+        )
+    geometry = mask.geometry
+    x = by_block(probe, block // mask.tile_k)
+    weight = real_rows(geometry, mask.tile_q)
+    row = torch.div(geometry.tiles(mask.tile_q) * mask.tile_q, block, rounding_mode="floor")
+    row = (row - geometry.first_tile(block)[:, None]).clamp(0, geometry.tile_rows(block) - 1)
+    at = row[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    summed = x.new_zeros(*x.shape[:2], geometry.tile_rows(block), x.shape[3])
+    summed.scatter_add_(2, at, x * weight[:, None, :, None])
+    mean: Tensor = summed / real_rows(geometry, block).clamp(min=1)[:, None, :, None]
+    return mean
 
 
 def earlier(call: AttentionCall, memory: Memory, key: str) -> Pivots | None:

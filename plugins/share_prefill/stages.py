@@ -12,20 +12,20 @@ from torch import Tensor
 from sparseprefill import kernels
 from sparseprefill.config import inner_method
 from sparseprefill.errors import ParameterError, StageError
+from sparseprefill.mask.geometry import by_block
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Plan
 from sparseprefill.stages import HeadScope, widest_scope
-from sparseprefill.statistics.sampled import SampledMass, by_block, last_rows, sampled_mass, seen_blocks
+from sparseprefill.statistics.sampled import SampledMass, last_mass, seen_blocks
 from sparseprefill.statistics.select import top_mass
-from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, slash_tiles
+from sparseprefill.statistics.slashes import SampledPriority, columns_and_diagonals, vertical_slash
 
 from . import SINGLE, ShareConfig
 from .heads import Clusters, LayerHeads, of_heads
-from .mixed import HeadsPriority, carry_of_heads, mixed_mask
-from .pivots import Choice, Pivots, choose, earlier, pattern_tiles, renewed
-from .scores import on_blocks, shares
+from .mixed import mixed
+from .pivots import Choice, Pivots, choose, earlier, on_blocks, pattern_tiles, renewed, shares
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall
@@ -48,14 +48,6 @@ class Evidence:
     heads: LayerHeads
     choice: Choice
     mask: SparseMask
-
-    def after(self, plan: Plan) -> Evidence:
-        """The evidence for the plan that ran, without the dense heads from which a refiner took pairs."""
-        if plan.mask is self.mask:
-            return self
-        pairs = torch.stack([mask.pairs() for mask in plan.computed()]).sum(0)
-        allowed = plan.mask.geometry.visible_counts().sum(-1, keepdim=True)
-        return evolve(self, choice=self.choice.of_whole(pairs == allowed))
 
 
 def _table(share: Share) -> Clusters:
@@ -144,47 +136,24 @@ class Share(ShareConfig):
         """One sample of the last queries serves the tests, vertical-slash, and the plan's priority alike."""
         heads = self.table.layer(call.layer, call.geometry.heads, call.first_head)
         pivots = earlier(call, memory, self.key)
-        alone = pivots is None and not heads.open  # the whole layer takes the inner mask
-        if alone and self.fallback is not None:
-            return self.fallback.plan(call, Memory())
-        rows, real = last_rows(call, self.block)
-        mass = sampled_mass(call, rows, real, self.block)
-        priority = SampledPriority(mass, real, self.block)
-        if alone:
-            return Plan(self._slashes(call, mass, None, heads, None), priority=priority)
+        inner = None if self.fallback is None else self.fallback.plan(call, Memory())
+        if pivots is None and not heads.open:  # the whole layer takes the inner mask
+            return vertical_slash(call, self.gamma, self.block) if inner is None else inner
+        mass, rows, real = last_mass(call, self.block)
         choice = self._choice(call, mass, rows, real, heads, pivots)
-        priority = evolve(priority, by_column=choice.either)
-        if self.fallback is None:
-            plan = Plan(self._slashes(call, mass, choice, heads, pivots), priority=priority)
+        priority = SampledPriority(mass, real, self.block, by_column=choice.either)
+        slashes = top_mass(mass.slashes, self.gamma) if inner is None else torch.zeros_like(choice.either)[..., None]
+        tiles = pattern_tiles(call.geometry, slashes, self.block, choice, heads, pivots)
+        if inner is None:
+            stripes = top_mass(mass.columns, self.gamma)
+            mask = columns_and_diagonals(call, tiles, stripes, self.block, exclude=choice.either)
+            plan = Plan(mask, priority=priority)
         else:
-            plan = self._mixed(call, self.fallback.plan(call, Memory()), priority, choice, heads, pivots)
+            plan = mixed(call, inner, tiles, self.block, choice.either, priority)
         if not heads.open:
             return plan
         probe = choice.dense if plan.probe is None else plan.probe | choice.dense
         return evolve(plan, probe=probe, notes={**plan.notes, self.key: Evidence(heads, choice, plan.mask)})
-
-    def _slashes(
-        self, call: AttentionCall, mass: SampledMass, choice: Choice | None, heads: LayerHeads, pivots: Pivots | None
-    ) -> SparseMask:
-        """The paper's mask: vertical-slash from the sample, for heads without another choice."""
-        geometry, block = call.geometry, self.block
-        stripes, slashes = top_mass(mass.columns, self.gamma), top_mass(mass.slashes, self.gamma)
-        if choice is None:
-            return columns_and_diagonals(call, slash_tiles(geometry, slashes, block), stripes, block)
-        tiles = pattern_tiles(geometry, slashes, block, choice, heads, pivots)
-        return columns_and_diagonals(call, tiles, stripes, block, exclude=choice.either)
-
-    def _mixed(
-        self, call: AttentionCall, inner: Plan, priority: SampledPriority, choice: Choice, heads: LayerHeads,
-        pivots: Pivots | None,
-    ) -> Plan:  # fmt: skip
-        """The inner plan, for heads without another choice."""
-        none = torch.zeros(*choice.either.shape, 1, dtype=torch.bool, device=choice.either.device)
-        tiles = pattern_tiles(call.geometry, none, self.block, choice, heads, pivots)
-        mask = mixed_mask(call, tiles, self.block, choice.either, inner.mask)
-        carry = None if inner.carry is None else carry_of_heads(inner.carry, ~choice.either)
-        worth = HeadsPriority(choice.either, priority, inner.priority)
-        return Plan(mask, carry, probe=inner.probe, priority=worth, notes=inner.notes)
 
     def _choice(
         self, call: AttentionCall, mass: SampledMass, rows: Tensor, real: Tensor, heads: LayerHeads,
@@ -221,27 +190,25 @@ class PivotObserver:
 
     def observe(self, call: AttentionCall, plan: Plan, result: Result, memory: Memory) -> None:
         """Nothing where the estimator is another one, or the layer makes no pivot."""
-        evidence = plan.notes.get(self.share.key)
+        share, evidence = self.share, plan.notes.get(self.share.key)
         if not isinstance(evidence, Evidence):
             return
-        evidence = evidence.after(plan)
-        cover = self._cover(self._maps(plan, result, evidence))
-        key, count = self.share.key, self.share.table.count
-        old = earlier(call, memory, key)
-        memory.put(key, renewed(call, old, count, evidence.heads, evidence.choice, cover))
-
-    def _maps(self, plan: Plan, result: Result, evidence: Evidence) -> Tensor:
-        """``[B, S, R, C]``: block scores of the heads that run dense, by open cluster."""
         if result.probe is None:
             raise StageError("the executor gave no probe, from which share-prefill makes its pivots")
-        head, _ = evidence.heads.dense(evidence.choice.dense)
-        return on_blocks(of_heads(result.probe, head), plan.mask, self.share.block)
-
-    def _cover(self, maps: Tensor) -> Tensor:
-        """bool ``[B, S, R, C]``: the fewest tiles of each row that carry gamma."""
+        heads, choice = evidence.heads, evidence.choice
+        if plan.mask is not evidence.mask:
+            pairs = torch.stack([mask.pairs() for mask in plan.computed()]).sum(0)
+            allowed = plan.mask.geometry.visible_counts().sum(-1, keepdim=True)
+            dense = choice.dense & (pairs == allowed)
+            choice = evolve(choice, flags=torch.stack([choice.share, dense, choice.share | dense]))
+        head, _ = heads.dense(choice.dense)
+        maps = on_blocks(of_heads(result.probe, head), plan.mask, share.block)  # [B, S, R, C], by open cluster
         if kernels.serve(maps):
-            return top_mass(maps, self.share.gamma)
-        return torch.cat([top_mass(part, self.share.gamma) for part in maps.split(PART, 2)], 2)
+            cover = top_mass(maps, share.gamma)
+        else:
+            cover = torch.cat([top_mass(part, share.gamma) for part in maps.split(PART, 2)], 2)
+        old = earlier(call, memory, share.key)
+        memory.put(share.key, renewed(call, old, share.table.count, heads, choice, cover))
 
 
 def pipeline(config: ShareConfig) -> Pipeline:

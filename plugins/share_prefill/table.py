@@ -69,6 +69,12 @@ class ClusterTable(ModelTable):
         """Index of the head's cluster, or NOISE."""
         return self.labels.get((layer, head), NOISE)
 
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First and last layer of each cluster."""
+        layers = [[layer for layer, _ in heads] for heads in self.clusters]
+        return tuple((min(one), max(one)) for one in layers)
+
 
 def parse(facts: object) -> object:
     """A mapping ``{(layer, head): cluster}``, in which None is noise, as a table; other data as it is."""

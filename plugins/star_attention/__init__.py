@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 
-from sparseprefill.errors import ParameterError, printed
 from sparseprefill.method import Later, Method, a_method, hookimpl, method_table
-from sparseprefill.validate import maybe, whole
+from sparseprefill.validate import WIDEST, fitting, is_whole, maybe, whole
 
 if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.stages import PatternEstimator
 
 
-def _context(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    """integer, negative from the end, or None"""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise ParameterError(
-            f"{attribute.name} is {printed(value)}: pass a number of tokens, negative from the end, or None"
-        )
+_context = fitting(
+    "StarConfig",
+    lambda value: value is None or is_whole(value, 1 - WIDEST),
+    "a number of tokens, negative from the end, or None",
+)
 
 
 @frozen(kw_only=True)

@@ -123,22 +123,20 @@ class Blocks:
         return IndexLists(counts, offsets.contiguous(), moved.indices)
 
     def _moved(self, lists: IndexLists, old: int, new: int) -> IndexLists:
-        """The same lists in key tiles of `new` tokens (from `old`), at the places of the whole call's keys."""
+        """Lists in key tiles of `new` tokens (from `old`), at the places of the whole call's keys."""
         columns, bound = self.call.geometry.tile_columns(old), self.geometry.tile_columns(new)
         column = torch.arange(columns * (old // new), device=self.geometry.device, dtype=torch.int32)
         prefix = torch.div(self.prefix, new, rounding_mode="floor").flatten().to(torch.int32)
         jump = torch.div(self.start, new, rounding_mode="floor").flatten().to(torch.int32) - prefix
-        counts, offsets, indices, length = [], [], [], 0
+        parts = []
         for row in range(self.call.geometry.batch):  # one block at a time: a map of all of them would be large
             one = slice(row, row + 1)
             keep = IndexLists(lists.counts[one], lists.offsets[one], lists.indices).to_map(columns)
             inside = (column < prefix[row]) | (column + jump[row] < bound)
             part = IndexLists.from_map(keep.repeat_interleave(old // new, dim=-1) & inside)
-            counts.append(part.counts)
-            offsets.append(part.offsets + length)
-            indices.append(part.indices + torch.where(part.indices < prefix[row], 0, jump[row]))
-            length += part.indices.numel()
-        return IndexLists(torch.cat(counts), torch.cat(offsets), torch.cat(indices))
+            moved = part.indices + torch.where(part.indices < prefix[row], 0, jump[row])
+            parts.append(IndexLists(part.counts, part.offsets, moved))
+        return IndexLists.joined(parts, 0)
 
 
 def _touched(g: Geometry, sizes: Sizes) -> int:

@@ -10,13 +10,13 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from sparseprefill.config import inner_method
-from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority, PriorityScores, nearness
 from sparseprefill.memory import Memory
 from sparseprefill.parts.workspace import default_workspace, ranges_workspace
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.plan import Carry, Plan
+from sparseprefill.statistics.slashes import sinks_and_near
 
 from .blocks import Blocks
 from .sizes import Sizes, most_tiles, static, static_block
@@ -99,16 +99,11 @@ class StarEstimator:
 
 def star_mask(geometry: Geometry, sizes: Sizes) -> SparseMask:
     """Section 2: a context row sees the anchor and its own block (phase 1), any other row every key (phase 2)."""
-    tile, columns = sizes.tile, geometry.tile_columns(sizes.tile)
-    row = geometry.tiles(tile)
-    behind = torch.where(row >= 0, row + 1, 0).clamp(max=columns)
+    tile, row = sizes.tile, geometry.tiles(sizes.tile)
     block = sizes.block[:, None]
     start = torch.div(row.clamp(min=0), block, rounding_mode="floor") * block
     anchor = torch.minimum(sizes.anchor[:, None], start)
-    first = torch.stack([torch.zeros_like(start), start], -1)
-    last = torch.stack([torch.minimum(anchor, behind), behind], -1)
-    width = min(sizes.most_anchor + sizes.most_block, columns)
-    lists = IndexLists.from_ranges(first, last, geometry.heads, width)
+    lists = sinks_and_near(geometry, tile, tile, anchor, start, sizes.most_anchor + sizes.most_block)
     if sizes.phases:
         lists = lists.filled(row >= sizes.context[:, None], geometry, tile, tile)
     return SparseMask(geometry, tile, tile, lists)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill.errors import ParameterError
+from sparseprefill.mask.geometry import by_block
 from sparseprefill.mask.priority import ENTRIES, Priority
 from sparseprefill.parts.workspace import default_workspace
 from sparseprefill.refiners.narrow import scores_of
@@ -89,9 +90,8 @@ class WeightedPriority(Priority):
         means = []
         for part in position.split(step, 1):
             bonus = norms.bonus(part, self.beta)
-            bonus = functional.pad(bonus, (0, columns * per - bonus.shape[-1])).unflatten(-1, (columns, per)).sum(-1)
             known = norms.before(part)[..., None] - torch.arange(columns, device=geometry.device) * per
-            means.append(bonus / known.clamp(1, per)[:, None])
+            means.append(by_block(bonus, per) / known.clamp(1, per)[:, None])
         weights = torch.cat(means, 2).exp_()
         return self.inner.tile_scores(call, tile_q, tile_k) * weights.repeat_interleave(call.group, 1)
 

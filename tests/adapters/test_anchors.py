@@ -40,7 +40,7 @@ def run(*arguments: str) -> Result:
 
 def test_sums_and_weights_are_those_of_the_models_own_attention(embedded: Any, embedded_tokenizer: Any) -> None:
     ids = key_value_prompts(embedded_tokenizer, 200, 1, 3)
-    (reading,) = anchors.readings(reader(embedded), ids, 64)
+    ((sums, weights),) = anchors.readings(reader(embedded), ids, 64)
     stock = load_model(torch.float32)
     stock.set_attn_implementation("eager")
     kept: dict[int, Any] = {}
@@ -54,18 +54,18 @@ def test_sums_and_weights_are_those_of_the_models_own_attention(embedded: Any, e
         layer.self_attn.register_forward_hook(lambda _, args, out, n=number: keep(n, out[0]))
     with torch.inference_mode():
         attentions = stock(torch.tensor(ids), output_attentions=True).attentions
-    assert sorted(reading.sums) == sorted(reading.weight) == list(range(6))
+    assert sorted(sums) == sorted(weights) == list(range(6))
     for layer, truth in enumerate(attentions):
         mass = truth[0].unflatten(0, (2, 2)).sum(1)  # [2, 200, 200]
         for number, first in enumerate(range(0, 200, 64)):
             rows = mass[:, first : first + 64].sum(1)
-            before, inside = reading.sums[layer].before[:, number], reading.sums[layer].inside[:, number]
+            before, inside = sums[layer].before[:, number], sums[layer].inside[:, number]
             torch.testing.assert_close(rows[:, :first], before[:, :first], rtol=1e-3, atol=1e-4)
             assert not bool(before[:, first:].any())
             torch.testing.assert_close(rows[:, first:].sum(-1), inside, rtol=1e-3, atol=1e-4)
         x, added = kept[layer]
         turned = 1 - torch.nn.functional.cosine_similarity(x, x + added, dim=-1).mean()
-        assert float(turned) == pytest.approx(reading.weight[layer], abs=1e-5)
+        assert float(turned) == pytest.approx(weights[layer], abs=1e-5)
 
 
 def test_similarity_by_loops() -> None:

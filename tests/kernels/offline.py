@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 from sparseprefill.plugins.anchor_attention import kernels as anchor
-from sparseprefill.plugins.anchor_attention.regions import Regions
+from sparseprefill.plugins.anchor_attention.layout import Regions
 from sparseprefill.plugins.bfla import kernels as bfla
 from sparseprefill.plugins.kascade import kernels as kascade
 from sparseprefill.plugins.kascade.budget import Rows

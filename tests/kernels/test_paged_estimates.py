@@ -14,7 +14,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.anchor_attention import kernels as anchor
-from sparseprefill.plugins.anchor_attention.regions import Regions
+from sparseprefill.plugins.anchor_attention.layout import Regions
 
 from helpers.build import among
 from helpers.examples import few_of

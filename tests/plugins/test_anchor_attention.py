@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.anchor_attention.regions import Regions
+from sparseprefill.plugins.anchor_attention.layout import Regions
+from sparseprefill.plugins.anchor_attention.stages import region_lists
 
 import sparseprefill as sp
 from helpers.layers import fields_of
@@ -186,15 +187,16 @@ def test_without_anchor_compares_with_zero() -> None:
 
 def test_layers_of_one_shape_share_the_lists_of_the_anchor_region() -> None:
     regions, call = Regions(8, 2, 8), sp.AttentionCall(*tensors(11, (2, 1), 60, 90))
-    first, again = regions.anchor(call.geometry), regions.anchor(call.geometry)
-    assert first.tiles is again.tiles
-    fresh = regions.lists(call.geometry)
-    assert first.tiles is not None
-    assert torch.equal(fresh.counts, first.tiles.counts)
-    assert torch.equal(fresh.indices, first.tiles.indices)
+    first = region_lists(call.geometry, regions)
+    assert first is region_lists(call.geometry, regions)
+    starts = torch.zeros(1, dtype=torch.int32)
+    fresh = region_lists(sp.AttentionCall(call.q, call.k, call.v, starts=starts).geometry, regions)
+    rows = first.shape[2]
+    assert torch.equal(fresh.counts[:, :, :rows], first.counts)
+    assert torch.equal(fresh.indices[: int(fresh.counts[:, :, :rows].sum())], first.indices[: int(first.counts.sum())])
     starts = torch.tensor([3], dtype=torch.int32)
     padded = sp.AttentionCall(call.q, call.k, call.v, starts=starts)
-    assert regions.anchor(padded.geometry).tiles is not regions.anchor(padded.geometry).tiles
+    assert region_lists(padded.geometry, regions) is not region_lists(padded.geometry, regions)
 
 
 def test_workspace_grows_with_the_candidates() -> None:

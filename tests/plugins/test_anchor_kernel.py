@@ -9,7 +9,7 @@ import pytest
 import torch
 from sparseprefill.plugins.anchor_attention import kernels, layout, stages
 from sparseprefill.plugins.anchor_attention.kernels import compact_kernel, pool_kernel, score_kernel
-from sparseprefill.plugins.anchor_attention.regions import Regions
+from sparseprefill.plugins.anchor_attention.layout import Regions
 
 from kernels.device import CUDA, DEVICE, DTYPES, TMA
 from sparseprefill import AttentionCall

@@ -13,7 +13,7 @@ from sparseprefill.plugins.bfla.stages import block_scores, capped, keep_blocks
 
 from kernels.groups import CUDA, DTYPES, SMALL, TMA, grouped_calls, make, small_settings
 from sparseprefill import AttentionCall, PriorityScores, SparseMask, build
-from sparseprefill.kernels.statistics.softmax import tile_softmax_kernel
+from sparseprefill.kernels.statistics.softmax import tile_softmax, tile_softmax_kernel
 from sparseprefill.mask.geometry import reachable_map, regrid
 
 # numpy, which the interpreter computes with, warns of the infinities and NaNs that belong here
@@ -32,7 +32,8 @@ def same(call: AttentionCall, block: int, size: int, rounding: float = 1e-3) -> 
     torch.testing.assert_close(actual[there], expected[there], rtol=1e-5, atol=rounding, equal_nan=True)
     scaled = capped(expected * alpha, call.softcap)
     keep, mass = keep_blocks(scaled, causal, 0.9)
-    nonfinite = kernels.block_mass(call, actual, block, alpha, call.softcap)
+    nonfinite = torch.empty(actual.shape, dtype=torch.uint8, device=actual.device)
+    tile_softmax(call, actual, block, alpha, call.softcap, nonfinite)
     assert torch.equal(nonfinite.bool(), causal & ~(scaled < torch.inf))
     torch.testing.assert_close(actual, mass, rtol=1e-3, atol=1e-5)
     tile = block // 2

@@ -345,7 +345,7 @@ def test_the_kernel_for_hopper_finds_what_the_portable_one_does(
             actual = launch.tile_shares(call, config)
             assert not launch.FAILED
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(launch, "_hopper", lambda *_, **__: None)
+                patch.setattr(launch, "_for_hopper", lambda *_: False)
                 expected = launch.tile_shares(call, config)
             torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
             assert bool((actual > 0).any()) or q_len == 1 or "padded" in name

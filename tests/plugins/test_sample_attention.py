@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparseprefill.plugins.sample_attention.cra import cra
-from sparseprefill.plugins.sample_attention.stages import Samples
+from sparseprefill.plugins.sample_attention.stages import dealt
 
 import sparseprefill as sp
 from helpers.layers import fields_of
@@ -119,14 +119,14 @@ def test_more_chunks_than_blocks_make_every_block_a_chunk() -> None:
     few, many = (attend(made, alpha_c=0.5, alpha_s=0.5, block=16, chunk_n=n) for n in (4, 1000))
     assert torch.equal(few.mask.to_dense(), many.mask.to_dense())
     geometry = sp.AttentionCall(made["q"], made["k"], made["v"]).geometry
-    samples = Samples.of(geometry, 16, 1000)
+    samples = dealt(geometry, 16, 1000)
     assert [[0, 1, 2, 3]] == samples.part.tolist()
     assert (16, 32, 48, 50) == samples.until
 
 
 def test_a_chunk_samples_its_own_last_rows() -> None:
     geometry = sp.AttentionCall(*(torch.zeros(1, 1, n, 4) for n in (60, 70, 70))).geometry
-    samples = Samples.of(geometry, 16, 2)  # positions 10 to 69: tiles 0 to 4, three to the first chunk
+    samples = dealt(geometry, 16, 2)  # positions 10 to 69: tiles 0 to 4, three to the first chunk
     assert [[0, 0, 0, 1, 1]] == samples.part.tolist()
     assert (list(range(22, 38)), list(range(44, 60))) == tuple(samples.rows[0].tolist())
     assert bool(samples.real.all())

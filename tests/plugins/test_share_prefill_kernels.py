@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparseprefill.plugins.share_prefill import kernels, scores
+from sparseprefill.plugins.share_prefill import kernels
 from sparseprefill.plugins.share_prefill import pivots as decide
 from sparseprefill.plugins.share_prefill.heads import NEVER, LayerHeads, index
 from sparseprefill.plugins.share_prefill.pivots import Choice, Pivots
@@ -59,7 +59,7 @@ def pivots_of(generator: torch.Generator, geometry: Geometry, block: int, near: 
     """Three clusters: one without a pivot, one of this layer, one of an earlier layer."""
     rows, columns = geometry.tile_rows(block), geometry.tile_columns(block)
     made = torch.stack([torch.tensor([NEVER, LAYER, 1])[torch.randperm(3, generator=generator)] for _ in range(2)])
-    last = scores.shares(near[:, :1] + 0.1 * torch.rand(2, 3, columns, generator=generator))
+    last = decide.shares(near[:, :1] + 0.1 * torch.rand(2, 3, columns, generator=generator))
     packed = torch.randint(256, (2, 3, rows, -(-columns // 8)), generator=generator, dtype=torch.uint8)
     return Pivots((), (0, 0), made.to(torch.int32), last, packed)
 
@@ -96,7 +96,7 @@ def test_choice_and_tiles(
     call = evolve(call, starts=geometry.starts, lengths=geometry.lengths, window=geometry.window)
     rows, real = last_rows(call, block)
     seen = seen_blocks(geometry, rows, real, block)
-    own = scores.shares(blocks)
+    own = decide.shares(blocks)
     expected = decide.choose(own, seen, heads, pivots, LAYER, *limits)
 
     there, known = moved(geometry), None if pivots is None else moved(pivots)

@@ -90,6 +90,14 @@ def _spread(geometry: Geometry, count: int) -> tuple[Tensor, Tensor]:
     return rows.clamp(max=geometry.q_len - 1), edges[:, 1:] > edges[:, :-1]
 
 
+def last_mass(call: AttentionCall, count: int) -> tuple[SampledMass, Tensor, Tensor]:
+    """What the last `count` real query rows of each batch row attend to, in diagonal bins of `count`; their index, and
+    which exist: see `sampled_mass` and `last_rows`.
+    """
+    rows, real = last_rows(call, count)
+    return sampled_mass(call, rows, real, count), rows, real
+
+
 @torch.no_grad()
 def sampled_mass(
     call: AttentionCall,

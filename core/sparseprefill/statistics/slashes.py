@@ -15,7 +15,7 @@ from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Plan
-from sparseprefill.statistics.sampled import SampledMass, by_block, last_rows, sampled_mass
+from sparseprefill.statistics.sampled import SampledMass, by_block, last_mass
 from sparseprefill.statistics.select import top_mass
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def vertical_slash(call: AttentionCall, gamma: float, block: int) -> Plan:
     SharePrefill, Algorithm 5, with the last `block` real queries of each row as the sample. The diagonal tile is kept.
     """
     geometry = call.geometry
-    rows, real = last_rows(call, block)
-    mass = sampled_mass(call, rows, real, block)
+    mass, _, real = last_mass(call, block)
     columns, slashes = top_mass(mass.columns, gamma), top_mass(mass.slashes, gamma)
     mask = columns_and_diagonals(call, slash_tiles(geometry, slashes, block), columns, block)
     return Plan(mask, priority=SampledPriority(mass, real, block))
@@ -107,6 +106,21 @@ def columns_and_diagonals(
         stripes.counts.masked_fill_(exclude[..., None], 0)
     chosen = TileMap(geometry=geometry, tile_q=block, tile_k=block, keep=tiles, band=0, sink=sink)
     return SparseMask(geometry, block, block, chosen, group, stripes)
+
+
+def sinks_and_near(
+    geometry: Geometry, tile_q: int, tile_k: int, sinks: Tensor | int, near: Tensor, width: int
+) -> IndexLists:
+    """The first `sinks` key tiles of each query tile, and those from `near` on up to its own; the same for all heads.
+
+    sinks: int64 ``[B, R]``, or a number for all. near: int64 ``[B, R]``. width: the longest list, known on the host.
+    """
+    tile, columns = geometry.tiles(tile_q), geometry.tile_columns(tile_k)
+    behind = torch.where(tile >= 0, (tile + 1) * tile_q // tile_k, 0).clamp(max=columns)
+    begin = behind.clamp(max=sinks)
+    first = torch.stack([torch.zeros_like(begin), torch.maximum(near, begin)], -1)
+    last = torch.stack([begin, behind], -1)
+    return IndexLists.from_ranges(first, last, geometry.heads, min(width, columns))
 
 
 def slash_tiles(
