@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from attrs import evolve, field, frozen
+from torch import Tensor
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import ParameterError
@@ -19,6 +20,7 @@ from sparseprefill.pages import Pages
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
 from sparseprefill.route import Route
+from sparseprefill.testing.heads import head_tensors
 from sparseprefill.testing.inputs import tensors
 from sparseprefill.validate import number, one_of, whole
 
@@ -32,22 +34,26 @@ LAYERS: Mapping[str, int] = MappingProxyType({"kascade": 32})
 """Layers of a prefill that are run, where a method does not do the same in each."""
 
 
+def inputs(
+    kind: str, shape: Shape, length: int, seed: int, device: torch.device, batch: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of prompts, by `sparseprefill.testing.tensors`, or by `head_tensors` for the kind "heads"."""
+    sizes: dict[str, Any] = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    place: dict[str, Any] = {"device": device, "dtype": shape.torch_dtype}
+    if kind != "heads":
+        lengths = {"batch": batch, "q_len": length, "kv_len": length}
+        return tensors(kind, strength=STRENGTH, seed=seed, **lengths, **sizes, **place)
+    rows = [head_tensors(q_len=length, seed=seed + i, **sizes, **place) for i in range(batch)]
+    if batch == 1:
+        return rows[0]
+    q, k, v = (torch.cat(some) for some in zip(*rows, strict=True))
+    return q, k, v
+
+
 @lru_cache(maxsize=1)
 def call_of(shape: Shape, kind: str, seed: int, device: torch.device) -> AttentionCall:
-    """q, k, v of a kind of `sparseprefill.testing.tensors` on a device; the last call made is kept."""
-    q, k, v = tensors(
-        kind,
-        batch=shape.batch,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        q_len=shape.length,
-        kv_len=shape.length,
-        head_dim=shape.head_dim,
-        strength=STRENGTH,
-        seed=seed,
-        device=device,
-        dtype=shape.torch_dtype,
-    )
+    """q, k, v of a kind (`inputs`) on a device; the last call made is kept."""
+    q, k, v = inputs(kind, shape, shape.length, seed, device, shape.batch)
     if shape.batch == 1:
         return AttentionCall(q[:, :, -shape.queries :], k, v)
     return AttentionCall(q, k, v, lengths=torch.tensor(shape.lengths, dtype=torch.int32, device=device))

@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 from sparseprefill.adapters.vllm.pages import pages_of
 from torch import Tensor
 
-from experiments.bench.case import STRENGTH, parse_mask, random_mask
+from experiments.bench.case import inputs, parse_mask, random_mask
 from experiments.bench.clock import Clock
 from experiments.bench.shape import Shape
 from sparseprefill.call import AttentionCall
@@ -19,7 +19,6 @@ from sparseprefill.executors.auto import AutoExecutor
 from sparseprefill.memory import Memory
 from sparseprefill.plan import Plan, Result
 from sparseprefill.registry import default_registry
-from sparseprefill.testing.inputs import tensors
 from sparseprefill.validate import whole
 
 from .engine import described
@@ -129,19 +128,8 @@ class Several:
         caches: list[Tensor] = []
         tables: list[Tensor] = []
         for i, rows in enumerate(q.split(case.new)):
-            mine, k, v = tensors(
-                "heads" if case.method else "random",
-                batch=1,
-                heads=shape.heads,
-                kv_heads=shape.kv_heads,
-                q_len=keys,
-                kv_len=keys,
-                head_dim=shape.head_dim,
-                strength=STRENGTH,
-                seed=self.seed + i,
-                device=device,
-                dtype=shape.torch_dtype,
-            )
+            kind = "heads" if case.method else "random"
+            mine, k, v = inputs(kind, shape, keys, self.seed + i, device)
             rows.copy_(mine[0, :, -case.new :].transpose(0, 1))
             cache, table = filled(k[0], v[0], case.page, "LBNHC", None, self.seed + i)
             tables.append(table + sum(one.shape[0] for one in caches))
