@@ -138,12 +138,13 @@ class Run:
         readings: of a length, made when its turn comes. until: when all must end, by `time.monotonic`; each length gets
         its share of the time.
         """
+        stop = Stop()
         shown.expect(len(lengths))
         for index, length in enumerate(lengths):
             now = time.monotonic()
             ends = now + (until - now) * length / sum(lengths[index:])
             searcher = Searcher(length, candidates, readings(length), self.target, self.by, until=ends)
-            with Stop() as stop, shown.contender(f"{length:,} tokens") as progress:
+            with stop, shown.contender(f"{length:,} tokens") as progress:
                 searcher.run(partial(progress, "settings"))
             found = searcher.result()
             if found.trials or not stop.heard:

@@ -28,7 +28,7 @@ class Handle(Attachment):
     the model's attention while it is attached. active: whether it is.
     """
 
-    _model: weakref.ref[torch.nn.Module] = field(converter=weakly, kw_only=True)
+    _model: weakref.ref[torch.nn.Module] = field(converter=weakly, kw_only=True, alias="model")
     _host: str = field(default=Factory(lambda self: type(self._model()).__name__, takes_self=True), init=False)
 
     def bind(self) -> None:

@@ -30,7 +30,6 @@ from .switch import LOCK, Switch, named_before
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Kept = TypeVar("Kept", bound=torch.nn.Module)
 log = logging.getLogger(__name__)
 _current: ContextVar[Forward | None] = ContextVar("sparseprefill_forward", default=None)
 _bound: tuple[weakref.ref[Attachment], ...] = ()  # replaced as a whole, so that it may be read without the lock
@@ -70,7 +69,7 @@ def eagerly(function: Callable[P, T]) -> Callable[P, T]:
     return cast(Callable[P, T], torch.compiler.disable(function))
 
 
-def weakly(module: Kept) -> weakref.ref[Kept]:
+def weakly(module: torch.nn.Module) -> weakref.ref[Any]:
     """What does not keep a module alive."""
     return weakref.ref(module)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sparseprefill.pipeline import Pipeline
     from sparseprefill.profiles.profile import Profile
     from sparseprefill.route import Route
-    from sparseprefill.stages import MaskRefiner
+    from sparseprefill.stages import Corrector, MaskRefiner
 
 ONLY = "SPARSEPREFILL_PLUGINS"
 REMEDY = f"uninstall one, or name the plugins to load in {ONLY}"
@@ -207,6 +207,14 @@ class Registry:
         """Method by name, sorted."""
         return self.offered("method")
 
+    def refiners(self) -> Mapping[str, type[MaskRefiner]]:
+        """Class of a refiner by name, sorted."""
+        return self.offered("refiner")
+
+    def correctors(self) -> Mapping[str, type[Corrector]]:
+        """Class of a corrector by name, sorted."""
+        return self.offered("corrector")
+
     def get(self, name: str | None) -> Method:
         """The method of this name; UnknownMethodError lists the nearest, PluginLoadError a plugin that broke.
 
@@ -257,6 +265,9 @@ class Registry:
 
     @overload
     def build(self, /, name: str, *, profile: None = None, **parameters: Any) -> Pipeline: ...
+
+    @overload
+    def build(self, /, name: str | None = None, *, profile: str | Path | Profile, **parameters: Any) -> Route: ...
 
     @overload
     def build(

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import sparseprefill as sp
-from adapters import hf_models
+from adapters import hf_models  # pyright: ignore[reportAttributeAccessIssue]
 from adapters.hf_models import STREAMING
 from helpers.refusals import Refusal, over, parameter_error, refused, unknown_method
 

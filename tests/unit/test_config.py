@@ -241,7 +241,7 @@ def test_every_public_refiner_and_corrector_has_its_name() -> None:
     public = [getattr(sp, name) for name in sp.__all__]  # not vars(sp): names are loaded when they are first used
     registry = sp.default_registry()
     offered: list[tuple[str, Any, Mapping[str, type]]] = [
-        ("refine", sp.MaskRefiner, registry.offered("refiner")),
+        ("refine", sp.MaskRefiner, registry.refiners()),
         ("correct", sp.Corrector, registry.offered("corrector")),
     ]
     for verb, interface, known in offered:

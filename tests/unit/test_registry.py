@@ -104,7 +104,7 @@ def test_the_empty_environment_variable_loads_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setenv("SPARSEPREFILL_PLUGINS", "")
     registry = load(Point("one", plugin("alpha")))
     assert [record.name for record in registry.plugins()] == ["core"]
-    assert "sink" in registry.offered("refiner")
+    assert "sink" in registry.refiners()
 
 
 def test_unregister_forgets_a_plugin_and_frees_its_names() -> None:
@@ -140,7 +140,7 @@ def test_a_plugin_is_listed_with_its_refiners_and_correctors() -> None:
     (mine, other) = registry.plugins()[1:]
     assert (mine.methods, mine.refiners, mine.correctors) == ((), ("zeta", "alpha"), ())
     assert (other.methods, other.refiners, other.correctors) == ((), (), ("alpha",))
-    names = list(registry.offered("refiner"))
+    names = list(registry.refiners())
     assert sorted(names) == names
     assert registry.find("refiner", "alpha") is Refiner
     assert registry.offered("corrector") == {"alpha": Corrector}
@@ -162,7 +162,7 @@ def test_one_plugin_may_offer_all_kinds() -> None:
 
 def test_the_built_in_parts_come_through_entry_points() -> None:
     registry = default_registry()
-    owners = {name: registry.owner("refiner", name).name for name in registry.offered("refiner")}
+    owners = {name: registry.owner("refiner", name).name for name in registry.refiners()}
     expected = {"position-decay": "stem", "value-weights": "stem", "relative-threshold": "flashprefill"}
     assert expected == {name: owner for name, owner in owners.items() if owner != "core"}
     assert {name: registry.owner("corrector", name).name for name in registry.offered("corrector")} == {

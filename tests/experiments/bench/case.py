@@ -41,7 +41,7 @@ def inputs(
     sizes: dict[str, Any] = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     place: dict[str, Any] = {"device": device, "dtype": shape.torch_dtype}
     if kind != "heads":
-        lengths = {"batch": batch, "q_len": length, "kv_len": length}
+        lengths: dict[str, Any] = {"batch": batch, "q_len": length, "kv_len": length}
         return tensors(kind, strength=STRENGTH, seed=seed, **lengths, **sizes, **place)
     rows = [head_tensors(q_len=length, seed=seed + i, **sizes, **place) for i in range(batch)]
     if batch == 1:
