@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from sparseprefill import kernels
 from sparseprefill.mask.geometry import Geometry, kept_by_sizes
-from sparseprefill.mask.geometry import by_block as by_block
 
 if TYPE_CHECKING:
     from sparseprefill.call import AttentionCall

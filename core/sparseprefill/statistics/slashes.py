@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseprefill import kernels
+from sparseprefill.mask.geometry import by_block
 from sparseprefill.mask.lists import IndexLists
 from sparseprefill.mask.mask import SparseMask
 from sparseprefill.mask.priority import Priority, PriorityScores
 from sparseprefill.mask.tile_map import TileMap
 from sparseprefill.plan import Plan
-from sparseprefill.statistics.sampled import SampledMass, by_block, last_mass
+from sparseprefill.statistics.sampled import SampledMass, last_mass
 from sparseprefill.statistics.select import top_mass
 
 if TYPE_CHECKING:
