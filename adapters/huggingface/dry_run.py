@@ -8,15 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparseprefill.call import AttentionCall
 from sparseprefill.errors import AttachError
+from sparseprefill.executors.auto import AutoExecutor
+from sparseprefill.mask.mask import SparseMask
+from sparseprefill.memory import Memory
 from sparseprefill.pipeline import Pipeline
-from sparseprefill.plan import Result
-from sparseprefill.registry import default_registry
+from sparseprefill.plan import Plan, Result
 from sparseprefill.route import Route
 
 from ..session.report import Report
@@ -28,6 +30,15 @@ from .inspection import allowed_ids, input_device, trained_length
 TOKENS, SHORTEST = 64, 16
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Relative norm of the difference in logits: rounding stays below, a wrong mask is of the order of one."""
+
+
+@frozen
+class FullEstimator:
+    """Selects every key, so that only the way there and back can go wrong. Plugins may be left out, dense with them."""
+
+    def estimate(self, call: AttentionCall, memory: Memory) -> Plan:
+        """The full mask."""
+        return Plan(SparseMask.full(call))
 
 
 @frozen(eq=False)
@@ -120,9 +131,8 @@ def compare_unread(model: torch.nn.Module, decoder: PreTrainedModel, route: Rout
 
 
 def _full(route: Route) -> Pipeline:
-    """Every key through the executor that will run the method, so that only the way there and back can go wrong."""
-    dense: Pipeline = default_registry().build("dense")
-    return evolve(dense, executor=route.known[0].executor) if route.known else dense
+    """Every key through the executor that will run the method."""
+    return Pipeline(FullEstimator(), executor=route.known[0].executor if route.known else AutoExecutor())
 
 
 def _inputs(model: torch.nn.Module, decoder: PreTrainedModel, most: int = TOKENS) -> dict[str, Any]:
