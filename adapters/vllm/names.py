@@ -73,7 +73,7 @@ class Sight:
 
     @classmethod
     def of(cls, state: Any) -> Sight | None:
-        """That of a model's state, which it is told with from now on; None where there is no such state."""
+        """Listen to a model's state from now on; None where there is no such state."""
         known = getattr(state, SWITCH, None)
         if isinstance(known, cls):
             return known

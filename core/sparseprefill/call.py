@@ -228,7 +228,7 @@ def _check_rows(call: AttentionCall) -> None:
 def _check_tensor(
     call: AttentionCall, name: str, x: Any, length: int, dtypes: tuple[torch.dtype, ...], remedy: str
 ) -> None:
-    """Of ``[length]``, in one of these types, beside q."""
+    """Raise unless the tensor is ``[length]``, in one of these types, and beside q."""
     if not isinstance(x, Tensor) or x.shape != (length,) or x.dtype not in dtypes:
         shown = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else printed(x)
         raise InvalidCallError(name, shown, remedy)

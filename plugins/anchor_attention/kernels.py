@@ -416,5 +416,5 @@ def choose(call: AttentionCall) -> Settings:
 
 
 def _rows_at_once(block: int) -> int:
-    """Of a block of queries, for at most a few loads in flight: 32 of the usual 128."""
+    """Rows of a block of queries, for at most a few loads in flight: 32 of the usual 128."""
     return int(max(min(32, triton.next_power_of_2(block)), triton.next_power_of_2(-(-block // 8))))

@@ -102,7 +102,7 @@ def top_columns_kernel(
     sums_ptr, begin_ptr, counts_ptr, offsets_ptr, indices_ptr, tiles, every, first, heads, width,
     N: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile the list of the keys before it whose sums are largest, ascending; of equal ones the first (ours).
+    """List for each tile the keys before it whose sums are largest, ascending; of equal ones the first (ours).
 
     Bisection on the bits of the least sum that is kept, two bits a pass over the row. sums ``[B, heads, tiles, width]``;
     begin ``[B, every]``; counts and offsets ``[B, heads, every]``, of which `tiles` from `first` on are filled. One

@@ -87,7 +87,7 @@ class Out(NamedTuple):
 
 @gluon.jit
 def _position(number, lines, EVERY: gl.constexpr, SHIFT: gl.constexpr):
-    """Of sampled rows by number. See `kernels._sampled`."""
+    """Positions of sampled rows by number: see `kernels._sampled`."""
     PER: gl.constexpr = TILE // EVERY
     tile = lines.tile + number // PER
     return tile * TILE + (tile + lines.head * SHIFT) % EVERY + number % PER * EVERY
@@ -240,7 +240,7 @@ def hopper_maxima_kernel(
     EVERY: gl.constexpr, SHIFT: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, SOFTCAP: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `kernels.maxima_kernel`, for tiles of 128 keys and blocks of 128 sampled rows, without a window.
+    """What `kernels.maxima_kernel` does, for tiles of 128 keys and blocks of 128 sampled rows, without a window.
 
     One program: two such blocks of a query head. descriptor: of the rounded keys ``[B * Hkv * columns * BLOCK, D]``.
     """
@@ -307,7 +307,7 @@ def hopper_maxima_kernel(
 
 
 def descriptor(k: Tensor) -> TensorDescriptor:
-    """Of the rounded keys ``[B, Hkv, N, D]``: blocks of one key tile."""
+    """A descriptor of the rounded keys ``[B, Hkv, N, D]``: blocks of one key tile."""
     lines, width = k.view(-1, k.shape[-1]), power_of_two(k.shape[-1])
     layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
     return TensorDescriptor(lines, list(lines.shape), list(lines.stride()), [HOPPER_TILE, width], layout)

@@ -82,7 +82,7 @@ def _sampled(
 
 @triton.jit
 def _norm(x):
-    """Of each row: x ``[rows, D]``. Squares of what float16 and bfloat16 hold may be too large, so x is scaled first."""
+    """Norm of each row of x ``[rows, D]``. Squares of float16 and bfloat16 may be too large, so x is scaled first."""
     largest = tl.max(tl.abs(x), 1)
     scale = tl.where(largest > 0.0, largest, 1.0)
     part = x / scale[:, None]

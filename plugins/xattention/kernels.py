@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _seen_rows(group, tokens, window, SIZE: tl.constexpr, WINDOW: tl.constexpr):
-    """Of query groups: their queries, those on the late half of the places, and whether any key group is seen."""
+    """Queries of the query groups, those on the late half of the places, and whether any key group is seen."""
     begin, end = places(group, tokens.low, tokens.high, SIZE)
     count = tl.maximum(end - begin, 0)
     late = tl.maximum(end - tl.maximum(begin, SIZE // 2), 0)

@@ -278,7 +278,7 @@ class _Row:
         return (self.start + torch.arange(self.tiles.shape[1])) * self.mask.tile_q
 
     def tiled(self, x: Tensor, value: float = 0.0) -> Tensor:
-        """Of rows ``[Hq, n, *]`` query tiles ``[Hq * R, Tq, *]``; `value` where a tile reaches beyond the rows."""
+        """Query tiles ``[Hq * R, Tq, *]`` of rows ``[Hq, n, *]``; `value` where a tile reaches beyond the rows."""
         return _padded(x, self.before, self.tiles.shape[1] * self.mask.tile_q, value).reshape(
             -1, self.mask.tile_q, *x.shape[2:]
         )

@@ -92,7 +92,7 @@ def _tiles(
 
 
 def _logits(call: AttentionCall, q: Tensor, k: Tensor, keep: Tensor) -> Tensor:
-    """Of rows q ``[n, D]`` and keys k ``[w, D]``, -inf where not allowed."""
+    """Logits ``[n, w]`` of rows q ``[n, D]`` and keys k ``[w, D]``, -inf where not allowed."""
     logits = q @ k.T * call.softmax_scale
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)

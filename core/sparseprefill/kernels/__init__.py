@@ -20,7 +20,7 @@ def serve(x: Tensor) -> bool:
 
 
 def serve_device(device: torch.device) -> bool:
-    """The same by device."""
+    """Whether kernels serve tensors on a device."""
     return device.type == "cuda" and _installed()
 
 

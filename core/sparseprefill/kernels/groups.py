@@ -53,7 +53,7 @@ class Operands(NamedTuple):
 
 
 class TokenRow(NamedTuple):
-    """Of a batch row: index of position 0 among the keys, position of query row 0, and the positions that hold queries.
+    """A batch row: index of position 0 among the keys, position of query row 0, and the positions that hold queries.
 
     Queries stand at `low` to `high` - 1, and keys that count before `high`.
     """
@@ -317,7 +317,7 @@ class GroupTiles:
         return q, self._descriptor(self.keys.k[:, :, : geometry.q_offset + geometry.q_len], chosen.block_n)
 
     def _descriptor(self, x: Tensor, groups: int) -> TensorDescriptor:
-        """Of the whole groups of x: ``[B, H, size, n, D]``, a view. Places lead, so that a load drops to two dimensions."""
+        """Descriptor of x's whole groups ``[B, H, size, n, D]``, a view. Places lead, so that a load has two dimensions."""
         batch, heads, row, one = x.stride()
         whole = x.shape[2] // self.size
         shape, strides = [*x.shape[:2], self.size, whole, x.shape[3]], [batch, heads, row, row * self.size, one]
@@ -358,7 +358,7 @@ def group_settings(capability: tuple[int, int], itemsize: int) -> Settings:
 
 @cache
 def paged_settings(capability: tuple[int, int], itemsize: int, size: int) -> Settings:
-    """The same where keys are read from their pages: by pointers on any device, q as elsewhere. size: of a group.
+    """Launch settings for keys in pages: they are read by pointers on any device, q as elsewhere. size: of a group.
 
     By measurement: pointers take registers and a thread's time, so that long sums do better with small tiles.
     """

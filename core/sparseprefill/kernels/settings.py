@@ -33,7 +33,7 @@ class Settings:
 
     @cached_property
     def options(self) -> dict[str, int | bool]:
-        """Of a launch: warps, stages and the cap, which the interpreter and the uncapped case do without."""
+        """What a launch is given: warps, stages and the cap, which the interpreter and the uncapped case do without."""
         cap: dict[str, int] = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
         return {"num_warps": self.warps, "num_stages": self.stages, **cap, **FUSED}
 

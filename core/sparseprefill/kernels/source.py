@@ -84,14 +84,14 @@ class Keys:
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Of k: batch (or page), head and row."""
+        """Strides of k: batch (or page), head and row."""
         return strides(self.k, self.page)
 
 
 def strides(x: Tensor, page: int = 0) -> tuple[int, int, int]:
-    """Of ``[B, H, N, D]``, or, with `page`, of ``[pages, page, H, D]``: batch row or page, head and row.
+    """Strides of ``[B, H, N, D]``, or, with `page`, of ``[pages, page, H, D]``: batch row or page, head and row.
 
-    That of a single batch row is never used and would only force a new compilation.
+    The first of a single batch row is never used and would only force a new compilation: it is 0.
     """
     if page:
         return x.stride(0), x.stride(2), x.stride(1)

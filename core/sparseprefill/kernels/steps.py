@@ -115,7 +115,7 @@ def step(acc, l, m, q, k, v, score, PRECISION: tl.constexpr):
 def masked_step(
     acc, l, m, q, k, v, keep, score, PRECISION: tl.constexpr, CAREFUL: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """The same where `keep` [M, N] says which pairs count. Rows without a key so far stay at -inf, without NaN.
+    """One online step where `keep` [M, N] says which pairs count. Rows without a key so far stay at -inf, without NaN.
 
     CAREFUL: a NaN or infinity of v reaches only the rows that may see its key (0 * NaN is NaN in a plain product).
     """

@@ -144,7 +144,7 @@ class _Cells:
         return cls(cuts + place, ends + place, within, len(blocks))
 
     def gathered(self, x: Tensor, grid: int, first: Tensor | int, axis: int) -> Tensor:
-        """Of an axis of `x` by tiles of `grid` tokens, the entry that each cell lies in. first: number of entry 0."""
+        """The entry in which each cell lies, of an axis of `x` by tiles of `grid` tokens. first: number of entry 0."""
         at = (torch.div(self.first, grid, rounding_mode="floor") - first).clamp(0, x.shape[axis] - 1)
         if self.plain and at.shape[1] == x.shape[axis] and self.count == x.shape[axis]:
             return x
@@ -269,7 +269,7 @@ def _first(geometry: Geometry, tile: int) -> Tensor | int:
 
 
 def _ordered(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Of bool ``[..., C]`` how many are set, int32 ``[...]``, and which, int32 ``[..., C]``, with zeros behind them."""
+    """How many of bool ``[..., C]`` are set, int32 ``[...]``, and which, int32 ``[..., C]``, with zeros behind them."""
     columns = keep.shape[-1]
     slot = torch.where(keep, keep.cumsum(-1) - 1, columns)
     found = torch.zeros(*keep.shape[:-1], columns + 1, dtype=torch.int32, device=keep.device)

@@ -167,7 +167,7 @@ class Geometry:
         return (position >= 0) & (position < self.key_counts()[:, None])
 
     def locate(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Of positions int64 ``[B, *]``: the index of the query row there, and bool, whether it is a token of the call.
+        """The index of the query row at each position, int64 ``[B, *]``, and bool, whether it is a token of the call.
 
         Where there is none, the index is that of some row.
         """

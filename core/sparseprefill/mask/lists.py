@@ -204,7 +204,7 @@ class IndexLists:
 
 @kept_by_sizes()
 def _reach(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each query tile, ``[B, 1, R]``, the first key tile in reach, int64, and how many are, int32; and all tiles."""
+    """The first key tile in reach of each query tile, int64 ``[B, 1, R]``, and how many are, int32; and all tiles."""
     first, last = span(geometry, tile_q, tile_k)
     every = torch.arange(geometry.tile_columns(tile_k), dtype=torch.int32, device=geometry.device)
     return first[:, None], (last - first).clamp(min=0).to(torch.int32)[:, None], every

@@ -452,7 +452,7 @@ class SparseMask:
 
 
 def _check_counts(name: str, lists: IndexLists, bound: int) -> None:
-    """That every list has a possible length and lies within the indices, before any of them is read."""
+    """Raise unless every list has a possible length and lies within the indices, before any of them is read."""
     counts, offsets, held = lists.counts, lists.offsets, lists.indices.numel()
     if bool(((counts < 0) | (counts > bound)).any()):
         raise MaskError(_wanted(name, bound))

@@ -111,7 +111,7 @@ class PriorityScores(Priority):
 
 @frozen(eq=False)
 class BestOf(Priority):
-    """Of several priorities the highest score, for the union of their plans; NaN only where all say NaN."""
+    """The highest score of several priorities, for the union of their plans; NaN only where all say NaN."""
 
     parts: tuple[Priority, ...]
 

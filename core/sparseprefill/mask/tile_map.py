@@ -223,7 +223,7 @@ class TileMap:
         )
 
     def _plain(self) -> TileMap:
-        """The same as a map without rules."""
+        """The tiles as a map without rules."""
         return TileMap(geometry=self.geometry, tile_q=self.tile_q, tile_k=self.tile_k, keep=self.resolved)
 
     def by_group(self, group: int) -> Tensor:

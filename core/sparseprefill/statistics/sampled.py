@@ -185,7 +185,7 @@ class Logits:
         return found if keys.stop <= self._open else self._hide(found, self.key[:, keys])
 
     def at(self, positions: slice) -> Tensor:
-        """The same of keys by their position on each batch row's grid; a position without a key has -inf."""
+        """Scores of keys by their position on each batch row's grid; a position without a key has -inf."""
         call, geometry = self.call, self.call.geometry
         if geometry.starts is None and call.pages is None:
             behind = min(positions.stop, geometry.kv_len)

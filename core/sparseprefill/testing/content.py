@@ -62,12 +62,12 @@ class Content:
         return cls(template, basis, marks, _bounds(source, tokens))
 
     def to(self, device: torch.device | str) -> Content:
-        """The same on a device."""
+        """What this holds, on a device."""
         return Content(*(x.to(device) for x in (self.fast, self.basis, self.marks, self.bounds)))
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Of the columns: those that are stripes, and those in spans, to one query."""
+        """Shares of the columns: those that are stripes, and those in spans, to one query."""
         held = (self.marks[:, 1 + TOPICS :] > 0).float().mean(0)
         return float(held[:TOPICS].mean()) * (1 + TWO), float(held[TOPICS:].mean())
 
@@ -87,7 +87,7 @@ class Reading:
     weights: Tensor
 
     def to(self, device: torch.device | str) -> Reading:
-        """The same on a device."""
+        """What this holds, on a device."""
         return Reading(self.fast.to(device), self.weights.to(device))
 
     def queries(self, content: Content, first: int, last: int) -> Tensor:
@@ -124,7 +124,7 @@ def read(source: torch.Generator, content: Content, one: Character, rotary: Rota
 
 
 def _distances(source: torch.Generator, tokens: int) -> tuple[int, int]:
-    """Of two slashes: a near one, at 300 to 2,000 tokens, and one at up to a quarter of the prompt."""
+    """Distances of two slashes: a near one, at 300 to 2,000 tokens, and one at up to a quarter of the prompt."""
     near, far = torch.rand(2, generator=source, dtype=torch.float64).tolist()
     longest = max(16, tokens // 4)
     return int(min(longest // 2, 300 + 1700 * near)), int(longest * (0.6 + 0.4 * far))

@@ -275,7 +275,7 @@ def skim_tiles(
     acc, l, m, q, rows, keys, values, k_desc, v_desc, tiles, row_of_lists, logits, bound, S, CAREFUL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `attend_tiles`, in the order of `SkipSoftmax`; the state, and how many pairs were left out (BLASST, Algorithm 1).
+    """Attend to tiles in the order of `SkipSoftmax`; the state, and how many pairs were left out (BLASST, Algorithm 1).
 
     Logits stand twice in each step, here and in `step`; the compiler makes one of them. Values are loaded if wanted.
     """

@@ -210,7 +210,7 @@ def sparse_attention_together(
 def sparse_attention_state(
     call: AttentionCall, mask: SparseMask, carry: SoftmaxState | None = None, below: Tensor | None = None
 ) -> State:
-    """The same, unnormalised: m, l and acc of a `SoftmaxState`, float32."""
+    """Attention left unnormalised: m, l and acc of a `SoftmaxState`, float32."""
     shape = call.q.shape[:3]
     options: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
     acc = torch.empty(*shape, call.value_dim, **options)

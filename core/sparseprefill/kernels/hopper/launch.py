@@ -88,7 +88,7 @@ def objection(call: AttentionCall, mask: SparseMask, *, skips: bool = False) -> 
 
 
 def features(call: AttentionCall, mask: SparseMask) -> str | None:
-    """The same, whatever K and V are read from."""
+    """Why the kernel cannot run a call, whatever K and V are read from; None if it can."""
     q = call.q
     if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] not in STAGES:
         return f"{q.dtype} with head dimension {q.shape[-1]}"
@@ -185,8 +185,8 @@ def launch_eight(call: AttentionCall, mask: SparseMask, given: Given, bound: flo
 
 @kept
 def _sampled(lines: int, blocks: int, behind: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `lines` heads: the items of sampled blocks, their rows, all items (so that one variant of the kernel serves both),
-    and int8 ``[2, lines]`` of zeros and ones. behind: rows by which the first block begins before the call's."""
+    """The items of the sampled blocks of `lines` heads, their rows, all items (so that one variant of the kernel serves
+    both), and int8 ``[2, lines]`` of zeros and ones. behind: rows by which the first block begins before the call's."""
     tiles = torch.arange(1, 2 * SAMPLED, 2, device=device) * blocks // (4 * SAMPLED)
     head = torch.arange(lines, device=device)[:, None] * blocks
     items = (head + blocks - 1 - tiles).to(torch.int32).flatten()  # of a head's items the last block comes first
@@ -312,7 +312,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Of ``[B, H, N, D]``: blocks of `rows` tokens of one head, and of `columns` of its dimensions if not all."""
+    """Descriptor of ``[B, H, N, D]``: blocks of `rows` tokens of a head, and of `columns` of its dimensions if not all."""
     block = [1, 1, rows, columns or x.shape[-1]]
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, LAYOUT)
 
@@ -330,7 +330,7 @@ def _cache(source: Source, block_n: int) -> Cache:
 
 
 def cache_descriptors(source: Source, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Of K and V in pages: blocks of a step's keys of one head in one page, or, of smaller pages, of one panel."""
+    """Descriptors of K and V in pages: a step's keys of a head in one page, or, of smaller pages, those of a panel."""
     page = source.k.shape[1]
     block = (block_n, None) if page >= block_n else (page, PANEL.value)
     # Heads first, as in tensors: the copy engine takes strides in any order.
@@ -339,7 +339,7 @@ def cache_descriptors(source: Source, block_n: int) -> tuple[TensorDescriptor, T
 
 
 def page_strides(x: Tensor) -> tuple[int, int, int]:
-    """Of K or V in pages: rows from page to page, elements from head to head and from row to row."""
+    """Strides of K or V in pages: rows from page to page, elements from head to head and from row to row."""
     return x.stride(0) // x.stride(1), x.stride(2), x.stride(1)
 
 

@@ -27,7 +27,7 @@ def number(sizes, b, field: gl.constexpr):
 
 @gluon.jit
 def batch_row(sizes, b):
-    """Of row `b` of the batch: its first key, its length, and the position of the call's first query."""
+    """First key and length of row `b` of the batch, and the position of the call's first query."""
     start = 0
     if sizes.starts is not None:
         start = gl.load(sizes.starts + b)

@@ -394,14 +394,14 @@ def _steps(number: int, per: int) -> int:
 
 
 def _where(keep: Tensor | None, heads: int) -> tuple[int, ...]:
-    """Of a map: strides (that of a single batch row is never used), rows, and heads that share an entry."""
+    """Strides of a map (that of a single batch row is never used), its rows, and the heads that share an entry."""
     if keep is None:
         return 0, 0, 0, 0, 1, 1
     return 0 if keep.shape[0] == 1 else keep.stride(0), *keep.stride()[1:], keep.shape[2], heads // keep.shape[1]
 
 
 def _numbers(rules: Rules) -> tuple[Any, ...]:
-    """As kernels take them. Words of hashes are signed, so that none is of another integer type."""
+    """Rules as kernels take them. Words of hashes are signed, so that none is of another integer type."""
     ranges = rules.dense if isinstance(rules.dense, Tensor) else None
     first, behind = (0, 0) if ranges is not None or rules.dense is None else rules.dense
     numbers = Rules(

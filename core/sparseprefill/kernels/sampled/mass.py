@@ -69,7 +69,7 @@ def _rows(
 
 @triton.jit
 def _span(rows, begin, chunk, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Of the key positions [begin, begin + chunk): the first that a row sees, the end of those that all rows see
+    """Among the key positions [begin, begin + chunk): the first that a row sees, the end of those that all rows see
     without a mask, and the end of those that any row sees; the first two in whole steps of BLOCK_N from `begin`."""
     top = tl.max(tl.where(rows.real, rows.position, -1), 0)
     low = tl.min(tl.where(rows.real, rows.position, BIG), 0)

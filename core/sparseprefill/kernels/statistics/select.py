@@ -146,7 +146,7 @@ def top_mass_rows_kernel(
 def top_mass_stream_kernel(
     scores_ptr, keep_ptr, share_bits, least, most, columns, BOUNDED: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The same for long rows. One program: one row, read again for each probe (from L2, mostly)."""
+    """The fewest entries of a long row that reach a mass. One program: a row, read again for each probe (mostly L2)."""
     row = tl.program_id(0).to(tl.int64) * columns
     scores_ptr += row
     slot = tl.arange(0, N)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
