@@ -107,7 +107,7 @@ def block_tiles_kernel(
 def kept_tiles(
     call: AttentionCall, block: int, size: int, alpha: float, softcap: float | None, keep_mass: float, tile: int
 ) -> tuple[Tensor, Tensor]:
-    """Kept tiles (`stages.kept_tiles`): bool ``[B, Hq, R, C]`` on tiles of `tile` tokens, and blocks' masses, float32."""
+    """Kept tiles (`stages.kept_tiles`): bool ``[B, Hq, R, C]`` by tiles of `tile` tokens; and blocks' float32 masses."""
     mass = block_scores(call, block, size)
     nonfinite = torch.empty(mass.shape, dtype=torch.uint8, device=mass.device)
     tile_softmax(call, mass, block, alpha, softcap, nonfinite)  # in place, and what is NaN or infinite

@@ -317,7 +317,7 @@ class GroupTiles:
         return q, self._descriptor(self.keys.k[:, :, : geometry.q_offset + geometry.q_len], chosen.block_n)
 
     def _descriptor(self, x: Tensor, groups: int) -> TensorDescriptor:
-        """Descriptor of x's whole groups ``[B, H, size, n, D]``, a view. Places lead, so that a load has two dimensions."""
+        """Descriptor of x's whole groups, a view ``[B, H, size, n, D]``. Places lead, so a load has two dimensions."""
         batch, heads, row, one = x.stride()
         whole = x.shape[2] // self.size
         shape, strides = [*x.shape[:2], self.size, whole, x.shape[3]], [batch, heads, row, row * self.size, one]

@@ -40,7 +40,7 @@ class Together:
 
     @classmethod
     def of(cls, calls: Sequence[AttentionCall], masks: Sequence[SparseMask]) -> Together:
-        """Put calls and masks of one `key` together. Nothing is read from a device; at most one small copy goes to it."""
+        """Put calls and masks of one `key` together. Nothing is read from a device; one small copy may go to it."""
         lists = tuple(mask.arrays for mask in masks)
         bitmaps = tuple(mask.bitmap for mask in masks)
         lengths = [call.q.shape[2] for call in calls]

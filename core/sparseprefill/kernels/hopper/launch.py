@@ -312,7 +312,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Descriptor of ``[B, H, N, D]``: blocks of `rows` tokens of a head, and of `columns` of its dimensions if not all."""
+    """Descriptor of ``[B, H, N, D]``: blocks of `rows` tokens of a head, and of `columns` dimensions if not all."""
     block = [1, 1, rows, columns or x.shape[-1]]
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, LAYOUT)
 
