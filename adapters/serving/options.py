@@ -14,7 +14,7 @@ from sparseprefill.errors import ParameterError, nearest, printed
 from sparseprefill.pipeline import Pipeline
 from sparseprefill.registry import Registry
 from sparseprefill.route import Route
-from sparseprefill.structure import structure
+from sparseprefill.structure import check_names, structure, table
 from sparseprefill.validate import MOST_ROWS, flag, maybe, number, one_of, whole
 
 from ..session.defaults import TAIL
@@ -111,32 +111,27 @@ class Options(Settings):
         return self.unknown(extra[SWITCH]) if why is None and SWITCH in extra else why
 
 
-def read_table(table: object, without: Container[str] = ()) -> Options:
+def read_table(given: object, without: Container[str] = ()) -> Options:
     """The options in a server's table; ParameterError names the key at fault.
 
     without: of our own keys those that mean nothing to this server.
     """
-    own = [key for key in OWN if key not in without]
-    known = (*own, "config", "profiles", *KEYS)
-    if not isinstance(table, Mapping):
-        raise ParameterError(f"{TABLE} is {table!r}: give a table of keys and values")
-    for key in table:
-        if key not in known:
-            raise ParameterError(f"{TABLE}.{key} is unknown{nearest(str(key), known)}")
-    found: Settings = structure(Settings, {key: table[key] for key in own if key in table}, TABLE, short=True)
+    own, facts = [key for key in OWN if key not in without], table(given, TABLE)
+    check_names(facts, (*own, "config", "profiles", *KEYS), TABLE)
+    found: Settings = structure(Settings, {key: facts[key] for key in own if key in facts}, TABLE, short=True)
     every, strict = found.recall_every, found.strict_recall
     check_strict(f"{TABLE}.strict_recall", strict, every, f"{TABLE}.recall_every")
-    profiles = _profiles(table.get("profiles", {}))
-    return Options(source=_source(table, TABLE), profiles=profiles, **asdict(found, recurse=False))
+    profiles = _profiles(facts.get("profiles", {}))
+    return Options(source=_source(facts, TABLE), profiles=profiles, **asdict(found, recurse=False))
 
 
-def _source(table: Mapping[str, Any], at: str) -> Source:
-    inline = {key: value for key, value in table.items() if key in KEYS}
-    if "config" not in table:
+def _source(facts: Mapping[str, Any], at: str) -> Source:
+    inline = {key: value for key, value in facts.items() if key in KEYS}
+    if "config" not in facts:
         return Source(inline, at)
     if inline:
         raise ParameterError(f"{at}.config names a file that holds the pipeline: leave out {', '.join(inline)}")
-    path = table["config"]
+    path = facts["config"]
     if not isinstance(path, str) or not path:
         raise ParameterError(f"{at}.config is {path!r}: give the path of a .toml or .json file")
     return Source(path, at)
@@ -147,16 +142,13 @@ def _profiles(value: object) -> Mapping[str, Source]:
     if not isinstance(value, Mapping):
         raise ParameterError(f"{here} is {value!r}: give a table of names, each with a table as {TABLE} itself")
     found: dict[str, Source] = {}
-    for name, table in value.items():
+    for name, given in value.items():
         if not isinstance(name, str) or not name or name == OFF:
             raise ParameterError(f"{here} has the name {name!r}: use another name, which requests will pass")
         at = f"{here}.{name}"
-        if not isinstance(table, Mapping):
-            raise ParameterError(f"{at} is {table!r}: give a table of keys and values")
-        for key in table:
-            if key in OWN or key == "profiles":
-                raise ParameterError(f"{at}.{key} applies to all requests: give it as {TABLE}.{key}")
-            if key not in ("config", *KEYS):
-                raise ParameterError(f"{at}.{key} is unknown{nearest(str(key), ('config', *KEYS))}")
-        found[name] = _source(table, at)
+        facts = table(given, at)
+        for key in facts.keys() & {*OWN, "profiles"}:
+            raise ParameterError(f"{at}.{key} applies to all requests: give it as {TABLE}.{key}")
+        check_names(facts, ("config", *KEYS), at)
+        found[name] = _source(facts, at)
     return found

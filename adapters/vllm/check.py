@@ -18,8 +18,7 @@ from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.route import Route
 
 from ..serving.layer import CHUNKED, LATENT, WINDOW, Heads, Layer, unsupported
-from .chunks import SCHEDULER
-from .options import parse
+from .options import SCHEDULER, parse
 from .runtime import make_runtime
 
 HOST = "vLLM's own attention"

@@ -23,9 +23,9 @@ from ..serving.warm import Sizes, warm_engine
 from .admission import check_apart
 from .layer import heads_of, index_of, layer_of
 from .names import Names
+from .options import check_unread
 from .runtime import DRAFTS, KEYLESS, Runtime
 from .split import check_fields
-from .unread import check_unread
 
 log = logging.getLogger(__name__)
 

@@ -1,12 +1,16 @@
-"""The options in vLLM's ``additional_config``."""
+"""The options in vLLM's ``additional_config``, and whether the engine does as they say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from typing import Any
 
-from sparseprefill.errors import ParameterError
+from sparseprefill.errors import AttachError, ParameterError
+from sparseprefill.route import Route
 
 from ..serving.options import TABLE, Options, read_table
+
+SCHEDULER = "sparseprefill.adapters.vllm.scheduler.fixed_chunks"
 
 
 def parse(additional: object) -> Options:
@@ -16,3 +20,66 @@ def parse(additional: object) -> Options:
         example = '--additional-config \'{"sparseprefill": {"method": "streaming"}}\''
         raise ParameterError(f"the backend CUSTOM is selected, but no method: add {example}")
     return read_table(table)
+
+
+def check_chunk(config: Any, options: Options) -> None:
+    """AttachError where chunks of one size are asked for, and another scheduler would cut prompts as it likes."""
+    if options.chunk is None:
+        return
+    given = config.scheduler_config.scheduler_cls
+    name = given if given is None or isinstance(given, str) else f"{given.__module__}.{given.__qualname__}"
+    if name != SCHEDULER:
+        shown = "vLLM's own scheduler" if name is None else name
+        raise AttachError(
+            f"{TABLE}.chunk is {options.chunk}, but {shown} cuts prompts by what else is in the batch: "
+            f"add --scheduler-cls {SCHEDULER}"
+        )
+
+
+def check_grain(chunk: int | None, route: Route, at: str) -> None:
+    """ParameterError where chunks of one size would end between the multiples of the method's grain."""
+    grain = route.method_grain
+    if chunk is not None and grain is not None and chunk % grain:
+        good = max(chunk // grain, 1) * grain
+        raise ParameterError(
+            f"{TABLE}.chunk is {chunk}: {at} ({route.name}) has a grain of {grain} tokens; pass a multiple of it, such "
+            f"as {good}"
+        )
+
+
+def chunk_end(start: int, end: int, prompt: int, chunk: int) -> int:
+    """Where the chunk of a prompt that begins at token `start` may end, if the step has room up to `end`: at the next
+    multiple of `chunk`, or with the prompt. `start` itself where there is too little room: then it waits for a step
+    that has it. Behind the prompt there are no bounds."""
+    if start >= prompt:
+        return end
+    bound = min((start // chunk + 1) * chunk, prompt)
+    return bound if end >= bound else start
+
+
+def check_unread(config: Any, options: Options, last: int, able: Container[int]) -> None:
+    """AttachError where `skip_unread` is on and rows of the last layer would be missed, or none could be left out.
+
+    config: the VllmConfig. last: index of the model's last layer. able: the layers of this process that run sparse.
+    Which requests want the log probabilities of their prompts is seen at each (`Names.ends_alone`).
+    """
+    if options.skip_unread and (why := _objection(config, options, last, able)):
+        raise AttachError(f"{TABLE}.skip_unread is true, but {why}: leave skip_unread out")
+
+
+def _objection(config: Any, options: Options, last: int, able: Container[int]) -> str | None:
+    model, pipelined = config.model_config, int(config.parallel_config.pipeline_parallel_size) > 1
+    quantised = getattr(model, "quantization", None)
+    if not options.tail:
+        return "tail is 0, so a prompt's last row need not see every key"
+    if getattr(config, "speculative_config", None) is not None:
+        return "drafts are made from all rows (--speculative-config)"
+    if getattr(model, "runner_type", "generate") != "generate":
+        return "a pooling model reads all rows"
+    if getattr(getattr(config, "aux_output_config", None), "enabled", False):
+        return "the experts of all rows are asked for (--enable-return-routed-experts)"
+    if quantised is not None:
+        return f"the model is quantised ({quantised}), so the rows of a step may share a scale"
+    if last not in able and not pipelined:  # of a pipeline's processes one has it
+        return f"layer {last}, the model's last, cannot run sparse here"
+    return None

@@ -19,9 +19,8 @@ from ..serving import runtime
 from ..serving.model import Model, model_of
 from ..serving.summary import SECONDS, show
 from ..serving.tally import Owner
-from .chunks import check_chunk, check_grain
 from .names import Names, drafting
-from .options import parse
+from .options import check_chunk, check_grain, parse
 
 NAME = "CUSTOM"
 DRAFTS = "layers of a draft model: what is drafted runs dense"

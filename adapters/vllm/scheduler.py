@@ -19,8 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from sparseprefill.errors import AttachError, ParameterError
 
 from ..serving.options import TABLE
-from .chunks import SCHEDULER, chunk_end
-from .options import parse
+from .options import SCHEDULER, chunk_end, parse
 
 log = logging.getLogger(__name__)
 HOOK = "_reserve_prefill_lookahead"

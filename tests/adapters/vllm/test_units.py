@@ -27,12 +27,10 @@ from sparseprefill.adapters.serving.tensor_parallel import LocalRegistry
 from sparseprefill.adapters.session.session import Prefill
 from sparseprefill.adapters.vllm import plugin, register
 from sparseprefill.adapters.vllm.admission import check_apart, install, keep_apart
-from sparseprefill.adapters.vllm.chunks import SCHEDULER, check_chunk, check_grain, chunk_end
 from sparseprefill.adapters.vllm.layer import index_of, layer_of
-from sparseprefill.adapters.vllm.options import parse
+from sparseprefill.adapters.vllm.options import SCHEDULER, check_chunk, check_grain, check_unread, chunk_end, parse
 from sparseprefill.adapters.vllm.pages import pages_of
 from sparseprefill.adapters.vllm.split import narrow
-from sparseprefill.adapters.vllm.unread import check_unread
 from sparseprefill.plugins.share_prefill import TABLE as NEEDED
 
 import sparseprefill as sp
