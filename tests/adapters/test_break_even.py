@@ -15,13 +15,12 @@ from sparseprefill.adapters.session.session import WHOLE, Fallback, Prefill, Ses
 from torch.nn import functional
 
 import sparseprefill as sp
+from helpers import hf_models
 from helpers.build import make
+from helpers.hf_models import STREAMING, logits, padded, prompt
 from helpers.tables import from_length, point, shape_of, table, whole
 from sparseprefill.breakeven.gate import GateChoice
 from sparseprefill.breakeven.table import BELOW, BreakEven, Verdict
-
-from . import hf_models
-from .hf_models import STREAMING, logits, padded, prompt
 
 HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8}
 

@@ -14,9 +14,8 @@ from sparseprefill.adapters.demo.text import text_lines
 from sparseprefill.adapters.evaluation import comparison
 from typer.testing import CliRunner, Result
 
+from helpers.hf_models import SLIDING_LAYERS, build
 from sparseprefill.profiles.profile import Profile
-
-from .hf_models import SLIDING_LAYERS, build
 
 SMALL = ("--tokens", "256", "--count", "1", "--greedy", "6", "--device", "cpu", "--method", "streaming")
 

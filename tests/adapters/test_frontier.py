@@ -23,9 +23,9 @@ from experiments.frontier.app import app
 from experiments.frontier.layers import Layers, LayersTime
 from experiments.frontier.points import Point, frontier, recommended, spread
 from experiments.frontier.results import markdown
+from helpers.hf_models import build, prompt
 from sparseprefill.errors import ParameterError
 
-from .hf_models import build, prompt
 from .test_cli import refused
 
 STREAMING = sp.default_registry().get("streaming")

@@ -15,8 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, QuantoQuantizedLayer
 
 import sparseprefill as sp
-
-from . import hf_models
+from helpers import hf_models
 
 
 class Diary:

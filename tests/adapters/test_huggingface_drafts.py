@@ -16,9 +16,8 @@ from sparseprefill.adapters.huggingface.drafts import ALL, drafted
 from transformers import DynamicCache
 
 import sparseprefill as sp
-
-from . import hf_models
-from .hf_models import STREAMING
+from helpers import hf_models
+from helpers.hf_models import STREAMING
 
 TWENTY = {"prompt_lookup_num_tokens": 20}
 

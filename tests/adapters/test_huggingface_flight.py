@@ -16,9 +16,8 @@ from sparseprefill.adapters.huggingface import attach, state
 from transformers import DynamicCache
 
 import sparseprefill as sp
-
-from . import hf_models
-from .hf_models import STREAMING
+from helpers import hf_models
+from helpers.hf_models import STREAMING
 
 both = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 

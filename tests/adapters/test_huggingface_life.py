@@ -23,9 +23,8 @@ from sparseprefill.adapters.huggingface import attach, attention, hooks, state, 
 from transformers import LlamaForCausalLM
 
 import sparseprefill as sp
-
-from . import hf_models
-from .hf_models import STREAMING, logits
+from helpers import hf_models
+from helpers.hf_models import STREAMING, logits
 
 
 @pytest.fixture

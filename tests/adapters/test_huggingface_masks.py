@@ -17,9 +17,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import sparseprefill as sp
+from helpers import hf_models
+from helpers.hf_models import STREAMING
 
-from . import hf_models
-from .hf_models import STREAMING
 from .test_huggingface_flight import both, build, close
 
 

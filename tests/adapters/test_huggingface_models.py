@@ -17,9 +17,8 @@ from torch import nn
 from transformers import LlamaForCausalLM, StaticCache
 
 import sparseprefill as sp
-
-from . import hf_models
-from .hf_models import logits
+from helpers import hf_models
+from helpers.hf_models import logits
 
 TOKENS = 6
 Run = Callable[[Any], torch.Tensor]

@@ -14,9 +14,8 @@ from sparseprefill.adapters.session import session as sessions
 from torch.utils.checkpoint import checkpoint
 
 import sparseprefill as sp
-
-from . import hf_models
-from .hf_models import STREAMING, logits
+from helpers import hf_models
+from helpers.hf_models import STREAMING, logits
 
 
 @pytest.fixture

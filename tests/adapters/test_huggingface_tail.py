@@ -12,9 +12,8 @@ from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.session.defaults import TAIL
 
 import sparseprefill as sp
-
-from . import hf_models
-from .hf_models import STREAMING
+from helpers import hf_models
+from helpers.hf_models import STREAMING
 
 
 def masks(method: Any, inputs: Any, **options: Any) -> tuple[list[tuple[sp.AttentionCall, torch.Tensor]], Any]:

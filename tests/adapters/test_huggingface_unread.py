@@ -16,8 +16,7 @@ from sparseprefill.adapters.huggingface import unread as reading
 from transformers import DynamicCache
 
 import sparseprefill as sp
-
-from . import hf_models
+from helpers import hf_models
 
 METHODS: dict[str, Mapping[str, Any]] = {
     "dense": {},

@@ -18,9 +18,9 @@ from sparseprefill.adapters.huggingface import attach
 from sparseprefill.adapters.huggingface.identity import identity
 
 import sparseprefill as sp
+from helpers.hf_models import build, prompt
 from sparseprefill.profiles.profile import Profile
 
-from .hf_models import build, prompt
 from .test_fit import TARGET, Made
 
 pytestmark = pytest.mark.usefixtures("_one_tokenizer")

@@ -14,14 +14,13 @@ from sparseprefill.adapters.session.prospects import SLIDING, prospects
 from sparseprefill.adapters.session.session import Session
 
 import sparseprefill as sp
+from helpers import hf_models
 from helpers.build import make
+from helpers.hf_models import STREAMING, logits
 from helpers.stubs import Estimate
 from helpers.tables import from_length
 from sparseprefill.profiles.identity import ModelIdentity
 from sparseprefill.profiles.profile import LengthRange, Profile
-
-from . import hf_models
-from .hf_models import STREAMING, logits
 
 HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8}
 LIKE = make(1, heads=4, kv_heads=2)

@@ -17,11 +17,10 @@ from typer.testing import CliRunner
 
 import sparseprefill as sp
 from experiments.frontier.app import app as frontier
+from helpers import hf_models
+from helpers.hf_models import STREAMING
 from sparseprefill.errors import ParameterError
 from sparseprefill.profiles.profile import Profile
-
-from . import hf_models
-from .hf_models import STREAMING
 
 FLOOR = sp.RecallFloor(target=0.9)
 SMALL = ("--device", "cpu", "--threads", "1", "--method", "streaming")

@@ -21,12 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import sparseprefill as sp
+from helpers import hf_models
 from helpers.build import int32, make, one_lookup
+from helpers.hf_models import STREAMING
 from helpers.tables import from_length
 from sparseprefill.metrics import LAST, SPREAD, WatchedRecall, lowest_rows, watched_recall
-
-from . import hf_models
-from .hf_models import STREAMING
 
 CALL = make(300, heads=4, kv_heads=2)
 METHOD = sp.build("streaming", **STREAMING)
@@ -332,10 +331,12 @@ def test_measuring_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_first_call_below_is_warned_of_and_each_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     heads = _heads(CALL, METHOD.run(CALL))
-    session = Session(METHOD, tail=0, recall_every=1, strict_recall=0.9)
+    heard: list[CallRecall] = []
+    session = Session(METHOD, tail=0, recall_every=1, strict_recall=0.9, hear_recall=heard.append)
     with caplog.at_level(logging.WARNING, "sparseprefill"):
         for layer in (3, 1, 3):
             session.run(attrs.evolve(CALL, layer=layer), Prefill())
+    assert [(3, True), (1, True), (3, True)] == [(one.layer, one.low) for one in heard]
     (record,) = caplog.records
     text = f"streaming: layer 3, head {int(heads.argmin())} keeps {float(heads.min()):.3f} of the attention mass"
     assert record.message.startswith(text)

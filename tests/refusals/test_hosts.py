@@ -20,8 +20,8 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import sparseprefill as sp
-from adapters import hf_models  # pyright: ignore[reportAttributeAccessIssue]
-from adapters.hf_models import STREAMING
+from helpers import hf_models
+from helpers.hf_models import STREAMING
 from helpers.refusals import Refusal, over, parameter_error, refused, unknown_method
 
 METHOD = sp.build("streaming", **STREAMING)

@@ -266,3 +266,9 @@ def test_what_a_gate_says_reaches_the_choice() -> None:
         empty.pipeline.run(CALL)
     assert 1.0 == objected.run(CALL).density
     assert (noted.grain, Route.of(made).grain) == (None, made.grain)
+
+
+def test_nothing_is_skipped_where_no_plan_asks_for_it() -> None:
+    result = sp.build("streaming", sink=4, window=8, block=16).run(make(40))
+    assert result.skipped is None
+    assert 0.0 == result.skipped_share
