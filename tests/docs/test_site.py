@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -60,6 +61,12 @@ def test_every_public_name_is_generated_once() -> None:
     public += [f"sparseprefill.testing.{name}" for name in testing.__all__]
     asked = Counter(generated())
     assert {name: asked[name] for name in public} == dict.fromkeys(public, 1)
+
+
+@pytest.mark.parametrize("name", generated())
+def test_every_generated_name_is_there(name: str) -> None:
+    """A name that is gone would stop the site."""
+    pkgutil.resolve_name(name)
 
 
 ATTRS = sorted(name for name in sp.__all__ if isinstance(getattr(sp, name), type) and attrs.has(getattr(sp, name)))
