@@ -49,6 +49,7 @@ CONSTRUCTORS = [
     mask_error(r"last is torch\.float64: pass an int64 tensor", RANGES, CALL, RANGE, RANGE.double(), 3, 4),
     mask_error("last is list: pass an int64 tensor", RANGES, CALL, RANGE, [0], 3, 4),
     mask_error(r"first has shape \(3, 1\): pass \[B, R, P\]", RANGES, CALL, RANGE[0], RANGE, 3, 4),
+    mask_error(r"first has shape \(1, 1, 3, 1\): pass \[B, R, P\]", RANGES, CALL, RANGE[None], RANGE[None], 3, 4),
     mask_error(r"last has shape \(1, 2, 1\): pass first's", RANGES, CALL, RANGE, RANGE[:, :2], 3, 4),
     mask_error(r"width is 2\.5: pass the number of entries", RANGES, CALL, RANGE, RANGE, 2.5, 4),
 ]

@@ -90,3 +90,11 @@ def test_every_call_needs_its_plan() -> None:
     assert 2 == len(sp.AutoExecutor().execute_many(calls, plans))
     with pytest.raises(ValueError, match="shorter"):
         sp.AutoExecutor().execute_many(calls, plans[:1])
+
+
+@pytest.mark.parametrize("kind", [sp.AutoExecutor, TritonExecutor])
+def test_options_are_given_by_name(kind: Any) -> None:
+    with pytest.raises(TypeError):
+        kind("int8")
+    with pytest.raises(TypeError):
+        kind(0.1, precision="int8")
